@@ -1,0 +1,149 @@
+"""Checkpoints: model, optimizer, loader position and random state, written with torch's distributed checkpoint (DCP).
+
+A checkpoint exists when its marker COMPLETE is there: written last, removed first. Tensors are stored with their
+global shapes, so another world size or stage can read them. The learning rate needs no state: it is a function of
+the step.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from shardbook.recipe import RecipeError
+
+MARKER = "COMPLETE"
+STATE = "state.json"
+# one flat key a tensor and moment: names, not parameter numbers, so another grouping or layout still matches
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: what is not a tensor."""
+
+    step: int  # optimizer steps done
+    tokens: int  # trained tokens seen, all ranks
+    loader: dict[str, int]
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint with the most steps in `folder`, or None. Incomplete ones do not count."""
+    return max(_complete(folder), key=_step_of, default=None)
+
+
+def save_checkpoint(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, keep: int
+) -> Path:
+    """Write `folder`/step-000200 and drop all but the `keep` newest (0: keep all). Collective."""
+    path = folder / f"step-{progress.step:06d}"
+    is_main = dist.get_rank() == 0
+    if is_main:
+        (path / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+    dist.barrier()
+    dcp.save(_tensors(model, optimizer) | {_rng_key(): _rng_state()}, checkpoint_id=path)
+    if is_main:
+        state = {
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "loader": progress.loader,
+            "world_size": dist.get_world_size(),
+        }
+        (path / STATE).write_text(json.dumps(state | {"shapes": _shapes(model)}, indent=1))
+        (path / MARKER).touch()
+        for old in sorted(_complete(folder), key=_step_of)[:-keep] if keep else []:
+            (old / MARKER).unlink()
+            shutil.rmtree(old)
+    dist.barrier()
+    return path
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Fill model and optimizer from a complete checkpoint, and this rank's random state where the world size is the
+    same. Raises RecipeError where the checkpoint is incomplete or of another model. Collective."""
+    if not (path / MARKER).is_file():
+        raise RecipeError(f"checkpoint {path}: incomplete or not a checkpoint (no {MARKER} in it)")
+    state = json.loads((path / STATE).read_text())
+    here, there = _shapes(model), state["shapes"]
+    if differ := [
+        f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
+        for name in here | there
+        if here.get(name) != there.get(name)
+    ]:
+        raise RecipeError(
+            f"checkpoint {path} is of another model ({len(differ)} parameters differ; {'; '.join(differ[:3])})"
+        )
+    tensors = _tensors(model, optimizer)
+    if same_world := state["world_size"] == dist.get_world_size():
+        tensors[_rng_key()] = _rng_state()
+    dcp.load(tensors, checkpoint_id=path)
+    set_model_state_dict(model, tensors["model"])
+    set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=FLAT)
+    if same_world:
+        _set_rng_state(tensors[_rng_key()])
+    return Progress(state["step"], state["tokens"], state["loader"])
+
+
+def checkpoint_shapes(path: Path) -> dict[str, torch.Size]:
+    """Full shape of every model parameter in a checkpoint, in the model's order."""
+    return {name: torch.Size(shape) for name, shape in json.loads((path / STATE).read_text())["shapes"].items()}
+
+
+def read_parameters(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+    """`(name, full tensor in fp32)` of the model parameters in a checkpoint, one at a time and without a process group:
+    how a 70B is exported on one host."""
+    reader = FileSystemReader(path)
+    for name, shape in shapes.items():
+        box = {f"model.{name}": torch.empty(shape)}
+        dcp.load(box, storage_reader=reader, no_dist=True)
+        yield name, box[f"model.{name}"]
+
+
+def _complete(folder: Path) -> list[Path]:
+    return [marker.parent for marker in folder.glob(f"step-*/{MARKER}")]
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT)}
+
+
+def _shapes(model: nn.Module) -> dict[str, list[int]]:
+    return {name: list(p.shape) for name, p in model.named_parameters()}
+
+
+def _rng_key() -> str:
+    return f"rng.{dist.get_rank()}"
+
+
+def _rng_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

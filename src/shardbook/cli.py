@@ -1,0 +1,123 @@
+"""The console command `shardbook`: train, export, recipes. Every rule of what a run is lives elsewhere."""
+
+import argparse
+import os
+import sys
+from math import prod
+from pathlib import Path
+
+from shardbook.recipe import Recipe, RecipeError, describe_keys, find_recipe, list_recipes, load_recipe
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run one command line. Returns the exit code: 0 done, 1 failed, 2 wrong recipe or command line, 75 preempted."""
+    parser = argparse.ArgumentParser(
+        prog="shardbook", description="Fine-tune large language models with named, tested stages on FSDP2."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser(
+        "train",
+        help="run a recipe on this machine",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_keys(),
+    )
+    train.add_argument("recipe", help="a name (see `shardbook recipes`) or a .toml file")
+    train.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="keys to change, e.g. optim.learning_rate=1e-5"
+    )
+    train.add_argument(
+        "--nproc",
+        type=int,
+        help="ranks to start (default: the mesh's size where the recipe fixes it, else all GPUs, else 2)",
+    )
+    export = commands.add_parser("export", help="write a checkpoint of a run as Hugging Face safetensors")
+    export.add_argument("run", type=Path, help="a run directory")
+    export.add_argument("--checkpoint", type=Path, help="a checkpoint directory (default: the run's newest)")
+    export.add_argument("--out", type=Path, help="directory to write (default: export/ of the run)")
+    export.add_argument(
+        "--dtype", choices=("fp32", "bf16"), help="dtype of the weights (default: the recipe's train.export_dtype)"
+    )
+    commands.add_parser("recipes", help="list the recipes")
+    asked = parser.parse_args(words)
+    try:
+        match asked.command:
+            case "train":
+                return run_train(asked.recipe, asked.overrides, asked.nproc)
+            case "export":
+                return run_export(asked.run, asked.checkpoint, asked.out, asked.dtype)
+            case _:
+                return show_recipes()
+    except RecipeError as error:
+        print(f"shardbook: {error}", file=sys.stderr)
+        return 2
+
+
+def run_train(name: str, overrides: list[str], nproc: int | None) -> int:
+    path = find_recipe(name)
+    recipe = load_recipe(path, overrides)  # refused here before a process is started
+    from shardbook.launch import launch_ranks
+
+    return launch_ranks(choose_nproc(recipe) if nproc is None else nproc, [str(path), *overrides])
+
+
+def choose_nproc(recipe: Recipe) -> int:
+    """Ranks to start on this machine: as many as a fixed mesh needs, else one a GPU, else two on the CPU. Raises RecipeError."""
+    import torch
+
+    from shardbook.mesh import resolve_sizes
+    from shardbook.stages import find_stage
+
+    gpus = torch.cuda.device_count()
+    sizes = resolve_sizes(recipe.parallel, find_stage(recipe.parallel.stage).axes, world_size=None)
+    needed = prod(sizes.values())
+    if needed < 0:  # an axis takes what there is
+        return gpus or 2
+    room, what = (gpus, "GPUs") if gpus else (2 * (os.cpu_count() or 1), "ranks on its CPU cores")
+    if needed > room:
+        shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise RecipeError(
+            f"mesh {shown} needs {needed} ranks; this machine has room for {room} {what}: change the sizes, or --nproc to insist"
+        )
+    return needed
+
+
+def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str | None) -> int:
+    """Write a checkpoint as a Hugging Face directory, one 5 GB file in memory at a time, without a process group."""
+    if not (run / "resolved.toml").is_file():
+        raise RecipeError(f"{run}: not a run directory (no resolved.toml in it)")
+    recipe = load_recipe(run / "resolved.toml")
+    from shardbook.checkpoint import checkpoint_shapes, newest_checkpoint, read_parameters
+    from shardbook.data.tokenized import load_tokenizer
+    from shardbook.model import load_config, model_folder, tokenizer_folder
+    from shardbook.weights import save_weights
+
+    source = checkpoint or newest_checkpoint(run / "checkpoints")
+    if source is None:
+        raise RecipeError(f"{run}: has no complete checkpoint")
+    shapes = checkpoint_shapes(source)
+    folder = model_folder(recipe.model)
+    config = load_config(recipe.model, folder, recipe.data.max_length)
+    tokenizer = load_tokenizer(tokenizer_folder(recipe.model), "model.tokenizer")
+    target = out or run / "export"
+    save_weights(
+        target, read_parameters(source, shapes), shapes, config, tokenizer, folder, dtype or recipe.train.export_dtype
+    )
+    print(f"{source} -> {target}")
+    return 0
+
+
+def show_recipes() -> int:
+    recipes = list_recipes()
+    width = max(map(len, recipes), default=0)
+    for name, path in recipes.items():
+        print(f"{name:<{width}}  {path.read_text().splitlines()[0].removeprefix('#').strip()}")
+    return 0
+
+
+def _keys() -> str:
+    rows = describe_keys()
+    return "keys of a recipe:\n" + "\n".join(f"  {name} = {default}\n      {help}" for name, default, help in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

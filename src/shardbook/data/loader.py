@@ -1,0 +1,136 @@
+"""The loader: which rows a rank sees in which step, as tensors.
+
+Invariant: the row at global index g is a pure function of (seed, epoch, g): seeking is O(1), and the stream of rows
+is the same for every world size and every split of a step into ranks and micro-batches. Its only state is how many
+rows the whole run has consumed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from shardbook.data.tokenized import Documents, Row
+
+ROUND_TO = 64  # unpacked rows are padded to a multiple of this: few distinct shapes, friendly to kernels
+MASK64 = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro-batch of one rank. B rows of length L, n trained tokens; all int64."""
+
+    input_ids: Tensor  # [B, L]
+    position_ids: Tensor  # [B, L], from 0 in every document
+    documents: Tensor | None  # [B, L], -1 on padding; None where a row is one document
+    positions: Tensor  # [n] indices into the flat [B * L] that predict a trained token
+    targets: Tensor  # [n] those tokens
+
+    def to(self, device: torch.device) -> "Micro":
+        if device.type == "cpu":
+            return self
+        move = lambda t: None if t is None else t.pin_memory().to(device, non_blocking=True)  # noqa: E731
+        return Micro(**{name: move(value) for name, value in vars(self).items()})
+
+
+def permute(index: int, size: int, seed: int, epoch: int) -> int:
+    """Where `index` goes in the permutation of range(size) that belongs to (seed, epoch). O(1) time and memory.
+
+    A four-round Feistel network over the next even power of two, walked until it lands inside range(size)
+    (cycle-walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002).
+    """
+    half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+    low = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & low
+        for turn in range(4):
+            left, right = right, left ^ (_mix(right, seed, epoch * 4 + turn) & low)
+        index = left << half | right
+        if index < size:
+            return index
+
+
+def _mix(value: int, seed: int, tweak: int) -> int:
+    """64 well-mixed bits: the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014) over its three inputs."""
+    for word in (seed, tweak, value):
+        value = (value + word * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & MASK64
+        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK64
+        value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK64
+        value ^= value >> 31
+    return value
+
+
+@dataclass(frozen=True)
+class Batching:
+    """The shape of a micro-batch, and which of the data-parallel ranks this one is."""
+
+    row_length: int | None  # packed rows are padded to it; None: a row is one document, padded to the longest
+    batch_size: int
+    pad_id: int
+    rank: int
+    ranks: int
+
+
+class Loader:
+    """The rows of a step for one data-parallel rank, in the order of the permutation."""
+
+    def __init__(self, documents: Documents, batching: Batching, accumulation: int, seed: int):
+        self.documents, self.batching, self.accumulation, self.seed = documents, batching, accumulation, seed
+        self.consumed_rows = 0
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.batching.batch_size * self.accumulation * self.batching.ranks
+
+    def row_at(self, index: int) -> Row:
+        """The row at `index` of the endless stream of epochs."""
+        epoch, index = divmod(index, len(self.documents.rows))
+        return self.documents.rows[permute(index, len(self.documents.rows), self.seed, epoch)]
+
+    def next_step(self) -> list[Micro]:
+        """This rank's micro-batches of the next optimizer step. Micro-batch m of all ranks is contiguous in the stream."""
+        here, micros = self.batching, []
+        for micro in range(self.accumulation):
+            start = self.consumed_rows + (micro * here.ranks + here.rank) * here.batch_size
+            rows = [self.row_at(index) for index in range(start, start + here.batch_size)]
+            micros.append(build_micro(self.documents.encoded, rows, here))
+        self.consumed_rows += self.rows_per_step
+        return micros
+
+    def state_dict(self) -> dict[str, int]:
+        return {"consumed_rows": self.consumed_rows}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.consumed_rows = state["consumed_rows"]
+
+
+def eval_micros(documents: Documents, batching: Batching) -> Iterator[Micro]:
+    """Every row once, spread over ranks. All ranks get the same number of micro-batches (collectives would hang
+    otherwise), the last ones of some ranks perhaps without rows."""
+    stride, total = batching.batch_size * batching.ranks, len(documents.rows)
+    for start in range(batching.rank * batching.batch_size, -(-total // stride) * stride, stride):
+        rows = [documents.rows[index] for index in range(start, min(start + batching.batch_size, total))]
+        yield build_micro(documents.encoded, rows, batching)
+
+
+def build_micro(encoded: Dataset, rows: Sequence[Row], batching: Batching) -> Micro:
+    """Tensors of `rows`. No rows: one row of padding, and no target."""
+    content = [[encoded[document] for document in row] for row in rows] or [[]]
+    used = max(sum(len(document["input_ids"]) for document in row) for row in content)
+    length = batching.row_length or -(-max(used, 1) // ROUND_TO) * ROUND_TO
+    shape = (len(content), length)
+    ids, places = torch.full(shape, batching.pad_id), torch.zeros(shape, dtype=torch.int64)
+    numbers = torch.full(shape, -1)
+    targets = torch.full(shape, -1)
+    for row, parts in enumerate(content):
+        at = 0
+        for number, part in enumerate(parts):
+            tokens, mask = torch.tensor(part["input_ids"]), torch.tensor(part["mask"])
+            here = slice(at, at + len(tokens))
+            ids[row, here], places[row, here], numbers[row, here] = tokens, torch.arange(len(tokens)), number
+            targets[row, at : at + len(tokens) - 1] = torch.where(mask[1:], tokens[1:], -1)
+            at += len(tokens)
+    positions = (targets.flatten() >= 0).nonzero().flatten()
+    return Micro(ids, places, None if batching.row_length is None else numbers, positions, targets.flatten()[positions])

@@ -1,0 +1,68 @@
+"""Sources: a name in the recipe becomes a `datasets.Dataset` of raw rows. Knows nothing of tokens."""
+
+from pathlib import Path
+
+from datasets import Dataset, concatenate_datasets, load_dataset, load_from_disk
+
+from shardbook import embedded
+from shardbook.recipe import RecipeError
+
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+def load_source(spec: str | list[str], what: str) -> Dataset:
+    """All rows of a source or a list of them. `what` is the recipe key, for errors. Raises RecipeError."""
+    names = [spec] if isinstance(spec, str) else spec
+    parts = [_load_one(name, what) for name in names]
+    if not parts or not sum(len(part) for part in parts):
+        raise RecipeError(f"{what} = {spec!r}: holds no rows")
+    if len(parts) == 1:
+        return parts[0]
+    try:
+        return concatenate_datasets(parts)
+    except ValueError as error:
+        raise RecipeError(
+            f"{what} = {spec!r}: the parts have different columns ({str(error).splitlines()[0]})"
+        ) from None
+
+
+def _load_one(name: str, what: str) -> Dataset:
+    path = Path(name).expanduser()
+    if name == embedded.DATASET:
+        path = embedded.chitchat_file()
+    if path.suffix in READERS:
+        if not path.is_file():
+            raise RecipeError(f"{what} = {name!r}: no such file")
+        return _read(READERS[path.suffix], [path], name, what)
+    if path.is_dir():
+        if (path / "state.json").is_file():
+            loaded = load_from_disk(str(path))
+            if not isinstance(loaded, Dataset):
+                raise RecipeError(f"{what} = {name!r}: holds the splits {', '.join(loaded)}; name the directory of one")
+            return loaded
+        for suffix, reader in READERS.items():
+            if files := sorted(path.glob(f"*{suffix}")):
+                return _read(reader, files, name, what)
+        raise RecipeError(f"{what} = {name!r}: the directory has no {', '.join(READERS)} file and no saved dataset")
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise RecipeError(f"{what} = {name!r}: no such directory, and not a hub id (owner/name or owner/name:split)")
+    hub_id, _, split = name.partition(":")
+    try:
+        return load_dataset(hub_id, split=split or "train")
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"{what} = {name!r}: the hub did not give it ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            f"If it is gated set HF_TOKEN; without a network set {what} to a local file"
+        ) from None
+
+
+def _read(reader: str, files: list[Path], name: str, what: str) -> Dataset:
+    if not any(file.stat().st_size for file in files):
+        raise RecipeError(f"{what} = {name!r}: holds no rows")
+    try:
+        return load_dataset(reader, data_files=[str(file) for file in files], split="train")
+    except (
+        Exception
+    ) as error:  # datasets raises its own, pyarrow's and the reader's errors: all mean an unreadable file
+        cause = error.__cause__ or error
+        raise RecipeError(f"{what} = {name!r}: cannot be read as {reader} ({str(cause).splitlines()[0]})") from None

@@ -1,0 +1,165 @@
+"""Tokenised rows: encode, cut, check and cache, then lay the documents out in rows of the model.
+
+`datasets` caches the encoding under a fingerprint of the source, the tokenizer's content and the settings.
+A row of the model is a tuple of document numbers; packing only changes how many are in it.
+"""
+
+import bisect
+import functools
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from shardbook.data.chat import encode_row
+from shardbook.data.sources import load_source
+from shardbook.recipe import Data, RecipeError
+
+ENCODING_VERSION = 1  # raise it when encode_row changes what it returns: the cache is keyed by it
+SPLIT_SEED = 0  # of the held-out rows: the same for every train.seed, else another seed would train on them
+Row = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What determines the tokens of a row; hashed by `datasets` as the key of its cache."""
+
+    folder: str
+    tokenizer_digest: str
+    max_length: int
+    what: str
+    version: int = ENCODING_VERSION
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Encoded documents and the rows they are laid out in."""
+
+    encoded: Dataset  # columns input_ids, mask: lists of int and bool; length, trained: int; cut: bool
+    rows: list[Row]
+    summary: str
+
+
+def load_tokenizer(folder: Path, what: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder`. Raises RecipeError without one that maps tokens to characters (a fast one)."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises bare Exception on a malformed file
+        raise RecipeError(f"{what}: no usable tokenizer in {folder} ({str(error).strip().splitlines()[0]})") from None
+    if not tokenizer.is_fast:
+        raise RecipeError(
+            f"{what}: the tokenizer in {folder} is not a fast one (tokenizer.json), which the loss mask needs"
+        )
+    return tokenizer
+
+
+def build_documents(data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[Documents, Documents | None]:
+    """Training and held-out documents (None without `eval` and `eval_size`). Raises RecipeError naming key and row."""
+    encoded, usable = _encode_source(data.train, "data.train", data, tokenizer, folder)
+    if data.eval:
+        return _lay_out(encoded, usable, data), _lay_out(
+            *_encode_source(data.eval, "data.eval", data, tokenizer, folder), data
+        )
+    if not data.eval_size:
+        return _lay_out(encoded, usable, data), None
+    held_out = int(data.eval_size) if data.eval_size >= 1 else max(1, round(data.eval_size * len(usable)))
+    if held_out >= len(usable):
+        raise RecipeError(f"data.eval_size = {data.eval_size}: holds out all of the {len(usable)} rows of data.train")
+    order = np.random.RandomState(SPLIT_SEED).permutation(usable)
+    return _lay_out(encoded, np.sort(order[held_out:]), data), _lay_out(encoded, np.sort(order[:held_out]), data)
+
+
+def _encode_source(
+    spec: str | list[str], what: str, data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> tuple[Dataset, np.ndarray]:
+    """The encoded rows of one source, and the numbers of those that have a trained token."""
+    raw = load_source(spec, what)
+    if "messages" in raw.column_names and not tokenizer.chat_template:
+        raise RecipeError(
+            f"{what}: rows hold messages, but the tokenizer in {folder} has no chat template; set model.tokenizer to one that has"
+        )
+    encoded = raw.map(
+        _encode,
+        with_indices=True,
+        fn_kwargs={"encoding": Encoding(str(folder), _digest(tokenizer), data.max_length, what)},
+        remove_columns=raw.column_names,
+        num_proc=data.num_proc if data.num_proc > 1 else None,
+    )
+    trained = _column(encoded, "trained")
+    usable = np.flatnonzero(trained > 0)
+    if len(usable) < len(trained) and not data.skip_untrainable or not len(usable):
+        raise RecipeError(
+            f"{what}: row {np.flatnonzero(trained == 0)[0]}: data.max_length = {data.max_length} leaves it without a trained token "
+            f"({len(trained) - len(usable)} of {len(trained)} rows); raise it, or set data.skip_untrainable=true"
+        )
+    return encoded, usable
+
+
+def _lay_out(encoded: Dataset, documents: np.ndarray, data: Data) -> Documents:
+    lengths = _column(encoded, "length")[documents]
+    rows = (
+        pack(documents.tolist(), lengths.tolist(), data.max_length) if data.packing else [(int(i),) for i in documents]
+    )
+    trained, cut = (int(_column(encoded, name)[documents].sum()) for name in ("trained", "cut"))
+    dropped = int((_column(encoded, "trained") == 0).sum())
+    summary = (
+        f"{len(documents):,} documents in {len(rows):,} rows, {lengths.sum():,} tokens, {trained:,} of them trained"
+    )
+    summary += f"; {cut:,} documents cut to {data.max_length}" * bool(
+        cut
+    ) + f"; {dropped:,} rows without a trained token dropped" * bool(dropped)
+    return Documents(encoded, rows, summary)
+
+
+def _column(encoded: Dataset, name: str) -> np.ndarray:
+    return np.asarray(encoded.select_columns(name).with_format("numpy")[:][name])
+
+
+def pack(documents: list[int], lengths: list[int], capacity: int) -> list[Row]:
+    """Best-fit decreasing: each document, longest first, goes where it leaves the least room. Deterministic."""
+    bins: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}  # room left -> bins with that room
+    rooms: list[int] = []  # its keys, sorted
+    for length, document in sorted(zip((-n for n in lengths), documents, strict=True)):
+        length = -length
+        at = bisect.bisect_left(rooms, length)
+        if at == len(rooms):
+            room, chosen = capacity, len(bins)
+            bins.append([])
+        else:
+            room = rooms[at]
+            chosen = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[at]
+        bins[chosen].append(document)
+        if room - length not in by_room:
+            bisect.insort(rooms, room - length)
+        by_room.setdefault(room - length, []).append(chosen)
+    return [tuple(content) for content in bins]
+
+
+def _encode(row: dict[str, Any], index: int, encoding: Encoding) -> dict[str, Any]:
+    ids, mask = encode_row(row, _cached_tokenizer(encoding.folder), f"{encoding.what}: row {index}")
+    kept = mask[: encoding.max_length]
+    # the first token of a document is never predicted, so it is never trained
+    return {
+        "input_ids": ids[: encoding.max_length],
+        "mask": kept,
+        "length": len(kept),
+        "trained": sum(kept[1:]),
+        "cut": len(ids) > len(kept),
+    }
+
+
+@functools.lru_cache(maxsize=2)
+def _cached_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    return load_tokenizer(Path(folder), "model.tokenizer")
+
+
+def _digest(tokenizer: Any) -> str:
+    content = tokenizer.backend_tokenizer.to_str() + str(tokenizer.chat_template) + str(tokenizer.eos_token)
+    return hashlib.sha256(content.encode()).hexdigest()

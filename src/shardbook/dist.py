@@ -1,0 +1,121 @@
+"""Processes: the process group, this rank's place in it, who speaks, who goes first, who asked to stop.
+
+Invariant: after `start_distributed` the same code runs with one process or many, CPU (gloo) or CUDA (NCCL
+beside gloo: host-side sums and checkpoints never touch the device stream).
+Knows nothing of meshes, models or recipes.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from shardbook.recipe import RecipeError
+
+T = TypeVar("T")
+TIMEOUT = timedelta(minutes=30)  # rank 0 may convert weights or tokenise while the others wait
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others, and its device."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def start_distributed() -> Ranks:
+    """Join the process group that the launcher's variables describe; without a launcher, be a world of one.
+
+    Raises RecipeError where the launcher would shard a second time (`ACCELERATE_USE_FSDP`) or left out a variable.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
+        raise RecipeError(
+            "ACCELERATE_USE_FSDP is set by the launcher: Shardbook shards the model itself; "
+            "use distributed_type: MULTI_GPU in accelerate's config, and choose the stage with parallel.stage"
+        )
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # else transformers loads on rank 0 only and broadcasts
+    if "RANK" not in os.environ:
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+        )
+    absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if absent:
+        raise RecipeError(
+            f"the launcher set RANK but not {', '.join(absent)}: start with torchrun, accelerate launch or shardbook train"
+        )
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, device)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def sum_over_ranks(*values: float) -> list[float]:
+    """Each value summed over all ranks, on the host: no device synchronisation. Exact for integers below 2**53."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return [float(value) for value in total]
+
+
+def from_main(make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, on every rank; its RecipeError too is raised on every rank."""
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [make()]
+        except RecipeError as error:
+            box = [error]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    if isinstance(box[0], RecipeError):
+        raise box[0]
+    return cast(T, box[0])
+
+
+@contextlib.contextmanager
+def first_on_node(ranks: Ranks) -> Iterator[None]:
+    """The node's first rank runs the body, then the others: for work whose result is a cache on disk."""
+    if ranks.local_rank != 0:
+        dist.barrier()
+    yield
+    if ranks.local_rank == 0:
+        dist.barrier()
+
+
+@dataclass
+class StopFlag:
+    """Set by SIGTERM or SIGUSR1 on this rank; the loop sums it over ranks with the step's tokens, so all stop together."""
+
+    asked: bool = False
+
+    def listen(self) -> "StopFlag":
+        def ask(signum: int, frame: FrameType | None) -> None:
+            self.asked = True
+
+        for signum in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(signum, ask)
+        return self

@@ -1,0 +1,58 @@
+"""Start the ranks of one machine: N processes of `python -m shardbook.train`, signals passed on, exit codes kept.
+
+Not torchrun, for one reason: it turns every failure of a rank into exit code 1 and a report of its own, and the exit
+codes and the last line of a Shardbook run mean something. Several machines start with torchrun, accelerate or Slurm.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import FrameType
+
+from shardbook.dist import free_port
+
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+POLL_SECONDS = 0.1
+
+
+def launch_ranks(nproc: int, words: list[str]) -> int:
+    """Run `nproc` ranks with the command line `words`; the exit code of the first that fails, else 0.
+
+    When one fails the others are killed: they would wait for it in a collective.
+    """
+    shared = {
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    # Each rank computes with its share of the cores: more threads than cores makes CPU runs several times slower.
+    shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signum)
+
+    for signum in PASSED_ON:
+        signal.signal(signum, pass_on)
+    for rank in range(nproc):
+        environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        # a session of its own, so that Ctrl-C reaches a rank once, through us, and not twice
+        processes.append(
+            subprocess.Popen([sys.executable, "-m", "shardbook.train", *words], env=environment, start_new_session=True)
+        )
+    code = 0
+    while any(process.poll() is None for process in processes):
+        time.sleep(POLL_SECONDS)
+        failed = [process.returncode for process in processes if process.returncode]
+        if failed and not code:
+            code = failed[0]
+            if code != 75:  # preempted ranks all save and leave by themselves
+                for process in processes:
+                    process.kill()
+    code = code or next((process.returncode for process in processes if process.returncode), 0)
+    return 128 - code if code < 0 else code

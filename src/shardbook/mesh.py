@@ -1,0 +1,70 @@
+"""The device mesh: axis names and their order live only here.
+
+Invariant: the product of the axes is the world size. Outermost first, so that the innermost axes, which talk
+most, hold neighbouring ranks. Room for pp (outside), cp and tp (inside): an axis is one more name in AXES.
+"""
+
+from math import prod
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardbook.recipe import Parallel, RecipeError
+
+DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
+AXES = (DP_REPLICATE, DP_SHARD)
+DATA_AXES = (DP_REPLICATE, DP_SHARD)  # ranks along these see different rows
+
+
+def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: int | None) -> dict[str, int]:
+    """Size of every axis, in order.
+
+    `free_axes` are those that the stage may make larger than 1; any other must be 1 or -1. At most one free axis
+    may be -1 and is inferred from `world_size`; with `world_size` None it stays -1. Raises RecipeError.
+    """
+    sizes: dict[str, int] = {}
+    for axis in AXES:
+        size = getattr(parallel, f"{axis}_size")
+        if size == 0:
+            raise RecipeError(f"parallel.{axis}_size = 0: must be at least 1, or -1 for the rest")
+        if axis not in free_axes and size not in (-1, 1):
+            raise RecipeError(
+                f"parallel.{axis}_size = {size}: stage {parallel.stage} has no such axis; leave it out, or set parallel.stage=hsdp"
+            )
+        sizes[axis] = size if axis in free_axes else 1
+    inferred = [axis for axis, size in sizes.items() if size == -1]
+    if len(inferred) > 1:
+        raise RecipeError(
+            f"stage {parallel.stage}: set at least one of {' and '.join(f'parallel.{a}_size' for a in inferred)}"
+        )
+    if world_size is None:
+        return sizes
+    fixed = prod(size for size in sizes.values() if size != -1)
+    shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    if inferred:
+        if world_size % fixed:
+            raise RecipeError(f"mesh {shown}: {fixed} does not divide the world of {world_size} ranks")
+        sizes[inferred[0]] = world_size // fixed
+    elif fixed != world_size:
+        raise RecipeError(
+            f"mesh {shown} needs {fixed} ranks, the world has {world_size}: start {fixed} ranks, or set one size to -1"
+        )
+    return sizes
+
+
+def build_mesh(parallel: Parallel, free_axes: tuple[str, ...], world_size: int, device_type: str) -> DeviceMesh:
+    """The mesh over all ranks, with every axis of AXES named, size-1 axes too. Raises RecipeError where it does not fit."""
+    sizes = resolve_sizes(parallel, free_axes, world_size)
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
+
+def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
+    """This rank's number among those that see different rows, and how many they are."""
+    number, count = 0, 1
+    for axis in DATA_AXES:
+        number = number * mesh[axis].size() + mesh.get_local_rank(axis)
+        count *= mesh[axis].size()
+    return number, count

@@ -1,0 +1,152 @@
+"""Metrics: what a step was, written to metrics.jsonl and to the trackers, and the exact bytes that a rank keeps.
+
+Invariant: a metric that was not measured is absent, never zero. A tracker may fail; the run may not: the file comes
+first and every tracker error is printed once and ends that tracker only.
+"""
+
+import json
+import netrc
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardbook.recipe import Run
+
+Metrics = dict[str, float | int]
+
+# Dense bf16 peak of a device, FLOP/s, by a part of its CUDA name; from NVIDIA's data sheets (without sparsity).
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+}
+
+
+class Recorder:
+    """metrics.jsonl and the trackers of rank 0; on other ranks it does nothing."""
+
+    def __init__(self, folder: Path, name: str, run: Run, config: dict[str, Any], is_main: bool, done_steps: int):
+        self.file = None
+        self.wandb = None
+        if not is_main:
+            return
+        path = folder / "metrics.jsonl"
+        # A run that died after its last checkpoint repeats steps: what it wrote of them is dropped, so steps stay unique.
+        kept = (
+            [line for line in path.read_text().splitlines() if _step_of(line) <= done_steps]
+            if done_steps and path.exists()
+            else []
+        )
+        self.file = path.open("w")
+        self.file.write("".join(line + "\n" for line in kept))
+        self.file.flush()
+        trackers = [run.report_to] if isinstance(run.report_to, str) else run.report_to
+        if "wandb" in trackers:
+            self.wandb = _start_wandb(folder, name, run, config)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Append one object. `step` 0 is before the first step."""
+        if self.file is None:
+            return
+        self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self.file.flush()
+        self._to_wandb(lambda run: run.log({"train/global_step": step, **metrics}))
+
+    def close(self, exit_code: int = 0) -> None:
+        if self.file is not None:
+            self.file.close()
+        self._to_wandb(lambda run: run.finish(exit_code=exit_code))
+
+    def _to_wandb(self, call: Any) -> None:
+        if self.wandb is not None:
+            try:
+                call(self.wandb)
+            except Exception as error:  # a dashboard must never end a training run
+                print(f"wandb: {error}; the run goes on without it", flush=True)
+                self.wandb = None
+
+
+def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> Any:
+    """A wandb run, online where there is a key, else offline in the run directory; None if wandb fails."""
+    try:
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+        settings = wandb.Settings(silent=True, init_timeout=30)
+        started = wandb.init(
+            project=run.project,
+            name=name,
+            id=name,
+            resume="allow",
+            dir=str(folder),
+            config=config,
+            mode=mode,
+            settings=settings,
+        )
+        started.define_metric("train/global_step")
+        started.define_metric("*", step_metric="train/global_step")
+        return started
+    except Exception as error:  # no network, no disk, a wrong key: all the same to the run
+        print(f"wandb: {error}; the run goes on without it", flush=True)
+        return None
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except ValueError:  # cut off by a kill in mid-line
+        return float("inf")
+
+
+def kept_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes that this rank keeps for `tensors`: its own shards, padding included, each storage once."""
+    storages = {}
+    for tensor in tensors:
+        if tensor is not None:
+            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def memory_metrics(model: nn.Module, optimizer: torch.optim.Optimizer) -> Metrics:
+    """Persistent bytes of this rank by category; on a GPU the allocator's peak too. Call it before
+    gradients are freed."""
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    measured: Metrics = {
+        "memory/params_bytes": kept_bytes(model.parameters()),
+        "memory/grads_bytes": kept_bytes(p.grad for p in model.parameters()),
+        "memory/optimizer_bytes": kept_bytes(states),
+    }
+    if torch.cuda.is_available():
+        measured["memory/peak_bytes"] = torch.cuda.max_memory_allocated()
+    return measured
+
+
+def speed_metrics(step_seconds: float, tokens: float, world_size: int, flops_per_token: float) -> Metrics:
+    """Seconds and speed of one step. `tokens`: all tokens of the step's rows on all ranks, trained or not. MFU only on a
+    GPU with a known peak."""
+    per_device = tokens / step_seconds / world_size
+    measured: Metrics = {"perf/step_seconds": step_seconds, "perf/tokens_per_second_per_device": per_device}
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        if peak := next((flops for part, flops in PEAK_FLOPS.items() if part in name), None):
+            measured["perf/mfu"] = per_device * flops_per_token / peak
+    return measured

@@ -1,0 +1,11 @@
+"""What is minimised: an objective takes the model and a micro-batch and returns a SUM over trained tokens."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from shardbook.data.loader import Micro
+from shardbook.objectives.sft import sft_loss
+
+Objective = Callable[[nn.Module, Micro], Tensor]
+OBJECTIVES: dict[str, Objective] = {"sft": sft_loss}

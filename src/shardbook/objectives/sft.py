@@ -1,0 +1,11 @@
+"""Supervised fine-tuning: the negative log-likelihood of the trained tokens."""
+
+from torch import Tensor, nn
+
+from shardbook.data.loader import Micro
+
+
+def sft_loss(model: nn.Module, micro: Micro) -> Tensor:
+    """Scalar fp32 SUM over the micro-batch's trained tokens; the loop divides by the whole step's count (never a mean of means)."""
+    nll: Tensor = model(micro.input_ids, micro.position_ids, micro.documents, micro.positions, micro.targets)
+    return nll.sum()

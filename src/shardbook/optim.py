@@ -1,0 +1,63 @@
+"""The optimizer, its learning rate and the gradient norm.
+
+Invariant: the learning rate is a pure function of the step, so a schedule has no state to save; the norm is that of
+the full gradient, the same on every rank and in every layout.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardbook.recipe import Optim
+
+
+def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
+    """Fused AdamW over the sharded parameters; matrices decay, vectors do not (as the Hugging Face Trainer groups them)."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    first, second = optim.betas
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=optim.learning_rate, betas=(first, second), eps=optim.eps, fused=True
+    )
+
+
+def learning_rate(optim: Optim, step: int, steps: int) -> float:
+    """The rate of optimizer step `step` (1 to `steps`): linear warm-up to the peak, then constant, linear or half a cosine.
+
+    No step runs at rate 0: warm-up ends at the peak, decay would reach 0 one step after the last.
+    """
+    warmup = round(optim.warmup_steps * steps) if optim.warmup_steps < 1 else int(optim.warmup_steps)
+    if step <= warmup:
+        return optim.learning_rate * step / warmup
+    progress = (step - 1 - warmup) / max(1, steps - warmup)
+    match optim.lr_scheduler_type:
+        case "constant":
+            return optim.learning_rate
+        case "linear":
+            return optim.learning_rate * (1 - progress)
+        case "cosine":
+            return optim.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale the gradients so that their norm is at most `max_norm` (0: leave them). Returns the norm before, a scalar
+    on the device: no host sync. Collective."""
+    parameters = [p for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()  # the local norm is that of this rank's shards only
+    if max_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm

@@ -1,0 +1,268 @@
+"""The recipe: what a run is, as data.
+
+One flat TOML file, checked by a schema that knows every key, then overridden by `section.key=value` words.
+Invariant: a recipe that loads has no unknown key, no wrong type and no contradiction inside itself.
+What needs the machine (world size, files, the model's own limits) is checked by the module that meets it,
+with the same error class. Imports no torch, so a command line is refused in milliseconds.
+"""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class RecipeError(Exception):
+    """The recipe, the command line or something they name is wrong. One line; the process exits with 2."""
+
+
+def key(default: Any, help: str, **limits: Any) -> Any:
+    return Field(default, description=help, **limits)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Model(Section):
+    path: str = key(
+        "smollm2-135m", "Hub id, local directory, or smollm2-135m (the weights embedded in the extra `demo`)."
+    )
+    revision: str = key("main", "Branch, tag or commit, where path is a hub id.")
+    tokenizer: str = key("", "Hub id or directory of the tokenizer; empty: the model's own.")
+    init: Literal["pretrained", "random"] = key(
+        "pretrained", "Where weights come from; random needs only a config.json and is for benchmarks."
+    )
+    attention: Literal["sdpa", "eager"] = key(
+        "sdpa", "Attention kernel: torch's scaled_dot_product_attention, or plain matmuls to check it."
+    )
+
+
+class Data(Section):
+    train: str | list[str] = key(
+        "chitchat", "Hub id with an optional :split, directory, .jsonl, .parquet, or chitchat; a list joins several."
+    )
+    eval: str | list[str] = key("", "Held-out data, named as in train; empty: see eval_size.")
+    eval_size: int | float = key(
+        0, "Without eval: rows of train to hold out, a count, or a share below 1 (0: none).", ge=0
+    )
+    max_length: int = key(1024, "Longest sequence in tokens; longer ones are cut, and how many is printed.", ge=2)
+    packing: bool = key(
+        True, "Put several documents in one row of max_length; attention never crosses from one to another."
+    )
+    skip_untrainable: bool = key(
+        False, "Drop rows that max_length leaves without a trained token, and print how many (false: an error)."
+    )
+    num_proc: int = key(1, "Processes that tokenise.", ge=1)
+
+
+class Parallel(Section):
+    stage: str = key("zero3", "What a data-parallel rank keeps: ddp, zero1, zero2, zero3 (or fsdp), hsdp.")
+    dp_replicate_size: int = key(
+        -1, "Ranks that hold copies of each other (ddp, hsdp); -1: what the other axis leaves.", ge=-1
+    )
+    dp_shard_size: int = key(
+        -1, "Ranks that split one copy (zero1, zero2, zero3, hsdp); -1: what the other axis leaves.", ge=-1
+    )
+
+
+class Precision(Section):
+    params: Literal["auto", "fp32", "bf16"] = key(
+        "auto", "Compute and all-gather dtype; auto: bf16 on a GPU, fp32 on a CPU."
+    )
+    reduce: Literal["fp32", "bf16"] = key("fp32", "Dtype in which gradients are summed across ranks.")
+    master: Literal["fp32", "bf16"] = key("fp32", "Dtype of the sharded weights and the optimizer state.")
+
+
+class Activation(Section):
+    checkpointing: Literal["none", "full"] = key(
+        "none", "Recompute each block in backward (full) or keep its activations (none)."
+    )
+
+
+class Optim(Section):
+    name: Literal["adamw"] = key("adamw", "The optimizer (torch's fused AdamW).")
+    learning_rate: float = key(2e-5, "Peak learning rate.", gt=0)
+    weight_decay: float = key(0.0, "Decoupled weight decay of matrices; vectors (norms, biases) have none.", ge=0)
+    betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates.", min_length=2, max_length=2)
+    eps: float = key(1e-8, "AdamW's epsilon.", gt=0)
+    max_grad_norm: float = key(1.0, "Clip the norm of the full gradient to this (0: off).", ge=0)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = key(
+        "cosine", "Shape of the learning rate after warm-up."
+    )
+    warmup_steps: int | float = Field(
+        0,
+        description="Steps of linear warm-up; below 1: a share of the run.",
+        ge=0,
+        validation_alias=AliasChoices("warmup_steps", "warmup_ratio"),
+    )
+
+    @model_validator(mode="after")
+    def betas_below_one(self) -> "Optim":
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {self.betas}: each must be at least 0 and below 1")
+        return self
+
+
+class Train(Section):
+    steps: int = key(0, "Optimizer steps (0: by epochs).", ge=0)
+    epochs: int | float = key(
+        0, "Passes over the training rows, the last step filled from the next pass (0: by steps).", ge=0
+    )
+    per_device_train_batch_size: int = key(1, "Rows in a micro-batch of one rank.", ge=1)
+    gradient_accumulation_steps: int = key(1, "Micro-batches of one rank in an optimizer step.", ge=1)
+    eval_steps: int = key(0, "Evaluate every so many steps (0: only before the first and after the last).", ge=0)
+    save_steps: int = key(0, "Write a checkpoint every so many steps (0: only when preempted).", ge=0)
+    save_total_limit: int = key(0, "Keep this many newest checkpoints (0: all).", ge=0)
+    logging_steps: int = key(1, "Log every so many steps (0: off).", ge=0)
+    resume_from_checkpoint: str = key("", "A checkpoint directory to start from when this run has none of its own.")
+    seed: int = key(42, "Seed of data order and random weights.", ge=0, lt=2**63)
+    compile: bool = key(False, "torch.compile each block in place.")
+    loss_chunk_tokens: int = key(1024, "Most trained tokens whose logits exist at once (0: all of them).", ge=0)
+    export: bool = key(True, "At the end write Hugging Face safetensors to export/ of the run directory.")
+    export_dtype: Literal["fp32", "bf16"] = key("fp32", "Dtype of the exported weights.")
+
+    @model_validator(mode="after")
+    def one_length(self) -> "Train":
+        if bool(self.steps) == bool(self.epochs):
+            raise ValueError(f"steps = {self.steps} and epochs = {self.epochs}: set exactly one of the two above 0")
+        return self
+
+
+class Run(Section):
+    name: str = key(
+        "", "Directory of the run; the same name continues it. Empty: recipe name and time.", pattern=r"^[\w.-]*$"
+    )
+    dir: str = key("runs", "Where run directories are made.")
+    report_to: str | list[str] = key("wandb", "Trackers: wandb (offline without a key), none, or a list.")
+    project: str = key("shardbook", "The trackers' project name.")
+
+    @model_validator(mode="after")
+    def known_trackers(self) -> "Run":
+        for tracker in [self.report_to] if isinstance(self.report_to, str) else self.report_to:
+            if tracker not in ("wandb", "none"):
+                raise ValueError(f"report_to = {tracker!r}: must be wandb or none{nearest(tracker, ['wandb', 'none'])}")
+        return self
+
+
+class Recipe(Section):
+    method: Literal["sft"] = key("sft", "What is minimised: sft, the loss of the assistant's tokens.")
+    model: Model = Model()
+    data: Data = Data()
+    parallel: Parallel = Parallel()
+    precision: Precision = Precision()
+    activation: Activation = Activation()
+    optim: Optim = Optim()
+    train: Train
+    run: Run = Run()
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """`; did you mean x?` for the known spelling nearest to `word`, or nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """The recipe in the TOML file `path`, with `section.key=value` overrides. Raises RecipeError."""
+    path = Path(path)
+    try:
+        given = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not TOML: {error}") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+    for word in overrides or []:
+        _override(given, word)
+    given.setdefault("train", {})
+    try:
+        return Recipe.model_validate(given)
+    except ValidationError as error:
+        raise RecipeError(f"{path}: " + "; ".join(_explain(e) for e in error.errors())) from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as TOML with every default written out; loading it gives an equal recipe."""
+    return tomli_w.dumps(recipe.model_dump(mode="json"))
+
+
+def settle_precision(recipe: Recipe, device_type: str) -> Recipe:
+    """The recipe with `auto` replaced by what it means on `device_type` (`cuda`, `cpu`)."""
+    settled = {"auto": "bf16" if device_type == "cuda" else "fp32"}
+    params = settled.get(recipe.precision.params, recipe.precision.params)
+    return recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"params": params})})
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe given by path or by name (`smollm2-135m-fsdp`). Raises RecipeError with the close names."""
+    if Path(name).suffix == ".toml" and Path(name).is_file():
+        return Path(name)
+    known = list_recipes()
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(Path(name).stem, known, n=3, cutoff=0.4)
+    there = f"close to it: {', '.join(close)}" if close else f"there are: {', '.join(known)}"
+    raise RecipeError(f"recipe {name!r}: no such file or name; {there}")
+
+
+def list_recipes() -> dict[str, Path]:
+    """The shipped recipes by name: from ./recipes, else from the source tree or the installed package."""
+    here = Path(__file__).parent
+    for folder in (Path("recipes"), here.parents[1] / "recipes", here / "recipes"):
+        if files := sorted(folder.glob("*.toml")):
+            return {file.stem: file for file in files}
+    return {}
+
+
+def describe_keys() -> list[tuple[str, str, str]]:
+    """`(section.key, default, help)` of every key of the schema, in order."""
+    rows = [("method", "sft", Recipe.model_fields["method"].description or "")]
+    for section, field in Recipe.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            for name, inner in field.annotation.model_fields.items():
+                rows.append((f"{section}.{name}", str(inner.default), inner.description or ""))
+    return rows
+
+
+def _override(given: dict[str, Any], word: str) -> None:
+    name, equals, text = word.partition("=")
+    if not equals or not name.strip():
+        raise RecipeError(f"override {word!r}: must look like section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare string: run.name=first needs no quotes in a shell
+    *sections, last = name.strip().split(".")
+    table = given
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise RecipeError(f"override {word!r}: {section} is a key, not a section")
+    if last == "warmup_steps":
+        table.pop("warmup_ratio", None)  # an alias in the file must not compete with the override
+    table[last] = value
+
+
+def _explain(error: Any) -> str:
+    """One pydantic error in our words: the key, the value, what is allowed, the nearest spelling."""
+    # pydantic adds the tried member of a union (`int`, `list[str]`) to the path: keep only the recipe's own names
+    path = [
+        str(part)
+        for part in error["loc"]
+        if not str(part).startswith(("constrained-", "list[")) and part not in ("int", "float", "str")
+    ]
+    name = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        every = [row[0] for row in describe_keys()] + list(Recipe.model_fields)
+        known = list(Recipe.model_fields) if len(path) == 1 else [row for row in every if row.startswith(f"{path[0]}.")]
+        return f"{name} is not a key of a recipe{nearest(name, known) or nearest(name, every)}"
+    if error["type"] == "value_error":
+        return f"{name}: {error['msg'].removeprefix('Value error, ')}"
+    hint = ""
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
+        hint = nearest(error["input"], error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "))
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return f"{name} = {error['input']!r}: {message}{hint}"

@@ -1,0 +1,92 @@
+"""The run directory: its name, what is written into it at the start, and whether the run in it has finished.
+
+`recipe.toml` is the file as given, `resolved.toml` everything with defaults, `run.json` what the numbers depend on
+beyond the recipe. The same `run.name` means the same directory, and continues it.
+"""
+
+import json
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardbook.recipe import RecipeError, Run
+
+PACKAGES = ("shardbook", "transformers", "datasets", "accelerate", "safetensors")
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    name: str
+    path: Path
+    finished_steps: int  # 0: not finished
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    def finish(self, steps: int) -> None:
+        """Record that the run did all its steps and wrote all its results."""
+        facts = json.loads((self.path / "run.json").read_text())
+        _write(self.path / "run.json", facts | {"finished_steps": steps})
+
+
+def open_run(run: Run, recipe_path: Path, resolved: str, facts: dict[str, Any]) -> RunDirectory:
+    """Make or reopen the directory of a run. One rank calls it. Raises RecipeError where it cannot be written."""
+    name = run.name or f"{_stem(recipe_path)}-{datetime.now():%Y%m%d-%H%M%S}"
+    path = Path(run.dir) / name
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        before = json.loads((path / "run.json").read_text()) if (path / "run.json").is_file() else {}
+        if (path / "recipe.toml").resolve() != recipe_path.resolve():
+            shutil.copyfile(recipe_path, path / "recipe.toml")
+        (path / "resolved.toml").write_text(resolved)
+        _write(path / "run.json", _environment() | facts | {"finished_steps": before.get("finished_steps", 0)})
+    except OSError as error:
+        raise RecipeError(
+            f"run directory {path}: cannot be written ({error.strerror}); set run.dir to a place that can"
+        ) from None
+    return RunDirectory(name, path, before.get("finished_steps", 0))
+
+
+def _stem(recipe_path: Path) -> str:
+    """The recipe's name; for the resolved recipe of an earlier run that run's name without its time."""
+    return (
+        re.sub(r"-\d{8}-\d{6}$", "", recipe_path.resolve().parent.name)
+        if recipe_path.name == "resolved.toml"
+        else recipe_path.stem
+    )
+
+
+def _environment() -> dict[str, Any]:
+    facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
+    facts |= {package: version(package) for package in PACKAGES}
+    if torch.cuda.is_available():
+        facts |= {
+            "gpu": torch.cuda.get_device_name(),
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    revision = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True
+    )
+    if revision.returncode == 0:
+        facts["git_revision"] = revision.stdout.strip()
+    return facts
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    side = path.with_suffix(".partial")
+    side.write_text(json.dumps(value, indent=2) + "\n")
+    side.replace(path)

@@ -1,0 +1,273 @@
+"""The story of a run: build everything in order, then the loop.
+
+Start it through a launcher (`shardbook train`, torchrun, accelerate launch) or alone as a world of one:
+`python -m shardbook.train RECIPE [section.key=value ...]`. A feature enters here as one call; if it needs a branch in
+the loop, it belongs in a module.
+"""
+
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardbook.activation import apply_checkpointing
+from shardbook.checkpoint import Progress, load_checkpoint, newest_checkpoint, save_checkpoint
+from shardbook.console import Teller, readable_bytes
+from shardbook.data.loader import Batching, Loader, Micro, eval_micros
+from shardbook.data.tokenized import build_documents, load_tokenizer
+from shardbook.dist import Ranks, StopFlag, first_on_node, from_main, start_distributed, sum_over_ranks
+from shardbook.mesh import axis_sizes, build_mesh, data_rank
+from shardbook.metrics import Metrics, Recorder, kept_bytes, memory_metrics, speed_metrics
+from shardbook.model import (
+    DTYPES,
+    CausalLM,
+    apply_compile,
+    build_model,
+    flops_per_token,
+    load_config,
+    materialize,
+    model_folder,
+    tokenizer_folder,
+)
+from shardbook.objectives import OBJECTIVES, Objective
+from shardbook.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from shardbook.recipe import Recipe, RecipeError, dump_recipe, find_recipe, load_recipe, settle_precision
+from shardbook.rundir import open_run
+from shardbook.stages import apply_stage, find_stage, reshard, set_schedule, sharded_modules
+from shardbook.weights import full_tensors, init_weights, load_weights, save_weights
+
+DONE, FAILED, WRONG, PREEMPTED = 0, 1, 2, 75
+
+
+class RunFailed(Exception):
+    """The run cannot go on, and not because of its recipe; the message is the reason."""
+
+
+def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
+    """Run `recipe` to its last step, or until it is asked to stop. Returns the exit code, DONE or PREEMPTED."""
+    # The layout, and the directory that says what it was.
+    tell = Teller(ranks.is_main)
+    recipe = settle_precision(recipe, ranks.device.type)
+    objective = OBJECTIVES[recipe.method]
+    stage = find_stage(recipe.parallel.stage)
+    mesh = build_mesh(recipe.parallel, stage.axes, ranks.world_size, ranks.device.type)
+    sizes = axis_sizes(mesh)
+    facts = {"world_size": ranks.world_size, "mesh": sizes}
+    run = from_main(lambda: open_run(recipe.run, recipe_path, dump_recipe(recipe), facts))
+    tell.say(f"run      {run.path}")
+
+    # Config, tokenizer and data, checked before anything large is built.
+    with first_on_node(ranks):
+        folder, tokenizer_at = model_folder(recipe.model), tokenizer_folder(recipe.model)
+        config = load_config(recipe.model, folder, recipe.data.max_length)
+        tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer")
+        documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at)
+    tell.say(f"train    {documents.summary}")
+    if held_out:
+        tell.say(f"eval     {held_out.summary}")
+    row_length = recipe.data.max_length if recipe.data.packing else None
+    pad_id = tokenizer.pad_token_id or 0  # which one does not matter: no trained token attends to padding
+    batching = Batching(row_length, recipe.train.per_device_train_batch_size, pad_id, *data_rank(mesh))
+    loader = Loader(documents, batching, recipe.train.gradient_accumulation_steps, recipe.train.seed)
+    steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
+    newest = newest_checkpoint(run.checkpoints)
+    if run.finished_steps >= steps:
+        tell.say(
+            f"done     this run finished at step {run.finished_steps}; choose another run.name, or more steps, for more"
+        )
+        return DONE
+    if run.finished_steps and newest is None:
+        raise RecipeError(
+            f"run {run.path} finished at step {run.finished_steps} and kept no checkpoint to continue to {steps}; choose another run.name"
+        )
+
+    # Meta model -> checkpointing -> compile -> stage -> memory.
+    model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens)
+    flops = flops_per_token(model, recipe.data.max_length)
+    apply_checkpointing(model.blocks, recipe.activation.checkpointing)
+    if recipe.train.compile:
+        apply_compile(model)
+    apply_stage(model, model.units, stage, mesh, DTYPES[recipe.precision.params], DTYPES[recipe.precision.reduce])
+    materialize(model, ranks.device)
+    optimizer = build_optimizer(model, recipe.optim)
+
+    # Where to start: this run's newest checkpoint, else the one the recipe names, else pretrained weights, else random.
+    began = time.perf_counter()
+    progress = Progress(step=0, tokens=0, loader=loader.state_dict())
+    if newest or recipe.train.resume_from_checkpoint:
+        source = str(newest or recipe.train.resume_from_checkpoint)
+        progress = load_checkpoint(Path(source), model, optimizer)
+        loader.load_state_dict(progress.loader)
+    elif recipe.model.init == "pretrained":
+        source = str(folder)
+        load_weights(model, folder)
+    else:
+        source = "random"
+        init_weights(model, recipe.train.seed)
+    tell.say(
+        f"weights  {source}, {time.perf_counter() - began:.1f} s"
+        + f", continuing after step {progress.step}" * bool(progress.step)
+    )
+    tell.table("effective layout", describe_layout(recipe, model, stage.source, sizes, steps, loader.rows_per_step))
+
+    recorder = Recorder(run.path, run.name, recipe.run, recipe.model_dump(), ranks.is_main, progress.step)
+    stop = StopFlag().listen()
+    if held_out and progress.step == 0:
+        before: Metrics = {"eval/loss": evaluate(model, objective, eval_micros(held_out, batching), ranks)}
+        recorder.log(0, before)
+        tell.say(f"step 0/{steps}  eval {before['eval/loss']:.4f}")
+
+    with tell.start(progress.step, steps):
+        logged_at, logged_step = time.perf_counter(), progress.step
+        while progress.step < steps:
+            step, metrics = progress.step + 1, Metrics()
+            micros = loader.next_step()
+            counts = (sum(len(m.targets) for m in micros), sum(m.input_ids.numel() for m in micros), stop.asked)
+            tokens, read_tokens, stops = sum_over_ranks(*counts)  # on the host: the device is not waited for
+            if stops:
+                break
+            loss = torch.zeros((), device=ranks.device)
+            for micro in micros:
+                set_schedule(model, stage, is_last_micro=micro is micros[-1])
+                part = objective(model, micro.to(ranks.device)) / tokens
+                part.backward()
+                loss += part.detach()
+            norm = clip_gradients(model.parameters(), recipe.optim.max_grad_norm)
+            rate = learning_rate(recipe.optim, step, steps)
+            set_learning_rate(optimizer, rate)
+            optimizer.step()
+            progress = Progress(step, progress.tokens + int(tokens), loader.state_dict())
+
+            if is_due(step, recipe.train.logging_steps):
+                metrics = read_loss(loss, norm, step)  # the step's one host sync
+                now = time.perf_counter()
+                metrics |= {"train/learning_rate": rate, "train/tokens": progress.tokens}
+                metrics |= speed_metrics((now - logged_at) / (step - logged_step), read_tokens, ranks.world_size, flops)
+                metrics |= memory_metrics(model, optimizer)
+            optimizer.zero_grad()
+            if held_out and (is_due(step, recipe.train.eval_steps) or step == steps):
+                metrics["eval/loss"] = evaluate(model, objective, eval_micros(held_out, batching), ranks)
+            if metrics:
+                recorder.log(step, metrics)
+                logged_at, logged_step = time.perf_counter(), step
+            tell.advance(step, metrics)
+            if is_due(step, recipe.train.save_steps):
+                save_checkpoint(run.checkpoints, model, optimizer, progress, recipe.train.save_total_limit)
+
+    reached = run.checkpoints / f"step-{progress.step:06d}"
+    saves = recipe.train.save_steps or progress.step < steps
+    if progress.step and saves and newest_checkpoint(run.checkpoints) != reached:
+        save_checkpoint(run.checkpoints, model, optimizer, progress, recipe.train.save_total_limit)
+    if progress.step < steps:
+        tell.say(f"stopped  after step {progress.step} of {steps}, checkpoint saved; continue with run.name={run.name}")
+        recorder.close(PREEMPTED)
+        return PREEMPTED
+    if recipe.train.export:
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        save_weights(
+            run.export, full_tensors(model), shapes, config, tokenizer, folder, recipe.train.export_dtype, ranks.is_main
+        )
+        tell.say(f"export   {run.export}")
+    recorder.close()
+    if ranks.is_main:
+        run.finish(steps)
+    tell.say(f"done     {steps} steps, {progress.tokens:,} trained tokens")
+    return DONE
+
+
+@torch.no_grad()
+def evaluate(model: CausalLM, objective: Objective, micros: Iterable[Micro], ranks: Ranks) -> float:
+    """Mean loss of the held-out trained tokens, over all ranks. Collective."""
+    model.eval()
+    loss, tokens = torch.zeros((), device=ranks.device), 0
+    for micro in micros:
+        loss += objective(model, micro.to(ranks.device))
+        tokens += len(micro.targets)
+    reshard(model)
+    model.train()
+    total, count = sum_over_ranks(loss.item(), tokens)
+    return total / count
+
+
+def read_loss(loss: torch.Tensor, norm: torch.Tensor, step: int) -> Metrics:
+    """The step's loss over all ranks and its gradient norm. Raises RunFailed where one is not finite: training on would
+    only save broken weights."""
+    dist.all_reduce(loss)
+    values = torch.stack([loss, norm.to(loss.dtype)]).tolist()
+    if not all(map(math.isfinite, values)):
+        raise RunFailed(
+            f"step {step}: train/loss is {values[0]}, train/grad_norm {values[1]}; lower optim.learning_rate, or look at the data"
+        )
+    return {"train/loss": values[0], "train/grad_norm": values[1]}
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def describe_layout(
+    recipe: Recipe, model: CausalLM, source: str, sizes: dict[str, int], steps: int, rows_per_step: int
+) -> list[tuple[str, str]]:
+    """What is in effect, for people: the table printed once before the first step."""
+    count, kept = sum(p.numel() for p in model.parameters()), kept_bytes(model.parameters())
+    micro = (
+        f"{recipe.train.per_device_train_batch_size} x {recipe.train.gradient_accumulation_steps} micro-batches a rank"
+    )
+    return [
+        ("stage", f"{recipe.parallel.stage} ({source})"),
+        ("mesh", " x ".join(f"{axis} {size}" for axis, size in sizes.items())),
+        (
+            "wrapped units",
+            f"{len(list(sharded_modules(model)))}: {len(model.blocks)} blocks, embedding, norm and head, root",
+        ),
+        (
+            "parameters",
+            f"{count:,}; kept in {recipe.precision.master}, computed in {recipe.precision.params}, reduced in {recipe.precision.reduce}",
+        ),
+        ("this rank keeps", f"{readable_bytes(kept)} of parameters, {readable_bytes(2 * kept)} of optimizer state"),
+        ("work", f"{steps} steps of {rows_per_step} rows of up to {recipe.data.max_length} tokens ({micro})"),
+    ]
+
+
+def main(words: list[str] | None = None) -> int:
+    """`python -m shardbook.train RECIPE [section.key=value ...]`: one rank. Returns the exit code."""
+    words = sys.argv[1:] if words is None else words
+    try:
+        if not words:
+            raise RecipeError("no recipe: python -m shardbook.train RECIPE [section.key=value ...]")
+        path = find_recipe(words[0])
+        recipe = load_recipe(path, words[1:])
+        code = train(recipe, path, start_distributed())
+    except (RecipeError, RunFailed) as error:
+        return report_error(error, WRONG if isinstance(error, RecipeError) else FAILED)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        return report_error(error, FAILED)
+    dist.destroy_process_group()
+    return code
+
+
+def report_error(error: Exception, code: int) -> int:
+    """Print the reason as the last line, after a traceback if it is our bug.
+
+    The first rank that leaves has the others killed, so the rank that knows must leave first: rank 0 at once, since
+    most errors meet every rank; another rank soon after; one that only lost its peer last, for it knows nothing.
+    """
+    lost_peer = isinstance(error, dist.DistError) or "gloo" in str(error)
+    time.sleep(4 if lost_peer else 2 if int(os.environ.get("RANK", "0")) else 0)
+    ours = not isinstance(error, (RecipeError, RunFailed))
+    if ours:
+        traceback.print_exception(error)
+    print(f"shardbook: {f'run failed: {type(error).__name__}: ' * ours}{error}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

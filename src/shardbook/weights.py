@@ -1,0 +1,197 @@
+"""Weights: Hugging Face safetensors in and out of sharded DTensors, a slice at a time.
+
+Reading: every rank opens the files itself and reads only the rows of its own shards, so host memory peaks at its
+shard plus one slice, and nothing is broadcast. Every name, shape, dtype and file length is checked before the first
+byte is copied. Writing: one stream of full tensors into files of 5 GB, made in a side directory and renamed when whole.
+Never reads a pickle.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from shardbook.model import DTYPES, FAMILIES, CausalLM
+from shardbook.recipe import RecipeError
+
+SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
+INDEX = "model.safetensors.index.json"
+FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+def load_weights(model: CausalLM, folder: Path) -> None:
+    """Fill the materialised, sharded parameters of `model` from the safetensors of `folder`. Raises RecipeError.
+
+    Values are cast to the parameter's dtype. A tied head is skipped if present. All missing, unexpected, misshapen
+    and non-float entries are named in one error, before anything is read.
+    """
+    files = find_tensors(folder)
+    wanted = dict(model.named_parameters())  # a tied weight appears once, under its embedding's name
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - wanted.keys()
+    ignored = FAMILIES[model.config.model_type].ignored_suffixes
+    problems = [f"missing {name}" for name in wanted if name not in files]
+    problems += [
+        f"unexpected {name}" for name in files if name not in wanted and name not in tied and not name.endswith(ignored)
+    ]
+    for name, parameter in wanted.items():
+        if name in files:
+            with _open(files[name]) as file:
+                stored = file.get_slice(name)
+                shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+            if shape != tuple(parameter.shape):
+                problems.append(f"{name} has shape {list(shape)}, the model wants {list(parameter.shape)}")
+            elif dtype not in FLOATS:
+                problems.append(f"{name} has dtype {dtype}, not a float")
+    if problems:
+        raise RecipeError(f"weights in {folder} do not fit the model: {'; '.join(problems)}")
+    for name, parameter in wanted.items():
+        local, rows = local_rows(parameter)
+        # Opened anew for each tensor: the mapping is dropped with it, so resident pages never exceed one slice.
+        with _open(files[name]) as file, torch.no_grad():
+            local.copy_(file.get_slice(name)[rows])
+
+
+def init_weights(model: CausalLM, seed: int) -> None:
+    """Random weights: matrices normal with the config's initializer_range, norms 1, biases 0.
+
+    A pure function of (seed, parameter, device type): each full tensor is drawn and cut, so every world size and
+    stage starts from the same numbers.
+    """
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        local, rows = local_rows(parameter)
+        with torch.no_grad():
+            if parameter.ndim == 1:
+                local.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            generator = torch.Generator(local.device).manual_seed(seed * 100_003 + index)
+            full = torch.empty(parameter.shape, device=local.device)
+            full.normal_(0.0, model.config.initializer_range, generator=generator)
+            local.copy_(full[rows])
+
+
+def local_rows(parameter: Tensor) -> tuple[Tensor, slice]:
+    """This rank's part of a parameter and the rows of the full tensor it holds (Shard(0) on at most one mesh axis).
+
+    Rows are split as torch.chunk does: ceil(rows / N) each, the last ranks fewer or none.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter, slice(0, len(parameter))
+    axes = [axis for axis, placement in enumerate(parameter.placements) if placement != Replicate()]
+    if not axes:
+        return parameter.to_local(), slice(0, len(parameter))
+    if len(axes) > 1 or parameter.placements[axes[0]] != Shard(0):
+        raise NotImplementedError(f"placements {parameter.placements}: only Shard(0) on one axis can be loaded")
+    each = -(-len(parameter) // parameter.device_mesh.size(axes[0]))
+    start = min(each * parameter.device_mesh.get_local_rank(axes[0]), len(parameter))
+    local = parameter.to_local()
+    rows = slice(start, min(start + each, len(parameter)))
+    assert rows.stop - rows.start == len(local), f"DTensor split {tuple(parameter.shape)} in another way"
+    return local, rows
+
+
+def find_tensors(folder: Path) -> dict[str, Path]:
+    """File of every tensor in a Hugging Face weights directory. Raises RecipeError where there are none, or one is cut short."""
+    if (folder / INDEX).is_file():
+        names = json.loads((folder / INDEX).read_text())["weight_map"]
+        paths = sorted({folder / file for file in names.values()})
+    elif (folder / "model.safetensors").is_file():
+        paths = [folder / "model.safetensors"]
+    else:
+        raise RecipeError(f"{folder}: no model.safetensors and no {INDEX} (pickled weights are not read)")
+    found: dict[str, Path] = {}
+    for path in paths:
+        with _open(path) as file:  # compares the header with the file's length
+            found.update(dict.fromkeys(file.keys(), path))
+    return found
+
+
+def full_tensors(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
+    """`(name, full tensor)` of every parameter, one at a time. Collective: every rank must consume all of it."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def save_weights(
+    out: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    shapes: dict[str, torch.Size],
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Path,
+    dtype: str,
+    write: bool = True,
+) -> None:
+    """Write a directory that `AutoModelForCausalLM.from_pretrained` loads. Holds at most one 5 GB file in memory.
+
+    `tensors` yields every name of `shapes`, in its order. With `write` False only consumes it (the other ranks of a
+    collective). The directory appears under its name when complete.
+    """
+    side = out.with_name(out.name + ".partial")
+    if write:
+        shutil.rmtree(side, ignore_errors=True)
+        side.mkdir(parents=True)
+    plan = _plan_files(shapes, DTYPES[dtype].itemsize)
+    pending: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if write:
+            pending[name] = tensor.to("cpu", DTYPES[dtype], copy=True).contiguous()
+            if len(pending) == len(plan[file := _file_of(plan, name)]):
+                save_file(pending, side / file, metadata={"format": "pt"})
+                pending = {}
+    if not write:
+        return
+    if len(plan) > 1:
+        total = sum(shape.numel() for shape in shapes.values()) * DTYPES[dtype].itemsize
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: file for file, names in plan.items() for name in names},
+        }
+        (side / INDEX).write_text(json.dumps(index, indent=2))
+    clean = type(config).from_dict(
+        {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+    )
+    clean.architectures = config.architectures
+    clean.dtype = DTYPES[dtype]
+    clean.save_pretrained(side)
+    tokenizer.save_pretrained(side)
+    if (source / "generation_config.json").is_file():
+        shutil.copy(source / "generation_config.json", side)
+    shutil.rmtree(out, ignore_errors=True)
+    side.rename(out)
+
+
+def _plan_files(shapes: dict[str, torch.Size], itemsize: int) -> dict[str, list[str]]:
+    """File name -> tensor names, in order, each file at most SHARD_BYTES (or one tensor)."""
+    groups: list[list[str]] = []
+    room = 0
+    for name, shape in shapes.items():
+        size = shape.numel() * itemsize
+        if not groups or size > room:
+            groups.append([])
+            room = SHARD_BYTES
+        groups[-1].append(name)
+        room -= size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": names for n, names in enumerate(groups, start=1)}
+
+
+def _file_of(plan: dict[str, list[str]], name: str) -> str:
+    return next(file for file, names in plan.items() if name in names)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise RecipeError(f"weights file {path}: named in {INDEX}, but not there") from None
+    except SafetensorError as error:
+        raise RecipeError(f"weights file {path}: truncated or not safetensors ({error})") from None
