@@ -18,6 +18,6 @@ def apply_checkpointing(blocks: list[nn.Module], checkpointing: str) -> None:
         case "full":
             for block in blocks:
                 # preserve_rng_state costs a device sync a block; these families have no dropout to repeat
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)  # type: ignore[method-assign]
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
         case other:
             raise ValueError(f"activation.checkpointing = {other!r}: must be none or full")

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -58,7 +58,7 @@ def save_checkpoint(
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_tensors(model, optimizer) | {_rng_key(): _rng_state()}, checkpoint_id=path)
+    state_dict_saver.save(_tensors(model, optimizer) | {_rng_key(): _rng_state()}, checkpoint_id=path)
     if is_main:
         state = {
             "step": progress.step,
@@ -93,7 +93,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     tensors = _tensors(model, optimizer)
     if same_world := state["world_size"] == dist.get_world_size():
         tensors[_rng_key()] = _rng_state()
-    dcp.load(tensors, checkpoint_id=path)
+    state_dict_loader.load(tensors, checkpoint_id=path)
     set_model_state_dict(model, tensors["model"])
     set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=FLAT)
     if same_world:
@@ -112,7 +112,7 @@ def read_parameters(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple
     reader = FileSystemReader(path)
     for name, shape in shapes.items():
         box = {f"model.{name}": torch.empty(shape)}
-        dcp.load(box, storage_reader=reader, no_dist=True)
+        state_dict_loader.load(box, storage_reader=reader, no_dist=True)
         yield name, box[f"model.{name}"]
 
 

@@ -28,7 +28,7 @@ def main(words: list[str] | None = None) -> int:
     train.add_argument(
         "--nproc",
         type=int,
-        help="ranks to start (default: the mesh's size where the recipe fixes it, else all GPUs, else 2)",
+        help="ranks to start (default: what a fixed mesh needs, else all GPUs, else 2)",
     )
     export = commands.add_parser("export", help="write a checkpoint of a run as Hugging Face safetensors")
     export.add_argument("run", type=Path, help="a run directory")
@@ -61,7 +61,7 @@ def run_train(name: str, overrides: list[str], nproc: int | None) -> int:
 
 
 def choose_nproc(recipe: Recipe) -> int:
-    """Ranks to start on this machine: as many as a fixed mesh needs, else one a GPU, else two on the CPU. Raises RecipeError."""
+    """Ranks to start here: what a fixed mesh needs, else one a GPU, else two on the CPU. Raises RecipeError."""
     import torch
 
     from shardbook.mesh import resolve_sizes
@@ -76,7 +76,8 @@ def choose_nproc(recipe: Recipe) -> int:
     if needed > room:
         shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise RecipeError(
-            f"mesh {shown} needs {needed} ranks; this machine has room for {room} {what}: change the sizes, or --nproc to insist"
+            f"mesh {shown} needs {needed} ranks and this machine has room for {room} {what}: "
+            "change the sizes, or insist with --nproc"
         )
     return needed
 

@@ -8,8 +8,12 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import nn
 
-from shardbook.metrics import Metrics
+from shardbook.data.loader import Loader
+from shardbook.metrics import Metrics, kept_bytes
+from shardbook.recipe import Precision
+from shardbook.stages import Stage
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -19,15 +23,39 @@ class Teller:
 
     def __init__(self, is_main: bool):
         self.console = Console(quiet=not is_main, highlight=False, soft_wrap=True)
+        if not self.console.is_terminal:
+            self.console.width = 140  # a log file has no edge to wrap at
         self.progress: Progress | None = None
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
 
-    def table(self, title: str, rows: list[tuple[str, str]]) -> None:
-        table = Table(title=title, show_header=False, title_justify="left")
-        for row in rows:
-            table.add_row(*row)
+    def layout(
+        self,
+        stage: Stage,
+        sizes: dict[str, int],
+        precision: Precision,
+        model: nn.Module,
+        units: int,
+        loader: Loader,
+        steps: int,
+    ) -> None:
+        """What is in effect, as a table: printed once, before the first step."""
+        kept, batching = kept_bytes(model.parameters()), loader.batching
+        table = Table(title="effective layout", show_header=False, title_justify="left")
+        table.add_row("stage", f"{stage.name} ({stage.source})")
+        table.add_row("mesh", " x ".join(f"{axis} {size}" for axis, size in sizes.items()))
+        table.add_row("wrapped units", f"{units}: the blocks, embedding, norm and head, root")
+        table.add_row("parameters", f"{sum(p.numel() for p in model.parameters()):,}")
+        table.add_row("dtypes", f"kept {precision.master}, computed {precision.params}, reduced {precision.reduce}")
+        table.add_row(
+            "this rank keeps", f"{readable_bytes(kept)} parameters, {readable_bytes(2 * kept)} optimizer state"
+        )
+        table.add_row(
+            "a step",
+            f"{loader.rows_per_step} rows: {batching.ranks} ranks x {loader.accumulation} micro-batches x "
+            f"{batching.batch_size}; {steps} steps",
+        )
         self.console.print(table)
 
     def start(self, done: int, steps: int) -> "Teller":
@@ -66,7 +94,9 @@ class Teller:
         if speed := metrics.get("perf/tokens_per_second_per_device"):
             parts.append(f"{speed:,.0f} tokens/s a device")
         if self.progress:
-            self.progress.update(self.task, completed=step, **({"now": "  ".join(parts)} if parts else {}))
+            self.progress.update(self.task, completed=step)
+            if parts:
+                self.progress.update(self.task, now="  ".join(parts))
         elif parts:
             left = (self.steps - step) * metrics.get("perf/step_seconds", 0)
             eta = f"  ETA {int(left // 60)}:{int(left % 60):02d}" if left else ""

@@ -9,6 +9,9 @@ import contextlib
 import os
 import signal
 import socket
+import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,8 +23,13 @@ import torch.distributed as dist
 
 from shardbook.recipe import RecipeError
 
+DONE, FAILED, WRONG, PREEMPTED = 0, 1, 2, 75  # exit codes of a rank, and of a run
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # rank 0 may convert weights or tokenise while the others wait
+
+
+class RunFailed(Exception):
+    """The run cannot go on, and not because of its recipe; the message is the reason. The process exits with 1."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,8 @@ def start_distributed() -> Ranks:
     absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if absent:
         raise RecipeError(
-            f"the launcher set RANK but not {', '.join(absent)}: start with torchrun, accelerate launch or shardbook train"
+            f"the launcher set RANK but not {', '.join(absent)}: "
+            "start with torchrun, accelerate launch or shardbook train"
         )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
@@ -108,7 +117,7 @@ def first_on_node(ranks: Ranks) -> Iterator[None]:
 
 @dataclass
 class StopFlag:
-    """Set by SIGTERM or SIGUSR1 on this rank; the loop sums it over ranks with the step's tokens, so all stop together."""
+    """Set by SIGTERM or SIGUSR1 on this rank; summed over ranks with each step's tokens, so that all stop together."""
 
     asked: bool = False
 
@@ -119,3 +128,18 @@ class StopFlag:
         for signum in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(signum, ask)
         return self
+
+
+def report_error(error: Exception, code: int) -> int:
+    """Print the reason as the last line, after a traceback if it is our bug. Returns `code`.
+
+    The first rank that leaves has the others killed, so the rank that knows must leave first: rank 0 at once, since
+    most errors meet every rank; another rank soon after; one that only lost its peer last, for it knows nothing.
+    """
+    lost_peer = isinstance(error, dist.DistError) or "gloo" in str(error)
+    time.sleep(4 if lost_peer else 2 if int(os.environ.get("RANK", "0")) else 0)
+    ours = not isinstance(error, (RecipeError, RunFailed))
+    if ours:
+        traceback.print_exception(error)
+    print(f"shardbook: {f'run failed: {type(error).__name__}: ' * ours}{error}", file=sys.stderr, flush=True)
+    return code

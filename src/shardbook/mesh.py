@@ -28,7 +28,8 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
             raise RecipeError(f"parallel.{axis}_size = 0: must be at least 1, or -1 for the rest")
         if axis not in free_axes and size not in (-1, 1):
             raise RecipeError(
-                f"parallel.{axis}_size = {size}: stage {parallel.stage} has no such axis; leave it out, or set parallel.stage=hsdp"
+                f"parallel.{axis}_size = {size}: stage {parallel.stage} has no such axis; "
+                "leave it out, or set parallel.stage=hsdp"
             )
         sizes[axis] = size if axis in free_axes else 1
     inferred = [axis for axis, size in sizes.items() if size == -1]
@@ -52,7 +53,7 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
 
 
 def build_mesh(parallel: Parallel, free_axes: tuple[str, ...], world_size: int, device_type: str) -> DeviceMesh:
-    """The mesh over all ranks, with every axis of AXES named, size-1 axes too. Raises RecipeError where it does not fit."""
+    """The mesh over all ranks with every axis of AXES, size-1 axes too. Raises RecipeError where it does not fit."""
     sizes = resolve_sizes(parallel, free_axes, world_size)
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 

@@ -5,6 +5,7 @@ first and every tracker error is printed once and ends that tracker only.
 """
 
 import json
+import math
 import netrc
 import os
 from collections.abc import Iterable
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardbook.dist import RunFailed
 from shardbook.recipe import Run
 
 Metrics = dict[str, float | int]
@@ -40,7 +43,7 @@ class Recorder:
         if not is_main:
             return
         path = folder / "metrics.jsonl"
-        # A run that died after its last checkpoint repeats steps: what it wrote of them is dropped, so steps stay unique.
+        # A run that died after its last checkpoint repeats steps; dropping what it wrote of them keeps steps unique.
         kept = (
             [line for line in path.read_text().splitlines() if _step_of(line) <= done_steps]
             if done_steps and path.exists()
@@ -80,8 +83,9 @@ def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> A
     try:
         import wandb
 
-        mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
         settings = wandb.Settings(silent=True, init_timeout=30)
+        if "WANDB_MODE" not in os.environ and not _has_wandb_key():
+            settings.mode = "offline"
         started = wandb.init(
             project=run.project,
             name=name,
@@ -89,7 +93,6 @@ def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> A
             resume="allow",
             dir=str(folder),
             config=config,
-            mode=mode,
             settings=settings,
         )
         started.define_metric("train/global_step")
@@ -116,6 +119,21 @@ def _step_of(line: str) -> float:
         return float("inf")
 
 
+def read_loss(loss: Tensor, norm: Tensor, step: int) -> Metrics:
+    """Sum this rank's share of the loss over ranks and read it with the gradient norm: one host sync. Collective.
+
+    Raises RunFailed where one is not finite: to train on would only save broken weights.
+    """
+    dist.all_reduce(loss)
+    values = torch.stack([loss, norm.to(loss.dtype)]).tolist()
+    if not all(map(math.isfinite, values)):
+        raise RunFailed(
+            f"step {step}: train/loss is {values[0]} and train/grad_norm {values[1]}; "
+            "lower optim.learning_rate, or look at the rows of this step"
+        )
+    return {"train/loss": values[0], "train/grad_norm": values[1]}
+
+
 def kept_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes that this rank keeps for `tensors`: its own shards, padding included, each storage once."""
     storages = {}
@@ -127,8 +145,7 @@ def kept_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def memory_metrics(model: nn.Module, optimizer: torch.optim.Optimizer) -> Metrics:
-    """Persistent bytes of this rank by category; on a GPU the allocator's peak too. Call it before
-    gradients are freed."""
+    """Persistent bytes of this rank by category, and the GPU allocator's peak. Call it before gradients are freed."""
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     measured: Metrics = {
         "memory/params_bytes": kept_bytes(model.parameters()),
@@ -141,8 +158,10 @@ def memory_metrics(model: nn.Module, optimizer: torch.optim.Optimizer) -> Metric
 
 
 def speed_metrics(step_seconds: float, tokens: float, world_size: int, flops_per_token: float) -> Metrics:
-    """Seconds and speed of one step. `tokens`: all tokens of the step's rows on all ranks, trained or not. MFU only on a
-    GPU with a known peak."""
+    """Seconds and speed of one step. `tokens`: all of the step's rows on all ranks, trained or not, padding included.
+
+    MFU only on a GPU with a known peak.
+    """
     per_device = tokens / step_seconds / world_size
     measured: Metrics = {"perf/step_seconds": step_seconds, "perf/tokens_per_second_per_device": per_device}
     if torch.cuda.is_available():

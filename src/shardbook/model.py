@@ -38,7 +38,7 @@ FAMILIES = {"llama": Family(), "mistral": Family(), "qwen2": Family(), "qwen3": 
 
 
 class LossHead(nn.Linear):
-    """The language-model head as a loss: hidden states [n, hidden] and targets [n] -> negative log-likelihood [n], fp32.
+    """The language-model head as a loss: hidden [n, hidden] and targets [n] -> negative log-likelihood [n], fp32.
 
     Logits exist for `chunk_tokens` rows at a time (0: all) and are recomputed in backward; with a vocabulary of 128k
     and 8k trained tokens the whole fp32 matrix and its gradient would be 8 GB.
@@ -92,7 +92,7 @@ class CausalLM(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, documents: Tensor | None, positions: Tensor, targets: Tensor
     ) -> Tensor:
-        """Negative log-likelihood [n], fp32, of `targets` [n] predicted at `positions` [n], indices into the flat [B * L].
+        """Negative log-likelihood [n], fp32, of `targets` [n] at `positions` [n], indices into the flat [B * L].
 
         input_ids, position_ids, documents: int64 [B, L]. A token attends to earlier tokens with its own document
         number; `documents` None: one document a row, padding only at its end (nothing attends forward to it).
@@ -109,7 +109,7 @@ class CausalLM(nn.Module):
 def attention_mask(
     documents: Tensor | None, input_ids: Tensor, dtype: torch.dtype, implementation: str
 ) -> Tensor | None:
-    """[B, 1, L, L]: causal, and within a document. None for plain causal rows under sdpa, which has a kernel for that."""
+    """[B, 1, L, L]: causal and within a document. None for plain causal rows under sdpa: it has a kernel for them."""
     if documents is None and implementation == "sdpa":
         return None
     length = input_ids.shape[1]
@@ -125,7 +125,7 @@ def attention_mask(
 
 
 def load_config(model: Model, folder: Path, max_length: int) -> PreTrainedConfig:
-    """The transformers config in `folder`. Raises RecipeError for another family, or rows longer than the model can see."""
+    """The transformers config in `folder`. Raises RecipeError for a family or length that it cannot train."""
     try:
         config = AutoConfig.from_pretrained(folder, attn_implementation=model.attention)
     except (OSError, ValueError) as error:
@@ -142,11 +142,12 @@ def load_config(model: Model, folder: Path, max_length: int) -> PreTrainedConfig
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if window and max_length > window:
         raise RecipeError(
-            f"data.max_length = {max_length}: {model.path} attends within a sliding window of {window} tokens, which is not supported beyond it"
+            f"data.max_length = {max_length}: {model.path} "
+            f"attends within a window of {window} tokens, and longer rows are not supported"
         )
     if getattr(config, "attention_dropout", 0.0):
         raise RecipeError(
-            f"model.path = {model.path!r}: attention_dropout = {config.attention_dropout} in its config.json; only 0 is supported"
+            f"model.path = {model.path!r}: attention_dropout = {config.attention_dropout} in its config; only 0 is supported"
         )
     if getattr(config, "quantization_config", None):
         raise RecipeError(
@@ -182,7 +183,7 @@ def flops_per_token(model: CausalLM, length: int) -> float:
     """Model FLOPs to train on one token of a row of `length`: 6 per matrix parameter, and causal attention.
 
     Attention by the count of PaLM, arXiv 2204.02311, appendix B (12 * layers * heads * head_dim * length), halved since
-    half of the scores are masked. The embedding lookup is no matmul; a tied head counts once. Recomputation is not counted.
+    half of the scores are masked. The embedding lookup is no matmul; a tied head counts once; recomputation does not.
     """
     config = model.config
     heads = config.num_attention_heads
@@ -194,7 +195,7 @@ def flops_per_token(model: CausalLM, length: int) -> float:
 
 
 def fetch_folder(path: str, revision: str, what: str, patterns: list[str]) -> Path:
-    """The local directory `path`, or the hub snapshot of that id (only files matching `patterns`). Raises RecipeError."""
+    """The local directory `path`, or the hub snapshot of that id (files matching `patterns`). Raises RecipeError."""
     if Path(path).is_dir():
         return Path(path)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
@@ -207,7 +208,8 @@ def fetch_folder(path: str, revision: str, what: str, patterns: list[str]) -> Pa
         token = "HF_TOKEN is set" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
         raise RecipeError(
             f"{what} = {path!r}: the hub did not give it ({type(error).__name__}: {first_line(error)}); {token}. "
-            f"If the model is gated, accept its licence and set HF_TOKEN; without a network set {what} to a local directory"
+            f"If the model is gated, accept its licence and set HF_TOKEN; without a network "
+            f"set {what} to a local directory"
         ) from None
 
 

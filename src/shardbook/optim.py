@@ -15,7 +15,7 @@ from shardbook.recipe import Optim
 
 
 def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """Fused AdamW over the sharded parameters; matrices decay, vectors do not (as the Hugging Face Trainer groups them)."""
+    """Fused AdamW over the sharded parameters; matrices decay, vectors do not (as the Hugging Face Trainer has it)."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
@@ -28,7 +28,7 @@ def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
-    """The rate of optimizer step `step` (1 to `steps`): linear warm-up to the peak, then constant, linear or half a cosine.
+    """The rate of optimizer step `step` (1 to `steps`): linear warm-up, then constant, linear or cosine.
 
     No step runs at rate 0: warm-up ends at the peak, decay would reach 0 one step after the last.
     """

@@ -94,7 +94,7 @@ class Optim(Section):
         "cosine", "Shape of the learning rate after warm-up."
     )
     warmup_steps: int | float = Field(
-        0,
+        default=0,
         description="Steps of linear warm-up; below 1: a share of the run.",
         ge=0,
         validation_alias=AliasChoices("warmup_steps", "warmup_ratio"),

@@ -6,10 +6,8 @@ the loop, it belongs in a module.
 """
 
 import math
-import os
 import sys
 import time
-import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,12 +16,25 @@ import torch.distributed as dist
 
 from shardbook.activation import apply_checkpointing
 from shardbook.checkpoint import Progress, load_checkpoint, newest_checkpoint, save_checkpoint
-from shardbook.console import Teller, readable_bytes
+from shardbook.console import Teller
 from shardbook.data.loader import Batching, Loader, Micro, eval_micros
 from shardbook.data.tokenized import build_documents, load_tokenizer
-from shardbook.dist import Ranks, StopFlag, first_on_node, from_main, start_distributed, sum_over_ranks
+from shardbook.dist import (
+    DONE,
+    FAILED,
+    PREEMPTED,
+    WRONG,
+    Ranks,
+    RunFailed,
+    StopFlag,
+    first_on_node,
+    from_main,
+    report_error,
+    start_distributed,
+    sum_over_ranks,
+)
 from shardbook.mesh import axis_sizes, build_mesh, data_rank
-from shardbook.metrics import Metrics, Recorder, kept_bytes, memory_metrics, speed_metrics
+from shardbook.metrics import Metrics, Recorder, memory_metrics, read_loss, speed_metrics
 from shardbook.model import (
     DTYPES,
     CausalLM,
@@ -39,14 +50,8 @@ from shardbook.objectives import OBJECTIVES, Objective
 from shardbook.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from shardbook.recipe import Recipe, RecipeError, dump_recipe, find_recipe, load_recipe, settle_precision
 from shardbook.rundir import open_run
-from shardbook.stages import apply_stage, find_stage, reshard, set_schedule, sharded_modules
+from shardbook.stages import apply_stage, find_stage, reshard, set_schedule
 from shardbook.weights import full_tensors, init_weights, load_weights, save_weights
-
-DONE, FAILED, WRONG, PREEMPTED = 0, 1, 2, 75
-
-
-class RunFailed(Exception):
-    """The run cannot go on, and not because of its recipe; the message is the reason."""
 
 
 def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
@@ -78,13 +83,12 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
     newest = newest_checkpoint(run.checkpoints)
     if run.finished_steps >= steps:
-        tell.say(
-            f"done     this run finished at step {run.finished_steps}; choose another run.name, or more steps, for more"
-        )
+        tell.say(f"done     this run has finished its {run.finished_steps} steps; for another choose another run.name")
         return DONE
     if run.finished_steps and newest is None:
         raise RecipeError(
-            f"run {run.path} finished at step {run.finished_steps} and kept no checkpoint to continue to {steps}; choose another run.name"
+            f"run {run.path} finished at step {run.finished_steps} without a checkpoint from which to go on to {steps}; "
+            "choose another run.name"
         )
 
     # Meta model -> checkpointing -> compile -> stage -> memory.
@@ -110,11 +114,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     else:
         source = "random"
         init_weights(model, recipe.train.seed)
-    tell.say(
-        f"weights  {source}, {time.perf_counter() - began:.1f} s"
-        + f", continuing after step {progress.step}" * bool(progress.step)
-    )
-    tell.table("effective layout", describe_layout(recipe, model, stage.source, sizes, steps, loader.rows_per_step))
+    tell.say(f"weights  {source}, {time.perf_counter() - began:.1f} s, at step {progress.step} of {steps}")
+    tell.layout(stage, sizes, recipe.precision, model, len(model.units) + 1, loader, steps)
 
     recorder = Recorder(run.path, run.name, recipe.run, recipe.model_dump(), ranks.is_main, progress.step)
     stop = StopFlag().listen()
@@ -195,44 +196,8 @@ def evaluate(model: CausalLM, objective: Objective, micros: Iterable[Micro], ran
     return total / count
 
 
-def read_loss(loss: torch.Tensor, norm: torch.Tensor, step: int) -> Metrics:
-    """The step's loss over all ranks and its gradient norm. Raises RunFailed where one is not finite: training on would
-    only save broken weights."""
-    dist.all_reduce(loss)
-    values = torch.stack([loss, norm.to(loss.dtype)]).tolist()
-    if not all(map(math.isfinite, values)):
-        raise RunFailed(
-            f"step {step}: train/loss is {values[0]}, train/grad_norm {values[1]}; lower optim.learning_rate, or look at the data"
-        )
-    return {"train/loss": values[0], "train/grad_norm": values[1]}
-
-
 def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def describe_layout(
-    recipe: Recipe, model: CausalLM, source: str, sizes: dict[str, int], steps: int, rows_per_step: int
-) -> list[tuple[str, str]]:
-    """What is in effect, for people: the table printed once before the first step."""
-    count, kept = sum(p.numel() for p in model.parameters()), kept_bytes(model.parameters())
-    micro = (
-        f"{recipe.train.per_device_train_batch_size} x {recipe.train.gradient_accumulation_steps} micro-batches a rank"
-    )
-    return [
-        ("stage", f"{recipe.parallel.stage} ({source})"),
-        ("mesh", " x ".join(f"{axis} {size}" for axis, size in sizes.items())),
-        (
-            "wrapped units",
-            f"{len(list(sharded_modules(model)))}: {len(model.blocks)} blocks, embedding, norm and head, root",
-        ),
-        (
-            "parameters",
-            f"{count:,}; kept in {recipe.precision.master}, computed in {recipe.precision.params}, reduced in {recipe.precision.reduce}",
-        ),
-        ("this rank keeps", f"{readable_bytes(kept)} of parameters, {readable_bytes(2 * kept)} of optimizer state"),
-        ("work", f"{steps} steps of {rows_per_step} rows of up to {recipe.data.max_length} tokens ({micro})"),
-    ]
 
 
 def main(words: list[str] | None = None) -> int:
@@ -251,21 +216,6 @@ def main(words: list[str] | None = None) -> int:
     except Exception as error:
         return report_error(error, FAILED)
     dist.destroy_process_group()
-    return code
-
-
-def report_error(error: Exception, code: int) -> int:
-    """Print the reason as the last line, after a traceback if it is our bug.
-
-    The first rank that leaves has the others killed, so the rank that knows must leave first: rank 0 at once, since
-    most errors meet every rank; another rank soon after; one that only lost its peer last, for it knows nothing.
-    """
-    lost_peer = isinstance(error, dist.DistError) or "gloo" in str(error)
-    time.sleep(4 if lost_peer else 2 if int(os.environ.get("RANK", "0")) else 0)
-    ours = not isinstance(error, (RecipeError, RunFailed))
-    if ours:
-        traceback.print_exception(error)
-    print(f"shardbook: {f'run failed: {type(error).__name__}: ' * ours}{error}", file=sys.stderr, flush=True)
     return code
 
 

@@ -98,7 +98,7 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, slice]:
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:
-    """File of every tensor in a Hugging Face weights directory. Raises RecipeError where there are none, or one is cut short."""
+    """File of every tensor in a Hugging Face directory. Raises RecipeError without any, or where one is cut short."""
     if (folder / INDEX).is_file():
         names = json.loads((folder / INDEX).read_text())["weight_map"]
         paths = sorted({folder / file for file in names.values()})
@@ -116,7 +116,8 @@ def find_tensors(folder: Path) -> dict[str, Path]:
 def full_tensors(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
     """`(name, full tensor)` of every parameter, one at a time. Collective: every rank must consume all of it."""
     for name, parameter in model.named_parameters():
-        yield name, parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        yield name, whole.detach()
 
 
 def save_weights(

@@ -31,8 +31,12 @@ class Micro:
     def to(self, device: torch.device) -> "Micro":
         if device.type == "cpu":
             return self
-        move = lambda t: None if t is None else t.pin_memory().to(device, non_blocking=True)  # noqa: E731
-        return Micro(**{name: move(value) for name, value in vars(self).items()})
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True)
+
+        documents = None if self.documents is None else move(self.documents)
+        return Micro(move(self.input_ids), move(self.position_ids), documents, move(self.positions), move(self.targets))
 
 
 def permute(index: int, size: int, seed: int, epoch: int) -> int:
@@ -90,7 +94,7 @@ class Loader:
         return self.documents.rows[permute(index, len(self.documents.rows), self.seed, epoch)]
 
     def next_step(self) -> list[Micro]:
-        """This rank's micro-batches of the next optimizer step. Micro-batch m of all ranks is contiguous in the stream."""
+        """This rank's micro-batches of the next step. Micro-batch m of all ranks is contiguous in the stream."""
         here, micros = self.batching, []
         for micro in range(self.accumulation):
             start = self.consumed_rows + (micro * here.ranks + here.rank) * here.batch_size

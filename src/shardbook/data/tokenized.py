@@ -80,7 +80,8 @@ def _encode_source(
     raw = load_source(spec, what)
     if "messages" in raw.column_names and not tokenizer.chat_template:
         raise RecipeError(
-            f"{what}: rows hold messages, but the tokenizer in {folder} has no chat template; set model.tokenizer to one that has"
+            f"{what}: rows hold messages, but the tokenizer in {folder} has no chat template; "
+            "set model.tokenizer to one that has"
         )
     encoded = raw.map(
         _encode,
@@ -91,17 +92,18 @@ def _encode_source(
     )
     trained = _column(encoded, "trained")
     usable = np.flatnonzero(trained > 0)
-    if len(usable) < len(trained) and not data.skip_untrainable or not len(usable):
+    if not len(usable) or (len(usable) < len(trained) and not data.skip_untrainable):
         raise RecipeError(
-            f"{what}: row {np.flatnonzero(trained == 0)[0]}: data.max_length = {data.max_length} leaves it without a trained token "
-            f"({len(trained) - len(usable)} of {len(trained)} rows); raise it, or set data.skip_untrainable=true"
+            f"{what}: row {np.flatnonzero(trained == 0)[0]}: data.max_length = {data.max_length} leaves it "
+            f"without a trained token ({len(trained) - len(usable)} of {len(trained)} rows); "
+            "raise it, or set data.skip_untrainable=true"
         )
     return encoded, usable
 
 
 def _lay_out(encoded: Dataset, documents: np.ndarray, data: Data) -> Documents:
     lengths = _column(encoded, "length")[documents]
-    rows = (
+    rows: list[Row] = (
         pack(documents.tolist(), lengths.tolist(), data.max_length) if data.packing else [(int(i),) for i in documents]
     )
     trained, cut = (int(_column(encoded, name)[documents].sum()) for name in ("trained", "cut"))

@@ -6,6 +6,6 @@ from shardbook.data.loader import Micro
 
 
 def sft_loss(model: nn.Module, micro: Micro) -> Tensor:
-    """Scalar fp32 SUM over the micro-batch's trained tokens; the loop divides by the whole step's count (never a mean of means)."""
+    """Scalar fp32 SUM over the micro-batch's trained tokens; the loop divides by the whole step's count."""
     nll: Tensor = model(micro.input_ids, micro.position_ids, micro.documents, micro.positions, micro.targets)
     return nll.sum()
