@@ -1,0 +1,26 @@
+"""Every test runs offline, with caches of its own, and leaves nothing behind."""
+
+import os
+import tempfile
+from pathlib import Path
+
+# Before anything imports huggingface_hub: it reads these once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="shardbook-tests-")
+os.environ.pop("WANDB_API_KEY", None)
+
+import pytest
+import torch
+from tiny import write_chats, write_model
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A directory with `model` (tied), `untied` (odd vocabulary) and `chats.jsonl`."""
+    folder = tmp_path_factory.mktemp("tiny")
+    write_model(folder / "model")
+    write_model(folder / "untied", tied=False, vocab=287)
+    write_chats(folder / "chats.jsonl", 40)
+    return folder

@@ -1,0 +1,106 @@
+"""Tiny real things: a byte-level tokenizer with a chat template, models of each family, conversations, a recipe."""
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """One token a byte, three special ones: 259 in all."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(SPECIALS)
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    made.chat_template = template
+    return made
+
+
+def config(family: str = "llama", tied: bool = True, vocab: int = 259, **changes):
+    facts = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": vocab,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.08,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    if family == "mistral":
+        facts["sliding_window"] = None
+    return AutoConfig.for_model(family, **(facts | changes))
+
+
+def write_model(folder: Path, family: str = "llama", tied: bool = True, vocab: int = 259, **changes) -> Path:
+    """A Hugging Face directory with random weights (seed 0) in fp32, and the tokenizer."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(family, tied, vocab, **changes), dtype=torch.float32)
+    with torch.no_grad():  # norms and biases away from 1 and 0, so that a lost one shows
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_chats(path: Path, count: int, seed: int = 0) -> Path:
+    """Conversations of one to three exchanges, of very different lengths."""
+    words = ["yes", "no", "why", "tell me more", "the quick brown fox", "jumps over", "a lazy dog", "42"]
+    dice = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        messages = []
+        for _ in range(dice.randint(1, 3)):
+            messages.append({"role": "user", "content": " ".join(dice.choices(words, k=dice.randint(1, 4)))})
+            messages.append({"role": "assistant", "content": " ".join(dice.choices(words, k=dice.randint(1, 6)))})
+        rows.append({"messages": messages})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+RECIPE = """
+[model]
+path = "{tiny}/model"
+[data]
+train = "{tiny}/chats.jsonl"
+eval_size = 5
+max_length = 128
+skip_untrainable = true
+[optim]
+learning_rate = 3e-3
+eps = 1e-4
+weight_decay = 0.1
+max_grad_norm = 0
+lr_scheduler_type = "constant"
+[train]
+steps = 5
+[run]
+dir = "{out}"
+report_to = "none"
+"""
+
+
+def write_recipe(tiny: Path, out: Path) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "tiny.toml"
+    path.write_text(RECIPE.format(tiny=tiny, out=out))
+    return path

@@ -1,0 +1,88 @@
+"""Worlds of ranks for tests: functions run in N real processes over gloo, forked from a server that has imported torch
+once, so that a world of four costs about a second."""
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from shardbook.dist import free_port
+
+SECONDS = 240
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "transformers", "datasets", "shardbook.train", "shardbook.cli"])
+
+
+def run_world(size: int, fn, *args, environment: dict[str, str] | None = None) -> list:
+    """`fn(*args)` on each of `size` ranks; their results in rank order. A rank's exception fails the test with its traceback."""
+    port, pipes, processes = free_port(), [], []
+    for rank in range(size):
+        here, there = context.Pipe()
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+        variables |= {"MASTER_PORT": str(port), **(environment or {})}
+        process = context.Process(target=_rank, args=(variables, there, fn, args), daemon=True)
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    results: dict[int, object] = {}
+    errors = []
+    try:
+        while len(results) < size and not errors:
+            ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout=SECONDS)
+            assert ready, f"a world of {size} did not finish in {SECONDS} s"
+            for pipe in ready:
+                rank = pipes.index(pipe)
+                try:
+                    failed, results[rank] = pipe.recv()
+                except EOFError:
+                    failed, results[rank] = True, f"rank {rank} died"
+                if failed:
+                    errors.append(f"rank {rank}:\n{results[rank]}")
+    finally:
+        for process in processes:
+            if errors:
+                process.kill()
+            process.join(10)
+    assert not errors, "\n".join(errors)
+    return [results[rank] for rank in range(size)]
+
+
+def _rank(variables: dict[str, str], pipe: Connection, fn, args) -> None:
+    import torch
+
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    try:
+        pipe.send((False, fn(*args)))
+    except BaseException:
+        pipe.send((True, traceback.format_exc()))
+
+
+def train_rank(words: list[str]) -> tuple[int, str, str]:
+    """One rank of `python -m shardbook.train`: exit code, standard output, standard error."""
+    from shardbook.train import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    return code, out.getvalue(), err.getvalue()
+
+
+def run_train(size: int, recipe: Path, name: str, *words: str, code: int = 0) -> Path:
+    """Train `recipe` on `size` ranks as run `name`; all ranks must leave with `code`. Returns the run directory."""
+    results = run_world(size, train_rank, [str(recipe), f"run.name={name}", *words])
+    assert [result[0] for result in results] == [code] * size, results
+    return recipe.parent / name
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    return [row["train/loss"] for row in metrics(run) if "train/loss" in row]
