@@ -1,0 +1,121 @@
+"""Every shipped recipe parses, says what it must, and wraps its own model in its own world, under a fake process group."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import AutoConfig
+from world import context
+
+from shardbook.activation import apply_checkpointing
+from shardbook.mesh import axis_sizes, build_mesh
+from shardbook.metrics import kept_bytes
+from shardbook.model import DTYPES, build_model, load_config
+from shardbook.recipe import dump_recipe, list_recipes, load_recipe, settle_precision
+from shardbook.stages import apply_stage, find_stage, sharded_modules
+
+# The published config.json of each model, as far as it sets shapes (the hub is not reachable from a test).
+LLAMA = {
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+CONFIGS = {
+    "smollm2-135m": (
+        "llama",
+        {
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        },
+        134_515_008,
+    ),
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        "llama",
+        LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+        8_030_261_248,
+    ),
+    "meta-llama/Llama-3.1-70B-Instruct": (
+        "llama",
+        LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+        70_553_706_496,
+    ),
+    "Qwen/Qwen3-8B": (
+        "qwen3",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "tie_word_embeddings": False,
+        },
+        8_190_735_360,
+    ),
+}
+HEADER = re.compile(r"# .+\.\n# run:      (.+)\n# hardware: (\d+) .+\n# measured: (.+)\n\[", re.MULTILINE)
+
+
+def test_there_are_recipes():
+    expected = {f"smollm2-135m-{stage}" for stage in ("fsdp", "ddp", "zero1", "zero2", "hsdp")}
+    expected |= {"llama8b-zero2", "llama8b-fsdp", "llama70b-fsdp", "llama70b-hsdp", "qwen3-8b-fsdp"}
+    assert expected <= set(list_recipes())
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_recipe(name, tmp_path):
+    path = list_recipes()[name]
+    header = HEADER.match(path.read_text())
+    assert header, "header: a sentence, then run, hardware (starting with the number of ranks), measured"
+    command, world, measured = header[1], int(header[2]), header[3]
+    assert f"RECIPE={name}" in command or f"recipes/{name}.toml" in command or name == "smollm2-135m-fsdp"
+    assert measured == "not yet measured" or re.search(r"\d", measured)
+    recipe = load_recipe(path)
+    assert recipe.parallel.stage == name.rsplit("-", 1)[1].replace("fsdp", "zero3")
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(dump_recipe(recipe))
+    assert load_recipe(resolved) == recipe
+
+    family, facts, count = CONFIGS[recipe.model.path]
+    AutoConfig.for_model(family, **facts).save_pretrained(tmp_path)
+    # in a process of its own: a world is made once in a process's life
+    process = context.Process(target=wrap, args=(path, tmp_path, world, count))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+
+
+def wrap(path, folder, world, count):
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=world - 1, world_size=world)
+    recipe = settle_precision(load_recipe(path), "cuda")
+    stage = find_stage(recipe.parallel.stage)
+    mesh = build_mesh(recipe.parallel, stage.axes, world, "cpu")
+    model = build_model(load_config(recipe.model, folder, recipe.data.max_length), recipe.precision.master)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    apply_checkpointing(model.blocks, recipe.activation.checkpointing)
+    apply_stage(model, model.units, stage, mesh, DTYPES[recipe.precision.params], DTYPES[recipe.precision.reduce])
+    shard = axis_sizes(mesh)["dp_shard"]
+    placed = [Replicate(), Shard(0)] if "dp_replicate" in stage.axes else [Shard(0)]
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) and list(parameter.placements) == placed, name
+        assert parameter.is_meta and parameter.dtype == torch.float32
+        assert -(-len(parameter) // shard) >= len(parameter.to_local())
+    modules = {id(module) for module in sharded_modules(model)}
+    assert {id(module) for unit in model.units for module in unit} | {id(model)} == modules
+    # what a rank keeps is its share: every matrix of these models divides evenly, so exactly
+    kept = sum(parameter.to_local().numel() for parameter in model.parameters())
+    if all(len(parameter) % shard == 0 for parameter in model.parameters()):
+        assert kept == count // shard
+    assert kept_bytes(()) == 0

@@ -1,0 +1,101 @@
+"""The loss mask against golden text: exactly the assistant's words and its end-of-turn mark."""
+
+import itertools
+
+import pytest
+from tiny import CHATML, tokenizer
+
+from shardbook.data.chat import encode_row
+from shardbook.recipe import RecipeError
+
+LLAMA3 = (
+    "{{ '<|begin|>' }}{% for m in messages %}[{{ m['role'] }}]\n\n{{ m['content'] | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n\n{% endif %}"
+)
+# Like Qwen3: an empty thought stands before the last answer only.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %} {{ m['content'] }}<|endoftext|>{% endif %}{% endfor %}"
+)
+DEFAULT_SYSTEM = "<|im_start|>system\nBe assistant-like.<|im_end|>\n" + CHATML
+CHAT = [
+    {"role": "user", "content": "Hi, assistant"},
+    {"role": "assistant", "content": "ok"},
+    {"role": "user", "content": "ok?"},
+    {"role": "assistant", "content": "ok, ünï 🙂"},
+]
+
+
+def trained_text(row: dict, template: str | None = CHATML) -> list[str]:
+    """The trained tokens as text, one string for each run of them."""
+    coder = tokenizer(template)
+    ids, mask = encode_row(row, coder, "row 7")
+    runs = itertools.groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
+    return [coder.decode([i for i, _ in run]) for trained, run in runs if trained]
+
+
+@pytest.mark.parametrize(
+    ("template", "golden"),
+    [
+        (CHATML, ["ok<|im_end|>", "ok, ünï 🙂<|im_end|>"]),
+        (DEFAULT_SYSTEM, ["ok<|im_end|>", "ok, ünï 🙂<|im_end|>"]),
+        (LLAMA3, ["ok<|im_end|>", "ok, ünï 🙂<|im_end|>"]),
+        (THINKING, ["ok<|im_end|>", "<think>\n\n</think>\n\nok, ünï 🙂<|im_end|>"]),
+        (MISTRAL, [" ok<|endoftext|>", " ok, ünï 🙂<|endoftext|>"]),
+    ],
+)
+def test_messages(template, golden):
+    assert trained_text({"messages": CHAT}, template) == golden
+
+
+def test_the_ids_are_those_of_the_template():
+    coder = tokenizer()
+    ids, _ = encode_row({"messages": CHAT}, coder, "row 7")
+    assert ids == coder.apply_chat_template(CHAT, tokenize=True, return_dict=False)
+
+
+def test_conversation_opened_by_the_assistant():
+    chat = [{"role": "assistant", "content": "Welcome."}, {"role": "user", "content": "Thanks"}]
+    assert trained_text({"messages": chat}, DEFAULT_SYSTEM) == ["Welcome.<|im_end|>"]
+
+
+def test_prompt_and_completion():
+    assert trained_text({"prompt": "1+1=", "completion": "2"}) == ["2<|endoftext|>"]
+    chat = {"prompt": CHAT[:3], "completion": CHAT[3:]}
+    assert trained_text(chat) == ["ok, ünï 🙂<|im_end|>"]  # the answer inside the prompt is context
+
+
+def test_text():
+    assert trained_text({"text": "All of it."}, None) == ["All of it.<|endoftext|>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "x", "answer": "y"}, "row 7: has the fields question, answer; needs messages, prompt and completion"),
+        ({"messages": None, "text": None}, "row 7: has the fields none"),
+        ({"messages": CHAT[:1]}, "row 7: no assistant text"),
+        ({"messages": [CHAT[0], {"role": "assistant", "content": "  "}]}, "row 7: no assistant text"),
+        ({"messages": [CHAT[0], {"role": "assistant", "content": None}]}, "row 7: message 1 needs a string role"),
+        ({"messages": []}, "row 7"),
+        ({"text": "  "}, "row 7: text is empty"),
+        ({"prompt": "x", "completion": ""}, "row 7: completion is empty"),
+    ],
+)
+def test_rows_that_cannot_be_trained(row, message):
+    with pytest.raises(RecipeError, match=message):
+        encode_row(row, tokenizer(), "row 7")
+
+
+def test_a_template_that_rewrites_answers_is_refused():
+    shouting = CHATML.replace("message['content']", "message['content'] | upper")
+    with pytest.raises(RecipeError, match="row 7: the chat template renders message 1 differently"):
+        encode_row({"messages": CHAT}, tokenizer(shouting), "row 7")
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RecipeError, match=r"row 7: the chat template refuses it \(roles must alternate\)"):
+        encode_row({"messages": CHAT}, tokenizer(refusing), "row 7")

@@ -1,0 +1,75 @@
+"""The house rules that a machine can check: who imports whom, how long a room may grow, what it may not be called."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "shardbook"
+# A module imports only what stands below it; inside one package (data, objectives) modules may import each other.
+FLOORS = [
+    {"cli"},
+    {"train", "launch"},
+    {"console", "objectives", "checkpoint", "weights", "metrics", "rundir"},
+    {"stages", "activation", "optim", "model", "data"},
+    {"mesh", "dist", "embedded"},
+    {"recipe"},
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+SAME_FLOOR = {("console", "metrics"), ("mesh", "dist")}  # shown values; nothing may come back the other way
+
+
+def modules() -> dict[str, Path]:
+    return {str(path.relative_to(SOURCE)): path for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def room_of(relative: str) -> str:
+    return relative.removesuffix(".py").split("/")[0]
+
+
+def imported_rooms(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "shardbook":
+            rooms |= {alias.name for alias in node.names}
+        names = [node.module] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        rooms |= {name.split(".")[1] for name in names if name and name.startswith("shardbook.")}
+    return rooms
+
+
+def upward(room: str, imported: set[str]) -> list[str]:
+    allowed = {below for below in FLOOR if FLOOR[below] > FLOOR[room]} | {room}
+    allowed |= {to for source, to in SAME_FLOOR if source == room}
+    return sorted(imported - allowed)
+
+
+@pytest.mark.parametrize("relative", [name for name in modules() if name != "__init__.py"])
+def test_imports_point_down(relative):
+    room = room_of(relative)
+    assert room in FLOOR, f"{relative}: a new room; give it a floor"
+    assert not upward(room, imported_rooms(modules()[relative])), f"{relative} imports upward"
+
+
+def test_the_rule_sees_an_upward_import(tmp_path):
+    planted = tmp_path / "planted.py"
+    planted.write_text("from shardbook.model import CausalLM\nimport shardbook.stages\nfrom shardbook import train\n")
+    assert upward("data", imported_rooms(planted)) == ["model", "stages", "train"]
+
+
+def test_the_recipe_imports_no_torch():
+    code = "import sys, shardbook.recipe, shardbook.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_rooms_stay_small():
+    lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert lengths["train.py"] <= 250
+    assert max(lengths.values()) <= 350, lengths
+    assert sum(lengths.values()) < 3000
+    assert not {"utils", "helpers", "manager", "base"} & {path.stem for path in modules().values()}
+    train = ast.parse(modules()["train.py"].read_text())
+    loops = [node for node in ast.walk(train) if isinstance(node, ast.While)]
+    assert [loop.end_lineno - loop.lineno + 1 <= 60 for loop in loops] == [True]

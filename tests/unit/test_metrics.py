@@ -1,0 +1,87 @@
+"""metrics.jsonl and trackers: nothing lost, nothing twice, and no tracker ends a run."""
+
+import json
+
+import pytest
+import torch
+
+import shardbook.metrics as metrics
+from shardbook.recipe import Run
+
+
+def recorder(folder, tracker="none", main=True, done=0):
+    return metrics.Recorder(folder, "run", Run(report_to=tracker), {"stage": "zero3"}, main, done)
+
+
+def steps(folder):
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_resuming_drops_what_will_be_written_again(tmp_path):
+    first = recorder(tmp_path)
+    for step in range(5):
+        first.log(step, {"train/loss": 1.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "tra')  # killed in mid-line
+    again = recorder(tmp_path, done=3)
+    again.log(4, {"train/loss": 2.0})
+    assert steps(tmp_path) == [0, 1, 2, 3, 4]
+    recorder(tmp_path).log(0, {})
+    assert steps(tmp_path) == [0]
+
+
+def test_only_rank_0_writes(tmp_path):
+    quiet = recorder(tmp_path, main=False)
+    quiet.log(1, {"train/loss": 1.0})
+    quiet.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failing_tracker_is_said_once_and_dropped(tmp_path, monkeypatch, capsys):
+    import wandb
+
+    class Failing:
+        calls = 0
+
+        def define_metric(self, *words, **more):
+            pass
+
+        def log(self, values):
+            Failing.calls += 1
+            raise ConnectionError("the network is gone")
+
+    monkeypatch.setattr(wandb, "init", lambda **settings: Failing())
+    broken = recorder(tmp_path, "wandb")
+    for step in (1, 2, 3):
+        broken.log(step, {"train/loss": 1.0})
+    broken.close()
+    assert steps(tmp_path) == [1, 2, 3]
+    assert Failing.calls == 1
+    assert capsys.readouterr().out.count("the network is gone; the run goes on without it") == 1
+
+
+def test_a_tracker_that_does_not_start_is_no_failure(tmp_path, monkeypatch, capsys):
+    import wandb
+
+    def refuse(**settings):
+        raise RuntimeError("wrong key")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    recorder(tmp_path, "wandb").log(1, {})
+    assert "wrong key; the run goes on" in capsys.readouterr().out
+    assert steps(tmp_path) == [1]
+
+
+def test_kept_bytes_counts_each_storage_once():
+    base = torch.zeros(100)
+    assert metrics.kept_bytes([base[:10], base[50:], None, torch.zeros(3, dtype=torch.bfloat16)]) == 400 + 6
+
+
+def test_mfu_is_absent_without_a_gpu(monkeypatch):
+    measured = metrics.speed_metrics(2.0, 1000, 4, 1e9)
+    assert measured == {"perf/step_seconds": 2.0, "perf/tokens_per_second_per_device": 125.0}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
+    assert metrics.speed_metrics(2.0, 1000, 4, 1e9)["perf/mfu"] == pytest.approx(125 * 1e9 / 756e12)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some new GPU")
+    assert "perf/mfu" not in metrics.speed_metrics(2.0, 1000, 4, 1e9)

@@ -1,0 +1,116 @@
+"""Recipes: strict keys, overrides, and errors that name the key, the value and the way out."""
+
+import tomllib
+
+import pytest
+
+from shardbook import cli
+from shardbook.recipe import (
+    RecipeError,
+    describe_keys,
+    dump_recipe,
+    find_recipe,
+    list_recipes,
+    load_recipe,
+    settle_precision,
+)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("[train]\nsteps = 3\n[optim]\nlearning_rate = 2e-5\n")
+    return path
+
+
+def test_overrides_take_toml_literals_and_bare_strings(file):
+    words = ["optim.learning_rate=1e-3", "run.name=first", "train.compile=true", 'data.train=["a/b", "c.jsonl"]']
+    recipe = load_recipe(file, [*words, "optim.betas=[0.8, 0.9]", "method=sft", "run.project=a=b"])
+    assert recipe.optim.learning_rate == 1e-3
+    assert (recipe.run.name, recipe.run.project) == ("first", "a=b")
+    assert recipe.train.compile is True
+    assert recipe.data.train == ["a/b", "c.jsonl"]
+    assert recipe.optim.betas == [0.8, 0.9]
+
+
+def test_resolved_recipe_is_complete_and_loads_to_the_same(file, tmp_path):
+    recipe = load_recipe(file, ["train.steps=0", "train.epochs=1.5", "optim.warmup_ratio=0.1"])
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(dump_recipe(recipe))
+    assert load_recipe(resolved) == recipe
+    written = tomllib.loads(resolved.read_text())
+    for name, _, _ in describe_keys():
+        section, _, key = name.rpartition(".")
+        assert key in (written[section] if section else written), name
+    assert recipe.optim.warmup_steps == 0.1  # the old name is an alias
+    assert load_recipe(file, ["optim.warmup_ratio=0.1", "optim.warmup_steps=7"]).optim.warmup_steps == 7
+
+
+def test_every_key_has_one_line_of_help():
+    for name, _, help in describe_keys():
+        assert help and "\n" not in help and len(help) < 120, name
+
+
+def test_auto_precision(file):
+    recipe = load_recipe(file)
+    assert settle_precision(recipe, "cpu").precision.params == "fp32"
+    assert settle_precision(recipe, "cuda").precision.params == "bf16"
+    assert settle_precision(load_recipe(file, ["precision.params=bf16"]), "cpu").precision.params == "bf16"
+
+
+WRONG = {
+    "optim.learning_rat=1": ["optim.learning_rat is not a key", "did you mean optim.learning_rate?"],
+    "learning_rate=1": ["learning_rate is not a key", "did you mean optim.learning_rate?"],
+    "optin.learning_rate=1": ["optin is not a key", "did you mean optim?"],
+    "optim.learning_rate=fast": ["optim.learning_rate = 'fast'", "number"],
+    "optim.learning_rate=0.0": ["optim.learning_rate = 0.0", "greater than 0"],
+    "optim.betas=[0.9, 1.5]": ["betas = [0.9, 1.5]", "below 1"],
+    "train.steps=1.5": ["train.steps = 1.5", "integer"],
+    "train.steps=-1": ["train.steps = -1", "greater than or equal to 0"],
+    "train.compile=1": ["train.compile = 1", "boolean"],
+    "train.epochs=2": ["steps = 3 and epochs = 2", "exactly one"],
+    "train.steps=0": ["steps = 0 and epochs = 0", "exactly one"],
+    "precision.params=fp16": ["precision.params = 'fp16'", "'fp32' or 'bf16'"],
+    "activation.checkpointing=ful": ["activation.checkpointing = 'ful'", "did you mean full?"],
+    "parallel.tp_size=2": ["parallel.tp_size is not a key"],
+    "run.report_to=wandbb": ["report_to = 'wandbb'", "did you mean wandb?"],
+    "run.name=a/b": ["run.name = 'a/b'"],
+    "data.train=3": ["data.train = 3", "string"],
+    "train.seed.x=3": ["train.seed = {'x': 3}"],
+    "nonsense": ["'nonsense'", "section.key=value"],
+    "method=dpo": ["method = 'dpo'", "'sft'"],
+}
+
+
+@pytest.mark.parametrize("word", WRONG)
+def test_wrong_recipes_exit_2_with_one_line(file, word, capsys):
+    assert cli.main(["train", str(file), word]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1, captured
+    for part in WRONG[word]:
+        assert part in captured.err
+
+
+def test_recipe_not_found_lists_the_close_ones(capsys):
+    assert cli.main(["train", "smollm-135m-fsdp"]) == 2
+    error = capsys.readouterr().err
+    assert "smollm-135m-fsdp" in error and "smollm2-135m-fsdp" in error and error.count("\n") == 1
+    assert cli.main(["train", "zzz"]) == 2
+    assert "llama70b-fsdp" in capsys.readouterr().err
+
+
+def test_not_toml_and_not_readable(tmp_path):
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[train\n")
+    with pytest.raises(RecipeError, match=r"broken.toml: not TOML"):
+        load_recipe(broken)
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe(tmp_path / "absent.toml")
+
+
+def test_recipes_are_found_by_name_and_listed(capsys):
+    assert find_recipe("llama70b-hsdp") == list_recipes()["llama70b-hsdp"]
+    assert cli.main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(list_recipes())
+    assert all(len(line.split()) > 4 for line in lines)

@@ -1,0 +1,209 @@
+"""From sources to micro-batches: reading, caching, packing, order."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tokenizer, write_chats
+
+import shardbook.data.tokenized as tokenized
+from shardbook.data.loader import Batching, Loader, build_micro, eval_micros, permute
+from shardbook.data.sources import load_source
+from shardbook.data.tokenized import Documents, build_documents, pack
+from shardbook.recipe import Data, RecipeError
+
+
+def text_rows(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tokenizer().save_pretrained(tmp_path / "coder")
+    return tmp_path
+
+
+def build(folder, **data):
+    return build_documents(Data(**data), tokenizer(), folder / "coder")
+
+
+# ---- sources
+
+
+def test_every_local_kind_of_source_gives_the_same_rows(folder):
+    write_chats(folder / "a.jsonl", 6)
+    rows = load_source(str(folder / "a.jsonl"), "data.train").to_list()
+    (folder / "shards").mkdir()
+    Dataset.from_list(rows[:4]).to_parquet(folder / "shards" / "0.parquet")
+    Dataset.from_list(rows[4:]).to_parquet(folder / "shards" / "1.parquet")
+    Dataset.from_list(rows).save_to_disk(folder / "saved")
+    for name in ("shards", "saved"):
+        assert load_source(str(folder / name), "data.train").to_list() == rows
+    assert load_source([str(folder / "a.jsonl"), str(folder / "saved")], "data.train").to_list() == rows + rows
+
+
+def test_unusable_sources_are_named(folder):
+    empty, broken = folder / "empty.jsonl", folder / "broken.jsonl"
+    empty.write_text("")
+    broken.write_text('{"text": \n')
+    (folder / "nothing").mkdir()
+    cases = {
+        str(folder / "absent.jsonl"): "no such file",
+        str(folder / "absent"): "no such directory",
+        "chitchatt": "no such directory, and not a hub id",
+        str(empty): "holds no rows",
+        str(broken): "cannot be read as json",
+        str(folder / "nothing"): "has no .jsonl, .json, .parquet file",
+    }
+    for name, message in cases.items():
+        with pytest.raises(RecipeError, match="data.train = .*" + message):
+            load_source(name, "data.train")
+    with pytest.raises(RecipeError, match=r"data.eval = 'owner/name:test': the hub did not give it .*HF_TOKEN.*local file"):
+        load_source("owner/name:test", "data.eval")
+
+
+def test_bad_rows_are_named_by_their_number_in_the_source(folder):
+    rows = [{"text": "fine", "prompt": None}, {"text": None, "prompt": "lonely"}, {"text": "fine", "prompt": None}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(RecipeError, match="data.train: row 1: has the fields prompt; needs messages"):
+        build(folder, train=str(folder / "rows.jsonl"), eval_size=1)
+
+
+def test_messages_need_a_template(folder):
+    write_chats(folder / "a.jsonl", 3)
+    with pytest.raises(RecipeError, match="data.train: rows hold messages, .* no chat template"):
+        build_documents(Data(train=str(folder / "a.jsonl")), tokenizer(None), folder / "coder")
+
+
+# ---- encoding
+
+
+def test_encoding_is_cached(folder, monkeypatch):
+    write_chats(folder / "a.jsonl", 6)
+    first, _ = build(folder, train=str(folder / "a.jsonl"))
+    monkeypatch.setattr(tokenized, "encode_row", None)  # a second encoding would fail
+    again, _ = build(folder, train=str(folder / "a.jsonl"))
+    assert again.encoded.to_list() == first.encoded.to_list()
+    with pytest.raises(TypeError):
+        build(folder, train=str(folder / "a.jsonl"), max_length=100)  # another encoding
+
+
+def test_cutting(folder):
+    source = text_rows(folder / "t.jsonl", ["x" * 30, "y" * 5])
+    documents, _ = build(folder, train=source, max_length=16, packing=False)
+    assert documents.encoded["length"][:] == [16, 6]
+    assert documents.encoded["trained"][:] == [15, 5]
+    assert documents.summary == "2 documents in 2 rows, 22 tokens, 20 of them trained; 1 documents cut to 16"
+
+
+def test_rows_that_lose_every_trained_token(folder):
+    chat = [{"role": "user", "content": "u" * 50}, {"role": "assistant", "content": "a"}]
+    short = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+    (folder / "c.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in (short, chat, short)))
+    with pytest.raises(RecipeError, match=r"data.train: row 1: data.max_length = 40 .*\(1 of 3 rows\); raise it"):
+        build(folder, train=str(folder / "c.jsonl"), max_length=40)
+    documents, _ = build(folder, train=str(folder / "c.jsonl"), max_length=40, skip_untrainable=True, packing=False)
+    assert documents.rows == [(0,), (2,)]
+    assert documents.summary.endswith("1 rows without a trained token dropped")
+    with pytest.raises(RecipeError, match=r"row 0: data.max_length = 8 .*\(3 of 3 rows\)"):
+        build(folder, train=str(folder / "c.jsonl"), max_length=8, skip_untrainable=True)
+
+
+def test_held_out_rows(folder):
+    write_chats(folder / "a.jsonl", 20)
+    source = str(folder / "a.jsonl")
+    for size, held in ((4, 4), (0.25, 5)):
+        train, test = build(folder, train=source, eval_size=size, packing=False)
+        chosen = [row[0] for row in test.rows]
+        assert len(chosen) == held
+        assert sorted(chosen + [row[0] for row in train.rows]) == list(range(20))
+    with pytest.raises(RecipeError, match="data.eval_size = 20: holds out all of the 20 rows"):
+        build(folder, train=source, eval_size=20)
+    _, test = build(folder, train=source, eval=source)
+    assert sum(len(row) for row in test.rows) == 20
+
+
+# ---- packing and order
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60))
+def test_packing_keeps_every_document_once_and_fits(lengths):
+    rows = pack(list(range(len(lengths))), lengths, 40)
+    assert sorted(document for row in rows for document in row) == list(range(len(lengths)))
+    used = [sum(lengths[document] for document in row) for row in rows]
+    assert max(used) <= 40
+    # best fit decreasing never needs more than 11/9 of the best plus 1 (Johnson 1973); the best needs sum / 40
+    half_full = sum(1 for n in used if n <= 20)
+    assert half_full <= 1, "two half-empty rows would fit in one"
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 50))
+def test_order_is_a_permutation(size, seed, epoch):
+    assert sorted(permute(index, size, seed, epoch) for index in range(size)) == list(range(size))
+
+
+def test_order_depends_on_seed_and_epoch_and_looks_random():
+    def order(seed, epoch):
+        return np.array([permute(i, 1000, seed, epoch) for i in range(1000)])
+
+    base = order(1, 0)
+    for other in (order(2, 0), order(1, 1), np.arange(1000)):
+        assert (base == other).sum() < 10  # two random permutations agree in one place on average
+        assert abs(np.corrcoef(base, other)[0, 1]) < 0.1  # three standard deviations of 1/sqrt(1000)
+
+
+def fake_documents(count: int) -> Documents:
+    rows = [{"input_ids": [number] * 3, "mask": [True] * 3} for number in range(count)]
+    return Documents(Dataset.from_list(rows), [(number,) for number in range(count)], "")
+
+
+def seen(ranks: int, accumulation: int, batch: int, steps: int, start: int = 0) -> list[list[int]]:
+    """The documents of each step, over all ranks, in stream order."""
+    loaders = [Loader(fake_documents(11), Batching(None, batch, 0, r, ranks), accumulation, 5) for r in range(ranks)]
+    result = []
+    for loader in loaders:
+        loader.load_state_dict({"consumed_rows": start})
+    for _ in range(steps):
+        micros = [loader.next_step() for loader in loaders]
+        order = [micros[rank][m].input_ids[:, 0].tolist() for m in range(accumulation) for rank in range(ranks)]
+        result.append([document for part in order for document in part])
+    return result
+
+
+def test_a_step_is_the_same_rows_for_every_split():
+    whole = seen(1, 1, 12, 4)
+    assert seen(4, 1, 3, 4) == seen(2, 3, 2, 4) == seen(3, 4, 1, 4) == whole
+    assert seen(2, 3, 2, 2, start=24) == whole[2:]  # seeking gives the tail of the straight run
+    stream = [document for step in whole for document in step]
+    assert sorted(stream[:11]) == sorted(stream[11:22]) == list(range(11))  # each epoch is every row once
+    assert stream[:11] != stream[11:22]
+
+
+def test_a_packed_micro_batch():
+    documents = Dataset.from_list(
+        [
+            {"input_ids": [5, 6, 7], "mask": [False, True, True]},
+            {"input_ids": [8, 9], "mask": [True, True]},
+            {"input_ids": [3, 4], "mask": [False, False]},
+        ]
+    )
+    micro = build_micro(documents, [(0, 1), (2,)], Batching(6, 2, 1, 0, 1))
+    assert micro.input_ids.tolist() == [[5, 6, 7, 8, 9, 1], [3, 4, 1, 1, 1, 1]]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 0, 0]]
+    assert micro.documents.tolist() == [[0, 0, 0, 1, 1, -1], [0, 0, -1, -1, -1, -1]]
+    # 7 does not predict 8: the first token of a document has no past, even where its mask is on
+    assert (micro.positions.tolist(), micro.targets.tolist()) == ([0, 1, 3], [6, 7, 9])
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 3), (4, 2), (16, 1)])
+def test_evaluation_sees_every_row_once_and_ranks_agree_on_the_count(ranks, batch):
+    documents = fake_documents(11)
+    every = [list(eval_micros(documents, Batching(None, batch, 99, rank, ranks))) for rank in range(ranks)]
+    assert len({len(micros) for micros in every}) == 1
+    targets = torch.cat([micro.targets for micros in every for micro in micros])
+    assert sorted(targets.tolist()) == sorted(list(range(11)) * 2)

@@ -1,0 +1,131 @@
+"""Safetensors in and out: everything wrong is named at once; what goes out loads in transformers bit for bit."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import tokenizer, write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import shardbook.weights as weights
+from shardbook.model import build_model, load_config, materialize
+from shardbook.recipe import Model, RecipeError
+
+
+def load(folder):
+    model = build_model(load_config(Model(path=str(folder)), folder, 64), "fp32")
+    materialize(model, torch.device("cpu"))
+    weights.load_weights(model, folder)
+    return model
+
+
+def export(model, folder, out, dtype="fp32"):
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    weights.save_weights(out, weights.full_tensors(model), shapes, model.config, tokenizer(), folder, dtype)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("limit", [None, 20_000])
+def test_what_is_written_loads_in_transformers_with_bitwise_equal_logits(tmp_path, monkeypatch, tied, limit):
+    write_model(tmp_path / "in", tied=tied)
+    if limit:
+        monkeypatch.setattr(weights, "SHARD_BYTES", limit)
+    export(load(tmp_path / "in"), tmp_path / "in", tmp_path / "out")
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) == (1 if not limit else 6 if tied else 7), files
+    assert all((tmp_path / "out" / file).stat().st_size < (limit or 10**9) + 36_000 for file in files)
+    ids = torch.arange(40)[None]
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)(ids).logits for name in ("in", "out")
+    )
+    assert torch.equal(before, after)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer().chat_template
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32  # says what it holds
+    assert not list(tmp_path.glob("*.partial"))
+    load(tmp_path / "out")  # and we read what we write
+
+
+def test_bf16_export(tmp_path):
+    write_model(tmp_path / "in")
+    model = load(tmp_path / "in")
+    export(model, tmp_path / "in", tmp_path / "out", "bf16")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(written[name], p.to(torch.bfloat16)) for name, p in model.named_parameters())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def change(folder, edit):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_everything_that_does_not_fit_is_in_one_error(tmp_path):
+    write_model(tmp_path, tied=False)
+
+    def spoil(tensors):
+        del tensors["model.norm.weight"]
+        tensors["model.extra.weight"] = torch.zeros(2)
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 4)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # old files hold it; it means nothing
+
+    change(tmp_path, spoil)
+    with pytest.raises(RecipeError) as error:
+        load(tmp_path)
+    problems = str(error.value).split(": ", 1)[1].split("; ")
+    assert problems == [
+        "missing model.norm.weight",
+        "unexpected model.extra.weight",
+        "model.layers.0.mlp.up_proj.weight has shape [3, 4], the model wants [48, 32]",
+        "lm_head.weight has dtype I8, not a float",
+    ]
+
+
+def test_a_tied_model_may_bring_its_head_and_an_untied_one_must(tmp_path):
+    write_model(tmp_path)
+    change(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    load(tmp_path)
+    config = load_config(Model(path=str(tmp_path)), tmp_path, 64)
+    config.tie_word_embeddings = False
+    config.save_pretrained(tmp_path)
+    change(tmp_path, lambda t: t.pop("lm_head.weight"))
+    with pytest.raises(RecipeError, match="missing lm_head.weight"):
+        load(tmp_path)
+
+
+def test_files_cut_short_or_absent(tmp_path):
+    write_model(tmp_path)
+    path = tmp_path / "model.safetensors"
+    content = path.read_bytes()
+    for length in (len(content) - 1, 100, 3):
+        path.write_bytes(content[:length])
+        with pytest.raises(RecipeError, match=r"model.safetensors: truncated or not safetensors"):
+            load(tmp_path)
+    path.unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
+    with pytest.raises(RecipeError, match=r"no model.safetensors .*pickled weights are not read"):
+        load(tmp_path)
+    (tmp_path / weights.INDEX).write_text('{"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}')
+    with pytest.raises(RecipeError, match=r"model-00001-of-00001.safetensors: named in .*, but not there"):
+        load(tmp_path)
+
+
+def test_random_weights_depend_on_the_seed_only(tmp_path):
+    write_model(tmp_path)
+    config = load_config(Model(path=str(tmp_path)), tmp_path, 64)
+
+    def draw(seed):
+        model = build_model(config, "fp32")
+        materialize(model, torch.device("cpu"))
+        weights.init_weights(model, seed)
+        return dict(model.named_parameters())
+
+    first, again, other = draw(1), draw(1), draw(2)
+    for name, parameter in first.items():
+        assert torch.equal(parameter, again[name])
+        if parameter.ndim == 1:
+            assert torch.equal(parameter, torch.ones_like(parameter))
+        else:
+            assert not torch.equal(parameter, other[name])
+            assert parameter.std().item() == pytest.approx(config.initializer_range, rel=0.1)
