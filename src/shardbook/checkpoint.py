@@ -78,9 +78,7 @@ def save_checkpoint(
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
     """Fill model and optimizer from a complete checkpoint, and this rank's random state where the world size is the
     same. Raises RecipeError where the checkpoint is incomplete or of another model. Collective."""
-    if not (path / MARKER).is_file():
-        raise RecipeError(f"checkpoint {path}: incomplete or not a checkpoint (no {MARKER} in it)")
-    state = json.loads((path / STATE).read_text())
+    state = _read_state(path)
     here, there = _shapes(model), state["shapes"]
     if differ := [
         f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
@@ -102,8 +100,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def checkpoint_shapes(path: Path) -> dict[str, torch.Size]:
-    """Full shape of every model parameter in a checkpoint, in the model's order."""
-    return {name: torch.Size(shape) for name, shape in json.loads((path / STATE).read_text())["shapes"].items()}
+    """Full shape of every model parameter in a checkpoint, in the model's order. Raises RecipeError where it is incomplete."""
+    return {name: torch.Size(shape) for name, shape in _read_state(path)["shapes"].items()}
 
 
 def read_parameters(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
@@ -114,6 +112,12 @@ def read_parameters(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple
         box = {f"model.{name}": torch.empty(shape)}
         state_dict_loader.load(box, storage_reader=reader, no_dist=True)
         yield name, box[f"model.{name}"]
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    if not (path / MARKER).is_file():
+        raise RecipeError(f"checkpoint {path}: incomplete or not a checkpoint (no {MARKER} in it)")
+    return json.loads((path / STATE).read_text())
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -117,15 +117,19 @@ def first_on_node(ranks: Ranks) -> Iterator[None]:
 
 @dataclass
 class StopFlag:
-    """Set by SIGTERM or SIGUSR1 on this rank; summed over ranks with each step's tokens, so that all stop together."""
+    """Set on this rank by SIGTERM, SIGUSR1 or a first Ctrl-C; summed over ranks with each step's tokens, so that all stop
+    after the same step. A second Ctrl-C ends the rank at once."""
 
     asked: bool = False
 
     def listen(self) -> "StopFlag":
         def ask(signum: int, frame: FrameType | None) -> None:
             self.asked = True
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if dist.get_rank() == 0:
+                print("stopping after this step; Ctrl-C again to quit without saving", flush=True)
 
-        for signum in (signal.SIGTERM, signal.SIGUSR1):
+        for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(signum, ask)
         return self
 

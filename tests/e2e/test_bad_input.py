@@ -1,0 +1,117 @@
+"""Bad input: one line that names the thing, exit code 2, and no step taken."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tiny import tokenizer, write_model, write_recipe
+from world import run_world, train_rank
+
+
+@pytest.fixture(scope="module")
+def place(tiny, tmp_path_factory):
+    """A directory of broken things beside a good recipe."""
+    out = tmp_path_factory.mktemp("bad")
+    write_recipe(tiny, out)
+    write_model(out / "truncated")
+    path = out / "truncated" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    write_model(out / "misshapen")
+    path = out / "misshapen" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:7].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    write_model(out / "untemplated")
+    tokenizer(None).save_pretrained(out / "untemplated")
+    (out / "untemplated" / "chat_template.jinja").unlink(missing_ok=True)
+    (out / "empty.jsonl").write_text("")
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (out / "fields.jsonl").write_text(json.dumps({"question": "a"}) + "\n")
+    rows = [good, {"messages": [{"role": "user", "content": "a"}]}]
+    (out / "mute.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (out / "a-file").write_text("")
+    return out
+
+
+CASES = {
+    "mesh": (["parallel.dp_shard_size=3"], ["mesh dp_replicate 1 x dp_shard 3 needs 3 ranks, the world has 1"]),
+    "stage": (["parallel.stage=zero5"], ["parallel.stage = 'zero5'", "ddp, zero1, zero2, zero3, hsdp, fsdp"]),
+    "max_length": (["data.max_length=300"], ["data.max_length = 300", "sees at most 256 tokens"]),
+    "dataset": (["data.train={out}/absent.jsonl"], ["data.train", "absent.jsonl", "no such file"]),
+    "field": (["data.train={out}/fields.jsonl"], ["data.train: row 0", "question", "messages"]),
+    "empty": (["data.train={out}/empty.jsonl"], ["data.train", "empty.jsonl", "no rows"]),
+    "mute": (["data.train={out}/mute.jsonl"], ["data.train: row 1", "no assistant text"]),
+    "truncated": (["model.path={out}/truncated"], ["truncated/model.safetensors", "truncated or not safetensors"]),
+    "misshapen": (["model.path={out}/misshapen"], ["model.norm.weight has shape [7], the model wants [32]"]),
+    "template": (["model.path={out}/untemplated"], ["untemplated has no chat template", "model.tokenizer"]),
+    "model": (["model.path={out}/nowhere"], ["model.path", "nowhere", "no such directory"]),
+    "hub": (["model.path=meta-llama/Llama-3.1-8B"], ["meta-llama/Llama-3.1-8B", "HF_TOKEN", "local directory"]),
+    "hub-data": (["data.train=someone/something:train"], ["someone/something", "HF_TOKEN", "local file"]),
+    "run-dir": (["run.dir={out}/a-file"], ["run directory", "a-file", "cannot be written", "run.dir"]),
+    "no-recipe": ([], ["no recipe"]),
+}
+
+
+def check(results, parts):
+    for code, out, err in results:
+        assert code == 2, (out, err)
+        assert "Traceback" not in err
+        last = err.strip().splitlines()[-1]
+        assert last.startswith("shardbook: ") and all(part in last for part in parts), last
+        assert err.count("shardbook: ") == 1 and "step 1/" not in out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_with_exit_code_2(place, name):
+    words, parts = CASES[name]
+    words = [str(place / "tiny.toml"), f"run.name={name}", *(word.format(out=place) for word in words)]
+    check(run_world(1, train_rank, words if name != "no-recipe" else []), parts)
+    assert not (place / name / "metrics.jsonl").exists()
+
+
+def test_every_rank_refuses(place):
+    words = [str(place / "tiny.toml"), "run.name=two", f"model.path={place}/misshapen"]
+    check(run_world(2, train_rank, words), ["model.norm.weight has shape [7]"])
+
+
+def test_a_launcher_that_would_shard_too(place):
+    environment = {"ACCELERATE_USE_FSDP": "true"}
+    check(run_world(1, train_rank, [str(place / "tiny.toml")], environment=environment), ["ACCELERATE_USE_FSDP", "MULTI_GPU"])
+
+
+def test_a_launcher_that_left_variables_out(place):
+    environment = {k: v for k, v in os.environ.items() if k != "MASTER_ADDR"} | {"RANK": "0", "WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "shardbook.train", str(place / "tiny.toml")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    check([(result.returncode, result.stdout, result.stderr)], ["MASTER_ADDR, MASTER_PORT", "torchrun"])
+
+
+def test_losses_that_are_not_finite_end_the_run_with_1(place):
+    results = run_world(2, train_rank, [str(place / "tiny.toml"), "run.name=not-finite", "optim.learning_rate=1e30"])
+    for code, _, err in results:
+        assert code == 1 and "Traceback" not in err
+        assert re.search(r"shardbook: step 2: train/loss is \S+ and train/grad_norm (nan|inf); lower optim.learning_rate", err)
+    assert not (place / "not-finite" / "export").exists()
+
+
+def explode(words):
+    import shardbook.train as train
+
+    def broken(*positional, **named):
+        if os.environ["RANK"] == "1":
+            raise ZeroDivisionError("our own bug")
+        return before(*positional, **named)
+
+    before = train.clip_gradients
+    train.clip_gradients = broken
+    return train_rank(words)
+
+
+def test_our_own_bug_on_one_rank_is_the_last_line_of_that_rank(place):
+    (_, (code, _, err)) = run_world(2, explode, [str(place / "tiny.toml"), "run.name=bug"])
+    assert code == 1 and "Traceback" in err
+    assert err.strip().splitlines()[-1] == "shardbook: run failed: ZeroDivisionError: our own bug"

@@ -1,0 +1,203 @@
+"""The commands as a user types them: processes, exit codes, the run directory and what other programs read in it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tokenizer, write_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from world import losses, metrics
+
+from shardbook import cli
+from shardbook.launch import launch_ranks
+from shardbook.recipe import RecipeError, load_recipe
+
+BIN = Path(sys.executable).parent
+STEP_KEYS = {
+    "step",
+    "train/loss",
+    "train/grad_norm",
+    "train/learning_rate",
+    "train/tokens",
+    "perf/step_seconds",
+    "perf/tokens_per_second_per_device",
+    "memory/params_bytes",
+    "memory/grads_bytes",
+    "memory/optimizer_bytes",
+}
+
+
+def shardbook(*words, **more) -> subprocess.CompletedProcess:
+    return subprocess.run([BIN / "shardbook", *words], capture_output=True, text=True, timeout=240, **more)
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny, tmp_path_factory):
+    return write_recipe(tiny, tmp_path_factory.mktemp("cli"))
+
+
+@pytest.fixture(scope="module")
+def first(recipe):
+    """`shardbook train` on two ranks, with a checkpoint and an offline wandb run."""
+    words = ("train.eval_steps=2", "train.save_steps=3", "train.logging_steps=1", "run.report_to=wandb")
+    result = shardbook("train", str(recipe), "run.name=first", *words)
+    assert result.returncode == 0, result.stderr
+    return recipe.parent / "first", result.stdout
+
+
+def test_what_a_run_says(first):
+    run, out = first
+    assert out.splitlines()[0] == f"run      {run}"
+    for part in ("effective layout", "zero3 (ZeRO P_os+g+p)", "dp_replicate 1 x dp_shard 2", "5: the blocks", "5 steps"):
+        assert part in out, out
+    assert "step 0/5  eval " in out and "step 5/5  loss " in out and "tokens/s a device" in out and "ETA 0:0" in out
+    assert out.splitlines()[-1].startswith("done     5 steps")
+
+
+def test_what_a_run_leaves(first, recipe, tiny):
+    run, _ = first
+    expected = {"recipe.toml", "resolved.toml", "metrics.jsonl", "checkpoints", "export", "run.json", "wandb"}
+    assert {path.name for path in run.iterdir()} == expected
+    assert (run / "recipe.toml").read_text() == recipe.read_text()
+    resolved = tomllib.loads((run / "resolved.toml").read_text())
+    assert resolved["precision"] == {"params": "fp32", "reduce": "fp32", "master": "fp32"}  # what auto meant here
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-000003", "step-000005"]
+    facts = json.loads((run / "run.json").read_text())
+    assert facts["world_size"] == 2 and facts["mesh"] == {"dp_replicate": 1, "dp_shard": 2}
+    assert facts["torch"] == torch.__version__ and facts["finished_steps"] == 5 and len(facts["git_revision"]) == 40
+
+
+def test_metrics(first):
+    run, _ = first
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert set(rows[0]) == {"step", "eval/loss"}
+    assert [("eval/loss" in row) for row in rows] == [True, False, True, False, True, True]
+    assert all(set(row) - {"eval/loss"} == STEP_KEYS for row in rows[1:])
+    tokens = [row["train/tokens"] for row in rows[1:]]
+    assert tokens == sorted(set(tokens))
+    # 25,376 parameters in fp32 over 2 ranks, all dims even: half each; AdamW keeps two of them and a step count a tensor
+    count = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(run / "export").parameters())
+    tensors = 1 + 9 * 3 + 1
+    padded = rows[1]["memory/params_bytes"]
+    assert count * 2 <= padded <= count * 2 + 4 * 32 * tensors
+    assert rows[1]["memory/grads_bytes"] == padded
+    assert rows[1]["memory/optimizer_bytes"] == 2 * padded + 4 * tensors
+
+
+def test_wandb_is_recorded_offline(first):
+    run, _ = first
+    (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
+    found = file.read_bytes()  # a log of protobuf records, their strings uncompressed
+    for name in STEP_KEYS - {"step"} | {"eval/loss", "train/global_step"}:
+        assert name.encode() in found, name
+
+
+def test_the_export_is_the_trained_model(first, tiny):
+    run, _ = first
+    model = AutoModelForCausalLM.from_pretrained(run / "export")
+    coder = AutoTokenizer.from_pretrained(run / "export")
+    prompt = coder.apply_chat_template([{"role": "user", "content": "why"}], add_generation_prompt=True, return_tensors="pt")
+    answer = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    assert answer.shape[1] > prompt["input_ids"].shape[1]
+    assert not torch.equal(model.lm_head.weight, AutoModelForCausalLM.from_pretrained(tiny / "model").lm_head.weight)
+    assert coder.get_vocab() == tokenizer().get_vocab()
+
+
+def test_export_command_writes_the_same_model_from_a_checkpoint(first, tmp_path):
+    run, _ = first
+    result = shardbook("export", str(run), "--out", str(tmp_path / "out"))
+    assert result.returncode == 0, result.stderr
+    ids = torch.arange(50)[None]
+    logits = [AutoModelForCausalLM.from_pretrained(at)(ids).logits for at in (run / "export", tmp_path / "out")]
+    assert torch.equal(*logits)
+    earlier = shardbook("export", str(run), "--checkpoint", str(run / "checkpoints/step-000003"), "--out", str(tmp_path / "3"))
+    assert earlier.returncode == 0
+    assert not torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "3")(ids).logits, logits[0])
+
+
+def test_export_refuses_what_is_no_run(tmp_path, first, capsys):
+    assert cli.main(["export", str(tmp_path)]) == 2
+    assert "not a run directory" in capsys.readouterr().err
+    assert cli.main(["export", str(first[0]), "--checkpoint", str(tmp_path / "step-000009")]) == 2
+    assert "incomplete or not a checkpoint" in capsys.readouterr().err
+
+
+def test_the_resolved_recipe_repeats_the_run(first, recipe):
+    run, _ = first
+    result = shardbook("train", str(run / "resolved.toml"), "run.name=repeat", "run.report_to=none")
+    assert result.returncode == 0, result.stderr
+    assert losses(recipe.parent / "repeat") == losses(run)
+
+
+def test_torchrun_and_accelerate_start_it_too(first, recipe):
+    launchers = {
+        "torchrun": ["torchrun", "--standalone", "--nproc_per_node=2"],
+        "accelerate": ["accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"],
+    }
+    launchers["accelerate"] += ["--dynamo_backend=no"]
+    for name, (program, *words) in launchers.items():
+        command = [BIN / program, *words, "-m", "shardbook.train", recipe, f"run.name={name}", "train.steps=2"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert result.returncode == 0, result.stderr
+        assert losses(recipe.parent / name) == losses(first[0])[:2]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_command_saves_and_exits_75_and_the_same_command_continues(first, recipe, signum):
+    name = f"signal-{signum}"
+    words = ["train", str(recipe), f"run.name={name}", "train.save_steps=0"]
+    process = subprocess.Popen([BIN / "shardbook", *words, "train.steps=100000"], stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            process.send_signal(signum)
+            break
+    rest = process.stdout.read()
+    assert process.wait(60) == 75, rest
+    assert "checkpoint saved" in rest
+    done = len(losses(recipe.parent / name))
+    result = shardbook(*words, f"train.steps={done + 1}")
+    assert result.returncode == 0 and f"at step {done} of {done + 1}" in result.stdout
+    assert losses(recipe.parent / name)[:5] == losses(first[0])[: done + 1][:5]
+
+
+def test_exit_codes_of_ranks_come_through(recipe):
+    started = shardbook("train", str(recipe), "data.max_length=300")
+    assert started.returncode == 2
+    assert started.stderr.strip().splitlines()[-1].startswith("shardbook: data.max_length = 300")
+    assert started.stderr.count("shardbook: ") == 1  # every rank met it, one spoke
+
+
+def test_ranks_of_a_fixed_mesh(recipe):
+    def chosen(*words):
+        return cli.choose_nproc(load_recipe(recipe, list(words)))
+
+    assert chosen() == (torch.cuda.device_count() or 2)
+    assert chosen("parallel.dp_shard_size=1") == 1
+    with pytest.raises(RecipeError, match="needs 4096 ranks and this machine has room for"):
+        chosen("parallel.stage=hsdp", "parallel.dp_replicate_size=64", "parallel.dp_shard_size=64")
+
+
+def test_a_default_name_says_recipe_and_time(recipe):
+    before = set(recipe.parent.glob("tiny-2*"))
+    result = shardbook("train", str(recipe), "train.steps=1", "train.logging_steps=0", "train.export=false", "--nproc", "1")
+    assert result.returncode == 0, result.stderr
+    (run,) = set(recipe.parent.glob("tiny-2*")) - before
+    assert not (run / "export").exists() and [row["step"] for row in metrics(run)] == [0, 1]
+    assert "train/loss" not in metrics(run)[1]  # logging is off; the evaluation at the end is still there
+
+
+def test_launcher_returns_the_failing_ranks_code():
+    assert launch_ranks.__module__ == "shardbook.launch"
+    result = shardbook("train", "--help")
+    assert result.returncode == 0 and "optim.learning_rate = 2e-05" in result.stdout
+    assert shardbook("recipes").returncode == 0
+    assert shardbook("nonsense").returncode == 2
+    environment = os.environ | {"COLUMNS": "80"}
+    assert shardbook(env=environment).returncode == 2
