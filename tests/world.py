@@ -18,7 +18,7 @@ context.set_forkserver_preload(["torch", "transformers", "datasets", "shardbook.
 
 
 def run_world(size: int, fn, *args, environment: dict[str, str] | None = None) -> list:
-    """`fn(*args)` on each of `size` ranks; their results in rank order. A rank's exception fails the test with its traceback."""
+    """`fn(*args)` on each of `size` ranks; results in rank order. A rank's exception fails the test with its traceback."""
     port, pipes, processes = free_port(), [], []
     for rank in range(size):
         here, there = context.Pipe()
@@ -73,9 +73,11 @@ def train_rank(words: list[str]) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-def run_train(size: int, recipe: Path, name: str, *words: str, code: int = 0) -> Path:
+def run_train(
+    size: int, recipe: Path, name: str, *words: str, code: int = 0, environment: dict[str, str] | None = None
+) -> Path:
     """Train `recipe` on `size` ranks as run `name`; all ranks must leave with `code`. Returns the run directory."""
-    results = run_world(size, train_rank, [str(recipe), f"run.name={name}", *words])
+    results = run_world(size, train_rank, [str(recipe), f"run.name={name}", *words], environment=environment)
     assert [result[0] for result in results] == [code] * size, results
     return recipe.parent / name
 

@@ -4,9 +4,10 @@ Invariant: parameter names do not change, and the checkpoint lies INSIDE the sha
 not the module), so recomputation issues no second all-gather. Apply before compile and before the stage.
 """
 
-from functools import partial
+from collections.abc import Callable
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
@@ -17,7 +18,17 @@ def apply_checkpointing(blocks: list[nn.Module], checkpointing: str) -> None:
             return
         case "full":
             for block in blocks:
-                # preserve_rng_state costs a device sync a block; these families have no dropout to repeat
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+                block.forward = recomputed(block.forward)
         case other:
             raise ValueError(f"activation.checkpointing = {other!r}: must be none or full")
+
+
+def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`forward`, run again in backward instead of keeping its activations."""
+
+    # a function of its own: torch.compile steps over functools.partial(checkpoint, ...) and compiles nothing, silently
+    def recomputing(*positional: Any, **named: Any) -> Tensor:
+        # preserve_rng_state would cost a device sync a block; these families have no dropout to repeat
+        return checkpoint(forward, *positional, use_reentrant=False, preserve_rng_state=False, **named)
+
+    return recomputing

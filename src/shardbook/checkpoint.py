@@ -100,7 +100,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def checkpoint_shapes(path: Path) -> dict[str, torch.Size]:
-    """Full shape of every model parameter in a checkpoint, in the model's order. Raises RecipeError where it is incomplete."""
+    """Full shape of every model parameter in a checkpoint, in order. Raises RecipeError where it is incomplete."""
     return {name: torch.Size(shape) for name, shape in _read_state(path)["shapes"].items()}
 
 

@@ -117,8 +117,8 @@ def first_on_node(ranks: Ranks) -> Iterator[None]:
 
 @dataclass
 class StopFlag:
-    """Set on this rank by SIGTERM, SIGUSR1 or a first Ctrl-C; summed over ranks with each step's tokens, so that all stop
-    after the same step. A second Ctrl-C ends the rank at once."""
+    """Set on this rank by SIGTERM, SIGUSR1 or a first Ctrl-C (a second ends the rank at once); summed over ranks with
+    each step's tokens, so that all stop after the same step."""
 
     asked: bool = False
 

@@ -45,7 +45,7 @@ def smollm2_folder() -> Path:
 
 
 def chitchat_file() -> Path:
-    """JSONL of ChitChat as `messages`: the first speaker is the user, the other the assistant; one-sided ones drop out."""
+    """JSONL of ChitChat as `messages`: who speaks first is the user, the other the assistant; monologues drop out."""
     folder = _package_folder("chitchat_dataset", "chitchat-dataset")
     out = _cache() / f"{DATASET}-{importlib.metadata.version('chitchat-dataset')}"
     file = out / "messages.jsonl"

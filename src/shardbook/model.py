@@ -147,7 +147,7 @@ def load_config(model: Model, folder: Path, max_length: int) -> PreTrainedConfig
         )
     if getattr(config, "attention_dropout", 0.0):
         raise RecipeError(
-            f"model.path = {model.path!r}: attention_dropout = {config.attention_dropout} in its config; only 0 is supported"
+            f"model.path = {model.path!r}: attention_dropout = {config.attention_dropout}; only 0 is supported"
         )
     if getattr(config, "quantization_config", None):
         raise RecipeError(

@@ -33,7 +33,7 @@ class Stage:
         return self.reduce_every_micro or is_last_micro
 
     def reshards(self, is_last_micro: bool) -> bool:
-        """Whether parameters are freed after this backward. After the last they must: the optimizer makes them stale."""
+        """Whether parameters are freed after this backward; after the last always: the optimizer makes them stale."""
         return self.reshard_after_forward or is_last_micro
 
 

@@ -88,7 +88,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         return DONE
     if run.finished_steps and newest is None:
         raise RecipeError(
-            f"run {run.path} finished at step {run.finished_steps} without a checkpoint from which to go on to {steps}; "
+            f"run {run.path} finished at step {run.finished_steps} without a checkpoint to go on from, to {steps}; "
             "choose another run.name"
         )
 

@@ -80,7 +80,10 @@ def test_every_rank_refuses(place):
 
 def test_a_launcher_that_would_shard_too(place):
     environment = {"ACCELERATE_USE_FSDP": "true"}
-    check(run_world(1, train_rank, [str(place / "tiny.toml")], environment=environment), ["ACCELERATE_USE_FSDP", "MULTI_GPU"])
+    check(
+        run_world(1, train_rank, [str(place / "tiny.toml")], environment=environment),
+        ["ACCELERATE_USE_FSDP", "MULTI_GPU"],
+    )
 
 
 def test_a_launcher_that_left_variables_out(place):
@@ -94,7 +97,9 @@ def test_losses_that_are_not_finite_end_the_run_with_1(place):
     results = run_world(2, train_rank, [str(place / "tiny.toml"), "run.name=not-finite", "optim.learning_rate=1e30"])
     for code, _, err in results:
         assert code == 1 and "Traceback" not in err
-        assert re.search(r"shardbook: step 2: train/loss is \S+ and train/grad_norm (nan|inf); lower optim.learning_rate", err)
+        assert re.search(
+            r"shardbook: step 2: train/loss is \S+ and train/grad_norm (nan|inf); lower optim.learning_rate", err
+        )
     assert not (place / "not-finite" / "export").exists()
 
 

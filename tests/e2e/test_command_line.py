@@ -54,7 +54,13 @@ def first(recipe):
 def test_what_a_run_says(first):
     run, out = first
     assert out.splitlines()[0] == f"run      {run}"
-    for part in ("effective layout", "zero3 (ZeRO P_os+g+p)", "dp_replicate 1 x dp_shard 2", "5: the blocks", "5 steps"):
+    for part in (
+        "effective layout",
+        "zero3 (ZeRO P_os+g+p)",
+        "dp_replicate 1 x dp_shard 2",
+        "5: the blocks",
+        "5 steps",
+    ):
         assert part in out, out
     assert "step 0/5  eval " in out and "step 5/5  loss " in out and "tokens/s a device" in out and "ETA 0:0" in out
     assert out.splitlines()[-1].startswith("done     5 steps")
@@ -82,7 +88,7 @@ def test_metrics(first):
     assert all(set(row) - {"eval/loss"} == STEP_KEYS for row in rows[1:])
     tokens = [row["train/tokens"] for row in rows[1:]]
     assert tokens == sorted(set(tokens))
-    # 25,376 parameters in fp32 over 2 ranks, all dims even: half each; AdamW keeps two of them and a step count a tensor
+    # fp32 over 2 ranks: half each, odd rows padded; AdamW keeps two of them and a step count a tensor
     count = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(run / "export").parameters())
     tensors = 1 + 9 * 3 + 1
     padded = rows[1]["memory/params_bytes"]
@@ -103,7 +109,9 @@ def test_the_export_is_the_trained_model(first, tiny):
     run, _ = first
     model = AutoModelForCausalLM.from_pretrained(run / "export")
     coder = AutoTokenizer.from_pretrained(run / "export")
-    prompt = coder.apply_chat_template([{"role": "user", "content": "why"}], add_generation_prompt=True, return_tensors="pt")
+    prompt = coder.apply_chat_template(
+        [{"role": "user", "content": "why"}], add_generation_prompt=True, return_tensors="pt"
+    )
     answer = model.generate(**prompt, max_new_tokens=4, do_sample=False)
     assert answer.shape[1] > prompt["input_ids"].shape[1]
     assert not torch.equal(model.lm_head.weight, AutoModelForCausalLM.from_pretrained(tiny / "model").lm_head.weight)
@@ -117,7 +125,9 @@ def test_export_command_writes_the_same_model_from_a_checkpoint(first, tmp_path)
     ids = torch.arange(50)[None]
     logits = [AutoModelForCausalLM.from_pretrained(at)(ids).logits for at in (run / "export", tmp_path / "out")]
     assert torch.equal(*logits)
-    earlier = shardbook("export", str(run), "--checkpoint", str(run / "checkpoints/step-000003"), "--out", str(tmp_path / "3"))
+    earlier = shardbook(
+        "export", str(run), "--checkpoint", str(run / "checkpoints/step-000003"), "--out", str(tmp_path / "3")
+    )
     assert earlier.returncode == 0
     assert not torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "3")(ids).logits, logits[0])
 
@@ -139,7 +149,14 @@ def test_the_resolved_recipe_repeats_the_run(first, recipe):
 def test_torchrun_and_accelerate_start_it_too(first, recipe):
     launchers = {
         "torchrun": ["torchrun", "--standalone", "--nproc_per_node=2"],
-        "accelerate": ["accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"],
+        "accelerate": [
+            "accelerate",
+            "launch",
+            "--multi_gpu",
+            "--num_processes=2",
+            "--num_machines=1",
+            "--mixed_precision=no",
+        ],
     }
     launchers["accelerate"] += ["--dynamo_backend=no"]
     for name, (program, *words) in launchers.items():
@@ -186,7 +203,9 @@ def test_ranks_of_a_fixed_mesh(recipe):
 
 def test_a_default_name_says_recipe_and_time(recipe):
     before = set(recipe.parent.glob("tiny-2*"))
-    result = shardbook("train", str(recipe), "train.steps=1", "train.logging_steps=0", "train.export=false", "--nproc", "1")
+    result = shardbook(
+        "train", str(recipe), "train.steps=1", "train.logging_steps=0", "train.export=false", "--nproc", "1"
+    )
     assert result.returncode == 0, result.stderr
     (run,) = set(recipe.parent.glob("tiny-2*")) - before
     assert not (run / "export").exists() and [row["step"] for row in metrics(run)] == [0, 1]

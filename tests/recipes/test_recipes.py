@@ -1,4 +1,4 @@
-"""Every shipped recipe parses, says what it must, and wraps its own model in its own world, under a fake process group."""
+"""Every shipped recipe parses, says what it must, and wraps its own model in its own world (a fake process group)."""
 
 import re
 

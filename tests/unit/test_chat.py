@@ -15,7 +15,8 @@ LLAMA3 = (
 # Like Qwen3: an empty thought stands before the last answer only.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MISTRAL = (
@@ -77,7 +78,10 @@ def test_text():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "x", "answer": "y"}, "row 7: has the fields question, answer; needs messages, prompt and completion"),
+        (
+            {"question": "x", "answer": "y"},
+            "row 7: has the fields question, answer; needs messages, prompt and completion",
+        ),
         ({"messages": None, "text": None}, "row 7: has the fields none"),
         ({"messages": CHAT[:1]}, "row 7: no assistant text"),
         ({"messages": [CHAT[0], {"role": "assistant", "content": "  "}]}, "row 7: no assistant text"),

@@ -119,7 +119,7 @@ def test_no_rows_give_no_loss_and_zero_gradients(folder):
 
 
 def test_flops_of_a_token():
-    """Against torch's own counter: forward and backward of matmuls, scores counted whole, so compare without their half."""
+    """Against torch's own counter, which counts whole scores: so without the half that the mask saves."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = build_model(config("llama", attn_implementation="eager"), "fp32")

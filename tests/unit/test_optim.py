@@ -17,7 +17,9 @@ def test_schedules():
     assert rates(3, lr_scheduler_type="constant") == [1, 1, 1]
     assert rates(4, lr_scheduler_type="linear") == [1, 0.75, 0.5, 0.25]
     assert rates(6, lr_scheduler_type="linear", warmup_steps=2) == [0.5, 1, 1, 0.75, 0.5, 0.25]
-    assert rates(4, lr_scheduler_type="cosine") == pytest.approx([0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(4)])
+    assert rates(4, lr_scheduler_type="cosine") == pytest.approx(
+        [0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(4)]
+    )
 
 
 def test_a_fraction_of_warmup_is_a_share_of_the_run():

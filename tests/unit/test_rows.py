@@ -61,22 +61,24 @@ def test_unusable_sources_are_named(folder):
         str(folder / "nothing"): "has no .jsonl, .json, .parquet file",
     }
     for name, message in cases.items():
-        with pytest.raises(RecipeError, match="data.train = .*" + message):
+        with pytest.raises(RecipeError, match=r"data.train = .*" + message):
             load_source(name, "data.train")
-    with pytest.raises(RecipeError, match=r"data.eval = 'owner/name:test': the hub did not give it .*HF_TOKEN.*local file"):
+    with pytest.raises(
+        RecipeError, match=r"data.eval = 'owner/name:test': the hub did not give it .*HF_TOKEN.*local file"
+    ):
         load_source("owner/name:test", "data.eval")
 
 
 def test_bad_rows_are_named_by_their_number_in_the_source(folder):
     rows = [{"text": "fine", "prompt": None}, {"text": None, "prompt": "lonely"}, {"text": "fine", "prompt": None}]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(RecipeError, match="data.train: row 1: has the fields prompt; needs messages"):
+    with pytest.raises(RecipeError, match=r"data.train: row 1: has the fields prompt; needs messages"):
         build(folder, train=str(folder / "rows.jsonl"), eval_size=1)
 
 
 def test_messages_need_a_template(folder):
     write_chats(folder / "a.jsonl", 3)
-    with pytest.raises(RecipeError, match="data.train: rows hold messages, .* no chat template"):
+    with pytest.raises(RecipeError, match=r"data.train: rows hold messages, .* no chat template"):
         build_documents(Data(train=str(folder / "a.jsonl")), tokenizer(None), folder / "coder")
 
 
@@ -122,7 +124,7 @@ def test_held_out_rows(folder):
         chosen = [row[0] for row in test.rows]
         assert len(chosen) == held
         assert sorted(chosen + [row[0] for row in train.rows]) == list(range(20))
-    with pytest.raises(RecipeError, match="data.eval_size = 20: holds out all of the 20 rows"):
+    with pytest.raises(RecipeError, match=r"data.eval_size = 20: holds out all of the 20 rows"):
         build(folder, train=source, eval_size=20)
     _, test = build(folder, train=source, eval=source)
     assert sum(len(row) for row in test.rows) == 20

