@@ -19,9 +19,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 
@@ -92,8 +90,10 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     if same_world := state["world_size"] == dist.get_world_size():
         tensors[_rng_key()] = _rng_state()
     state_dict_loader.load(tensors, checkpoint_id=path)
-    set_model_state_dict(model, tensors["model"])
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=FLAT)
+    for group, mine in zip(optimizer.param_groups, settings, strict=True):
+        group.update(mine)  # rates and decays are the recipe's: the checkpoint's would silently undo an override
     if same_world:
         _set_rng_state(tensors[_rng_key()])
     return Progress(state["step"], state["tokens"], state["loader"])
@@ -129,7 +129,9 @@ def _step_of(path: Path) -> int:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT)}
+    # Parameters, not the module's state dict: that lists a tied weight twice. DCP loads into these same tensors.
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {"model": parameters, "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT)}
 
 
 def _shapes(model: nn.Module) -> dict[str, list[int]]:

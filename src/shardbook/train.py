@@ -60,6 +60,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     # The layout, and the directory that says what it was.
     tell = Teller(ranks.is_main)
     recipe = settle_precision(recipe, ranks.device.type)
+    torch.manual_seed(recipe.train.seed)
     objective = OBJECTIVES[recipe.method]
     stage = find_stage(recipe.parallel.stage)
     mesh = build_mesh(recipe.parallel, stage.axes, ranks.world_size, ranks.device.type)

@@ -12,13 +12,13 @@ SOURCE = Path(__file__).parents[2] / "src" / "shardbook"
 FLOORS = [
     {"cli"},
     {"train", "launch"},
-    {"console", "objectives", "checkpoint", "weights", "metrics", "rundir"},
+    {"console"},
+    {"objectives", "checkpoint", "weights", "metrics", "rundir"},
     {"stages", "activation", "optim", "model", "data"},
     {"mesh", "dist", "embedded"},
     {"recipe"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-SAME_FLOOR = {("console", "metrics"), ("mesh", "dist")}  # shown values; nothing may come back the other way
 
 
 def modules() -> dict[str, Path]:
@@ -42,7 +42,6 @@ def imported_rooms(path: Path) -> set[str]:
 
 def upward(room: str, imported: set[str]) -> list[str]:
     allowed = {below for below in FLOOR if FLOOR[below] > FLOOR[room]} | {room}
-    allowed |= {to for source, to in SAME_FLOOR if source == room}
     return sorted(imported - allowed)
 
 
