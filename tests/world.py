@@ -18,7 +18,7 @@ context.set_forkserver_preload(["torch", "transformers", "datasets", "shardbook.
 
 
 def run_world(size: int, fn, *args, environment: dict[str, str] | None = None) -> list:
-    """`fn(*args)` on each of `size` ranks; results in rank order. A rank that raises fails the test, traceback and all."""
+    """`fn(*args)` on each of `size` ranks; results by rank. A rank that raises fails the test, with its traceback."""
     port, pipes, processes = free_port(), [], []
     for rank in range(size):
         here, there = context.Pipe()

