@@ -11,7 +11,7 @@ import sys
 import time
 from types import FrameType
 
-from shardbook.dist import free_port
+from shardbook.dist import DONE, FAILED, PREEMPTED, free_port
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_SECONDS = 0.1
@@ -45,14 +45,21 @@ def launch_ranks(nproc: int, words: list[str]) -> int:
         processes.append(
             subprocess.Popen([sys.executable, "-m", "shardbook.train", *words], env=environment, start_new_session=True)
         )
-    code = 0
     while any(process.poll() is None for process in processes):
         time.sleep(POLL_SECONDS)
-        failed = [process.returncode for process in processes if process.returncode]
-        if failed and not code:
-            code = failed[0]
-            if code != 75:  # preempted ranks all save and leave by themselves
-                for process in processes:
-                    process.kill()
-    code = code or next((process.returncode for process in processes if process.returncode), 0)
-    return 128 - code if code < 0 else code
+        for rank, process in enumerate(processes):
+            if process.returncode not in (None, DONE, PREEMPTED):  # preempted ranks all save and leave by themselves
+                for other in processes:
+                    other.kill()
+                return _explain_exit(rank, process.returncode)
+    return max(process.returncode for process in processes)
+
+
+def _explain_exit(rank: int, code: int) -> int:
+    """The exit code to return for a rank's; a rank that a signal ended could not give its reason itself."""
+    if code >= 0:
+        return code
+    name = signal.Signals(-code).name
+    hint = "; the kernel does so when memory runs out" if name == "SIGKILL" else ""
+    print(f"shardbook: run failed: rank {rank} was ended by {name}{hint}", file=sys.stderr)
+    return FAILED

@@ -44,14 +44,11 @@ class Recorder:
             return
         path = folder / "metrics.jsonl"
         # A run that died after its last checkpoint repeats steps; dropping what it wrote of them keeps steps unique.
-        kept = (
-            [line for line in path.read_text().splitlines() if _step_of(line) <= done_steps]
-            if done_steps and path.exists()
-            else []
-        )
-        self.file = path.open("w")
-        self.file.write("".join(line + "\n" for line in kept))
-        self.file.flush()
+        lines = path.read_text().splitlines() if done_steps and path.exists() else []
+        side = path.with_suffix(".partial")
+        side.write_text("".join(line + "\n" for line in lines if _step_of(line) <= done_steps))
+        side.replace(path)
+        self.file = path.open("a")
         trackers = [run.report_to] if isinstance(run.report_to, str) else run.report_to
         if "wandb" in trackers:
             self.wandb = _start_wandb(folder, name, run, config)
@@ -64,10 +61,14 @@ class Recorder:
         self.file.flush()
         self._to_wandb(lambda run: run.log({"train/global_step": step, **metrics}))
 
-    def close(self, exit_code: int = 0) -> None:
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Close the file and the trackers; a tracker learns whether the run failed."""
         if self.file is not None:
             self.file.close()
-        self._to_wandb(lambda run: run.finish(exit_code=exit_code))
+        self._to_wandb(lambda run: run.finish(exit_code=int(error is not None)))
 
     def _to_wandb(self, call: Any) -> None:
         if self.wandb is not None:

@@ -121,12 +121,11 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
 
     recorder = Recorder(run.path, run.name, recipe.run, recipe.model_dump(), ranks.is_main, progress.step)
     stop = StopFlag().listen()
-    if held_out and progress.step == 0:
-        before: Metrics = {"eval/loss": evaluate(model, objective, eval_micros(held_out, batching), ranks)}
-        recorder.log(0, before)
-        tell.say(f"step 0/{steps}  eval {before['eval/loss']:.4f}")
-
-    with tell.start(progress.step, steps):
+    with recorder, tell.start(progress.step, steps):
+        if held_out and progress.step == 0:
+            before: Metrics = {"eval/loss": evaluate(model, objective, eval_micros(held_out, batching), ranks)}
+            recorder.log(0, before)
+            tell.advance(0, before)
         logged_at, logged_step = time.perf_counter(), progress.step
         while progress.step < steps:
             step, metrics = progress.step + 1, Metrics()
@@ -169,7 +168,6 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         save_checkpoint(run.checkpoints, model, optimizer, progress, recipe.train.save_total_limit)
     if progress.step < steps:
         tell.say(f"stopped  after step {progress.step} of {steps}, checkpoint saved; continue with run.name={run.name}")
-        recorder.close(PREEMPTED)
         return PREEMPTED
     if recipe.train.export:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -177,7 +175,6 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             run.export, full_tensors(model), shapes, config, tokenizer, folder, recipe.train.export_dtype, ranks.is_main
         )
         tell.say(f"export   {run.export}")
-    recorder.close()
     if ranks.is_main:
         run.finish(steps)
     tell.say(f"done     {steps} steps, {progress.tokens:,} trained tokens")

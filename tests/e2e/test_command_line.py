@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from world import losses, metrics
 
 from shardbook import cli
-from shardbook.launch import launch_ranks
 from shardbook.recipe import RecipeError, load_recipe
 
 BIN = Path(sys.executable).parent
@@ -184,6 +183,21 @@ def test_a_signal_to_the_command_saves_and_exits_75_and_the_same_command_continu
     assert losses(recipe.parent / name)[:5] == losses(first[0])[: done + 1][:5]
 
 
+def test_a_killed_rank_ends_the_run_and_the_same_command_continues_bitwise(first, recipe):
+    words = ["train", str(recipe), "run.name=killed", "train.save_steps=2", "train.steps=5", "run.report_to=none"]
+    process = subprocess.Popen([BIN / "shardbook", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            os.kill(int(children.read_text().split()[1]), signal.SIGKILL)
+            break
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.strip().splitlines()[-1].startswith("shardbook: run failed: rank 1 was ended by SIGKILL")
+    assert shardbook(*words).returncode == 0
+    assert losses(recipe.parent / "killed") == losses(first[0])
+
+
 def test_exit_codes_of_ranks_come_through(recipe):
     started = shardbook("train", str(recipe), "data.max_length=300")
     assert started.returncode == 2
@@ -212,8 +226,7 @@ def test_a_default_name_says_recipe_and_time(recipe):
     assert "train/loss" not in metrics(run)[1]  # logging is off; the evaluation at the end is still there
 
 
-def test_launcher_returns_the_failing_ranks_code():
-    assert launch_ranks.__module__ == "shardbook.launch"
+def test_help_and_wrong_commands():
     result = shardbook("train", "--help")
     assert result.returncode == 0 and "optim.learning_rate = 2e-05" in result.stdout
     assert shardbook("recipes").returncode == 0

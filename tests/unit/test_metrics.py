@@ -23,17 +23,17 @@ def test_resuming_drops_what_will_be_written_again(tmp_path):
         first.log(step, {"train/loss": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "tra')  # killed in mid-line
-    again = recorder(tmp_path, done=3)
-    again.log(4, {"train/loss": 2.0})
+    with recorder(tmp_path, done=3) as again:
+        again.log(4, {"train/loss": 2.0})
     assert steps(tmp_path) == [0, 1, 2, 3, 4]
     recorder(tmp_path).log(0, {})
     assert steps(tmp_path) == [0]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_only_rank_0_writes(tmp_path):
-    quiet = recorder(tmp_path, main=False)
-    quiet.log(1, {"train/loss": 1.0})
-    quiet.close()
+    with recorder(tmp_path, main=False) as quiet:
+        quiet.log(1, {"train/loss": 1.0})
     assert not list(tmp_path.iterdir())
 
 
@@ -51,10 +51,9 @@ def test_a_failing_tracker_is_said_once_and_dropped(tmp_path, monkeypatch, capsy
             raise ConnectionError("the network is gone")
 
     monkeypatch.setattr(wandb, "init", lambda **settings: Failing())
-    broken = recorder(tmp_path, "wandb")
-    for step in (1, 2, 3):
-        broken.log(step, {"train/loss": 1.0})
-    broken.close()
+    with recorder(tmp_path, "wandb") as broken:
+        for step in (1, 2, 3):
+            broken.log(step, {"train/loss": 1.0})
     assert steps(tmp_path) == [1, 2, 3]
     assert Failing.calls == 1
     assert capsys.readouterr().out.count("the network is gone; the run goes on without it") == 1

@@ -100,7 +100,7 @@ def test_cutting(folder):
     documents, _ = build(folder, train=source, max_length=16, packing=False)
     assert documents.encoded["length"][:] == [16, 6]
     assert documents.encoded["trained"][:] == [15, 5]
-    assert documents.summary == "2 documents in 2 rows, 22 tokens, 20 of them trained; 1 documents cut to 16"
+    assert documents.summary == "2 documents in 2 rows; 22 tokens, 20 of them trained; 1 documents cut to 16"
 
 
 def test_rows_that_lose_every_trained_token(folder):

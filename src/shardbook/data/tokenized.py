@@ -47,7 +47,7 @@ class Documents:
 def load_tokenizer(folder: Path, what: str) -> PreTrainedTokenizerBase:
     """The tokenizer in `folder`. Raises RecipeError without one that maps tokens to characters (a fast one)."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception on a malformed file
         raise RecipeError(f"{what}: no usable tokenizer in {folder} ({str(error).strip().splitlines()[0]})") from None
     if not tokenizer.is_fast:
@@ -60,17 +60,19 @@ def load_tokenizer(folder: Path, what: str) -> PreTrainedTokenizerBase:
 def build_documents(data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[Documents, Documents | None]:
     """Training and held-out documents (None without `eval` and `eval_size`). Raises RecipeError naming key and row."""
     encoded, usable = _encode_source(data.train, "data.train", data, tokenizer, folder)
+    dropped = len(encoded) - len(usable)
     if data.eval:
-        return _lay_out(encoded, usable, data), _lay_out(
-            *_encode_source(data.eval, "data.eval", data, tokenizer, folder), data
-        )
+        other, documents = _encode_source(data.eval, "data.eval", data, tokenizer, folder)
+        held_out = _lay_out(other, documents, data, len(other) - len(documents))
+        return _lay_out(encoded, usable, data, dropped), held_out
     if not data.eval_size:
-        return _lay_out(encoded, usable, data), None
-    held_out = int(data.eval_size) if data.eval_size >= 1 else max(1, round(data.eval_size * len(usable)))
-    if held_out >= len(usable):
+        return _lay_out(encoded, usable, data, dropped), None
+    count = int(data.eval_size) if data.eval_size >= 1 else max(1, round(data.eval_size * len(usable)))
+    if count >= len(usable):
         raise RecipeError(f"data.eval_size = {data.eval_size}: holds out all of the {len(usable)} rows of data.train")
     order = np.random.RandomState(SPLIT_SEED).permutation(usable)
-    return _lay_out(encoded, np.sort(order[held_out:]), data), _lay_out(encoded, np.sort(order[:held_out]), data)
+    held_out = _lay_out(encoded, np.sort(order[:count]), data, 0)
+    return _lay_out(encoded, np.sort(order[count:]), data, dropped), held_out
 
 
 def _encode_source(
@@ -101,20 +103,21 @@ def _encode_source(
     return encoded, usable
 
 
-def _lay_out(encoded: Dataset, documents: np.ndarray, data: Data) -> Documents:
+def _lay_out(encoded: Dataset, documents: np.ndarray, data: Data, dropped: int) -> Documents:
     lengths = _column(encoded, "length")[documents]
     rows: list[Row] = (
         pack(documents.tolist(), lengths.tolist(), data.max_length) if data.packing else [(int(i),) for i in documents]
     )
     trained, cut = (int(_column(encoded, name)[documents].sum()) for name in ("trained", "cut"))
-    dropped = int((_column(encoded, "trained") == 0).sum())
-    summary = (
-        f"{len(documents):,} documents in {len(rows):,} rows, {lengths.sum():,} tokens, {trained:,} of them trained"
-    )
-    summary += f"; {cut:,} documents cut to {data.max_length}" * bool(
-        cut
-    ) + f"; {dropped:,} rows without a trained token dropped" * bool(dropped)
-    return Documents(encoded, rows, summary)
+    parts = [
+        f"{len(documents):,} documents in {len(rows):,} rows",
+        f"{lengths.sum():,} tokens, {trained:,} of them trained",
+    ]
+    if cut:
+        parts.append(f"{cut:,} documents cut to {data.max_length}")
+    if dropped:
+        parts.append(f"{dropped:,} rows without a trained token dropped")
+    return Documents(encoded, rows, "; ".join(parts))
 
 
 def _column(encoded: Dataset, name: str) -> np.ndarray:
