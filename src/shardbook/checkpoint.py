@@ -62,7 +62,7 @@ def save_checkpoint(
             "step": progress.step,
             "tokens": progress.tokens,
             "loader": progress.loader,
-            "world_size": dist.get_world_size(),
+            "ranks": _ranks(model),
         }
         (path / STATE).write_text(json.dumps(state | {"shapes": _shapes(model)}, indent=1))
         (path / MARKER).touch()
@@ -74,8 +74,8 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Fill model and optimizer from a complete checkpoint, and this rank's random state where the world size is the
-    same. Raises RecipeError where the checkpoint is incomplete or of another model. Collective."""
+    """Fill model and optimizer from a complete checkpoint, and this rank's random state where world size and device
+    are the same. Raises RecipeError where the checkpoint is incomplete or of another model. Collective."""
     state = _read_state(path)
     here, there = _shapes(model), state["shapes"]
     if differ := [
@@ -87,7 +87,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
             f"checkpoint {path} is of another model ({len(differ)} parameters differ; {'; '.join(differ[:3])})"
         )
     tensors = _tensors(model, optimizer)
-    if same_world := state["world_size"] == dist.get_world_size():
+    if same_world := state["ranks"] == _ranks(model):
         tensors[_rng_key()] = _rng_state()
     state_dict_loader.load(tensors, checkpoint_id=path)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -136,6 +136,11 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 def _shapes(model: nn.Module) -> dict[str, list[int]]:
     return {name: list(p.shape) for name, p in model.named_parameters()}
+
+
+def _ranks(model: nn.Module) -> list[Any]:
+    """What a rank's random state belongs to: the world size and the kind of device."""
+    return [dist.get_world_size(), next(model.parameters()).device.type]
 
 
 def _rng_key() -> str:

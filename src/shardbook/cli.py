@@ -100,6 +100,8 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
     config = load_config(recipe.model, folder, recipe.data.max_length)
     tokenizer = load_tokenizer(tokenizer_folder(recipe.model), "model.tokenizer")
     target = out or run / "export"
+    if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RecipeError(f"--out {out}: exists and is not empty; name a new directory")
     save_weights(
         target, read_parameters(source, shapes), shapes, config, tokenizer, folder, dtype or recipe.train.export_dtype
     )

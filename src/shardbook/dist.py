@@ -71,7 +71,8 @@ def start_distributed() -> Ranks:
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device)
+        # without device_id: with it every barrier, also one around an hour of tokenising, would be NCCL's
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -134,7 +135,7 @@ class StopFlag:
         return self
 
 
-def report_error(error: Exception, code: int) -> int:
+def report_error(error: BaseException, code: int) -> int:
     """Print the reason as the last line, after a traceback if it is our bug. Returns `code`.
 
     The first rank that leaves has the others killed, so the rank that knows must leave first: rank 0 at once, since
@@ -145,5 +146,6 @@ def report_error(error: Exception, code: int) -> int:
     ours = not isinstance(error, (RecipeError, RunFailed))
     if ours:
         traceback.print_exception(error)
-    print(f"shardbook: {f'run failed: {type(error).__name__}: ' * ours}{error}", file=sys.stderr, flush=True)
+    reason = " ".join(f"{f'run failed: {type(error).__name__}: ' * ours}{error}".split())
+    print(f"shardbook: {reason}", file=sys.stderr, flush=True)
     return code

@@ -45,14 +45,17 @@ def launch_ranks(nproc: int, words: list[str]) -> int:
         processes.append(
             subprocess.Popen([sys.executable, "-m", "shardbook.train", *words], env=environment, start_new_session=True)
         )
-    while any(process.poll() is None for process in processes):
+    while True:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code not in (None, DONE, PREEMPTED):  # preempted ranks all save and leave by themselves
+                for process in processes:
+                    process.kill()
+                    process.wait()
+                return _explain_exit(rank, code)
+        if None not in codes:
+            return max(code for code in codes if code is not None)
         time.sleep(POLL_SECONDS)
-        for rank, process in enumerate(processes):
-            if process.returncode not in (None, DONE, PREEMPTED):  # preempted ranks all save and leave by themselves
-                for other in processes:
-                    other.kill()
-                return _explain_exit(rank, process.returncode)
-    return max(process.returncode for process in processes)
 
 
 def _explain_exit(rank: int, code: int) -> int:

@@ -158,13 +158,13 @@ def memory_metrics(model: nn.Module, optimizer: torch.optim.Optimizer) -> Metric
     return measured
 
 
-def speed_metrics(step_seconds: float, tokens: float, world_size: int, flops_per_token: float) -> Metrics:
-    """Seconds and speed of one step. `tokens`: all of the step's rows on all ranks, trained or not, padding included.
+def speed_metrics(seconds: float, steps: int, tokens: float, world_size: int, flops_per_token: float) -> Metrics:
+    """Speed of `steps` steps that took `seconds`. `tokens`: of their rows on all ranks, trained or not, with padding.
 
     MFU only on a GPU with a known peak.
     """
-    per_device = tokens / step_seconds / world_size
-    measured: Metrics = {"perf/step_seconds": step_seconds, "perf/tokens_per_second_per_device": per_device}
+    per_device = tokens / seconds / world_size
+    measured: Metrics = {"perf/step_seconds": seconds / steps, "perf/tokens_per_second_per_device": per_device}
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         if peak := next((flops for part, flops in PEAK_FLOPS.items() if part in name), None):

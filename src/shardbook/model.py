@@ -179,7 +179,7 @@ def apply_compile(model: CausalLM) -> None:
         block.compile()
 
 
-def flops_per_token(model: CausalLM, length: int) -> float:
+def flops_per_token(model: CausalLM, length: float) -> float:
     """Model FLOPs to train on one token of a row of `length`: 6 per matrix parameter, and causal attention.
 
     Attention by the count of PaLM, arXiv 2204.02311, appendix B (12 * layers * heads * head_dim * length), halved since

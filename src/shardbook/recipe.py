@@ -58,6 +58,14 @@ class Data(Section):
     )
     num_proc: int = key(1, "Processes that tokenise.", ge=1)
 
+    @model_validator(mode="after")
+    def one_evaluation(self) -> "Data":
+        if self.eval and self.eval_size:
+            raise ValueError(f"eval = {self.eval!r} and eval_size = {self.eval_size}: set one of the two")
+        if self.eval_size != int(self.eval_size) and self.eval_size > 1:
+            raise ValueError(f"eval_size = {self.eval_size}: a count of rows is a whole number, a share is below 1")
+        return self
+
 
 class Parallel(Section):
     stage: str = key("zero3", "What a data-parallel rank keeps: ddp, zero1, zero2, zero3 (or fsdp), hsdp.")
@@ -101,7 +109,9 @@ class Optim(Section):
     )
 
     @model_validator(mode="after")
-    def betas_below_one(self) -> "Optim":
+    def possible_numbers(self) -> "Optim":
+        if self.warmup_steps != int(self.warmup_steps) and self.warmup_steps > 1:
+            raise ValueError(f"warmup_steps = {self.warmup_steps}: a count of steps is whole, a share is below 1")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {self.betas}: each must be at least 0 and below 1")
         return self
@@ -115,7 +125,9 @@ class Train(Section):
     per_device_train_batch_size: int = key(1, "Rows in a micro-batch of one rank.", ge=1)
     gradient_accumulation_steps: int = key(1, "Micro-batches of one rank in an optimizer step.", ge=1)
     eval_steps: int = key(0, "Evaluate every so many steps (0: only before the first and after the last).", ge=0)
-    save_steps: int = key(0, "Write a checkpoint every so many steps (0: only when preempted).", ge=0)
+    save_steps: int = key(
+        0, "Write a checkpoint every so many steps and after the last (0: only when preempted).", ge=0
+    )
     save_total_limit: int = key(0, "Keep this many newest checkpoints (0: all).", ge=0)
     logging_steps: int = key(1, "Log every so many steps (0: off).", ge=0)
     resume_from_checkpoint: str = key("", "A checkpoint directory to start from when this run has none of its own.")
@@ -158,6 +170,12 @@ class Recipe(Section):
     optim: Optim = Optim()
     train: Train
     run: Run = Run()
+
+    @model_validator(mode="after")
+    def something_to_evaluate(self) -> "Recipe":
+        if self.train.eval_steps and not (self.data.eval or self.data.eval_size):
+            raise ValueError(f"train.eval_steps = {self.train.eval_steps}: needs data.eval or data.eval_size")
+        return self
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -241,8 +259,9 @@ def _override(given: dict[str, Any], word: str) -> None:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise RecipeError(f"override {word!r}: {section} is a key, not a section")
-    if last == "warmup_steps":
-        table.pop("warmup_ratio", None)  # an alias in the file must not compete with the override
+    if last in ("warmup_steps", "warmup_ratio"):  # two names of one key: what the file says must not compete
+        table.pop("warmup_steps", None)
+        table.pop("warmup_ratio", None)
     table[last] = value
 
 
@@ -260,7 +279,7 @@ def _explain(error: Any) -> str:
         known = list(Recipe.model_fields) if len(path) == 1 else [row for row in every if row.startswith(f"{path[0]}.")]
         return f"{name} is not a key of a recipe{nearest(name, known) or nearest(name, every)}"
     if error["type"] == "value_error":
-        return f"{name}: {error['msg'].removeprefix('Value error, ')}"
+        return f"{name}: ".removeprefix(": ") + error["msg"].removeprefix("Value error, ")
     hint = ""
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         hint = nearest(error["input"], error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "))

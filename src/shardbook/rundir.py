@@ -46,18 +46,27 @@ def open_run(run: Run, recipe_path: Path, resolved: str, facts: dict[str, Any]) 
     """Make or reopen the directory of a run. One rank calls it. Raises RecipeError where it cannot be written."""
     name = run.name or f"{_stem(recipe_path)}-{datetime.now():%Y%m%d-%H%M%S}"
     path = Path(run.dir) / name
+    environment = _environment()
     try:
         path.mkdir(parents=True, exist_ok=True)
         before = json.loads((path / "run.json").read_text()) if (path / "run.json").is_file() else {}
         if (path / "recipe.toml").resolve() != recipe_path.resolve():
             shutil.copyfile(recipe_path, path / "recipe.toml")
         (path / "resolved.toml").write_text(resolved)
-        _write(path / "run.json", _environment() | facts | {"finished_steps": before.get("finished_steps", 0)})
+        _write(path / "run.json", environment | facts | {"finished_steps": before.get("finished_steps", 0)})
     except OSError as error:
         raise RecipeError(
             f"run directory {path}: cannot be written ({error.strerror}); set run.dir to a place that can"
         ) from None
     return RunDirectory(name, path, before.get("finished_steps", 0))
+
+
+def check_shared(run: RunDirectory) -> None:
+    """Raise RecipeError where this rank does not see the directory that rank 0 made: a checkpoint would fall apart."""
+    if not (run.path / "run.json").is_file():
+        raise RecipeError(
+            f"run directory {run.path}: not seen by every rank; set run.dir to a disk that all nodes share"
+        )
 
 
 def _stem(recipe_path: Path) -> str:
@@ -78,11 +87,11 @@ def _environment() -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
-    revision = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True
-    )
-    if revision.returncode == 0:
-        facts["git_revision"] = revision.stdout.strip()
+    if git := shutil.which("git"):
+        command = [git, "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        revision = subprocess.run(command, capture_output=True, text=True)
+        if revision.returncode == 0:
+            facts["git_revision"] = revision.stdout.strip()
     return facts
 
 

@@ -19,7 +19,7 @@ from shardbook.activation import apply_checkpointing
 from shardbook.checkpoint import Progress, load_checkpoint, newest_checkpoint, save_checkpoint
 from shardbook.console import Teller
 from shardbook.data.loader import Batching, Loader, Micro, eval_micros
-from shardbook.data.tokenized import build_documents, load_tokenizer
+from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
 from shardbook.dist import (
     DONE,
     FAILED,
@@ -50,7 +50,7 @@ from shardbook.model import (
 from shardbook.objectives import OBJECTIVES, Objective
 from shardbook.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from shardbook.recipe import Recipe, RecipeError, dump_recipe, find_recipe, load_recipe, settle_precision
-from shardbook.rundir import open_run
+from shardbook.rundir import check_shared, open_run
 from shardbook.stages import apply_stage, find_stage, reshard, set_schedule
 from shardbook.weights import full_tensors, init_weights, load_weights, save_weights
 
@@ -67,6 +67,9 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     sizes = axis_sizes(mesh)
     facts = {"world_size": ranks.world_size, "mesh": sizes}
     run = from_main(lambda: open_run(recipe.run, recipe_path, dump_recipe(recipe), facts))
+    check_shared(run)
+    newest = from_main(lambda: newest_checkpoint(run.checkpoints))
+    stop = StopFlag().listen()
     tell.say(f"run      {run.path}")
 
     # Config, tokenizer and data, checked before anything large is built.
@@ -74,16 +77,15 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         folder, tokenizer_at = model_folder(recipe.model), tokenizer_folder(recipe.model)
         config = load_config(recipe.model, folder, recipe.data.max_length)
         tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer")
+        check_vocabulary(tokenizer, config)
         documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at)
     tell.say(f"train    {documents.summary}")
     if held_out:
         tell.say(f"eval     {held_out.summary}")
     row_length = recipe.data.max_length if recipe.data.packing else None
-    pad_id = tokenizer.pad_token_id or 0  # which one does not matter: no trained token attends to padding
-    batching = Batching(row_length, recipe.train.per_device_train_batch_size, pad_id, *data_rank(mesh))
+    batching = Batching(row_length, recipe.train.per_device_train_batch_size, *data_rank(mesh))
     loader = Loader(documents, batching, recipe.train.gradient_accumulation_steps, recipe.train.seed)
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
-    newest = newest_checkpoint(run.checkpoints)
     if run.finished_steps >= steps:
         tell.say(f"done     this run has finished its {run.finished_steps} steps; for another choose another run.name")
         return DONE
@@ -95,7 +97,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
 
     # Meta model -> checkpointing -> compile -> stage -> memory.
     model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens)
-    flops = flops_per_token(model, recipe.data.max_length)
+    flops = flops_per_token(model, row_length or documents.mean_length)
     apply_checkpointing(model.blocks, recipe.activation.checkpointing)
     if recipe.train.compile:
         apply_compile(model)
@@ -106,10 +108,14 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     # Where to start: this run's newest checkpoint, else the one the recipe names, else pretrained weights, else random.
     began = time.perf_counter()
     progress = Progress(step=0, tokens=0, loader=loader.state_dict())
+    saved_step = 0
     if newest or recipe.train.resume_from_checkpoint:
         source = str(newest or recipe.train.resume_from_checkpoint)
         progress = load_checkpoint(Path(source), model, optimizer)
         loader.load_state_dict(progress.loader)
+        if progress.step > steps:
+            raise RecipeError(f"checkpoint {source} is at step {progress.step}, the recipe ends at step {steps}")
+        saved_step = progress.step
     elif recipe.model.init == "pretrained":
         source = str(folder)
         load_weights(model, folder)
@@ -120,20 +126,20 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     tell.layout(stage, sizes, recipe.precision, model, len(model.units) + 1, loader, steps)
 
     recorder = Recorder(run.path, run.name, recipe.run, recipe.model_dump(), ranks.is_main, progress.step)
-    stop = StopFlag().listen()
     with recorder, tell.start(progress.step, steps):
         if held_out and progress.step == 0:
             before: Metrics = {"eval/loss": evaluate(model, objective, eval_micros(held_out, batching), ranks)}
             recorder.log(0, before)
             tell.advance(0, before)
-        logged_at, logged_step = time.perf_counter(), progress.step
+        logged_at, logged_step, read_tokens = time.perf_counter(), progress.step, 0.0
         while progress.step < steps:
             step, metrics = progress.step + 1, Metrics()
             micros = loader.next_step()
             counts = (sum(len(m.targets) for m in micros), sum(m.input_ids.numel() for m in micros), stop.asked)
-            tokens, read_tokens, stops = sum_over_ranks(*counts)  # on the host: the device is not waited for
+            tokens, row_tokens, stops = sum_over_ranks(*counts)  # on the host: the device is not waited for
             if stops:
                 break
+            read_tokens += row_tokens
             loss = torch.zeros((), device=ranks.device)
             for micro in micros:
                 set_schedule(model, stage, is_last_micro=micro is micros[-1])
@@ -146,28 +152,32 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             optimizer.step()
             progress = Progress(step, progress.tokens + int(tokens), loader.state_dict())
 
-            if is_due(step, recipe.train.logging_steps):
-                metrics = read_loss(loss, norm, step)  # the step's one host sync
-                now = time.perf_counter()
-                metrics |= {"train/learning_rate": rate, "train/tokens": progress.tokens}
-                metrics |= speed_metrics((now - logged_at) / (step - logged_step), read_tokens, ranks.world_size, flops)
+            logs, saves = is_due(step, recipe.train.logging_steps), is_due(step, recipe.train.save_steps)
+            if logs or saves or step == steps:
+                measured = read_loss(loss, norm, step)  # the step's one host sync; what is not finite is never saved
+            if logs:
+                metrics = measured | {"train/learning_rate": rate, "train/tokens": progress.tokens}
+                seconds, count = time.perf_counter() - logged_at, step - logged_step
+                metrics |= speed_metrics(seconds, count, read_tokens, ranks.world_size, flops)
                 metrics |= memory_metrics(model, optimizer)
             optimizer.zero_grad()
             if held_out and (is_due(step, recipe.train.eval_steps) or step == steps):
                 metrics["eval/loss"] = evaluate(model, objective, eval_micros(held_out, batching), ranks)
             if metrics:
                 recorder.log(step, metrics)
-                logged_at, logged_step = time.perf_counter(), step
             tell.advance(step, metrics)
-            if is_due(step, recipe.train.save_steps):
+            if saves:
                 save_checkpoint(run.checkpoints, model, optimizer, progress, recipe.train.save_total_limit)
+                saved_step = step
+            if metrics or saves:  # so that no step's time holds an evaluation or a checkpoint
+                logged_at, logged_step, read_tokens = time.perf_counter(), step, 0.0
 
-    reached = run.checkpoints / f"step-{progress.step:06d}"
-    saves = recipe.train.save_steps or progress.step < steps
-    if progress.step and saves and newest_checkpoint(run.checkpoints) != reached:
+    stopped = progress.step < steps
+    if progress.step > saved_step and (recipe.train.save_steps or stopped):
         save_checkpoint(run.checkpoints, model, optimizer, progress, recipe.train.save_total_limit)
-    if progress.step < steps:
-        tell.say(f"stopped  after step {progress.step} of {steps}, checkpoint saved; continue with run.name={run.name}")
+    if stopped:
+        saved = f"after step {progress.step} of {steps}, checkpoint saved" if progress.step else "before the first step"
+        tell.say(f"stopped  {saved}; continue with run.name={run.name}")
         return PREEMPTED
     if recipe.train.export:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -210,9 +220,7 @@ def main(words: list[str] | None = None) -> int:
         code = train(recipe, path, start_distributed())
     except (RecipeError, RunFailed) as error:
         return report_error(error, WRONG if isinstance(error, RecipeError) else FAILED)
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         return report_error(error, FAILED)
     dist.destroy_process_group()
     return code

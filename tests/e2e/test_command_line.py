@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -124,6 +125,11 @@ def test_export_command_writes_the_same_model_from_a_checkpoint(first, tmp_path)
     ids = torch.arange(50)[None]
     logits = [AutoModelForCausalLM.from_pretrained(at)(ids).logits for at in (run / "export", tmp_path / "out")]
     assert torch.equal(*logits)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious").touch()
+    refused = shardbook("export", str(run), "--out", str(tmp_path / "full"))
+    assert refused.returncode == 2 and "exists and is not empty" in refused.stderr
+    assert (tmp_path / "full" / "precious").exists()
     earlier = shardbook(
         "export", str(run), "--checkpoint", str(run / "checkpoints/step-000003"), "--out", str(tmp_path / "3")
     )
@@ -224,6 +230,19 @@ def test_a_default_name_says_recipe_and_time(recipe):
     (run,) = set(recipe.parent.glob("tiny-2*")) - before
     assert not (run / "export").exists() and [row["step"] for row in metrics(run)] == [0, 1]
     assert "train/loss" not in metrics(run)[1]  # logging is off; the evaluation at the end is still there
+
+
+def test_a_rank_that_fails_alone_ends_the_others_at_once(tmp_path):
+    """Rank 0 would wait for half a minute; the launcher must not."""
+    (tmp_path / "shardbook").mkdir()
+    (tmp_path / "shardbook" / "__init__.py").touch()
+    program = "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(2)\ntime.sleep(30)\n"
+    (tmp_path / "shardbook" / "train.py").write_text(program)
+    code = f"import sys; from shardbook.launch import launch_ranks; import os; os.chdir({str(tmp_path)!r}); "
+    code += f"os.environ['PYTHONPATH'] = {str(tmp_path)!r}; sys.exit(launch_ranks(2, []))"
+    began = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 2
+    assert time.monotonic() - began < 15
 
 
 def test_help_and_wrong_commands():

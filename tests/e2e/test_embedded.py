@@ -61,7 +61,7 @@ def test_smollm2_is_converted_once_and_computes_what_transformers_computes(cache
         ours = build_model(load_config(Model(), folder, 512), "fp32")
         materialize(ours, torch.device("cpu"))
         load_weights(ours, folder)
-        micro = build_micro([{"input_ids": ids, "mask": mask}], [(0,)], Batching(512, 1, 0, 0, 1))
+        micro = build_micro([{"input_ids": ids, "mask": mask}], [(0,)], Batching(512, 1, 0, 1))
         nll = ours(micro.input_ids, micro.position_ids, micro.documents, micro.positions, micro.targets)
     assert nll.mean().item() == pytest.approx(theirs, rel=1e-6)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # a second conversion would fail

@@ -65,6 +65,20 @@ def test_conversation_opened_by_the_assistant():
     assert trained_text({"messages": chat}, DEFAULT_SYSTEM) == ["Welcome.<|im_end|>"]
 
 
+def test_an_opening_answer_that_also_stands_elsewhere_in_the_text():
+    for answer in ("Be", "a", "assistant"):
+        chat = [{"role": "assistant", "content": answer}, {"role": "user", "content": "Thanks"}]
+        assert trained_text({"messages": chat}, DEFAULT_SYSTEM) == [answer + "<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING])
+@pytest.mark.parametrize("answer", ["ok ", "ok\n", "ok\n\n"])
+def test_whitespace_after_an_answer_does_not_lose_its_end_of_turn(template, answer):
+    chat = [CHAT[0], {"role": "assistant", "content": answer}, CHAT[2], {"role": "assistant", "content": "fine"}]
+    first, last = trained_text({"messages": chat}, template)
+    assert first == answer + "<|im_end|>" and last.endswith("fine<|im_end|>")
+
+
 def test_prompt_and_completion():
     assert trained_text({"prompt": "1+1=", "completion": "2"}) == ["2<|endoftext|>"]
     chat = {"prompt": CHAT[:3], "completion": CHAT[3:]}

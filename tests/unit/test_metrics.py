@@ -77,10 +77,10 @@ def test_kept_bytes_counts_each_storage_once():
 
 
 def test_mfu_is_absent_without_a_gpu(monkeypatch):
-    measured = metrics.speed_metrics(2.0, 1000, 4, 1e9)
+    measured = metrics.speed_metrics(4.0, 2, 2000, 4, 1e9)
     assert measured == {"perf/step_seconds": 2.0, "perf/tokens_per_second_per_device": 125.0}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
-    assert metrics.speed_metrics(2.0, 1000, 4, 1e9)["perf/mfu"] == pytest.approx(125 * 1e9 / 756e12)
+    assert metrics.speed_metrics(4.0, 2, 2000, 4, 1e9)["perf/mfu"] == pytest.approx(125 * 1e9 / 756e12)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some new GPU")
-    assert "perf/mfu" not in metrics.speed_metrics(2.0, 1000, 4, 1e9)
+    assert "perf/mfu" not in metrics.speed_metrics(4.0, 2, 2000, 4, 1e9)

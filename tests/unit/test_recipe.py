@@ -44,6 +44,9 @@ def test_resolved_recipe_is_complete_and_loads_to_the_same(file, tmp_path):
         assert key in (written[section] if section else written), name
     assert recipe.optim.warmup_steps == 0.1  # the old name is an alias
     assert load_recipe(file, ["optim.warmup_ratio=0.1", "optim.warmup_steps=7"]).optim.warmup_steps == 7
+    assert load_recipe(resolved, ["optim.warmup_ratio=0.2"]).optim.warmup_steps == 0.2
+    with pytest.raises(RecipeError, match=r"eval = 'x.jsonl' and eval_size = 3: set one of the two"):
+        load_recipe(file, ["data.eval=x.jsonl", "data.eval_size=3"])
 
 
 def test_every_key_has_one_line_of_help():
@@ -77,6 +80,9 @@ WRONG = {
     "run.name=a/b": ["run.name = 'a/b'"],
     "data.train=3": ["data.train = 3", "string"],
     "train.seed.x=3": ["train.seed = {'x': 3}"],
+    "optim.warmup_steps=2.5": ["warmup_steps = 2.5", "whole"],
+    "data.eval_size=1.5": ["eval_size = 1.5", "whole number"],
+    "train.eval_steps=5": ["train.eval_steps = 5: needs data.eval or data.eval_size"],
     "nonsense": ["'nonsense'", "section.key=value"],
     "method=dpo": ["method = 'dpo'", "'sft'"],
 }

@@ -8,12 +8,12 @@ import torch
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tokenizer, write_chats
+from tiny import config, tokenizer, write_chats
 
 import shardbook.data.tokenized as tokenized
 from shardbook.data.loader import Batching, Loader, build_micro, eval_micros, permute
 from shardbook.data.sources import load_source
-from shardbook.data.tokenized import Documents, build_documents, pack
+from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, pack
 from shardbook.recipe import Data, RecipeError
 
 
@@ -161,15 +161,15 @@ def test_order_depends_on_seed_and_epoch_and_looks_random():
 
 def fake_documents(count: int) -> Documents:
     rows = [{"input_ids": [number] * 3, "mask": [True] * 3} for number in range(count)]
-    return Documents(Dataset.from_list(rows), [(number,) for number in range(count)], "")
+    return Documents(Dataset.from_list(rows), [(number,) for number in range(count)], 3.0, "")
 
 
 def seen(ranks: int, accumulation: int, batch: int, steps: int, start: int = 0) -> list[list[int]]:
     """The documents of each step, over all ranks, in stream order."""
-    loaders = [Loader(fake_documents(11), Batching(None, batch, 0, r, ranks), accumulation, 5) for r in range(ranks)]
+    loaders = [Loader(fake_documents(11), Batching(None, batch, r, ranks), accumulation, 5) for r in range(ranks)]
     result = []
     for loader in loaders:
-        loader.load_state_dict({"consumed_rows": start})
+        loader.load_state_dict(loader.state_dict() | {"consumed_rows": start})
     for _ in range(steps):
         micros = [loader.next_step() for loader in loaders]
         order = [micros[rank][m].input_ids[:, 0].tolist() for m in range(accumulation) for rank in range(ranks)]
@@ -186,6 +186,19 @@ def test_a_step_is_the_same_rows_for_every_split():
     assert stream[:11] != stream[11:22]
 
 
+def test_a_place_in_another_stream_is_refused():
+    loader = Loader(fake_documents(11), Batching(None, 1, 0, 1), 1, seed=5)
+    for other in ({"rows": 12}, {"seed": 6}):
+        with pytest.raises(RecipeError, match=r"the checkpoint was made with .* this recipe has 11 rows and seed 5"):
+            loader.load_state_dict(loader.state_dict() | other)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused():
+    check_vocabulary(tokenizer(), config(vocab=259))
+    with pytest.raises(RecipeError, match=r"model.tokenizer: has 259 tokens, the model 258 embeddings"):
+        check_vocabulary(tokenizer(), config(vocab=258))
+
+
 def test_a_packed_micro_batch():
     documents = Dataset.from_list(
         [
@@ -194,8 +207,8 @@ def test_a_packed_micro_batch():
             {"input_ids": [3, 4], "mask": [False, False]},
         ]
     )
-    micro = build_micro(documents, [(0, 1), (2,)], Batching(6, 2, 1, 0, 1))
-    assert micro.input_ids.tolist() == [[5, 6, 7, 8, 9, 1], [3, 4, 1, 1, 1, 1]]
+    micro = build_micro(documents, [(0, 1), (2,)], Batching(6, 2, 0, 1))
+    assert micro.input_ids.tolist() == [[5, 6, 7, 8, 9, 0], [3, 4, 0, 0, 0, 0]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 0, 0]]
     assert micro.documents.tolist() == [[0, 0, 0, 1, 1, -1], [0, 0, -1, -1, -1, -1]]
     # 7 does not predict 8: the first token of a document has no past, even where its mask is on
@@ -205,7 +218,7 @@ def test_a_packed_micro_batch():
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 3), (4, 2), (16, 1)])
 def test_evaluation_sees_every_row_once_and_ranks_agree_on_the_count(ranks, batch):
     documents = fake_documents(11)
-    every = [list(eval_micros(documents, Batching(None, batch, 99, rank, ranks))) for rank in range(ranks)]
+    every = [list(eval_micros(documents, Batching(None, batch, rank, ranks))) for rank in range(ranks)]
     assert len({len(micros) for micros in every}) == 1
     targets = torch.cat([micro.targets for micros in every for micro in micros])
     assert sorted(targets.tolist()) == sorted(list(range(11)) * 2)

@@ -16,6 +16,7 @@ BETWEEN = (
     "",
     "<think>\n\n</think>",
 )  # what may stand between header and answer: Qwen3 writes an empty thought before the last
+PLACEHOLDER = "\u2063placeholder\u2063"  # occurs in no template and no conversation
 SHAPES = "messages, prompt and completion, or text"
 
 
@@ -74,19 +75,26 @@ def _answer_span(
 ) -> tuple[int, int]:
     """Characters of one answer in the rendered conversation: from after its header to its end-of-turn mark."""
     answer = messages[number]["content"].strip()
-    # Some templates refuse an empty list, so the header of an opening answer is all that stands before it.
-    header = (
-        _render(messages[:number], tokenizer, where, add_generation_prompt=True)
-        if number
-        else text[: text.find(answer)]
-    )
+    if number:
+        header = _render(messages[:number], tokenizer, where, add_generation_prompt=True)
+    else:  # some templates refuse an empty list: the header of an opening answer is what stands before any content
+        header = _render([{**messages[0], "content": PLACEHOLDER}, *messages[1:]], tokenizer, where).partition(
+            PLACEHOLDER
+        )[0]
     start = text.find(answer, len(header))
     if not text.startswith(header) or start < 0 or text[len(header) : start].strip() not in BETWEEN:
         raise RecipeError(
-            f"{where}: the chat template renders message {number} differently inside the conversation than alone"
+            f"{where}: the chat template renders message {number} differently in the conversation than alone"
         )
     end = start + len(answer)
-    return len(header), end + len(mark) if text.startswith(mark, end) else end
+    after = len(text) - len(
+        text[end:].lstrip()
+    )  # the template may keep the whitespace that we stripped from the answer
+    if not text.startswith(mark, after):
+        raise RecipeError(
+            f"{where}: the chat template does not end message {number} with {mark!r}, as it ends a last one"
+        )
+    return len(header), after + len(mark) if mark else end
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:

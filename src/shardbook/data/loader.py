@@ -13,6 +13,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from shardbook.data.tokenized import Documents, Row
+from shardbook.recipe import RecipeError
 
 ROUND_TO = 64  # unpacked rows are padded to a multiple of this: few distinct shapes, friendly to kernels
 MASK64 = 2**64 - 1
@@ -72,7 +73,6 @@ class Batching:
 
     row_length: int | None  # packed rows are padded to it; None: a row is one document, padded to the longest
     batch_size: int
-    pad_id: int
     rank: int
     ranks: int
 
@@ -104,9 +104,17 @@ class Loader:
         return micros
 
     def state_dict(self) -> dict[str, int]:
-        return {"consumed_rows": self.consumed_rows}
+        return {"consumed_rows": self.consumed_rows, "rows": len(self.documents.rows), "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Seek to a saved place. Raises RecipeError where it is a place in another stream of rows."""
+        here = self.state_dict()
+        if (state["rows"], state["seed"]) != (here["rows"], here["seed"]):
+            raise RecipeError(
+                f"the checkpoint was made with {state['rows']} rows and seed {state['seed']}, this recipe has "
+                f"{here['rows']} rows and seed {here['seed']}: keep [data] and train.seed, "
+                "or start a new run from the export (model.path)"
+            )
         self.consumed_rows = state["consumed_rows"]
 
 
@@ -125,7 +133,7 @@ def build_micro(encoded: Dataset, rows: Sequence[Row], batching: Batching) -> Mi
     used = max(sum(len(document["input_ids"]) for document in row) for row in content)
     length = batching.row_length or -(-max(used, 1) // ROUND_TO) * ROUND_TO
     shape = (len(content), length)
-    ids, places = torch.full(shape, batching.pad_id), torch.zeros(shape, dtype=torch.int64)
+    ids, places = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     numbers = torch.full(shape, -1)
     targets = torch.full(shape, -1)
     for row, parts in enumerate(content):

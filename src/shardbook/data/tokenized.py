@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.data.chat import encode_row
 from shardbook.data.sources import load_source
@@ -41,6 +41,7 @@ class Documents:
 
     encoded: Dataset  # columns input_ids, mask: lists of int and bool; length, trained: int; cut: bool
     rows: list[Row]
+    mean_length: float  # tokens of a document
     summary: str
 
 
@@ -55,6 +56,15 @@ def load_tokenizer(folder: Path, what: str) -> PreTrainedTokenizerBase:
             f"{what}: the tokenizer in {folder} is not a fast one (tokenizer.json), which the loss mask needs"
         )
     return tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """Raise RecipeError where the tokenizer knows ids that the model has no embedding for."""
+    if len(tokenizer) > config.vocab_size:
+        raise RecipeError(
+            f"model.tokenizer: has {len(tokenizer)} tokens, the model {config.vocab_size} embeddings; "
+            "use the tokenizer that belongs to the model"
+        )
 
 
 def build_documents(data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[Documents, Documents | None]:
@@ -117,7 +127,7 @@ def _lay_out(encoded: Dataset, documents: np.ndarray, data: Data, dropped: int) 
         parts.append(f"{cut:,} documents cut to {data.max_length}")
     if dropped:
         parts.append(f"{dropped:,} rows without a trained token dropped")
-    return Documents(encoded, rows, "; ".join(parts))
+    return Documents(encoded, rows, float(lengths.mean()), "; ".join(parts))
 
 
 def _column(encoded: Dataset, name: str) -> np.ndarray:

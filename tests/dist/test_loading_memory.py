@@ -1,0 +1,69 @@
+"""Loading weights: each rank's memory grows by its shard and at most one more tensor, measured by the kernel."""
+
+import torch
+from tiny import config, tokenizer
+from transformers import AutoModelForCausalLM
+from world import run_world
+
+MIB = 2**20
+SLACK = 6 * MIB  # of the Python heap, headers and the allocator; a quarter of the largest tensor
+
+
+def load(folder):
+    """Peak growth of resident memory while loading, this rank's shard, and the largest tensor, in bytes."""
+    import gc
+    from pathlib import Path
+
+    from shardbook.dist import start_distributed
+    from shardbook.mesh import build_mesh
+    from shardbook.metrics import kept_bytes
+    from shardbook.model import build_model, load_config, materialize
+    from shardbook.recipe import Model, Parallel
+    from shardbook.stages import apply_stage, find_stage
+    from shardbook.weights import load_weights
+
+    ranks, parallel, stage = start_distributed(), Parallel(), find_stage("zero3")
+    mesh = build_mesh(parallel, stage.axes, ranks.world_size, "cpu")
+    model = build_model(load_config(Model(path=str(folder)), folder, 64), "fp32")
+    apply_stage(model, model.units, stage, mesh, torch.float32, torch.float32)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak (VmHWM) to what is resident now
+    before = resident("VmHWM")
+    materialize(model, ranks.device)
+    load_weights(model, folder)
+    largest = max(p.numel() * p.element_size() for p in model.parameters())
+    return resident("VmHWM") - before, kept_bytes(model.parameters()), largest
+
+
+def resident(field: str) -> int:
+    from pathlib import Path
+
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def whole_first(folder):
+    """Planted bug: every rank reads the whole file and keeps what it needs."""
+    import shardbook.weights as weights
+
+    before = weights._open
+
+    def greedy(path):
+        file = before(path)
+        weights.kept = [file.get_tensor(name).clone() for name in file.keys()]  # noqa: SIM118
+        return file
+
+    weights._open = greedy
+    return load(folder)
+
+
+def test_peak_memory_of_loading(tmp_path):
+    made = config(hidden_size=512, intermediate_size=2048, num_hidden_layers=6, vocab=12_000, num_attention_heads=8)
+    AutoModelForCausalLM.from_config(made, dtype=torch.float32).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    for peak, shard, largest in run_world(2, load, tmp_path):
+        assert shard > 2 * largest and largest > 20 * MIB  # the bound below tells one tensor from two
+        assert peak <= shard + largest + SLACK, f"{peak / MIB:.0f} MiB"
+        print(f"peak {peak / MIB:.1f} MiB: shard {shard / MIB:.1f}, largest tensor {largest / MIB:.1f}")
+    for peak, shard, largest in run_world(2, whole_first, tmp_path):
+        assert peak > shard + largest + SLACK

@@ -1,0 +1,206 @@
+"""A run that stops goes on as if it had not: bitwise in the same world, to 1e-6 in another world or stage."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import write_recipe
+from world import losses, metrics, run_train, run_world, train_rank
+
+from shardbook.checkpoint import MARKER, newest_checkpoint
+
+SAVING = ("train.steps=6", "train.save_steps=2", "optim.warmup_steps=2", "optim.lr_scheduler_type=linear")
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny, tmp_path_factory):
+    return write_recipe(tiny, tmp_path_factory.mktemp("resume"))
+
+
+@pytest.fixture(scope="module")
+def straight(recipe):
+    """Six steps without a stop, on 2 ranks with zero3; checkpoints at 2, 4 and 6."""
+    return run_train(2, recipe, "straight", *SAVING)
+
+
+def weights(run):
+    return load_file(run / "export" / "model.safetensors")
+
+
+def cut_back(straight, name, step):
+    """A copy of the straight run as it was on disk just after `step`, with what a dying run may leave behind."""
+    run = straight.parent / name
+    shutil.copytree(straight, run, ignore=shutil.ignore_patterns("export", f"step-00000{step + 2}"))
+    for later in (run / "checkpoints").iterdir():
+        if int(later.name[5:]) > step:
+            shutil.rmtree(later)
+    (run / "run.json").unlink()
+    half = run / "checkpoints" / f"step-00000{step + 2}"
+    shutil.copytree(straight / "checkpoints" / half.name, half)
+    (half / MARKER).unlink()
+    (half / "__0_0.distcp").write_bytes(b"cut off")
+    return run
+
+
+def test_the_same_world_continues_bitwise(recipe, straight):
+    run = cut_back(straight, "again", 2)
+    assert newest_checkpoint(run / "checkpoints").name == "step-000002"
+    run_train(2, recipe, "again", *SAVING)
+    assert losses(run) == losses(straight)
+    assert [row["step"] for row in metrics(run)] == [row["step"] for row in metrics(straight)]
+    last, expected = metrics(run)[-1], metrics(straight)[-1]
+    assert {k: v for k, v in last.items() if "perf" not in k} == {k: v for k, v in expected.items() if "perf" not in k}
+    mine, theirs = weights(run), weights(straight)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (1, ["train.gradient_accumulation_steps=2"]),
+        (2, ["parallel.stage=ddp"]),
+        (2, ["parallel.stage=zero1", "train.compile=false"]),
+        (4, ["parallel.stage=hsdp", "parallel.dp_shard_size=2", "train.gradient_accumulation_steps=1"]),
+    ],
+    ids=["one-rank", "ddp", "zero1", "hsdp-2x2"],
+)
+def test_another_world_or_stage_continues(recipe, straight, world, words):
+    name = f"to-{world}-" + words[0].rpartition("=")[2]
+    run = cut_back(straight, name, 4)
+    run_train(world, recipe, name, *SAVING, *words)
+    if world <= 2:  # the same rows in each step
+        assert losses(run) == pytest.approx(losses(straight), rel=1e-6)
+        mine, theirs = weights(run), weights(straight)
+        for tensor in theirs:
+            assert ((mine[tensor] - theirs[tensor]).norm() / theirs[tensor].norm()).item() < 1e-6, tensor
+    else:  # twice the rows in a step: other losses, but from the same weights and the next unseen rows
+        assert losses(run)[:4] == losses(straight)[:4]
+        assert metrics(run)[-1]["train/tokens"] > metrics(straight)[-1]["train/tokens"]
+
+
+def test_what_is_saved_is_needed(recipe, straight):
+    """Planted bug: a resume that loses the optimizer's moments, or the loader's place, does not pass the first test."""
+    for loss in (lose_moments, lose_place):
+        run = cut_back(straight, loss.__name__, 2)
+        results = run_world(2, loss, [str(recipe), f"run.name={loss.__name__}", *SAVING])
+        assert [code for code, _, _ in results] == [0, 0]
+        assert losses(run)[:2] == losses(straight)[:2] and losses(run)[2:] != losses(straight)[2:]
+
+
+def lose_moments(words):
+    from types import SimpleNamespace
+
+    import shardbook.checkpoint as checkpoint
+
+    def load(tensors, checkpoint_id):
+        before({key: value for key, value in tensors.items() if key != "optimizer"}, checkpoint_id=checkpoint_id)
+
+    before = checkpoint.state_dict_loader.load
+    checkpoint.state_dict_loader = SimpleNamespace(load=load)
+    return train_rank(words)
+
+
+def lose_place(words):
+    from shardbook.data.loader import Loader
+
+    Loader.load_state_dict = lambda self, state: None
+    return train_rank(words)
+
+
+def stop_after_step_3(rank_that_is_told, words):
+    """SIGTERM to one rank in the middle of step 3; both must finish that step, save, and leave with 75."""
+    import signal
+
+    import shardbook.train as train
+
+    before, calls = train.clip_gradients, []
+
+    def clip(parameters, limit):
+        calls.append(1)
+        if len(calls) == 3 and int(os.environ["RANK"]) == rank_that_is_told:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return before(parameters, limit)
+
+    train.clip_gradients = clip
+    return train_rank(words)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_preempted_in_mid_step_then_continued_bitwise(recipe, straight, rank):
+    name = f"preempted-{rank}"
+    words = [str(recipe), f"run.name={name}", *SAVING]
+    results = run_world(2, stop_after_step_3, rank, words)
+    assert [code for code, _, _ in results] == [75, 75], results
+    assert "checkpoint saved; continue with run.name=" + name in results[0][1]
+    run = recipe.parent / name
+    assert newest_checkpoint(run / "checkpoints").name == "step-000003"
+    assert not (run / "export").exists()
+    run_train(2, recipe, name, *SAVING)
+    assert losses(run) == losses(straight)
+    assert all(torch.equal(weights(run)[k], v) for k, v in weights(straight).items())
+
+
+def test_limit_keeps_the_newest(recipe, straight):
+    run = run_train(2, recipe, "limited", *SAVING, "train.save_total_limit=2")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+
+
+def test_starting_from_a_named_checkpoint(recipe, straight):
+    source = straight / "checkpoints" / "step-000004"
+    run = run_train(2, recipe, "branch", *SAVING, f"train.resume_from_checkpoint={source}")
+    assert losses(run) == losses(straight)[4:]
+
+
+def test_the_recipe_rules_over_what_the_checkpoint_says_of_the_optimizer(recipe, straight):
+    source = straight / "checkpoints" / "step-000004"
+    words = ("train.save_steps=0", f"train.resume_from_checkpoint={source}")
+    plain = run_train(2, recipe, "decay-same", "train.steps=6", *words)
+    heavy = run_train(2, recipe, "decay-heavy", "train.steps=6", "optim.weight_decay=30.0", *words)
+    assert losses(plain)[0] == losses(heavy)[0] and losses(plain)[1] != losses(heavy)[1]
+
+
+def refused(recipe, world, name, *words):
+    results = run_world(world, train_rank, [str(recipe), f"run.name={name}", *words])
+    assert [code for code, _, _ in results] == [2] * world, results
+    return results[0][2]
+
+
+def test_checkpoints_that_do_not_fit_are_refused(recipe, straight, tiny):
+    named = f"train.resume_from_checkpoint={straight}/checkpoints"
+    assert "incomplete or not a checkpoint (no COMPLETE in it)" in refused(recipe, 1, "no-1", f"{named}/step-000099")
+    error = refused(recipe, 2, "no-2", f"{named}/step-000004", f"model.path={tiny}/untied")
+    assert "is of another model" in error and "lm_head.weight: absent there, [287, 32] here" in error
+
+
+def test_a_checkpoint_past_the_end_or_of_other_rows_is_refused(recipe, straight):
+    named = f"train.resume_from_checkpoint={straight}/checkpoints/step-000004"
+    assert "is at step 4, the recipe ends at step 3" in refused(recipe, 2, "no-3", named, "train.steps=3")
+    assert "rows and seed 42, this recipe has" in refused(recipe, 2, "no-4", named, "data.max_length=100")
+    assert "seed 42, this recipe has" in refused(recipe, 2, "no-5", named, "train.seed=1")
+
+
+def test_a_run_directory_that_a_rank_does_not_see_is_refused(recipe):
+    results = run_world(2, unshared, [str(recipe), "run.name=unshared"])
+    assert results[1][0] == 2 and "not seen by every rank; set run.dir" in results[1][2]
+
+
+def unshared(words):
+    import shardbook.rundir as rundir
+
+    if os.environ["RANK"] == "1":
+        rundir.RunDirectory.path = property(lambda self: rundir.Path("/nowhere"), lambda self, value: None)
+    return train_rank(words)
+
+
+def test_a_finished_run_says_so_and_does_nothing(recipe, straight):
+    before = (straight / "metrics.jsonl").read_text()
+    results = run_world(2, train_rank, [str(recipe), "run.name=straight", *SAVING])
+    assert [code for code, _, _ in results] == [0, 0]
+    assert "this run has finished its 6 steps" in results[0][1]
+    assert (straight / "metrics.jsonl").read_text() == before
+    # more steps: from its last checkpoint; without one, refused rather than started over
+    run = run_train(2, recipe, "kept-none", "train.steps=2")
+    error = refused(recipe, 2, "kept-none", "train.steps=3")
+    assert "finished at step 2 without a checkpoint" in error and losses(run) == losses(run)[:2]
