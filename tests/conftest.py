@@ -11,9 +11,12 @@ os.environ.pop("WANDB_API_KEY", None)
 
 import pytest
 import torch
+from hypothesis import settings
 from tiny import write_chats, write_model
 
 torch.set_num_threads(1)
+settings.register_profile("same-every-time", deadline=None, derandomize=True)
+settings.load_profile("same-every-time")
 
 
 @pytest.fixture(scope="session")

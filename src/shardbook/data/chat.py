@@ -52,11 +52,7 @@ def _encode_chat(
     messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str, first_trained: int = 0
 ) -> tuple[list[int], list[bool]]:
     for number, message in enumerate(messages):
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or not isinstance(message.get("content"), str)
-        ):
+        if not all(isinstance(message.get(part), str) for part in ("role", "content")):
             raise RecipeError(f"{where}: message {number} needs a string role and a string content")
     text = _render(messages, tokenizer, where)
     mark = _end_of_turn(tokenizer)
@@ -78,18 +74,16 @@ def _answer_span(
     if number:
         header = _render(messages[:number], tokenizer, where, add_generation_prompt=True)
     else:  # some templates refuse an empty list: the header of an opening answer is what stands before any content
-        header = _render([{**messages[0], "content": PLACEHOLDER}, *messages[1:]], tokenizer, where).partition(
-            PLACEHOLDER
-        )[0]
+        opening = {**messages[0], "content": PLACEHOLDER}
+        header = _render([opening, *messages[1:]], tokenizer, where).partition(PLACEHOLDER)[0]
     start = text.find(answer, len(header))
     if not text.startswith(header) or start < 0 or text[len(header) : start].strip() not in BETWEEN:
         raise RecipeError(
             f"{where}: the chat template renders message {number} differently in the conversation than alone"
         )
     end = start + len(answer)
-    after = len(text) - len(
-        text[end:].lstrip()
-    )  # the template may keep the whitespace that we stripped from the answer
+    # whitespace at the answer's end, which we stripped and the template may keep, stands before the mark
+    after = len(text) - len(text[end:].lstrip())
     if not text.startswith(mark, after):
         raise RecipeError(
             f"{where}: the chat template does not end message {number} with {mark!r}, as it ends a last one"
