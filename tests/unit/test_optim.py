@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from shardbook.optim import build_optimizer, learning_rate
+from shardbook.optim import build_optimizer, clip_gradients, learning_rate
 from shardbook.recipe import Optim
 
 
@@ -33,3 +33,12 @@ def test_vectors_do_not_decay():
     matrices, others = build_optimizer(model, Optim(weight_decay=0.1)).param_groups
     assert (matrices["weight_decay"], matrices["params"]) == (0.1, [matrix])
     assert (others["weight_decay"], others["params"]) == (0.0, vectors)
+
+
+def test_the_norm_of_a_large_gradient_is_exact_and_clipping_uses_it():
+    parameter = torch.nn.Parameter(torch.zeros(30_000_001))
+    parameter.grad = torch.full_like(parameter, 1e-3)
+    expected = (30_000_001 * float(torch.tensor(1e-3)) ** 2) ** 0.5
+    norm = clip_gradients([parameter], max_norm=0.5)
+    assert norm.item() == pytest.approx(expected, rel=1e-7)  # in fp32 the sum of squares is off by some 1e-5
+    assert parameter.grad[0].item() == pytest.approx(1e-3 * 0.5 / expected, rel=1e-6)
