@@ -8,7 +8,7 @@ NPROC ?=
 BIN := .venv/bin
 RUN := .venv/.run
 DEV := .venv/.dev
-TRAIN = $(BIN)/shardbook train $(RECIPE) $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
+TRAIN = $(BIN)/shardbook train $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC))
 
 .DEFAULT_GOAL := help
 .PHONY: help train recipes test test-gpu bench-gpu lint format clean

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -99,6 +100,17 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     return Progress(state["step"], state["tokens"], state["loader"])
 
 
+class _ReaderOnce(FileSystemReader):
+    """Reads the metadata once: it lists every shard of every tensor, and DCP asks for it at each load."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self._metadata = super().read_metadata()
+
+    def read_metadata(self, *positional: Any, **named: Any) -> Metadata:
+        return self._metadata
+
+
 def checkpoint_shapes(path: Path) -> dict[str, torch.Size]:
     """Full shape of every model parameter in a checkpoint, in order. Raises RecipeError where it is incomplete."""
     return {name: torch.Size(shape) for name, shape in _read_state(path)["shapes"].items()}
@@ -107,7 +119,7 @@ def checkpoint_shapes(path: Path) -> dict[str, torch.Size]:
 def read_parameters(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
     """`(name, full tensor in fp32)` of the model parameters in a checkpoint, one at a time and without a process group:
     how a 70B is exported on one host."""
-    reader = FileSystemReader(path)
+    reader = _ReaderOnce(path)
     for name, shape in shapes.items():
         box = {f"model.{name}": torch.empty(shape)}
         state_dict_loader.load(box, storage_reader=reader, no_dist=True)

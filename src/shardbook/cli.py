@@ -1,6 +1,7 @@
 """The console command `shardbook`: train, export, recipes. Every rule of what a run is lives elsewhere."""
 
 import argparse
+import json
 import os
 import sys
 from math import prod
@@ -38,11 +39,13 @@ def main(words: list[str] | None = None) -> int:
         "--dtype", choices=("fp32", "bf16"), help="dtype of the weights (default: the recipe's train.export_dtype)"
     )
     commands.add_parser("recipes", help="list the recipes")
-    asked = parser.parse_args(words)
+    asked, rest = parser.parse_known_args(words)
+    if rest and not (asked.command == "train" and all("=" in word and word[0] != "-" for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         match asked.command:
             case "train":
-                return run_train(asked.recipe, asked.overrides, asked.nproc)
+                return run_train(asked.recipe, asked.overrides + rest, asked.nproc)
             case "export":
                 return run_export(asked.run, asked.checkpoint, asked.out, asked.dtype)
             case _:
@@ -50,9 +53,14 @@ def main(words: list[str] | None = None) -> int:
     except RecipeError as error:
         print(f"shardbook: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("shardbook: interrupted", file=sys.stderr)
+        return 1
 
 
 def run_train(name: str, overrides: list[str], nproc: int | None) -> int:
+    if nproc is not None and nproc < 1:
+        raise RecipeError(f"--nproc {nproc}: must be at least 1")
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)  # refused here before a process is started
     from shardbook.launch import launch_ranks
@@ -93,8 +101,14 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
     from shardbook.weights import save_weights
 
     source = checkpoint or newest_checkpoint(run / "checkpoints")
+    finished = json.loads((run / "run.json").read_text())["finished_steps"]
+    result = f"; the result of its {finished} steps is in {run / 'export'}" if finished else ""
     if source is None:
-        raise RecipeError(f"{run}: has no complete checkpoint")
+        raise RecipeError(f"{run}: has no complete checkpoint{result}")
+    if finished and not checkpoint and source.name != f"step-{finished:06d}":
+        raise RecipeError(
+            f"{run}: its newest checkpoint is {source.name}{result}; for that step name it with --checkpoint"
+        )
     shapes = checkpoint_shapes(source)
     folder = model_folder(recipe.model)
     config = load_config(recipe.model, folder, recipe.data.max_length)
@@ -102,9 +116,18 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
     target = out or run / "export"
     if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(f"--out {out}: exists and is not empty; name a new directory")
-    save_weights(
-        target, read_parameters(source, shapes), shapes, config, tokenizer, folder, dtype or recipe.train.export_dtype
-    )
+    try:
+        save_weights(
+            target,
+            read_parameters(source, shapes),
+            shapes,
+            config,
+            tokenizer,
+            folder,
+            dtype or recipe.train.export_dtype,
+        )
+    except OSError as error:
+        raise RecipeError(f"--out {target}: cannot be written ({error.strerror})") from None
     print(f"{source} -> {target}")
     return 0
 

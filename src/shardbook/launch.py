@@ -13,7 +13,6 @@ from types import FrameType
 
 from shardbook.dist import DONE, FAILED, PREEMPTED, free_port
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_SECONDS = 0.1
 
 
@@ -32,12 +31,17 @@ def launch_ranks(nproc: int, words: list[str]) -> int:
     shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     processes: list[subprocess.Popen[bytes]] = []
 
+    asked: list[int] = []
+
     def pass_on(signum: int, frame: FrameType | None) -> None:
+        asked.append(signum)
+        insists = asked.count(signal.SIGINT) > 1  # a second Ctrl-C: at once, without saving
         for process in processes:
             if process.poll() is None:
-                process.send_signal(signum)
+                # never SIGINT: a rank that is still importing would answer with a traceback
+                process.send_signal(signal.SIGKILL if insists else signal.SIGTERM)
 
-    for signum in PASSED_ON:
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(signum, pass_on)
     for rank in range(nproc):
         environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -52,10 +56,20 @@ def launch_ranks(nproc: int, words: list[str]) -> int:
                 for process in processes:
                     process.kill()
                     process.wait()
+                if asked and code in (-signal.SIGTERM, -signal.SIGKILL):
+                    return _explain_stop(code)
                 return _explain_exit(rank, code)
         if None not in codes:
             return max(code for code in codes if code is not None)
         time.sleep(POLL_SECONDS)
+
+
+def _explain_stop(code: int) -> int:
+    """The exit code where ranks ended by the signal that was passed on to them, without having saved."""
+    early = code == -signal.SIGTERM  # before they listened for it
+    reason = "stopped before the first step; run the same command again" if early else "run failed: quit without saving"
+    print(f"shardbook: {reason}", file=sys.stderr)
+    return PREEMPTED if early else FAILED
 
 
 def _explain_exit(rank: int, code: int) -> int:

@@ -146,7 +146,7 @@ class Train(Section):
 
 class Run(Section):
     name: str = key(
-        "", "Directory of the run; the same name continues it. Empty: recipe name and time.", pattern=r"^[\w.-]*$"
+        "", "Directory of the run; the same name continues it. Empty: recipe name and time.", pattern=r"^(\w[\w.-]*)?$"
     )
     dir: str = key("runs", "Where run directories are made.")
     report_to: str | list[str] = key("wandb", "Trackers: wandb (offline without a key), none, or a list.")
@@ -154,6 +154,8 @@ class Run(Section):
 
     @model_validator(mode="after")
     def known_trackers(self) -> "Run":
+        if "none" in self.report_to and self.report_to not in ("none", ["none"]):
+            raise ValueError(f"report_to = {self.report_to!r}: none stands alone")
         for tracker in [self.report_to] if isinstance(self.report_to, str) else self.report_to:
             if tracker not in ("wandb", "none"):
                 raise ValueError(f"report_to = {tracker!r}: must be wandb or none{nearest(tracker, ['wandb', 'none'])}")

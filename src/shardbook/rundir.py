@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
@@ -36,24 +37,27 @@ class RunDirectory:
     def export(self) -> Path:
         return self.path / "export"
 
+    def record(self, recipe_path: Path, resolved: str, facts: dict[str, Any]) -> None:
+        """Write what the run is, when it is about to take a step: a refused continuation changes nothing."""
+        if (self.path / "recipe.toml").resolve() != recipe_path.resolve():
+            shutil.copyfile(recipe_path, self.path / "recipe.toml")
+        (self.path / "resolved.toml").write_text(resolved)
+        _write(self.path / "run.json", _environment() | facts | {"finished_steps": 0})
+
     def finish(self, steps: int) -> None:
         """Record that the run did all its steps and wrote all its results."""
         facts = json.loads((self.path / "run.json").read_text())
         _write(self.path / "run.json", facts | {"finished_steps": steps})
 
 
-def open_run(run: Run, recipe_path: Path, resolved: str, facts: dict[str, Any]) -> RunDirectory:
+def open_run(run: Run, recipe_path: Path) -> RunDirectory:
     """Make or reopen the directory of a run. One rank calls it. Raises RecipeError where it cannot be written."""
     name = run.name or f"{_stem(recipe_path)}-{datetime.now():%Y%m%d-%H%M%S}"
-    path = Path(run.dir) / name
-    environment = _environment()
+    path = Path(run.dir).expanduser() / name
     try:
         path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
         before = json.loads((path / "run.json").read_text()) if (path / "run.json").is_file() else {}
-        if (path / "recipe.toml").resolve() != recipe_path.resolve():
-            shutil.copyfile(recipe_path, path / "recipe.toml")
-        (path / "resolved.toml").write_text(resolved)
-        _write(path / "run.json", environment | facts | {"finished_steps": before.get("finished_steps", 0)})
     except OSError as error:
         raise RecipeError(
             f"run directory {path}: cannot be written ({error.strerror}); set run.dir to a place that can"
@@ -63,7 +67,7 @@ def open_run(run: Run, recipe_path: Path, resolved: str, facts: dict[str, Any]) 
 
 def check_shared(run: RunDirectory) -> None:
     """Raise RecipeError where this rank does not see the directory that rank 0 made: a checkpoint would fall apart."""
-    if not (run.path / "run.json").is_file():
+    if not run.path.is_dir():
         raise RecipeError(
             f"run directory {run.path}: not seen by every rank; set run.dir to a disk that all nodes share"
         )

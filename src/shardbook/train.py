@@ -66,7 +66,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     mesh = build_mesh(recipe.parallel, stage.axes, ranks.world_size, ranks.device.type)
     sizes = axis_sizes(mesh)
     facts = {"world_size": ranks.world_size, "mesh": sizes}
-    run = from_main(lambda: open_run(recipe.run, recipe_path, dump_recipe(recipe), facts))
+    run = from_main(lambda: open_run(recipe.run, recipe_path))
     check_shared(run)
     newest = from_main(lambda: newest_checkpoint(run.checkpoints))
     stop = StopFlag().listen()
@@ -125,6 +125,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     tell.say(f"weights  {source}, {time.perf_counter() - began:.1f} s, at step {progress.step} of {steps}")
     tell.layout(stage, sizes, recipe.precision, model, len(model.units) + 1, loader, steps)
 
+    if ranks.is_main:
+        run.record(recipe_path, dump_recipe(recipe), facts)
     recorder = Recorder(run.path, run.name, recipe.run, recipe.model_dump(), ranks.is_main, progress.step)
     with recorder, tell.start(progress.step, steps):
         if held_out and progress.step == 0:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,6 +143,34 @@ def test_export_refuses_what_is_no_run(tmp_path, first, capsys):
     assert "not a run directory" in capsys.readouterr().err
     assert cli.main(["export", str(first[0]), "--checkpoint", str(tmp_path / "step-000009")]) == 2
     assert "incomplete or not a checkpoint" in capsys.readouterr().err
+
+
+def test_export_does_not_pass_an_older_checkpoint_for_the_result(first, tmp_path, capsys):
+    run = tmp_path / "copy"
+    shutil.copytree(first[0], run)
+    shutil.rmtree(run / "checkpoints" / "step-000005")
+    assert cli.main(["export", str(run)]) == 2
+    assert "newest checkpoint is step-000003; the result of its 5 steps is in" in capsys.readouterr().err
+
+
+def test_a_refused_continuation_changes_nothing(first):
+    run = first[0]
+    before = {name: (run / name).read_bytes() for name in ("recipe.toml", "resolved.toml", "run.json", "metrics.jsonl")}
+    result = shardbook("train", str(run / "recipe.toml"), "run.name=first", "train.steps=9", "model.path=./nowhere")
+    assert result.returncode == 2 and "./nowhere" in result.stderr
+    assert {name: (run / name).read_bytes() for name in before} == before
+
+
+def test_a_signal_before_the_first_step_is_one_line(recipe):
+    words = ["train", str(recipe), "run.name=early"]
+    process = subprocess.Popen([BIN / "shardbook", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while len(children.read_text().split()) < 2:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75 and "Traceback" not in err
+    assert err.strip().splitlines()[-1] == "shardbook: stopped before the first step; run the same command again"
 
 
 def test_the_resolved_recipe_repeats_the_run(first, recipe):

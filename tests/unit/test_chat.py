@@ -100,6 +100,8 @@ def test_text():
         ({"messages": CHAT[:1]}, "row 7: no assistant text"),
         ({"messages": [CHAT[0], {"role": "assistant", "content": "  "}]}, "row 7: no assistant text"),
         ({"messages": [CHAT[0], {"role": "assistant", "content": None}]}, "row 7: message 1 needs a string role"),
+        ({"messages": ["hi", "there"]}, "row 7: message 0 needs a string role"),
+        ({"messages": [CHAT[0], None]}, "row 7: message 1 needs a string role"),
         ({"messages": []}, "row 7"),
         ({"text": "  "}, "row 7: text is empty"),
         ({"prompt": "x", "completion": ""}, "row 7: completion is empty"),

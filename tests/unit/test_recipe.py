@@ -78,6 +78,8 @@ WRONG = {
     "parallel.tp_size=2": ["parallel.tp_size is not a key"],
     "run.report_to=wandbb": ["report_to = 'wandbb'", "did you mean wandb?"],
     "run.name=a/b": ["run.name = 'a/b'"],
+    "run.name=..": ["run.name = '..'"],
+    'run.report_to=["none", "wandb"]': ["none stands alone"],
     "data.train=3": ["data.train = 3", "string"],
     "train.seed.x=3": ["train.seed = {'x': 3}"],
     "optim.warmup_steps=2.5": ["warmup_steps = 2.5", "whole"],
@@ -103,6 +105,19 @@ def test_recipe_not_found_lists_the_close_ones(capsys):
     assert "smollm-135m-fsdp" in error and "smollm2-135m-fsdp" in error and error.count("\n") == 1
     assert cli.main(["train", "zzz"]) == 2
     assert "llama70b-fsdp" in capsys.readouterr().err
+
+
+def test_ranks_and_overrides_in_any_order(file, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(cli, "run_train", lambda *words: asked.append(words) or 0)
+    for words in (["a=1", "b=2", "--nproc", "3"], ["--nproc", "3", "a=1", "b=2"], ["a=1", "--nproc", "3", "b=2"]):
+        assert cli.main(["train", "x", *words]) == 0
+    assert asked == [("x", ["a=1", "b=2"], 3)] * 3
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["train", "x", "--unknown=1"])
+    monkeypatch.undo()
+    assert cli.main(["train", str(file), "--nproc", "0"]) == 2
+    assert "--nproc 0: must be at least 1" in capsys.readouterr().err
 
 
 def test_not_toml_and_not_readable(tmp_path):

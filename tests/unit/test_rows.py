@@ -52,9 +52,12 @@ def test_unusable_sources_are_named(folder):
     empty.write_text("")
     broken.write_text('{"text": \n')
     (folder / "nothing").mkdir()
+    (folder / "table.csv").write_text("a,b")
     cases = {
         str(folder / "absent.jsonl"): "no such file",
         str(folder / "absent"): "no such directory",
+        str(folder / "table.csv"): "this kind of file is not read",
+        "": "needs a file",
         "chitchatt": "no such directory, and not a hub id",
         str(empty): "holds no rows",
         str(broken): "cannot be read as json",

@@ -52,7 +52,8 @@ def _encode_chat(
     messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str, first_trained: int = 0
 ) -> tuple[list[int], list[bool]]:
     for number, message in enumerate(messages):
-        if not all(isinstance(message.get(part), str) for part in ("role", "content")):
+        well_formed = isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
+        if not well_formed:
             raise RecipeError(f"{where}: message {number} needs a string role and a string content")
     text = _render(messages, tokenizer, where)
     mark = _end_of_turn(tokenizer)

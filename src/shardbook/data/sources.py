@@ -1,8 +1,9 @@
 """Sources: a name in the recipe becomes a `datasets.Dataset` of raw rows. Knows nothing of tokens."""
 
+import sys
 from pathlib import Path
 
-from datasets import Dataset, concatenate_datasets, load_dataset, load_from_disk
+from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_dataset, load_from_disk
 
 from shardbook import embedded
 from shardbook.recipe import RecipeError
@@ -12,6 +13,8 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 def load_source(spec: str | list[str], what: str) -> Dataset:
     """All rows of a source or a list of them. `what` is the recipe key, for errors. Raises RecipeError."""
+    if not sys.stderr.isatty():  # in a log file a bar is one endless line
+        disable_progress_bars()
     names = [spec] if isinstance(spec, str) else spec
     parts = [_load_one(name, what) for name in names]
     if not parts or not sum(len(part) for part in parts):
@@ -27,13 +30,18 @@ def load_source(spec: str | list[str], what: str) -> Dataset:
 
 
 def _load_one(name: str, what: str) -> Dataset:
+    if not name:
+        raise RecipeError(f"{what} = '': needs a file, a directory, a hub id or {embedded.DATASET}")
     path = Path(name).expanduser()
     if name == embedded.DATASET:
         path = embedded.chitchat_file()
-    if path.suffix in READERS:
+    reader = READERS.get(path.suffix.lower())
+    if path.is_file() and not reader:
+        raise RecipeError(f"{what} = {name!r}: this kind of file is not read; {', '.join(READERS)} are")
+    if reader and not path.is_dir():
         if not path.is_file():
             raise RecipeError(f"{what} = {name!r}: no such file")
-        return _read(READERS[path.suffix], [path], name, what)
+        return _read(reader, [path], name, what)
     if path.is_dir():
         if (path / "state.json").is_file():
             loaded = load_from_disk(str(path))
@@ -41,7 +49,7 @@ def _load_one(name: str, what: str) -> Dataset:
                 raise RecipeError(f"{what} = {name!r}: holds the splits {', '.join(loaded)}; name the directory of one")
             return loaded
         for suffix, reader in READERS.items():
-            if files := sorted(path.glob(f"*{suffix}")):
+            if files := sorted(file for file in path.glob(f"*{suffix}") if file.is_file()):
                 return _read(reader, files, name, what)
         raise RecipeError(f"{what} = {name!r}: the directory has no {', '.join(READERS)} file and no saved dataset")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:

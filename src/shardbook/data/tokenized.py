@@ -95,13 +95,16 @@ def _encode_source(
             f"{what}: rows hold messages, but the tokenizer in {folder} has no chat template; "
             "set model.tokenizer to one that has"
         )
-    encoded = raw.map(
-        _encode,
-        with_indices=True,
-        fn_kwargs={"encoding": Encoding(str(folder), _digest(tokenizer), data.max_length, what)},
-        remove_columns=raw.column_names,
-        num_proc=data.num_proc if data.num_proc > 1 else None,
-    )
+    try:
+        encoded = raw.map(
+            _encode,
+            with_indices=True,
+            fn_kwargs={"encoding": Encoding(str(folder), _digest(tokenizer), data.max_length, what)},
+            remove_columns=raw.column_names,
+            num_proc=data.num_proc if data.num_proc > 1 else None,
+        )
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{what} = {spec!r}: not UTF-8 ({error.reason})") from None
     trained = _column(encoded, "trained")
     usable = np.flatnonzero(trained > 0)
     if not len(usable) or (len(usable) < len(trained) and not data.skip_untrainable):
