@@ -28,7 +28,7 @@ def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     # a function of its own: torch.compile steps over functools.partial(checkpoint, ...) and compiles nothing, silently
     def recomputing(*positional: Any, **named: Any) -> Tensor:
-        # preserve_rng_state would cost a device sync a block; these families have no dropout to repeat
+        # nothing random runs in these blocks (a config with dropout is refused), so no random state to put back
         return checkpoint(forward, *positional, use_reentrant=False, preserve_rng_state=False, **named)
 
     return recomputing

@@ -72,7 +72,7 @@ def choose_nproc(recipe: Recipe) -> int:
     """Ranks to start here: what a fixed mesh needs, else one a GPU, else two on the CPU. Raises RecipeError."""
     import torch
 
-    from shardbook.mesh import resolve_sizes
+    from shardbook.mesh import describe_sizes, resolve_sizes
     from shardbook.stages import find_stage
 
     gpus = torch.cuda.device_count()
@@ -82,9 +82,8 @@ def choose_nproc(recipe: Recipe) -> int:
         return gpus or 2
     room, what = (gpus, "GPUs") if gpus else (2 * (os.cpu_count() or 1), "ranks on its CPU cores")
     if needed > room:
-        shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise RecipeError(
-            f"mesh {shown} needs {needed} ranks and this machine has room for {room} {what}: "
+            f"mesh {describe_sizes(sizes)} needs {needed} ranks and this machine has room for {room} {what}: "
             "change the sizes, or insist with --nproc"
         )
     return needed

@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import nn
 
 from shardbook.data.loader import Loader
+from shardbook.mesh import describe_sizes
 from shardbook.metrics import Metrics, kept_bytes
 from shardbook.recipe import Precision
 from shardbook.stages import Stage
@@ -44,7 +45,7 @@ class Teller:
         kept, batching = kept_bytes(model.parameters()), loader.batching
         table = Table(title="effective layout", show_header=False, title_justify="left")
         table.add_row("stage", f"{stage.name} ({stage.source})")
-        table.add_row("mesh", " x ".join(f"{axis} {size}" for axis, size in sizes.items()))
+        table.add_row("mesh", describe_sizes(sizes))
         table.add_row("wrapped units", f"{units}: the blocks, embedding, norm and head, root")
         table.add_row("parameters", f"{sum(p.numel() for p in model.parameters()):,}")
         table.add_row("dtypes", f"kept {precision.master}, computed {precision.params}, reduced {precision.reduce}")

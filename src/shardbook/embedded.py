@@ -34,9 +34,8 @@ def smollm2_folder() -> Path:
     file = next(folder.glob("*.gguf")).name
     read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
     del read.config.quantization_config  # it speaks of the GGUF file; the weights are plain fp32 from here on
-    plain = AutoModelForCausalLM.from_config(
-        read.config, dtype=torch.float32
-    )  # `read` refuses to be saved: it is "quantized"
+    # `read` refuses to be saved: it counts as quantised
+    plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
     plain.load_state_dict(read.state_dict())
     side = out.with_name(f"{out.name}.{os.getpid()}.partial")
     plain.save_pretrained(side)

@@ -40,7 +40,7 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
     if world_size is None:
         return sizes
     fixed = prod(size for size in sizes.values() if size != -1)
-    shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    shown = describe_sizes(sizes)
     if inferred:
         if world_size % fixed:
             raise RecipeError(f"mesh {shown}: {fixed} does not divide the world of {world_size} ranks")
@@ -50,6 +50,11 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
             f"mesh {shown} needs {fixed} ranks, the world has {world_size}: start {fixed} ranks, or set one size to -1"
         )
     return sizes
+
+
+def describe_sizes(sizes: dict[str, int]) -> str:
+    """`dp_replicate 2 x dp_shard 4`"""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
 def build_mesh(parallel: Parallel, free_axes: tuple[str, ...], world_size: int, device_type: str) -> DeviceMesh:

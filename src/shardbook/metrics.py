@@ -126,7 +126,7 @@ def read_loss(loss: Tensor, norm: Tensor, step: int) -> Metrics:
     Raises RunFailed where one is not finite: to train on would only save broken weights.
     """
     dist.all_reduce(loss)
-    values = torch.stack([loss, norm.to(loss.dtype)]).tolist()
+    values = torch.stack([loss, norm]).tolist()
     if not all(map(math.isfinite, values)):
         raise RunFailed(
             f"step {step}: train/loss is {values[0]} and train/grad_norm {values[1]}; "

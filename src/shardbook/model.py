@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from shardbook import embedded
-from shardbook.recipe import Model, RecipeError, nearest
+from shardbook.recipe import Model, RecipeError, first_line, nearest
 
 CONFIG_FILES = ["*.json", "*.jinja", "tokenizer*"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -27,10 +27,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Family:
-    """Where a transformers architecture keeps its parts, and which old checkpoint entries mean nothing."""
+    """What we know of a transformers architecture beyond its config: which old checkpoint entries mean nothing."""
 
-    body: str = "model"
-    head: str = "lm_head"
     ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)  # saved as weights by transformers before 4.32
 
 
@@ -61,11 +59,10 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype):
         super().__init__()
-        family = FAMILIES[config.model_type]
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self.config = config
-        self.model = getattr(hf, family.body)
+        self.model = hf.model
         # After the body: a tied weight then goes by the embedding's name, as in Hugging Face files.
         self.lm_head = LossHead(config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype)
         # Meta buffers hold no numbers and no file has them: rotary frequencies are computed here, on the host, in fp32.
@@ -211,10 +208,6 @@ def fetch_folder(path: str, revision: str, what: str, patterns: list[str]) -> Pa
             f"If the model is gated, accept its licence and set HF_TOKEN; without a network "
             f"set {what} to a local directory"
         ) from None
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def model_folder(model: Model) -> Path:

@@ -186,6 +186,11 @@ def nearest(word: str, known: list[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """The recipe in the TOML file `path`, with `section.key=value` overrides. Raises RecipeError."""
     path = Path(path)

@@ -140,11 +140,12 @@ def save_weights(
         shutil.rmtree(side, ignore_errors=True)
         side.mkdir(parents=True)
     plan = _plan_files(shapes, DTYPES[dtype].itemsize)
+    file_of = {name: file for file, names in plan.items() for name in names}
     pending: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if write:
             pending[name] = tensor.to("cpu", DTYPES[dtype], copy=True).contiguous()
-            if len(pending) == len(plan[file := _file_of(plan, name)]):
+            if len(pending) == len(plan[file := file_of[name]]):
                 save_file(pending, side / file, metadata={"format": "pt"})
                 pending = {}
     if not write:
@@ -153,7 +154,7 @@ def save_weights(
         total = sum(shape.numel() for shape in shapes.values()) * DTYPES[dtype].itemsize
         index = {
             "metadata": {"total_size": total},
-            "weight_map": {name: file for file, names in plan.items() for name in names},
+            "weight_map": file_of,
         }
         (side / INDEX).write_text(json.dumps(index, indent=2))
     clean = type(config).from_dict(
@@ -183,10 +184,6 @@ def _plan_files(shapes: dict[str, torch.Size], itemsize: int) -> dict[str, list[
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": names for n, names in enumerate(groups, start=1)}
-
-
-def _file_of(plan: dict[str, list[str]], name: str) -> str:
-    return next(file for file, names in plan.items() if name in names)
 
 
 def _open(path: Path) -> Any:

@@ -9,13 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from shardbook.recipe import RecipeError
+from shardbook.recipe import RecipeError, first_line
 
 Spans = list[tuple[int, int]]
-BETWEEN = (
-    "",
-    "<think>\n\n</think>",
-)  # what may stand between header and answer: Qwen3 writes an empty thought before the last
+# what may stand between header and answer: Qwen3 writes an empty thought before the last
+BETWEEN = ("", "<think>\n\n</think>")
 PLACEHOLDER = "\u2063placeholder\u2063"  # occurs in no template and no conversation
 SHAPES = "messages, prompt and completion, or text"
 
@@ -104,7 +102,7 @@ def _render(
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     except Exception as error:  # jinja's errors, and whatever a template raises by itself
-        raise RecipeError(f"{where}: the chat template refuses it ({str(error).splitlines()[0]})") from None
+        raise RecipeError(f"{where}: the chat template refuses it ({first_line(error)})") from None
     assert isinstance(rendered, str)
     return rendered
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_dataset, load_from_disk
 
 from shardbook import embedded
-from shardbook.recipe import RecipeError
+from shardbook.recipe import RecipeError, first_line
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
@@ -24,9 +24,7 @@ def load_source(spec: str | list[str], what: str) -> Dataset:
     try:
         return concatenate_datasets(parts)
     except ValueError as error:
-        raise RecipeError(
-            f"{what} = {spec!r}: the parts have different columns ({str(error).splitlines()[0]})"
-        ) from None
+        raise RecipeError(f"{what} = {spec!r}: the parts have different columns ({first_line(error)})") from None
 
 
 def _load_one(name: str, what: str) -> Dataset:
@@ -59,7 +57,7 @@ def _load_one(name: str, what: str) -> Dataset:
         return load_dataset(hub_id, split=split or "train")
     except (OSError, ValueError) as error:
         raise RecipeError(
-            f"{what} = {name!r}: the hub did not give it ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            f"{what} = {name!r}: the hub did not give it ({type(error).__name__}: {first_line(error)}). "
             f"If it is gated set HF_TOKEN; without a network set {what} to a local file"
         ) from None
 
@@ -73,4 +71,4 @@ def _read(reader: str, files: list[Path], name: str, what: str) -> Dataset:
         Exception
     ) as error:  # datasets raises its own, pyarrow's and the reader's errors: all mean an unreadable file
         cause = error.__cause__ or error
-        raise RecipeError(f"{what} = {name!r}: cannot be read as {reader} ({str(cause).splitlines()[0]})") from None
+        raise RecipeError(f"{what} = {name!r}: cannot be read as {reader} ({first_line(cause)})") from None

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from shardbook.data.chat import encode_row
 from shardbook.data.sources import load_source
-from shardbook.recipe import Data, RecipeError
+from shardbook.recipe import Data, RecipeError, first_line
 
 ENCODING_VERSION = 1  # raise it when encode_row changes what it returns: the cache is keyed by it
 SPLIT_SEED = 0  # of the held-out rows: the same for every train.seed, else another seed would train on them
@@ -50,7 +50,7 @@ def load_tokenizer(folder: Path, what: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception on a malformed file
-        raise RecipeError(f"{what}: no usable tokenizer in {folder} ({str(error).strip().splitlines()[0]})") from None
+        raise RecipeError(f"{what}: no usable tokenizer in {folder} ({first_line(error)})") from None
     if not tokenizer.is_fast:
         raise RecipeError(
             f"{what}: the tokenizer in {folder} is not a fast one (tokenizer.json), which the loss mask needs"
