@@ -14,9 +14,23 @@ import torch
 from hypothesis import settings
 from tiny import write_chats, write_model
 
+pytest.register_assert_rewrite("cases")  # before a test imports it
 torch.set_num_threads(1)
 settings.register_profile("same-every-time", deadline=None, derandomize=True)
 settings.load_profile("same-every-time")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--everything", action="store_true", help="the whole parity matrix, not a covering part of it")
+
+
+def pytest_terminal_summary(terminalreporter):
+    def count(outcome: str) -> int:
+        reports = terminalreporter.stats.get(outcome, [])
+        return sum("a_planted_bug_turns_the_suite_red" in report.nodeid for report in reports)
+
+    if total := count("passed") + count("failed"):
+        terminalreporter.write_line(f"planted bugs: {count('passed')} of {total} turned the suite red")
 
 
 @pytest.fixture(scope="session")

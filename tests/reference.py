@@ -4,9 +4,12 @@ Loss and AdamW are written out. A step is a list of documents, each (token ids, 
 one without padding or packing.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 # Not AdamW's usual 1e-8: there the first step is the SIGN of each gradient, and the rounding of one near 0 moves a
@@ -15,7 +18,17 @@ EPS = 1e-4
 Document = tuple[list[int], list[bool]]
 
 
-def document_loss(model, document: Document) -> tuple[torch.Tensor, int]:
+@dataclass
+class Result:
+    """A run: of each step the loss, the gradient norm and the whole gradient by name; at the end the weights."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+
+
+def document_loss(model, document: Document) -> tuple[Tensor, int]:
     """Summed negative log-likelihood of the trained tokens, and their number."""
     ids, mask = torch.tensor(document[0]), torch.tensor(document[1])
     logits = model(input_ids=ids[None]).logits[0].float()
@@ -23,25 +36,41 @@ def document_loss(model, document: Document) -> tuple[torch.Tensor, int]:
     return nll[mask[1:]].sum(), int(mask[1:].sum())
 
 
-def train(folder: Path, steps: list[list[Document]], rate: float, decay: float, max_norm: float = 0.0):
-    """Losses, gradient norms and the trained model after `steps`, in fp32."""
+def train(folder: Path, steps: list[list[Document]], rate: float, decay: float, max_norm: float = 0.0) -> Result:
+    """Train the Hugging Face model in `folder` on the documents of each step, in fp32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    parameters = list(model.parameters())
-    first, second = [torch.zeros_like(p) for p in parameters], [torch.zeros_like(p) for p in parameters]
-    losses, norms = [], []
-    for number, documents in enumerate(steps, start=1):
-        parts = [document_loss(model, document) for document in documents]
-        loss = sum(part for part, _ in parts) / sum(count for _, count in parts)
-        gradients = torch.autograd.grad(loss, parameters)
-        norm = torch.sqrt(sum((g.double() ** 2).sum() for g in gradients)).item()
+
+    def loss_of(step: int) -> Tensor:
+        parts = [document_loss(model, document) for document in steps[step]]
+        return sum(part for part, _ in parts) / sum(count for _, count in parts)
+
+    return descend(model, loss_of, len(steps), rate, decay, max_norm)
+
+
+def descend(
+    model: torch.nn.Module, loss_of: Callable[[int], Tensor], steps: int, rate: float, decay: float, max_norm: float
+) -> Result:
+    """AdamW on `loss_of(step)`. A trained parameter that a loss does not touch has gradient zero."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    first = {name: torch.zeros_like(p) for name, p in named.items()}
+    second = {name: torch.zeros_like(p) for name, p in named.items()}
+    result = Result([], [], [], {})
+    for step in range(steps):
+        loss = loss_of(step)
+        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        pairs = zip(named.items(), found, strict=True)
+        gradients = {name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}
+        norm = torch.sqrt(sum((g.double() ** 2).sum() for g in gradients.values())).item()
         scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
         with torch.no_grad():
-            for p, g, m, v in zip(parameters, gradients, first, second, strict=True):
-                g = g * scale
+            for name, p in named.items():
+                g, m, v = gradients[name] * scale, first[name], second[name]
                 m.mul_(0.9).add_(0.1 * g)
                 v.mul_(0.999).add_(0.001 * g * g)
                 p.mul_(1 - rate * (decay if p.ndim > 1 else 0.0))
-                p.sub_(rate * (m / (1 - 0.9**number)) / ((v / (1 - 0.999**number)).sqrt() + EPS))
-        losses.append(loss.item())
-        norms.append(norm)
-    return losses, norms, model
+                p.sub_(rate * (m / (1 - 0.9 ** (step + 1))) / ((v / (1 - 0.999 ** (step + 1))).sqrt() + EPS))
+        result.losses.append(loss.item())
+        result.norms.append(norm)
+        result.gradients.append({name: g.detach() for name, g in gradients.items()})
+    result.weights = {name: p.detach() for name, p in model.named_parameters()}
+    return result

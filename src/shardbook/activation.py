@@ -1,34 +1,67 @@
 """Activation checkpointing: what a block keeps from forward to backward.
 
-Invariant: parameter names do not change, and the checkpoint lies INSIDE the sharded block (its forward is replaced,
-not the module), so recomputation issues no second all-gather. Apply before compile and before the stage.
+Invariant: parameter names do not change, gradients do not change by a bit, and the checkpoint lies INSIDE the sharded
+block (its forward is replaced, not the module), so recomputation issues no second all-gather. Apply before compile
+and before the stage.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch._functorch.config  # private: activation_memory_budget has no public name; a test sees it act
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardbook.recipe import Activation
+
+aten = torch.ops.aten
+# What `selective` keeps: outputs that cost much to make and little to hold, which are matrix products with a weight and
+# the fused attention kernels. Not bmm: in eager attention those are the scores, length squared.
+SAVED_OPS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
 
 
-def apply_checkpointing(blocks: list[nn.Module], checkpointing: str) -> None:
-    """`none`: keep everything. `full`: keep a block's input, recompute the rest in backward (non-reentrant)."""
-    match checkpointing:
-        case "none":
+def apply_checkpointing(blocks: list[nn.Module], activation: Activation) -> None:
+    """Make blocks recompute in backward (non-reentrant), as `activation.checkpointing` says.
+
+    `none`: keep everything. `full`: keep a block's input. `every:<n>`: full, on blocks 0, n, 2n, ... `selective`: keep
+    a block's input and the outputs of SAVED_OPS. `budget:<b>`: torch.compile keeps what recomputes dearest, within b
+    times the memory of keeping everything; for the whole process, of what is compiled afterwards.
+    """
+    kind, _, amount = activation.checkpointing.partition(":")
+    torch._functorch.config.activation_memory_budget = 1.0 if activation.budget is None else activation.budget
+    match kind:
+        case "none" | "budget":
             return
-        case "full":
-            for block in blocks:
+        case "full" | "every":
+            for block in blocks[:: int(amount or 1)]:
                 block.forward = recomputed(block.forward)
+        case "selective":
+            for block in blocks:
+                block.forward = recomputed(
+                    block.forward, context_fn=partial(create_selective_checkpoint_contexts, keep_saved_ops)
+                )
         case other:
-            raise ValueError(f"activation.checkpointing = {other!r}: must be none or full")
+            raise ValueError(f"activation.checkpointing = {other!r} is not known")
 
 
-def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`forward`, run again in backward instead of keeping its activations."""
+def keep_saved_ops(context: Any, op: Any, *positional: Any, **named: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recomputed(forward: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+    """`forward`, run again in backward instead of keeping its activations. `options` go to torch's checkpoint."""
 
     # a function of its own: torch.compile steps over functools.partial(checkpoint, ...) and compiles nothing, silently
     def recomputing(*positional: Any, **named: Any) -> Tensor:
         # nothing random runs in these blocks (a config with dropout is refused), so no random state to put back
-        return checkpoint(forward, *positional, use_reentrant=False, preserve_rng_state=False, **named)
+        return checkpoint(forward, *positional, use_reentrant=False, preserve_rng_state=False, **options, **named)
 
     return recomputing

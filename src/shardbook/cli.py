@@ -73,10 +73,10 @@ def choose_nproc(recipe: Recipe) -> int:
     import torch
 
     from shardbook.mesh import describe_sizes, resolve_sizes
-    from shardbook.stages import find_stage
+    from shardbook.stages import check_stage
 
     gpus = torch.cuda.device_count()
-    sizes = resolve_sizes(recipe.parallel, find_stage(recipe.parallel.stage).axes, world_size=None)
+    sizes = resolve_sizes(recipe.parallel, check_stage(recipe.parallel).axes, world_size=None)
     needed = prod(sizes.values())
     if needed < 0:  # an axis takes what there is
         return gpus or 2

@@ -10,11 +10,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import nn
 
+from shardbook.comm.ledger import Traffic
 from shardbook.data.loader import Loader
 from shardbook.mesh import describe_sizes
 from shardbook.metrics import Metrics, kept_bytes
-from shardbook.recipe import Precision
-from shardbook.stages import Stage
+from shardbook.recipe import Recipe
+from shardbook.stages import Stage, Unit
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -35,18 +36,22 @@ class Teller:
         self,
         stage: Stage,
         sizes: dict[str, int],
-        precision: Precision,
+        recipe: Recipe,
+        units: list[Unit],
         model: nn.Module,
-        units: int,
         loader: Loader,
         steps: int,
     ) -> None:
         """What is in effect, as a table: printed once, before the first step."""
-        kept, batching = kept_bytes(model.parameters()), loader.batching
+        precision, batching = recipe.precision, loader.batching
+        kept = kept_bytes(model.parameters())
+        gathered = sum(1 for unit in units if unit.shapes)
+        freed = sum(1 for unit in units if unit.shapes and unit.reshards)
         table = Table(title="effective layout", show_header=False, title_justify="left")
         table.add_row("stage", f"{stage.name} ({stage.source})")
         table.add_row("mesh", describe_sizes(sizes))
-        table.add_row("wrapped units", f"{units}: the blocks, embedding, norm and head, root")
+        table.add_row("units", f"{gathered}, wrapped by {recipe.parallel.wrap}; {freed} of them freed after forward")
+        table.add_row("checkpointing", recipe.activation.checkpointing)
         table.add_row("parameters", f"{sum(p.numel() for p in model.parameters()):,}")
         table.add_row("dtypes", f"kept {precision.master}, computed {precision.params}, reduced {precision.reduce}")
         table.add_row(
@@ -58,6 +63,18 @@ class Teller:
             f"{batching.batch_size}; {steps} steps",
         )
         self.console.print(table)
+
+    def traffic(self, measured: Traffic, predicted: Traffic) -> None:
+        """What the first step sent, and whether the formulas had said so."""
+
+        def describe(traffic: Traffic) -> str:
+            return ", ".join(
+                f"{op} {volume.calls} x over {axis} = {readable_bytes(volume.payload_bytes)}"
+                for (op, axis), volume in sorted(traffic.items())
+            )
+
+        said = "as predicted" if measured == predicted else f"predicted were: {describe(predicted)}"
+        self.say(f"traffic  a step: {describe(measured)}; {said}")
 
     def start(self, done: int, steps: int) -> "Teller":
         self.steps = steps

@@ -39,6 +39,7 @@ class Ranks:
     rank: int
     world_size: int
     local_rank: int
+    ranks_per_node: int
     device: torch.device
 
     @property
@@ -68,6 +69,7 @@ def start_distributed() -> Ranks:
             "start with torchrun, accelerate launch or shardbook train"
         )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -76,7 +78,7 @@ def start_distributed() -> Ranks:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", timeout=TIMEOUT)
-    return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, device)
+    return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, ranks_per_node, device)
 
 
 def free_port() -> int:

@@ -43,7 +43,11 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
     shown = describe_sizes(sizes)
     if inferred:
         if world_size % fixed:
-            raise RecipeError(f"mesh {shown}: {fixed} does not divide the world of {world_size} ranks")
+            sizes_that_fit = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+            raise RecipeError(
+                f"mesh {shown}: {fixed} does not divide the world of {world_size} ranks; "
+                f"a size may be {sizes_that_fit}, or start a multiple of {fixed} ranks"
+            )
         sizes[inferred[0]] = world_size // fixed
     elif fixed != world_size:
         raise RecipeError(
@@ -74,3 +78,11 @@ def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
         number = number * mesh[axis].size() + mesh.get_local_rank(axis)
         count *= mesh[axis].size()
     return number, count
+
+
+def ranks_along(sizes: dict[str, int], axis: str, rank: int) -> list[int]:
+    """The global ranks of the group along `axis` that `rank` is in, in order. The last axis counts fastest."""
+    names = list(sizes)
+    stride = prod(sizes[name] for name in names[names.index(axis) + 1 :])
+    first = rank - rank // stride % sizes[axis] * stride
+    return [first + number * stride for number in range(sizes[axis])]

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from shardbook import embedded
+from shardbook.dtypes import DTYPES
 from shardbook.recipe import Model, RecipeError, first_line, nearest
 
 CONFIG_FILES = ["*.json", "*.jinja", "tokenizer*"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class CausalLM(nn.Module):
         return list(self.model.layers)
 
     @property
-    def units(self) -> list[list[nn.Module]]:
-        """The modules that are sharded and gathered together, in forward order; tied weights share one unit."""
+    def parts(self) -> list[list[nn.Module]]:
+        """The groups of modules to shard and gather together, in forward order; tied weights share one group."""
         body, blocks = self.model, [[block] for block in self.blocks]
         if self.config.tie_word_embeddings:
             return [[body.norm, body.embed_tokens, self.lm_head], *blocks]

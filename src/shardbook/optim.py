@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 from shardbook.recipe import Optim
 
@@ -77,9 +78,10 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
     for where, parts in squares.items():
         part = torch.stack(parts).sum()
-        if where is not None:  # summed along the axes that shard, already equal along those that replicate
+        if where is not None:  # summed along the axes that shard; along those that replicate it is equal already
             mesh, placements = where
-            summed = [Partial() if placement.is_shard() else Replicate() for placement in placements]
-            part = DTensor.from_local(part, mesh, summed, run_check=False).full_tensor()
+            for dim, placement in enumerate(placements):
+                if placement.is_shard() and mesh.size(dim) > 1:
+                    dist.all_reduce(part, group=mesh.get_group(dim))
         total += part
     return total.sqrt().float()

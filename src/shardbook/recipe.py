@@ -19,6 +19,14 @@ class RecipeError(Exception):
     """The recipe, the command line or something they name is wrong. One line; the process exits with 2."""
 
 
+WRAPS = r"^(block|none|size:[1-9]\d*)$"
+CHECKPOINTINGS = r"^(none|full|selective|every:[1-9]\d*|budget:(0(\.\d+)?|1(\.0+)?))$"
+FORMS = {  # what a pattern allows, for people
+    WRAPS: ["block", "none", "size:<parameters>"],
+    CHECKPOINTINGS: ["none", "full", "selective", "every:<n>", "budget:<0..1>"],
+}
+
+
 def key(default: Any, help: str, **limits: Any) -> Any:
     return Field(default, description=help, **limits)
 
@@ -75,6 +83,19 @@ class Parallel(Section):
     dp_shard_size: int = key(
         -1, "Ranks that split one copy (zero1, zero2, zero3, hsdp); -1: what the other axis leaves.", ge=-1
     )
+    wrap: str = key(
+        "block", "What is gathered together: block, none (everything at once), or size:<parameters>.", pattern=WRAPS
+    )
+    reshard_min_params: int = key(
+        0, "With zero3 or hsdp: units of fewer parameters stay gathered through a step, as in zero2.", ge=0
+    )
+    reshard_root: bool = key(
+        True, "With zero3 or hsdp: free embedding, norm and head between forward and backward too (false: keep them)."
+    )
+    forward_prefetch: int = key(
+        -1, "Units gathered ahead of the running one in forward; -1: each as it is reached.", ge=-1
+    )
+    backward_prefetch: int = key(-1, "Units gathered ahead of the running one in backward; -1: one.", ge=-1)
 
 
 class Precision(Section):
@@ -82,13 +103,22 @@ class Precision(Section):
         "auto", "Compute and all-gather dtype; auto: bf16 on a GPU, fp32 on a CPU."
     )
     reduce: Literal["fp32", "bf16"] = key("fp32", "Dtype in which gradients are summed across ranks.")
+    output: Literal["fp32", "bf16"] = key("fp32", "Dtype of what the model returns: the loss of each trained token.")
     master: Literal["fp32", "bf16"] = key("fp32", "Dtype of the sharded weights and the optimizer state.")
 
 
 class Activation(Section):
-    checkpointing: Literal["none", "full"] = key(
-        "none", "Recompute each block in backward (full) or keep its activations (none)."
+    checkpointing: str = key(
+        "none",
+        "Recompute in backward: none, full, every:<n> (one block in n), selective (not matmuls), or budget:<0..1>.",
+        pattern=CHECKPOINTINGS,
     )
+
+    @property
+    def budget(self) -> float | None:
+        """The share of `budget:<0..1>`, else None."""
+        kind, _, amount = self.checkpointing.partition(":")
+        return float(amount) if kind == "budget" else None
 
 
 class Optim(Section):
@@ -177,6 +207,15 @@ class Recipe(Section):
     def something_to_evaluate(self) -> "Recipe":
         if self.train.eval_steps and not (self.data.eval or self.data.eval_size):
             raise ValueError(f"train.eval_steps = {self.train.eval_steps}: needs data.eval or data.eval_size")
+        return self
+
+    @model_validator(mode="after")
+    def budget_is_the_compilers(self) -> "Recipe":
+        if self.activation.budget is not None and not self.train.compile:
+            raise ValueError(
+                f"activation.checkpointing = {self.activation.checkpointing!r}: a budget is met by the compiler; "
+                "set train.compile=true, or choose selective or every:<n>"
+            )
         return self
 
 
@@ -291,4 +330,7 @@ def _explain(error: Any) -> str:
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         hint = nearest(error["input"], error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "))
     message = error["msg"][0].lower() + error["msg"][1:]
+    if forms := FORMS.get(error.get("ctx", {}).get("pattern", "")):
+        message = f"must be one of {', '.join(forms)}"
+        hint = nearest(error["input"], forms) or nearest(error["input"].split(":")[0], [f.split(":")[0] for f in forms])
     return f"{name} = {error['input']!r}: {message}{hint}"

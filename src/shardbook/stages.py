@@ -6,16 +6,18 @@ factor is 1. Sources: ZeRO, arXiv 1910.02054, sections 5.1 to 5.3 (P_os, P_os+g,
 FSDP, arXiv 2304.11277, section 3.2.2.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from shardbook.dtypes import DTYPES
 from shardbook.mesh import DP_REPLICATE, DP_SHARD
-from shardbook.recipe import RecipeError, nearest
+from shardbook.recipe import Parallel, Precision, RecipeError, nearest
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,14 @@ class Stage:
     reduce_every_micro: bool  # gradients while accumulating: 1/N, reduce-scattered k times (True), or unsharded, once
     source: str
 
+    @property
+    def shards(self) -> bool:
+        """Whether a rank may keep less than everything."""
+        return DP_SHARD in self.axes
+
     def syncs(self, is_last_micro: bool) -> bool:
         """Whether this micro-batch's backward reduce-scatters."""
         return self.reduce_every_micro or is_last_micro
-
-    def reshards(self, is_last_micro: bool) -> bool:
-        """Whether parameters are freed after this backward; after the last always: the optimizer makes them stale."""
-        return self.reshard_after_forward or is_last_micro
 
 
 # fmt: off
@@ -58,50 +61,174 @@ def find_stage(name: str) -> Stage:
     return STAGES[ALIASES.get(name, name)]
 
 
-def apply_stage(
-    model: nn.Module,
-    units: list[list[nn.Module]],
-    stage: Stage,
-    mesh: DeviceMesh,
-    params_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-) -> None:
-    """Wrap each unit of `units` (modules that are gathered together), then the root, with fully_shard, in place.
+@dataclass(frozen=True)
+class Unit:
+    """Modules that are sharded, gathered and reduced together, and what of them is a fact before any rank exists."""
+
+    modules: tuple[nn.Module, ...]
+    shapes: tuple[torch.Size, ...]  # of its own parameters: those in no unit inside it; a tied one once
+    trained: tuple[bool, ...]  # whether each of them gets a gradient
+    reshards: bool  # freed after forward, or kept gathered until the step's last backward
+    spans: bool  # runs first and last (the root, or embedding and head in one): never freed inside a pass
+
+    @property
+    def numel(self) -> int:
+        return sum(prod(shape) for shape in self.shapes)
+
+    @property
+    def handle(self) -> FSDPModule:
+        """Where fully_shard's settings of this unit are made, once it is applied."""
+        module = self.modules[0]
+        assert isinstance(module, FSDPModule)
+        return module
+
+
+def check_stage(parallel: Parallel) -> Stage:
+    """The stage that `[parallel]` names. Raises RecipeError where a knob contradicts it: none is silently ignored."""
+    stage = find_stage(parallel.stage)
+    resharding = " or ".join(row.name for row in STAGES.values() if row.reshard_after_forward)
+    wrong = []
+    if not stage.reshard_after_forward:
+        why = f"{stage.name} keeps every parameter gathered through a step; leave it out, or set parallel.stage to "
+        if parallel.reshard_min_params:
+            wrong.append(f"parallel.reshard_min_params = {parallel.reshard_min_params}: {why}{resharding}")
+        if not parallel.reshard_root:
+            wrong.append(f"parallel.reshard_root = false: {why}{resharding}")
+        if parallel.backward_prefetch >= 0:
+            wrong.append(
+                f"parallel.backward_prefetch = {parallel.backward_prefetch}: {stage.name} gathers nothing in backward; "
+                f"leave it out, or set parallel.stage to {resharding}"
+            )
+    if not stage.shards and parallel.forward_prefetch >= 0:
+        wrong.append(
+            f"parallel.forward_prefetch = {parallel.forward_prefetch}: {stage.name} gathers nothing; leave it out, "
+            "or choose a stage that shards"
+        )
+    if parallel.wrap == "none" and max(parallel.forward_prefetch, parallel.backward_prefetch) > 0:
+        wrong.append(
+            f"parallel.wrap = 'none' and a prefetch of {max(parallel.forward_prefetch, parallel.backward_prefetch)}: "
+            "one unit has no next one; set parallel.wrap=block, or leave the prefetch out"
+        )
+    if wrong:
+        raise RecipeError("; ".join(wrong))
+    return stage
+
+
+def choose_units(
+    model: nn.Module, parts: list[list[nn.Module]], blocks: list[nn.Module], stage: Stage, parallel: Parallel
+) -> list[Unit]:
+    """The units of `model` in forward order, outer before inner, but the root (with what no other takes) last.
+
+    `parts`: groups of modules as `wrap = block` has them, in forward order; `blocks`: those of them that are blocks.
+    `wrap = size:<n>`: each smallest module inside a block with n parameters that no smaller one took, and each other
+    part of n parameters; the root takes the rest. `wrap = none`: the root takes everything.
+    """
+    in_blocks = {module for block in blocks for module in block.modules()}
+    kind, _, least = parallel.wrap.partition(":")
+    match kind:
+        case "block":
+            chosen = parts
+        case "none":
+            chosen = []
+        case _:
+            chosen = []
+            for part in parts:
+                if part[0] in in_blocks:
+                    chosen += [[module] for module in _modules_of_size(part[0], int(least))]
+                elif sum(p.numel() for p in _parameters(part)) >= int(least):
+                    chosen.append(part)
+    outer = [modules for modules in chosen if modules[0] not in in_blocks]
+    units, taken = [], set[nn.Parameter]()
+    for modules in [*chosen[::-1], [model]]:  # inner before outer: an inner unit's parameters are its own
+        own = [p for p in _parameters(modules) if p not in taken]
+        taken |= set(own)
+        is_kept = sum(p.numel() for p in own) < parallel.reshard_min_params
+        is_kept |= modules[0] not in in_blocks and not parallel.reshard_root
+        units.append(
+            Unit(
+                modules=tuple(modules),
+                shapes=tuple(p.shape for p in own),
+                trained=tuple(p.requires_grad for p in own),
+                reshards=stage.reshard_after_forward and not is_kept,
+                spans=modules == [model] or outer == [modules],
+            )
+        )
+    return [*units[-2::-1], units[-1]]
+
+
+def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return list(dict.fromkeys(p for module in modules for p in module.parameters()))
+
+
+def _modules_of_size(module: nn.Module, least: int) -> list[nn.Module]:
+    """The smallest modules of `module` with `least` parameters that no smaller one took; outer ones first."""
+    found = [inner for child in module.children() for inner in _modules_of_size(child, least)]
+    taken = set(_parameters(found))
+    left = sum(p.numel() for p in module.parameters() if p not in taken)
+    return [module, *found] if left >= least else found
+
+
+def apply_stage(units: list[Unit], mesh: DeviceMesh, parallel: Parallel, precision: Precision) -> None:
+    """Wrap each unit with fully_shard, in place, inner before outer, the root last.
 
     Afterwards every parameter is a DTensor: Shard(0) along dp_shard, Replicate along dp_replicate.
-    `params_dtype` is the dtype of gathered parameters and of compute, `reduce_dtype` that of gradients on the wire.
+    `precision.params` is the dtype of gathered parameters and of compute, `precision.reduce` that of gradients on the
+    wire and of their sum, `precision.output` that of what the root returns.
     """
-    # A 2-D mesh makes fully_shard all-reduce along the first axis. With one replica that would be a group of one.
-    mesh = mesh[DP_REPLICATE, DP_SHARD] if DP_REPLICATE in stage.axes else mesh[DP_SHARD]
-    policy = MixedPrecisionPolicy(param_dtype=params_dtype, reduce_dtype=reduce_dtype)
-    for unit in [*units, [model]]:
-        fully_shard(
-            unit[0] if len(unit) == 1 else unit,
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=stage.reshard_after_forward,
+    # A 2-D mesh makes fully_shard all-reduce along the first axis, with one replica in a group of one.
+    mesh = mesh[DP_REPLICATE, DP_SHARD] if mesh[DP_REPLICATE].size() > 1 else mesh[DP_SHARD]
+    for unit in [*units[-2::-1], units[-1]]:
+        policy = MixedPrecisionPolicy(
+            param_dtype=DTYPES[precision.params],
+            reduce_dtype=DTYPES[precision.reduce],
+            output_dtype=DTYPES[precision.output] if unit is units[-1] else None,
         )
-    for module in sharded_modules(model):
+        modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
+        fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=unit.reshards)
         # SUM with factor 1: the default divides by the number of ranks, which would divide twice; forcing the plain
         # sum matters because gloo knows no pre-multiplied one.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        unit.handle.set_gradient_divide_factor(1.0)
+        unit.handle.set_force_sum_reduction_for_comms(True)
+        if hasattr(unit.handle, "set_reduce_scatter_unused_params"):  # torch >= 2.13
+            # a parameter that only some ranks used: the others reduce zeros, else ranks would sum unlike buffers
+            unit.handle.set_reduce_scatter_unused_params(True, recurse=False)
+    apply_prefetch([units[-1], *units[:-1]] if units[-1].shapes else units[:-1], parallel)
 
 
-def set_schedule(model: nn.Module, stage: Stage, is_last_micro: bool) -> None:
-    """Prepare the root for one micro-batch: what its backward reduces and whether it frees parameters."""
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(stage.syncs(is_last_micro))
-    model.set_requires_all_reduce(is_last_micro)  # across replicas gradients are summed once a step, in every stage
-    model.set_reshard_after_backward(stage.reshards(is_last_micro))
+def apply_prefetch(units: list[Unit], parallel: Parallel) -> None:
+    """Gather so many units ahead of the running one. `units` in forward order.
+
+    Always explicit in backward: torch's own order is the reverse of the forwards since the last backward, so the first
+    backward after an evaluation would gather, for nothing, a unit that the evaluation ran. A list that names only the
+    unit itself, which is gathered already, stands for none.
+    """
+    handles, spans = [unit.handle for unit in units], units[0].spans
+    for number, handle in enumerate(handles):
+        last = len(handles) if spans and number == 0 else number  # what spans runs first in backward too
+        before = handles[max(int(spans), last - backward_depth(parallel)) : last]
+        handle.set_modules_to_backward_prefetch(before[::-1] or [handle])
+        if (depth := parallel.forward_prefetch) >= 0:
+            handle.set_modules_to_forward_prefetch(handles[number + 1 : number + 1 + depth] or [handle])
 
 
-def reshard(model: nn.Module) -> None:
+def backward_depth(parallel: Parallel) -> int:
+    """Units gathered ahead in backward: the recipe's number, else one where the stage gathers there at all."""
+    if parallel.backward_prefetch >= 0:
+        return parallel.backward_prefetch
+    return int(find_stage(parallel.stage).reshard_after_forward)
+
+
+def set_schedule(units: list[Unit], stage: Stage, is_last_micro: bool) -> None:
+    """Prepare for one micro-batch: what its backward reduces and which parameters it frees."""
+    root = units[-1].handle
+    root.set_requires_gradient_sync(stage.syncs(is_last_micro))
+    root.set_requires_all_reduce(is_last_micro)  # across replicas gradients are summed once a step, in every stage
+    for unit in units:
+        # after the last micro-batch always: the optimizer makes gathered parameters stale
+        unit.handle.set_reshard_after_backward(unit.reshards or is_last_micro, recurse=False)
+
+
+def reshard(units: list[Unit]) -> None:
     """Free every gathered parameter. Needed after an evaluation: a forward without backward leaves them gathered."""
-    for module in sharded_modules(model):
-        module.reshard()
-
-
-def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Every module that fully_shard wrapped, the root first."""
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
+    for unit in units:
+        unit.handle.reshard()

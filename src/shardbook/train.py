@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from shardbook.activation import apply_checkpointing
 from shardbook.checkpoint import Progress, load_checkpoint, newest_checkpoint, save_checkpoint
+from shardbook.comm.ledger import Ledger, traffic_metrics
 from shardbook.console import Teller
 from shardbook.data.loader import Batching, Loader, Micro, eval_micros
 from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
@@ -37,7 +38,6 @@ from shardbook.dist import (
 from shardbook.mesh import axis_sizes, build_mesh, data_rank
 from shardbook.metrics import Metrics, Recorder, memory_metrics, read_loss, speed_metrics
 from shardbook.model import (
-    DTYPES,
     CausalLM,
     apply_compile,
     build_model,
@@ -49,9 +49,10 @@ from shardbook.model import (
 )
 from shardbook.objectives import OBJECTIVES, Objective
 from shardbook.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from shardbook.plan.formulas import predict_traffic
 from shardbook.recipe import Recipe, RecipeError, dump_recipe, find_recipe, load_recipe, settle_precision
 from shardbook.rundir import check_shared, open_run
-from shardbook.stages import apply_stage, find_stage, reshard, set_schedule
+from shardbook.stages import Unit, apply_stage, check_stage, choose_units, reshard, set_schedule
 from shardbook.weights import full_tensors, init_weights, load_weights, save_weights
 
 
@@ -62,7 +63,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     recipe = settle_precision(recipe, ranks.device.type)
     torch.manual_seed(recipe.train.seed)
     objective = OBJECTIVES[recipe.method]
-    stage = find_stage(recipe.parallel.stage)
+    stage = check_stage(recipe.parallel)
     mesh = build_mesh(recipe.parallel, stage.axes, ranks.world_size, ranks.device.type)
     sizes = axis_sizes(mesh)
     facts = {"world_size": ranks.world_size, "mesh": sizes}
@@ -98,10 +99,12 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     # Meta model -> checkpointing -> compile -> stage -> memory.
     model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens)
     flops = flops_per_token(model, row_length or documents.mean_length)
-    apply_checkpointing(model.blocks, recipe.activation.checkpointing)
+    units = choose_units(model, model.parts, model.blocks, stage, recipe.parallel)
+    predicted = predict_traffic(stage, units, sizes, loader.accumulation, recipe.precision)
+    apply_checkpointing(model.blocks, recipe.activation)
     if recipe.train.compile:
         apply_compile(model)
-    apply_stage(model, model.units, stage, mesh, DTYPES[recipe.precision.params], DTYPES[recipe.precision.reduce])
+    apply_stage(units, mesh, recipe.parallel, recipe.precision)
     materialize(model, ranks.device)
     optimizer = build_optimizer(model, recipe.optim)
 
@@ -123,16 +126,17 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         source = "random"
         init_weights(model, recipe.train.seed)
     tell.say(f"weights  {source}, {time.perf_counter() - began:.1f} s, at step {progress.step} of {steps}")
-    tell.layout(stage, sizes, recipe.precision, model, len(model.units) + 1, loader, steps)
+    tell.layout(stage, sizes, recipe, units, model, loader, steps)
 
     if ranks.is_main:
         run.record(recipe_path, dump_recipe(recipe), facts)
     recorder = Recorder(run.path, run.name, recipe.run, recipe.model_dump(), ranks.is_main, progress.step)
-    with recorder, tell.start(progress.step, steps):
+    with recorder, tell.start(progress.step, steps), Ledger(mesh) as ledger:
         if held_out and progress.step == 0:
-            before: Metrics = {"eval/loss": evaluate(model, objective, eval_micros(held_out, batching), ranks)}
+            before: Metrics = {"eval/loss": evaluate(model, units, objective, eval_micros(held_out, batching), ranks)}
             recorder.log(0, before)
             tell.advance(0, before)
+        ledger.open()  # for one step; the others send the same
         logged_at, logged_step, read_tokens = time.perf_counter(), progress.step, 0.0
         while progress.step < steps:
             step, metrics = progress.step + 1, Metrics()
@@ -144,7 +148,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             read_tokens += row_tokens
             loss = torch.zeros((), device=ranks.device)
             for micro in micros:
-                set_schedule(model, stage, is_last_micro=micro is micros[-1])
+                set_schedule(units, stage, is_last_micro=micro is micros[-1])
                 part = objective(model, micro.to(ranks.device)) / tokens
                 part.backward()
                 loss += part.detach()
@@ -153,18 +157,21 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             set_learning_rate(optimizer, rate)
             optimizer.step()
             progress = Progress(step, progress.tokens + int(tokens), loader.state_dict())
+            if ledger.close():
+                metrics |= traffic_metrics(ledger.traffic, ledger.inter_node_bytes(ranks.ranks_per_node))
+                tell.traffic(ledger.traffic, predicted)
 
             logs, saves = is_due(step, recipe.train.logging_steps), is_due(step, recipe.train.save_steps)
             if logs or saves or step == steps:
                 measured = read_loss(loss, norm, step)  # the step's one host sync; what is not finite is never saved
             if logs:
-                metrics = measured | {"train/learning_rate": rate, "train/tokens": progress.tokens}
+                metrics |= measured | {"train/learning_rate": rate, "train/tokens": progress.tokens}
                 seconds, count = time.perf_counter() - logged_at, step - logged_step
                 metrics |= speed_metrics(seconds, count, read_tokens, ranks.world_size, flops)
                 metrics |= memory_metrics(model, optimizer)
             optimizer.zero_grad()
             if held_out and (is_due(step, recipe.train.eval_steps) or step == steps):
-                metrics["eval/loss"] = evaluate(model, objective, eval_micros(held_out, batching), ranks)
+                metrics["eval/loss"] = evaluate(model, units, objective, eval_micros(held_out, batching), ranks)
             if metrics:
                 recorder.log(step, metrics)
             tell.advance(step, metrics)
@@ -194,14 +201,14 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
 
 
 @torch.no_grad()
-def evaluate(model: CausalLM, objective: Objective, micros: Iterable[Micro], ranks: Ranks) -> float:
+def evaluate(model: CausalLM, units: list[Unit], objective: Objective, micros: Iterable[Micro], ranks: Ranks) -> float:
     """Mean loss of the held-out trained tokens, over all ranks. Collective."""
     model.eval()
     loss, tokens = torch.zeros((), device=ranks.device), 0
     for micro in micros:
         loss += objective(model, micro.to(ranks.device))
         tokens += len(micro.targets)
-    reshard(model)
+    reshard(units)
     model.train()
     total, count = sum_over_ranks(loss.item(), tokens)
     return total / count

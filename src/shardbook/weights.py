@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from shardbook.model import DTYPES, FAMILIES, CausalLM
+from shardbook.dtypes import DTYPES
+from shardbook.model import FAMILIES, CausalLM
 from shardbook.recipe import RecipeError
 
 SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained

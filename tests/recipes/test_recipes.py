@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoConfig
 from world import context
@@ -12,9 +13,9 @@ from world import context
 from shardbook.activation import apply_checkpointing
 from shardbook.mesh import axis_sizes, build_mesh
 from shardbook.metrics import kept_bytes
-from shardbook.model import DTYPES, build_model, load_config
+from shardbook.model import build_model, load_config
 from shardbook.recipe import dump_recipe, list_recipes, load_recipe, settle_precision
-from shardbook.stages import apply_stage, find_stage, sharded_modules
+from shardbook.stages import apply_stage, check_stage, choose_units
 
 # The published config.json of each model, as far as it sets shapes (the hub is not reachable from a test).
 LLAMA = {
@@ -100,20 +101,21 @@ def wrap(path, folder, world, count):
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=world - 1, world_size=world)
     recipe = settle_precision(load_recipe(path), "cuda")
-    stage = find_stage(recipe.parallel.stage)
+    stage = check_stage(recipe.parallel)
     mesh = build_mesh(recipe.parallel, stage.axes, world, "cpu")
     model = build_model(load_config(recipe.model, folder, recipe.data.max_length), recipe.precision.master)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
-    apply_checkpointing(model.blocks, recipe.activation.checkpointing)
-    apply_stage(model, model.units, stage, mesh, DTYPES[recipe.precision.params], DTYPES[recipe.precision.reduce])
+    units = choose_units(model, model.parts, model.blocks, stage, recipe.parallel)
+    apply_checkpointing(model.blocks, recipe.activation)
+    apply_stage(units, mesh, recipe.parallel, recipe.precision)
     shard = axis_sizes(mesh)["dp_shard"]
     placed = [Replicate(), Shard(0)] if "dp_replicate" in stage.axes else [Shard(0)]
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) and list(parameter.placements) == placed, name
         assert parameter.is_meta and parameter.dtype == torch.float32
         assert -(-len(parameter) // shard) >= len(parameter.to_local())
-    modules = {id(module) for module in sharded_modules(model)}
-    assert {id(module) for unit in model.units for module in unit} | {id(model)} == modules
+    modules = {module for module in model.modules() if isinstance(module, FSDPModule)}
+    assert {module for part in model.parts for module in part} | {model} == modules
     # what a rank keeps is its share: every matrix of these models divides evenly, so exactly
     kept = sum(parameter.to_local().numel() for parameter in model.parameters())
     if all(len(parameter) % shard == 0 for parameter in model.parameters()):

@@ -1,0 +1,1 @@
+"""Communication: who sends how many bytes."""

@@ -1,0 +1,124 @@
+"""The ledger: calls and payload bytes of every collective of a step, by operation and mesh axis.
+
+Invariant: it counts what is asked of torch.distributed, whoever asks (fully_shard, the loop, a custom collective), and
+once closed it costs nothing. It stands in for torch.distributed's functions while open: a TorchDispatchMode would see
+the same calls, but under one torch.compile skips a frame and never compiles it again.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+# function of torch.distributed -> operation, and the argument that is the full tensor
+FUNCTIONS = {
+    "all_gather_into_tensor": ("all_gather", "output_tensor"),
+    "all_gather_single": ("all_gather", "output_tensor"),  # torch >= 2.13, where the former is deprecated
+    "reduce_scatter_tensor": ("reduce_scatter", "input"),
+    "reduce_scatter_single": ("reduce_scatter", "input"),
+    "all_reduce": ("all_reduce", "tensor"),
+    "all_to_all_single": ("all_to_all", "input"),
+}
+WORLD = "world"  # the axis of a collective over all ranks, where no mesh axis has them all
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Payload is the full tensor in the dtype on the wire: the output of an all-gather, the input of a reduce-scatter
+    or all-to-all, the tensor of an all-reduce."""
+
+    calls: int = 0
+    payload_bytes: int = 0
+
+    def __add__(self, other: "Volume") -> "Volume":
+        return Volume(self.calls + other.calls, self.payload_bytes + other.payload_bytes)
+
+
+Traffic = dict[tuple[str, str], Volume]  # (operation, mesh axis)
+
+
+class Ledger:
+    """Counts from `open` to `close`; as a context it is closed at the latest when that ends."""
+
+    def __init__(self, mesh: DeviceMesh):
+        names = mesh.mesh_dim_names or ()
+        self.groups = {axis: dist.get_process_group_ranks(mesh.get_group(axis)) for axis in names}
+        self.groups[WORLD] = list(range(dist.get_world_size()))
+        self.traffic: Traffic = {}
+        self._replaced: dict[str, Any] = {}
+
+    def open(self) -> None:
+        for name, (op, argument) in FUNCTIONS.items():
+            if hasattr(dist, name):
+                self._replaced[name] = getattr(dist, name)
+                setattr(dist, name, self._counting(self._replaced[name], op, argument))
+
+    def close(self) -> bool:
+        """Put torch.distributed back. Returns whether it was open."""
+        was_open = bool(self._replaced)
+        while self._replaced:
+            setattr(dist, *self._replaced.popitem())
+        return was_open
+
+    def _counting(self, function: Callable[..., Any], op: str, argument: str) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def counting(*positional: Any, **named: Any) -> Any:
+            given = signature.bind(*positional, **named).arguments
+            self._count(op, given[argument], given.get("group") or dist.group.WORLD)
+            return function(*positional, **named)
+
+        return counting
+
+    def _count(self, op: str, tensor: Tensor, group: Any) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        axis = next(axis for axis, known in self.groups.items() if known == ranks)
+        volume = self.traffic.get((op, axis), Volume())
+        self.traffic[op, axis] = volume + Volume(1, tensor.numel() * tensor.element_size())
+
+    def inter_node_bytes(self, ranks_per_node: int) -> int:
+        """What this rank sent to ranks of other nodes."""
+        return sent_between_nodes(self.traffic, self.groups, dist.get_rank(), ranks_per_node)
+
+    def __enter__(self) -> "Ledger":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def sent_between_nodes(traffic: Traffic, groups: dict[str, list[int]], rank: int, ranks_per_node: int) -> int:
+    """Bytes of `traffic` that `rank` sends to other nodes. `groups`: for each axis the global ranks that talk along it.
+
+    By the ring, in rank order: an all-gather or reduce-scatter of M bytes over n ranks passes M (n - 1) / n to the next
+    rank, an all-reduce twice that (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 2009, section 3).
+    An all-to-all sends each rank its part.
+    """
+    total, node = 0, rank // ranks_per_node
+    for (op, axis), volume in traffic.items():
+        ranks, sent = groups[axis], volume.payload_bytes
+        following = ranks[(ranks.index(rank) + 1) % len(ranks)]
+        if op == "all_to_all":
+            total += sent * sum(other // ranks_per_node != node for other in ranks) // len(ranks)
+        elif following // ranks_per_node != node:
+            total += sent * (len(ranks) - 1) * (2 if op == "all_reduce" else 1) // len(ranks)
+    return total
+
+
+def traffic_metrics(traffic: Traffic, inter_node_bytes: int) -> dict[str, int]:
+    """`comm/<op>_calls` and `comm/<op>_bytes` of every operation, over all axes; and `comm/inter_node_bytes`."""
+    metrics: dict[str, int] = {}
+    for op in OPS:
+        volume = sum((volume for (name, _), volume in traffic.items() if name == op), Volume())
+        metrics |= {f"comm/{op}_calls": volume.calls, f"comm/{op}_bytes": volume.payload_bytes}
+    return metrics | {"comm/inter_node_bytes": inter_node_bytes}

@@ -1,0 +1,139 @@
+"""Closed formulas: what a rank sends in a step and what it keeps, from a Stage row and the units' shapes.
+
+Invariant: exact. Tests hold each number equal to what a run measures, padding of uneven shards included: a tensor of
+s rows over N ranks is cut into N shards of ceil(s / N) rows. The ZeRO paper's arithmetic stands apart (`paper`).
+Needs no process group and no memory: the units may lie on the meta device.
+"""
+
+from dataclasses import dataclass
+from itertools import compress
+from math import prod
+
+from torch import Size
+
+from shardbook.comm.ledger import WORLD, Traffic, Volume, sent_between_nodes
+from shardbook.dtypes import DTYPES
+from shardbook.mesh import DP_REPLICATE, DP_SHARD, ranks_along
+from shardbook.recipe import Parallel, Precision
+from shardbook.stages import Stage, Unit, backward_depth
+
+COUNTS_BYTES = 3 * 8  # the step's token counts and stop flags: three fp64 numbers summed over all ranks
+NORM_BYTES = 8  # the squared gradient norm, one fp64 number
+STEP_BYTES = 4  # AdamW's step count of one parameter
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes that one rank keeps from step to step (gradients: from backward to the optimizer)."""
+
+    params_bytes: float
+    grads_bytes: float
+    optimizer_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        return self.params_bytes + self.grads_bytes + self.optimizer_bytes
+
+
+def shard_rows(rows: int, ranks: int, rank: int) -> int:
+    """Rows of dim 0 that shard `rank` of `ranks` really has: the last ones may be shorter, or empty."""
+    padded = -(-rows // ranks)
+    return max(0, min(padded, rows - rank * padded))
+
+
+def padded_numel(shape: Size, ranks: int) -> int:
+    """Elements of all `ranks` shards together, each as long as the longest."""
+    return -(-shape[0] // ranks) * ranks * prod(shape[1:])
+
+
+def gathers_per_step(unit: Unit, micros: int) -> int:
+    """Twice a micro-batch where it is freed after forward (Stage: zero3), else once a step (zero1, zero2)."""
+    return 2 * micros if unit.reshards else 1
+
+
+def reductions_per_step(stage: Stage, micros: int) -> int:
+    """How many of the step's `micros` micro-batches reduce-scatter."""
+    return sum(stage.syncs(is_last_micro=micro == micros - 1) for micro in range(micros))
+
+
+def predict_traffic(
+    stage: Stage, units: list[Unit], sizes: dict[str, int], micros: int, precision: Precision
+) -> Traffic:
+    """Calls and payload bytes of one optimizer step of one rank, by operation and mesh axis.
+
+    `sizes`: of the mesh axes. A group of one rank gathers and reduces nothing. Every unit is taken to run forward and
+    backward in each micro-batch.
+    """
+    shards, replicas = sizes[DP_SHARD], sizes[DP_REPLICATE]
+    wire, reduced = DTYPES[precision.params].itemsize, DTYPES[precision.reduce].itemsize
+    traffic: Traffic = {}
+
+    def add(op: str, axis: str, calls: int, payload_bytes: int) -> None:
+        if calls and payload_bytes:
+            traffic[op, axis] = traffic.get((op, axis), Volume()) + Volume(calls, calls * payload_bytes)
+
+    for unit in units:
+        whole = sum(padded_numel(shape, shards) for shape in unit.shapes)
+        trained = sum(padded_numel(shape, shards) for shape in compress(unit.shapes, unit.trained))
+        if shards > 1:
+            add("all_gather", DP_SHARD, gathers_per_step(unit, micros), whole * wire)
+            add("reduce_scatter", DP_SHARD, reductions_per_step(stage, micros), trained * reduced)
+        if replicas > 1:  # once a step, of a rank's shard
+            add("all_reduce", DP_REPLICATE, 1, trained // shards * reduced)
+    if shards > 1:
+        add("all_reduce", DP_SHARD, 1, NORM_BYTES)
+    everyone = next((axis for axis, size in sizes.items() if size == prod(sizes.values())), WORLD)
+    add("all_reduce", everyone, 1, COUNTS_BYTES)
+    return traffic
+
+
+def predict_inter_node_bytes(traffic: Traffic, sizes: dict[str, int], rank: int, ranks_per_node: int) -> int:
+    """What `rank` sends to other nodes in a step of `traffic`."""
+    groups = {axis: ranks_along(sizes, axis, rank) for axis in sizes}
+    groups[WORLD] = list(range(prod(sizes.values())))
+    return sent_between_nodes(traffic, groups, rank, ranks_per_node)
+
+
+def predict_resident(units: list[Unit], sizes: dict[str, int], shard_rank: int, precision: Precision) -> Resident:
+    """What the rank at `shard_rank` along dp_shard keeps. Parameters and gradients lie in padded storage; AdamW's two
+    moments have the true rows of the rank, and one step count a parameter."""
+    shards, master = sizes[DP_SHARD], DTYPES[precision.master].itemsize
+    params = grads = optimizer = 0
+    for unit in units:
+        for shape, is_trained in zip(unit.shapes, unit.trained, strict=True):
+            padded = padded_numel(shape, shards) // shards * master
+            params += padded
+            if is_trained:
+                grads += padded
+                optimizer += 2 * shard_rows(shape[0], shards, shard_rank) * prod(shape[1:]) * master + STEP_BYTES
+    return Resident(params, grads, optimizer)
+
+
+def paper(stage: Stage, parameters: int, ranks: int) -> Resident:
+    """The ZeRO paper's count (arXiv 1910.02054, section 3.1 and figure 1): 2 bytes a parameter, 2 a gradient, 12 of
+    optimizer state (fp32 copy, momentum, variance), each split over `ranks` or not. Not what this program keeps."""
+    split = ranks if stage.shards else 1
+    return Resident(
+        params_bytes=2 * parameters / (split if stage.reshard_after_forward else 1),
+        grads_bytes=2 * parameters / (split if stage.reduce_every_micro else 1),
+        optimizer_bytes=12 * parameters / split,
+    )
+
+
+def predict_gathered_peak(units: list[Unit], sizes: dict[str, int], parallel: Parallel, precision: Precision) -> int:
+    """Most bytes of gathered parameters that exist at once: those never freed inside a pass, the running unit, and as
+    many units ahead of it as are prefetched. (A gather in flight holds its output buffer as long again.)"""
+    ahead = max(0, parallel.forward_prefetch, backward_depth(parallel))
+    order = [unit for unit in units if not unit.spans]
+    kept = {unit for unit in units if unit.spans or not unit.reshards}
+
+    def size(unit: Unit) -> int:
+        itemsize = DTYPES[precision.params].itemsize
+        return sum(padded_numel(shape, sizes[DP_SHARD]) for shape in unit.shapes) * itemsize
+
+    peak = sum(map(size, kept))
+    for number, running in enumerate(order):
+        around = {unit for unit in order if running.modules[0] in set(unit.modules[0].modules())}  # itself too
+        live = kept | around | set(order[number : number + 1 + ahead])
+        peak = max(peak, sum(map(size, live)))
+    return peak

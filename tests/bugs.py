@@ -1,0 +1,233 @@
+"""Planted bugs: errors that others shipped, each of which leaves a plausible loss curve. A bug is a function that
+patches the package in the process of one rank, in which nothing else runs afterwards."""
+
+import dataclasses
+import functools
+import inspect
+
+from cases import MAX_NORM, Case
+
+BUGS = {}  # name -> (function, the case it is planted in, what torch itself says of it, if it does)
+
+
+def planted_in(*case, refused="", **options):
+    def note(function):
+        BUGS[function.__name__] = (function, Case(*case, **options), refused)
+        return function
+
+    return note
+
+
+@planted_in("zero1", 1, 2)
+def token_count_not_reduced(train):
+    train.sum_over_ranks = lambda *values: [float(value) for value in values]
+
+
+@planted_in("zero2", 1, 2, micros=3)
+def mean_of_means(train):
+    real_sum, real_objective = train.sum_over_ranks, train.OBJECTIVES["sft"]
+
+    def count_micros(*values):
+        return [6.0, *real_sum(*values)[1:]] if len(values) == 3 else real_sum(*values)
+
+    train.sum_over_ranks = count_micros
+    train.OBJECTIVES["sft"] = lambda model, micro: real_objective(model, micro) / max(1, len(micro.targets))
+
+
+@planted_in("zero3", 1, 2)
+def average_in_place_of_sum(train):
+    after_applying(train, lambda units: [unit.handle.set_gradient_divide_factor(2.0) for unit in units])
+
+
+@planted_in("hsdp", 2, 2)
+def divide_factor_of_the_wrong_group(train):
+    """Divided by the ranks of the shard group, as if each of them had not counted its tokens in the loss."""
+    after_applying(train, lambda units: [unit.handle.set_gradient_divide_factor(4 / 2) for unit in units])
+
+
+@planted_in("hsdp", 2, 2)
+def hsdp_all_reduce_skipped(train):
+    import torch.distributed as dist
+
+    real_apply, real_reduce = train.apply_stage, dist.all_reduce
+
+    def apply_stage(units, mesh, *rest):
+        real_apply(units, mesh, *rest)
+        replicas = mesh.get_group("dp_replicate")
+
+        def all_reduce(tensor, *positional, group=None, **named):
+            return None if group is replicas else real_reduce(tensor, *positional, group=group, **named)
+
+        dist.all_reduce = all_reduce
+
+    train.apply_stage = apply_stage
+
+
+@planted_in("hsdp", 2, 2, micros=3)
+def all_reduce_forgets_the_earlier_micros(train):
+    """Across replicas every micro-batch is reduced, and its partial sum added to what was summed already."""
+    real = train.set_schedule
+
+    def set_schedule(units, stage, is_last_micro):
+        real(units, stage, is_last_micro)
+        units[-1].handle.set_requires_all_reduce(True)
+
+    train.set_schedule = set_schedule
+
+
+@planted_in("zero1", 1, 2, micros=3)
+def sync_on_every_micro_in_zero1(train):
+    real = train.set_schedule
+
+    def set_schedule(units, stage, is_last_micro):
+        real(units, dataclasses.replace(stage, reduce_every_micro=True), is_last_micro)
+
+    train.set_schedule = set_schedule
+
+
+@planted_in("zero1", 1, 2)
+def no_sync_on_the_last_micro(train):
+    real = train.set_schedule
+    train.set_schedule = lambda units, stage, is_last_micro: real(units, stage, False)
+
+
+@planted_in("zero3", 1, 2, clips=True)
+def local_gradient_norm(train):
+    import torch
+
+    def local(parameters, limit):
+        parameters = [p for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad.to_local() for p in parameters])
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
+
+    train.clip_gradients = local
+
+
+@planted_in("zero2", 1, 2, clips=True)
+def clip_before_reduce(train):
+    """Each rank clips what it is about to send, and nobody clips the sum."""
+    import torch.distributed as dist
+
+    real_clip = train.clip_gradients
+    train.clip_gradients = lambda parameters, limit: real_clip(parameters, 0)
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    real_reduce = getattr(dist, name)
+    signature = inspect.signature(real_reduce)
+
+    @functools.wraps(real_reduce)
+    def reduce_scatter(*positional, **named):
+        sent = signature.bind(*positional, **named).arguments["input"]
+        sent.mul_(min(1.0, MAX_NORM / sent.norm().item()))
+        return real_reduce(*positional, **named)
+
+    setattr(dist, name, reduce_scatter)
+
+
+@planted_in("zero2", 1, 2)
+def stale_gathered_weights(train):
+    real = train.set_schedule
+
+    def set_schedule(units, stage, is_last_micro):
+        real(units, stage, is_last_micro)
+        units[-1].handle.set_reshard_after_backward(False)
+
+    train.set_schedule = set_schedule
+
+
+@planted_in("zero2", 1, 2)
+def evaluation_leaves_weights_gathered(train):
+    train.reshard = lambda units: None
+
+
+@planted_in("zero3", 1, 3, refused="already managed by another FSDP group")
+def tied_weights_in_two_groups(train):
+    train.CausalLM.parts = property(
+        lambda model: [[model.model.embed_tokens], *[[b] for b in model.blocks], [model.model.norm, model.lm_head]]
+    )
+
+
+@planted_in("zero3", 1, 2)
+def gradients_reduced_in_bf16(train):
+    real = train.apply_stage
+    train.apply_stage = lambda units, mesh, parallel, precision: real(
+        units, mesh, parallel, precision.model_copy(update={"reduce": "bf16"})
+    )
+
+
+@planted_in("zero3", 1, 2)
+def block_left_unwrapped(train):
+    real = train.choose_units
+
+    def choose_units(*given):
+        embedding, _block, *others = real(*given)
+        return [embedding, *others]
+
+    train.choose_units = choose_units
+
+
+@planted_in("zero3", 1, 2)
+def zero3_that_is_zero2(train):
+    real = train.choose_units
+    train.choose_units = lambda *given: [dataclasses.replace(unit, reshards=False) for unit in real(*given)]
+
+
+@planted_in("hsdp", 2, 1)
+def replicas_drift(train):
+    """One replica steps a little further than the other; the first one's weights and every loss look right."""
+    import torch
+    import torch.distributed as dist
+
+    real = train.build_optimizer
+
+    def build_optimizer(model, optim):
+        optimizer = real(model, optim)
+        step = optimizer.step
+
+        def drifting():
+            step()
+            with torch.no_grad():
+                next(model.parameters()).to_local().mul_(1 + 1e-6 * dist.get_rank())
+
+        optimizer.step = drifting
+        return optimizer
+
+    train.build_optimizer = build_optimizer
+
+
+@planted_in("ddp", 2, 1)
+def gradients_never_zeroed(train):
+    real = train.build_optimizer
+
+    def build_optimizer(model, optim):
+        optimizer = real(model, optim)
+        optimizer.zero_grad = lambda: None
+        return optimizer
+
+    train.build_optimizer = build_optimizer
+
+
+@planted_in("zero1", 1, 3, tied=False)
+def padding_not_counted(train):
+    from shardbook.plan import formulas
+
+    formulas.padded_numel = lambda shape, ranks: shape.numel() // ranks * ranks
+
+
+@planted_in("zero2", 1, 2)
+def ledger_counts_a_shard(train):
+    from shardbook.comm import ledger
+
+    ledger.FUNCTIONS |= {
+        name: (op, "input_tensor") for name, (op, argument) in ledger.FUNCTIONS.items() if op == "all_gather"
+    }
+
+
+def after_applying(train, change):
+    real = train.apply_stage
+
+    def apply_stage(units, *rest):
+        real(units, *rest)
+        change(units)
+
+    train.apply_stage = apply_stage

@@ -1,0 +1,307 @@
+"""The parity matrix: its cases, how one is run through the whole of `train()`, and what must hold afterwards."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import reference
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+RATE, DECAY, MAX_NORM = 3e-3, 0.1, 0.5
+TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: str
+    replicas: int
+    shards: int
+    micros: int = 1
+    clips: bool = False
+    tied: bool = True
+    checkpointing: str = "none"
+    extra: tuple[str, ...] = ()  # further overrides
+
+    @property
+    def world(self) -> int:
+        return self.replicas * self.shards
+
+    @property
+    def layout(self) -> str:
+        return f"{self.stage} {self.replicas}x{self.shards}" if self.stage == "hsdp" else self.stage
+
+    @property
+    def name(self) -> str:
+        words = (self.stage, f"{self.replicas}x{self.shards}", f"k{self.micros}", "clip" if self.clips else "free")
+        words += ("tied" if self.tied else "untied", self.checkpointing, *self.extra)
+        return "-".join(words).replace("=", "_").replace(":", "_").replace("/", "_")
+
+    def words(self, tiny: Path) -> list[str]:
+        return [
+            f"parallel.stage={self.stage}",
+            *([f"parallel.dp_replicate_size={self.replicas}"] if self.stage in ("hsdp", "ddp") else []),
+            *([f"parallel.dp_shard_size={self.shards}"] if self.stage != "ddp" else []),
+            f"model.path={tiny}/{'model' if self.tied else 'untied'}",
+            f"train.gradient_accumulation_steps={self.micros}",
+            f"optim.max_grad_norm={MAX_NORM if self.clips else 0}",
+            f"activation.checkpointing={self.checkpointing}",
+            "train.eval_steps=2",  # train -> eval -> train, in every case
+            f"run.name={self.name}",
+            *self.extra,
+        ]
+
+
+def layouts(world: int) -> list[tuple[str, int, int]]:
+    """Every stage that fits `world` ranks, as (stage, replicas, shards); hsdp with group size 1 on either axis too."""
+    plain = [("ddp", world, 1), *((stage, 1, world) for stage in ("zero1", "zero2", "zero3"))]
+    hybrid = [("hsdp", world // shards, shards) for shards in range(1, world + 1) if world % shards == 0]
+    return plain + hybrid
+
+
+def every_case() -> list[Case]:
+    options = list(itertools.product((1, 3), (False, True), (True, False), ("none", "full")))
+    return [
+        Case(*layout, micros, clips, tied, checkpointing)
+        for world in (1, 2, 3, 4)
+        for layout in layouts(world)
+        for micros, clips, tied, checkpointing in options
+    ]
+
+
+def covering_cases() -> list[Case]:
+    """Every layout, every pair of options with every world, and on two ranks all that rule 2 says of bits."""
+    options = list(itertools.product((1, 3), (False, True), (True, False), ("none", "full")))
+    bitwise = [Case(*layout, micros) for layout in layouts(2)[:4] for micros in (1, 3)]
+    chosen = []
+    for world in (1, 2, 3, 4):
+        for number, layout in enumerate(layouts(world)):
+            # of the 16 combinations each layout gets one and its opposite in everything
+            picked = (5 * number + world) % 16
+            chosen += [Case(*layout, *options[picked]), Case(*layout, *options[15 - picked])]
+    return list(dict.fromkeys(bitwise + chosen))
+
+
+@dataclass
+class Outcome:
+    """What one rank saw of a case. `result` on rank 0 only."""
+
+    coordinates: tuple[int, int]
+    digest: str  # of this rank's own weights at the end
+    traffic: tuple[dict, dict]  # measured, predicted
+    inter_node: tuple[int, int]
+    memory: tuple[tuple, tuple]
+    result: reference.Result | None
+
+
+def run_cases(recipe: Path, tiny: Path, cases: list[Case], results: Path) -> list[str]:
+    """On each rank: train every case in one world; write its outcome to results/<case>.<rank>. Returns the errors."""
+    from shardbook import train
+    from shardbook.dist import start_distributed
+    from shardbook.recipe import RecipeError, load_recipe
+
+    ranks, errors = start_distributed(), []
+    for case in cases:
+        try:
+            settings = load_recipe(recipe, [*case.words(tiny), f"run.dir={results}"])
+            outcome = run_case(train, settings, recipe, ranks, case)
+            torch.save(outcome, results / f"{case.name}.{ranks.rank}")
+        except RecipeError as error:  # met by every rank alike; anything else would leave the others waiting
+            errors.append(f"{case.name}: {error}")
+    return errors
+
+
+def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
+    """`train.train` with eyes open: what passes between the story and its modules is noted, and nothing changed."""
+    from shardbook.plan.formulas import predict_inter_node_bytes, predict_resident
+
+    seen, gradients = {}, []
+    real = {
+        name: getattr(train, name)
+        for name in ("apply_stage", "materialize", "clip_gradients", "memory_metrics", "Ledger", "Teller")
+    }
+
+    def apply_stage(units, mesh, parallel, precision):
+        seen.update(units=units, mesh=mesh, precision=precision)
+        return real["apply_stage"](units, mesh, parallel, precision)
+
+    def materialize(model, device):
+        seen["model"] = model
+        return real["materialize"](model, device)
+
+    def clip_gradients(parameters, max_norm):
+        named = seen["model"].named_parameters()
+        gradients.append({name: whole(p.grad) for name, p in named if p.grad is not None})
+        return real["clip_gradients"](parameters, max_norm)
+
+    def memory_metrics(model, optimizer):
+        found = real["memory_metrics"](model, optimizer)
+        seen["memory"] = tuple(found[f"memory/{kind}_bytes"] for kind in ("params", "grads", "optimizer"))
+        return found
+
+    class Ledger(real["Ledger"]):
+        def inter_node_bytes(self, ranks_per_node):
+            # whatever the machine is: as if every two ranks were a node
+            seen["inter_node"] = super().inter_node_bytes(2)
+            return super().inter_node_bytes(ranks_per_node)
+
+    class Teller(real["Teller"]):
+        def traffic(self, measured, predicted):
+            seen["traffic"] = (dict(measured), dict(predicted))
+
+        def say(self, text):
+            pass
+
+        def layout(self, *anything):
+            pass
+
+    spies = {"apply_stage": apply_stage, "materialize": materialize, "clip_gradients": clip_gradients}
+    spies |= {"memory_metrics": memory_metrics, "Ledger": Ledger, "Teller": Teller}
+    try:
+        for name, spy in spies.items():
+            setattr(train, name, spy)
+        assert train.train(settings, recipe, ranks) == 0
+    finally:
+        for name, function in real.items():
+            setattr(train, name, function)
+    model, sizes = seen["model"], {"dp_replicate": case.replicas, "dp_shard": case.shards}
+    coordinates = tuple(seen["mesh"].get_local_rank(axis) for axis in sizes)
+    kept = predict_resident(seen["units"], sizes, coordinates[1], seen["precision"])
+    memory = (kept.params_bytes, kept.grads_bytes, kept.optimizer_bytes)
+    inter_node = predict_inter_node_bytes(seen["traffic"][1], sizes, ranks.rank, 2)
+    weights = {name: whole(p) for name, p in model.named_parameters()}
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    digest = hashlib.sha256(b"".join(part.detach().cpu().numpy().tobytes() for part in local)).hexdigest()
+    result = None
+    if ranks.is_main:
+        rows = [
+            json.loads(line) for line in (Path(settings.run.dir) / case.name / "metrics.jsonl").read_text().splitlines()
+        ]
+        rows = [row for row in rows if "train/loss" in row]
+        losses, norms = [row["train/loss"] for row in rows], [row["train/grad_norm"] for row in rows]
+        result = reference.Result(losses, norms, gradients, weights)
+    return Outcome(
+        coordinates, digest, seen["traffic"], (seen["inter_node"], inter_node), (seen["memory"], memory), result
+    )
+
+
+def whole(tensor) -> Tensor:
+    """A DTensor's full value, with collectives that no ledger counts."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
+
+
+def documents_of_steps(recipe: Path, tiny: Path, rows: int) -> list[list[reference.Document]]:
+    """The documents of each of five steps of `rows` rows, as the reference wants them."""
+    from transformers import AutoTokenizer
+
+    from shardbook.data.loader import Batching, Loader
+    from shardbook.data.tokenized import build_documents
+    from shardbook.recipe import load_recipe
+
+    data = load_recipe(recipe).data
+    documents, _ = build_documents(data, AutoTokenizer.from_pretrained(tiny / "model"), tiny / "model")
+    loader = Loader(documents, Batching(data.max_length, 1, 0, 1), rows, seed=42)
+    picked = [[loader.row_at(step * rows + row) for row in range(rows)] for step in range(5)]
+    encoded = documents.encoded
+    return [[(encoded[i]["input_ids"], encoded[i]["mask"]) for row in step for i in row] for step in picked]
+
+
+def reference_of(recipe: Path, tiny: Path) -> Callable[[Case], reference.Result]:
+    """What the plain process makes of a case's data; stages and checkpointing make no difference to it."""
+
+    @cache
+    def train(rows: int, clips: bool, tied: bool) -> reference.Result:
+        steps = documents_of_steps(recipe, tiny, rows)
+        return reference.train(
+            tiny / ("model" if tied else "untied"), steps, RATE, DECAY, max_norm=MAX_NORM if clips else 0.0
+        )
+
+    return lambda case: train(case.world * case.micros, case.clips, case.tied)
+
+
+def outcomes_of(case: Case, results: Path) -> list[Outcome]:
+    return [torch.load(results / f"{case.name}.{rank}", weights_only=False) for rank in range(case.world)]
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return ((got - want).norm() / want.norm().clamp_min(1e-30)).item()
+
+
+def assert_parity(got: reference.Result, want: reference.Result, tolerance: float = TOLERANCE) -> float:
+    """Losses, norms, every gradient of every step and the weights, each relative to its own size. Returns the worst."""
+    errors = {}
+    for kind in ("losses", "norms"):
+        pairs = zip(getattr(got, kind), getattr(want, kind), strict=True)
+        errors |= {f"{kind} at step {n}": abs(a - b) / abs(b) for n, (a, b) in enumerate(pairs, start=1)}
+    assert len(got.gradients) == len(want.gradients), "steps without gradients"
+    for step, (ours, theirs) in enumerate(zip(got.gradients, want.gradients, strict=True), start=1):
+        assert ours.keys() == theirs.keys(), f"step {step}: other parameters have gradients"
+        # against the gradient of the whole model: a norm's own is some hundred times smaller, and so is its rounding
+        size = torch.stack([g.norm() for g in theirs.values()]).norm()
+        errors |= {f"gradient of {n} at step {step}": ((ours[n] - theirs[n]).norm() / size).item() for n in theirs}
+    errors |= {f"weight {n}": relative_error(got.weights[n], want.weights[n]) for n in want.weights}
+    worst = max(errors, key=lambda key: errors[key])
+    assert errors[worst] < tolerance, f"{worst}: {errors[worst]:.1e}"
+    return errors[worst]
+
+
+def assert_exact_bytes(outcomes: list[Outcome]) -> None:
+    """On every rank: traffic, traffic between nodes and memory measured are those predicted, to the byte."""
+    for rank, outcome in enumerate(outcomes):
+        for kind in ("traffic", "inter_node", "memory"):
+            measured, predicted = getattr(outcome, kind)
+            assert measured == predicted, f"rank {rank}, {kind}: measured {measured}, predicted {predicted}"
+
+
+def assert_replicas_agree(outcomes: list[Outcome]) -> None:
+    """Ranks with the same place along dp_shard hold the same bits."""
+    digests = {}
+    for outcome in outcomes:
+        assert digests.setdefault(outcome.coordinates[1], outcome.digest) == outcome.digest, "replicas drifted apart"
+
+
+def expected_traffic(case: Case, shapes: dict[str, torch.Size]) -> dict[tuple[str, str], tuple[int, int]]:
+    """DESIGN's stage table in bytes, from Hugging Face's parameter names, without the code under test: fp32, a unit a
+    block, tied weights and the last norm in one unit with the embedding."""
+    units: dict[str, list[torch.Size]] = {}
+    for name, shape in shapes.items():
+        unit = name.split(".")[2] if ".layers." in name else "embedding" if case.tied or "embed" in name else "head"
+        units.setdefault(unit, []).append(shape)
+    gathers = {"ddp": 0, "zero1": 1, "zero2": 1, "zero3": 2 * case.micros, "hsdp": 2 * case.micros}[case.stage]
+    scatters = {"ddp": 0, "zero1": 1, "zero2": case.micros, "zero3": case.micros, "hsdp": case.micros}[case.stage]
+    n, found = case.shards, {}
+    padded = sum(-(-shape[0] // n) * n * shape[1:].numel() for shapes in units.values() for shape in shapes) * 4
+    if n > 1:
+        found["all_gather", "dp_shard"] = (gathers * len(units), gathers * padded)
+        found["reduce_scatter", "dp_shard"] = (scatters * len(units), scatters * padded)
+        found["all_reduce", "dp_shard"] = (1, 8)  # the norm
+    if case.replicas > 1:
+        found["all_reduce", "dp_replicate"] = (len(units), padded // n)
+    axis = "dp_replicate" if n == 1 else "dp_shard" if case.replicas == 1 else "world"
+    calls, size = found.get(("all_reduce", axis), (0, 0))
+    found["all_reduce", axis] = (calls + 1, size + 24)  # three counts
+    return found
+
+
+def assert_case(case: Case, outcomes: list[Outcome], want: reference.Result) -> float:
+    """Everything that must hold of a run. Returns the largest relative error."""
+    worst = assert_parity(outcomes[0].result, want)
+    assert_replicas_agree(outcomes)
+    assert_exact_bytes(outcomes)
+    measured = {key: (volume.calls, volume.payload_bytes) for key, volume in outcomes[0].traffic[0].items()}
+    assert measured == expected_traffic(case, {name: weight.shape for name, weight in want.weights.items()})
+    return worst
+
+
+def same_bits(one: reference.Result, other: reference.Result) -> bool:
+    """Losses, gradients and weights, to the last bit."""
+    pairs = list(zip(one.gradients, other.gradients, strict=True)) + [(one.weights, other.weights)]
+    return one.losses == other.losses and all(
+        torch.equal(ours[name], theirs[name]) for ours, theirs in pairs for name in ours
+    )

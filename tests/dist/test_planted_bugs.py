@@ -1,0 +1,49 @@
+"""Every planted bug turns the parity suite red, and without it the same case is green. The score is printed at the end."""
+
+from itertools import groupby
+
+import pytest
+from bugs import BUGS
+from cases import assert_case, outcomes_of, reference_of, run_cases
+from tiny import write_recipe
+from world import run_world
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny, tmp_path_factory):
+    return write_recipe(tiny, tmp_path_factory.mktemp("bugs"))
+
+
+@pytest.fixture(scope="module")
+def wanted(recipe, tiny):
+    return reference_of(recipe, tiny)
+
+
+def run_planted(name, *args):
+    from shardbook import train
+
+    BUGS[name][0](train)
+    return run_cases(*args)
+
+
+def test_without_a_bug_each_case_is_green(recipe, tiny, tmp_path, wanted):
+    cases = sorted({case for _, case, _ in BUGS.values()}, key=lambda case: (case.world, case.name))
+    for world, same in groupby(cases, key=lambda case: case.world):
+        chosen = list(same)
+        assert run_world(world, run_cases, recipe, tiny, chosen, tmp_path) == [[]] * world
+        for case in chosen:
+            assert_case(case, outcomes_of(case, tmp_path), wanted(case))
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_turns_the_suite_red(name, recipe, tiny, tmp_path, wanted):
+    _, case, refused = BUGS[name]
+    try:  # it must run to its end, and be wrong; or be refused for what it is
+        run_world(case.world, run_planted, name, recipe, tiny, [case], tmp_path)
+    except AssertionError as error:
+        assert refused and refused in str(error)
+        print(f"{name}: refused: {refused}")
+        return
+    with pytest.raises(AssertionError) as red:
+        assert_case(case, outcomes_of(case, tmp_path), wanted(case))
+    print(f"{name}: {str(red.value).strip().splitlines()[0]}")
