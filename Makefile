@@ -11,7 +11,7 @@ DEV := .venv/.dev
 TRAIN = $(BIN)/shardbook train $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC))
 
 .DEFAULT_GOAL := help
-.PHONY: help train recipes test test-gpu bench-gpu lint format clean
+.PHONY: help train recipes test test-dist proof test-gpu bench-gpu lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -24,6 +24,12 @@ recipes: $(RUN)  ## list the recipes
 
 test: $(DEV)  ## every test that needs no GPU and no network
 	$(BIN)/pytest
+
+test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and model (some ten minutes)
+	$(BIN)/pytest tests/dist --everything
+
+proof: $(DEV)  ## run the matrix, the planted bugs and the ledger, and write docs/proof.md
+	$(BIN)/python tests/proof.py
 
 test-gpu: $(DEV)  ## the tests that need a CUDA device
 	$(BIN)/pytest tests/gpu

@@ -295,7 +295,8 @@ def assert_case(case: Case, outcomes: list[Outcome], want: reference.Result) -> 
     assert_replicas_agree(outcomes)
     assert_exact_bytes(outcomes)
     measured = {key: (volume.calls, volume.payload_bytes) for key, volume in outcomes[0].traffic[0].items()}
-    assert measured == expected_traffic(case, {name: weight.shape for name, weight in want.weights.items()})
+    expected = expected_traffic(case, {name: weight.shape for name, weight in want.weights.items()})
+    assert measured == expected, f"traffic is not that of {case.stage}: measured {measured}, the table has {expected}"
     return worst
 
 

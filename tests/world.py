@@ -17,7 +17,7 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch", "transformers", "datasets", "shardbook.train", "shardbook.cli"])
 
 
-def run_world(size: int, fn, *args, environment: dict[str, str] | None = None) -> list:
+def run_world(size: int, fn, *args, environment: dict[str, str] | None = None, seconds: int = SECONDS) -> list:
     """`fn(*args)` on each of `size` ranks; results by rank. A rank that raises fails the test, with its traceback."""
     port, pipes, processes = free_port(), [], []
     for rank in range(size):
@@ -33,8 +33,8 @@ def run_world(size: int, fn, *args, environment: dict[str, str] | None = None) -
     errors = []
     try:
         while len(results) < size and not errors:
-            ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout=SECONDS)
-            assert ready, f"a world of {size} did not finish in {SECONDS} s"
+            ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout=seconds)
+            assert ready, f"a world of {size} did not finish in {seconds} s"
             for pipe in ready:
                 rank = pipes.index(pipe)
                 try:

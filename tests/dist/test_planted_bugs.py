@@ -3,7 +3,7 @@
 from itertools import groupby
 
 import pytest
-from bugs import BUGS
+from bugs import BUGS, run_planted
 from cases import assert_case, outcomes_of, reference_of, run_cases
 from tiny import write_recipe
 from world import run_world
@@ -17,13 +17,6 @@ def recipe(tiny, tmp_path_factory):
 @pytest.fixture(scope="module")
 def wanted(recipe, tiny):
     return reference_of(recipe, tiny)
-
-
-def run_planted(name, *args):
-    from shardbook import train
-
-    BUGS[name][0](train)
-    return run_cases(*args)
 
 
 def test_without_a_bug_each_case_is_green(recipe, tiny, tmp_path, wanted):

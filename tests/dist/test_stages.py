@@ -44,7 +44,7 @@ def outcomes(recipe, tiny, tmp_path_factory, pytestconfig):
     @cache
     def run(world: int) -> None:
         chosen = [case for case in cases if case.world == world]
-        assert run_world(world, run_cases, recipe, tiny, chosen, results) == [[]] * world
+        assert run_world(world, run_cases, recipe, tiny, chosen, results, seconds=1800) == [[]] * world
 
     def of(case: Case):
         run(case.world)

@@ -44,4 +44,4 @@ def test_the_table_is_the_design():
     table = {name: (row.reshard_after_forward, row.syncs(False)) for name, row in STAGES.items()}
     expected = {"zero1": (False, False), "zero2": (False, True), "zero3": (True, True), "hsdp": (True, True)}
     assert table == {"ddp": (False, True), **expected}
-    assert all(row.reshards(True) and row.syncs(True) for row in STAGES.values())
+    assert all(row.syncs(True) for row in STAGES.values())

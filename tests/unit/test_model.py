@@ -5,7 +5,6 @@ import torch
 from tiny import config, write_model
 from transformers import AutoModelForCausalLM
 
-from shardbook.activation import apply_checkpointing
 from shardbook.data.loader import Batching, build_micro
 from shardbook.model import build_model, flops_per_token, load_config, materialize, model_folder, tokenizer_folder
 from shardbook.objectives import OBJECTIVES
@@ -97,19 +96,6 @@ def test_eager_attention_computes_the_same(folder):
 def test_the_loss_in_chunks_is_the_same(folder):
     whole, chunks = gradients(load(folder), micro(True)), gradients(load(folder, chunk=7), micro(True))
     assert_close(chunks, whole)
-
-
-def test_checkpointing_is_bitwise_the_same_and_recomputes_each_block_once(folder):
-    plain = gradients(load(folder), micro(True))
-    model = load(folder)
-    calls = []
-    for number, block in enumerate(model.blocks):
-        block.mlp.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
-    apply_checkpointing(model.blocks, "full")
-    again = gradients(model, micro(True))
-    assert calls == [0, 1, 2, 2, 1, 0]
-    assert torch.equal(again[0], plain[0])
-    assert all(torch.equal(again[1][name], gradient) for name, gradient in plain[1].items())
 
 
 def test_no_rows_give_no_loss_and_zero_gradients(folder):

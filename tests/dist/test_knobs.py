@@ -1,0 +1,245 @@
+"""The knobs of a stage: each changes what it says, in exact bytes or in the order of gathers, and no number."""
+
+import re
+
+import pytest
+import torch
+from cases import Case, assert_exact_bytes, assert_parity, outcomes_of, reference_of, run_cases
+from tiny import config, write_recipe
+from toys import Scenario, Toy, train_toy
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+from world import run_world
+
+from shardbook.recipe import Parallel, RecipeError
+from shardbook.stages import check_stage
+
+KNOBS = {
+    "none": (),
+    "wrap-none": ("parallel.wrap=none",),
+    "wrap-matrices": ("parallel.wrap=size:1000",),  # a unit for each large matrix
+    "wrap-halves": ("parallel.wrap=size:4000",),  # one for each MLP; attention and norms go to the root
+    "wrap-rest-to-root": ("parallel.wrap=size:1000000",),
+    "small-kept": ("parallel.reshard_min_params=8000",),  # the blocks (7,744 parameters) stay gathered, the root not
+    "large-kept": ("parallel.reshard_min_params=100000",),  # everything stays: zero2
+    "root-kept": ("parallel.reshard_root=false",),
+    "prefetch-2-3": ("parallel.forward_prefetch=2", "parallel.backward_prefetch=3"),
+    "prefetch-0-0": ("parallel.forward_prefetch=0", "parallel.backward_prefetch=0"),
+    "all-at-once": (
+        "parallel.wrap=size:1000",
+        "parallel.reshard_min_params=1500",
+        "parallel.reshard_root=false",
+        "parallel.forward_prefetch=1",
+        "parallel.backward_prefetch=2",
+        "activation.checkpointing=full",
+    ),
+}
+CASES = {
+    (knob, tied): Case("zero3", 1, 2, micros=2, clips=True, tied=tied, extra=words)
+    for knob, words in KNOBS.items()
+    for tied in (True, False)
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny, tmp_path_factory):
+    return write_recipe(tiny, tmp_path_factory.mktemp("knobs"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(recipe, tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    assert run_world(2, run_cases, recipe, tiny, list(CASES.values()), folder) == [[], []]
+    return {key: outcomes_of(case, folder) for key, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def wanted(recipe, tiny):
+    return reference_of(recipe, tiny)
+
+
+@pytest.mark.parametrize("knob, tied", CASES, ids=lambda value: str(value))
+def test_no_number_changes_and_bytes_are_exact(knob, tied, outcomes, wanted):
+    assert_parity(outcomes[knob, tied][0].result, wanted(CASES[knob, tied]))
+    assert_exact_bytes(outcomes[knob, tied])
+
+
+def gathers(outcomes, knob, tied=True):
+    volume = outcomes[knob, tied][0].traffic[0]["all_gather", "dp_shard"]
+    return volume.calls, volume.payload_bytes
+
+
+def numel(tied=True):
+    """Padded elements of (a block, everything else), of the tiny Llama on two ranks; only 287 and 259 rows are odd."""
+    vocab = 259 if tied else 287
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config("llama", tied, vocab))
+    block = sum(p.numel() for p in model.model.layers[0].parameters())
+    outer = (vocab + 1) * 32 * (1 if tied else 2) + 32
+    assert 3 * block + outer - 32 * (1 if tied else 2) == sum(p.numel() for p in model.parameters())
+    return block, outer
+
+
+def test_gathered_bytes_of_each_knob(outcomes):
+    """Two micro-batches: four gathers of what is freed, one of what is kept."""
+    block, outer = numel()
+    assert gathers(outcomes, "none") == (4 * 4, 4 * (3 * block + outer) * 4)
+    assert gathers(outcomes, "wrap-none") == (4 * 1, 4 * (3 * block + outer) * 4)
+    assert gathers(outcomes, "wrap-rest-to-root") == (4 * 1, 4 * (3 * block + outer) * 4)
+    # q, o, gate, up and down have 1,000 elements or more; k and v 512 each, so their attention is a unit with 1,024; two
+    # norms of 32 are too few for their block and go to the root; the embedding is a unit with the last norm
+    assert gathers(outcomes, "wrap-matrices") == (4 * (3 * (5 + 1) + 1 + 1), 4 * (3 * block + outer) * 4)
+    assert gathers(outcomes, "wrap-halves") == (4 * (3 * 1 + 1 + 1), 4 * (3 * block + outer) * 4)
+    assert gathers(outcomes, "small-kept") == (3 + 4, (3 * block + 4 * outer) * 4)
+    assert gathers(outcomes, "large-kept") == (4, (3 * block + outer) * 4)
+    assert gathers(outcomes, "root-kept") == (4 * 3 + 1, (4 * 3 * block + outer) * 4)
+    block, outer = numel(tied=False)
+    assert gathers(outcomes, "root-kept", False) == (4 * 3 + 2, (4 * 3 * block + outer) * 4)
+    for knob in ("prefetch-2-3", "prefetch-0-0"):
+        assert gathers(outcomes, knob) == gathers(outcomes, "none")
+
+
+def order_of_gathers(parallel, checkpointing=False):
+    """Names of units as they are gathered, and as they run, in one micro-batch: from torch's own profiler marks."""
+    from shardbook.dist import start_distributed
+
+    start_distributed()
+    trace = profile(activities=[ProfilerActivity.CPU])
+    scenario = Scenario(build=lambda: Deep(), micros=1, parallel=parallel)
+    train_toy(scenario, "zero3", 1, 2, 2, 0.0, lambda units: trace)
+    marks = sorted((e for e in trace.events() if e.name.startswith("FSDP::")), key=lambda e: e.time_range.start)
+    found = []
+    for event in marks:
+        if match := re.fullmatch(r"FSDP::(all_gather|pre_forward|pre_backward) \((.+)\)", event.name):
+            name = match[2].replace("embed, norm, head", "root").replace("layers.", "")
+            found.append({"all_gather": "g", "pre_forward": "f", "pre_backward": "b"}[match[1]] + name)
+    return found
+
+
+class Deep(Toy):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([*self.layers, *Toy(vocab=3).layers])
+
+
+# f: the unit is about to run forward, b: backward, g: its all-gather is issued. The root unit is embedding, norm, head.
+ORDERS = {
+    (-1, -1): "froot groot f0 g0 f1 g1 f2 g2 f3 g3 froot froot broot groot g3 b3 g2 b2 g1 b1 g0 b0",
+    (0, 0): "froot groot f0 g0 f1 g1 f2 g2 f3 g3 froot froot broot groot b3 g3 b2 g2 b1 g1 b0 g0",
+    (1, 1): "froot groot g0 f0 g1 f1 g2 f2 g3 f3 froot froot broot groot g3 b3 g2 b2 g1 b1 g0 b0",
+    (2, 3): "froot groot g0 g1 f0 g2 f1 g3 f2 f3 froot froot broot groot g3 g2 g1 b3 g0 b2 b1 b0",
+}
+
+
+@pytest.mark.parametrize("depths", ORDERS, ids=str)
+def test_prefetch_gathers_that_many_units_ahead(depths):
+    forward, backward = depths
+    for found in run_world(2, order_of_gathers, {"forward_prefetch": forward, "backward_prefetch": backward}):
+        assert " ".join(found) == ORDERS[depths]
+
+
+class Wire(TorchDispatchMode):
+    """What c10d's own operators are given, whoever calls them: an account of its own, beside the ledger."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: dict[str, list[int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function).removeprefix("c10d.").split(".")[0]
+        full = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "allreduce_": 0, "alltoall_base_": 1}
+        if str(function).startswith("c10d.") and name != "barrier":
+            tensor = args[full[name]]
+            tensor = tensor[0] if isinstance(tensor, list) else tensor
+            entry = self.calls.setdefault(name, [0, 0])
+            entry[0] += 1
+            entry[1] += tensor.numel() * tensor.element_size()
+        return function(*args, **(kwargs or {}))
+
+
+def wire_and_ledger(stage, layout, precision):
+    """A step's collectives as the ledger has them, as c10d's operators saw them, and as predicted."""
+    import contextlib
+
+    from shardbook.comm.ledger import Ledger, traffic_metrics
+    from shardbook.dist import start_distributed
+    from shardbook.mesh import build_mesh
+    from shardbook.plan.formulas import predict_traffic
+    from shardbook.recipe import Precision
+
+    start_distributed()
+    sizes = dict(zip(("dp_replicate", "dp_shard"), layout, strict=True))
+    settings = Parallel(stage=stage, **{f"{axis}_size": -1 if size == 1 else size for axis, size in sizes.items()})
+    row = check_stage(settings)
+    wire, ledger, units = Wire(), Ledger(build_mesh(settings, row.axes, layout[0] * layout[1], "cpu")), []
+
+    @contextlib.contextmanager
+    def watch(found):
+        units.extend(found)
+        ledger.open()
+        with wire:
+            yield
+        ledger.close()
+
+    train_toy(Scenario(micros=3, precision=precision), stage, *layout, 2, 0.0, watch)
+    predicted = predict_traffic(row, units, sizes, 3, Precision(**({"params": "fp32"} | precision)))
+    return traffic_metrics(ledger.traffic, 0), wire.calls, traffic_metrics(predicted, 0)
+
+
+@pytest.mark.parametrize("stage, layout", [("ddp", (2, 1)), ("zero1", (1, 2)), ("zero2", (1, 2)), ("zero3", (1, 2))])
+@pytest.mark.parametrize("precision", [{}, {"params": "bf16"}, {"params": "bf16", "reduce": "bf16"}], ids=str)
+def test_the_ledger_is_what_goes_to_the_wire(stage, layout, precision):
+    names = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
+    for ledger, wire, predicted in run_world(2, wire_and_ledger, stage, layout, precision):
+        for name, op in names.items():
+            assert wire.get(name, [0, 0]) == [ledger[f"comm/{op}_calls"], ledger[f"comm/{op}_bytes"]]
+        for op in ("all_gather", "reduce_scatter"):  # the watched part of the step has no norm and no counts in it
+            assert ledger[f"comm/{op}_bytes"] == predicted[f"comm/{op}_bytes"]
+            assert ledger[f"comm/{op}_calls"] == predicted[f"comm/{op}_calls"]
+
+
+def output_dtype(output):
+    from tiny import config as tiny_config
+
+    from shardbook.dist import start_distributed
+    from shardbook.mesh import build_mesh
+    from shardbook.model import build_model, materialize
+    from shardbook.recipe import Precision
+    from shardbook.stages import apply_stage, choose_units
+
+    start_distributed()
+    parallel = Parallel()
+    stage = check_stage(parallel)
+    model = build_model(tiny_config("llama", attn_implementation="sdpa"), "fp32")
+    units = choose_units(model, model.parts, model.blocks, stage, parallel)
+    apply_stage(units, build_mesh(parallel, stage.axes, 2, "cpu"), parallel, Precision(params="bf16", output=output))
+    materialize(model, torch.device("cpu"))
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    seen = []
+    model.blocks[0].register_forward_hook(lambda module, args, hidden: seen.append(hidden.dtype))
+    loss = model(ids, torch.arange(4)[None], None, torch.arange(3), ids[0, :3])
+    return str(loss.dtype), str(seen[0])
+
+
+@pytest.mark.parametrize("output, dtype", [("fp32", "torch.float32"), ("bf16", "torch.bfloat16")])
+def test_precision_of_the_output(output, dtype):
+    assert run_world(2, output_dtype, output) == [(dtype, "torch.bfloat16")] * 2
+
+
+@pytest.mark.parametrize(
+    "keys, words",
+    [
+        ({"stage": "zero2", "reshard_min_params": 5}, ["reshard_min_params = 5", "zero2", "parallel.stage to zero3"]),
+        ({"stage": "zero1", "reshard_root": False}, ["reshard_root = false", "zero1"]),
+        ({"stage": "ddp", "forward_prefetch": 1}, ["forward_prefetch = 1", "ddp gathers nothing", "stage that shards"]),
+        ({"stage": "ddp", "backward_prefetch": 0}, ["backward_prefetch = 0", "nothing in backward", "zero3 or hsdp"]),
+        ({"stage": "zero2", "backward_prefetch": 2}, ["backward_prefetch = 2", "nothing in backward"]),
+        ({"wrap": "none", "forward_prefetch": 1}, ["wrap = 'none'", "prefetch of 1", "wrap=block"]),
+    ],
+    ids=str,
+)
+def test_contradictions(keys, words):
+    with pytest.raises(RecipeError) as error:
+        check_stage(Parallel(**keys))
+    assert all(word in str(error.value) for word in words), error.value

@@ -1,0 +1,95 @@
+"""What is in memory at once: gathered parameters to the byte of the formula, peaks in the order of the stages."""
+
+import pytest
+import torch
+from live import Gathered, allocated
+from torch import nn
+from toys import Scenario, Toy, train_toy
+from world import run_world
+
+LAYERS, WIDTH, INNER = 6, 16, 96
+
+
+class Wide(nn.Module):
+    """A block whose weights are large beside its activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, hidden, gated):
+        return hidden + self.down(torch.tanh(self.up(hidden)))
+
+
+class WideToy(Toy):
+    def __init__(self):
+        super().__init__(vocab=257, width=WIDTH)
+        self.layers = nn.ModuleList(Wide() for _ in range(LAYERS))
+
+
+def watch_gathers(stage, parallel, shards=2):
+    """(most blocks gathered at once, most bytes, the formula's bytes) in a step of three micro-batches."""
+    from shardbook.dist import start_distributed
+    from shardbook.plan.formulas import predict_gathered_peak
+    from shardbook.recipe import Parallel, Precision
+
+    start_distributed()
+    seen = []
+
+    def watch(units):
+        seen.append(units)
+        return Gathered(units, ROOT)
+
+    scenario = Scenario(build=WideToy, micros=3, parallel=parallel)
+    _, gathered = train_toy(scenario, stage, 1, shards, 2, 0.0, watch)
+    settings = Parallel(stage=stage, **parallel)
+    sizes = {"dp_replicate": 1, "dp_shard": shards}
+    predicted = predict_gathered_peak(seen[0], sizes, settings, Precision(params="fp32"))
+    return gathered.most_units, gathered.most_bytes, predicted
+
+
+BLOCK = (WIDTH * INNER + INNER + INNER * WIDTH + WIDTH) * 4
+ROOT = (258 * WIDTH + 2 * WIDTH) * 4  # 257 rows padded to two equal shards
+
+
+@pytest.mark.parametrize(
+    "stage, parallel, blocks",
+    [
+        ("zero1", {}, LAYERS),
+        ("zero2", {}, LAYERS),
+        ("zero3", {}, 2),  # the running one, and one gathered ahead in backward
+        ("zero3", {"backward_prefetch": 0}, 1),
+        ("zero3", {"forward_prefetch": 2, "backward_prefetch": 0}, 3),
+        ("zero3", {"forward_prefetch": 1, "backward_prefetch": 3}, 4),
+        ("zero3", {"reshard_root": False}, 2),
+        ("zero3", {"reshard_min_params": BLOCK // 4 + 1}, LAYERS),  # every block is smaller
+        ("zero3", {"wrap": "size:1000", "backward_prefetch": 0}, 2),  # a matrix, and what is around it in its block
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
+)
+def test_gathered_at_once(stage, parallel, blocks):
+    for most_units, most_bytes, predicted in run_world(2, watch_gathers, stage, parallel):
+        if "wrap" not in parallel:
+            assert (most_units, most_bytes) == (blocks, ROOT + blocks * BLOCK)
+        assert most_bytes == predicted
+
+
+def step_peak(stage):
+    """Most bytes that a step of three micro-batches makes and still needs, beyond what lay there before it."""
+    from shardbook.dist import start_distributed
+
+    start_distributed()
+    layout = (2, 1) if stage == "ddp" else (1, 2)
+    scenario = Scenario(build=WideToy, micros=3)
+    return train_toy(scenario, stage, *layout, 2, 0.0, lambda units: Gathered(units, ROOT))[1].most_total
+
+
+def test_peaks_fall_from_stage_to_stage():
+    peaks = {stage: max(run_world(2, step_peak, stage)) for stage in ("ddp", "zero1", "zero2", "zero3")}
+    print(peaks)
+    assert peaks["zero3"] < peaks["zero2"] < peaks["zero1"] < peaks["ddp"], peaks
+
+
+def test_the_allocator_is_seen():
+    assert allocated(lambda: torch.zeros(1000)) == (4000, 4000)
+    assert allocated(lambda: (torch.zeros(1000), None)[1]) == (4000, 0)

@@ -1,0 +1,222 @@
+"""Writes docs/proof.md: every stage against one plain process, every planted bug, every byte, from runs made now.
+
+make proof
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import conftest  # noqa: F401  # offline, caches of its own
+from bugs import BUGS, run_planted
+from cases import (
+    Case,
+    assert_case,
+    covering_cases,
+    every_case,
+    layouts,
+    outcomes_of,
+    reference_of,
+    run_cases,
+    same_bits,
+)
+from recompute import LAYERS, build, build_batch, flops, gradients, kept_bytes
+from smallest import STAGES, measure
+from smallest import table as smallest_table
+from tiny import write_chats, write_model, write_recipe
+from world import run_world
+
+from shardbook.plan.formulas import paper
+from shardbook.stages import find_stage
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "proof.md"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--covering", action="store_true", help="the cases of `make test`, not the whole matrix")
+    parser.add_argument("--out", type=Path, default=PAGE)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = Path(folder)
+        write_model(tiny / "model")
+        write_model(tiny / "untied", tied=False, vocab=287)
+        write_chats(tiny / "chats.jsonl", 40)
+        recipe = write_recipe(tiny, tiny / "out")
+        cases = covering_cases() if asked.covering else every_case()
+        sections = [
+            header(),
+            parity(recipe, tiny, cases),
+            planted(recipe, tiny),
+            ledger(recipe, tiny),
+            memory(recipe, tiny),
+            recomputation(),
+            smallest(),
+        ]
+    asked.out.write_text("\n\n".join(sections) + "\n")
+    print(asked.out)
+    return 0
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+
+
+def header() -> str:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return f"""# Proof
+
+Written by `make proof` from runs on gloo, CPU, torch {torch.__version__}, commit {commit.stdout.strip() or "unknown"}.
+Each number here is asserted by a test too (`tests/dist`, `tests/unit/test_activation.py`)."""
+
+
+def rows(head: list[str], lines: list[list[object]]) -> str:
+    shown = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in shown)
+
+
+def run_all(recipe: Path, tiny: Path, cases: list[Case], folder: Path) -> None:
+    for world, same in groupby(sorted(cases, key=lambda case: case.world), key=lambda case: case.world):
+        chosen = list(same)
+        say(f"{len(chosen)} runs of {world} ranks")
+        assert run_world(world, run_cases, recipe, tiny, chosen, folder, seconds=1800) == [[]] * world
+
+
+def parity(recipe: Path, tiny: Path, cases: list[Case]) -> str:
+    wanted, lines = reference_of(recipe, tiny), []
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder)
+        run_all(recipe, tiny, cases, results)
+        say("against the plain process")
+        key = lambda case: (case.world, case.stage != "ddp", case.stage, case.replicas)  # noqa: E731
+        for _, same in groupby(sorted(cases, key=key), key=key):
+            group = list(same)
+            worst = max(assert_case(case, outcomes_of(case, results), wanted(case)) for case in group)
+            first = group[0]
+            lines.append([first.world, f"`{first.stage}`", first.replicas, first.shards, len(group), f"{worst:.1e}"])
+        alike = []
+        for micros, stages in ((1, ["ddp", "zero1", "zero2", "zero3"]), (3, ["ddp", "zero1"]), (3, ["zero2", "zero3"])):
+            layout = {stage: (2, 1) if stage == "ddp" else (1, 2) for stage in stages}
+            found = [outcomes_of(Case(stage, *layout[stage], micros), results)[0].result for stage in stages]
+            assert all(same_bits(found[0], other) for other in found[1:])
+            alike.append(f"{', '.join(stages)} with {micros} micro-batch{'es' * (micros > 1)}")
+    return f"""## Parity
+
+A tiny Llama, fp32, five steps through the whole of `train()` with an evaluation in between, against one process of
+plain PyTorch (`tests/reference.py`): losses, gradient norms, the whole gradient of every step and the final weights. A
+row is the runs with 1 or 3 micro-batches, clipping or not, tied or untied (vocabulary 259 and 287), activation
+checkpointing or not; `worst` is the largest relative error of all of them, and must stay below 1e-6. In each run the
+traffic and memory of every rank were equal to the formulas' to the byte, and replicas equal to the bit.
+
+{rows(["ranks", "stage", "dp_replicate", "dp_shard", "runs", "worst"], lines)}
+
+{len(cases)} runs. Bit for bit the same losses, gradients and weights on two ranks: {"; ".join(alike)}."""
+
+
+def planted(recipe: Path, tiny: Path) -> str:
+    wanted, lines = reference_of(recipe, tiny), []
+    for name, (_, case, refused) in BUGS.items():
+        say(f"bug: {name}")
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                run_world(case.world, run_planted, name, recipe, tiny, [case], Path(folder))
+                assert_case(case, outcomes_of(case, Path(folder)), wanted(case))
+                lines.append([name, case.layout, "**stayed green**"])
+            except AssertionError as error:
+                seen = f"torch refuses: {refused}" if refused and refused in str(error) else str(error).splitlines()[0]
+                lines.append([name.replace("_", " "), case.layout, seen[:90].split(": measured")[0]])
+    red = sum("green" not in line[2] for line in lines)
+    return f"""## Planted bugs: {red} of {len(lines)} turn the suite red
+
+Each is patched into the package in the processes of a run, which goes to its end; then everything is compared as above.
+
+{rows(["bug", "planted in", "what goes red first"], lines)}"""
+
+
+def ledger(recipe: Path, tiny: Path) -> str:
+    lines = []
+    chosen = [(stage, *layout) for stage, *layout in layouts(2)[:4]] + [("hsdp", 2, 2)]
+    cases = [Case(*layout, micros) for layout in chosen for micros in (1, 3)]
+    with tempfile.TemporaryDirectory() as folder:
+        run_all(recipe, tiny, cases, Path(folder))
+        for case in cases:
+            measured, predicted = outcomes_of(case, Path(folder))[0].traffic
+            assert measured == predicted
+            for (op, axis), volume in sorted(measured.items()):
+                said = predicted[op, axis]
+                numbers = [f"{said.calls} x, {said.payload_bytes:,} B", f"{volume.calls} x, {volume.payload_bytes:,} B"]
+                lines.append([f"`{case.layout}`", case.micros, op, axis, *numbers])
+    return f"""## Ledger: predicted and measured
+
+Calls and payload of one optimizer step of a rank, from the stage table and the shapes, and counted on the run's first
+step. Padding of uneven shards included: 259 rows over two ranks count as 260. An all-reduce of 8 bytes is the gradient
+norm, of 24 the step's token counts; what goes over the same ranks is in one row.
+
+{rows(["stage", "micro-batches", "operation", "axis", "predicted", "measured"], lines)}"""
+
+
+def memory(recipe: Path, tiny: Path) -> str:
+    lines = []
+    cases = [Case(*layout) for layout in [*layouts(2)[:4], ("hsdp", 2, 2)]]
+    with tempfile.TemporaryDirectory() as folder:
+        run_all(recipe, tiny, cases, Path(folder))
+        for case in cases:
+            outcome = outcomes_of(case, Path(folder))[0]
+            measured, predicted = outcome.memory
+            assert measured == predicted
+            count = sum(weight.numel() for weight in outcome.result.weights.values())
+            theirs = paper(find_stage(case.stage), count, case.shards)
+            lines.append([f"`{case.layout}`", *(f"{p:,} / {m:,}" for p, m in zip(predicted, measured, strict=True))])
+            lines[-1].append(f"{theirs.total_bytes:,.0f}")
+    return f"""## Memory: predicted and measured
+
+Persistent bytes of rank 0, predicted / measured. Weights, gradients and AdamW's two moments are fp32 and sharded as
+DTensors; a bf16 copy exists only while gathered. The ZeRO paper counts otherwise (2 + 2 + 12 bytes a parameter) and
+stands in the last column.
+
+{rows(["stage", "parameters", "gradients", "optimizer", "the paper's total"], lines)}"""
+
+
+def recomputation() -> str:
+    say("activation checkpointing")
+    micro, lines = build_batch(), []
+    plain_flops, plain = flops("none", micro), gradients(build("none"), micro)
+    for kind in ("none", "full", "every:2", "selective"):
+        again = gradients(build(kind), micro)
+        bitwise = all(torch.equal(again[name], gradient) for name, gradient in plain.items())
+        extra = flops(kind, micro) - plain_flops
+        lines.append(
+            [f"`{kind}`", f"{extra:,}", f"{kept_bytes(kind, micro):,}", "bitwise" if bitwise else "**differ**"]
+        )
+    for budget in ("budget:1.0", "budget:0.5", "budget:0"):
+        torch._dynamo.reset()
+        lines.append([f"`{budget}`, compiled", "", f"{kept_bytes(budget, micro, compiled=True):,}", "to 1e-5"])
+    return f"""## Activation checkpointing
+
+A step of {LAYERS} blocks: FLOPs computed a second time, bytes that lie between forward and backward, gradients against
+`none`.
+
+{rows(["checkpointing", "FLOPs again", "bytes kept", "gradients"], lines)}"""
+
+
+def smallest() -> str:
+    say("the transformer of 260 parameters")
+    measured = {stage: run_world(2, measure, stage, {})[0] for stage in STAGES}
+    return f"""## The transformer of 260 parameters
+
+Two ranks, bytes; [walked through here](260-parameters.md).
+
+{smallest_table(measured)}"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""The transformer of 260 parameters on two ranks: everything that a step sends and keeps, measured."""
+
+from toys import Scenario, Smallest, train_toy
+
+STAGES = ("ddp", "zero1", "zero2", "zero3")
+PARTS = {"output": 32, "norm1": 8, "attention": 64, "norm2": 8, "ffn": 148}  # tied: the embedding is the output
+
+
+def measure(stage: str, parallel: dict) -> dict[str, int]:
+    """On one of two ranks: payload bytes of a step by operation, gathered peak, and bytes kept; each beside its
+    formula's. bf16 on the wire and in the reduction, fp32 masters, one micro-batch."""
+    import contextlib
+
+    from live import Gathered
+
+    from shardbook.comm.ledger import Ledger
+    from shardbook.dist import start_distributed
+    from shardbook.mesh import build_mesh
+    from shardbook.metrics import memory_metrics
+    from shardbook.plan import formulas
+    from shardbook.recipe import Parallel, Precision
+    from shardbook.stages import check_stage
+
+    rank = start_distributed().rank
+    layout = (2, 1) if stage == "ddp" else (1, 2)
+    settings, precision = Parallel(stage=stage, **parallel), Precision(params="bf16", reduce="bf16")
+    row, sizes = check_stage(settings), {"dp_replicate": layout[0], "dp_shard": layout[1]}
+    ledger, found = Ledger(build_mesh(settings, row.axes, 2, "cpu")), {}
+
+    @contextlib.contextmanager
+    def watch(units):
+        found["units"] = units
+        gathered = Gathered(units)
+        ledger.open()
+        with gathered:
+            yield gathered
+        ledger.close()
+
+    def note_memory(model, optimizer):
+        found["memory"] = memory_metrics(model, optimizer)
+
+    scenario = Scenario(
+        build=Smallest, vocab=8, micros=1, parallel=parallel, precision={"params": "bf16", "reduce": "bf16"}
+    )
+    _, gathered = train_toy(scenario, stage, *layout, 2, 0.0, watch, note_memory)
+    predicted = formulas.predict_traffic(row, found["units"], sizes, 1, precision)
+    resident = formulas.predict_resident(found["units"], sizes, rank if layout[1] == 2 else 0, precision)
+    measured = {key: volume.payload_bytes for key, volume in ledger.traffic.items()}
+    named = {"all_gather": ("all_gather", "dp_shard"), "reduce_scatter": ("reduce_scatter", "dp_shard")}
+    result = {op: measured.get(key, 0) for op, key in named.items()}
+    result["all_reduce"] = measured.get(("all_reduce", "dp_replicate"), 0)
+    wanted = {op: predicted[key].payload_bytes if key in predicted else 0 for op, key in named.items()}
+    # the watched part of a step has no token counts in it; the formula has, and here on this axis
+    wanted["all_reduce"] = (
+        predicted["all_reduce", "dp_replicate"].payload_bytes - formulas.COUNTS_BYTES if stage == "ddp" else 0
+    )
+    assert result == wanted, (result, wanted)
+    result["gathered_peak"] = gathered.most_bytes
+    assert result["gathered_peak"] == formulas.predict_gathered_peak(found["units"], sizes, settings, precision)
+    for kind in ("params", "grads", "optimizer"):
+        result[kind] = found["memory"][f"memory/{kind}_bytes"]
+        assert result[kind] == getattr(resident, f"{kind}_bytes"), kind
+    result["paper"] = formulas.paper(row, sum(PARTS.values()), 2).total_bytes
+    return result
+
+
+def traffic(measured: dict[str, int]) -> int:
+    """Bytes of a step in the papers' count: an all-reduce is a reduce-scatter and an all-gather, so it counts twice."""
+    return measured["all_gather"] + measured["reduce_scatter"] + 2 * measured["all_reduce"]
+
+
+def table(measured: dict[str, dict[str, int]]) -> str:
+    """The page's table, from what was measured."""
+    lines = [
+        "| stage | all-gather | reduce-scatter | all-reduce | traffic of a step | gathered at most | parameters kept | "
+        "gradients | optimizer | paper's memory |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for stage, of in measured.items():
+        numbers = [of["all_gather"], of["reduce_scatter"], of["all_reduce"], traffic(of), of["gathered_peak"]]
+        numbers += [of["params"], of["grads"], of["optimizer"], int(of["paper"])]
+        lines.append(f"| `{stage}` | " + " | ".join(f"{number:,}" for number in numbers) + " |")
+    return "\n".join(lines)
