@@ -119,8 +119,8 @@ class Scenario:
         dice = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
         return [torch.randint(0, self.vocab, (self.length(step, rank),), generator=dice) for _ in range(self.forwards)]
 
-    def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
-        return sum(model(row, self.gated(step, rank)) for row in self.rows(step, rank, micro))
+    def loss(self, model: nn.Module, step: int, rank: int, micro: int, device: str = "cpu") -> Tensor:
+        return sum(model(row.to(device), self.gated(step, rank)) for row in self.rows(step, rank, micro))
 
     def tokens(self, step: int, ranks: int) -> int:
         return sum(self.length(step, rank) - 1 for rank in range(ranks)) * self.forwards * self.micros
@@ -136,7 +136,15 @@ class Scenario:
 
 
 def train_toy(
-    scenario: Scenario, stage: str, replicas: int, shards: int, steps: int, max_norm: float, watch=None, note=None
+    scenario: Scenario,
+    stage: str,
+    replicas: int,
+    shards: int,
+    steps: int,
+    max_norm: float,
+    watch=None,
+    note=None,
+    device="cpu",
 ):
     """Train on this rank as `train.train` would. Returns the result, the same on every rank, and what `watch(units)`, a
     context around the second step's micro-batches, gave. `note(model, optimizer)` is called after the last step's
@@ -154,20 +162,20 @@ def train_toy(
     sizes |= {"dp_shard_size": shards} if stage != "ddp" else {}
     parallel = Parallel(stage=stage, **sizes, **scenario.parallel)
     row = check_stage(parallel)
-    mesh = build_mesh(parallel, row.axes, replicas * shards, "cpu")
+    mesh = build_mesh(parallel, row.axes, replicas * shards, device)
     rank, ranks = data_rank(mesh)
-    model = scenario.model()
+    model = scenario.model().to(device)
     units = choose_units(model, model.parts, model.blocks, row, parallel)
     apply_stage(units, mesh, parallel, Precision(**({"params": "fp32"} | scenario.precision)))
     optimizer = build_optimizer(model, Optim(learning_rate=RATE, weight_decay=DECAY, eps=reference.EPS))
     result, seen = reference.Result([], [], [], {}), None
     for step in range(steps):
         context = watch(units) if watch and step == 1 else contextlib.nullcontext()
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=device)
         with context as seen_now:
             for micro in range(scenario.micros):
                 set_schedule(units, row, is_last_micro=micro == scenario.micros - 1)
-                part = scenario.loss(model, step, rank, micro) / scenario.tokens(step, ranks)
+                part = scenario.loss(model, step, rank, micro, device) / scenario.tokens(step, ranks)
                 part.backward()
                 loss += part.detach()
         seen = seen_now or seen

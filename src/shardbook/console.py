@@ -13,7 +13,8 @@ from torch import nn
 from shardbook.comm.ledger import Traffic
 from shardbook.data.loader import Loader
 from shardbook.mesh import describe_sizes
-from shardbook.metrics import Metrics, kept_bytes
+from shardbook.metrics import Metrics
+from shardbook.plan.formulas import predict_gathered_peak, predict_resident
 from shardbook.recipe import Recipe
 from shardbook.stages import Stage, Unit
 
@@ -44,7 +45,8 @@ class Teller:
     ) -> None:
         """What is in effect, as a table: printed once, before the first step."""
         precision, batching = recipe.precision, loader.batching
-        kept = kept_bytes(model.parameters())
+        kept = predict_resident(units, sizes, shard_rank=0, precision=precision)
+        whole = predict_gathered_peak(units, sizes, recipe.parallel, precision)
         gathered = sum(1 for unit in units if unit.shapes)
         freed = sum(1 for unit in units if unit.shapes and unit.reshards)
         table = Table(title="effective layout", show_header=False, title_justify="left")
@@ -55,8 +57,11 @@ class Teller:
         table.add_row("parameters", f"{sum(p.numel() for p in model.parameters()):,}")
         table.add_row("dtypes", f"kept {precision.master}, computed {precision.params}, reduced {precision.reduce}")
         table.add_row(
-            "this rank keeps", f"{readable_bytes(kept)} parameters, {readable_bytes(2 * kept)} optimizer state"
+            "a rank keeps",
+            f"{readable_bytes(kept.params_bytes)} parameters, {readable_bytes(kept.grads_bytes)} gradients, "
+            f"{readable_bytes(kept.optimizer_bytes)} optimizer state",
         )
+        table.add_row("gathered at most", f"{readable_bytes(whole)} of parameters")
         table.add_row(
             "a step",
             f"{loader.rows_per_step} rows: {batching.ranks} ranks x {loader.accumulation} micro-batches x "
@@ -69,12 +74,12 @@ class Teller:
 
         def describe(traffic: Traffic) -> str:
             return ", ".join(
-                f"{op} {volume.calls} x over {axis} = {readable_bytes(volume.payload_bytes)}"
+                f"{op} over {axis} {readable_bytes(volume.payload_bytes)} in {volume.calls} calls"
                 for (op, axis), volume in sorted(traffic.items())
             )
 
-        said = "as predicted" if measured == predicted else f"predicted were: {describe(predicted)}"
-        self.say(f"traffic  a step: {describe(measured)}; {said}")
+        said = "as predicted" if measured == predicted else f"but predicted were {describe(predicted)}"
+        self.say(f"traffic  {describe(measured)}; {said}")
 
     def start(self, done: int, steps: int) -> "Teller":
         self.steps = steps

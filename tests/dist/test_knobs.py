@@ -100,11 +100,15 @@ def test_gathered_bytes_of_each_knob(outcomes):
         assert gathers(outcomes, knob) == gathers(outcomes, "none")
 
 
-def order_of_gathers(parallel, checkpointing=False):
+def order_of_gathers(parallel, bug=False):
     """Names of units as they are gathered, and as they run, in one micro-batch: from torch's own profiler marks."""
     from shardbook.dist import start_distributed
 
     start_distributed()
+    if bug:  # the lists are made and never given to the modules
+        import shardbook.stages as stages
+
+        stages.apply_prefetch = lambda units, parallel: None
     trace = profile(activities=[ProfilerActivity.CPU])
     scenario = Scenario(build=lambda: Deep(), micros=1, parallel=parallel)
     train_toy(scenario, "zero3", 1, 2, 2, 0.0, lambda units: trace)
@@ -137,6 +141,11 @@ def test_prefetch_gathers_that_many_units_ahead(depths):
     forward, backward = depths
     for found in run_world(2, order_of_gathers, {"forward_prefetch": forward, "backward_prefetch": backward}):
         assert " ".join(found) == ORDERS[depths]
+
+
+def test_a_prefetch_that_does_nothing_turns_it_red():
+    for found in run_world(2, order_of_gathers, {"forward_prefetch": 2, "backward_prefetch": 3}, True):
+        assert " ".join(found) != ORDERS[2, 3]
 
 
 class Wire(TorchDispatchMode):

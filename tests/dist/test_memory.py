@@ -27,7 +27,7 @@ class WideToy(Toy):
         self.layers = nn.ModuleList(Wide() for _ in range(LAYERS))
 
 
-def watch_gathers(stage, parallel, shards=2):
+def watch_gathers(stage, parallel, shards=2, bug=None):
     """(most blocks gathered at once, most bytes, the formula's bytes) in a step of three micro-batches."""
     from shardbook.dist import start_distributed
     from shardbook.plan.formulas import predict_gathered_peak
@@ -35,6 +35,8 @@ def watch_gathers(stage, parallel, shards=2):
 
     start_distributed()
     seen = []
+    if bug:
+        bug()
 
     def watch(units):
         seen.append(units)
@@ -72,6 +74,28 @@ def test_gathered_at_once(stage, parallel, blocks):
         if "wrap" not in parallel:
             assert (most_units, most_bytes) == (blocks, ROOT + blocks * BLOCK)
         assert most_bytes == predicted
+
+
+def everything_stays_gathered():
+    """The sharded module's own flag is set, and nothing is freed: numbers, traffic and persistent bytes are unharmed."""
+    from torch.distributed.fsdp import FSDPModule
+
+    import toys
+
+    real = toys.nn.Module.__call__
+
+    def call(module, *args, **kwargs):
+        output = real(module, *args, **kwargs)
+        if isinstance(module, FSDPModule):
+            module.unshard()
+        return output
+
+    toys.nn.Module.__call__ = call
+
+
+def test_a_planted_bug_turns_it_red():
+    found = run_world(2, watch_gathers, "zero3", {}, 2, everything_stays_gathered)
+    assert all(most_units == LAYERS and most_bytes > predicted for most_units, most_bytes, predicted in found)
 
 
 def step_peak(stage):

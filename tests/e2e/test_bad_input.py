@@ -39,6 +39,15 @@ def place(tiny, tmp_path_factory):
 
 CASES = {
     "mesh": (["parallel.dp_shard_size=3"], ["mesh dp_replicate 1 x dp_shard 3 needs 3 ranks, the world has 1"]),
+    "contradiction": (
+        ["parallel.stage=zero2", "parallel.reshard_min_params=1000"],
+        [
+            "parallel.reshard_min_params = 1000",
+            "zero2 keeps every parameter gathered",
+            "parallel.stage to zero3 or hsdp",
+        ],
+    ),
+    "budget": (["activation.checkpointing=budget:0.5"], ["budget:0.5", "train.compile=true"]),
     "stage": (["parallel.stage=zero5"], ["parallel.stage = 'zero5'", "ddp, zero1, zero2, zero3, hsdp, fsdp"]),
     "max_length": (["data.max_length=300"], ["data.max_length = 300", "sees at most 256 tokens"]),
     "dataset": (["data.train={out}/absent.jsonl"], ["data.train", "absent.jsonl", "no such file"]),

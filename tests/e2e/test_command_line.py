@@ -32,6 +32,11 @@ STEP_KEYS = {
     "memory/grads_bytes",
     "memory/optimizer_bytes",
 }
+COMM_KEYS = {
+    f"comm/{op}_{what}"
+    for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    for what in ("calls", "bytes")
+} | {"comm/inter_node_bytes"}
 
 
 def shardbook(*words, **more) -> subprocess.CompletedProcess:
@@ -59,8 +64,10 @@ def test_what_a_run_says(first):
         "effective layout",
         "zero3 (ZeRO P_os+g+p)",
         "dp_replicate 1 x dp_shard 2",
-        "5: the blocks",
+        "4, wrapped by block; 4 of them freed after forward",
         "5 steps",
+        "all_gather over dp_shard 246.8 KiB in 8 calls",
+        "; as predicted",
     ):
         assert part in out, out
     assert "step 0/5  eval " in out and "step 5/5  loss " in out and "tokens/s a device" in out and "ETA 0:0" in out
@@ -73,7 +80,7 @@ def test_what_a_run_leaves(first, recipe, tiny):
     assert {path.name for path in run.iterdir()} == expected
     assert (run / "recipe.toml").read_text() == recipe.read_text()
     resolved = tomllib.loads((run / "resolved.toml").read_text())
-    assert resolved["precision"] == {"params": "fp32", "reduce": "fp32", "master": "fp32"}  # what auto meant here
+    assert resolved["precision"] == dict.fromkeys(("params", "reduce", "output", "master"), "fp32")  # as auto meant
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-000003", "step-000005"]
     facts = json.loads((run / "run.json").read_text())
     assert facts["world_size"] == 2 and facts["mesh"] == {"dp_replicate": 1, "dp_shard": 2}
@@ -86,7 +93,8 @@ def test_metrics(first):
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert set(rows[0]) == {"step", "eval/loss"}
     assert [("eval/loss" in row) for row in rows] == [True, False, True, False, True, True]
-    assert all(set(row) - {"eval/loss"} == STEP_KEYS for row in rows[1:])
+    assert set(rows[1]) == STEP_KEYS | COMM_KEYS  # counted on the first step; absent where it was not
+    assert all(set(row) - {"eval/loss"} == STEP_KEYS for row in rows[2:])
     tokens = [row["train/tokens"] for row in rows[1:]]
     assert tokens == sorted(set(tokens))
     # fp32 over 2 ranks: half each, odd rows padded; AdamW keeps two of them and a step count a tensor
@@ -102,7 +110,7 @@ def test_wandb_is_recorded_offline(first):
     run, _ = first
     (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
     found = file.read_bytes()  # a log of protobuf records, their strings uncompressed
-    for name in STEP_KEYS - {"step"} | {"eval/loss", "train/global_step"}:
+    for name in (STEP_KEYS | COMM_KEYS) - {"step"} | {"eval/loss", "train/global_step"}:
         assert name.encode() in found, name
 
 

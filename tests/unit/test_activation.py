@@ -64,3 +64,10 @@ def test_budget_is_met_by_the_compiler(micro):
         kept.append(kept_bytes(budget, micro, compiled=True))
     torch._functorch.config.activation_memory_budget = 1.0
     assert kept[0] > kept[1] > kept[2], kept
+
+
+def test_a_planted_bug_turns_it_red(micro, monkeypatch):
+    """selective with an empty table keeps nothing: gradients stay right, FLOPs and bytes tell."""
+    monkeypatch.setattr("shardbook.activation.SAVED_OPS", set())
+    assert flops("selective", micro) > flops("none", micro)
+    assert kept_bytes("selective", micro) == kept_bytes("full", micro)
