@@ -117,7 +117,9 @@ def order_of_gathers(parallel, bug=False):
     for event in marks:
         if match := re.fullmatch(r"FSDP::(all_gather|pre_forward|pre_backward) \((.+)\)", event.name):
             name = match[2].replace("embed, norm, head", "root").replace("layers.", "")
-            found.append({"all_gather": "g", "pre_forward": "f", "pre_backward": "b"}[match[1]] + name)
+            mark = {"all_gather": "g", "pre_forward": "f", "pre_backward": "b"}[match[1]] + name
+            if mark != "froot" or mark not in found:  # torch 2.13 marks a group's every module, 2.11 its first
+                found.append(mark)
     return found
 
 
@@ -129,10 +131,10 @@ class Deep(Toy):
 
 # f: the unit is about to run forward, b: backward, g: its all-gather is issued. The root unit is embedding, norm, head.
 ORDERS = {
-    (-1, -1): "froot groot f0 g0 f1 g1 f2 g2 f3 g3 froot froot broot groot g3 b3 g2 b2 g1 b1 g0 b0",
-    (0, 0): "froot groot f0 g0 f1 g1 f2 g2 f3 g3 froot froot broot groot b3 g3 b2 g2 b1 g1 b0 g0",
-    (1, 1): "froot groot g0 f0 g1 f1 g2 f2 g3 f3 froot froot broot groot g3 b3 g2 b2 g1 b1 g0 b0",
-    (2, 3): "froot groot g0 g1 f0 g2 f1 g3 f2 f3 froot froot broot groot g3 g2 g1 b3 g0 b2 b1 b0",
+    (-1, -1): "froot groot f0 g0 f1 g1 f2 g2 f3 g3 broot groot g3 b3 g2 b2 g1 b1 g0 b0",
+    (0, 0): "froot groot f0 g0 f1 g1 f2 g2 f3 g3 broot groot b3 g3 b2 g2 b1 g1 b0 g0",
+    (1, 1): "froot groot g0 f0 g1 f1 g2 f2 g3 f3 broot groot g3 b3 g2 b2 g1 b1 g0 b0",
+    (2, 3): "froot groot g0 g1 f0 g2 f1 g3 f2 f3 broot groot g3 g2 g1 b3 g0 b2 b1 b0",
 }
 
 
