@@ -150,8 +150,8 @@ def tied_weights_in_two_groups(train):
 @planted_in("zero3", 1, 2)
 def gradients_reduced_in_bf16(train):
     real = train.apply_stage
-    train.apply_stage = lambda units, mesh, parallel, precision: real(
-        units, mesh, parallel, precision.model_copy(update={"reduce": "bf16"})
+    train.apply_stage = lambda units, mesh, parallel, precision, *rest: real(
+        units, mesh, parallel, precision.model_copy(update={"reduce": "bf16"}), *rest
     )
 
 

@@ -15,7 +15,7 @@ def measure(stage: str, parallel: dict) -> dict[str, int]:
 
     from shardbook.comm.ledger import Ledger
     from shardbook.dist import start_distributed
-    from shardbook.mesh import build_mesh
+    from shardbook.mesh import axis_groups
     from shardbook.metrics import memory_metrics
     from shardbook.plan import formulas
     from shardbook.recipe import Parallel, Precision
@@ -25,7 +25,7 @@ def measure(stage: str, parallel: dict) -> dict[str, int]:
     layout = (2, 1) if stage == "ddp" else (1, 2)
     settings, precision = Parallel(stage=stage, **parallel), Precision(params="bf16", reduce="bf16")
     row, sizes = check_stage(settings), {"dp_replicate": layout[0], "dp_shard": layout[1]}
-    ledger, found = Ledger(build_mesh(settings, row.axes, 2, "cpu")), {}
+    ledger, found = Ledger(axis_groups(sizes, rank, 1)), {}
 
     @contextlib.contextmanager
     def watch(units):

@@ -1,5 +1,6 @@
 """Small models that are not language models of a hub, and a loop that trains them through the package's own stages."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -156,17 +157,19 @@ def train_toy(
     from shardbook.mesh import build_mesh, data_rank
     from shardbook.optim import build_optimizer, clip_gradients
     from shardbook.recipe import Optim, Parallel, Precision
-    from shardbook.stages import apply_stage, check_stage, choose_units, set_schedule
+    from shardbook.stages import apply_stage, check_stage, choose_units, read_switches, set_schedule
 
     sizes = {"dp_replicate_size": replicas} if stage in ("ddp", "hsdp") else {}
     sizes |= {"dp_shard_size": shards} if stage != "ddp" else {}
     parallel = Parallel(stage=stage, **sizes, **scenario.parallel)
     row = check_stage(parallel)
     mesh = build_mesh(parallel, row.axes, replicas * shards, device)
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", replicas * shards))
     rank, ranks = data_rank(mesh)
     model = scenario.model().to(device)
     units = choose_units(model, model.parts, model.blocks, row, parallel)
-    apply_stage(units, mesh, parallel, Precision(**({"params": "fp32"} | scenario.precision)))
+    switches = read_switches(parallel, shards, ranks_per_node)
+    apply_stage(units, mesh, parallel, Precision(**({"params": "fp32"} | scenario.precision)), switches)
     optimizer = build_optimizer(model, Optim(learning_rate=RATE, weight_decay=DECAY, eps=reference.EPS))
     result, seen = reference.Result([], [], [], {}), None
     for step in range(steps):

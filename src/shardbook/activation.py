@@ -33,7 +33,7 @@ def apply_checkpointing(blocks: list[nn.Module], activation: Activation) -> None
 
     `none`: keep everything. `full`: keep a block's input. `every:<n>`: full, on blocks 0, n, 2n, ... `selective`: keep
     a block's input and the outputs of SAVED_OPS. `budget:<b>`: torch.compile keeps what recomputes dearest, within b
-    times the memory of keeping everything; for the whole process, of what is compiled afterwards.
+    times what it would keep by itself; for the whole process, of what is compiled afterwards.
     """
     kind, _, amount = activation.checkpointing.partition(":")
     torch._functorch.config.activation_memory_budget = 1.0 if activation.budget is None else activation.budget

@@ -65,18 +65,21 @@ def run_train(name: str, overrides: list[str], nproc: int | None) -> int:
     recipe = load_recipe(path, overrides)  # refused here before a process is started
     from shardbook.launch import launch_ranks
 
-    return launch_ranks(choose_nproc(recipe) if nproc is None else nproc, [str(path), *overrides])
+    return launch_ranks(choose_nproc(recipe, nproc), [str(path), *overrides])
 
 
-def choose_nproc(recipe: Recipe) -> int:
-    """Ranks to start here: what a fixed mesh needs, else one a GPU, else two on the CPU. Raises RecipeError."""
+def choose_nproc(recipe: Recipe, asked: int | None) -> int:
+    """Ranks to start here: those asked for, else what a fixed mesh needs, else one a GPU, else two on the CPU. Raises
+    RecipeError for stage and mesh, which is sooner and quieter than every rank finding out."""
     import torch
 
     from shardbook.mesh import describe_sizes, resolve_sizes
     from shardbook.stages import check_stage
 
     gpus = torch.cuda.device_count()
-    sizes = resolve_sizes(recipe.parallel, check_stage(recipe.parallel).axes, world_size=None)
+    sizes = resolve_sizes(recipe.parallel, check_stage(recipe.parallel).axes, world_size=asked)
+    if asked is not None:
+        return asked
     needed = prod(sizes.values())
     if needed < 0:  # an axis takes what there is
         return gpus or 2

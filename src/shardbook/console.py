@@ -10,13 +10,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import nn
 
+from shardbook.comm.collectives import Switches
 from shardbook.comm.ledger import Traffic
 from shardbook.data.loader import Loader
-from shardbook.mesh import describe_sizes
+from shardbook.mesh import DP_SHARD, describe_sizes
 from shardbook.metrics import Metrics
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident
 from shardbook.recipe import Recipe
-from shardbook.stages import Stage, Unit
+from shardbook.stages import Stage, Unit, backward_depth
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -39,6 +40,7 @@ class Teller:
         sizes: dict[str, int],
         recipe: Recipe,
         units: list[Unit],
+        switches: Switches,
         model: nn.Module,
         loader: Loader,
         steps: int,
@@ -47,21 +49,30 @@ class Teller:
         precision, batching = recipe.precision, loader.batching
         kept = predict_resident(units, sizes, shard_rank=0, precision=precision)
         whole = predict_gathered_peak(units, sizes, recipe.parallel, precision)
-        gathered = sum(1 for unit in units if unit.shapes)
-        freed = sum(1 for unit in units if unit.shapes and unit.reshards)
+        own = [unit for unit in units if unit.shapes]
+        freed = sum(unit.reshards for unit in own)
+        ahead = f"ahead {max(0, recipe.parallel.forward_prefetch)} forward, {backward_depth(recipe.parallel)} backward"
+        alone = sizes[DP_SHARD] == 1  # nothing is gathered, only copied to the dtype of compute
         table = Table(title="effective layout", show_header=False, title_justify="left")
         table.add_row("stage", f"{stage.name} ({stage.source})")
         table.add_row("mesh", describe_sizes(sizes))
-        table.add_row("units", f"{gathered}, wrapped by {recipe.parallel.wrap}; {freed} of them freed after forward")
-        table.add_row("checkpointing", recipe.activation.checkpointing)
+        table.add_row("units", f"{len(own)}, wrapped by {recipe.parallel.wrap}; {freed} freed after forward")
+        if not alone:
+            table.add_row("gathered", f"{readable_bytes(whole)} of parameters at most, {ahead}")
+        if stage.has_switches:
+            table.add_row("ZeRO++", describe_switches(switches, units, sizes))
+        table.add_row("recomputed", recipe.activation.checkpointing + ", compiled" * recipe.train.compile)
         table.add_row("parameters", f"{sum(p.numel() for p in model.parameters()):,}")
-        table.add_row("dtypes", f"kept {precision.master}, computed {precision.params}, reduced {precision.reduce}")
+        table.add_row(
+            "dtypes",
+            f"kept {precision.master}, computed {precision.params}, reduced {precision.reduce}, "
+            f"returned {precision.output}",
+        )
         table.add_row(
             "a rank keeps",
-            f"{readable_bytes(kept.params_bytes)} parameters, {readable_bytes(kept.grads_bytes)} gradients, "
+            f"{readable_bytes(kept.params_bytes)} parameters, {readable_bytes(kept.grads_bytes)} reduced gradients, "
             f"{readable_bytes(kept.optimizer_bytes)} optimizer state",
         )
-        table.add_row("gathered at most", f"{readable_bytes(whole)} of parameters")
         table.add_row(
             "a step",
             f"{loader.rows_per_step} rows: {batching.ranks} ranks x {loader.accumulation} micro-batches x "
@@ -124,6 +135,24 @@ class Teller:
             left = (self.steps - step) * metrics.get("perf/step_seconds", 0)
             eta = f"  ETA {int(left // 60)}:{int(left % 60):02d}" if left else ""
             self.say(f"step {step}/{self.steps}  " + "  ".join(parts) + eta)
+
+
+def describe_switches(switches: Switches, units: list[Unit], sizes: dict[str, int]) -> str:
+    """What is on, at which bits, and what it leaves out."""
+    on = []
+    one_node = switches.inside == sizes[DP_SHARD]
+    if switches.weights_bits:
+        on.append(f"qwZ: weights gathered in {switches.weights_bits} bits")
+    if switches.secondary:
+        on.append(f"hpZ: backward gathers among {switches.secondary} ranks")
+    if switches.gradients_bits:
+        inside, across = switches.gradients_bits
+        hops = "in one hop, for there is one node" if one_node else f"among {switches.inside} ranks, {across} across"
+        on.append(f"qgZ: gradients in {inside} bits {hops}")
+    left = [unit for unit in units if unit.shapes and not switches.quantizes(unit.numel)]
+    if left and (switches.weights_bits or switches.gradients_bits):
+        on.append(f"{len(left)} units of {sum(unit.numel for unit in left):,} parameters unquantised")
+    return "; ".join(on) or "off"
 
 
 def readable_bytes(count: float) -> str:

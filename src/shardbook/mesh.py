@@ -12,6 +12,8 @@ from shardbook.recipe import Parallel, RecipeError
 
 DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
 AXES = (DP_REPLICATE, DP_SHARD)
+# dp_shard in two: the ranks of a node, and the nodes. Only ZeRO++ talks along these.
+INSIDE, ACROSS = "dp_shard_inside", "dp_shard_across"
 DATA_AXES = (DP_REPLICATE, DP_SHARD)  # ranks along these see different rows
 
 
@@ -67,6 +69,17 @@ def build_mesh(parallel: Parallel, free_axes: tuple[str, ...], world_size: int, 
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def build_node_mesh(mesh: DeviceMesh, inside: int) -> DeviceMesh:
+    """`mesh` with dp_shard cut into nodes of `inside` ranks."""
+    sizes = split_sizes(axis_sizes(mesh), inside)
+    ranks = mesh.mesh.view(tuple(sizes.values()))
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(sizes))
+
+
+def split_sizes(sizes: dict[str, int], inside: int) -> dict[str, int]:
+    return {DP_REPLICATE: sizes[DP_REPLICATE], ACROSS: sizes[DP_SHARD] // inside, INSIDE: inside}
+
+
 def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
@@ -86,3 +99,11 @@ def ranks_along(sizes: dict[str, int], axis: str, rank: int) -> list[int]:
     stride = prod(sizes[name] for name in names[names.index(axis) + 1 :])
     first = rank - rank // stride % sizes[axis] * stride
     return [first + number * stride for number in range(sizes[axis])]
+
+
+def axis_groups(sizes: dict[str, int], rank: int, inside: int) -> dict[str, list[int]]:
+    """The global ranks that `rank` talks to along each axis; dp_shard's parts too, where a node is not all of it."""
+    groups = {axis: ranks_along(sizes, axis, rank) for axis in sizes}
+    if 1 < inside < sizes[DP_SHARD]:
+        groups |= {axis: ranks_along(split_sizes(sizes, inside), axis, rank) for axis in (INSIDE, ACROSS)}
+    return groups

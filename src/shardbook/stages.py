@@ -12,11 +12,13 @@ from math import prod
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from shardbook.comm.collectives import QuantizedAllGather, QuantizedReduceScatter, Switches
 from shardbook.dtypes import DTYPES
-from shardbook.mesh import DP_REPLICATE, DP_SHARD
+from shardbook.mesh import ACROSS, DP_REPLICATE, DP_SHARD, INSIDE, build_node_mesh
 from shardbook.recipe import Parallel, Precision, RecipeError, nearest
 
 
@@ -28,6 +30,7 @@ class Stage:
     axes: tuple[str, ...]  # mesh axes that this stage may make larger than 1
     reshard_after_forward: bool  # parameters at rest: 1/N (True), or gathered from first forward to optimizer step
     reduce_every_micro: bool  # gradients while accumulating: 1/N, reduce-scattered k times (True), or unsharded, once
+    has_switches: bool  # whether ZeRO++'s three may be on
     source: str
 
     @property
@@ -42,15 +45,17 @@ class Stage:
 
 # fmt: off
 STAGES = {row.name: row for row in (
-    #     name     mesh axes                 reshard after forward   reduce every micro
-    Stage("ddp",   (DP_REPLICATE,),          False,                  True,   "baseline"),
-    Stage("zero1", (DP_SHARD,),              False,                  False,  "ZeRO P_os"),
-    Stage("zero2", (DP_SHARD,),              False,                  True,   "ZeRO P_os+g"),
-    Stage("zero3", (DP_SHARD,),              True,                   True,   "ZeRO P_os+g+p"),
-    Stage("hsdp",  (DP_REPLICATE, DP_SHARD), True,                   True,   "hybrid shard"),
+    #     name      mesh axes                 reshard after forward   reduce every micro   ZeRO++'s switches
+    Stage("ddp",    (DP_REPLICATE,),          False,                  True,                False,  "baseline"),
+    Stage("zero1",  (DP_SHARD,),              False,                  False,               False,  "ZeRO P_os"),
+    Stage("zero2",  (DP_SHARD,),              False,                  True,                False,  "ZeRO P_os+g"),
+    Stage("zero3",  (DP_SHARD,),              True,                   True,                False,  "ZeRO P_os+g+p"),
+    Stage("hsdp",   (DP_REPLICATE, DP_SHARD), True,                   True,                True,   "hybrid shard"),
+    Stage("zeropp", (DP_SHARD,),              True,                   True,                True,   "ZeRO++"),
 )}
 # fmt: on
 ALIASES = {"fsdp": "zero3"}
+PLAIN = Switches()
 
 
 def find_stage(name: str) -> Stage:
@@ -104,14 +109,54 @@ def check_stage(parallel: Parallel) -> Stage:
             f"parallel.forward_prefetch = {parallel.forward_prefetch}: {stage.name} gathers nothing; leave it out, "
             "or choose a stage that shards"
         )
-    if parallel.wrap == "none" and max(parallel.forward_prefetch, parallel.backward_prefetch) > 0:
+    switches = {
+        key: value
+        for key in ("quantize_weights", "quantize_gradients", "secondary_shard")
+        if (value := getattr(parallel, key))
+    }
+    if not stage.has_switches:
+        for key, value in switches.items():
+            wrong.append(
+                f"parallel.{key} = {value!r}: {stage.name} does not have it; set parallel.stage to zeropp or hsdp"
+            )
+    elif not switches and stage.name == "zeropp":
         wrong.append(
-            f"parallel.wrap = 'none' and a prefetch of {max(parallel.forward_prefetch, parallel.backward_prefetch)}: "
-            "one unit has no next one; set parallel.wrap=block, or leave the prefetch out"
+            "parallel.stage = 'zeropp' with none of its switches is zero3; set parallel.quantize_weights=8, "
+            "parallel.quantize_gradients=[8,4] or parallel.secondary_shard=node, or parallel.stage=zero3"
+        )
+    if parallel.quantize_gradients and len(parallel.quantize_gradients) != 2:
+        wrong.append(
+            f"parallel.quantize_gradients = {parallel.quantize_gradients}: two numbers, bits inside a node and across, "
+            "like [8, 4]"
+        )
+    if parallel.quantize_min_params and not (parallel.quantize_weights or parallel.quantize_gradients):
+        wrong.append(
+            f"parallel.quantize_min_params = {parallel.quantize_min_params}: nothing is quantised; leave it out"
         )
     if wrong:
         raise RecipeError("; ".join(wrong))
     return stage
+
+
+def read_switches(parallel: Parallel, shards: int, ranks_per_node: int) -> Switches:
+    """ZeRO++'s switches for `shards` ranks along dp_shard. Raises RecipeError where a secondary shard does not fit."""
+    secondary = ranks_per_node if parallel.secondary_shard == "node" else int(parallel.secondary_shard)
+    if secondary and secondary < shards and (secondary == 1 or shards % secondary):
+        raise RecipeError(
+            f"parallel.secondary_shard = {parallel.secondary_shard!r}: {secondary} ranks; must be more than "
+            f"1 and divide the {shards} ranks of dp_shard"
+            + ("; for one rank set parallel.stage=zero2" if secondary == 1 else "")
+        )
+    inside = secondary or ranks_per_node
+    bits = parallel.quantize_gradients
+    return Switches(
+        weights_bits=parallel.quantize_weights,
+        gradients_bits=(bits[0], bits[1]) if bits else None,
+        secondary=secondary if secondary < shards else 0,  # one node: every gather is inside it already
+        inside=inside if inside < shards and shards % inside == 0 else shards,
+        block=parallel.quantize_block,
+        min_params=parallel.quantize_min_params,
+    )
 
 
 def choose_units(
@@ -137,7 +182,7 @@ def choose_units(
                     chosen += [[module] for module in _modules_of_size(part[0], int(least))]
                 elif sum(p.numel() for p in _parameters(part)) >= int(least):
                     chosen.append(part)
-    outer = [modules for modules in chosen if modules[0] not in in_blocks]
+    outer = [modules for modules in parts if modules[0] not in in_blocks]
     units, taken = [], set[nn.Parameter]()
     for modules in [*chosen[::-1], [model]]:  # inner before outer: an inner unit's parameters are its own
         own = [p for p in _parameters(modules) if p not in taken]
@@ -153,7 +198,26 @@ def choose_units(
                 spans=modules == [model] or outer == [modules],
             )
         )
-    return [*units[-2::-1], units[-1]]
+    units = [*units[-2::-1], units[-1]]
+    _check_units(units, stage, parallel)
+    return units
+
+
+def _check_units(units: list[Unit], stage: Stage, parallel: Parallel) -> None:
+    """Raise RecipeError where a knob can do nothing to these units."""
+    own = [unit for unit in units if unit.shapes]
+    if max(parallel.forward_prefetch, parallel.backward_prefetch) > 0 and len(own) == 1:
+        raise RecipeError(
+            f"parallel.wrap = {parallel.wrap!r} leaves one unit of {own[0].numel:,} parameters, so there is no next "
+            "one to gather ahead; set parallel.wrap=block, or leave the prefetch out"
+        )
+    if stage.reshard_after_forward and not any(unit.reshards for unit in own):
+        largest = max(unit.numel for unit in own)
+        raise RecipeError(
+            f"parallel.reshard_min_params = {parallel.reshard_min_params}, parallel.reshard_root = "
+            f"{str(parallel.reshard_root).lower()}: nothing would be freed after forward (the largest of {len(own)} "
+            f"units has {largest:,} parameters); keep less, or set parallel.stage=zero2"
+        )
 
 
 def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -168,13 +232,17 @@ def _modules_of_size(module: nn.Module, least: int) -> list[nn.Module]:
     return [module, *found] if left >= least else found
 
 
-def apply_stage(units: list[Unit], mesh: DeviceMesh, parallel: Parallel, precision: Precision) -> None:
+def apply_stage(
+    units: list[Unit], mesh: DeviceMesh, parallel: Parallel, precision: Precision, switches: Switches = PLAIN
+) -> None:
     """Wrap each unit with fully_shard, in place, inner before outer, the root last.
 
     Afterwards every parameter is a DTensor: Shard(0) along dp_shard, Replicate along dp_replicate.
     `precision.params` is the dtype of gathered parameters and of compute, `precision.reduce` that of gradients on the
     wire and of their sum, `precision.output` that of what the root returns.
     """
+    shards = mesh[DP_SHARD].size()
+    exchanges = build_exchanges(mesh, switches) if switches.gradients_bits and shards > 1 else None
     # A 2-D mesh makes fully_shard all-reduce along the first axis, with one replica in a group of one.
     mesh = mesh[DP_REPLICATE, DP_SHARD] if mesh[DP_REPLICATE].size() > 1 else mesh[DP_SHARD]
     for unit in [*units[-2::-1], units[-1]]:
@@ -184,7 +252,9 @@ def apply_stage(units: list[Unit], mesh: DeviceMesh, parallel: Parallel, precisi
             output_dtype=DTYPES[precision.output] if unit is units[-1] else None,
         )
         modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-        fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=unit.reshards)
+        fully_shard(
+            modules, mesh=mesh, mp_policy=policy, reshard_after_forward=unit.reshards and (switches.secondary or True)
+        )
         # SUM with factor 1: the default divides by the number of ranks, which would divide twice; forcing the plain
         # sum matters because gloo knows no pre-multiplied one.
         unit.handle.set_gradient_divide_factor(1.0)
@@ -192,7 +262,21 @@ def apply_stage(units: list[Unit], mesh: DeviceMesh, parallel: Parallel, precisi
         if hasattr(unit.handle, "set_reduce_scatter_unused_params"):  # torch >= 2.13
             # a parameter that only some ranks used: the others reduce zeros, else ranks would sum unlike buffers
             unit.handle.set_reduce_scatter_unused_params(True, recurse=False)
+        if unit.shapes and shards > 1 and switches.quantizes(unit.numel):
+            if switches.weights_bits:
+                unit.handle.set_custom_all_gather(QuantizedAllGather(shards, switches.weights_bits, switches.block))
+            if exchanges and switches.gradients_bits:
+                scatter = QuantizedReduceScatter(*exchanges, switches.gradients_bits, switches.block)
+                unit.handle.set_custom_reduce_scatter(scatter)
     apply_prefetch([units[-1], *units[:-1]] if units[-1].shapes else units[:-1], parallel)
+
+
+def build_exchanges(mesh: DeviceMesh, switches: Switches) -> tuple[ProcessGroup, ProcessGroup | None]:
+    """The groups of a quantised reduction's hops: inside a node, and across nodes (None: there is one node)."""
+    if switches.inside == mesh[DP_SHARD].size():
+        return mesh.get_group(DP_SHARD), None
+    nodes = build_node_mesh(mesh, switches.inside)
+    return nodes.get_group(INSIDE), nodes.get_group(ACROSS)
 
 
 def apply_prefetch(units: list[Unit], parallel: Parallel) -> None:
@@ -202,13 +286,31 @@ def apply_prefetch(units: list[Unit], parallel: Parallel) -> None:
     backward after an evaluation would gather, for nothing, a unit that the evaluation ran. A list that names only the
     unit itself, which is gathered already, stands for none.
     """
-    handles, spans = [unit.handle for unit in units], units[0].spans
-    for number, handle in enumerate(handles):
-        last = len(handles) if spans and number == 0 else number  # what spans runs first in backward too
-        before = handles[max(int(spans), last - backward_depth(parallel)) : last]
-        handle.set_modules_to_backward_prefetch(before[::-1] or [handle])
-        if (depth := parallel.forward_prefetch) >= 0:
-            handle.set_modules_to_forward_prefetch(handles[number + 1 : number + 1 + depth] or [handle])
+    for run, depth, is_forward in (
+        (units, parallel.forward_prefetch, True),
+        (backward_order(units), backward_depth(parallel), False),
+    ):
+        handles = [unit.handle for unit in run]
+        for number, handle in enumerate(handles):
+            ahead = handles[number + 1 : number + 1 + max(0, depth)] or [handle]
+            if not is_forward:
+                handle.set_modules_to_backward_prefetch(ahead)
+            elif depth >= 0:
+                handle.set_modules_to_forward_prefetch(ahead)
+
+
+def backward_order(units: list[Unit]) -> list[Unit]:
+    """The order in which backward reaches `units`, which are in forward order, outer before inner: what spans the pass
+    first, then from the last on, and again each outer unit before those inside it."""
+
+    def last_inside(number: int) -> int:
+        inside = set(units[number].modules[0].modules())
+        return max(n for n, unit in enumerate(units) if unit.modules[0] in inside)
+
+    finished = sorted(
+        (n for n, unit in enumerate(units) if not unit.spans), key=lambda n: (last_inside(n), -n), reverse=True
+    )
+    return [unit for unit in units if unit.spans] + [units[n] for n in finished]
 
 
 def backward_depth(parallel: Parallel) -> int:

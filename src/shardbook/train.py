@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardbook.activation import apply_checkpointing
 from shardbook.checkpoint import Progress, load_checkpoint, newest_checkpoint, save_checkpoint
-from shardbook.comm.ledger import Ledger, traffic_metrics
+from shardbook.comm.ledger import Ledger
 from shardbook.console import Teller
 from shardbook.data.loader import Batching, Loader, Micro, eval_micros
 from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
@@ -35,7 +35,7 @@ from shardbook.dist import (
     start_distributed,
     sum_over_ranks,
 )
-from shardbook.mesh import axis_sizes, build_mesh, data_rank
+from shardbook.mesh import DP_SHARD, axis_groups, axis_sizes, build_mesh, data_rank
 from shardbook.metrics import Metrics, Recorder, memory_metrics, read_loss, speed_metrics
 from shardbook.model import (
     CausalLM,
@@ -52,7 +52,7 @@ from shardbook.optim import build_optimizer, clip_gradients, learning_rate, set_
 from shardbook.plan.formulas import predict_traffic
 from shardbook.recipe import Recipe, RecipeError, dump_recipe, find_recipe, load_recipe, settle_precision
 from shardbook.rundir import check_shared, open_run
-from shardbook.stages import Unit, apply_stage, check_stage, choose_units, reshard, set_schedule
+from shardbook.stages import Unit, apply_stage, check_stage, choose_units, read_switches, reshard, set_schedule
 from shardbook.weights import full_tensors, init_weights, load_weights, save_weights
 
 
@@ -100,11 +100,12 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens)
     flops = flops_per_token(model, row_length or documents.mean_length)
     units = choose_units(model, model.parts, model.blocks, stage, recipe.parallel)
-    predicted = predict_traffic(stage, units, sizes, loader.accumulation, recipe.precision)
+    switches = read_switches(recipe.parallel, sizes[DP_SHARD], ranks.ranks_per_node)
+    predicted = predict_traffic(stage, units, sizes, loader.accumulation, recipe.precision, switches)
     apply_checkpointing(model.blocks, recipe.activation)
     if recipe.train.compile:
         apply_compile(model)
-    apply_stage(units, mesh, recipe.parallel, recipe.precision)
+    apply_stage(units, mesh, recipe.parallel, recipe.precision, switches)
     materialize(model, ranks.device)
     optimizer = build_optimizer(model, recipe.optim)
 
@@ -126,12 +127,13 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         source = "random"
         init_weights(model, recipe.train.seed)
     tell.say(f"weights  {source}, {time.perf_counter() - began:.1f} s, at step {progress.step} of {steps}")
-    tell.layout(stage, sizes, recipe, units, model, loader, steps)
+    tell.layout(stage, sizes, recipe, units, switches, model, loader, steps)
 
+    groups = axis_groups(sizes, ranks.rank, switches.inside)
     if ranks.is_main:
         run.record(recipe_path, dump_recipe(recipe), facts)
     recorder = Recorder(run.path, run.name, recipe.run, recipe.model_dump(), ranks.is_main, progress.step)
-    with recorder, tell.start(progress.step, steps), Ledger(mesh) as ledger:
+    with recorder, tell.start(progress.step, steps), Ledger(groups) as ledger:
         if held_out and progress.step == 0:
             before: Metrics = {"eval/loss": evaluate(model, units, objective, eval_micros(held_out, batching), ranks)}
             recorder.log(0, before)
@@ -158,17 +160,16 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             optimizer.step()
             progress = Progress(step, progress.tokens + int(tokens), loader.state_dict())
             if ledger.close():
-                metrics |= traffic_metrics(ledger.traffic, ledger.inter_node_bytes(ranks.ranks_per_node))
                 tell.traffic(ledger.traffic, predicted)
 
             logs, saves = is_due(step, recipe.train.logging_steps), is_due(step, recipe.train.save_steps)
             if logs or saves or step == steps:
                 measured = read_loss(loss, norm, step)  # the step's one host sync; what is not finite is never saved
             if logs:
-                metrics |= measured | {"train/learning_rate": rate, "train/tokens": progress.tokens}
+                metrics = measured | {"train/learning_rate": rate, "train/tokens": progress.tokens}
                 seconds, count = time.perf_counter() - logged_at, step - logged_step
                 metrics |= speed_metrics(seconds, count, read_tokens, ranks.world_size, flops)
-                metrics |= memory_metrics(model, optimizer)
+                metrics |= memory_metrics(model, optimizer) | ledger.take_metrics(ranks.ranks_per_node)
             optimizer.zero_grad()
             if held_out and (is_due(step, recipe.train.eval_steps) or step == steps):
                 metrics["eval/loss"] = evaluate(model, units, objective, eval_micros(held_out, batching), ranks)

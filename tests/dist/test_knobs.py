@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from world import run_world
 
 from shardbook.recipe import Parallel, RecipeError
-from shardbook.stages import check_stage
+from shardbook.stages import check_stage, choose_units
 
 KNOBS = {
     "none": (),
@@ -22,7 +22,6 @@ KNOBS = {
     "wrap-halves": ("parallel.wrap=size:4000",),  # one for each MLP; attention and norms go to the root
     "wrap-rest-to-root": ("parallel.wrap=size:1000000",),
     "small-kept": ("parallel.reshard_min_params=8000",),  # the blocks (7,744 parameters) stay gathered, the root not
-    "large-kept": ("parallel.reshard_min_params=100000",),  # everything stays: zero2
     "root-kept": ("parallel.reshard_root=false",),
     "prefetch-2-3": ("parallel.forward_prefetch=2", "parallel.backward_prefetch=3"),
     "prefetch-0-0": ("parallel.forward_prefetch=0", "parallel.backward_prefetch=0"),
@@ -30,9 +29,14 @@ KNOBS = {
         "parallel.wrap=size:1000",
         "parallel.reshard_min_params=1500",
         "parallel.reshard_root=false",
-        "parallel.forward_prefetch=1",
+        "parallel.forward_prefetch=3",
         "parallel.backward_prefetch=2",
-        "activation.checkpointing=full",
+    ),
+    "recomputed": (
+        "parallel.reshard_min_params=8000",
+        "parallel.forward_prefetch=3",
+        "parallel.backward_prefetch=2",
+        "activation.checkpointing=selective",
     ),
 }
 CASES = {
@@ -40,6 +44,7 @@ CASES = {
     for knob, words in KNOBS.items()
     for tied in (True, False)
 }
+HYBRID = [Case("hsdp", 2, 2, micros=2, tied=False, extra=KNOBS[knob]) for knob in ("all-at-once", "recomputed")]
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +62,13 @@ def outcomes(recipe, tiny, tmp_path_factory):
 @pytest.fixture(scope="module")
 def wanted(recipe, tiny):
     return reference_of(recipe, tiny)
+
+
+def test_hybrid_shard_has_the_same_knobs(recipe, tiny, tmp_path, wanted):
+    assert run_world(4, run_cases, recipe, tiny, HYBRID, tmp_path) == [[]] * 4
+    for case in HYBRID:
+        assert_parity(outcomes_of(case, tmp_path)[0].result, wanted(case))
+        assert_exact_bytes(outcomes_of(case, tmp_path))
 
 
 @pytest.mark.parametrize("knob, tied", CASES, ids=lambda value: str(value))
@@ -92,7 +104,6 @@ def test_gathered_bytes_of_each_knob(outcomes):
     assert gathers(outcomes, "wrap-matrices") == (4 * (3 * (5 + 1) + 1 + 1), 4 * (3 * block + outer) * 4)
     assert gathers(outcomes, "wrap-halves") == (4 * (3 * 1 + 1 + 1), 4 * (3 * block + outer) * 4)
     assert gathers(outcomes, "small-kept") == (3 + 4, (3 * block + 4 * outer) * 4)
-    assert gathers(outcomes, "large-kept") == (4, (3 * block + outer) * 4)
     assert gathers(outcomes, "root-kept") == (4 * 3 + 1, (4 * 3 * block + outer) * 4)
     block, outer = numel(tied=False)
     assert gathers(outcomes, "root-kept", False) == (4 * 3 + 2, (4 * 3 * block + outer) * 4)
@@ -175,15 +186,15 @@ def wire_and_ledger(stage, layout, precision):
 
     from shardbook.comm.ledger import Ledger, traffic_metrics
     from shardbook.dist import start_distributed
-    from shardbook.mesh import build_mesh
+    from shardbook.mesh import axis_groups
     from shardbook.plan.formulas import predict_traffic
     from shardbook.recipe import Precision
 
-    start_distributed()
+    rank = start_distributed().rank
     sizes = dict(zip(("dp_replicate", "dp_shard"), layout, strict=True))
     settings = Parallel(stage=stage, **{f"{axis}_size": -1 if size == 1 else size for axis, size in sizes.items()})
     row = check_stage(settings)
-    wire, ledger, units = Wire(), Ledger(build_mesh(settings, row.axes, layout[0] * layout[1], "cpu")), []
+    wire, ledger, units = Wire(), Ledger(axis_groups(sizes, rank, 1)), []
 
     @contextlib.contextmanager
     def watch(found):
@@ -246,11 +257,15 @@ def test_precision_of_the_output(output, dtype):
         ({"stage": "ddp", "forward_prefetch": 1}, ["forward_prefetch = 1", "ddp gathers nothing", "stage that shards"]),
         ({"stage": "ddp", "backward_prefetch": 0}, ["backward_prefetch = 0", "nothing in backward", "zero3 or hsdp"]),
         ({"stage": "zero2", "backward_prefetch": 2}, ["backward_prefetch = 2", "nothing in backward"]),
-        ({"wrap": "none", "forward_prefetch": 1}, ["wrap = 'none'", "prefetch of 1", "wrap=block"]),
+        ({"wrap": "none", "forward_prefetch": 1}, ["wrap = 'none' leaves one unit", "wrap=block"]),
+        ({"wrap": "size:99999", "backward_prefetch": 2}, ["wrap = 'size:99999' leaves one unit"]),
+        ({"wrap": "none", "reshard_root": False}, ["reshard_root = false", "nothing would be freed", "stage=zero2"]),
+        ({"reshard_min_params": 99999}, ["reshard_min_params = 99999", "nothing would be freed", "3 units", "zero2"]),
     ],
     ids=str,
 )
 def test_contradictions(keys, words):
     with pytest.raises(RecipeError) as error:
-        check_stage(Parallel(**keys))
+        model, parallel = Toy(), Parallel(**keys)
+        choose_units(model, model.parts, model.blocks, check_stage(parallel), parallel)
     assert all(word in str(error.value) for word in words), error.value

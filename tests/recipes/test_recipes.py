@@ -15,7 +15,7 @@ from shardbook.mesh import axis_sizes, build_mesh
 from shardbook.metrics import kept_bytes
 from shardbook.model import build_model, load_config
 from shardbook.recipe import dump_recipe, list_recipes, load_recipe, settle_precision
-from shardbook.stages import apply_stage, check_stage, choose_units
+from shardbook.stages import apply_stage, check_stage, choose_units, read_switches
 
 # The published config.json of each model, as far as it sets shapes (the hub is not reachable from a test).
 LLAMA = {
@@ -69,8 +69,9 @@ HEADER = re.compile(r"# .+\.\n# run:      (.+)\n# hardware: (\d+) .+\n# measured
 
 
 def test_there_are_recipes():
-    expected = {f"smollm2-135m-{stage}" for stage in ("fsdp", "ddp", "zero1", "zero2", "hsdp")}
+    expected = {f"smollm2-135m-{stage}" for stage in ("fsdp", "ddp", "zero1", "zero2", "hsdp", "zeropp")}
     expected |= {"llama8b-zero2", "llama8b-fsdp", "llama70b-fsdp", "llama70b-hsdp", "qwen3-8b-fsdp"}
+    expected |= {"llama8b-zeropp", "llama70b-zeropp"}
     assert expected <= set(list_recipes())
 
 
@@ -107,7 +108,8 @@ def wrap(path, folder, world, count):
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     units = choose_units(model, model.parts, model.blocks, stage, recipe.parallel)
     apply_checkpointing(model.blocks, recipe.activation)
-    apply_stage(units, mesh, recipe.parallel, recipe.precision)
+    switches = read_switches(recipe.parallel, axis_sizes(mesh)["dp_shard"], ranks_per_node=8)
+    apply_stage(units, mesh, recipe.parallel, recipe.precision, switches)
     shard = axis_sizes(mesh)["dp_shard"]
     placed = [Replicate(), Shard(0)] if "dp_replicate" in stage.axes else [Shard(0)]
     for name, parameter in model.named_parameters():

@@ -42,6 +42,8 @@ def test_refused_sizes(arguments, message):
 def test_the_table_is_the_design():
     """Gathered between micro-batches, reduced every micro-batch: the columns that tell the stages apart."""
     table = {name: (row.reshard_after_forward, row.syncs(False)) for name, row in STAGES.items()}
-    expected = {"zero1": (False, False), "zero2": (False, True), "zero3": (True, True), "hsdp": (True, True)}
+    expected = {"zero1": (False, False), "zero2": (False, True)} | dict.fromkeys(
+        ("zero3", "hsdp", "zeropp"), (True, True)
+    )
     assert table == {"ddp": (False, True), **expected}
     assert all(row.syncs(True) for row in STAGES.values())

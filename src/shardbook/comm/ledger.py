@@ -1,8 +1,9 @@
-"""The ledger: calls and payload bytes of every collective of a step, by operation and mesh axis.
+"""The ledger: calls and payload bytes of the collectives of a step, by operation and mesh axis.
 
-Invariant: it counts what is asked of torch.distributed, whoever asks (fully_shard, the loop, a custom collective), and
-once closed it costs nothing. It stands in for torch.distributed's functions while open: a TorchDispatchMode would see
-the same calls, but under one torch.compile skips a frame and never compiles it again.
+Invariant: it counts what is asked of torch.distributed's functions, whoever asks (fully_shard, the loop, a custom
+collective), and once closed it costs nothing. It stands in for those functions while open: a TorchDispatchMode would
+see the same calls (a test does), but under one torch.compile skips a frame and never compiles it again. Not counted:
+DTensor's own collectives, which a step has none of, and the sum of the loss, which belongs to logging.
 """
 
 import inspect
@@ -14,7 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 # function of torch.distributed -> operation, and the argument that is the full tensor
@@ -47,14 +47,15 @@ Traffic = dict[tuple[str, str], Volume]  # (operation, mesh axis)
 class Ledger:
     """Counts from `open` to `close`; as a context it is closed at the latest when that ends."""
 
-    def __init__(self, mesh: DeviceMesh):
-        names = mesh.mesh_dim_names or ()
-        self.groups = {axis: dist.get_process_group_ranks(mesh.get_group(axis)) for axis in names}
-        self.groups[WORLD] = list(range(dist.get_world_size()))
+    def __init__(self, groups: dict[str, list[int]]):
+        """`groups`: for each axis the global ranks that this rank talks to along it; the first that fits names a
+        collective."""
+        self.groups = groups | {WORLD: list(range(dist.get_world_size()))}
         self.traffic: Traffic = {}
         self._replaced: dict[str, Any] = {}
 
     def open(self) -> None:
+        assert not self._replaced, "the ledger is open already"
         for name, (op, argument) in FUNCTIONS.items():
             if hasattr(dist, name):
                 self._replaced[name] = getattr(dist, name)
@@ -80,13 +81,16 @@ class Ledger:
 
     def _count(self, op: str, tensor: Tensor, group: Any) -> None:
         ranks = dist.get_process_group_ranks(group)
-        axis = next(axis for axis, known in self.groups.items() if known == ranks)
+        axis = next((axis for axis, known in self.groups.items() if known == ranks), f"ranks {ranks}")
         volume = self.traffic.get((op, axis), Volume())
         self.traffic[op, axis] = volume + Volume(1, tensor.numel() * tensor.element_size())
 
-    def inter_node_bytes(self, ranks_per_node: int) -> int:
-        """What this rank sent to ranks of other nodes."""
-        return sent_between_nodes(self.traffic, self.groups, dist.get_rank(), ranks_per_node)
+    def take_metrics(self, ranks_per_node: int) -> dict[str, int]:
+        """The metrics of what was counted, for `ranks_per_node` ranks a node; the second time nothing."""
+        if not (traffic := self.traffic):
+            return {}
+        self.traffic = {}
+        return traffic_metrics(traffic, sent_between_nodes(traffic, self.groups, dist.get_rank(), ranks_per_node))
 
     def __enter__(self) -> "Ledger":
         return self

@@ -11,11 +11,13 @@ from math import prod
 
 from torch import Size
 
-from shardbook.comm.ledger import WORLD, Traffic, Volume, sent_between_nodes
+from shardbook.comm.collectives import Switches
+from shardbook.comm.ledger import WORLD, Traffic, Volume
+from shardbook.comm.quantize import buffer_bytes
 from shardbook.dtypes import DTYPES
-from shardbook.mesh import DP_REPLICATE, DP_SHARD, ranks_along
+from shardbook.mesh import ACROSS, DP_REPLICATE, DP_SHARD, INSIDE
 from shardbook.recipe import Parallel, Precision
-from shardbook.stages import Stage, Unit, backward_depth
+from shardbook.stages import PLAIN, Stage, Unit, backward_depth, backward_order
 
 COUNTS_BYTES = 3 * 8  # the step's token counts and stop flags: three fp64 numbers summed over all ranks
 NORM_BYTES = 8  # the squared gradient norm, one fp64 number
@@ -43,7 +45,7 @@ def shard_rows(rows: int, ranks: int, rank: int) -> int:
 
 def padded_numel(shape: Size, ranks: int) -> int:
     """Elements of all `ranks` shards together, each as long as the longest."""
-    return -(-shape[0] // ranks) * ranks * prod(shape[1:])
+    return -(-shape[0] // ranks) * ranks * prod(shape[1:])  # fully_shard refuses what has no dim 0
 
 
 def gathers_per_step(unit: Unit, micros: int) -> int:
@@ -57,7 +59,12 @@ def reductions_per_step(stage: Stage, micros: int) -> int:
 
 
 def predict_traffic(
-    stage: Stage, units: list[Unit], sizes: dict[str, int], micros: int, precision: Precision
+    stage: Stage,
+    units: list[Unit],
+    sizes: dict[str, int],
+    micros: int,
+    precision: Precision,
+    switches: Switches = PLAIN,
 ) -> Traffic:
     """Calls and payload bytes of one optimizer step of one rank, by operation and mesh axis.
 
@@ -76,8 +83,25 @@ def predict_traffic(
         whole = sum(padded_numel(shape, shards) for shape in unit.shapes)
         trained = sum(padded_numel(shape, shards) for shape in compress(unit.shapes, unit.trained))
         if shards > 1:
-            add("all_gather", DP_SHARD, gathers_per_step(unit, micros), whole * wire)
-            add("reduce_scatter", DP_SHARD, reductions_per_step(stage, micros), trained * reduced)
+            quantized = switches.quantizes(unit.numel)
+            gathers, reductions = gathers_per_step(unit, micros), reductions_per_step(stage, micros)
+            full = whole * wire
+            if quantized and switches.weights_bits:
+                full = shards * buffer_bytes(whole // shards, switches.weights_bits, switches.block)
+            if switches.secondary and unit.reshards:  # backward's half of the gathers stays inside, unquantised
+                add("all_gather", INSIDE, gathers - micros, whole * wire)
+                gathers = micros
+            add("all_gather", DP_SHARD, gathers, full)
+            if quantized and switches.gradients_bits and trained:
+                nodes = shards // switches.inside
+                first, second = (
+                    buffer_bytes(trained // shards, bits, switches.block) for bits in switches.gradients_bits
+                )
+                add("all_to_all", DP_SHARD if nodes == 1 else INSIDE, reductions, shards * first)
+                if nodes > 1:
+                    add("all_to_all", ACROSS, reductions, nodes * second)
+            else:
+                add("reduce_scatter", DP_SHARD, reductions, trained * reduced)
         if replicas > 1:  # once a step, of a rank's shard
             add("all_reduce", DP_REPLICATE, 1, trained // shards * reduced)
     if shards > 1:
@@ -85,13 +109,6 @@ def predict_traffic(
     everyone = next((axis for axis, size in sizes.items() if size == prod(sizes.values())), WORLD)
     add("all_reduce", everyone, 1, COUNTS_BYTES)
     return traffic
-
-
-def predict_inter_node_bytes(traffic: Traffic, sizes: dict[str, int], rank: int, ranks_per_node: int) -> int:
-    """What `rank` sends to other nodes in a step of `traffic`."""
-    groups = {axis: ranks_along(sizes, axis, rank) for axis in sizes}
-    groups[WORLD] = list(range(prod(sizes.values())))
-    return sent_between_nodes(traffic, groups, rank, ranks_per_node)
 
 
 def predict_resident(units: list[Unit], sizes: dict[str, int], shard_rank: int, precision: Precision) -> Resident:
@@ -109,6 +126,14 @@ def predict_resident(units: list[Unit], sizes: dict[str, int], shard_rank: int, 
     return Resident(params, grads, optimizer)
 
 
+def predict_secondary(units: list[Unit], sizes: dict[str, int], switches: Switches, precision: Precision) -> int:
+    """Bytes of a rank's secondary shards (hpZ) after a whole forward: each unit's parameters over `secondary` ranks."""
+    if not switches.secondary:
+        return 0
+    whole = sum(padded_numel(shape, sizes[DP_SHARD]) for unit in units if unit.reshards for shape in unit.shapes)
+    return whole // switches.secondary * DTYPES[precision.params].itemsize
+
+
 def paper(stage: Stage, parameters: int, ranks: int) -> Resident:
     """The ZeRO paper's count (arXiv 1910.02054, section 3.1 and figure 1): 2 bytes a parameter, 2 a gradient, 12 of
     optimizer state (fp32 copy, momentum, variance), each split over `ranks` or not. Not what this program keeps."""
@@ -123,17 +148,17 @@ def paper(stage: Stage, parameters: int, ranks: int) -> Resident:
 def predict_gathered_peak(units: list[Unit], sizes: dict[str, int], parallel: Parallel, precision: Precision) -> int:
     """Most bytes of gathered parameters that exist at once: those never freed inside a pass, the running unit, and as
     many units ahead of it as are prefetched. (A gather in flight holds its output buffer as long again.)"""
-    ahead = max(0, parallel.forward_prefetch, backward_depth(parallel))
-    order = [unit for unit in units if not unit.spans]
     kept = {unit for unit in units if unit.spans or not unit.reshards}
 
-    def size(unit: Unit) -> int:
-        itemsize = DTYPES[precision.params].itemsize
-        return sum(padded_numel(shape, sizes[DP_SHARD]) for shape in unit.shapes) * itemsize
+    def size(live: set[Unit]) -> int:
+        shapes = (shape for unit in live for shape in unit.shapes)
+        return sum(padded_numel(shape, sizes[DP_SHARD]) for shape in shapes) * DTYPES[precision.params].itemsize
 
-    peak = sum(map(size, kept))
-    for number, running in enumerate(order):
-        around = {unit for unit in order if running.modules[0] in set(unit.modules[0].modules())}  # itself too
-        live = kept | around | set(order[number : number + 1 + ahead])
-        peak = max(peak, sum(map(size, live)))
+    peak = size(kept)
+    order = [unit for unit in units if not unit.spans]
+    runs = ((order, max(0, parallel.forward_prefetch)), (backward_order(order), backward_depth(parallel)))
+    for run, ahead in runs:
+        for number, running in enumerate(run):
+            around = {unit for unit in run if running.modules[0] in set(unit.modules[0].modules())}  # itself too
+            peak = max(peak, size(kept | around | set(run[number : number + 1 + ahead])))
     return peak

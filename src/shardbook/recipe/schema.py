@@ -1,29 +1,30 @@
-"""The recipe: what a run is, as data.
+"""The schema of a recipe: every key with its type, default, limits and one line of help.
 
-One flat TOML file, checked by a schema that knows every key, then overridden by `section.key=value` words.
-Invariant: a recipe that loads has no unknown key, no wrong type and no contradiction inside itself.
-What needs the machine (world size, files, the model's own limits) is checked by the module that meets it,
-with the same error class. Imports no torch, so a command line is refused in milliseconds.
+Invariant: a recipe that loads has no unknown key, no wrong type and no contradiction inside itself. What needs the
+machine (world size, files, the model's own limits) is checked by the module that meets it, with the same error class.
 """
 
 import difflib
-import tomllib
-from pathlib import Path
 from typing import Any, Literal
 
-import tomli_w
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 
 class RecipeError(Exception):
     """The recipe, the command line or something they name is wrong. One line; the process exits with 2."""
 
 
+def nearest(word: str, known: list[str]) -> str:
+    """`; did you mean x?` for the known spelling nearest to `word`, or nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 WRAPS = r"^(block|none|size:[1-9]\d*)$"
 CHECKPOINTINGS = r"^(none|full|selective|every:[1-9]\d*|budget:(0(\.\d+)?|1(\.0+)?))$"
 FORMS = {  # what a pattern allows, for people
-    WRAPS: ["block", "none", "size:<parameters>"],
-    CHECKPOINTINGS: ["none", "full", "selective", "every:<n>", "budget:<0..1>"],
+    WRAPS: ["block", "none", "size:<whole number>"],
+    CHECKPOINTINGS: ["none", "full", "selective", "every:<whole number>", "budget:<0.0 to 1.0>"],
 }
 
 
@@ -96,6 +97,17 @@ class Parallel(Section):
         -1, "Units gathered ahead of the running one in forward; -1: each as it is reached.", ge=-1
     )
     backward_prefetch: int = key(-1, "Units gathered ahead of the running one in backward; -1: one.", ge=-1)
+    quantize_weights: Literal[0, 8, 4] = key(
+        0, "ZeRO++ qwZ: bits of weights on the wire in forward (0: not quantised)."
+    )
+    quantize_gradients: list[Literal[8, 4]] = key(
+        [], "ZeRO++ qgZ: bits of gradients on the wire, inside a node and across; [8, 4] ([]: off)."
+    )
+    secondary_shard: int | Literal["node"] = key(
+        0, "ZeRO++ hpZ: backward gathers among so many ranks, or those of a node (0: among all)."
+    )
+    quantize_block: Literal[64, 128, 256] = key(128, "Elements that share a scale.")
+    quantize_min_params: int = key(0, "Units of fewer parameters travel unquantised; which is printed.", ge=0)
 
 
 class Precision(Section):
@@ -218,119 +230,13 @@ class Recipe(Section):
             )
         return self
 
-
-def nearest(word: str, known: list[str]) -> str:
-    """`; did you mean x?` for the known spelling nearest to `word`, or nothing."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
-    """The recipe in the TOML file `path`, with `section.key=value` overrides. Raises RecipeError."""
-    path = Path(path)
-    try:
-        given = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: not TOML: {error}") from None
-    except OSError as error:
-        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
-    for word in overrides or []:
-        _override(given, word)
-    given.setdefault("train", {})
-    try:
-        return Recipe.model_validate(given)
-    except ValidationError as error:
-        raise RecipeError(f"{path}: " + "; ".join(_explain(e) for e in error.errors())) from None
-
-
-def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as TOML with every default written out; loading it gives an equal recipe."""
-    return tomli_w.dumps(recipe.model_dump(mode="json"))
-
-
-def settle_precision(recipe: Recipe, device_type: str) -> Recipe:
-    """The recipe with `auto` replaced by what it means on `device_type` (`cuda`, `cpu`)."""
-    settled = {"auto": "bf16" if device_type == "cuda" else "fp32"}
-    params = settled.get(recipe.precision.params, recipe.precision.params)
-    return recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"params": params})})
-
-
-def find_recipe(name: str) -> Path:
-    """The file of a recipe given by path or by name (`smollm2-135m-fsdp`). Raises RecipeError with the close names."""
-    if Path(name).suffix == ".toml" and Path(name).is_file():
-        return Path(name)
-    known = list_recipes()
-    if name in known:
-        return known[name]
-    close = difflib.get_close_matches(Path(name).stem, known, n=3, cutoff=0.4)
-    there = f"close to it: {', '.join(close)}" if close else f"there are: {', '.join(known)}"
-    raise RecipeError(f"recipe {name!r}: no such file or name; {there}")
-
-
-def list_recipes() -> dict[str, Path]:
-    """The shipped recipes by name: from ./recipes, else from the source tree or the installed package."""
-    here = Path(__file__).parent
-    for folder in (Path("recipes"), here.parents[1] / "recipes", here / "recipes"):
-        if files := sorted(folder.glob("*.toml")):
-            return {file.stem: file for file in files}
-    return {}
-
-
-def describe_keys() -> list[tuple[str, str, str]]:
-    """`(section.key, default, help)` of every key of the schema, in order."""
-    rows = [("method", "sft", Recipe.model_fields["method"].description or "")]
-    for section, field in Recipe.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            for name, inner in field.annotation.model_fields.items():
-                rows.append((f"{section}.{name}", str(inner.default), inner.description or ""))
-    return rows
-
-
-def _override(given: dict[str, Any], word: str) -> None:
-    name, equals, text = word.partition("=")
-    if not equals or not name.strip():
-        raise RecipeError(f"override {word!r}: must look like section.key=value")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare string: run.name=first needs no quotes in a shell
-    *sections, last = name.strip().split(".")
-    table = given
-    for section in sections:
-        table = table.setdefault(section, {})
-        if not isinstance(table, dict):
-            raise RecipeError(f"override {word!r}: {section} is a key, not a section")
-    if last in ("warmup_steps", "warmup_ratio"):  # two names of one key: what the file says must not compete
-        table.pop("warmup_steps", None)
-        table.pop("warmup_ratio", None)
-    table[last] = value
-
-
-def _explain(error: Any) -> str:
-    """One pydantic error in our words: the key, the value, what is allowed, the nearest spelling."""
-    # pydantic adds the tried member of a union (`int`, `list[str]`) to the path: keep only the recipe's own names
-    path = [
-        str(part)
-        for part in error["loc"]
-        if not str(part).startswith(("constrained-", "list[")) and part not in ("int", "float", "str")
-    ]
-    name = ".".join(path)
-    if error["type"] == "extra_forbidden":
-        every = [row[0] for row in describe_keys()] + list(Recipe.model_fields)
-        known = list(Recipe.model_fields) if len(path) == 1 else [row for row in every if row.startswith(f"{path[0]}.")]
-        return f"{name} is not a key of a recipe{nearest(name, known) or nearest(name, every)}"
-    if error["type"] == "value_error":
-        return f"{name}: ".removeprefix(": ") + error["msg"].removeprefix("Value error, ")
-    hint = ""
-    if error["type"] == "literal_error" and isinstance(error["input"], str):
-        hint = nearest(error["input"], error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "))
-    message = error["msg"][0].lower() + error["msg"][1:]
-    if forms := FORMS.get(error.get("ctx", {}).get("pattern", "")):
-        message = f"must be one of {', '.join(forms)}"
-        hint = nearest(error["input"], forms) or nearest(error["input"].split(":")[0], [f.split(":")[0] for f in forms])
-    return f"{name} = {error['input']!r}: {message}{hint}"
+    @model_validator(mode="after")
+    def whole_blocks(self) -> "Recipe":
+        wrap, kind = self.parallel.wrap, self.activation.checkpointing
+        if wrap.startswith("size:") and (kind != "none" or self.train.compile):
+            other = f"activation.checkpointing = {kind!r}" if kind != "none" else "train.compile = true"
+            raise ValueError(
+                f"parallel.wrap = {wrap!r} and {other}: blocks are recomputed and compiled whole, a unit inside one "
+                "would be gathered again or break its graph; set parallel.wrap=block, or leave the other out"
+            )
+        return self

@@ -1,0 +1,103 @@
+"""ZeRO++'s collectives on fully_shard: quantised all-gather (qwZ), quantised reduce-scatter in two hops (qgZ).
+
+arXiv 2306.10209, sections 3.1 and 3.3. Invariants: every rank computes with the same weights, its own shard quantised
+like the others'; the reduce-scatter is a sum (stages.py's rule), added up in fp32. Payload and scales of a collective
+travel in one buffer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# private: set_custom_all_gather and set_custom_reduce_scatter are public, the classes they take are not exported;
+# tests/unit/test_torch.py notices when they move
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from shardbook.comm.quantize import dequantize, quantize
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What of ZeRO++ is on, in numbers. `inside` ranks along dp_shard share a node; all of them: there is one node."""
+
+    weights_bits: int = 0  # qwZ: of the forward all-gather; 0: off
+    gradients_bits: tuple[int, int] | None = None  # qgZ: inside a node, across nodes
+    secondary: int = 0  # hpZ: ranks that keep a copy between forward and backward; 0: off
+    inside: int = 1
+    block: int = 128
+    min_params: int = 0  # units of fewer parameters stay unquantised
+
+    def quantizes(self, numel: int) -> bool:
+        return numel >= self.min_params
+
+
+class _Allocates:
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class QuantizedAllGather(_Allocates, AllGather):
+    """All-gather of block-quantised shards over `group`; over any other group (hpZ's, inside a node) a plain one: what
+    was dequantised once is passed on as it is, so forward and backward see the same weights."""
+
+    def __init__(self, ranks: int, bits: int, block: int):
+        self.ranks, self.bits, self.block = ranks, bits, block
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """`input_tensor` [n] of this rank, a view into `output_tensor` [ranks * n], bf16 or fp32."""
+        assert not async_op, "fully_shard gathers asynchronously only when asked to"
+        if group.size() != self.ranks:
+            all_gather(output_tensor, input_tensor, group)
+            return
+        sent = quantize(input_tensor[None], self.bits, self.block)
+        received = sent.new_empty(self.ranks, sent.shape[1])
+        all_gather(received, sent, group)
+        rows = dequantize(received, len(input_tensor), self.bits, self.block, output_tensor.dtype)
+        output_tensor.view_as(rows).copy_(rows)
+
+
+class QuantizedReduceScatter(_Allocates, ReduceScatter):
+    """Reduce-scatter as all-to-alls of block-quantised slices: inside the node, then across nodes.
+
+    Each hop quantises, exchanges, dequantises and adds in fp32, so an element is rounded twice and no more, however
+    many ranks there are. With `across` None all ranks share a node, and there is one hop.
+    """
+
+    def __init__(self, inside: dist.ProcessGroup, across: dist.ProcessGroup | None, bits: tuple[int, int], block: int):
+        self.hops = [(inside, bits[0])] if across is None else [(inside, bits[0]), (across, bits[1])]
+        self.block = block
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """`input_tensor` [ranks * n], slice r for rank r of `group`; `output_tensor` [n], the sum of this rank's."""
+        assert op == dist.ReduceOp.SUM, f"a quantised reduce-scatter sums; asked for {op}"
+        count = len(output_tensor)
+        # rank r sits at (node, place): the first hop sends to each place in the node the slices of all its namesakes
+        places = self.hops[0][0].size()
+        slices = input_tensor.view(-1, places, count).transpose(0, 1)
+        for exchange, bits in self.hops:
+            rows = slices.reshape(-1, count)
+            sent = quantize(rows, bits, self.block)
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=exchange)
+            parts = dequantize(received, count, bits, self.block, torch.float32)
+            slices = parts.view(exchange.size(), -1, count).sum(0)
+        output_tensor.copy_(slices.view(count))
+
+
+def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
+    # looked up at each call: the ledger stands in for these functions while it is open
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch before 2.13
+    gather(output, shard, group=group)

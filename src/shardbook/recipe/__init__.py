@@ -1,0 +1,50 @@
+"""The recipe: what a run is, as data. One flat TOML file, checked by a schema that knows every key.
+
+Imports no torch, so a command line is refused in milliseconds.
+"""
+
+from shardbook.recipe.files import (
+    describe_keys,
+    dump_recipe,
+    find_recipe,
+    first_line,
+    list_recipes,
+    load_recipe,
+    settle_precision,
+)
+from shardbook.recipe.schema import (
+    Activation,
+    Data,
+    Model,
+    Optim,
+    Parallel,
+    Precision,
+    Recipe,
+    RecipeError,
+    Run,
+    Section,
+    Train,
+    nearest,
+)
+
+__all__ = [
+    "Activation",
+    "Data",
+    "Model",
+    "Optim",
+    "Parallel",
+    "Precision",
+    "Recipe",
+    "RecipeError",
+    "Run",
+    "Section",
+    "Train",
+    "describe_keys",
+    "dump_recipe",
+    "find_recipe",
+    "first_line",
+    "list_recipes",
+    "load_recipe",
+    "nearest",
+    "settle_precision",
+]

@@ -1,0 +1,125 @@
+"""Recipes as files: found by name, loaded with `section.key=value` overrides, written out, and explained when wrong."""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+
+from shardbook.recipe.schema import FORMS, Recipe, RecipeError, Section, nearest
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """The recipe in the TOML file `path`, with `section.key=value` overrides. Raises RecipeError."""
+    path = Path(path)
+    try:
+        given = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not TOML: {error}") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+    for word in overrides or []:
+        _override(given, word)
+    given.setdefault("train", {})
+    try:
+        return Recipe.model_validate(given)
+    except ValidationError as error:
+        raise RecipeError(f"{path}: " + "; ".join(_explain(e) for e in error.errors())) from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as TOML with every default written out; loading it gives an equal recipe."""
+    return tomli_w.dumps(recipe.model_dump(mode="json"))
+
+
+def settle_precision(recipe: Recipe, device_type: str) -> Recipe:
+    """The recipe with `auto` replaced by what it means on `device_type` (`cuda`, `cpu`)."""
+    settled = {"auto": "bf16" if device_type == "cuda" else "fp32"}
+    params = settled.get(recipe.precision.params, recipe.precision.params)
+    return recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"params": params})})
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe given by path or by name (`smollm2-135m-fsdp`). Raises RecipeError with the close names."""
+    if Path(name).suffix == ".toml" and Path(name).is_file():
+        return Path(name)
+    known = list_recipes()
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(Path(name).stem, known, n=3, cutoff=0.4)
+    there = f"close to it: {', '.join(close)}" if close else f"there are: {', '.join(known)}"
+    raise RecipeError(f"recipe {name!r}: no such file or name; {there}")
+
+
+def list_recipes() -> dict[str, Path]:
+    """The shipped recipes by name: from ./recipes, else from the source tree or the installed package."""
+    here = Path(__file__).parents[1]
+    for folder in (Path("recipes"), here.parents[1] / "recipes", here / "recipes"):
+        if files := sorted(folder.glob("*.toml")):
+            return {file.stem: file for file in files}
+    return {}
+
+
+def describe_keys() -> list[tuple[str, str, str]]:
+    """`(section.key, default, help)` of every key of the schema, in order."""
+    rows = [("method", "sft", Recipe.model_fields["method"].description or "")]
+    for section, field in Recipe.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            for name, inner in field.annotation.model_fields.items():
+                rows.append((f"{section}.{name}", str(inner.default), inner.description or ""))
+    return rows
+
+
+def _override(given: dict[str, Any], word: str) -> None:
+    name, equals, text = word.partition("=")
+    if not equals or not name.strip():
+        raise RecipeError(f"override {word!r}: must look like section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare string: run.name=first needs no quotes in a shell
+    *sections, last = name.strip().split(".")
+    table = given
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise RecipeError(f"override {word!r}: {section} is a key, not a section")
+    if last in ("warmup_steps", "warmup_ratio"):  # two names of one key: what the file says must not compete
+        table.pop("warmup_steps", None)
+        table.pop("warmup_ratio", None)
+    table[last] = value
+
+
+def _explain(error: Any) -> str:
+    """One pydantic error in our words: the key, the value, what is allowed, the nearest spelling."""
+    # pydantic adds the tried member of a union (`int`, `list[str]`) to the path: keep only the recipe's own names
+    path = [
+        str(part)
+        for part in error["loc"]
+        if not str(part).startswith(("constrained-", "list[")) and part not in ("int", "float", "str")
+    ]
+    name = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        every = [row[0] for row in describe_keys()] + list(Recipe.model_fields)
+        known = list(Recipe.model_fields) if len(path) == 1 else [row for row in every if row.startswith(f"{path[0]}.")]
+        return f"{name} is not a key of a recipe{nearest(name, known) or nearest(name, every)}"
+    if error["type"] == "value_error":
+        return f"{name}: ".removeprefix(": ") + error["msg"].removeprefix("Value error, ")
+    hint = ""
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
+        hint = nearest(error["input"], error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "))
+    message = error["msg"][0].lower() + error["msg"][1:]
+    if error["type"] == "bool_type":
+        message = "must be true or false"
+    if forms := FORMS.get(error.get("ctx", {}).get("pattern", "")):
+        message = f"must be one of {', '.join(forms)}"
+        heads = [form.split(":")[0] for form in forms]
+        hint = "" if (head := error["input"].split(":")[0]) in heads else nearest(head, heads)
+    return f"{name} = {error['input']!r}: {message}{hint}"

@@ -1,0 +1,91 @@
+"""Block quantisation: half a step, any length, and nothing that is not finite disappears."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardbook.comm.quantize import LARGEST, TINY, buffer_bytes, dequantize, quantize
+
+every = pytest.mark.parametrize("bits, block", [(bits, block) for bits in (8, 4) for block in (64, 128, 256)])
+
+
+def there_and_back(rows, bits, block, dtype=torch.float32):
+    buffer = quantize(rows, bits, block)
+    assert buffer.dtype == torch.uint8 and buffer.shape == (len(rows), buffer_bytes(rows.shape[1], bits, block))
+    return dequantize(buffer, rows.shape[1], bits, block, dtype)
+
+
+def steps_of(rows, bits, block):
+    """Each element's step, [r, n]: written as a loop over blocks."""
+    step = torch.zeros_like(rows, dtype=torch.float64)
+    for start in range(0, rows.shape[1], block):
+        part = rows[:, start : start + block].double()
+        step[:, start : start + block] = part.abs().amax(1, keepdim=True) / LARGEST[bits]
+    return step
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 600),
+    st.sampled_from([8, 4]),
+    st.sampled_from([64, 128, 256]),
+    st.integers(0, 2**31),
+    st.floats(-30, 30),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_within_half_a_step(count, numel, bits, block, seed, magnitude, dtype):
+    dice = torch.Generator().manual_seed(seed)
+    rows = (torch.randn(count, numel, generator=dice) * 10.0**magnitude * torch.rand(count, 1, generator=dice)).to(
+        dtype
+    )
+    error = (there_and_back(rows, bits, block).double() - rows.double()).abs()
+    # half a step; the division and the product each round once in fp32, relative to at most LARGEST steps
+    assert (error <= steps_of(rows, bits, block) * (0.5 + 2 * LARGEST[bits] * 2.0**-24) + TINY).all()
+
+
+@every
+def test_the_largest_and_zero_are_exact_and_signs_alike(bits, block):
+    rows = torch.zeros(1, 2 * block + 5)
+    rows[0, 3], rows[0, block] = 12.7, -0.07
+    again = there_and_back(rows, bits, block)
+    assert torch.allclose(again, rows, rtol=2**-22, atol=0) and not again[0, 2 * block :].any()
+    dice = torch.randn(4, 777, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(there_and_back(-dice, bits, block), -there_and_back(dice, bits, block))
+
+
+@every
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_stays_visible_and_in_its_block(bits, block, bad):
+    rows = torch.ones(2, 3 * block)
+    rows[0, block + 1] = bad
+    again = there_and_back(rows, bits, block)
+    assert again[0, block : 2 * block].isnan().all()
+    again[0, block : 2 * block] = 1
+    assert torch.allclose(again, torch.ones(2, 3 * block))
+
+
+@every
+def test_below_normal_numbers(bits, block):
+    rows = torch.full((1, block), 1e-40)
+    assert not there_and_back(rows, bits, block).any()
+    rows = torch.full((1, block), 2 * TINY)
+    assert torch.allclose(there_and_back(rows, bits, block), rows, rtol=1e-5, atol=0)
+    largest = torch.full((1, block), torch.finfo(torch.float32).max / 2)
+    assert there_and_back(largest, bits, block).isfinite().all()
+
+
+@every
+@pytest.mark.parametrize("numel", [1, 63, 64, 65, 129, 1000])
+def test_bytes_and_rows_apart(bits, block, numel):
+    """A row's buffer depends on that row only, so slices can travel to different ranks."""
+    assert buffer_bytes(numel, bits, block) == -(-numel // block) * (block * bits // 8 + 4)
+    rows = torch.randn(3, numel, generator=torch.Generator().manual_seed(1))
+    together = quantize(rows, bits, block)
+    assert all(torch.equal(together[i : i + 1], quantize(rows[i : i + 1], bits, block)) for i in range(3))
+
+
+def test_bf16_out():
+    rows = torch.randn(1, 500, generator=torch.Generator().manual_seed(2))
+    exact, rounded = there_and_back(rows, 8, 128), there_and_back(rows, 8, 128, torch.bfloat16)
+    assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, exact.bfloat16())

@@ -1,0 +1,22 @@
+"""What we use of torch that it does not promise: this notices when it moves."""
+
+import inspect
+
+import torch._functorch.config
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+
+def test_the_custom_collectives_have_the_shape_we_implement():
+    for base, arguments in (
+        (AllGather, ["self", "output_tensor", "input_tensor", "group", "async_op"]),
+        (ReduceScatter, ["self", "output_tensor", "input_tensor", "group", "op", "async_op"]),
+    ):
+        assert list(inspect.signature(base.__call__).parameters) == arguments
+        assert list(inspect.signature(base.allocate).parameters) == ["self", "size", "dtype", "device"]
+        assert base.__abstractmethods__ == {"__call__", "allocate"}
+    assert FSDPModule.set_custom_all_gather and FSDPModule.set_custom_reduce_scatter
+
+
+def test_the_memory_budget_of_the_compiler_is_there():
+    assert torch._functorch.config.activation_memory_budget == 1.0
