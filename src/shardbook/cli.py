@@ -68,7 +68,7 @@ def run_train(name: str, overrides: list[str], nproc: int | None) -> int:
     return launch_ranks(choose_nproc(recipe, nproc), [str(path), *overrides])
 
 
-def choose_nproc(recipe: Recipe, asked: int | None) -> int:
+def choose_nproc(recipe: Recipe, asked: int | None = None) -> int:
     """Ranks to start here: those asked for, else what a fixed mesh needs, else one a GPU, else two on the CPU. Raises
     RecipeError for stage and mesh, which is sooner and quieter than every rank finding out."""
     import torch

@@ -130,7 +130,8 @@ class StopFlag:
             self.asked = True
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if dist.get_rank() == 0:
-                print("stopping after this step; Ctrl-C again to quit without saving", flush=True)
+                # not print: the signal may come while a line is being written, and Python refuses to write two at once
+                os.write(1, b"stopping after this step; Ctrl-C again to quit without saving\n")
 
         for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(signum, ask)

@@ -48,7 +48,7 @@ CASES = {
         ],
     ),
     "budget": (["activation.checkpointing=budget:0.5"], ["budget:0.5", "train.compile=true"]),
-    "stage": (["parallel.stage=zero5"], ["parallel.stage = 'zero5'", "ddp, zero1, zero2, zero3, hsdp, fsdp"]),
+    "stage": (["parallel.stage=zero5"], ["parallel.stage = 'zero5'", "ddp, zero1, zero2, zero3, hsdp, zeropp, fsdp"]),
     "max_length": (["data.max_length=300"], ["data.max_length = 300", "sees at most 256 tokens"]),
     "dataset": (["data.train={out}/absent.jsonl"], ["data.train", "absent.jsonl", "no such file"]),
     "field": (["data.train={out}/fields.jsonl"], ["data.train: row 0", "question", "messages"]),

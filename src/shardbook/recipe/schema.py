@@ -77,7 +77,7 @@ class Data(Section):
 
 
 class Parallel(Section):
-    stage: str = key("zero3", "What a data-parallel rank keeps: ddp, zero1, zero2, zero3 (or fsdp), hsdp.")
+    stage: str = key("zero3", "What a data-parallel rank keeps: ddp, zero1, zero2, zero3 (or fsdp), hsdp, zeropp.")
     dp_replicate_size: int = key(
         -1, "Ranks that hold copies of each other (ddp, hsdp); -1: what the other axis leaves.", ge=-1
     )
