@@ -11,10 +11,10 @@ DEV := .venv/.dev
 TRAIN = $(BIN)/shardbook train $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC))
 
 .DEFAULT_GOAL := help
-.PHONY: help train recipes test test-dist proof test-gpu bench-gpu lint format clean
+.PHONY: help train recipes test test-dist proof test-gpu bench-gpu bench-link lint format clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 train: $(RUN)  ## run a recipe: make train RECIPE=name NPROC=ranks ARGS="optim.learning_rate=1e-5"
 	@$(TRAIN)
@@ -36,6 +36,9 @@ test-gpu: $(DEV)  ## the tests that need a CUDA device
 
 bench-gpu: $(RUN)  ## tokens/s, MFU and peak memory on this machine's GPUs, kept under docs/benchmarks/
 	$(BIN)/python tests/bench/gpu.py
+
+bench-link: $(RUN)  ## ZeRO++ against zero3 over a slow link: two network namespaces as nodes (root, ip, tc)
+	$(BIN)/python tests/bench/link.py
 
 lint: $(DEV)  ## formatting, lint and types
 	$(BIN)/ruff format --check .

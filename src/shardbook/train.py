@@ -66,6 +66,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     stage = check_stage(recipe.parallel)
     mesh = build_mesh(recipe.parallel, stage.axes, ranks.world_size, ranks.device.type)
     sizes = axis_sizes(mesh)
+    switches = read_switches(recipe.parallel, sizes[DP_SHARD], ranks.ranks_per_node)
     facts = {"world_size": ranks.world_size, "mesh": sizes}
     run = from_main(lambda: open_run(recipe.run, recipe_path))
     check_shared(run)
@@ -100,7 +101,6 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens)
     flops = flops_per_token(model, row_length or documents.mean_length)
     units = choose_units(model, model.parts, model.blocks, stage, recipe.parallel)
-    switches = read_switches(recipe.parallel, sizes[DP_SHARD], ranks.ranks_per_node)
     predicted = predict_traffic(stage, units, sizes, loader.accumulation, recipe.precision, switches)
     apply_checkpointing(model.blocks, recipe.activation)
     if recipe.train.compile:
