@@ -46,9 +46,10 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
     if inferred:
         if world_size % fixed:
             sizes_that_fit = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+            given = ", ".join(f"parallel.{axis}_size = {size}" for axis, size in sizes.items() if size > 1)
             raise RecipeError(
-                f"mesh {shown}: {fixed} does not divide the world of {world_size} ranks; "
-                f"a size may be {sizes_that_fit}, or start a multiple of {fixed} ranks"
+                f"{given}: {fixed} does not divide the world of {world_size} ranks; "
+                f"it may be {sizes_that_fit}, or start a multiple of {fixed} ranks"
             )
         sizes[inferred[0]] = world_size // fixed
     elif fixed != world_size:
