@@ -146,9 +146,9 @@ def describe_switches(switches: Switches, units: list[Unit], sizes: dict[str, in
     if switches.secondary:
         on.append(f"hpZ: backward gathers among {switches.secondary} ranks")
     if switches.gradients_bits:
-        inside, across = switches.gradients_bits
-        hops = "in one hop, for there is one node" if one_node else f"among {switches.inside} ranks, {across} across"
-        on.append(f"qgZ: gradients in {inside} bits {hops}")
+        hops = [f"{bits} bits among {ranks} ranks" for _, ranks, bits in switches.hops(sizes[DP_SHARD])]
+        why = "" if len(hops) > 1 else ", one hop: there is one node" if one_node else ", one hop: one rank a node"
+        on.append(f"qgZ: gradients in {', then '.join(hops)}{why}")
     left = [unit for unit in units if unit.shapes and not switches.quantizes(unit.numel)]
     if left and (switches.weights_bits or switches.gradients_bits):
         on.append(f"{len(left)} units of {sum(unit.numel for unit in left):,} parameters unquantised")

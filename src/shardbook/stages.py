@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardbook.comm.collectives import QuantizedAllGather, QuantizedReduceScatter, Switches
 from shardbook.dtypes import DTYPES
-from shardbook.mesh import ACROSS, DP_REPLICATE, DP_SHARD, INSIDE, build_node_mesh
+from shardbook.mesh import DP_REPLICATE, DP_SHARD, build_node_mesh
 from shardbook.recipe import Parallel, Precision, RecipeError, nearest
 
 
@@ -242,7 +242,7 @@ def apply_stage(
     wire and of their sum, `precision.output` that of what the root returns.
     """
     shards = mesh[DP_SHARD].size()
-    exchanges = build_exchanges(mesh, switches) if switches.gradients_bits and shards > 1 else None
+    hops = build_hops(mesh, switches)
     # A 2-D mesh makes fully_shard all-reduce along the first axis, with one replica in a group of one.
     mesh = mesh[DP_REPLICATE, DP_SHARD] if mesh[DP_REPLICATE].size() > 1 else mesh[DP_SHARD]
     for unit in [*units[-2::-1], units[-1]]:
@@ -265,18 +265,16 @@ def apply_stage(
         if unit.shapes and shards > 1 and switches.quantizes(unit.numel):
             if switches.weights_bits:
                 unit.handle.set_custom_all_gather(QuantizedAllGather(shards, switches.weights_bits, switches.block))
-            if exchanges and switches.gradients_bits:
-                scatter = QuantizedReduceScatter(*exchanges, switches.gradients_bits, switches.block)
-                unit.handle.set_custom_reduce_scatter(scatter)
+            if hops:
+                unit.handle.set_custom_reduce_scatter(QuantizedReduceScatter(hops, switches.block))
     apply_prefetch([units[-1], *units[:-1]] if units[-1].shapes else units[:-1], parallel)
 
 
-def build_exchanges(mesh: DeviceMesh, switches: Switches) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """The groups of a quantised reduction's hops: inside a node, and across nodes (None: there is one node)."""
-    if switches.inside == mesh[DP_SHARD].size():
-        return mesh.get_group(DP_SHARD), None
-    nodes = build_node_mesh(mesh, switches.inside)
-    return nodes.get_group(INSIDE), nodes.get_group(ACROSS)
+def build_hops(mesh: DeviceMesh, switches: Switches) -> list[tuple[ProcessGroup, int]]:
+    """The process group and bits of each exchange of a quantised reduction."""
+    hops = switches.hops(mesh[DP_SHARD].size())
+    where = build_node_mesh(mesh, switches.inside) if len(hops) > 1 else mesh
+    return [(where.get_group(axis), bits) for axis, _, bits in hops]
 
 
 def apply_prefetch(units: list[Unit], parallel: Parallel) -> None:

@@ -216,6 +216,18 @@ def test_refused(keys, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
+def test_one_rank_a_node_takes_one_hop_across(recipe, tiny, tmp_path):
+    """As on machines with one GPU: no hop inside, so no rounding for it; bytes exact."""
+    case = Case("zeropp", 1, 2, 3, extra=ALL[:2])
+    environment = {"LOCAL_WORLD_SIZE": "1"}
+    assert run_world(2, run_cases, recipe, tiny, [case], tmp_path, environment=environment) == [[]] * 2
+    outcomes = outcomes_of(case, tmp_path)
+    assert_exact_bytes(outcomes)
+    rows = [-(-size // 2 // 128) for size in [7744] * 3 + [260 * 32 + 32]]
+    volume = outcomes[0].traffic[0]["all_to_all", "dp_shard"]
+    assert (volume.calls, volume.payload_bytes) == (3 * 4, 3 * 2 * sum(n * (64 + 4) for n in rows))
+
+
 PLANTS = {}
 
 

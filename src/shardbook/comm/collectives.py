@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from shardbook.comm.quantize import dequantize, quantize
+from shardbook.mesh import ACROSS, DP_SHARD, INSIDE
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,16 @@ class Switches:
 
     def quantizes(self, numel: int) -> bool:
         return numel >= self.min_params
+
+    def hops(self, shards: int) -> list[tuple[str, int, int]]:
+        """qgZ's exchanges over `shards` ranks, in order: mesh axis, ranks along it, bits. One where there is one node,
+        or one rank in each."""
+        if not self.gradients_bits or shards == 1:
+            return []
+        inside_bits, across_bits = self.gradients_bits
+        if self.inside in (1, shards):
+            return [(DP_SHARD, shards, across_bits if self.inside == 1 else inside_bits)]
+        return [(INSIDE, self.inside, inside_bits), (ACROSS, shards // self.inside, across_bits)]
 
 
 class _Allocates:
@@ -66,12 +77,11 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
     """Reduce-scatter as all-to-alls of block-quantised slices: inside the node, then across nodes.
 
     Each hop quantises, exchanges, dequantises and adds in fp32, so an element is rounded twice and no more, however
-    many ranks there are. With `across` None all ranks share a node, and there is one hop.
+    many ranks there are. `hops`: the group of each exchange and its bits.
     """
 
-    def __init__(self, inside: dist.ProcessGroup, across: dist.ProcessGroup | None, bits: tuple[int, int], block: int):
-        self.hops = [(inside, bits[0])] if across is None else [(inside, bits[0]), (across, bits[1])]
-        self.block = block
+    def __init__(self, hops: list[tuple[dist.ProcessGroup, int]], block: int):
+        self.hops, self.block = hops, block
 
     def __call__(
         self,

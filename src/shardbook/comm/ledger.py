@@ -82,6 +82,7 @@ class Ledger:
     def _count(self, op: str, tensor: Tensor, group: Any) -> None:
         ranks = dist.get_process_group_ranks(group)
         axis = next((axis for axis, known in self.groups.items() if known == ranks), f"ranks {ranks}")
+        self.groups[axis] = ranks
         volume = self.traffic.get((op, axis), Volume())
         self.traffic[op, axis] = volume + Volume(1, tensor.numel() * tensor.element_size())
 

@@ -15,7 +15,7 @@ from shardbook.comm.collectives import Switches
 from shardbook.comm.ledger import WORLD, Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
 from shardbook.dtypes import DTYPES
-from shardbook.mesh import ACROSS, DP_REPLICATE, DP_SHARD, INSIDE
+from shardbook.mesh import DP_REPLICATE, DP_SHARD, INSIDE
 from shardbook.recipe import Parallel, Precision
 from shardbook.stages import PLAIN, Stage, Unit, backward_depth, backward_order
 
@@ -92,15 +92,11 @@ def predict_traffic(
                 add("all_gather", INSIDE, gathers - micros, whole * wire)
                 gathers = micros
             add("all_gather", DP_SHARD, gathers, full)
-            if quantized and switches.gradients_bits and trained:
-                nodes = shards // switches.inside
-                first, second = (
-                    buffer_bytes(trained // shards, bits, switches.block) for bits in switches.gradients_bits
-                )
-                add("all_to_all", DP_SHARD if nodes == 1 else INSIDE, reductions, shards * first)
-                if nodes > 1:
-                    add("all_to_all", ACROSS, reductions, nodes * second)
-            else:
+            hops, slices = switches.hops(shards) if quantized and trained else [], shards
+            for axis, ranks, bits in hops:  # each leaves a rank with one slice of every `ranks`
+                add("all_to_all", axis, reductions, slices * buffer_bytes(trained // shards, bits, switches.block))
+                slices //= ranks
+            if not hops:
                 add("reduce_scatter", DP_SHARD, reductions, trained * reduced)
         if replicas > 1:  # once a step, of a rank's shard
             add("all_reduce", DP_REPLICATE, 1, trained // shards * reduced)
