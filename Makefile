@@ -11,7 +11,7 @@ DEV := .venv/.dev
 TRAIN = $(BIN)/shardbook train $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC))
 
 .DEFAULT_GOAL := help
-.PHONY: help train recipes test test-dist proof test-gpu bench-gpu bench-link lint format clean
+.PHONY: help train recipes test test-dist proof test-gpu bench-gpu bench-link bench-convergence lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -39,6 +39,9 @@ bench-gpu: $(RUN)  ## tokens/s, MFU and peak memory on this machine's GPUs, kept
 
 bench-link: $(RUN)  ## ZeRO++ against zero3 over a slow link: two network namespaces as nodes (root, ip, tc)
 	$(BIN)/python tests/bench/link.py
+
+bench-convergence: $(RUN)  ## ZeRO++ and zero3 on the same data: held-out loss of each switch (hours on two cores)
+	$(BIN)/python tests/bench/convergence.py
 
 lint: $(DEV)  ## formatting, lint and types
 	$(BIN)/ruff format --check .

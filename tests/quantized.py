@@ -58,8 +58,27 @@ def gathered(tensors: list[Tensor], ranks: int, bits: int, block: int) -> list[T
     return tensors_of([round_trip(piece, bits, block) for piece in shards_of(tensors, ranks)], tensors)
 
 
-def reduced(gradients: list[list[Tensor]], nodes: int, bits: tuple[int, int], block: int) -> list[Tensor]:
-    """qgZ: `gradients` of each rank -> the sum, through two hops; one where there is one node."""
+def added(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def reduced(
+    gradients: list[list[Tensor]], nodes: int, bits: tuple[int, int], block: int, unsent: dict | None = None
+) -> list[Tensor]:
+    """qgZ: `gradients` of each rank -> the sum, through two hops; one where there is one node. `unsent`: what the last
+    hop rounded off before, by sender and destination; None without error feedback."""
+
+    def last_hop(row: Tensor, bits: int, sender: int, destination: int) -> Tensor:
+        if unsent is None:
+            return round_trip(row, bits, block)
+        row = unsent.get((sender, destination), torch.zeros(())) + row
+        back = round_trip(row, bits, block)
+        unsent[sender, destination] = row - back
+        return back
+
     ranks = len(gradients)
     inside = ranks // nodes
     cut = [shards_of(tensors, ranks) for tensors in gradients]  # [source][destination]
@@ -69,10 +88,13 @@ def reduced(gradients: list[list[Tensor]], nodes: int, bits: tuple[int, int], bl
         partial = []
         for node in range(nodes):  # in each node, the rank at this place adds up what its neighbours send it
             sources = [node * inside + neighbour for neighbour in range(inside)]
-            sent = [round_trip(cut[source][destination], bits[0], block) for source in sources]
-            partial.append(torch.stack(sent).sum(0))
+            if nodes > 1:
+                sent = [round_trip(cut[source][destination], bits[0], block) for source in sources]
+            else:
+                sent = [last_hop(cut[source][destination], bits[0], source, destination) for source in sources]
+            partial.append(added(sent))
         if nodes > 1:  # and sends it to its namesake in the destination's node
-            partial = [torch.stack([round_trip(part, bits[1], block) for part in partial]).sum(0)]
+            partial = [added([last_hop(part, bits[1], node, destination) for node, part in enumerate(partial)])]
         pieces.append(partial[0])
         assert place == destination - destination // inside * inside
     return tensors_of(pieces, gradients[0])
@@ -88,6 +110,7 @@ class Wire:
     gradients_bits: tuple[int, int] | None = None
     block: int = 128
     min_params: int = 0  # a unit of fewer stays exact
+    error_feedback: bool = False
 
     def quantizes(self, unit: list[Tensor]) -> bool:
         return sum(p.numel() for p in unit) >= self.min_params
@@ -107,6 +130,7 @@ def train(scenario, wire: Wire, steps: int, max_norm: float, rate: float, decay:
     decays = [{"params": group, "weight_decay": decay * (number == 0)} for number, group in enumerate(groups)]
     optimizer = torch.optim.AdamW(decays, lr=rate, eps=reference.EPS, fused=True)
     result = reference.Result([], [], [], {})
+    unsent: list[dict | None] = [{} if wire.error_feedback else None for _ in units]
     for step in range(steps):
         with torch.no_grad():
             for unit in units:
@@ -124,10 +148,10 @@ def train(scenario, wire: Wire, steps: int, max_norm: float, rate: float, decay:
                 gradients = torch.autograd.grad(loss, list(named.values()))
                 found.append(dict(zip(named.values(), gradients, strict=True)))
                 losses[rank] += loss.detach()
-            for unit in units:
+            for unit, left in zip(units, unsent, strict=True):
                 each = [[gradients[p] for p in unit] for gradients in found]
                 if wire.gradients_bits and wire.quantizes(unit):
-                    sums = reduced(each, wire.nodes, wire.gradients_bits, wire.block)
+                    sums = reduced(each, wire.nodes, wire.gradients_bits, wire.block, left)
                 else:
                     sums = [torch.stack(parts).sum(0) for parts in zip(*each, strict=True)]
                 for p, value in zip(unit, sums, strict=True):

@@ -47,9 +47,15 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def save_checkpoint(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, keep: int
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    unsent: list[Tensor],
+    progress: Progress,
+    keep: int,
 ) -> Path:
-    """Write `folder`/step-000200 and drop all but the `keep` newest (0: keep all). Collective."""
+    """Write `folder`/step-000200 and drop all but the `keep` newest (0: keep all). `unsent`: what apply_stage
+    returned. Collective."""
     path = folder / f"step-{progress.step:06d}"
     is_main = dist.get_rank() == 0
     if is_main:
@@ -57,13 +63,15 @@ def save_checkpoint(
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
     dist.barrier()
-    state_dict_saver.save(_tensors(model, optimizer) | {_rng_key(): _rng_state()}, checkpoint_id=path)
+    own = {_own_key(): _rng_state() | _numbered(unsent)}
+    state_dict_saver.save(_tensors(model, optimizer) | own, checkpoint_id=path)
     if is_main:
         state = {
             "step": progress.step,
             "tokens": progress.tokens,
             "loader": progress.loader,
             "ranks": _ranks(model),
+            "unsent": [len(tensor) for tensor in unsent],
         }
         (path / STATE).write_text(json.dumps(state | {"shapes": _shapes(model)}, indent=1))
         (path / MARKER).touch()
@@ -74,9 +82,11 @@ def save_checkpoint(
     return path
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Fill model and optimizer from a complete checkpoint, and this rank's random state where world size and device
-    are the same. Raises RecipeError where the checkpoint is incomplete or of another model. Collective."""
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, unsent: list[Tensor]) -> Progress:
+    """Fill model and optimizer from a complete checkpoint. Where world size and device are the same also what is this
+    rank's own: its random state, and what it has not sent yet (`unsent`: see apply_stage) where the same exchanges
+    carry it; else that begins at zero. Raises RecipeError where the checkpoint is incomplete or of another model.
+    Collective."""
     state = _read_state(path)
     here, there = _shapes(model), state["shapes"]
     if differ := [
@@ -89,14 +99,15 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         )
     tensors = _tensors(model, optimizer)
     if same_world := state["ranks"] == _ranks(model):
-        tensors[_rng_key()] = _rng_state()
+        carried = unsent if state.get("unsent") == [len(tensor) for tensor in unsent] else []
+        tensors[_own_key()] = _rng_state() | _numbered(carried)
     state_dict_loader.load(tensors, checkpoint_id=path)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=FLAT)
     for group, mine in zip(optimizer.param_groups, settings, strict=True):
         group.update(mine)  # rates and decays are the recipe's: the checkpoint's would silently undo an override
     if same_world:
-        _set_rng_state(tensors[_rng_key()])
+        _set_rng_state(tensors[_own_key()])
     return Progress(state["step"], state["tokens"], state["loader"])
 
 
@@ -155,8 +166,12 @@ def _ranks(model: nn.Module) -> list[Any]:
     return [dist.get_world_size(), next(model.parameters()).device.type]
 
 
-def _rng_key() -> str:
+def _own_key() -> str:
     return f"rng.{dist.get_rank()}"
+
+
+def _numbered(unsent: list[Tensor]) -> dict[str, Tensor]:
+    return {f"unsent.{number}": tensor for number, tensor in enumerate(unsent)}
 
 
 def _rng_state() -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from shardbook.comm.ledger import Traffic
 from shardbook.data.loader import Loader
 from shardbook.mesh import DP_SHARD, describe_sizes
 from shardbook.metrics import Metrics
-from shardbook.plan.formulas import predict_gathered_peak, predict_resident
+from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_unsent
 from shardbook.recipe import Recipe
 from shardbook.stages import Stage, Unit, backward_depth
 
@@ -149,6 +149,8 @@ def describe_switches(switches: Switches, units: list[Unit], sizes: dict[str, in
         hops = [f"{bits} bits among {ranks} ranks" for _, ranks, bits in switches.hops(sizes[DP_SHARD])]
         why = "" if len(hops) > 1 else ", one hop: there is one node" if one_node else ", one hop: one rank a node"
         on.append(f"qgZ: gradients in {', then '.join(hops)}{why}")
+    if kept := predict_unsent(units, sizes, switches):
+        on.append(f"error feedback keeps {readable_bytes(kept)} more")
     left = [unit for unit in units if unit.shapes and not switches.quantizes(unit.numel)]
     if left and (switches.weights_bits or switches.gradients_bits):
         on.append(f"{len(left)} units of {sum(unit.numel for unit in left):,} parameters unquantised")

@@ -8,10 +8,11 @@ FSDP, arXiv 2304.11277, section 3.2.2.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import compress
 from math import prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -80,6 +81,11 @@ class Unit:
     def numel(self) -> int:
         return sum(prod(shape) for shape in self.shapes)
 
+    def padded(self, shards: int, trained_only: bool = False) -> int:
+        """Elements of all `shards` shards together, each tensor's as long as its longest."""
+        shapes = compress(self.shapes, self.trained) if trained_only else self.shapes
+        return sum(-(-shape[0] // shards) * shards * prod(shape[1:]) for shape in shapes)
+
     @property
     def handle(self) -> FSDPModule:
         """Where fully_shard's settings of this unit are made, once it is applied."""
@@ -129,6 +135,11 @@ def check_stage(parallel: Parallel) -> Stage:
             f"parallel.quantize_gradients = {parallel.quantize_gradients}: two numbers, bits inside a node and across, "
             "like [8, 4]"
         )
+    if parallel.quantize_error_feedback and not parallel.quantize_gradients:
+        wrong.append(
+            "parallel.quantize_error_feedback = true: no gradient is quantised; leave it out, or set "
+            "parallel.quantize_gradients=[8,4]"
+        )
     if parallel.quantize_min_params and not (parallel.quantize_weights or parallel.quantize_gradients):
         wrong.append(
             f"parallel.quantize_min_params = {parallel.quantize_min_params}: nothing is quantised; leave it out"
@@ -156,6 +167,7 @@ def read_switches(parallel: Parallel, shards: int, ranks_per_node: int) -> Switc
         inside=inside if inside < shards and shards % inside == 0 else shards,
         block=parallel.quantize_block,
         min_params=parallel.quantize_min_params,
+        error_feedback=parallel.quantize_error_feedback,
     )
 
 
@@ -234,14 +246,15 @@ def _modules_of_size(module: nn.Module, least: int) -> list[nn.Module]:
 
 def apply_stage(
     units: list[Unit], mesh: DeviceMesh, parallel: Parallel, precision: Precision, switches: Switches = PLAIN
-) -> None:
+) -> list[Tensor]:
     """Wrap each unit with fully_shard, in place, inner before outer, the root last.
 
     Afterwards every parameter is a DTensor: Shard(0) along dp_shard, Replicate along dp_replicate.
     `precision.params` is the dtype of gathered parameters and of compute, `precision.reduce` that of gradients on the
-    wire and of their sum, `precision.output` that of what the root returns.
+    wire and of their sum, `precision.output` that of what the root returns. Returns what error feedback carries from
+    reduction to reduction, a flat fp32 tensor a quantised unit: state that a checkpoint must hold.
     """
-    shards = mesh[DP_SHARD].size()
+    shards, unsent = mesh[DP_SHARD].size(), list[Tensor]()
     hops = build_hops(mesh, switches)
     # A 2-D mesh makes fully_shard all-reduce along the first axis, with one replica in a group of one.
     mesh = mesh[DP_REPLICATE, DP_SHARD] if mesh[DP_REPLICATE].size() > 1 else mesh[DP_SHARD]
@@ -266,8 +279,21 @@ def apply_stage(
             if switches.weights_bits:
                 unit.handle.set_custom_all_gather(QuantizedAllGather(shards, switches.weights_bits, switches.block))
             if hops:
-                unit.handle.set_custom_reduce_scatter(QuantizedReduceScatter(hops, switches.block))
+                if count := unsent_numel(unit, shards, switches):
+                    unsent.append(torch.zeros(count, device=mesh.device_type))
+                unit.handle.set_custom_reduce_scatter(
+                    QuantizedReduceScatter(hops, switches.block, unsent[-1] if count else None)
+                )
     apply_prefetch([units[-1], *units[:-1]] if units[-1].shapes else units[:-1], parallel)
+    return unsent
+
+
+def unsent_numel(unit: Unit, shards: int, switches: Switches) -> int:
+    """Elements that error feedback keeps on a rank for `unit`: what its last exchange sends."""
+    if not (switches.error_feedback and switches.quantizes(unit.numel) and switches.hops(shards)):
+        return 0
+    earlier = prod(ranks for _, ranks, _ in switches.hops(shards)[:-1])
+    return unit.padded(shards, trained_only=True) // earlier
 
 
 def build_hops(mesh: DeviceMesh, switches: Switches) -> list[tuple[ProcessGroup, int]]:

@@ -105,7 +105,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     apply_checkpointing(model.blocks, recipe.activation)
     if recipe.train.compile:
         apply_compile(model)
-    apply_stage(units, mesh, recipe.parallel, recipe.precision, switches)
+    unsent = apply_stage(units, mesh, recipe.parallel, recipe.precision, switches)
     materialize(model, ranks.device)
     optimizer = build_optimizer(model, recipe.optim)
 
@@ -115,7 +115,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     saved_step = 0
     if newest or recipe.train.resume_from_checkpoint:
         source = str(newest or recipe.train.resume_from_checkpoint)
-        progress = load_checkpoint(Path(source), model, optimizer)
+        progress = load_checkpoint(Path(source), model, optimizer, unsent)
         loader.load_state_dict(progress.loader)
         if progress.step > steps:
             raise RecipeError(f"checkpoint {source} is at step {progress.step}, the recipe ends at step {steps}")
@@ -177,14 +177,14 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
                 recorder.log(step, metrics)
             tell.advance(step, metrics)
             if saves:
-                save_checkpoint(run.checkpoints, model, optimizer, progress, recipe.train.save_total_limit)
+                save_checkpoint(run.checkpoints, model, optimizer, unsent, progress, recipe.train.save_total_limit)
                 saved_step = step
             if metrics or saves:  # so that no step's time holds an evaluation or a checkpoint
                 logged_at, logged_step, read_tokens = time.perf_counter(), step, 0.0
 
     stopped = progress.step < steps
     if progress.step > saved_step and (recipe.train.save_steps or stopped):
-        save_checkpoint(run.checkpoints, model, optimizer, progress, recipe.train.save_total_limit)
+        save_checkpoint(run.checkpoints, model, optimizer, unsent, progress, recipe.train.save_total_limit)
     if stopped:
         saved = f"after step {progress.step} of {steps}, checkpoint saved" if progress.step else "before the first step"
         tell.say(f"stopped  {saved}; continue with run.name={run.name}")

@@ -39,6 +39,7 @@ SWITCHES = {
         "quantize_gradients": [8, 4],
         "quantize_min_params": 500,
     },
+    "qgZ-carried": {"quantize_gradients": [8, 4], "quantize_error_feedback": True},
     "all-blocks-of-64": {
         "quantize_weights": 8,
         "quantize_gradients": [8, 4],
@@ -58,7 +59,15 @@ def wire_of(name, ranks_per_node):
     inside = secondary if secondary and secondary != "node" else ranks_per_node
     bits = keys.get("quantize_gradients")
     weights, block = keys.get("quantize_weights", 0), keys.get("quantize_block", 128)
-    return quantized.Wire(4, 4 // inside, weights, tuple(bits) if bits else None, block, keys.get("quantize_min_params", 0))
+    return quantized.Wire(
+        4,
+        4 // inside,
+        weights,
+        tuple(bits) if bits else None,
+        block,
+        keys.get("quantize_min_params", 0),
+        keys.get("quantize_error_feedback", False),
+    )
 
 
 def train_all(names, folder, micros, bug=None):
@@ -202,6 +211,7 @@ def secondary_bytes():
         ({"stage": "zero3", "quantize_weights": 8}, ["quantize_weights = 8", "zero3 does not have it", "zeropp or hsdp"]),
         ({"stage": "zeropp"}, ["none of its switches is zero3", "quantize_weights=8"]),
         ({"stage": "zeropp", "quantize_gradients": [8]}, ["quantize_gradients = [8]", "[8, 4]"]),
+        ({"stage": "zeropp", "quantize_weights": 8, "quantize_error_feedback": True}, ["no gradient is quantised"]),
         ({"stage": "zeropp", "secondary_shard": 3}, ["secondary_shard = 3", "divide the 4 ranks"]),
         ({"stage": "zeropp", "secondary_shard": 1}, ["secondary_shard = 1", "more than 1", "stage=zero2"]),
         ({"stage": "zeropp", "secondary_shard": 2, "quantize_min_params": 9}, ["quantize_min_params = 9", "nothing is"]),
@@ -276,9 +286,11 @@ def scales_of_the_wrong_rank():
 
     real = collectives.dequantize
 
-    def dequantize(buffer, numel, bits, block, dtype):
-        scales = -(-numel // block) * 4
-        return real(torch.cat([buffer[:, :-scales], buffer[:, -scales:].roll(1, 0)], 1), numel, bits, block, dtype)
+    def dequantize(buffers, out, bits, block):
+        scales = -(-out.shape[-1] // block) * 4
+        sources = 0 if len(buffers) > 1 else 1  # summed up, or side by side
+        wrong = buffers[..., -scales:].roll(1, sources)
+        real(torch.cat([buffers[..., :-scales], wrong], -1), out, bits, block)
 
     collectives.dequantize = dequantize
 
@@ -321,7 +333,7 @@ def dropped_tail():
 
     def quantize(rows, bits, block):
         rows = rows.clone()
-        rows[:, rows.shape[1] // block * block :] = 0
+        rows[..., rows.shape[-1] // block * block :] = 0
         return real(rows, bits, block)
 
     collectives.quantize = quantize
@@ -333,18 +345,32 @@ def nibbles_swapped_on_the_way_back():
 
     real = collectives.dequantize
 
-    def dequantize(buffer, numel, bits, block, dtype):
+    def dequantize(buffers, out, bits, block):
         if bits == 4:
-            payload = -(-numel // block) * block // 2
-            swapped = buffer[:, :payload] << 4 | buffer[:, :payload] >> 4
-            buffer = torch.cat([swapped, buffer[:, payload:]], 1)
-        return real(buffer, numel, bits, block, dtype)
+            payload = -(-out.shape[-1] // block) * block // 2
+            swapped = buffers[..., :payload] << 4 | buffers[..., :payload] >> 4
+            buffers = torch.cat([swapped, buffers[..., payload:]], -1)
+        real(buffers, out, bits, block)
 
     collectives.dequantize = dequantize
 
 
+@plant
+def error_feedback_forgets():
+    from shardbook.comm import collectives
+
+    real = collectives.QuantizedReduceScatter.__call__
+
+    def call(self, output_tensor, input_tensor, group, op, async_op=False):
+        real(self, output_tensor, input_tensor, group, op)
+        self.unsent.zero_()
+
+    collectives.QuantizedReduceScatter.__call__ = call
+
+
 @pytest.mark.parametrize("bug", PLANTS)
 def test_a_planted_bug_turns_the_suite_red(bug, tmp_path):
-    run_world(4, train_all, ["all"], tmp_path, 2, bug, environment={"LOCAL_WORLD_SIZE": "2"})
+    name = "qgZ-carried" if bug == "error_feedback_forgets" else "all"
+    run_world(4, train_all, [name], tmp_path, 2, bug, environment={"LOCAL_WORLD_SIZE": "2"})
     with pytest.raises(AssertionError):
-        assert_as_written_out("all", tmp_path, 2, 2)
+        assert_as_written_out(name, tmp_path, 2, 2)

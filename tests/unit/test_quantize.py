@@ -13,7 +13,9 @@ every = pytest.mark.parametrize("bits, block", [(bits, block) for bits in (8, 4)
 def there_and_back(rows, bits, block, dtype=torch.float32):
     buffer = quantize(rows, bits, block)
     assert buffer.dtype == torch.uint8 and buffer.shape == (len(rows), buffer_bytes(rows.shape[1], bits, block))
-    return dequantize(buffer, rows.shape[1], bits, block, dtype)
+    out = torch.empty(rows.shape, dtype=dtype)
+    dequantize(buffer[None], out, bits, block)
+    return out
 
 
 def steps_of(rows, bits, block):
@@ -83,6 +85,31 @@ def test_bytes_and_rows_apart(bits, block, numel):
     rows = torch.randn(3, numel, generator=torch.Generator().manual_seed(1))
     together = quantize(rows, bits, block)
     assert all(torch.equal(together[i : i + 1], quantize(rows[i : i + 1], bits, block)) for i in range(3))
+
+
+@every
+def test_a_sum_is_added_up_in_order_in_fp32(bits, block):
+    rows = torch.randn(5, 2, 700, generator=torch.Generator().manual_seed(3)) * torch.logspace(-3, 3, 5)[:, None, None]
+    out = torch.empty(2, 700)
+    dequantize(quantize(rows, bits, block), out, bits, block)
+    total = torch.zeros(2, 700)
+    for part in rows:
+        total = total + there_and_back(part, bits, block)
+    assert torch.equal(out, total)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_are_invisible(bits, block, dtype, monkeypatch):
+    """However much is worked on at a time; of rows that are views with gaps too."""
+    rows = torch.randn(3, 2, 1111, generator=torch.Generator().manual_seed(4)).transpose(0, 1).to(dtype)
+    buffer = quantize(rows, bits, block)
+    out, again = torch.empty(3, 1111, dtype=dtype), torch.empty(3, 1111, dtype=dtype)
+    dequantize(buffer, out, bits, block)
+    monkeypatch.setattr("shardbook.comm.quantize.CACHED", 1)
+    assert torch.equal(quantize(rows, bits, block), buffer)
+    dequantize(buffer, again, bits, block)
+    assert torch.equal(out, again)
 
 
 def test_bf16_out():

@@ -9,6 +9,8 @@ Pure functions of tensors; on CUDA the same functions are compiled, so that each
 
 from collections.abc import Callable
 from functools import cache
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ LARGEST = {8: 127, 4: 7}  # bits -> steps on either side of zero: -128 and -8 st
 BLOCKS = (64, 128, 256)
 SCALE_BYTES = 4  # fp32
 TINY = 127 * 2.0**-126
+CACHED = 2**19  # elements
 
 
 def buffer_bytes(numel: int, bits: int, block: int) -> int:
@@ -26,43 +29,69 @@ def buffer_bytes(numel: int, bits: int, block: int) -> int:
 
 
 def quantize(rows: Tensor, bits: int, block: int) -> Tensor:
-    """[r, n] fp32 or bf16 -> [r, buffer_bytes(n)] uint8. `bits` 8 or 4, `block` elements with one scale."""
-    return _fused(_quantize, rows.device.type)(rows, bits, block)
+    """[..., n] fp32 or bf16 -> [..., buffer_bytes(n)] uint8. `bits` 8 or 4, `block` elements with one scale."""
+    piece = _piece(rows.device.type, prod(rows.shape[:-1]), rows.shape[-1], block)
+    return _fused(_quantize, rows.device.type)(rows, bits, block, piece)
 
 
-def dequantize(buffer: Tensor, numel: int, bits: int, block: int, dtype: torch.dtype) -> Tensor:
-    """[r, buffer_bytes(numel)] uint8 -> [r, numel] in `dtype`: the inverse of quantize, to half a step."""
-    return _fused(_dequantize, buffer.device.type)(buffer, numel, bits, block, dtype)
+def dequantize(buffers: Tensor, out: Tensor, bits: int, block: int) -> None:
+    """Write into `out`, [..., n] fp32 or bf16, the sum over k of `buffers`, [k, ..., buffer_bytes(n)] uint8, added up
+    in order, in fp32. With k = 1 the inverse of quantize, to half a step."""
+    piece = _piece(out.device.type, prod(buffers.shape[:-1]), out.shape[-1], block)
+    _fused(_dequantize, out.device.type)(buffers, out, bits, block, piece)
 
 
 @cache
-def _fused(function: Callable[..., Tensor], device_type: str) -> Callable[..., Tensor]:
+def _fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True) if device_type == "cuda" else function
 
 
-def _quantize(rows: Tensor, bits: int, block: int) -> Tensor:
-    count, numel = rows.shape
-    blocks = -(-numel // block)
-    values = torch.nn.functional.pad(rows.float(), (0, blocks * block - numel)).view(count, blocks, block)
+def _piece(device_type: str, rows: int, numel: int, block: int) -> int:
+    """Elements of a row that are worked on at a time: all, where passes are fused; else what a core's cache holds,
+    because eager passes over more go through memory, each of them."""
+    return numel if device_type == "cuda" else max(1, CACHED // (rows * block)) * block
+
+
+def _quantize(rows: Tensor, bits: int, block: int, piece: int) -> Tensor:
+    payloads, scales = zip(*(_encode(part, bits, block) for part in rows.split(piece, -1)), strict=True)
+    return torch.cat([*payloads, *scales], dim=-1)
+
+
+def _encode(values: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    """[..., m] -> payload and scales of its blocks, both as bytes."""
+    values = values.float()
+    if short := -values.shape[-1] % block:
+        values = torch.nn.functional.pad(values, (0, short))
+    values = values.unflatten(-1, (-1, block))
     most = values.abs().amax(-1, keepdim=True)
     scale = torch.where(most < TINY, 0.0, most / LARGEST[bits])
     scale = torch.where(most.isfinite(), scale, torch.nan)
-    steps = (values / scale).nan_to_num(0.0).round().clamp(-LARGEST[bits], LARGEST[bits])
+    # of a block whose scale is 0 or NaN the payload does not count
+    steps = (values / torch.where(scale > 0, scale, torch.inf)).round()
     if bits == 8:
         payload = steps.to(torch.int8).view(torch.uint8)
     else:
         nibbles = (steps + 8).to(torch.uint8)
         payload = nibbles[..., : block // 2] | nibbles[..., block // 2 :] << 4
-    return torch.cat([payload.flatten(1), scale.squeeze(-1).view(torch.uint8)], dim=1)
+    return payload.flatten(-2), scale.squeeze(-1).view(torch.uint8)
 
 
-def _dequantize(buffer: Tensor, numel: int, bits: int, block: int, dtype: torch.dtype) -> Tensor:
-    count, blocks = buffer.shape[0], -(-numel // block)
-    split = blocks * block * bits // 8
-    payload = buffer[:, :split].view(count, blocks, -1)
-    scale = buffer[:, split:].contiguous().view(torch.float32).unsqueeze(-1)
+def _dequantize(buffers: Tensor, out: Tensor, bits: int, block: int, piece: int) -> None:
+    blocks = -(-out.shape[-1] // block)
+    payload, scales = buffers.split([blocks * block * bits // 8, blocks * SCALE_BYTES], -1)
+    pieces = payload.split(piece * bits // 8, -1), scales.split(piece // block * SCALE_BYTES, -1), out.split(piece, -1)
+    for some, scale, into in zip(*pieces, strict=True):
+        values = _decode(some, scale, bits, block)
+        total = values[0]
+        for more in values[1:]:
+            total = total + more
+        into.copy_(total[..., : into.shape[-1]])
+
+
+def _decode(payload: Tensor, scales: Tensor, bits: int, block: int) -> Tensor:
+    payload = payload.unflatten(-1, (-1, block * bits // 8))
     if bits == 8:
         steps = payload.view(torch.int8)
     else:
         steps = torch.cat([payload & 15, payload >> 4], dim=-1).to(torch.int8) - 8
-    return (steps * scale).to(dtype).view(count, -1)[:, :numel]
+    return (steps * scales.contiguous().view(torch.float32).unsqueeze(-1)).flatten(-2)

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from itertools import compress
 from math import prod
 
-from torch import Size
-
 from shardbook.comm.collectives import Switches
 from shardbook.comm.ledger import WORLD, Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
 from shardbook.dtypes import DTYPES
 from shardbook.mesh import DP_REPLICATE, DP_SHARD, INSIDE
 from shardbook.recipe import Parallel, Precision
-from shardbook.stages import PLAIN, Stage, Unit, backward_depth, backward_order
+from shardbook.stages import PLAIN, Stage, Unit, backward_depth, backward_order, unsent_numel
 
 COUNTS_BYTES = 3 * 8  # the step's token counts and stop flags: three fp64 numbers summed over all ranks
 NORM_BYTES = 8  # the squared gradient norm, one fp64 number
@@ -41,11 +39,6 @@ def shard_rows(rows: int, ranks: int, rank: int) -> int:
     """Rows of dim 0 that shard `rank` of `ranks` really has: the last ones may be shorter, or empty."""
     padded = -(-rows // ranks)
     return max(0, min(padded, rows - rank * padded))
-
-
-def padded_numel(shape: Size, ranks: int) -> int:
-    """Elements of all `ranks` shards together, each as long as the longest."""
-    return -(-shape[0] // ranks) * ranks * prod(shape[1:])  # fully_shard refuses what has no dim 0
 
 
 def gathers_per_step(unit: Unit, micros: int) -> int:
@@ -80,8 +73,7 @@ def predict_traffic(
             traffic[op, axis] = traffic.get((op, axis), Volume()) + Volume(calls, calls * payload_bytes)
 
     for unit in units:
-        whole = sum(padded_numel(shape, shards) for shape in unit.shapes)
-        trained = sum(padded_numel(shape, shards) for shape in compress(unit.shapes, unit.trained))
+        whole, trained = unit.padded(shards), unit.padded(shards, trained_only=True)
         if shards > 1:
             quantized = switches.quantizes(unit.numel)
             gathers, reductions = gathers_per_step(unit, micros), reductions_per_step(stage, micros)
@@ -113,12 +105,10 @@ def predict_resident(units: list[Unit], sizes: dict[str, int], shard_rank: int, 
     shards, master = sizes[DP_SHARD], DTYPES[precision.master].itemsize
     params = grads = optimizer = 0
     for unit in units:
-        for shape, is_trained in zip(unit.shapes, unit.trained, strict=True):
-            padded = padded_numel(shape, shards) // shards * master
-            params += padded
-            if is_trained:
-                grads += padded
-                optimizer += 2 * shard_rows(shape[0], shards, shard_rank) * prod(shape[1:]) * master + STEP_BYTES
+        params += unit.padded(shards) // shards * master
+        grads += unit.padded(shards, trained_only=True) // shards * master
+        for shape in compress(unit.shapes, unit.trained):
+            optimizer += 2 * shard_rows(shape[0], shards, shard_rank) * prod(shape[1:]) * master + STEP_BYTES
     return Resident(params, grads, optimizer)
 
 
@@ -126,8 +116,13 @@ def predict_secondary(units: list[Unit], sizes: dict[str, int], switches: Switch
     """Bytes of a rank's secondary shards (hpZ) after a whole forward: each unit's parameters over `secondary` ranks."""
     if not switches.secondary:
         return 0
-    whole = sum(padded_numel(shape, sizes[DP_SHARD]) for unit in units if unit.reshards for shape in unit.shapes)
+    whole = sum(unit.padded(sizes[DP_SHARD]) for unit in units if unit.reshards)
     return whole // switches.secondary * DTYPES[precision.params].itemsize
+
+
+def predict_unsent(units: list[Unit], sizes: dict[str, int], switches: Switches) -> int:
+    """Bytes that error feedback keeps on a rank, in fp32."""
+    return sum(unsent_numel(unit, sizes[DP_SHARD], switches) for unit in units) * 4
 
 
 def paper(stage: Stage, parameters: int, ranks: int) -> Resident:
@@ -147,8 +142,7 @@ def predict_gathered_peak(units: list[Unit], sizes: dict[str, int], parallel: Pa
     kept = {unit for unit in units if unit.spans or not unit.reshards}
 
     def size(live: set[Unit]) -> int:
-        shapes = (shape for unit in live for shape in unit.shapes)
-        return sum(padded_numel(shape, sizes[DP_SHARD]) for shape in shapes) * DTYPES[precision.params].itemsize
+        return sum(unit.padded(sizes[DP_SHARD]) for unit in live) * DTYPES[precision.params].itemsize
 
     peak = size(kept)
     order = [unit for unit in units if not unit.spans]

@@ -106,6 +106,9 @@ class Parallel(Section):
     secondary_shard: int | Literal["node"] = key(
         0, "ZeRO++ hpZ: backward gathers among so many ranks, or those of a node (0: among all)."
     )
+    quantize_error_feedback: bool = key(
+        False, "Add what qgZ's last exchange rounds off to the next reduction; costs memory, which is printed."
+    )
     quantize_block: Literal[64, 128, 256] = key(128, "Elements that share a scale.")
     quantize_min_params: int = key(0, "Units of fewer parameters travel unquantised; which is printed.", ge=0)
 

@@ -1,0 +1,101 @@
+"""Does ZeRO++ learn as well? SmolLM2-135M on ChitChat under zero3 and under each switch, the same data in each.
+
+Every rank count trains on the same rows in the same order. Ranks are started as two nodes, so that gradients cross
+between nodes in 4 bits. A variant that was stopped goes on where its last checkpoint is; one that has finished is not
+run again. Writes docs/benchmarks/convergence.json.
+
+    make bench-convergence                         # hours on two cores
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+OUT = ROOT / "docs" / "benchmarks" / "convergence.json"
+RECIPE = ROOT / "recipes" / "smollm2-135m-fsdp.toml"
+ROWS = 4  # of 128 tokens in a step, over all ranks
+QWZ, QGZ, HPZ = "quantize_weights=8", "quantize_gradients=[8,4]", "secondary_shard=node"
+CARRIED = "quantize_error_feedback=true"
+VARIANTS = {  # ranks of a node, and keys of [parallel]; hpZ needs two ranks in a node to differ from zero3
+    "zero3": (1, []),
+    "qwZ, 8 bits": (1, [QWZ]),
+    "qwZ, 4 bits": (1, ["quantize_weights=4"]),
+    "qgZ": (1, [QGZ]),
+    "qgZ, error feedback": (1, [QGZ, CARRIED]),
+    "hpZ": (2, [HPZ]),
+    "all": (2, [QWZ, QGZ, HPZ]),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--out", type=Path, default=OUT)
+    asked = parser.parse_args()
+    rows = {}
+    for name in asked.variants:
+        per_node, keys = VARIANTS[name]
+        print(f"{name}: 2 nodes of {per_node}, {' '.join(keys) or 'no switch'}", flush=True)
+        run = ROOT / "runs" / f"convergence-{asked.steps}-{name.replace(', ', '-').replace(' ', '-')}"
+        if not finished(run, asked.steps):
+            nodes = [subprocess.Popen(launch(node, run, per_node, keys, asked.steps), cwd=ROOT) for node in (0, 1)]
+            if code := max(node.wait() for node in nodes):
+                print(f"bench-convergence: {name} ended with exit code {code}", file=sys.stderr)
+                return code
+        rows[name] = read(run, per_node, keys)
+        print(f"{name}: held-out loss {rows[name]['eval'][0]:.4f} -> {rows[name]['eval'][-1]:.4f}", flush=True)
+        asked.out.parent.mkdir(parents=True, exist_ok=True)
+        asked.out.write_text(json.dumps(facts() | {"steps": asked.steps, "variants": rows}, indent=1) + "\n")
+    print(asked.out)
+    return 0
+
+
+def launch(node: int, run: Path, per_node: int, keys: list[str], steps: int) -> list[str]:
+    stage = ["parallel.stage=zeropp" if keys else "parallel.stage=zero3"]
+    return [
+        *("env", "OMP_NUM_THREADS=1", sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", "2", "--node_rank", str(node), "--nproc_per_node", str(per_node)),
+        *("--master_addr", "127.0.0.1", "--master_port", "29579", "-m", "shardbook.train", str(RECIPE)),
+        *(f"run.dir={run.parent}", f"run.name={run.name}", "run.report_to=none", f"train.steps={steps}"),
+        *(f"train.per_device_train_batch_size={ROWS // (2 * per_node)}", "train.export=false", "train.save_steps=50"),
+        *("train.save_total_limit=1", *stage, *(f"parallel.{key}" for key in keys)),
+    ]
+
+
+def metrics_of(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def finished(run: Path, steps: int) -> bool:
+    return any(row["step"] == steps and "eval/loss" in row for row in metrics_of(run))
+
+
+def read(run: Path, per_node: int, keys: list[str]) -> dict:
+    rows = metrics_of(run)
+    steps = [row for row in rows if "train/loss" in row]
+    return {
+        "ranks_of_a_node": per_node,
+        "parallel": keys,
+        "eval": [row["eval/loss"] for row in rows if "eval/loss" in row],
+        "loss": [row["train/loss"] for row in steps],
+        "grad_norm": [row["train/grad_norm"] for row in steps],
+        "median_step_seconds": statistics.median(row["perf/step_seconds"] for row in steps),
+    }
+
+
+def facts() -> dict:
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return {"commit": commit, "torch": torch.__version__, "cores": os.cpu_count(), "rows_of_128": ROWS}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
