@@ -209,9 +209,9 @@ def gradients_never_zeroed(train):
 
 @planted_in("zero1", 1, 3, tied=False)
 def padding_not_counted(train):
-    from shardbook import stages
+    from shardbook import units
 
-    stages.Unit.padded = lambda unit, shards, trained_only=False: unit.numel // shards * shards
+    units.Unit.padded = lambda unit, shards, trained_only=False: unit.numel // shards * shards
 
 
 @planted_in("zero2", 1, 2)

@@ -17,7 +17,8 @@ from shardbook.mesh import DP_SHARD, describe_sizes
 from shardbook.metrics import Metrics
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_unsent
 from shardbook.recipe import Recipe
-from shardbook.stages import Stage, Unit, backward_depth
+from shardbook.stages import Stage, backward_depth
+from shardbook.units import Unit
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

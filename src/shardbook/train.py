@@ -52,7 +52,8 @@ from shardbook.optim import build_optimizer, clip_gradients, learning_rate, set_
 from shardbook.plan.formulas import predict_traffic
 from shardbook.recipe import Recipe, RecipeError, dump_recipe, find_recipe, load_recipe, settle_precision
 from shardbook.rundir import check_shared, open_run
-from shardbook.stages import Unit, apply_stage, check_stage, choose_units, read_switches, reshard, set_schedule
+from shardbook.stages import apply_stage, check_stage, read_switches, reshard, set_schedule
+from shardbook.units import Unit, choose_units
 from shardbook.weights import full_tensors, init_weights, load_weights, save_weights
 
 
@@ -100,7 +101,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     # Meta model -> checkpointing -> compile -> stage -> memory.
     model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens)
     flops = flops_per_token(model, row_length or documents.mean_length)
-    units = choose_units(model, model.parts, model.blocks, stage, recipe.parallel)
+    units = choose_units(model, model.parts, model.blocks, stage.reshard_after_forward, recipe.parallel)
     predicted = predict_traffic(stage, units, sizes, loader.accumulation, recipe.precision, switches)
     apply_checkpointing(model.blocks, recipe.activation)
     if recipe.train.compile:

@@ -148,7 +148,8 @@ def build(keys, ranks):
     from shardbook.objectives import OBJECTIVES
     from shardbook.optim import build_optimizer, clip_gradients
     from shardbook.recipe import Optim, Parallel, Precision
-    from shardbook.stages import apply_stage, check_stage, choose_units, read_switches, set_schedule
+    from shardbook.stages import apply_stage, check_stage, read_switches, set_schedule
+    from shardbook.units import choose_units
     from shardbook.weights import init_weights
 
     parallel, precision = Parallel(**keys), Precision(params="fp32")
@@ -156,7 +157,7 @@ def build(keys, ranks):
     mesh = build_mesh(parallel, stage.axes, ranks.world_size, "cpu")
     sizes = axis_sizes(mesh)
     model = build_model(AutoConfig.for_model("llama", attn_implementation="sdpa", **SHAPE), "fp32")
-    units = choose_units(model, model.parts, model.blocks, stage, parallel)
+    units = choose_units(model, model.parts, model.blocks, stage.reshard_after_forward, parallel)
     switches = read_switches(parallel, sizes["dp_shard"], ranks.ranks_per_node)
     apply_stage(units, mesh, parallel, precision, switches)
     materialize(model, ranks.device)

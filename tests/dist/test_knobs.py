@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from world import run_world
 
 from shardbook.recipe import Parallel, RecipeError
-from shardbook.stages import check_stage, choose_units
+from shardbook.stages import check_stage
+from shardbook.units import choose_units
 
 KNOBS = {
     "none": (),
@@ -228,13 +229,14 @@ def output_dtype(output):
     from shardbook.mesh import build_mesh
     from shardbook.model import build_model, materialize
     from shardbook.recipe import Precision
-    from shardbook.stages import apply_stage, choose_units
+    from shardbook.stages import apply_stage
+    from shardbook.units import choose_units
 
     start_distributed()
     parallel = Parallel()
     stage = check_stage(parallel)
     model = build_model(tiny_config("llama", attn_implementation="sdpa"), "fp32")
-    units = choose_units(model, model.parts, model.blocks, stage, parallel)
+    units = choose_units(model, model.parts, model.blocks, stage.reshard_after_forward, parallel)
     apply_stage(units, build_mesh(parallel, stage.axes, 2, "cpu"), parallel, Precision(params="bf16", output=output))
     materialize(model, torch.device("cpu"))
     ids = torch.zeros(1, 4, dtype=torch.int64)
@@ -267,5 +269,5 @@ def test_precision_of_the_output(output, dtype):
 def test_contradictions(keys, words):
     with pytest.raises(RecipeError) as error:
         model, parallel = Toy(), Parallel(**keys)
-        choose_units(model, model.parts, model.blocks, check_stage(parallel), parallel)
+        choose_units(model, model.parts, model.blocks, check_stage(parallel).reshard_after_forward, parallel)
     assert all(word in str(error.value) for word in words), error.value

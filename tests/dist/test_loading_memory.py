@@ -19,13 +19,14 @@ def load(folder):
     from shardbook.metrics import kept_bytes
     from shardbook.model import build_model, load_config, materialize
     from shardbook.recipe import Model, Parallel, Precision
-    from shardbook.stages import apply_stage, choose_units, find_stage
+    from shardbook.stages import apply_stage, find_stage
+    from shardbook.units import choose_units
     from shardbook.weights import load_weights
 
     ranks, parallel, stage = start_distributed(), Parallel(), find_stage("zero3")
     mesh = build_mesh(parallel, stage.axes, ranks.world_size, "cpu")
     model = build_model(load_config(Model(path=str(folder)), folder, 64), "fp32")
-    units = choose_units(model, model.parts, model.blocks, stage, parallel)
+    units = choose_units(model, model.parts, model.blocks, stage.reshard_after_forward, parallel)
     apply_stage(units, mesh, parallel, Precision(params="fp32"))
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak (VmHWM) to what is resident now

@@ -15,7 +15,8 @@ from shardbook.mesh import axis_sizes, build_mesh
 from shardbook.metrics import kept_bytes
 from shardbook.model import build_model, load_config
 from shardbook.recipe import dump_recipe, list_recipes, load_recipe, settle_precision
-from shardbook.stages import apply_stage, check_stage, choose_units, read_switches
+from shardbook.stages import apply_stage, check_stage, read_switches
+from shardbook.units import choose_units
 
 # The published config.json of each model, as far as it sets shapes (the hub is not reachable from a test).
 LLAMA = {
@@ -106,7 +107,7 @@ def wrap(path, folder, world, count):
     mesh = build_mesh(recipe.parallel, stage.axes, world, "cpu")
     model = build_model(load_config(recipe.model, folder, recipe.data.max_length), recipe.precision.master)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
-    units = choose_units(model, model.parts, model.blocks, stage, recipe.parallel)
+    units = choose_units(model, model.parts, model.blocks, stage.reshard_after_forward, recipe.parallel)
     apply_checkpointing(model.blocks, recipe.activation)
     switches = read_switches(recipe.parallel, axis_sizes(mesh)["dp_shard"], ranks_per_node=8)
     apply_stage(units, mesh, recipe.parallel, recipe.precision, switches)

@@ -16,7 +16,7 @@ FLOORS = [
     {"plan"},
     {"objectives", "checkpoint", "weights", "metrics", "rundir"},
     {"stages", "activation", "optim", "model", "data"},
-    {"comm"},
+    {"comm", "units"},
     {"mesh", "dist", "embedded", "dtypes"},
     {"recipe"},
 ]

@@ -15,7 +15,8 @@ from shardbook.comm.quantize import buffer_bytes
 from shardbook.dtypes import DTYPES
 from shardbook.mesh import DP_REPLICATE, DP_SHARD, INSIDE
 from shardbook.recipe import Parallel, Precision
-from shardbook.stages import PLAIN, Stage, Unit, backward_depth, backward_order, unsent_numel
+from shardbook.stages import PLAIN, Stage, backward_depth, unsent_numel
+from shardbook.units import Unit, backward_order
 
 COUNTS_BYTES = 3 * 8  # the step's token counts and stop flags: three fp64 numbers summed over all ranks
 NORM_BYTES = 8  # the squared gradient norm, one fp64 number

@@ -1,0 +1,131 @@
+"""Units: what of a model is sharded, gathered and reduced together, and in which order a pass meets them.
+
+Invariant: every parameter is in exactly one unit, a tied one too. Facts of shapes only: the model may lie on the meta
+device, and no rank need exist, so formulas read them as stages do.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import compress
+from math import prod
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardbook.recipe import Parallel, RecipeError
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules that are sharded, gathered and reduced together, and what of them is a fact before any rank exists."""
+
+    modules: tuple[nn.Module, ...]
+    shapes: tuple[torch.Size, ...]  # of its own parameters: those in no unit inside it; a tied one once
+    trained: tuple[bool, ...]  # whether each of them gets a gradient
+    reshards: bool  # freed after forward, or kept gathered until the step's last backward
+    spans: bool  # runs first and last (the root, or embedding and head in one): never freed inside a pass
+
+    @property
+    def numel(self) -> int:
+        return sum(prod(shape) for shape in self.shapes)
+
+    def padded(self, shards: int, trained_only: bool = False) -> int:
+        """Elements of all `shards` shards together, each tensor's as long as its longest."""
+        shapes = compress(self.shapes, self.trained) if trained_only else self.shapes
+        return sum(-(-shape[0] // shards) * shards * prod(shape[1:]) for shape in shapes)
+
+    @property
+    def handle(self) -> FSDPModule:
+        """Where fully_shard's settings of this unit are made, once it is applied."""
+        module = self.modules[0]
+        assert isinstance(module, FSDPModule)
+        return module
+
+
+def choose_units(
+    model: nn.Module, parts: list[list[nn.Module]], blocks: list[nn.Module], frees: bool, parallel: Parallel
+) -> list[Unit]:
+    """The units of `model` in forward order, outer before inner, but the root (with what no other takes) last.
+
+    `frees`: whether the stage frees parameters after forward. `parts`: groups of modules as `wrap = block` has them, in
+    forward order; `blocks`: those of them that are blocks. `wrap = size:<n>`: each smallest module inside a block with
+    n parameters that no smaller one took, and each other part of n parameters; the root takes the rest. `wrap = none`:
+    the root takes everything.
+    """
+    in_blocks = {module for block in blocks for module in block.modules()}
+    kind, _, least = parallel.wrap.partition(":")
+    match kind:
+        case "block":
+            chosen = parts
+        case "none":
+            chosen = []
+        case _:
+            chosen = []
+            for part in parts:
+                if part[0] in in_blocks:
+                    chosen += [[module] for module in _modules_of_size(part[0], int(least))]
+                elif sum(p.numel() for p in _parameters(part)) >= int(least):
+                    chosen.append(part)
+    outer = [modules for modules in parts if modules[0] not in in_blocks]
+    units, taken = [], set[nn.Parameter]()
+    for modules in [*chosen[::-1], [model]]:  # inner before outer: an inner unit's parameters are its own
+        own = [p for p in _parameters(modules) if p not in taken]
+        taken |= set(own)
+        is_kept = sum(p.numel() for p in own) < parallel.reshard_min_params
+        is_kept |= modules[0] not in in_blocks and not parallel.reshard_root
+        units.append(
+            Unit(
+                modules=tuple(modules),
+                shapes=tuple(p.shape for p in own),
+                trained=tuple(p.requires_grad for p in own),
+                reshards=frees and not is_kept,
+                spans=modules == [model] or outer == [modules],
+            )
+        )
+    units = [*units[-2::-1], units[-1]]
+    _check_units(units, frees, parallel)
+    return units
+
+
+def _check_units(units: list[Unit], frees: bool, parallel: Parallel) -> None:
+    """Raise RecipeError where a knob can do nothing to these units."""
+    own = [unit for unit in units if unit.shapes]
+    if max(parallel.forward_prefetch, parallel.backward_prefetch) > 0 and len(own) == 1:
+        raise RecipeError(
+            f"parallel.wrap = {parallel.wrap!r} leaves one unit of {own[0].numel:,} parameters, so there is no next "
+            "one to gather ahead; set parallel.wrap=block, or leave the prefetch out"
+        )
+    if frees and not any(unit.reshards for unit in own):
+        largest = max(unit.numel for unit in own)
+        raise RecipeError(
+            f"parallel.reshard_min_params = {parallel.reshard_min_params}, parallel.reshard_root = "
+            f"{str(parallel.reshard_root).lower()}: nothing would be freed after forward (the largest of {len(own)} "
+            f"units has {largest:,} parameters); keep less, or set parallel.stage=zero2"
+        )
+
+
+def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return list(dict.fromkeys(p for module in modules for p in module.parameters()))
+
+
+def _modules_of_size(module: nn.Module, least: int) -> list[nn.Module]:
+    """The smallest modules of `module` with `least` parameters that no smaller one took; outer ones first."""
+    found = [inner for child in module.children() for inner in _modules_of_size(child, least)]
+    taken = set(_parameters(found))
+    left = sum(p.numel() for p in module.parameters() if p not in taken)
+    return [module, *found] if left >= least else found
+
+
+def backward_order(units: list[Unit]) -> list[Unit]:
+    """The order in which backward reaches `units`, which are in forward order, outer before inner: what spans the pass
+    first, then from the last on, and again each outer unit before those inside it."""
+
+    def last_inside(number: int) -> int:
+        inside = set(units[number].modules[0].modules())
+        return max(n for n, unit in enumerate(units) if unit.modules[0] in inside)
+
+    finished = sorted(
+        (n for n, unit in enumerate(units) if not unit.spans), key=lambda n: (last_inside(n), -n), reverse=True
+    )
+    return [unit for unit in units if unit.spans] + [units[n] for n in finished]
