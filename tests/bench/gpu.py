@@ -1,6 +1,6 @@
 """Speed and memory of the training loop on this machine's GPUs: 20 steps of the default recipe and of a Llama-3.2-1B
 shape with random weights, unchanged but for the keys below. Writes docs/benchmarks/<device>.json: every metrics row,
-the medians after warm-up, torch version and commit.
+the medians after warm-up, torch version and commit; and how fast blocks are quantised (quantisation.py).
 
     make bench-gpu
     python tests/bench/gpu.py --any-device --steps 2 --cases smollm2-135m-fsdp     # only to see that it runs
@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from quantisation import bandwidths, qwz_seconds_of_a_step
 
 ROOT = Path(__file__).parents[2]
 WARMUP_STEPS = 5  # compilation, allocator growth
@@ -42,7 +43,10 @@ def main() -> int:
     if not torch.cuda.is_available() and not asked.any_device:
         print("bench-gpu needs a CUDA device; there is none here", file=sys.stderr)
         return 2
-    found = {}
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    found = {
+        "quantisation": {"torch": torch.__version__, "rows": bandwidths(kind, *(() if kind == "cuda" else (2**22,)))}
+    }
     with tempfile.TemporaryDirectory() as runs:
         for name in asked.cases:
             common = [
@@ -58,6 +62,9 @@ def main() -> int:
             steady = rows[min(WARMUP_STEPS, len(rows) - 1) :]
             medians = {key: statistics.median(row[key] for row in steady) for key in MEDIANS if key in steady[0]}
             facts = json.loads((Path(runs) / name / "run.json").read_text())
+            if name == "llama-3.2-1b-shape":  # 16 blocks; the tied embedding and the last norm
+                seconds = qwz_seconds_of_a_step(kind, [60_821_504] * 16 + [128_256 * 2048 + 2048])
+                medians["qwz_share_of_step"] = seconds / medians["perf/step_seconds"]
             found[name] = {"overrides": words[1:], "environment": facts, "medians": medians, "steps": rows}
             print(f"{name}: {medians}", flush=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

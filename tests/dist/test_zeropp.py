@@ -177,6 +177,19 @@ def test_bytes_by_hand(outcomes):
     }
 
 
+def test_gradient_norm_and_clipping_against_the_exact_ones(outcomes, recipe, tiny):
+    """First step, same weights. A block's error is uniform in half a step of 1/7 of its largest element either way, so
+    at most 1/7 / sqrt(12) = 0.041 of the largest; with the largest some 3 times the root mean square, 0.12 of it, and
+    as much squared, 0.015, adds to the squared norm."""
+    got, wanted = outcomes["qgZ"][0].result, reference_of(recipe, tiny)(RUNS["qgZ"])
+    error = {name: got.gradients[0][name] - exact for name, exact in wanted.gradients[0].items()}
+    size, off = (torch.stack([g.norm() for g in side.values()]).norm().item() for side in (wanted.gradients[0], error))
+    assert 0 < off / size < 0.12
+    assert got.norms[0] == pytest.approx(wanted.norms[0], rel=0.015)
+    whole = torch.stack([g.norm() for g in got.gradients[0].values()]).norm().item()
+    assert got.norms[0] == pytest.approx(whole, rel=1e-6)
+
+
 def test_the_secondary_shard_is_never_stale(outcomes):
     """hpZ passes on the numbers that zero3 gathers: bit for bit the same run, through optimizer steps, three
     micro-batches, and evaluations that leave secondary shards behind."""

@@ -8,6 +8,8 @@ from tiny import write_recipe
 from toys import Scenario, Toy, train_toy
 from world import losses, metrics, run_train, run_world
 
+from shardbook.comm.quantize import dequantize, quantize
+
 # fp32 kernels of the GPU add in another order than the CPU's and round each matmul's sum of some hundred products once
 # more: 2**-24 * sqrt(100) = 6e-7 a matmul, a dozen of them in a row, five steps
 TOLERANCE = 1e-5
@@ -138,3 +140,30 @@ def test_resume_is_bitwise(recipe):
     source = straight / "checkpoints" / "step-000002"
     again = run_train(1, recipe, "again", *words, f"train.resume_from_checkpoint={source}")
     assert losses(again) == losses(straight)[2:]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_quantised_by_the_gpu_are_the_cpus(bits, dtype):
+    """The fused kernels divide to the last bit but one, so a quotient that lies on the edge between two steps may go to
+    either; both are half a step away."""
+    rows = torch.randn(3, 2, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    sent = {device: quantize(rows.to(device), bits, 128) for device in ("cpu", "cuda")}
+    assert (sent["cpu"] != sent["cuda"].cpu()).float().mean() < 1e-4
+    back = {device: torch.empty(2, 5000, device=device) for device in sent}
+    for device, out in back.items():
+        dequantize(sent["cpu"].to(device), out, bits, 128)
+    # the same bytes: one product and two sums, which a fused kernel may round once in place of twice
+    assert torch.allclose(back["cpu"], back["cuda"].cpu(), rtol=0, atol=2**-22 * rows.abs().max().item())
+
+
+def test_zeropp_near_numbers_and_exact_bytes(recipe, tiny, tmp_path, wanted):
+    """Two ranks as two nodes: qwZ and qgZ, with and without what is carried."""
+    switches = ("parallel.quantize_weights=8", "parallel.quantize_gradients=[8,4]", "precision.params=fp32")
+    for extra in (switches, (*switches, "parallel.quantize_error_feedback=true")):
+        case, nodes = Case("zeropp", 1, 2, 3, clips=True, extra=extra), {"LOCAL_WORLD_SIZE": "1"}
+        run_world(2, over_gloo, run_cases, recipe, tiny, [case], tmp_path, environment=nodes)
+        outcomes = outcomes_of(case, tmp_path)
+        assert_exact_bytes(outcomes)
+        assert outcomes[0].result.losses == pytest.approx(wanted(case).losses, rel=0.02)
+        assert outcomes[0].result.norms == pytest.approx(wanted(case).norms, rel=0.1)

@@ -1,10 +1,13 @@
 """Block quantisation: half a step, any length, and nothing that is not finite disappears."""
 
+import shutil
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardbook.comm.quantize as quantization
 from shardbook.comm.quantize import LARGEST, TINY, buffer_bytes, dequantize, quantize
 
 every = pytest.mark.parametrize("bits, block", [(bits, block) for bits in (8, 4) for block in (64, 128, 256)])
@@ -110,6 +113,25 @@ def test_pieces_are_invisible(bits, block, dtype, monkeypatch):
     assert torch.equal(quantize(rows, bits, block), buffer)
     dequantize(buffer, again, bits, block)
     assert torch.equal(out, again)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_compiled_as_on_cuda_it_is_the_same_to_the_bit(bits, monkeypatch):
+    """The whole of it one graph, for lengths that fill their blocks and lengths that do not."""
+    wanted = {}
+    for numel in (1000, 1024):
+        rows = torch.randn(2, 3, numel, generator=torch.Generator().manual_seed(5))
+        buffer, out = quantize(rows, bits, 128), torch.empty(3, numel, dtype=torch.bfloat16)
+        dequantize(buffer, out, bits, 128)
+        wanted[rows] = buffer, out
+    fused, piece = (getattr(quantization, name) for name in ("_fused", "_piece"))
+    monkeypatch.setattr(quantization, "_fused", lambda function, device_type, *more: fused(function, "cuda", *more))
+    monkeypatch.setattr(quantization, "_piece", lambda device_type, *more: piece("cuda", *more))
+    for rows, (buffer, out) in wanted.items():
+        again = torch.empty_like(out)
+        dequantize(quantize(rows, bits, 128), again, bits, 128)
+        assert torch.equal(quantize(rows, bits, 128), buffer) and torch.equal(again, out)
 
 
 def test_bf16_out():

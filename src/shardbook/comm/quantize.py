@@ -7,8 +7,9 @@ block whose largest magnitude is below TINY comes back as zeros: its step could 
 Pure functions of tensors; on CUDA the same functions are compiled, so that each is one fused kernel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
+from inspect import signature
 from math import prod
 from typing import Any
 
@@ -31,28 +32,42 @@ def buffer_bytes(numel: int, bits: int, block: int) -> int:
 def quantize(rows: Tensor, bits: int, block: int) -> Tensor:
     """[..., n] fp32 or bf16 -> [..., buffer_bytes(n)] uint8. `bits` 8 or 4, `block` elements with one scale."""
     piece = _piece(rows.device.type, prod(rows.shape[:-1]), rows.shape[-1], block)
-    return _fused(_quantize, rows.device.type)(rows, bits, block, piece)
+    return _fused(_quantize, rows.device.type, bits, block, rows.dtype)(rows, bits, block, piece)
 
 
 def dequantize(buffers: Tensor, out: Tensor, bits: int, block: int) -> None:
     """Write into `out`, [..., n] fp32 or bf16, the sum over k of `buffers`, [k, ..., buffer_bytes(n)] uint8, added up
     in order, in fp32. With k = 1 the inverse of quantize, to half a step."""
-    piece = _piece(out.device.type, prod(buffers.shape[:-1]), out.shape[-1], block)
-    _fused(_dequantize, out.device.type)(buffers, out, bits, block, piece)
+    piece = _piece(out.device.type, prod(out.shape[:-1]), out.shape[-1], block)
+    _fused(_dequantize, out.device.type, bits, block, out.dtype)(buffers, out, bits, block, piece)
 
 
 @cache
-def _fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True) if device_type == "cuda" else function
+def _fused(function: Callable[..., Any], device_type: str, *_constants: object) -> Callable[..., Any]:
+    """`function`, on CUDA compiled: one for each of `_constants`, so that none uses up another's recompilations
+    (torch before 2.13 counts them together: a run has six at most, the limit is eight). Past it: an error, not eager.
+    """
+    if device_type != "cuda":
+        return function
+    can_stand_alone = "isolate_recompiles" in signature(torch.compile).parameters
+    alone: dict[str, Any] = {"isolate_recompiles": True} if can_stand_alone else {}
+    return torch.compile(function, dynamic=True, fullgraph=True, **alone)
 
 
 def _piece(device_type: str, rows: int, numel: int, block: int) -> int:
     """Elements of a row that are worked on at a time: all, where passes are fused; else what a core's cache holds,
-    because eager passes over more go through memory, each of them."""
-    return numel if device_type == "cuda" else max(1, CACHED // (rows * block)) * block
+    because eager passes over more go through memory, each of them. Whole blocks."""
+    blocks = -(-numel // block) if device_type == "cuda" else max(1, CACHED // (rows * block))
+    return blocks * block
+
+
+def _constant(value: int, known: Iterable[int]) -> int:
+    """`value` as the compiler's constant: it would make bits and block symbols, and kernels for any of them."""
+    return next(one for one in known if one == value)
 
 
 def _quantize(rows: Tensor, bits: int, block: int, piece: int) -> Tensor:
+    bits, block = _constant(bits, LARGEST), _constant(block, BLOCKS)
     payloads, scales = zip(*(_encode(part, bits, block) for part in rows.split(piece, -1)), strict=True)
     return torch.cat([*payloads, *scales], dim=-1)
 
@@ -73,18 +88,19 @@ def _encode(values: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     else:
         nibbles = (steps + 8).to(torch.uint8)
         payload = nibbles[..., : block // 2] | nibbles[..., block // 2 :] << 4
-    return payload.flatten(-2), scale.squeeze(-1).view(torch.uint8)
+    return payload.flatten(-2), _bytes_of(scale).flatten(-2)
 
 
 def _dequantize(buffers: Tensor, out: Tensor, bits: int, block: int, piece: int) -> None:
+    bits, block = _constant(bits, LARGEST), _constant(block, BLOCKS)
     blocks = -(-out.shape[-1] // block)
     payload, scales = buffers.split([blocks * block * bits // 8, blocks * SCALE_BYTES], -1)
     pieces = payload.split(piece * bits // 8, -1), scales.split(piece // block * SCALE_BYTES, -1), out.split(piece, -1)
     for some, scale, into in zip(*pieces, strict=True):
-        values = _decode(some, scale, bits, block)
-        total = values[0]
-        for more in values[1:]:
-            total = total + more
+        # one after another, not all at once and then a sum: so each is used once, and nothing of it is written out
+        total = _decode(some[0], scale[0], bits, block)
+        for number in range(1, len(buffers)):
+            total = total + _decode(some[number], scale[number], bits, block)
         into.copy_(total[..., : into.shape[-1]])
 
 
@@ -93,5 +109,18 @@ def _decode(payload: Tensor, scales: Tensor, bits: int, block: int) -> Tensor:
     if bits == 8:
         steps = payload.view(torch.int8)
     else:
-        steps = torch.cat([payload & 15, payload >> 4], dim=-1).to(torch.int8) - 8
-    return (steps * scales.contiguous().view(torch.float32).unsqueeze(-1)).flatten(-2)
+        shifts = torch.tensor([[0], [4]], dtype=torch.uint8, device=payload.device)
+        steps = (payload.unsqueeze(-2) >> shifts & 15).flatten(-2).to(torch.int8) - 8
+    return (steps * _scale_of(scales.unflatten(-1, (-1, SCALE_BYTES)))).flatten(-2)
+
+
+def _bytes_of(scale: Tensor) -> Tensor:
+    """[..., 1] fp32 -> [..., 4] uint8, the lowest first. By arithmetic: a view of another width ends a fused kernel."""
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scale.device)
+    return (scale.view(torch.int32) >> shifts & 255).to(torch.uint8)
+
+
+def _scale_of(four: Tensor) -> Tensor:
+    """The inverse: [..., 4] uint8 -> [..., 1] fp32."""
+    lowest, low, high, highest = four.to(torch.int32).split(1, -1)
+    return (lowest | low << 8 | high << 16 | highest << 24).view(torch.float32)

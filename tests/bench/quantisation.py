@@ -1,0 +1,84 @@
+"""How fast blocks are quantised and unpacked, against a copy of the same bytes on the same device, and what a step's
+worth of qwZ costs. Part of `make bench-gpu`; alone it prints its rows:
+
+    python tests/bench/quantisation.py
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from shardbook.comm.quantize import buffer_bytes, dequantize, quantize
+
+# of a Llama-3-70B block: q and o 8192 x 8192, k and v 8192 x 1024, three of 8192 x 28672, two norms
+BLOCK_70B = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
+RANKS = 8
+BLOCK = 128
+ROUNDS = 10
+
+
+def seconds_of(work: Callable[[], object], device: str) -> float:
+    """Median of ROUNDS after two for warm-up and compilation."""
+    taken = []
+    for _ in range(ROUNDS + 2):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[2:])
+
+
+def bandwidths(device: str, numel: int = BLOCK_70B) -> list[dict]:
+    """Of one rank of RANKS: its shard quantised, a whole gradient quantised, a whole unit unpacked."""
+    rows = []
+    for dtype in (torch.bfloat16, torch.float32):
+        whole = torch.randn(RANKS, numel // RANKS, device=device).to(dtype)
+        for bits in (8, 4):
+            sent = quantize(whole, bits, BLOCK)
+            for what, ranks, work in (
+                ("quantize a shard", 1, partial(quantize, whole[:1], bits, BLOCK)),
+                ("quantize a gradient", RANKS, partial(quantize, whole, bits, BLOCK)),
+                ("unpack a unit", RANKS, partial(dequantize, sent[None], whole, bits, BLOCK)),
+            ):
+                facts = {"what": what, "dtype": str(dtype).removeprefix("torch."), "bits": bits}
+                rows.append(facts | against_a_copy(work, ranks * numel // RANKS, dtype.itemsize, bits, device))
+                print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def against_a_copy(work: Callable[[], object], numel: int, itemsize: int, bits: int, device: str) -> dict:
+    """`work` on `numel` elements beside a copy that reads and writes as many bytes together."""
+    moved = numel * itemsize + buffer_bytes(numel, bits, BLOCK)
+    source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
+    mine = seconds_of(work, device)
+    copy = seconds_of(partial(torch.empty_like(source).copy_, source), device)
+    speed = {"bytes_per_second": moved / mine, "of_copy_bandwidth": copy / mine}
+    return {"moved_bytes": moved, "seconds": mine} | speed
+
+
+def qwz_seconds_of_a_step(device: str, units: list[int]) -> float:
+    """What qwZ in 8 bits adds to a step of zero3 with one micro-batch: each unit, of so many parameters, gathered twice
+    in bf16 by one rank of RANKS, without what it saves on the wire. fully_shard gathers nothing in a world of one."""
+    total = 0.0
+    for numel in set(units):
+        whole = torch.randn(RANKS, -(-numel // RANKS), device=device).bfloat16()
+        sent = quantize(whole, 8, BLOCK)
+
+        def gather(whole: torch.Tensor = whole, sent: torch.Tensor = sent) -> None:
+            quantize(whole[:1], 8, BLOCK)
+            dequantize(sent[None], whole, 8, BLOCK)
+
+        total += 2 * units.count(numel) * seconds_of(gather, device)
+    return total
+
+
+if __name__ == "__main__":
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    bandwidths(here, BLOCK_70B if here == "cuda" else 2**22)
