@@ -14,7 +14,7 @@ TRAIN = $(BIN)/shardbook train $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC))
 .PHONY: help train recipes test test-dist proof test-gpu bench-gpu bench-link bench-convergence lint format clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 train: $(RUN)  ## run a recipe: make train RECIPE=name NPROC=ranks ARGS="optim.learning_rate=1e-5"
 	@$(TRAIN)
@@ -37,11 +37,13 @@ test-gpu: $(DEV)  ## the tests that need a CUDA device
 bench-gpu: $(RUN)  ## tokens/s, MFU and peak memory on this machine's GPUs, kept under docs/benchmarks/
 	$(BIN)/python tests/bench/gpu.py
 
-bench-link: $(RUN)  ## ZeRO++ against zero3 over a slow link: two network namespaces as nodes (root, ip, tc)
+bench-link: $(DEV)  ## ZeRO++ against zero3 over a slow link: two network namespaces as nodes (root, ip, tc)
 	$(BIN)/python tests/bench/link.py
+	$(BIN)/python tests/bench/plots.py
 
-bench-convergence: $(RUN)  ## ZeRO++ and zero3 on the same data: held-out loss of each switch (hours on two cores)
+bench-convergence: $(DEV)  ## ZeRO++ and zero3 on the same data: held-out loss of each switch (hours on two cores)
 	$(BIN)/python tests/bench/convergence.py
+	$(BIN)/python tests/bench/plots.py
 
 lint: $(DEV)  ## formatting, lint and types
 	$(BIN)/ruff format --check .

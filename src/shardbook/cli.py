@@ -1,4 +1,4 @@
-"""The console command `shardbook`: train, export, recipes. Every rule of what a run is lives elsewhere."""
+"""The console command `shardbook`: train, export, recipes, translate. Every rule of what a run is lives elsewhere."""
 
 import argparse
 import json
@@ -7,7 +7,15 @@ import sys
 from math import prod
 from pathlib import Path
 
-from shardbook.recipe import Recipe, RecipeError, describe_keys, find_recipe, list_recipes, load_recipe
+from shardbook.recipe import (
+    Recipe,
+    RecipeError,
+    describe_keys,
+    find_recipe,
+    list_recipes,
+    load_recipe,
+    parse_recipe,
+)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -39,6 +47,12 @@ def main(words: list[str] | None = None) -> int:
         "--dtype", choices=("fp32", "bf16"), help="dtype of the weights (default: the recipe's train.export_dtype)"
     )
     commands.add_parser("recipes", help="list the recipes")
+    translate = commands.add_parser(
+        "translate", help="a recipe from a DeepSpeed JSON or an accelerate YAML, and what became of each key"
+    )
+    translate.add_argument("file", type=Path, help="ds_config.json, or what accelerate config wrote (.yaml)")
+    translate.add_argument("--out", type=Path, help="recipe to write (default: standard output)")
+    translate.add_argument("--without-refused", action="store_true", help="leave out what has no counterpart")
     asked, rest = parser.parse_known_args(words)
     if rest and not (asked.command == "train" and all("=" in word and word[0] != "-" for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -48,6 +62,8 @@ def main(words: list[str] | None = None) -> int:
                 return run_train(asked.recipe, asked.overrides + rest, asked.nproc)
             case "export":
                 return run_export(asked.run, asked.checkpoint, asked.out, asked.dtype)
+            case "translate":
+                return run_translate(asked.file, asked.out, asked.without_refused)
             case _:
                 return show_recipes()
     except RecipeError as error:
@@ -131,6 +147,30 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
     except OSError as error:
         raise RecipeError(f"--out {target}: cannot be written ({error.strerror})") from None
     print(f"{source} -> {target}")
+    return 0
+
+
+def run_translate(file: Path, out: Path | None, without_refused: bool) -> int:
+    """Print what became of each key, and write the recipe; with refused keys only where they may be left out."""
+    from shardbook.stages import check_stage
+    from shardbook.translate import translate, write_recipe
+
+    settings, entries = translate(file)
+    print("\n".join(map(str, entries)), file=sys.stderr)
+    if (refused := [entry.key for entry in entries if entry.refused]) and not without_refused:
+        raise RecipeError(
+            f"{file}: {len(refused)} of its keys have no counterpart: {', '.join(refused)}; "
+            "--without-refused leaves them out"
+        )
+    text = write_recipe(settings, entries, file.name)
+    check_stage(parse_recipe(text, str(file)).parallel)
+    if out is None:
+        print(text, end="")
+    elif out.exists():
+        raise RecipeError(f"--out {out}: exists; name a new file")
+    else:
+        out.write_text(text)
+        print(f"{file} -> {out}")
     return 0
 
 

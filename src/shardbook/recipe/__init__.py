@@ -10,6 +10,7 @@ from shardbook.recipe.files import (
     first_line,
     list_recipes,
     load_recipe,
+    parse_recipe,
     settle_precision,
 )
 from shardbook.recipe.schema import (
@@ -46,5 +47,6 @@ __all__ = [
     "list_recipes",
     "load_recipe",
     "nearest",
+    "parse_recipe",
     "settle_precision",
 ]

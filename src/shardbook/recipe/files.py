@@ -18,20 +18,28 @@ def first_line(error: BaseException) -> str:
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """The recipe in the TOML file `path`, with `section.key=value` overrides. Raises RecipeError."""
-    path = Path(path)
     try:
-        given = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        text = Path(path).read_text()
+    except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not TOML: {error}") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+    return parse_recipe(text, str(path), overrides)
+
+
+def parse_recipe(text: str, source: str, overrides: list[str] | None = None) -> Recipe:
+    """The recipe in `text`, TOML, which errors call `source`. Raises RecipeError."""
+    try:
+        given = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{source}: not TOML: {error}") from None
     for word in overrides or []:
         _override(given, word)
     given.setdefault("train", {})
     try:
         return Recipe.model_validate(given)
     except ValidationError as error:
-        raise RecipeError(f"{path}: " + "; ".join(_explain(e) for e in error.errors())) from None
+        raise RecipeError(f"{source}: " + "; ".join(_explain(e) for e in error.errors())) from None
 
 
 def dump_recipe(recipe: Recipe) -> str:

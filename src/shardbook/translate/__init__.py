@@ -1,0 +1,168 @@
+"""A recipe from a DeepSpeed JSON or an accelerate YAML: key by key, each with what became of it.
+
+Invariant: no key is dropped in silence. Each is set (perhaps with a difference, which is said), needs nothing here, or
+is refused by name; one that no rule has heard of is refused too. What the other program does where a key is absent
+counts as given, where Shardbook's own default is another.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardbook.recipe import Recipe, RecipeError, first_line, nearest
+from shardbook.translate.rules import ACCELERATE, DEEPSPEED, STAGE, Refused, Rule, Settings
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of one key."""
+
+    key: str
+    value: Any
+    settings: Settings
+    said: str
+    refused: bool = False
+
+    def __str__(self) -> str:
+        shown = json.dumps(self.value)
+        became = ", ".join(f"{name} = {json.dumps(value)}" for name, value in self.settings.items())
+        said = "; ".join(part for part in (became, self.said) if part)
+        if self.value is None:  # what is not in the file, and still means something
+            return f"{self.key}: {said}"
+        return f"{self.key} = {shown if len(shown) <= 60 else shown[:57] + '...'}: {'REFUSED, ' * self.refused}{said}"
+
+
+def translate(path: Path) -> tuple[Settings, list[Entry]]:
+    """The recipe's settings for the DeepSpeed JSON or accelerate YAML at `path`, and what became of each of its keys.
+
+    Raises RecipeError where the file cannot be read or is neither. Refused keys are entries: the caller decides.
+    """
+    whole = _read(path)
+    is_deepspeed = path.suffix == ".json" and "distributed_type" not in whole
+    entries = list(_entries(whole, DEEPSPEED if is_deepspeed else ACCELERATE))
+    if not is_deepspeed and (named := _section(whole, "deepspeed_config").get("deepspeed_config_file")):
+        inner = path.parent / named if (path.parent / named).is_file() else Path(named)
+        entries = [entry for entry in entries if entry.key != "deepspeed_config.deepspeed_config_file"]
+        entries += [*_entries(_read(inner), DEEPSPEED), *_assumed(_read(inner))]
+    elif is_deepspeed:
+        entries += _assumed(whole)
+    settings: Settings = {}
+    for entry in entries:
+        for key, value in entry.settings.items():
+            if key == STAGE and settings.get(STAGE) in ("zeropp", "hsdp") and value in ("zero3", "zeropp"):
+                continue  # a switch said more than the stage's number
+            settings[key] = value
+    return _settled(settings, entries, whole), entries
+
+
+def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Settings:
+    """What follows from several keys together; adds to `entries` what it changes."""
+
+    def note(key: str, value: Any, changed: Settings, said: str, refused: bool = False) -> None:
+        settings.update(changed)
+        entries.append(Entry(key, value, changed, said, refused))
+
+    settings.setdefault(STAGE, "zero3")
+    stage, number = settings[STAGE], _section(whole, "zero_optimization").get("stage", 3)
+    switches = {"parallel.quantize_weights", "parallel.quantize_gradients", "parallel.secondary_shard"}
+    if number != 3 and switches & set(settings):
+        note("zero_optimization.stage", number, {}, "ZeRO++'s switches go with stage 3", refused=True)
+    if stage == "hsdp" and "parallel.dp_shard_size" not in settings:
+        machines, processes = int(whole.get("num_machines", 1)), int(whole.get("num_processes", 0))
+        if processes:
+            note(
+                "num_processes",
+                processes,
+                {"parallel.dp_shard_size": processes // machines},
+                "hsdp shards inside a machine",
+            )
+        else:
+            note(
+                "num_processes", None, {}, "hsdp needs the ranks of a machine: set parallel.dp_shard_size", refused=True
+            )
+    if stage == "zero3" and int(settings.get("parallel.dp_replicate_size", 1)) > 1:
+        note("parallelism_config", None, {STAGE: "hsdp"}, "replicas of a sharded copy")
+    if stage not in ("zero3", "hsdp", "zeropp") and settings.pop("parallel.backward_prefetch", None) is not None:
+        note("fsdp_backward_prefetch", None, {}, f"left out: {stage} gathers nothing in backward")
+    if stage == "ddp" and settings.pop("parallel.forward_prefetch", None) is not None:
+        note("fsdp_forward_prefetch", None, {}, "left out: ddp gathers nothing")
+    if "train.steps" not in settings:
+        note(
+            "(steps or epochs)",
+            None,
+            {"train.epochs": 1},
+            "neither program's file says how long: set train.epochs or steps",
+        )
+    return settings
+
+
+def _assumed(whole: Settings) -> list[Entry]:
+    """What DeepSpeed does where a key is absent, and Shardbook would not."""
+    absent = []
+    if "gradient_clipping" not in whole:
+        absent.append(Entry("(gradient_clipping)", None, {"optim.max_grad_norm": 0.0}, "absent is off in DeepSpeed"))
+    if "stage" not in _section(whole, "zero_optimization"):
+        absent.append(Entry("(zero_optimization.stage)", None, {STAGE: "ddp"}, "absent is stage 0 in DeepSpeed"))
+    if "bf16" not in whole and "fp16" not in whole:
+        absent.append(Entry("(bf16)", None, {"precision.params": "fp32"}, "absent is fp32 in DeepSpeed"))
+    return absent
+
+
+def _section(whole: Settings, name: str) -> Settings:
+    found = whole.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _entries(section: Settings, rules: dict[str, Rule], prefix: str = "") -> list[Entry]:
+    found = []
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        has_parts = any(rule.startswith(f"{key}.") for rule in rules)
+        rule = rules.get(key) or rules.get(prefix.rstrip("."))
+        try:
+            if value == "auto":
+                found.append(Entry(key, value, {}, "Shardbook's default"))
+            elif has_parts and isinstance(value, dict):
+                found += _entries(value, rules, f"{key}.")
+            elif has_parts and key not in rules:
+                raise Refused("must be a section: keys and values")
+            elif rule is None:
+                raise Refused(f"not a key that is known here{nearest(key, list(rules))}")
+            else:
+                found.append(Entry(key, value, *rule(value)))
+        except Refused as error:
+            found.append(Entry(key, value, {}, str(error), refused=True))
+        except (TypeError, ValueError, AttributeError) as error:
+            found.append(Entry(key, value, {}, f"not what this key takes ({first_line(error)})", refused=True))
+    return found
+
+
+def _read(path: Path) -> Settings:
+    try:
+        text = path.read_text()
+        whole = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise RecipeError(f"{path}: not {'JSON' if path.suffix == '.json' else 'YAML'}: {first_line(error)}") from None
+    if not isinstance(whole, dict) or not whole:
+        raise RecipeError(f"{path}: must be DeepSpeed's JSON or accelerate's YAML: keys and values, at least one")
+    return whole
+
+
+def write_recipe(settings: Settings, entries: list[Entry], source: str) -> str:
+    """The settings as a recipe in TOML, which loads; each line names the key that it came from."""
+    origin = {key: entry.key for entry in entries for key in entry.settings}
+    lines = [f"# Translated from {source}. Model and data are not in it: set model.path and data.train."]
+    lines += [f"# {entry}" for entry in entries if entry.refused]
+    for section in Recipe.model_fields:
+        here = {key.partition(".")[2]: value for key, value in settings.items() if key.startswith(f"{section}.")}
+        if here:
+            lines += ["", f"[{section}]"]
+        for name, value in here.items():
+            # such values are written in JSON as in TOML
+            lines.append(f"{name} = {json.dumps(value)}  # {origin.get(f'{section}.{name}', 'not in the file')}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,459 @@
+"""DeepSpeed and accelerate configurations, written after their public documentation: what each becomes, or which of its
+keys are refused. No key of any of them may go unnamed."""
+
+import json
+
+import pytest
+import yaml
+
+from shardbook.cli import main
+from shardbook.recipe import parse_recipe
+from shardbook.stages import check_stage
+from shardbook.translate import translate, write_recipe
+
+BUCKETS = {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8}
+ADAMW = {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}}
+OF_TRAINER = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+HF_ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+HF_WARMUP = {
+    "type": "WarmupLR",
+    "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
+}
+
+# name: (configuration, settings that it must become among others, keys that must be refused)
+DEEPSPEED = {
+    "the getting-started page": (
+        {
+            "train_batch_size": 8,
+            "gradient_accumulation_steps": 1,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
+            "fp16": {"enabled": True},
+            "zero_optimization": True,
+        },
+        {"optim.learning_rate": 0.00015},
+        ["fp16", "zero_optimization"],
+    ),
+    "transformers, zero 2": (
+        {
+            **OF_TRAINER,
+            "bf16": {"enabled": "auto"},
+            "optimizer": HF_ADAMW,
+            "scheduler": HF_WARMUP,
+            "zero_optimization": {"stage": 2, "allgather_partitions": True, "reduce_scatter": True, **BUCKETS},
+            "gradient_clipping": "auto",
+            "steps_per_print": 2000,
+            "wall_clock_breakdown": False,
+        },
+        {
+            "parallel.stage": "zero2",
+            "optim.name": "adamw",
+            "optim.lr_scheduler_type": "constant",
+            "train.logging_steps": 2000,
+        },
+        [],
+    ),
+    "transformers, zero 2 with offload": (
+        {
+            **OF_TRAINER,
+            "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}, **BUCKETS},
+        },
+        {"parallel.stage": "zero2"},
+        ["zero_optimization.offload_optimizer"],
+    ),
+    "transformers, zero 3 without offload": (
+        {
+            **OF_TRAINER,
+            "bf16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "none"},
+                "offload_param": {"device": "none"},
+                "sub_group_size": 1e9,
+                "stage3_prefetch_bucket_size": "auto",
+                "stage3_param_persistence_threshold": "auto",
+                "stage3_max_live_parameters": 1e9,
+                "stage3_max_reuse_distance": 1e9,
+                "stage3_gather_16bit_weights_on_model_save": True,
+                **BUCKETS,
+            },
+            "gradient_clipping": 1.0,
+        },
+        {
+            "parallel.stage": "zero3",
+            "precision.params": "bf16",
+            "train.export_dtype": "bf16",
+            "optim.max_grad_norm": 1.0,
+        },
+        [],
+    ),
+    "transformers, zero 3 with NVMe": (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 4},
+                "offload_param": {"device": "nvme", "nvme_path": "/local_nvme"},
+            },
+            "aio": {"block_size": 262144, "queue_depth": 32},
+            "bf16": {"enabled": True},
+        },
+        {"parallel.stage": "zero3"},
+        ["zero_optimization.offload_optimizer", "zero_optimization.offload_param"],
+    ),
+    "the configuration page, plain": (
+        {
+            "train_batch_size": 64,
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+            "optimizer": ADAMW,
+            "scheduler": WARMUP,
+            "gradient_clipping": 0.5,
+            "prescale_gradients": False,
+            "gradient_predivide_factor": 1.0,
+        },
+        {
+            "parallel.stage": "ddp",  # stage 0 where it is absent
+            "precision.params": "fp32",
+            "train.per_device_train_batch_size": 4,
+            "train.gradient_accumulation_steps": 2,
+            "optim.learning_rate": 3e-5,
+            "optim.betas": [0.8, 0.999],
+            "optim.weight_decay": 3e-7,
+            "optim.warmup_steps": 500,
+            "optim.max_grad_norm": 0.5,
+        },
+        [],
+    ),
+    "zero 1": (
+        {"zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8}, "bf16": {"enabled": True}},
+        {"parallel.stage": "zero1", "optim.max_grad_norm": 0.0},
+        [],
+    ),
+    "ZeRO++ tutorial": (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "zero_quantized_weights": True,
+                "zero_hpz_partition_size": 16,
+                "zero_quantized_gradients": True,
+                "contiguous_gradients": True,
+                "overlap_comm": True,
+            },
+            "bf16": {"enabled": True},
+        },
+        {
+            "parallel.stage": "zeropp",
+            "parallel.quantize_weights": 8,
+            "parallel.secondary_shard": 16,
+            "parallel.quantize_gradients": [8, 4],
+        },
+        [],
+    ),
+    "ZeRO++ switched off": (
+        {
+            "zero_optimization": {"stage": 3, "zero_quantized_weights": False, "zero_hpz_partition_size": 1},
+            "bf16": {"enabled": True},
+        },
+        {"parallel.stage": "zero3"},
+        [],
+    ),
+    "ZeRO++ on stage 2": (
+        {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}, "bf16": {"enabled": True}},
+        {},
+        ["zero_optimization.stage"],
+    ),
+    "MiCS tutorial": (
+        {"zero_optimization": {"stage": 3, "mics_shard_size": 8, "mics_hierarchical_params_gather": False}},
+        {"parallel.stage": "hsdp", "parallel.dp_shard_size": 8},
+        [],
+    ),
+    "a cosine with a length": (
+        {
+            "zero_optimization": {"stage": 3},
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+            "scheduler": {
+                "type": "WarmupCosineLR",
+                "params": {"total_num_steps": 1000, "warmup_num_steps": 100, "warmup_min_ratio": 0.0},
+            },
+        },
+        {"train.steps": 1000, "optim.warmup_steps": 100, "optim.lr_scheduler_type": "cosine"},
+        [],
+    ),
+    "a linear decay": (
+        {
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {
+                    "total_num_steps": 2000,
+                    "warmup_num_steps": 10,
+                    "warmup_max_lr": 1e-3,
+                    "warmup_type": "linear",
+                },
+            }
+        },
+        {"train.steps": 2000, "optim.lr_scheduler_type": "linear", "optim.learning_rate": 1e-3},
+        [],
+    ),
+    "one cycle with LAMB": (
+        {
+            "optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "max_coeff": 0.3}},
+            "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5}},
+        },
+        {},
+        ["optimizer", "scheduler"],
+    ),
+    "1-bit Adam": (
+        {"optimizer": {"type": "OneBitAdam", "params": {"lr": 2e-4, "freeze_step": 400, "comm_backend_name": "nccl"}}},
+        {},
+        ["optimizer"],
+    ),
+    "monitors and profilers": (
+        {
+            "zero_optimization": {"stage": 3},
+            "bf16": {"enabled": True},
+            "wandb": {"enabled": True, "team": "mine", "project": "tuning"},
+            "tensorboard": {"enabled": False},
+            "csv_monitor": {"enabled": True, "output_path": "logs"},
+            "flops_profiler": {"enabled": True, "profile_step": 1},
+            "comms_logger": {"enabled": True, "verbose": False},
+        },
+        {"run.report_to": "wandb", "run.project": "tuning"},
+        [],
+    ),
+    "activation checkpointing in shards": (
+        {
+            "activation_checkpointing": {
+                "partition_activations": True,
+                "cpu_checkpointing": True,
+                "contiguous_memory_optimization": False,
+                "number_checkpoints": None,
+            }
+        },
+        {},
+        ["activation_checkpointing.partition_activations", "activation_checkpointing.cpu_checkpointing"],
+    ),
+    "dtypes on the wire": (
+        {"bf16": {"enabled": True}, "communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}},
+        {"precision.reduce": "bf16"},
+        ["data_types.grad_accum_dtype"],
+    ),
+    "data efficiency and pruning": (
+        {"data_efficiency": {"enabled": True}, "compression_training": {"weight_quantization": {}}},
+        {},
+        ["data_efficiency", "compression_training"],
+    ),
+    "misspelt": (
+        {"zero_optimization": {"stage": 3, "overlap_com": True}, "gradient_cliping": 1.0},
+        {},
+        ["zero_optimization.overlap_com", "gradient_cliping"],
+    ),
+}
+LAUNCH = {
+    "compute_environment": "LOCAL_MACHINE",
+    "machine_rank": 0,
+    "num_machines": 1,
+    "num_processes": 8,
+    "use_cpu": False,
+}
+ACCELERATE = {
+    "fsdp 1, full shard": (
+        {
+            **LAUNCH,
+            "distributed_type": "FSDP",
+            "mixed_precision": "bf16",
+            "fsdp_config": {
+                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+                "fsdp_backward_prefetch": "BACKWARD_PRE",
+                "fsdp_cpu_ram_efficient_loading": True,
+                "fsdp_forward_prefetch": False,
+                "fsdp_offload_params": False,
+                "fsdp_sharding_strategy": "FULL_SHARD",
+                "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+                "fsdp_sync_module_states": True,
+                "fsdp_use_orig_params": True,
+            },
+        },
+        {"parallel.stage": "zero3", "parallel.backward_prefetch": 1, "precision.params": "bf16"},
+        [],
+    ),
+    "fsdp 2": (
+        {
+            **LAUNCH,
+            "distributed_type": "FSDP",
+            "mixed_precision": "bf16",
+            "fsdp_config": {
+                "fsdp_version": 2,
+                "fsdp_reshard_after_forward": True,
+                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+                "fsdp_activation_checkpointing": True,
+            },
+        },
+        {"parallel.stage": "zero3", "activation.checkpointing": "full"},
+        [],
+    ),
+    "fsdp 2, gathered through a step": (
+        {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False}},
+        {"parallel.stage": "zero2"},
+        [],
+    ),
+    "shard grad op, by number, wrapped by size": (
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": {
+                "fsdp_sharding_strategy": 2,
+                "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+                "fsdp_min_num_params": 100000000,
+                "fsdp_backward_prefetch_policy": "NO_PREFETCH",
+            },
+        },
+        {"parallel.stage": "zero2", "parallel.wrap": "size:100000000"},
+        [],
+    ),
+    "hybrid shard over two machines": (
+        {
+            **LAUNCH,
+            "num_machines": 2,
+            "num_processes": 16,
+            "distributed_type": "FSDP",
+            "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_forward_prefetch": True},
+        },
+        {"parallel.stage": "hsdp", "parallel.dp_shard_size": 8, "parallel.forward_prefetch": 1},
+        [],
+    ),
+    "hybrid shard of zero 2, offloaded": (
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2", "fsdp_offload_params": True},
+        },
+        {},
+        ["fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_offload_params"],
+    ),
+    "deepspeed, inline": (
+        {
+            **LAUNCH,
+            "distributed_type": "DEEPSPEED",
+            "mixed_precision": "bf16",
+            "deepspeed_config": {
+                "gradient_accumulation_steps": 4,
+                "gradient_clipping": 1.0,
+                "offload_optimizer_device": "none",
+                "offload_param_device": "none",
+                "zero3_init_flag": True,
+                "zero3_save_16bit_model": True,
+                "zero_stage": 3,
+            },
+        },
+        {"parallel.stage": "zero3", "train.gradient_accumulation_steps": 4, "train.export_dtype": "bf16"},
+        [],
+    ),
+    "several GPUs, compiled": (
+        {
+            **LAUNCH,
+            "distributed_type": "MULTI_GPU",
+            "mixed_precision": "no",
+            "dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default"},
+        },
+        {"parallel.stage": "ddp", "precision.params": "fp32", "train.compile": True},
+        [],
+    ),
+    "replicas and shards": (
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": {"fsdp_version": 2},
+            "parallelism_config": {
+                "parallelism_config_dp_replicate_size": 2,
+                "parallelism_config_dp_shard_size": 4,
+                "parallelism_config_tp_size": 1,
+                "parallelism_config_cp_size": 1,
+            },
+        },
+        {"parallel.stage": "hsdp", "parallel.dp_replicate_size": 2, "parallel.dp_shard_size": 4},
+        [],
+    ),
+    "tensor parallel, fp16, Megatron": (
+        {
+            "distributed_type": "MEGATRON_LM",
+            "mixed_precision": "fp16",
+            "megatron_lm_config": {"megatron_lm_tp_degree": 2},
+            "parallelism_config": {"parallelism_config_tp_size": 2},
+        },
+        {},
+        ["distributed_type", "mixed_precision", "megatron_lm_config", "parallelism_config.parallelism_config_tp_size"],
+    ),
+}
+CASES = [("ds.json", name, *case) for name, case in DEEPSPEED.items()]
+CASES += [("fsdp.yaml", name, *case) for name, case in ACCELERATE.items()]
+
+
+def written(folder, file, config):
+    path = folder / file
+    path.write_text(json.dumps(config) if path.suffix == ".json" else yaml.safe_dump(config, sort_keys=False))
+    return path
+
+
+def leaves(config, prefix=""):
+    for name, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+@pytest.mark.parametrize("file, name, config, wanted, refused", CASES, ids=[case[1] for case in CASES])
+def test_translated_or_refused_by_name(file, name, config, wanted, refused, tmp_path):
+    settings, entries = translate(written(tmp_path, file, config))
+    assert {key: settings.get(key) for key in wanted} == wanted
+    assert [entry.key for entry in entries if entry.refused] == refused
+    for leaf in leaves(config):  # none in silence: each is an entry, or inside the section that one stands for
+        assert any(leaf == entry.key or leaf.startswith(f"{entry.key}.") for entry in entries), leaf
+    recipe = parse_recipe(write_recipe(settings, entries, file), file)
+    if not refused:
+        assert check_stage(recipe.parallel).name == settings["parallel.stage"]
+
+
+def test_accelerate_that_names_a_deepspeed_file(tmp_path):
+    written(tmp_path, "ds.json", DEEPSPEED["ZeRO++ tutorial"][0])
+    outer = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    settings, entries = translate(written(tmp_path, "outer.yaml", outer))
+    assert settings["parallel.stage"] == "zeropp" and not any(entry.refused for entry in entries)
+
+
+def test_the_command(tmp_path, capsys):
+    good = written(tmp_path, "good.json", DEEPSPEED["ZeRO++ tutorial"][0])
+    bad = written(tmp_path, "bad.json", DEEPSPEED["transformers, zero 3 with NVMe"][0])
+    assert main(["translate", str(good), "--out", str(tmp_path / "mine.toml")]) == 0
+    assert parse_recipe((tmp_path / "mine.toml").read_text(), "mine").parallel.stage == "zeropp"
+    assert main(["translate", str(good), "--out", str(tmp_path / "mine.toml")]) == 2  # exists
+    assert main(["translate", str(bad)]) == 2
+    out, err = capsys.readouterr()
+    assert "2 of its keys have no counterpart: zero_optimization.offload_optimizer" in err
+    assert main(["translate", str(bad), "--without-refused"]) == 0
+    out, err = capsys.readouterr()
+    assert "# zero_optimization.offload_param" in out and parse_recipe(out, "out").parallel.stage == "zero3"
+
+
+@pytest.mark.parametrize(
+    "file, text, words",
+    [
+        ("a.json", "{", "not JSON"),
+        ("a.yaml", "a: [", "not YAML"),
+        ("a.yaml", "[]", "keys and values"),
+        ("a.yaml", "", "at least one"),
+        ("absent.json", None, "cannot be read"),
+        ("a.json", '{"zero_optimization": {"stage": "three"}}', "zero_optimization.stage"),
+        ("a.json", '{"optimizer": 3}', "optimizer"),
+    ],
+)
+def test_bad_files(file, text, words, tmp_path, capsys):
+    if text is not None:
+        (tmp_path / file).write_text(text)
+    assert main(["translate", str(tmp_path / file)]) == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
