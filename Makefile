@@ -4,6 +4,10 @@ RECIPE ?= smollm2-135m-fsdp
 ARGS ?=
 # Ranks on this machine; empty: what the recipe's mesh needs, else all GPUs, else 2.
 NPROC ?=
+# Several machines: how many, which of them this is, and the first one's host or host:port.
+NODES ?=
+NODE_RANK ?=
+HEAD ?=
 
 BIN := .venv/bin
 RUN := .venv/.run
@@ -11,13 +15,18 @@ DEV := .venv/.dev
 TRAIN = $(BIN)/shardbook train $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC))
 
 .DEFAULT_GOAL := help
-.PHONY: help train recipes test test-dist proof test-gpu bench-gpu bench-link bench-convergence lint format clean
+.PHONY: help train launch recipes test test-dist proof test-gpu bench-gpu bench-link bench-convergence lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 train: $(RUN)  ## run a recipe: make train RECIPE=name NPROC=ranks ARGS="optim.learning_rate=1e-5"
 	@$(TRAIN)
+
+launch: $(RUN)  ## a recipe on several machines; on each: make launch NODES=2 NODE_RANK=0 HEAD=host RECIPE=name
+	@test -n "$(NODES)" -a -n "$(NODE_RANK)" -a -n "$(HEAD)" || \
+		{ echo "make launch needs NODES=, NODE_RANK= and HEAD=, on each machine" >&2; exit 2; }
+	$(TRAIN) --nodes $(NODES) --node-rank $(NODE_RANK) --head $(HEAD)
 
 recipes: $(RUN)  ## list the recipes
 	@$(BIN)/shardbook recipes

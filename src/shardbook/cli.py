@@ -39,6 +39,9 @@ def main(words: list[str] | None = None) -> int:
         type=int,
         help="ranks to start (default: what a fixed mesh needs, else all GPUs, else 2)",
     )
+    train.add_argument("--nodes", type=int, default=1, help="machines that start this command, each once (default: 1)")
+    train.add_argument("--node-rank", type=int, default=0, help="which of them this is, from 0 (default: 0)")
+    train.add_argument("--head", default="", help="the first machine, host or host:port (default port: 29500)")
     export = commands.add_parser("export", help="write a checkpoint of a run as Hugging Face safetensors")
     export.add_argument("run", type=Path, help="a run directory")
     export.add_argument("--checkpoint", type=Path, help="a checkpoint directory (default: the run's newest)")
@@ -59,7 +62,8 @@ def main(words: list[str] | None = None) -> int:
     try:
         match asked.command:
             case "train":
-                return run_train(asked.recipe, asked.overrides + rest, asked.nproc)
+                nodes = (asked.nodes, asked.node_rank, asked.head)
+                return run_train(asked.recipe, asked.overrides + rest, asked.nproc, nodes)
             case "export":
                 return run_export(asked.run, asked.checkpoint, asked.out, asked.dtype)
             case "translate":
@@ -74,31 +78,39 @@ def main(words: list[str] | None = None) -> int:
         return 1
 
 
-def run_train(name: str, overrides: list[str], nproc: int | None) -> int:
+def run_train(name: str, overrides: list[str], nproc: int | None, node: tuple[int, int, str] = (1, 0, "")) -> int:
     if nproc is not None and nproc < 1:
         raise RecipeError(f"--nproc {nproc}: must be at least 1")
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)  # refused here before a process is started
-    from shardbook.launch import launch_ranks
+    from shardbook.launch import Nodes, launch_ranks
 
-    return launch_ranks(choose_nproc(recipe, nproc), [str(path), *overrides])
+    nodes = Nodes(*node)
+    return launch_ranks(choose_nproc(recipe, nproc, nodes.count), [str(path), *overrides], nodes)
 
 
-def choose_nproc(recipe: Recipe, asked: int | None = None) -> int:
-    """Ranks to start here: those asked for, else what a fixed mesh needs, else one a GPU, else two on the CPU. Raises
-    RecipeError for stage and mesh, which is sooner and quieter than every rank finding out."""
+def choose_nproc(recipe: Recipe, asked: int | None = None, nodes: int = 1) -> int:
+    """Ranks to start on each of `nodes` machines: those asked for, else this one's share of a fixed mesh, else one a
+    GPU, else two on the CPU. Raises RecipeError for stage and mesh, which is sooner and quieter than every rank finding
+    out."""
     import torch
 
     from shardbook.mesh import describe_sizes, resolve_sizes
     from shardbook.stages import check_stage
 
     gpus = torch.cuda.device_count()
-    sizes = resolve_sizes(recipe.parallel, check_stage(recipe.parallel).axes, world_size=asked)
+    sizes = resolve_sizes(recipe.parallel, check_stage(recipe.parallel).axes, world_size=asked and asked * nodes)
     if asked is not None:
         return asked
     needed = prod(sizes.values())
     if needed < 0:  # an axis takes what there is
         return gpus or 2
+    if needed % nodes:
+        raise RecipeError(
+            f"mesh {describe_sizes(sizes)} needs {needed} ranks, which {nodes} machines cannot share evenly: "
+            "change the sizes, or --nodes"
+        )
+    needed //= nodes
     room, what = (gpus, "GPUs") if gpus else (2 * (os.cpu_count() or 1), "ranks on its CPU cores")
     if needed > room:
         raise RecipeError(

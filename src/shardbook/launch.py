@@ -1,31 +1,65 @@
-"""Start the ranks of one machine: N processes of `python -m shardbook.train`, signals passed on, exit codes kept.
+"""Start the ranks of a machine: N processes of `python -m shardbook.train`, signals passed on, exit codes kept.
 
-Not torchrun, for one reason: it turns every failure of a rank into exit code 1 and a report of its own, and the exit
-codes and the last line of a Shardbook run mean something. Several machines start with torchrun, accelerate or Slurm.
+On several machines each starts its own ranks, and rank 0 of the first listens for the others. Not torchrun, for one
+reason: it turns every failure of a rank into exit code 1 and a report of its own, and the exit codes and the last line
+of a Shardbook run mean something. (torchrun, accelerate launch and srun start the same ranks.)
 """
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from types import FrameType
 
 from shardbook.dist import DONE, FAILED, PREEMPTED, free_port
+from shardbook.recipe import RecipeError
 
 POLL_SECONDS = 0.1
+SILENT_SECONDS, STARTING_SECONDS = 15, 300  # for a head node that does not answer at all; that answers, but not yet
+PORT = 29500
 
 
-def launch_ranks(nproc: int, words: list[str]) -> int:
-    """Run `nproc` ranks with the command line `words`; the exit code of the first that fails, else 0.
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run, and which of them this is. `head`: the first one's host or host:port."""
 
-    When one fails the others are killed: they would wait for it in a collective.
+    count: int = 1
+    rank: int = 0
+    head: str = ""
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise RecipeError(f"--nodes {self.count}: must be at least 1")
+        if not 0 <= self.rank < self.count:
+            raise RecipeError(f"--node-rank {self.rank}: must be from 0 to {self.count - 1} with --nodes {self.count}")
+        if self.count > 1 and not self.head:
+            raise RecipeError(f"--nodes {self.count}: needs --head, the first machine's host or host:port")
+        if ":" in self.head and not self.head.rpartition(":")[2].isdigit():
+            raise RecipeError(f"--head {self.head}: must be a host or host:port")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.head.partition(":")
+        return host or "127.0.0.1", int(port or PORT) if self.count > 1 else free_port()
+
+
+def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
+    """Run `nproc` ranks here with the command line `words`; the exit code of the first that fails, else 0.
+
+    When one fails the others are killed: they would wait for it in a collective. Raises RecipeError where the first
+    machine cannot be reached, or its port is taken.
     """
+    host, port = nodes.address
+    if nodes.count > 1:
+        check_head(host, port, is_head=nodes.rank == 0)
     shared = {
-        "WORLD_SIZE": str(nproc),
+        "WORLD_SIZE": str(nodes.count * nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
     }
     # Each rank computes with its share of the cores: more threads than cores makes CPU runs several times slower.
     shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
@@ -44,7 +78,7 @@ def launch_ranks(nproc: int, words: list[str]) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(signum, pass_on)
     for rank in range(nproc):
-        environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment = os.environ | shared | {"RANK": str(nodes.rank * nproc + rank), "LOCAL_RANK": str(rank)}
         # a session of its own, so that Ctrl-C reaches a rank once, through us, and not twice
         processes.append(
             subprocess.Popen([sys.executable, "-m", "shardbook.train", *words], env=environment, start_new_session=True)
@@ -62,6 +96,32 @@ def launch_ranks(nproc: int, words: list[str]) -> int:
         if None not in codes:
             return max(code for code in codes if code is not None)
         time.sleep(POLL_SECONDS)
+
+
+def check_head(host: str, port: int, is_head: bool) -> None:
+    """On the first machine: its port is free. On the others: it answers; they wait for its rank 0 to listen."""
+    if is_head:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                raise RecipeError(f"--head {host}:{port}: the port cannot be listened on ({error.strerror})") from None
+        return
+    began = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except socket.gaierror as error:
+            raise RecipeError(f"--head {host}:{port}: no machine of that name ({error.strerror})") from None
+        except OSError as error:
+            waited = time.monotonic() - began
+            answers = isinstance(error, ConnectionRefusedError)
+            if waited > (STARTING_SECONDS if answers else SILENT_SECONDS):
+                reason = "it answers, but its ranks do not listen" if answers else error.strerror or "no answer"
+                raise RecipeError(f"--head {host}:{port}: not reached in {waited:.0f} s ({reason})") from None
+            time.sleep(0.5)
 
 
 def _explain_stop(code: int) -> int:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,8 @@ from tiny import tokenizer, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from world import losses, metrics
 
-from shardbook import cli
+from shardbook import cli, launch
+from shardbook.dist import free_port
 from shardbook.recipe import RecipeError, load_recipe
 
 BIN = Path(sys.executable).parent
@@ -239,6 +241,75 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_continues_bitwise(first
     assert err.strip().splitlines()[-1].startswith("shardbook: run failed: rank 1 was ended by SIGKILL")
     assert shardbook(*words).returncode == 0
     assert losses(recipe.parent / "killed") == losses(first[0])
+
+
+def on_two_nodes(recipe, name, *words, stop=None):
+    """`shardbook train` as two machines would start it, one rank each. `stop`: the node whose launcher gets a SIGTERM
+    once the third step is logged. Returns exit codes and standard errors."""
+    head = ("--head", f"127.0.0.1:{free_port()}", "--nproc", "1", "--nodes", "2")
+    command = [BIN / "shardbook", "train", str(recipe), f"run.name={name}", *words, *head]
+    nodes = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(node)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for node in (0, 1)
+    ]
+    if stop is not None:
+        log, deadline = recipe.parent / name / "metrics.jsonl", time.monotonic() + 120
+        while not (log.exists() and '"step": 3' in log.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        nodes[stop].send_signal(signal.SIGTERM)
+    errors = [node.communicate(timeout=240)[1] for node in nodes]
+    return [node.returncode for node in nodes], errors
+
+
+def test_two_nodes_compute_what_one_does(first, recipe):
+    codes, errors = on_two_nodes(recipe, "two-nodes", "train.eval_steps=2")
+    assert codes == [0, 0], errors
+    assert losses(recipe.parent / "two-nodes") == losses(first[0])
+
+
+def test_a_signal_to_one_node_stops_both_and_the_same_command_continues(first, recipe):
+    words = ("train.eval_steps=2", "train.steps=200", "optim.lr_scheduler_type=constant", "train.export=false")
+    codes, errors = on_two_nodes(recipe, "preempted-node", *words, stop=1)
+    assert codes == [75, 75], errors
+    done = len(losses(recipe.parent / "preempted-node"))
+    assert 3 <= done < 200
+    codes, errors = on_two_nodes(recipe, "preempted-node", *words[:1], f"train.steps={done + 2}", *words[2:])
+    assert codes == [0, 0], errors
+    assert len(losses(recipe.parent / "preempted-node")) == done + 2
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--nodes", "2"], "--nodes 2: needs --head"),
+        (["--nodes", "2", "--head", "here", "--node-rank", "2"], "--node-rank 2: must be from 0 to 1"),
+        (["--nodes", "0", "--head", "here"], "--nodes 0: must be at least 1"),
+        (["--nodes", "2", "--head", "here:there"], "--head here:there: must be a host or host:port"),
+        (["--nodes", "2", "--head", "no-such-host.invalid", "--node-rank", "1"], "no machine of that name"),
+        (
+            ["--nodes", "3", "--head", "here", "parallel.dp_shard_size=4"],
+            "4 ranks, which 3 machines cannot share evenly",
+        ),
+    ],
+)
+def test_wrong_nodes_are_refused(words, said, recipe):
+    result = shardbook("train", str(recipe), *words)
+    assert result.returncode == 2 and said in result.stderr.splitlines()[-1], result.stderr
+
+
+def test_a_head_whose_port_is_taken_or_that_never_listens(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(RecipeError, match=f"{port}: the port cannot be listened on"):
+            launch.check_head("127.0.0.1", port, is_head=True)
+        launch.check_head("127.0.0.1", port, is_head=False)
+    monkeypatch.setattr(launch, "STARTING_SECONDS", 1)
+    with pytest.raises(RecipeError, match=r"not reached in 1 s \(it answers, but its ranks do not listen\)"):
+        launch.check_head("127.0.0.1", free_port(), is_head=False)
 
 
 def test_exit_codes_of_ranks_come_through(recipe):
