@@ -48,11 +48,11 @@ bench-gpu: $(RUN)  ## tokens/s, MFU and peak memory on this machine's GPUs, kept
 
 bench-link: $(DEV)  ## ZeRO++ against zero3 over a slow link: two network namespaces as nodes (root, ip, tc)
 	$(BIN)/python tests/bench/link.py
-	$(BIN)/python tests/bench/plots.py
+	$(BIN)/python tests/bench/page.py
 
 bench-convergence: $(DEV)  ## ZeRO++ and zero3 on the same data: held-out loss of each switch (hours on two cores)
 	$(BIN)/python tests/bench/convergence.py
-	$(BIN)/python tests/bench/plots.py
+	$(BIN)/python tests/bench/page.py
 
 lint: $(DEV)  ## formatting, lint and types
 	$(BIN)/ruff format --check .

@@ -142,8 +142,8 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
         gradients.append({name: whole(p.grad) for name, p in named if p.grad is not None})
         return real["clip_gradients"](parameters, max_norm)
 
-    def memory_metrics(model, optimizer):
-        found = real["memory_metrics"](model, optimizer)
+    def memory_metrics(*kept):
+        found = real["memory_metrics"](*kept)
         seen["memory"] = tuple(found[f"memory/{kind}_bytes"] for kind in ("params", "grads", "optimizer"))
         return found
 

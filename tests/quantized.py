@@ -84,7 +84,6 @@ def reduced(
     cut = [shards_of(tensors, ranks) for tensors in gradients]  # [source][destination]
     pieces = []
     for destination in range(ranks):
-        place = destination % inside
         partial = []
         for node in range(nodes):  # in each node, the rank at this place adds up what its neighbours send it
             sources = [node * inside + neighbour for neighbour in range(inside)]
@@ -96,7 +95,6 @@ def reduced(
         if nodes > 1:  # and sends it to its namesake in the destination's node
             partial = [added([last_hop(part, bits[1], node, destination) for node, part in enumerate(partial)])]
         pieces.append(partial[0])
-        assert place == destination - destination // inside * inside
     return tensors_of(pieces, gradients[0])
 
 

@@ -157,7 +157,7 @@ def train_toy(
     from shardbook.mesh import build_mesh, data_rank
     from shardbook.optim import build_optimizer, clip_gradients
     from shardbook.recipe import Optim, Parallel, Precision
-    from shardbook.stages import apply_stage, check_stage, read_switches, set_schedule
+    from shardbook.stages import apply_stage, check_stage, read_switches, set_schedule, start_carrying
     from shardbook.units import choose_units
 
     sizes = {"dp_replicate_size": replicas} if stage in ("ddp", "hsdp") else {}
@@ -170,7 +170,9 @@ def train_toy(
     model = scenario.model().to(device)
     units = choose_units(model, model.parts, model.blocks, row.reshard_after_forward, parallel)
     switches = read_switches(parallel, shards, ranks_per_node)
-    apply_stage(units, mesh, parallel, Precision(**({"params": "fp32"} | scenario.precision)), switches)
+    start_carrying(
+        apply_stage(units, mesh, parallel, Precision(**({"params": "fp32"} | scenario.precision)), switches), device
+    )
     optimizer = build_optimizer(model, Optim(learning_rate=RATE, weight_decay=DECAY, eps=reference.EPS))
     result, seen = reference.Result([], [], [], {}), None
     for step in range(steps):

@@ -1,4 +1,5 @@
-"""Checkpoints: model, optimizer, loader position and random state, written with torch's distributed checkpoint (DCP).
+"""Checkpoints: model, optimizer, loader position, and what is a rank's own (random state, what error feedback carries),
+written with torch's distributed checkpoint (DCP).
 
 A checkpoint exists when its marker COMPLETE is there: written last, removed first. Tensors are stored with their
 global shapes, so another world size or stage can read them. The learning rate needs no state: it is a function of
@@ -50,12 +51,12 @@ def save_checkpoint(
     folder: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    unsent: list[Tensor],
+    unsent: dict[str, Tensor],
     progress: Progress,
     keep: int,
 ) -> Path:
-    """Write `folder`/step-000200 and drop all but the `keep` newest (0: keep all). `unsent`: what apply_stage
-    returned. Collective."""
+    """Write `folder`/step-000200 and drop all but the `keep` newest (0: keep all). `unsent`: see start_carrying.
+    Collective."""
     path = folder / f"step-{progress.step:06d}"
     is_main = dist.get_rank() == 0
     if is_main:
@@ -71,7 +72,7 @@ def save_checkpoint(
             "tokens": progress.tokens,
             "loader": progress.loader,
             "ranks": _ranks(model),
-            "unsent": [len(tensor) for tensor in unsent],
+            "unsent": list(unsent),
         }
         (path / STATE).write_text(json.dumps(state | {"shapes": _shapes(model)}, indent=1))
         (path / MARKER).touch()
@@ -82,11 +83,15 @@ def save_checkpoint(
     return path
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, unsent: list[Tensor]) -> Progress:
-    """Fill model and optimizer from a complete checkpoint. Where world size and device are the same also what is this
-    rank's own: its random state, and what it has not sent yet (`unsent`: see apply_stage) where the same exchanges
-    carry it; else that begins at zero. Raises RecipeError where the checkpoint is incomplete or of another model.
-    Collective."""
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, unsent: dict[str, Tensor]
+) -> tuple[Progress, str]:
+    """Fill model and optimizer from a complete checkpoint, and what is this rank's own where the ranks are the same:
+    random state, and `unsent` (see start_carrying) where the same exchanges carry it.
+
+    Returns where the run stands, and what was not taken over, for people: empty where everything was. Raises
+    RecipeError where the checkpoint is incomplete or of another model. Collective.
+    """
     state = _read_state(path)
     here, there = _shapes(model), state["shapes"]
     if differ := [
@@ -98,9 +103,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
             f"checkpoint {path} is of another model ({len(differ)} parameters differ; {'; '.join(differ[:3])})"
         )
     tensors = _tensors(model, optimizer)
-    if same_world := state["ranks"] == _ranks(model):
-        carried = unsent if state.get("unsent") == [len(tensor) for tensor in unsent] else []
-        tensors[_own_key()] = _rng_state() | _numbered(carried)
+    same_world, same_exchanges = state["ranks"] == _ranks(model), state.get("unsent", []) == list(unsent)
+    if same_world:
+        tensors[_own_key()] = _rng_state() | (_numbered(unsent) if same_exchanges else {})
     state_dict_loader.load(tensors, checkpoint_id=path)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=FLAT)
@@ -108,7 +113,10 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         group.update(mine)  # rates and decays are the recipe's: the checkpoint's would silently undo an override
     if same_world:
         _set_rng_state(tensors[_own_key()])
-    return Progress(state["step"], state["tokens"], state["loader"])
+    lost = [] if same_world else ["random state: other ranks"]
+    if (state.get("unsent") or unsent) and not (same_world and same_exchanges):
+        lost.append("what was not yet sent: other exchanges")
+    return Progress(state["step"], state["tokens"], state["loader"]), "; ".join(lost)
 
 
 class _ReaderOnce(FileSystemReader):
@@ -167,11 +175,11 @@ def _ranks(model: nn.Module) -> list[Any]:
 
 
 def _own_key() -> str:
-    return f"rng.{dist.get_rank()}"
+    return f"own.{dist.get_rank()}"
 
 
-def _numbered(unsent: list[Tensor]) -> dict[str, Tensor]:
-    return {f"unsent.{number}": tensor for number, tensor in enumerate(unsent)}
+def _numbered(unsent: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"unsent.{number}": tensor for number, tensor in enumerate(unsent.values())}
 
 
 def _rng_state() -> dict[str, Tensor]:

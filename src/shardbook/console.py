@@ -60,7 +60,7 @@ class Teller:
         table.add_row("units", f"{len(own)}, wrapped by {recipe.parallel.wrap}; {freed} freed after forward")
         if not alone:
             table.add_row("gathered", f"{readable_bytes(whole)} of parameters at most, {ahead}")
-        if stage.has_switches:
+        if stage.switches != "no":
             table.add_row("ZeRO++", describe_switches(switches, units, sizes))
         table.add_row("recomputed", recipe.activation.checkpointing + ", compiled" * recipe.train.compile)
         table.add_row("parameters", f"{sum(p.numel() for p in model.parameters()):,}")
@@ -140,6 +140,8 @@ class Teller:
 
 def describe_switches(switches: Switches, units: list[Unit], sizes: dict[str, int]) -> str:
     """What is on, at which bits, and what it leaves out."""
+    if sizes[DP_SHARD] == 1:
+        return "off: one rank shards nothing"
     on = []
     one_node = switches.inside == sizes[DP_SHARD]
     if switches.weights_bits:
@@ -151,7 +153,7 @@ def describe_switches(switches: Switches, units: list[Unit], sizes: dict[str, in
         why = "" if len(hops) > 1 else ", one hop: there is one node" if one_node else ", one hop: one rank a node"
         on.append(f"qgZ: gradients in {', then '.join(hops)}{why}")
     if kept := predict_unsent(units, sizes, switches):
-        on.append(f"error feedback keeps {readable_bytes(kept)} more")
+        on.append(f"error feedback: {readable_bytes(kept)} more, in each rank's memory and part of a checkpoint")
     left = [unit for unit in units if unit.shapes and not switches.quantizes(unit.numel)]
     if left and (switches.weights_bits or switches.gradients_bits):
         on.append(f"{len(left)} units of {sum(unit.numel for unit in left):,} parameters unquantised")

@@ -145,14 +145,17 @@ def kept_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(storages.values())
 
 
-def memory_metrics(model: nn.Module, optimizer: torch.optim.Optimizer) -> Metrics:
-    """Persistent bytes of this rank by category, and the GPU allocator's peak. Call it before gradients are freed."""
+def memory_metrics(model: nn.Module, optimizer: torch.optim.Optimizer, unsent: Iterable[Tensor] = ()) -> Metrics:
+    """Persistent bytes of this rank by category, and the GPU allocator's peak. Call it before gradients are freed.
+    `unsent`: what error feedback carries; absent where nothing does."""
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     measured: Metrics = {
         "memory/params_bytes": kept_bytes(model.parameters()),
         "memory/grads_bytes": kept_bytes(p.grad for p in model.parameters()),
         "memory/optimizer_bytes": kept_bytes(states),
     }
+    if carried := kept_bytes(unsent):
+        measured["memory/unsent_bytes"] = carried
     if torch.cuda.is_available():
         measured["memory/peak_bytes"] = torch.cuda.max_memory_allocated()
     return measured

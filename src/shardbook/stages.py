@@ -7,7 +7,9 @@ FSDP, arXiv 2304.11277, section 3.2.2.
 """
 
 from dataclasses import dataclass
+from itertools import compress
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,9 +17,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from shardbook.comm.collectives import QuantizedAllGather, QuantizedReduceScatter, Switches
+from shardbook.comm.collectives import QuantizedAllGather, QuantizedReduceScatter, Switches, share_secondary_mesh
 from shardbook.dtypes import DTYPES
-from shardbook.mesh import DP_REPLICATE, DP_SHARD, build_node_mesh
+from shardbook.mesh import DP_REPLICATE, DP_SHARD, axis_sizes, build_node_mesh, describe_sizes
 from shardbook.recipe import Parallel, Precision, RecipeError, nearest
 from shardbook.units import Unit, backward_order
 
@@ -30,7 +32,7 @@ class Stage:
     axes: tuple[str, ...]  # mesh axes that this stage may make larger than 1
     reshard_after_forward: bool  # parameters at rest: 1/N (True), or gathered from first forward to optimizer step
     reduce_every_micro: bool  # gradients while accumulating: 1/N, reduce-scattered k times (True), or unsharded, once
-    has_switches: bool  # whether ZeRO++'s three may be on
+    switches: Literal["no", "may", "must"]  # be on, of ZeRO++'s three
     source: str
 
     @property
@@ -45,13 +47,13 @@ class Stage:
 
 # fmt: off
 STAGES = {row.name: row for row in (
-    #     name      mesh axes                 reshard after forward   reduce every micro   ZeRO++'s switches
-    Stage("ddp",    (DP_REPLICATE,),          False,                  True,                False,  "baseline"),
-    Stage("zero1",  (DP_SHARD,),              False,                  False,               False,  "ZeRO P_os"),
-    Stage("zero2",  (DP_SHARD,),              False,                  True,                False,  "ZeRO P_os+g"),
-    Stage("zero3",  (DP_SHARD,),              True,                   True,                False,  "ZeRO P_os+g+p"),
-    Stage("hsdp",   (DP_REPLICATE, DP_SHARD), True,                   True,                True,   "hybrid shard"),
-    Stage("zeropp", (DP_SHARD,),              True,                   True,                True,   "ZeRO++"),
+    #     name      mesh axes                 reshard after forward   reduce every micro   switches
+    Stage("ddp",    (DP_REPLICATE,),          False,                  True,                "no",     "baseline"),
+    Stage("zero1",  (DP_SHARD,),              False,                  False,               "no",     "ZeRO P_os"),
+    Stage("zero2",  (DP_SHARD,),              False,                  True,                "no",     "ZeRO P_os+g"),
+    Stage("zero3",  (DP_SHARD,),              True,                   True,                "no",     "ZeRO P_os+g+p"),
+    Stage("hsdp",   (DP_REPLICATE, DP_SHARD), True,                   True,                "may",    "hybrid shard"),
+    Stage("zeropp", (DP_SHARD,),              True,                   True,                "must",   "ZeRO++"),
 )}
 # fmt: on
 ALIASES = {"fsdp": "zero3"}
@@ -92,14 +94,14 @@ def check_stage(parallel: Parallel) -> Stage:
         for key in ("quantize_weights", "quantize_gradients", "secondary_shard")
         if (value := getattr(parallel, key))
     }
-    if not stage.has_switches:
+    if stage.switches == "no":
         for key, value in switches.items():
             wrong.append(
                 f"parallel.{key} = {value!r}: {stage.name} does not have it; set parallel.stage to zeropp or hsdp"
             )
-    elif not switches and stage.name == "zeropp":
+    elif stage.switches == "must" and not switches:
         wrong.append(
-            "parallel.stage = 'zeropp' with none of its switches is zero3; set parallel.quantize_weights=8, "
+            f"parallel.stage = {stage.name!r} with none of its switches is zero3; set parallel.quantize_weights=8, "
             "parallel.quantize_gradients=[8,4] or parallel.secondary_shard=node, or parallel.stage=zero3"
         )
     if parallel.quantize_gradients and len(parallel.quantize_gradients) != 2:
@@ -112,31 +114,37 @@ def check_stage(parallel: Parallel) -> Stage:
             "parallel.quantize_error_feedback = true: no gradient is quantised; leave it out, or set "
             "parallel.quantize_gradients=[8,4]"
         )
-    if parallel.quantize_min_params and not (parallel.quantize_weights or parallel.quantize_gradients):
-        wrong.append(
-            f"parallel.quantize_min_params = {parallel.quantize_min_params}: nothing is quantised; leave it out"
-        )
+    if not (parallel.quantize_weights or parallel.quantize_gradients):
+        for key in ("quantize_min_params", "quantize_block"):
+            if (value := getattr(parallel, key)) != Parallel.model_fields[key].default:
+                wrong.append(f"parallel.{key} = {value}: nothing is quantised; leave it out")
     if wrong:
         raise RecipeError("; ".join(wrong))
     return stage
 
 
 def read_switches(parallel: Parallel, shards: int, ranks_per_node: int) -> Switches:
-    """ZeRO++'s switches for `shards` ranks along dp_shard. Raises RecipeError where a secondary shard does not fit."""
-    secondary = ranks_per_node if parallel.secondary_shard == "node" else int(parallel.secondary_shard)
-    if secondary and secondary < shards and (secondary == 1 or shards % secondary):
+    """ZeRO++'s switches for `shards` ranks along dp_shard. Raises RecipeError where secondary shards, or nodes, do not
+    fit into them."""
+    named = parallel.secondary_shard
+    secondary = min(ranks_per_node, shards) if named == "node" else int(named)
+    if secondary and (secondary > shards or shards % secondary or secondary == 1 < shards):
         raise RecipeError(
-            f"parallel.secondary_shard = {parallel.secondary_shard!r}: {secondary} ranks; must be more than "
-            f"1 and divide the {shards} ranks of dp_shard"
-            + ("; for one rank set parallel.stage=zero2" if secondary == 1 else "")
+            f"parallel.secondary_shard = {named!r}: {secondary} ranks; must be more than 1 and divide the {shards} "
+            "ranks of dp_shard" + ("; for one rank set parallel.stage=zero2" if secondary == 1 else "")
         )
-    inside = secondary or ranks_per_node
-    bits = parallel.quantize_gradients
+    bits, inside = parallel.quantize_gradients, secondary or min(ranks_per_node, shards)
+    by_node = named == "node" or (bits and not secondary)
+    if by_node and (shards % inside or ranks_per_node % inside):
+        raise RecipeError(
+            f"parallel.quantize_gradients = {bits}, parallel.secondary_shard = {named!r}: nodes of {ranks_per_node} "
+            f"ranks and dp_shard's {shards} do not fit into each other; set parallel.secondary_shard to a number"
+        )
     return Switches(
         weights_bits=parallel.quantize_weights,
         gradients_bits=(bits[0], bits[1]) if bits else None,
         secondary=secondary if secondary < shards else 0,  # one node: every gather is inside it already
-        inside=inside if inside < shards and shards % inside == 0 else shards,
+        inside=inside if shards % inside == 0 else shards,
         block=parallel.quantize_block,
         min_params=parallel.quantize_min_params,
         error_feedback=parallel.quantize_error_feedback,
@@ -145,28 +153,30 @@ def read_switches(parallel: Parallel, shards: int, ranks_per_node: int) -> Switc
 
 def apply_stage(
     units: list[Unit], mesh: DeviceMesh, parallel: Parallel, precision: Precision, switches: Switches = PLAIN
-) -> list[Tensor]:
+) -> dict[str, QuantizedReduceScatter]:
     """Wrap each unit with fully_shard, in place, inner before outer, the root last.
 
     Afterwards every parameter is a DTensor: Shard(0) along dp_shard, Replicate along dp_replicate.
     `precision.params` is the dtype of gathered parameters and of compute, `precision.reduce` that of gradients on the
-    wire and of their sum, `precision.output` that of what the root returns. Returns what error feedback carries from
-    reduction to reduction, a flat fp32 tensor a quantised unit: state that a checkpoint must hold.
+    wire and of their sum, `precision.output` that of what the root returns. Returns the reductions with error feedback,
+    by what they carry: see start_carrying.
     """
-    shards, unsent = mesh[DP_SHARD].size(), list[Tensor]()
-    hops = build_hops(mesh, switches)
+    sizes, hops, carriers = axis_sizes(mesh), build_hops(mesh, switches), dict[str, QuantizedReduceScatter]()
+    shards = sizes[DP_SHARD]
     # A 2-D mesh makes fully_shard all-reduce along the first axis, with one replica in a group of one.
     mesh = mesh[DP_REPLICATE, DP_SHARD] if mesh[DP_REPLICATE].size() > 1 else mesh[DP_SHARD]
-    for unit in [*units[-2::-1], units[-1]]:
-        policy = MixedPrecisionPolicy(
-            param_dtype=DTYPES[precision.params],
-            reduce_dtype=DTYPES[precision.reduce],
-            output_dtype=DTYPES[precision.output] if unit is units[-1] else None,
-        )
-        modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-        fully_shard(
-            modules, mesh=mesh, mp_policy=policy, reshard_after_forward=unit.reshards and (switches.secondary or True)
-        )
+    order = [*units[-2::-1], units[-1]]
+    with share_secondary_mesh():
+        for unit in order:
+            policy = MixedPrecisionPolicy(
+                param_dtype=DTYPES[precision.params],
+                reduce_dtype=DTYPES[precision.reduce],
+                output_dtype=DTYPES[precision.output] if unit is units[-1] else None,
+            )
+            modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
+            reshards = unit.reshards and (switches.secondary or True)
+            fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+    for number, unit in enumerate(order):
         # SUM with factor 1: the default divides by the number of ranks, which would divide twice; forcing the plain
         # sum matters because gloo knows no pre-multiplied one.
         unit.handle.set_gradient_divide_factor(1.0)
@@ -178,13 +188,21 @@ def apply_stage(
             if switches.weights_bits:
                 unit.handle.set_custom_all_gather(QuantizedAllGather(shards, switches.weights_bits, switches.block))
             if hops:
-                if count := unsent_numel(unit, shards, switches):
-                    unsent.append(torch.zeros(count, device=mesh.device_type))
-                unit.handle.set_custom_reduce_scatter(
-                    QuantizedReduceScatter(hops, switches.block, unsent[-1] if count else None)
-                )
+                reduction = QuantizedReduceScatter(hops, switches.block, unsent_numel(unit, shards, switches))
+                unit.handle.set_custom_reduce_scatter(reduction)
+                if reduction.carries:
+                    shapes = " ".join("x".join(map(str, shape)) for shape in compress(unit.shapes, unit.trained))
+                    carriers[f"{number}: {shapes} over {describe_sizes(sizes)}, {switches.hops(shards)}"] = reduction
     apply_prefetch([units[-1], *units[:-1]] if units[-1].shapes else units[:-1], parallel)
-    return unsent
+    return carriers
+
+
+def start_carrying(carriers: dict[str, QuantizedReduceScatter], device: torch.device) -> dict[str, Tensor]:
+    """Make the memory of error feedback, which holds zeros at first. Returns it under the same names, flat fp32: state
+    that a checkpoint must hold, and that fits only where the name is the same."""
+    for carrier in carriers.values():
+        carrier.unsent = torch.zeros(carrier.carries, device=device)
+    return {name: carrier.unsent for name, carrier in carriers.items() if carrier.unsent is not None}
 
 
 def unsent_numel(unit: Unit, shards: int, switches: Switches) -> int:

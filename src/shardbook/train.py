@@ -52,7 +52,7 @@ from shardbook.optim import build_optimizer, clip_gradients, learning_rate, set_
 from shardbook.plan.formulas import predict_traffic
 from shardbook.recipe import Recipe, RecipeError, dump_recipe, find_recipe, load_recipe, settle_precision
 from shardbook.rundir import check_shared, open_run
-from shardbook.stages import apply_stage, check_stage, read_switches, reshard, set_schedule
+from shardbook.stages import apply_stage, check_stage, read_switches, reshard, set_schedule, start_carrying
 from shardbook.units import Unit, choose_units
 from shardbook.weights import full_tensors, init_weights, load_weights, save_weights
 
@@ -106,8 +106,10 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     apply_checkpointing(model.blocks, recipe.activation)
     if recipe.train.compile:
         apply_compile(model)
-    unsent = apply_stage(units, mesh, recipe.parallel, recipe.precision, switches)
+    carriers = apply_stage(units, mesh, recipe.parallel, recipe.precision, switches)
+    tell.layout(stage, sizes, recipe, units, switches, model, loader, steps)
     materialize(model, ranks.device)
+    unsent = start_carrying(carriers, ranks.device)
     optimizer = build_optimizer(model, recipe.optim)
 
     # Where to start: this run's newest checkpoint, else the one the recipe names, else pretrained weights, else random.
@@ -116,11 +118,12 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     saved_step = 0
     if newest or recipe.train.resume_from_checkpoint:
         source = str(newest or recipe.train.resume_from_checkpoint)
-        progress = load_checkpoint(Path(source), model, optimizer, unsent)
+        progress, lost = load_checkpoint(Path(source), model, optimizer, unsent)
         loader.load_state_dict(progress.loader)
         if progress.step > steps:
             raise RecipeError(f"checkpoint {source} is at step {progress.step}, the recipe ends at step {steps}")
         saved_step = progress.step
+        source += f" (begun anew: {lost})" if lost else ""
     elif recipe.model.init == "pretrained":
         source = str(folder)
         load_weights(model, folder)
@@ -128,7 +131,6 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         source = "random"
         init_weights(model, recipe.train.seed)
     tell.say(f"weights  {source}, {time.perf_counter() - began:.1f} s, at step {progress.step} of {steps}")
-    tell.layout(stage, sizes, recipe, units, switches, model, loader, steps)
 
     groups = axis_groups(sizes, ranks.rank, switches.inside)
     if ranks.is_main:
@@ -170,7 +172,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
                 metrics = measured | {"train/learning_rate": rate, "train/tokens": progress.tokens}
                 seconds, count = time.perf_counter() - logged_at, step - logged_step
                 metrics |= speed_metrics(seconds, count, read_tokens, ranks.world_size, flops)
-                metrics |= memory_metrics(model, optimizer) | ledger.take_metrics(ranks.ranks_per_node)
+                metrics |= memory_metrics(model, optimizer, unsent.values()) | ledger.take_metrics(ranks.ranks_per_node)
             optimizer.zero_grad()
             if held_out and (is_due(step, recipe.train.eval_steps) or step == steps):
                 metrics["eval/loss"] = evaluate(model, units, objective, eval_micros(held_out, batching), ranks)

@@ -15,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from link import wait_for
+
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "docs" / "benchmarks" / "convergence.json"
 RECIPE = ROOT / "recipes" / "smollm2-135m-fsdp.toml"
@@ -38,20 +40,22 @@ def main() -> int:
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args()
-    rows = {}
+    rows = json.loads(asked.out.read_text())["variants"] if asked.out.is_file() else {}
     for name in asked.variants:
         per_node, keys = VARIANTS[name]
         print(f"{name}: 2 nodes of {per_node}, {' '.join(keys) or 'no switch'}", flush=True)
         run = ROOT / "runs" / f"convergence-{asked.steps}-{name.replace(', ', '-').replace(' ', '-')}"
         if not finished(run, asked.steps):
             nodes = [subprocess.Popen(launch(node, run, per_node, keys, asked.steps), cwd=ROOT) for node in (0, 1)]
-            if code := max(node.wait() for node in nodes):
+            if code := wait_for(nodes):
                 print(f"bench-convergence: {name} ended with exit code {code}", file=sys.stderr)
                 return code
         rows[name] = read(run, per_node, keys)
         print(f"{name}: held-out loss {rows[name]['eval'][0]:.4f} -> {rows[name]['eval'][-1]:.4f}", flush=True)
         asked.out.parent.mkdir(parents=True, exist_ok=True)
-        asked.out.write_text(json.dumps(facts() | {"steps": asked.steps, "variants": rows}, indent=1) + "\n")
+        whole = {"steps": asked.steps, "rows_of_128": ROWS, "cores": os.cpu_count()}
+        in_order = {"variants": {name: rows[name] for name in VARIANTS if name in rows}}
+        asked.out.write_text(json.dumps(whole | in_order, indent=1) + "\n")
     print(asked.out)
     return 0
 
@@ -80,7 +84,9 @@ def finished(run: Path, steps: int) -> bool:
 def read(run: Path, per_node: int, keys: list[str]) -> dict:
     rows = metrics_of(run)
     steps = [row for row in rows if "train/loss" in row]
+    facts = json.loads((run / "run.json").read_text())
     return {
+        "environment": facts,
         "ranks_of_a_node": per_node,
         "parallel": keys,
         "eval": [row["eval/loss"] for row in rows if "eval/loss" in row],
@@ -88,13 +94,6 @@ def read(run: Path, per_node: int, keys: list[str]) -> dict:
         "grad_norm": [row["train/grad_norm"] for row in steps],
         "median_step_seconds": statistics.median(row["perf/step_seconds"] for row in steps),
     }
-
-
-def facts() -> dict:
-    import torch
-
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return {"commit": commit, "torch": torch.__version__, "cores": os.cpu_count(), "rows_of_128": ROWS}
 
 
 if __name__ == "__main__":

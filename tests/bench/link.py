@@ -62,10 +62,22 @@ def main() -> int:
     build_link()
     try:
         nodes = [subprocess.Popen(launch(node, asked), cwd=ROOT) for node in (0, 1)]
-        return max(node.wait() for node in nodes)
+        return wait_for(nodes)
     finally:
         for space in SPACES:
             subprocess.run(["ip", "netns", "delete", space], check=False)
+
+
+def wait_for(nodes: list[subprocess.Popen]) -> int:
+    """The first exit code that is not 0, with the others ended; 0 where all ended well."""
+    while any(node.poll() is None for node in nodes):
+        if code := next((node.returncode for node in nodes if node.returncode), 0):
+            for node in nodes:
+                node.kill()
+                node.wait()
+            return abs(code)
+        time.sleep(0.5)
+    return abs(next((node.returncode for node in nodes if node.returncode), 0))
 
 
 def build_link() -> None:
@@ -116,7 +128,7 @@ def rank_main(asked: argparse.Namespace) -> int:
                 dist.barrier()
                 seconds = time.perf_counter() - began
                 # of one node: its two ranks' by the ledger, the interface's own
-                both = torch.tensor([float(ledger_bytes)] * (ranks.rank < 2) or [0.0])
+                both = torch.tensor([ledger_bytes * (ranks.rank < 2)])
                 dist.all_reduce(both)
                 wire = sent_bytes() - before
                 if ranks.is_main:

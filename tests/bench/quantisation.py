@@ -35,9 +35,10 @@ def seconds_of(work: Callable[[], object], device: str) -> float:
     return statistics.median(taken[2:])
 
 
-def bandwidths(device: str, numel: int = BLOCK_70B) -> list[dict]:
-    """Of one rank of RANKS: its shard quantised, a whole gradient quantised, a whole unit unpacked."""
-    rows = []
+def bandwidths(device: str) -> list[dict]:
+    """Of one rank of RANKS: its shard quantised, a whole gradient quantised, a whole unit unpacked, a gradient's slices
+    summed. On a CPU, of a small unit: only to see that it runs."""
+    rows, numel = [], BLOCK_70B if device == "cuda" else 2**22
     for dtype in (torch.bfloat16, torch.float32):
         whole = torch.randn(RANKS, numel // RANKS, device=device).to(dtype)
         for bits in (8, 4):
@@ -46,6 +47,7 @@ def bandwidths(device: str, numel: int = BLOCK_70B) -> list[dict]:
                 ("quantize a shard", 1, partial(quantize, whole[:1], bits, BLOCK)),
                 ("quantize a gradient", RANKS, partial(quantize, whole, bits, BLOCK)),
                 ("unpack a unit", RANKS, partial(dequantize, sent[None], whole, bits, BLOCK)),
+                ("sum a gradient's slices", RANKS, partial(dequantize, sent, whole[0].float(), bits, BLOCK)),
             ):
                 facts = {"what": what, "dtype": str(dtype).removeprefix("torch."), "bits": bits}
                 rows.append(facts | against_a_copy(work, ranks * numel // RANKS, dtype.itemsize, bits, device))
@@ -80,5 +82,4 @@ def qwz_seconds_of_a_step(device: str, units: list[int]) -> float:
 
 
 if __name__ == "__main__":
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    bandwidths(here, BLOCK_70B if here == "cuda" else 2**22)
+    bandwidths("cuda" if torch.cuda.is_available() else "cpu")

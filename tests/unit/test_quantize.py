@@ -91,14 +91,16 @@ def test_bytes_and_rows_apart(bits, block, numel):
 
 
 @every
-def test_a_sum_is_added_up_in_order_in_fp32(bits, block):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_is_added_up_in_order_in_fp32(bits, block, dtype):
+    """And rounded once, to what is asked for."""
     rows = torch.randn(5, 2, 700, generator=torch.Generator().manual_seed(3)) * torch.logspace(-3, 3, 5)[:, None, None]
-    out = torch.empty(2, 700)
+    out = torch.empty(2, 700, dtype=dtype)
     dequantize(quantize(rows, bits, block), out, bits, block)
     total = torch.zeros(2, 700)
     for part in rows:
         total = total + there_and_back(part, bits, block)
-    assert torch.equal(out, total)
+    assert torch.equal(out, total.to(dtype))
 
 
 @every
@@ -118,9 +120,9 @@ def test_pieces_are_invisible(bits, block, dtype, monkeypatch):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_compiled_as_on_cuda_it_is_the_same_to_the_bit(bits, monkeypatch):
-    """The whole of it one graph, for lengths that fill their blocks and lengths that do not."""
+    """Each graph whole; for lengths that fill their blocks or do not, and of a single block."""
     wanted = {}
-    for numel in (1000, 1024):
+    for numel in (1000, 1024, 100, 128):
         rows = torch.randn(2, 3, numel, generator=torch.Generator().manual_seed(5))
         buffer, out = quantize(rows, bits, 128), torch.empty(3, numel, dtype=torch.bfloat16)
         dequantize(buffer, out, bits, 128)

@@ -2,8 +2,10 @@
 
 import inspect
 
+import torch._dynamo.config
 import torch._functorch.config
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 
@@ -16,6 +18,16 @@ def test_the_custom_collectives_have_the_shape_we_implement():
         assert list(inspect.signature(base.allocate).parameters) == ["self", "size", "dtype", "device"]
         assert base.__abstractmethods__ == {"__call__", "allocate"}
     assert FSDPModule.set_custom_all_gather and FSDPModule.set_custom_reduce_scatter
+
+
+def test_the_maker_of_secondary_meshes_is_looked_up_where_we_stand_in_for_it():
+    arguments = inspect.signature(_fully_shard._get_post_forward_mesh_info).parameters
+    assert list(arguments) == ["reshard_after_forward", "mesh_info"]
+    assert "_get_post_forward_mesh_info" in _fully_shard.fully_shard.__wrapped__.__code__.co_names
+
+
+def test_the_recompile_limit_is_there():
+    assert torch._dynamo.config.recompile_limit == 8
 
 
 def test_the_memory_budget_of_the_compiler_is_there():

@@ -5,7 +5,8 @@ like the others'; the reduce-scatter is a sum (stages.py's rule), added up in fp
 travel in one buffer.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 # private: set_custom_all_gather and set_custom_reduce_scatter are public, the classes they take are not exported;
-# tests/unit/test_torch.py notices when they move
+# for the second import see share_secondary_mesh. tests/unit/test_torch.py notices when they move
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from shardbook.comm.quantize import dequantize, quantize
@@ -79,11 +81,12 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
     Each hop quantises, exchanges, dequantises and adds in fp32, so an element is rounded twice and no more, however
     many ranks there are. `hops`: the group of each exchange and its bits. `unsent`: error feedback, what this rank's
     last exchange rounded off, fp32, one slice for each rank of that exchange; it goes with the next reduction (Seide et
-    al., 1-bit stochastic gradient descent, Interspeech 2014, section 2.1).
+    al., 1-bit stochastic gradient descent, Interspeech 2014, section 2.1). `carries`: its elements; 0: there is none.
     """
 
-    def __init__(self, hops: list[tuple[dist.ProcessGroup, int]], block: int, unsent: Tensor | None = None):
-        self.hops, self.block, self.unsent = hops, block, unsent
+    def __init__(self, hops: list[tuple[dist.ProcessGroup, int]], block: int, carries: int = 0):
+        self.hops, self.block, self.carries = hops, block, carries
+        self.unsent: Tensor | None = None
 
     def __call__(
         self,
@@ -111,6 +114,29 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
             summed = output_tensor[None] if is_last else slices.new_empty(slices.shape[1:], dtype=torch.float32)
             dequantize(received, summed, bits, self.block)
             slices = summed[:, None]
+
+
+@contextlib.contextmanager
+def share_secondary_mesh() -> Iterator[None]:
+    """While open, units that fully_shard reshards to the same number of ranks share one mesh.
+
+    Else each makes two process groups of its own, on NCCL a communicator each with its own buffers: 164 for a model of
+    82 units, memory outside of torch's allocator (pytorch #147179).
+    """
+    module: Any = _fully_shard
+    real, made = module._get_post_forward_mesh_info, dict[Any, Any]()
+
+    def get(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
+        key = reshard_after_forward, type(reshard_after_forward), mesh_info.mesh
+        if key not in made:
+            made[key] = real(reshard_after_forward, mesh_info)
+        return made[key]
+
+    module._get_post_forward_mesh_info = get
+    try:
+        yield
+    finally:
+        module._get_post_forward_mesh_info = real
 
 
 def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:

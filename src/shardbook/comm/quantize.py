@@ -4,7 +4,7 @@ A row of n elements is cut into blocks (the last padded with zeros); a block's s
 127 or 7, and each element becomes a whole number of steps. Invariant: an element comes back within half a step (and the
 rounding of the dtype asked for). What is not finite stays visible: a block with an inf or NaN comes back as NaN. A
 block whose largest magnitude is below TINY comes back as zeros: its step could not be written as a normal number.
-Pure functions of tensors; on CUDA the same functions are compiled, so that each is one fused kernel.
+Pure functions of tensors; on CUDA the same functions are compiled, so that their passes are fused.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,8 @@ LARGEST = {8: 127, 4: 7}  # bits -> steps on either side of zero: -128 and -8 st
 BLOCKS = (64, 128, 256)
 SCALE_BYTES = 4  # fp32
 TINY = 127 * 2.0**-126
-CACHED = 2**19  # elements
+CACHED = 2**19  # elements that eager passes work on at a time
+GRAPHS = 64  # of one compiled function
 
 
 def buffer_bytes(numel: int, bits: int, block: int) -> int:
@@ -38,19 +39,23 @@ def quantize(rows: Tensor, bits: int, block: int) -> Tensor:
 def dequantize(buffers: Tensor, out: Tensor, bits: int, block: int) -> None:
     """Write into `out`, [..., n] fp32 or bf16, the sum over k of `buffers`, [k, ..., buffer_bytes(n)] uint8, added up
     in order, in fp32. With k = 1 the inverse of quantize, to half a step."""
-    piece = _piece(out.device.type, prod(out.shape[:-1]), out.shape[-1], block)
+    piece = _piece(out.device.type, prod(buffers.shape[:-1]), out.shape[-1], block)
     _fused(_dequantize, out.device.type, bits, block, out.dtype)(buffers, out, bits, block, piece)
 
 
 @cache
 def _fused(function: Callable[..., Any], device_type: str, *_constants: object) -> Callable[..., Any]:
-    """`function`, on CUDA compiled: one for each of `_constants`, so that none uses up another's recompilations
-    (torch before 2.13 counts them together: a run has six at most, the limit is eight). Past it: an error, not eager.
+    """`function`, on CUDA compiled: one for each of `_constants`, each graph whole or an error.
+
+    Shapes are symbols, but whether a dimension is 1, or a block is short, is a graph of its own: more than the default
+    limit of eight, past which a call would fail.
     """
     if device_type != "cuda":
         return function
-    can_stand_alone = "isolate_recompiles" in signature(torch.compile).parameters
-    alone: dict[str, Any] = {"isolate_recompiles": True} if can_stand_alone else {}
+    alone: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": GRAPHS}
+    if not alone.keys() <= signature(torch.compile).parameters.keys():  # torch before 2.13 has one limit for everything
+        torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+        alone = {}
     return torch.compile(function, dynamic=True, fullgraph=True, **alone)
 
 
@@ -97,10 +102,7 @@ def _dequantize(buffers: Tensor, out: Tensor, bits: int, block: int, piece: int)
     payload, scales = buffers.split([blocks * block * bits // 8, blocks * SCALE_BYTES], -1)
     pieces = payload.split(piece * bits // 8, -1), scales.split(piece // block * SCALE_BYTES, -1), out.split(piece, -1)
     for some, scale, into in zip(*pieces, strict=True):
-        # one after another, not all at once and then a sum: so each is used once, and nothing of it is written out
-        total = _decode(some[0], scale[0], bits, block)
-        for number in range(1, len(buffers)):
-            total = total + _decode(some[number], scale[number], bits, block)
+        total = _decode(some, scale, bits, block).sum(0)
         into.copy_(total[..., : into.shape[-1]])
 
 

@@ -5,7 +5,7 @@ machine (world size, files, the model's own limits) is checked by the module tha
 """
 
 import difflib
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
@@ -82,16 +82,17 @@ class Parallel(Section):
         -1, "Ranks that hold copies of each other (ddp, hsdp); -1: what the other axis leaves.", ge=-1
     )
     dp_shard_size: int = key(
-        -1, "Ranks that split one copy (zero1, zero2, zero3, hsdp); -1: what the other axis leaves.", ge=-1
+        -1, "Ranks that split one copy (zero1, zero2, zero3, hsdp, zeropp); -1: what the other axis leaves.", ge=-1
     )
     wrap: str = key(
         "block", "What is gathered together: block, none (everything at once), or size:<parameters>.", pattern=WRAPS
     )
     reshard_min_params: int = key(
-        0, "With zero3 or hsdp: units of fewer parameters stay gathered through a step, as in zero2.", ge=0
+        0, "With zero3, hsdp or zeropp: units of fewer parameters stay gathered through a step, as in zero2.", ge=0
     )
     reshard_root: bool = key(
-        True, "With zero3 or hsdp: free embedding, norm and head between forward and backward too (false: keep them)."
+        True,
+        "With zero3, hsdp or zeropp: free embedding, norm and head between forward and backward (false: keep them).",
     )
     forward_prefetch: int = key(
         -1, "Units gathered ahead of the running one in forward; -1: each as it is reached.", ge=-1
@@ -103,8 +104,10 @@ class Parallel(Section):
     quantize_gradients: list[Literal[8, 4]] = key(
         [], "ZeRO++ qgZ: bits of gradients on the wire, inside a node and across; [8, 4] ([]: off)."
     )
-    secondary_shard: int | Literal["node"] = key(
-        0, "ZeRO++ hpZ: backward gathers among so many ranks, or those of a node (0: among all)."
+    secondary_shard: Annotated[int, Field(ge=0)] | Literal["node"] = key(
+        0,
+        "ZeRO++ hpZ: backward gathers among so many ranks, which quantize_gradients then takes for a node, or among "
+        "those of a node (0: among all).",
     )
     quantize_error_feedback: bool = key(
         False, "Add what qgZ's last exchange rounds off to the next reduction; costs memory, which is printed."

@@ -1,0 +1,99 @@
+"""The plots and tables of docs/zeropp.md, from docs/benchmarks/*.json: the last thing that the benches do.
+
+python tests/bench/page.py
+"""
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+DOCS = Path(__file__).parents[2] / "docs"
+COLOURS = ["#57606a", "#4c78a8", "#e08a3c", "#8f6bb8", "#2f9e63", "#c44e52", "#b8860b"]
+PLAIN = {"svg.fonttype": "none", "svg.hashsalt": "shardbook", "font.family": "sans-serif", "font.size": 11}
+
+
+def main() -> None:
+    page = DOCS / "zeropp.md"
+    for name, (draw, tabulate) in SHOWN.items():
+        data = json.loads((DOCS / "benchmarks" / f"{name}.json").read_text())
+        with plt.rc_context(PLAIN):
+            figure, axes = plt.subplots(figsize=(8.4, 4.4), layout="constrained")
+            draw(axes, data)
+            axes.spines[["top", "right"]].set_visible(False)
+            figure.savefig(DOCS / f"zeropp-{name}.svg", metadata={"Date": None})
+            plt.close(figure)
+        before, _, rest = page.read_text().partition(f"<!-- {name} -->")
+        _, _, after = rest.partition("<!-- end -->")
+        page.write_text(f"{before}<!-- {name} -->\n\n{tabulate(data)}\n\n<!-- end -->{after}")
+    print(page)
+
+
+def draw_link(axes, data: dict) -> None:
+    """Seconds a step by rate of the link, a bar a variant."""
+    medians = data["medians"]
+    variants = list(next(iter(medians.values())))
+    width = 0.8 / len(variants)
+    for number, variant in enumerate(variants):
+        seconds = [found[variant]["seconds"] for found in medians.values()]
+        places = [place + (number - (len(variants) - 1) / 2) * width for place in range(len(medians))]
+        bars = axes.bar(places, seconds, width, label=variant, color=COLOURS[number])
+        axes.bar_label(bars, fmt="%.3g", fontsize=8, padding=1)
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(medians)), [rate.replace("bit", "bit/s") for rate in medians])
+    axes.set_xlabel("link between the two nodes")
+    axes.set_ylabel("seconds a step (log scale)")
+    axes.legend(frameon=False, loc="upper left")
+
+
+def draw_convergence(axes, data: dict) -> None:
+    """Running mean of the training loss, a line a variant; held-out loss at the end beside its name."""
+    window = 20
+    for number, (name, found) in enumerate(data["variants"].items()):
+        loss = found["loss"]
+        means = [sum(loss[end - window : end]) / window for end in range(window, len(loss) + 1)]
+        label = f"{name}: held out {found['eval'][-1]:.4f}"
+        axes.plot(range(window, len(loss) + 1), means, color=COLOURS[number], linewidth=1.3, label=label)
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"training loss, mean of {window} steps")
+    axes.legend(frameon=False)
+
+
+def tabulate_link(data: dict) -> str:
+    """Seconds by rate, bytes of a step, and zero3 divided by zeropp."""
+    medians = data["medians"]
+    variants = list(next(iter(medians.values())))
+    rows = []
+    for rate, found in medians.items():
+        seconds = [found[variant]["seconds"] for variant in variants]
+        ratio = found["zero3"]["seconds"] / found["zeropp"]["seconds"]
+        rows.append([rate.replace("bit", "bit/s"), *(f"{value:.3g} s" for value in seconds), f"{ratio:.2f}x"])
+    slowest = list(medians.values())[-1]
+    for kind, said in (("wire_bytes", "sent, by the interface"), ("ledger_bytes", "sent, by the ledger")):
+        sent = [slowest[variant][kind] for variant in variants]
+        ratio = slowest["zeropp"][kind] / slowest["zero3"][kind]
+        rows.append([said, *(f"{value / 1e6:.1f} MB" for value in sent), f"{ratio:.3f} of it"])
+    return table(["link", *variants, "zeropp against zero3"], rows)
+
+
+def tabulate_convergence(data: dict) -> str:
+    base = data["variants"]["zero3"]["eval"][-1]
+    rows = []
+    for name, found in data["variants"].items():
+        first, last = found["eval"][0], found["eval"][-1]
+        off = "" if name == "zero3" else f"{100 * (last / base - 1):+.2f}%"
+        rows.append([name, f"2 x {found['ranks_of_a_node']}", f"{first:.4f}", f"{last:.4f}", off])
+    return table(["variant", "nodes x ranks", "held out before", f"after {data['steps']} steps", "against zero3"], rows)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
+
+
+SHOWN = {"link": (draw_link, tabulate_link), "convergence": (draw_convergence, tabulate_convergence)}
+
+if __name__ == "__main__":
+    main()
