@@ -12,7 +12,7 @@ os.environ.pop("WANDB_API_KEY", None)
 import pytest
 import torch
 from hypothesis import settings
-from tiny import write_chats, write_model
+from tiny import write_chats, write_model, write_recipe
 
 pytest.register_assert_rewrite("cases")  # before a test imports it
 torch.set_num_threads(1)
@@ -41,3 +41,17 @@ def tiny(tmp_path_factory) -> Path:
     write_model(folder / "untied", tied=False, vocab=287)
     write_chats(folder / "chats.jsonl", 40)
     return folder
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny, tmp_path_factory, request) -> Path:
+    """A tiny recipe in a folder of the test module's own, where its runs go too."""
+    return write_recipe(tiny, tmp_path_factory.mktemp(request.module.__name__.rpartition(".")[2]))
+
+
+@pytest.fixture(scope="module")
+def wanted(recipe, tiny):
+    """What one plain process makes of a case."""
+    from cases import reference_of
+
+    return reference_of(recipe, tiny)

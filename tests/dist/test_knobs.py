@@ -49,20 +49,10 @@ HYBRID = [Case("hsdp", 2, 2, micros=2, tied=False, extra=KNOBS[knob]) for knob i
 
 
 @pytest.fixture(scope="module")
-def recipe(tiny, tmp_path_factory):
-    return write_recipe(tiny, tmp_path_factory.mktemp("knobs"))
-
-
-@pytest.fixture(scope="module")
 def outcomes(recipe, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     assert run_world(2, run_cases, recipe, tiny, list(CASES.values()), folder) == [[], []]
     return {key: outcomes_of(case, folder) for key, case in CASES.items()}
-
-
-@pytest.fixture(scope="module")
-def wanted(recipe, tiny):
-    return reference_of(recipe, tiny)
 
 
 def test_hybrid_shard_has_the_same_knobs(recipe, tiny, tmp_path, wanted):

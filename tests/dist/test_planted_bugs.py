@@ -9,16 +9,6 @@ from tiny import write_recipe
 from world import run_world
 
 
-@pytest.fixture(scope="module")
-def recipe(tiny, tmp_path_factory):
-    return write_recipe(tiny, tmp_path_factory.mktemp("bugs"))
-
-
-@pytest.fixture(scope="module")
-def wanted(recipe, tiny):
-    return reference_of(recipe, tiny)
-
-
 def test_without_a_bug_each_case_is_green(recipe, tiny, tmp_path, wanted):
     cases = sorted({case for _, case, _ in BUGS.values()}, key=lambda case: (case.world, case.name))
     for world, same in groupby(cases, key=lambda case: case.world):

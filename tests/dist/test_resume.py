@@ -15,11 +15,6 @@ SAVING = ("train.steps=6", "train.save_steps=2", "optim.warmup_steps=2", "optim.
 
 
 @pytest.fixture(scope="module")
-def recipe(tiny, tmp_path_factory):
-    return write_recipe(tiny, tmp_path_factory.mktemp("resume"))
-
-
-@pytest.fixture(scope="module")
 def straight(recipe):
     """Six steps without a stop, on 2 ranks with zero3; checkpoints at 2, 4 and 6."""
     return run_train(2, recipe, "straight", *SAVING)

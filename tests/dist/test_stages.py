@@ -31,11 +31,6 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(scope="module")
-def recipe(tiny, tmp_path_factory):
-    return write_recipe(tiny, tmp_path_factory.mktemp("stages"))
-
-
-@pytest.fixture(scope="module")
 def outcomes(recipe, tiny, tmp_path_factory, pytestconfig):
     """The outcomes of a case by rank; the first case of a world runs all of that world's."""
     results = tmp_path_factory.mktemp("results")
@@ -51,11 +46,6 @@ def outcomes(recipe, tiny, tmp_path_factory, pytestconfig):
         return outcomes_of(case, results)
 
     return of
-
-
-@pytest.fixture(scope="module")
-def wanted(recipe, tiny):
-    return reference_of(recipe, tiny)
 
 
 def test_parity_and_exact_bytes(case, outcomes, wanted):

@@ -12,7 +12,6 @@ from cases import (
     assert_parity,
     assert_replicas_agree,
     outcomes_of,
-    reference_of,
     run_cases,
     same_bits,
 )
@@ -142,11 +141,6 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def recipe(tiny, tmp_path_factory):
-    return write_recipe(tiny, tmp_path_factory.mktemp("zeropp"))
-
-
-@pytest.fixture(scope="module")
 def outcomes(recipe, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     environment = {"LOCAL_WORLD_SIZE": "2"}
@@ -155,17 +149,17 @@ def outcomes(recipe, tiny, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_exact_bytes_and_near_numbers_through_the_whole_of_train(name, outcomes, recipe, tiny):
+def test_exact_bytes_and_near_numbers_through_the_whole_of_train(name, outcomes, wanted):
     """Evaluations in between, clipping, accumulation, recomputation."""
-    wanted = reference_of(recipe, tiny)(RUNS[name])
+    exact = wanted(RUNS[name])
     assert_exact_bytes(outcomes[name])
     assert_replicas_agree(outcomes[name])
     got = outcomes[name][0].result
     if name.startswith("hpZ") or name == "zero3":  # moves the same numbers by another way
-        assert_parity(got, wanted)
+        assert_parity(got, exact)
     else:  # weights to 1/127, gradients to 1/7 of their block's largest
-        assert got.losses == pytest.approx(wanted.losses, rel=0.02)
-        assert got.norms == pytest.approx(wanted.norms, rel=0.1)
+        assert got.losses == pytest.approx(exact.losses, rel=0.02)
+        assert got.norms == pytest.approx(exact.norms, rel=0.1)
 
 
 def test_bytes_by_hand(outcomes):
@@ -183,15 +177,15 @@ def test_bytes_by_hand(outcomes):
     }
 
 
-def test_gradient_norm_and_clipping_against_the_exact_ones(outcomes, recipe, tiny):
+def test_gradient_norm_and_clipping_against_the_exact_ones(outcomes, wanted):
     """First step, same weights. A block's error is uniform in half a step of 1/7 of its largest element either way, so
     at most 1/7 / sqrt(12) = 0.041 of the largest; with the largest some 3 times the root mean square, 0.12 of it, and
     as much squared, 0.015, adds to the squared norm."""
-    got, wanted = outcomes["qgZ"][0].result, reference_of(recipe, tiny)(RUNS["qgZ"])
-    error = {name: got.gradients[0][name] - exact for name, exact in wanted.gradients[0].items()}
-    size, off = (torch.stack([g.norm() for g in side.values()]).norm().item() for side in (wanted.gradients[0], error))
+    got, exact = outcomes["qgZ"][0].result, wanted(RUNS["qgZ"])
+    error = {name: got.gradients[0][name] - gradient for name, gradient in exact.gradients[0].items()}
+    size, off = (torch.stack([g.norm() for g in side.values()]).norm().item() for side in (exact.gradients[0], error))
     assert 0 < off / size < 0.12
-    assert got.norms[0] == pytest.approx(wanted.norms[0], rel=0.015)
+    assert got.norms[0] == pytest.approx(exact.norms[0], rel=0.015)
     whole = torch.stack([g.norm() for g in got.gradients[0].values()]).norm().item()
     assert got.norms[0] == pytest.approx(whole, rel=1e-6)
 

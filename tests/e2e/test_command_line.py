@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tokenizer, write_recipe
+from tiny import tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from world import losses, metrics
 
@@ -43,11 +43,6 @@ COMM_KEYS = {
 
 def shardbook(*words, **more) -> subprocess.CompletedProcess:
     return subprocess.run([BIN / "shardbook", *words], capture_output=True, text=True, timeout=240, **more)
-
-
-@pytest.fixture(scope="module")
-def recipe(tiny, tmp_path_factory):
-    return write_recipe(tiny, tmp_path_factory.mktemp("cli"))
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,7 @@ compile, and the allocator's peak against the table."""
 
 import pytest
 import torch
-from cases import Case, assert_exact_bytes, assert_parity, layouts, outcomes_of, reference_of, run_cases
-from tiny import write_recipe
+from cases import Case, assert_exact_bytes, assert_parity, layouts, outcomes_of, run_cases
 from toys import Scenario, Toy, train_toy
 from world import losses, metrics, run_train, run_world
 
@@ -22,16 +21,6 @@ TOLERANCE_BF16 = 2**-7
 def cuda():
     if not torch.cuda.is_available():  # not a skip: all of them skipped would look like a pass
         pytest.exit("the GPU tests need a CUDA device; there is none here", returncode=2)
-
-
-@pytest.fixture(scope="module")
-def recipe(tiny, tmp_path_factory):
-    return write_recipe(tiny, tmp_path_factory.mktemp("cuda"))
-
-
-@pytest.fixture(scope="module")
-def wanted(recipe, tiny):
-    return reference_of(recipe, tiny)
 
 
 def over_gloo(function, *args):
