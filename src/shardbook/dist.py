@@ -108,6 +108,20 @@ def from_main(make: Callable[[], T]) -> T:
     return cast(T, box[0])
 
 
+def check_alike(facts: dict[str, Any]) -> None:
+    """Raise RecipeError, on every rank, where a rank's `facts` are not rank 0's: else they would wait for each other in
+    unlike collectives, or compute unlike numbers. Collective."""
+    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, facts)
+    for rank, theirs in enumerate(everyone):
+        if differ := [name for name in everyone[0] | theirs if everyone[0].get(name) != theirs.get(name)]:
+            shown = (f"{name} is {theirs.get(name)!r} there, {everyone[0].get(name)!r} here" for name in differ[:3])
+            raise RecipeError(
+                f"rank {rank} is not started like rank 0: {'; '.join(shown)}"
+                + (f"; and {len(differ) - 3} more" if len(differ) > 3 else "")
+            )
+
+
 @contextlib.contextmanager
 def first_on_node(ranks: Ranks) -> Iterator[None]:
     """The node's first rank runs the body, then the others: for work whose result is a cache on disk."""

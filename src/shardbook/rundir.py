@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardbook.recipe import RecipeError, Run
+from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe
 
 PACKAGES = ("shardbook", "transformers", "datasets", "accelerate", "safetensors")
 
@@ -37,12 +37,12 @@ class RunDirectory:
     def export(self) -> Path:
         return self.path / "export"
 
-    def record(self, recipe_path: Path, resolved: str, facts: dict[str, Any]) -> None:
+    def record(self, recipe_path: Path, recipe: Recipe, facts: dict[str, Any]) -> None:
         """Write what the run is, when it is about to take a step: a refused continuation changes nothing."""
         if (self.path / "recipe.toml").resolve() != recipe_path.resolve():
             shutil.copyfile(recipe_path, self.path / "recipe.toml")
-        (self.path / "resolved.toml").write_text(resolved)
-        _write(self.path / "run.json", _environment() | facts | {"finished_steps": 0})
+        (self.path / "resolved.toml").write_text(dump_recipe(recipe))
+        _write(self.path / "run.json", environment() | facts | {"finished_steps": 0})
 
     def finish(self, steps: int) -> None:
         """Record that the run did all its steps and wrote all its results."""
@@ -82,7 +82,8 @@ def _stem(recipe_path: Path) -> str:
     )
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
+    """What the numbers depend on beyond the recipe: versions of torch, packages and this code, the kind of GPU."""
     facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
     facts |= {package: version(package) for package in PACKAGES}
     if torch.cuda.is_available():

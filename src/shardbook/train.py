@@ -29,6 +29,7 @@ from shardbook.dist import (
     Ranks,
     RunFailed,
     StopFlag,
+    check_alike,
     first_on_node,
     from_main,
     report_error,
@@ -50,8 +51,8 @@ from shardbook.model import (
 from shardbook.objectives import OBJECTIVES, Objective
 from shardbook.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from shardbook.plan.formulas import predict_traffic
-from shardbook.recipe import Recipe, RecipeError, dump_recipe, find_recipe, load_recipe, settle_precision
-from shardbook.rundir import check_shared, open_run
+from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe, settle_precision
+from shardbook.rundir import check_shared, environment, open_run
 from shardbook.stages import apply_stage, check_stage, read_switches, reshard, set_schedule, start_carrying
 from shardbook.units import Unit, choose_units
 from shardbook.weights import full_tensors, init_weights, load_weights, save_weights
@@ -62,6 +63,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     # The layout, and the directory that says what it was.
     tell = Teller(ranks.is_main)
     recipe = settle_precision(recipe, ranks.device.type)
+    check_alike(environment() | flatten_recipe(recipe) | {"ranks of a node": ranks.ranks_per_node})
     torch.manual_seed(recipe.train.seed)
     objective = OBJECTIVES[recipe.method]
     stage = check_stage(recipe.parallel)
@@ -134,7 +136,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
 
     groups = axis_groups(sizes, ranks.rank, switches.inside)
     if ranks.is_main:
-        run.record(recipe_path, dump_recipe(recipe), facts)
+        run.record(recipe_path, recipe, facts)
     recorder = Recorder(run.path, run.name, recipe.run, recipe.model_dump(), ranks.is_main, progress.step)
     with recorder, tell.start(progress.step, steps), Ledger(groups) as ledger:
         if held_out and progress.step == 0:

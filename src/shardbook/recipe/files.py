@@ -47,6 +47,20 @@ def dump_recipe(recipe: Recipe) -> str:
     return tomli_w.dumps(recipe.model_dump(mode="json"))
 
 
+def flatten_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Every value of the recipe by its section.key."""
+    whole = recipe.model_dump(mode="json")
+    return {
+        name: value
+        for section, inside in whole.items()
+        for name, value in (
+            ((f"{section}.{key}", value) for key, value in inside.items())
+            if isinstance(inside, dict)
+            else ((section, inside),)
+        )
+    }
+
+
 def settle_precision(recipe: Recipe, device_type: str) -> Recipe:
     """The recipe with `auto` replaced by what it means on `device_type` (`cuda`, `cpu`)."""
     settled = {"auto": "bf16" if device_type == "cuda" else "fp32"}
