@@ -20,7 +20,7 @@ LARGEST = {8: 127, 4: 7}  # bits -> steps on either side of zero: -128 and -8 st
 BLOCKS = (64, 128, 256)
 SCALE_BYTES = 4  # fp32
 TINY = 127 * 2.0**-126
-CACHED = 2**19  # elements that eager passes work on at a time
+CACHED = 2**18  # elements that eager passes work on at a time: 1 MiB in fp32
 GRAPHS = 64  # of one compiled function
 
 
