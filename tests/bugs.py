@@ -52,13 +52,14 @@ def hsdp_all_reduce_skipped(train):
     real_apply, real_reduce = train.apply_stage, dist.all_reduce
 
     def apply_stage(units, mesh, *rest):
-        real_apply(units, mesh, *rest)
+        carriers = real_apply(units, mesh, *rest)
         replicas = mesh.get_group("dp_replicate")
 
         def all_reduce(tensor, *positional, group=None, **named):
             return None if group is replicas else real_reduce(tensor, *positional, group=group, **named)
 
         dist.all_reduce = all_reduce
+        return carriers
 
     train.apply_stage = apply_stage
 
@@ -227,8 +228,9 @@ def after_applying(train, change):
     real = train.apply_stage
 
     def apply_stage(units, *rest):
-        real(units, *rest)
+        carriers = real(units, *rest)
         change(units)
+        return carriers
 
     train.apply_stage = apply_stage
 

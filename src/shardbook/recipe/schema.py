@@ -106,8 +106,7 @@ class Parallel(Section):
     )
     secondary_shard: Annotated[int, Field(ge=0)] | Literal["node"] = key(
         0,
-        "ZeRO++ hpZ: backward gathers among so many ranks, which quantize_gradients then takes for a node, or among "
-        "those of a node (0: among all).",
+        "ZeRO++ hpZ: backward gathers among so many ranks (a node to quantize_gradients), or a node's (0: among all).",
     )
     quantize_error_feedback: bool = key(
         False, "Add what qgZ's last exchange rounds off to the next reduction; costs memory, which is printed."
