@@ -31,8 +31,9 @@ launch: $(RUN)  ## a recipe on several machines; on each: make launch NODES=2 NO
 recipes: $(RUN)  ## list the recipes
 	@$(BIN)/shardbook recipes
 
+# Two files of tests at a time: worlds of ranks wait for each other more than they compute.
 test: $(DEV)  ## every test that needs no GPU and no network
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and model (some ten minutes)
 	$(BIN)/pytest tests/dist --everything
