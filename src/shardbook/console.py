@@ -13,6 +13,7 @@ from torch import nn
 from shardbook.comm.collectives import Switches
 from shardbook.comm.ledger import Traffic
 from shardbook.data.loader import Loader
+from shardbook.data.tokenized import Documents
 from shardbook.mesh import DP_SHARD, describe_sizes
 from shardbook.metrics import Metrics
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_unsent
@@ -34,6 +35,11 @@ class Teller:
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
+
+    def data(self, documents: Documents, held_out: Documents | None) -> None:
+        self.say(f"train    {documents.summary}")
+        if held_out:
+            self.say(f"eval     {held_out.summary}")
 
     def layout(
         self,

@@ -1,13 +1,11 @@
 """Metrics: what a step was, written to metrics.jsonl and to the trackers, and the exact bytes that a rank keeps.
 
 Invariant: a metric that was not measured is absent, never zero. A tracker may fail; the run may not: the file comes
-first and every tracker error is printed once and ends that tracker only.
+first (trackers.py says the rest).
 """
 
 import json
 import math
-import netrc
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardbook.dist import RunFailed
 from shardbook.recipe import Run
+from shardbook.trackers import Trackers
 
 Metrics = dict[str, float | int]
 
@@ -39,7 +38,6 @@ class Recorder:
 
     def __init__(self, folder: Path, name: str, run: Run, config: dict[str, Any], is_main: bool, done_steps: int):
         self.file = None
-        self.wandb = None
         if not is_main:
             return
         path = folder / "metrics.jsonl"
@@ -49,9 +47,7 @@ class Recorder:
         side.write_text("".join(line + "\n" for line in lines if _step_of(line) <= done_steps))
         side.replace(path)
         self.file = path.open("a")
-        trackers = [run.report_to] if isinstance(run.report_to, str) else run.report_to
-        if "wandb" in trackers:
-            self.wandb = _start_wandb(folder, name, run, config)
+        self.trackers = Trackers(folder, name, run, config)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Append one object. `step` 0 is before the first step."""
@@ -59,7 +55,7 @@ class Recorder:
             return
         self.file.write(json.dumps({"step": step, **metrics}) + "\n")
         self.file.flush()
-        self._to_wandb(lambda run: run.log({"train/global_step": step, **metrics}))
+        self.trackers.log(step, metrics)
 
     def __enter__(self) -> "Recorder":
         return self
@@ -68,49 +64,7 @@ class Recorder:
         """Close the file and the trackers; a tracker learns whether the run failed."""
         if self.file is not None:
             self.file.close()
-        self._to_wandb(lambda run: run.finish(exit_code=int(error is not None)))
-
-    def _to_wandb(self, call: Any) -> None:
-        if self.wandb is not None:
-            try:
-                call(self.wandb)
-            except Exception as error:  # a dashboard must never end a training run
-                print(f"wandb: {error}; the run goes on without it", flush=True)
-                self.wandb = None
-
-
-def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> Any:
-    """A wandb run, online where there is a key, else offline in the run directory; None if wandb fails."""
-    try:
-        import wandb
-
-        settings = wandb.Settings(silent=True, init_timeout=30)
-        if "WANDB_MODE" not in os.environ and not _has_wandb_key():
-            settings.mode = "offline"
-        started = wandb.init(
-            project=run.project,
-            name=name,
-            id=name,
-            resume="allow",
-            dir=str(folder),
-            config=config,
-            settings=settings,
-        )
-        started.define_metric("train/global_step")
-        started.define_metric("*", step_metric="train/global_step")
-        return started
-    except Exception as error:  # no network, no disk, a wrong key: all the same to the run
-        print(f"wandb: {error}; the run goes on without it", flush=True)
-        return None
-
-
-def _has_wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+            self.trackers.finish(failed=error is not None)
 
 
 def _step_of(line: str) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe
+from shardbook.trackers import check_installed
 
 PACKAGES = ("shardbook", "transformers", "datasets", "accelerate", "safetensors")
 
@@ -44,6 +45,14 @@ class RunDirectory:
         (self.path / "resolved.toml").write_text(dump_recipe(recipe))
         _write(self.path / "run.json", environment() | facts | {"finished_steps": 0})
 
+    def check_goes_on(self, steps: int, newest: Path | None) -> None:
+        """Raise RecipeError where the run is finished and has no checkpoint, its `newest`, to go on from to `steps`."""
+        if self.finished_steps and newest is None:
+            raise RecipeError(
+                f"run {self.path} finished at step {self.finished_steps} without a checkpoint to go on from, "
+                f"to {steps}; choose another run.name"
+            )
+
     def finish(self, steps: int) -> None:
         """Record that the run did all its steps and wrote all its results."""
         facts = json.loads((self.path / "run.json").read_text())
@@ -51,7 +60,9 @@ class RunDirectory:
 
 
 def open_run(run: Run, recipe_path: Path) -> RunDirectory:
-    """Make or reopen the directory of a run. One rank calls it. Raises RecipeError where it cannot be written."""
+    """Make or reopen the directory of a run. One rank calls it. Raises RecipeError where it cannot be written, or a
+    tracker that would write into it is not installed."""
+    check_installed(run)
     name = run.name or f"{_stem(recipe_path)}-{datetime.now():%Y%m%d-%H%M%S}"
     path = Path(run.dir).expanduser() / name
     try:

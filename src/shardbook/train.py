@@ -50,10 +50,11 @@ from shardbook.model import (
 )
 from shardbook.objectives import OBJECTIVES, Objective
 from shardbook.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
-from shardbook.plan.formulas import predict_traffic
+from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe, settle_precision
 from shardbook.rundir import check_shared, environment, open_run
 from shardbook.stages import apply_stage, check_stage, read_switches, reshard, set_schedule, start_carrying
+from shardbook.trackers import flat_config
 from shardbook.units import Unit, choose_units
 from shardbook.weights import full_tensors, init_weights, load_weights, save_weights
 
@@ -70,7 +71,6 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     mesh = build_mesh(recipe.parallel, stage.axes, ranks.world_size, ranks.device.type)
     sizes = axis_sizes(mesh)
     switches = read_switches(recipe.parallel, sizes[DP_SHARD], ranks.ranks_per_node)
-    facts = {"world_size": ranks.world_size, "mesh": sizes}
     run = from_main(lambda: open_run(recipe.run, recipe_path))
     check_shared(run)
     newest = from_main(lambda: newest_checkpoint(run.checkpoints))
@@ -84,9 +84,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer")
         check_vocabulary(tokenizer, config)
         documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at)
-    tell.say(f"train    {documents.summary}")
-    if held_out:
-        tell.say(f"eval     {held_out.summary}")
+    tell.data(documents, held_out)
     row_length = recipe.data.max_length if recipe.data.packing else None
     batching = Batching(row_length, recipe.train.per_device_train_batch_size, *data_rank(mesh))
     loader = Loader(documents, batching, recipe.train.gradient_accumulation_steps, recipe.train.seed)
@@ -94,17 +92,14 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     if run.finished_steps >= steps:
         tell.say(f"done     this run has finished its {run.finished_steps} steps; for another choose another run.name")
         return DONE
-    if run.finished_steps and newest is None:
-        raise RecipeError(
-            f"run {run.path} finished at step {run.finished_steps} without a checkpoint to go on from, to {steps}; "
-            "choose another run.name"
-        )
+    run.check_goes_on(steps, newest)
 
     # Meta model -> checkpointing -> compile -> stage -> memory.
     model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens)
     flops = flops_per_token(model, row_length or documents.mean_length)
     units = choose_units(model, model.parts, model.blocks, stage.reshard_after_forward, recipe.parallel)
     predicted = predict_traffic(stage, units, sizes, loader.accumulation, recipe.precision, switches)
+    forecast = predict_memory_metrics(stage, units, sizes, recipe.precision, switches)
     apply_checkpointing(model.blocks, recipe.activation)
     if recipe.train.compile:
         apply_compile(model)
@@ -136,8 +131,9 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
 
     groups = axis_groups(sizes, ranks.rank, switches.inside)
     if ranks.is_main:
-        run.record(recipe_path, recipe, facts)
-    recorder = Recorder(run.path, run.name, recipe.run, recipe.model_dump(), ranks.is_main, progress.step)
+        run.record(recipe_path, recipe, {"world_size": ranks.world_size, "mesh": sizes})
+    tracked = flat_config(flatten_recipe(recipe) | {"world_size": ranks.world_size}, sizes)
+    recorder = Recorder(run.path, run.name, recipe.run, tracked, ranks.is_main, progress.step)
     with recorder, tell.start(progress.step, steps), Ledger(groups) as ledger:
         if held_out and progress.step == 0:
             before: Metrics = {"eval/loss": evaluate(model, units, objective, eval_micros(held_out, batching), ranks)}
@@ -174,7 +170,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
                 metrics = measured | {"train/learning_rate": rate, "train/tokens": progress.tokens}
                 seconds, count = time.perf_counter() - logged_at, step - logged_step
                 metrics |= speed_metrics(seconds, count, read_tokens, ranks.world_size, flops)
-                metrics |= memory_metrics(model, optimizer, unsent.values()) | ledger.take_metrics(ranks.ranks_per_node)
+                metrics |= memory_metrics(model, optimizer, unsent.values())
+                metrics |= ledger.take_metrics(ranks.ranks_per_node, predicted, forecast)
             optimizer.zero_grad()
             if held_out and (is_due(step, recipe.train.eval_steps) or step == steps):
                 metrics["eval/loss"] = evaluate(model, units, objective, eval_micros(held_out, batching), ranks)

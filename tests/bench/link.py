@@ -189,7 +189,7 @@ def build(keys, ranks):
             clip_gradients(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        return ledger.take_metrics(ranks.ranks_per_node)["comm/inter_node_bytes"]
+        return ledger.take_metrics(ranks.ranks_per_node, {})["comm/inter_node_bytes"]
 
     step()  # what is made once
     return step

@@ -38,7 +38,12 @@ COMM_KEYS = {
     f"comm/{op}_{what}"
     for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     for what in ("calls", "bytes")
-} | {"comm/inter_node_bytes"}
+} | {"comm/inter_node_bytes", "comm/sent_bytes"}
+AXIS_KEYS = {"comm/dp_shard/all_gather_bytes", "comm/dp_shard/all_reduce_bytes", "comm/dp_shard/reduce_scatter_bytes"}
+MEMORY = {f"memory/{kind}_bytes" for kind in ("params", "grads", "optimizer")}
+# counted, and said beforehand, once
+FIRST_KEYS = COMM_KEYS | AXIS_KEYS | {f"predicted/{key}" for key in COMM_KEYS | AXIS_KEYS | MEMORY}
+FIRST_KEYS |= {f"paper/{key}" for key in MEMORY}
 
 
 def shardbook(*words, **more) -> subprocess.CompletedProcess:
@@ -90,7 +95,10 @@ def test_metrics(first):
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert set(rows[0]) == {"step", "eval/loss"}
     assert [("eval/loss" in row) for row in rows] == [True, False, True, False, True, True]
-    assert set(rows[1]) == STEP_KEYS | COMM_KEYS  # counted on the first step; absent where it was not
+    assert set(rows[1]) == STEP_KEYS | FIRST_KEYS  # counted on the first step; absent where it was not
+    for key in FIRST_KEYS:
+        if key.startswith("predicted/"):
+            assert rows[1][key] == rows[1][key.removeprefix("predicted/")], key
     assert all(set(row) - {"eval/loss"} == STEP_KEYS for row in rows[2:])
     tokens = [row["train/tokens"] for row in rows[1:]]
     assert tokens == sorted(set(tokens))
@@ -107,7 +115,7 @@ def test_wandb_is_recorded_offline(first):
     run, _ = first
     (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
     found = file.read_bytes()  # a log of protobuf records, their strings uncompressed
-    for name in (STEP_KEYS | COMM_KEYS) - {"step"} | {"eval/loss", "train/global_step"}:
+    for name in (STEP_KEYS | FIRST_KEYS) - {"step"} | {"eval/loss", "train/global_step"}:
         assert name.encode() in found, name
 
 

@@ -17,7 +17,7 @@ FLOORS = [
     {"objectives", "checkpoint", "weights", "metrics", "rundir"},
     {"stages", "activation", "optim", "model", "data"},
     {"comm", "units"},
-    {"mesh", "dist", "embedded", "dtypes"},
+    {"mesh", "dist", "embedded", "dtypes", "trackers"},
     {"recipe"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -86,12 +86,22 @@ class Ledger:
         volume = self.traffic.get((op, axis), Volume())
         self.traffic[op, axis] = volume + Volume(1, tensor.numel() * tensor.element_size())
 
-    def take_metrics(self, ranks_per_node: int) -> dict[str, int]:
-        """The metrics of what was counted, for `ranks_per_node` ranks a node; the second time nothing."""
+    def take_metrics(
+        self, ranks_per_node: int, predicted: Traffic, others: dict[str, float] | None = None
+    ) -> dict[str, float]:
+        """The metrics of what was counted, for `ranks_per_node` ranks a node, under `predicted/` what had been said of
+        them, and `others` that are told once; the second time nothing."""
         if not (traffic := self.traffic):
             return {}
         self.traffic = {}
-        return traffic_metrics(traffic, sent_between_nodes(traffic, self.groups, dist.get_rank(), ranks_per_node))
+        metrics = dict(others or {})
+        for source, of in (("", traffic), ("predicted/", predicted)):
+            between = sent_between_nodes(of, self.groups, dist.get_rank(), ranks_per_node)
+            found = traffic_metrics(of, between) | axis_metrics(of)
+            # every rank taken for a node of its own
+            found["comm/sent_bytes"] = sent_between_nodes(of, self.groups, dist.get_rank(), 1)
+            metrics |= {source + name: value for name, value in found.items()}
+        return metrics
 
     def __enter__(self) -> "Ledger":
         return self
@@ -127,3 +137,8 @@ def traffic_metrics(traffic: Traffic, inter_node_bytes: int) -> dict[str, int]:
         volume = sum((volume for (name, _), volume in traffic.items() if name == op), Volume())
         metrics |= {f"comm/{op}_calls": volume.calls, f"comm/{op}_bytes": volume.payload_bytes}
     return metrics | {"comm/inter_node_bytes": inter_node_bytes}
+
+
+def axis_metrics(traffic: Traffic) -> dict[str, int]:
+    """`comm/<axis>/<op>_bytes` of every operation along every mesh axis that it ran on."""
+    return {f"comm/{axis}/{op}_bytes": volume.payload_bytes for (op, axis), volume in sorted(traffic.items())}

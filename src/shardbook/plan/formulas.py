@@ -5,7 +5,7 @@ s rows over N ranks is cut into N shards of ceil(s / N) rows. The ZeRO paper's a
 Needs no process group and no memory: the units may lie on the meta device.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import compress
 from math import prod
 
@@ -135,6 +135,22 @@ def paper(stage: Stage, parameters: int, ranks: int) -> Resident:
         grads_bytes=2 * parameters / (split if stage.reduce_every_micro else 1),
         optimizer_bytes=12 * parameters / split,
     )
+
+
+def predict_memory_metrics(
+    stage: Stage, units: list[Unit], sizes: dict[str, int], precision: Precision, switches: Switches = PLAIN
+) -> dict[str, float]:
+    """The metrics `predicted/memory/<what>_bytes` of the first rank, and `paper/memory/<what>_bytes` beside them."""
+    metrics: dict[str, float] = {}
+    count = sum(unit.numel for unit in units)
+    for source, kept in (
+        ("predicted", predict_resident(units, sizes, 0, precision)),
+        ("paper", paper(stage, count, sizes[DP_SHARD])),
+    ):
+        metrics |= {f"{source}/memory/{what}": value for what, value in asdict(kept).items()}
+    if unsent := predict_unsent(units, sizes, switches):
+        metrics["predicted/memory/unsent_bytes"] = unsent
+    return metrics
 
 
 def predict_gathered_peak(units: list[Unit], sizes: dict[str, int], parallel: Parallel, precision: Precision) -> int:

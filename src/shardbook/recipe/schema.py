@@ -27,6 +27,8 @@ FORMS = {  # what a pattern allows, for people
     CHECKPOINTINGS: ["none", "full", "selective", "every:<whole number>", "budget:<0.0 to 1.0>"],
 }
 
+TRACKERS = ["wandb", "tensorboard", "trackio", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "none"]
+
 
 def key(default: Any, help: str, **limits: Any) -> Any:
     return Field(default, description=help, **limits)
@@ -196,16 +198,21 @@ class Run(Section):
         "", "Directory of the run; the same name continues it. Empty: recipe name and time.", pattern=r"^(\w[\w.-]*)?$"
     )
     dir: str = key("runs", "Where run directories are made.")
-    report_to: str | list[str] = key("wandb", "Trackers: wandb (offline without a key), none, or a list.")
+    report_to: str | list[str] = key(
+        "wandb", "Trackers: wandb (offline without a key), another that accelerate knows (tensorboard, ...), or none."
+    )
     project: str = key("shardbook", "The trackers' project name.")
+    group: str = key("", "What the run belongs to in the trackers: a comparison's name, or your own.")
 
     @model_validator(mode="after")
     def known_trackers(self) -> "Run":
         if "none" in self.report_to and self.report_to not in ("none", ["none"]):
             raise ValueError(f"report_to = {self.report_to!r}: none stands alone")
         for tracker in [self.report_to] if isinstance(self.report_to, str) else self.report_to:
-            if tracker not in ("wandb", "none"):
-                raise ValueError(f"report_to = {tracker!r}: must be wandb or none{nearest(tracker, ['wandb', 'none'])}")
+            if tracker not in TRACKERS:
+                raise ValueError(
+                    f"report_to = {tracker!r}: must be of {', '.join(TRACKERS)}{nearest(tracker, TRACKERS)}"
+                )
         return self
 
 

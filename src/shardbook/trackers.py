@@ -1,0 +1,128 @@
+"""Trackers: where a run's metrics go besides its own file. wandb is started here, any other through accelerate.
+
+Invariant: a tracker may fail, the run may not: what goes wrong is said once and ends that tracker only. Offline where
+there is no key: a run never waits for a network, and `wandb sync` sends it later.
+"""
+
+import importlib.util
+import netrc
+import os
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardbook.recipe import RecipeError, Run
+
+STEP = "train/global_step"  # the axis of every chart; TOKENS is the second
+TOKENS = "train/tokens"
+Log = Callable[[int, dict[str, Any]], None]  # step, metrics
+Finish = Callable[[bool], None]  # whether the run failed
+
+
+class Trackers:
+    """Those that `run.report_to` names, each until it fails."""
+
+    def __init__(self, folder: Path, name: str, run: Run, config: dict[str, Any]):
+        """`folder`: the run directory, where they keep what they write. `config`: flat, see flat_config."""
+        self._started: dict[str, tuple[Log, Finish]] = {}
+        for tracker in names(run):
+            self._guard(tracker, self._start, tracker, folder, name, run, config)
+
+    def _start(self, tracker: str, *given: Any) -> None:
+        start = _start_wandb if tracker == "wandb" else partial(_start_through_accelerate, tracker)
+        self._started[tracker] = start(*given)
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        for tracker, (log, _) in list(self._started.items()):
+            self._guard(tracker, log, step, metrics)
+
+    def finish(self, failed: bool) -> None:
+        for tracker, (_, finish) in list(self._started.items()):
+            self._guard(tracker, finish, failed)
+
+    def _guard(self, tracker: str, call: Callable[..., Any], *given: Any) -> None:
+        """Call; where it raises, say so and drop the tracker: a dashboard must never end a training run."""
+        try:
+            call(*given)
+        except Exception as error:
+            print(f"{tracker}: {error}; the run goes on without it", flush=True)
+            self._started.pop(tracker, None)
+
+
+def names(run: Run) -> list[str]:
+    """The trackers of `run.report_to`."""
+    named = [run.report_to] if isinstance(run.report_to, str) else run.report_to
+    return [tracker for tracker in named if tracker != "none"]
+
+
+def check_installed(run: Run) -> None:
+    """Raise RecipeError for a tracker without its package; each has its package's name."""
+    for tracker in names(run):
+        if importlib.util.find_spec(tracker) is None:
+            raise RecipeError(f"run.report_to = {tracker!r}: its package is not installed; pip install {tracker}")
+
+
+def flat_config(values: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    """The recipe as trackers want it: `stage`, `learning_rate`, `checkpointing`; the section stays in front where two
+    have the same key (`optim_name`). `values` by section.key; `sizes`: of the mesh axes, as they came out."""
+    leaves = Counter(name.rpartition(".")[2] for name in values)
+    config = {}
+    for name, value in values.items():
+        leaf = name.rpartition(".")[2]
+        config[leaf if leaves[leaf] == 1 else name.replace(".", "_")] = value
+    return config | {f"{axis}_size": size for axis, size in sizes.items()}
+
+
+def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> tuple[Log, Finish]:
+    """A wandb run, online where there is a key, else recorded in the run directory."""
+    import wandb
+
+    settings = wandb.Settings(silent=True, init_timeout=30)
+    if "WANDB_MODE" not in os.environ and not _has_wandb_key():
+        settings.mode = "offline"
+    started = wandb.init(
+        project=run.project,
+        name=name,
+        id=f"{run.group}-{name}" if run.group else name,
+        group=run.group or None,
+        job_type=config["stage"],
+        resume="allow",
+        dir=str(folder),
+        config=config,
+        settings=settings,
+    )
+    started.define_metric(STEP)
+    started.define_metric(TOKENS, step_metric=STEP)
+    started.define_metric("*", step_metric=STEP)
+
+    def finish(failed: bool) -> None:
+        started.finish(exit_code=int(failed))
+
+    return lambda step, metrics: started.log({STEP: step, **metrics}), finish
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _start_through_accelerate(
+    tracker: str, folder: Path, name: str, run: Run, config: dict[str, Any]
+) -> tuple[Log, Finish]:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    kind = LOGGER_TYPE_TO_CLASS[tracker]
+    # they file runs under a project; one that writes files gets a folder of its own in the run's
+    started = kind(run.project, folder / tracker) if kind.requires_logging_directory else kind(run.project)
+    started.start()
+    started.store_init_configuration(
+        {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in config.items()}
+        | {"run": name, "group": run.group}
+    )
+    return lambda step, metrics: started.log(metrics, step=step), lambda failed: started.finish()
