@@ -84,7 +84,7 @@ def tabulate_convergence(data: dict) -> str:
     rows = []
     for name, found in data["variants"].items():
         first, last = found["eval"][0], found["eval"][-1]
-        off = "" if name == "zero3" else f"{100 * (last / base - 1):+.2f}%"
+        off = "" if name == "zero3" else f"{round(100 * (last / base - 1), 2) + 0.0:+.2f}%"  # never -0.00
         rows.append([name, f"2 x {found['ranks_of_a_node']}", f"{first:.4f}", f"{last:.4f}", off])
     return table(["variant", "nodes x ranks", "held out before", f"after {data['steps']} steps", "against zero3"], rows)
 
