@@ -9,13 +9,16 @@ NODES ?=
 NODE_RANK ?=
 HEAD ?=
 
+# What make compare runs: stages, each with overrides behind a comma.
+STAGES ?=
+
 BIN := .venv/bin
 RUN := .venv/.run
 DEV := .venv/.dev
 TRAIN = $(BIN)/shardbook train $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC))
 
 .DEFAULT_GOAL := help
-.PHONY: help train launch recipes test test-dist proof test-gpu bench-gpu bench-link bench-convergence lint format clean
+.PHONY: help train launch compare recipes test test-dist test-page proof test-gpu bench-gpu bench-link bench-convergence lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -27,6 +30,9 @@ launch: $(RUN)  ## a recipe on several machines; on each: make launch NODES=2 NO
 	@test -n "$(NODES)" -a -n "$(NODE_RANK)" -a -n "$(HEAD)" || \
 		{ echo "make launch needs NODES=, NODE_RANK= and HEAD=, on each machine" >&2; exit 2; }
 	$(TRAIN) --nodes $(NODES) --node-rank $(NODE_RANK) --head $(HEAD)
+
+compare: $(RUN)  ## a recipe under several stages, and a page: make compare STAGES="ddp zero3 zero3,train.compile=true"
+	@$(BIN)/shardbook compare $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC)) --stages "$(STAGES)"
 
 recipes: $(RUN)  ## list the recipes
 	@$(BIN)/shardbook recipes
@@ -40,6 +46,9 @@ test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and 
 
 proof: $(DEV)  ## run the matrix, the planted bugs and the ledger, and write docs/proof.md
 	$(BIN)/python tests/proof.py
+
+test-page: $(DEV)  ## the compare page in headless Chromium (Debian: apt-get install chromium)
+	$(BIN)/pytest tests/browser
 
 test-gpu: $(DEV)  ## the tests that need a CUDA device
 	$(BIN)/pytest tests/gpu

@@ -1,4 +1,4 @@
-"""The console command `shardbook`: train, export, recipes, translate. Every rule of what a run is lives elsewhere."""
+"""The console command `shardbook`: train, compare, export, recipes, translate. What a run is, is said elsewhere."""
 
 import argparse
 import json
@@ -42,6 +42,16 @@ def main(words: list[str] | None = None) -> int:
     train.add_argument("--nodes", type=int, default=1, help="machines that start this command, each once (default: 1)")
     train.add_argument("--node-rank", type=int, default=0, help="which of them this is, from 0 (default: 0)")
     train.add_argument("--head", default="", help="the first machine, host or host:port (default port: 29500)")
+    compare = commands.add_parser("compare", help="the same recipe under several stages, and a page that compares them")
+    compare.add_argument("recipe", help="a recipe, or the directory of a comparison: then only its report is made anew")
+    compare.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys to change in every variant")
+    compare.add_argument(
+        "--stages",
+        default="",
+        help='variants apart by spaces, each a stage and overrides: "zero2 zero3,activation.checkpointing=full"',
+    )
+    compare.add_argument("--nproc", type=int, help="ranks of every variant (default: as for train)")
+    compare.add_argument("--publish", action="store_true", help="send runs, view and report to wandb (needs a key)")
     export = commands.add_parser("export", help="write a checkpoint of a run as Hugging Face safetensors")
     export.add_argument("run", type=Path, help="a run directory")
     export.add_argument("--checkpoint", type=Path, help="a checkpoint directory (default: the run's newest)")
@@ -57,13 +67,15 @@ def main(words: list[str] | None = None) -> int:
     translate.add_argument("--out", type=Path, help="recipe to write (default: standard output)")
     translate.add_argument("--without-refused", action="store_true", help="leave out what has no counterpart")
     asked, rest = parser.parse_known_args(words)
-    if rest and not (asked.command == "train" and all("=" in word and word[0] != "-" for word in rest)):
+    if rest and not (asked.command in ("train", "compare") and all("=" in word and word[0] != "-" for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         match asked.command:
             case "train":
                 nodes = (asked.nodes, asked.node_rank, asked.head)
                 return run_train(asked.recipe, asked.overrides + rest, asked.nproc, nodes)
+            case "compare":
+                return run_compare(asked.recipe, asked.overrides + rest, asked.stages, asked.nproc, asked.publish)
             case "export":
                 return run_export(asked.run, asked.checkpoint, asked.out, asked.dtype)
             case "translate":
@@ -87,6 +99,24 @@ def run_train(name: str, overrides: list[str], nproc: int | None, node: tuple[in
 
     nodes = Nodes(*node)
     return launch_ranks(choose_nproc(recipe, nproc, nodes.count), [str(path), *overrides], nodes)
+
+
+def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None, publishes: bool) -> int:
+    """Run the variants, unless `name` is a comparison that was run already; then its report."""
+    if nproc is not None and nproc < 1:
+        raise RecipeError(f"--nproc {nproc}: must be at least 1")
+    only_report = Path(name).is_dir()
+    if only_report and (stages or overrides or nproc):
+        raise RecipeError(f"{name} is a directory: only its report is made anew; leave out --stages, --nproc and keys")
+    if not only_report:
+        path = find_recipe(name)
+        recipe = load_recipe(path, overrides)
+    from shardbook.compare import compare, report
+
+    if only_report:
+        report(Path(name), publishes)
+        return 0
+    return compare(path, stages, overrides, choose_nproc(recipe, nproc), recipe.run, publishes)
 
 
 def choose_nproc(recipe: Recipe, asked: int | None = None, nodes: int = 1) -> int:

@@ -80,7 +80,7 @@ def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> t
     import wandb
 
     settings = wandb.Settings(silent=True, init_timeout=30)
-    if "WANDB_MODE" not in os.environ and not _has_wandb_key():
+    if "WANDB_MODE" not in os.environ and not has_wandb_key():
         settings.mode = "offline"
     started = wandb.init(
         project=run.project,
@@ -103,7 +103,7 @@ def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> t
     return lambda step, metrics: started.log({STEP: step, **metrics}), finish
 
 
-def _has_wandb_key() -> bool:
+def has_wandb_key() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:

@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "shardbook"
 # A module imports only what stands below it; inside one package (data, objectives) modules may import each other.
 FLOORS = [
     {"cli"},
-    {"train", "launch", "translate"},
+    {"train", "launch", "translate", "compare"},
     {"console"},
     {"plan"},
     {"objectives", "checkpoint", "weights", "metrics", "rundir"},

@@ -1,0 +1,181 @@
+"""Several stages side by side: the same recipe and data under each, one after another, and the report of them all.
+
+Invariant: a variant is an ordinary run in the comparison's directory, started by the ordinary command in processes of
+its own; nothing here touches how it trains. A variant that fails is reported and the rest go on.
+"""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from shardbook.compare.outcome import read_outcome, write_json
+from shardbook.compare.page import summary_rows, write_page
+from shardbook.compare.workspace import keep_workspace, publish
+from shardbook.dist import DONE, FAILED, PREEMPTED
+from shardbook.mesh import resolve_sizes
+from shardbook.recipe import Parallel, RecipeError, Run, load_recipe
+from shardbook.stages import STAGES, check_stage, find_stage
+
+# Keys of [parallel] that only some stages have: a variant of another stage than the recipe's starts without them.
+OF_A_STAGE = [key for key in Parallel.model_fields if key not in ("stage", "wrap")]
+LISTED = "variants.json"  # the runs of a comparison in order, directory -> name
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One column of the comparison. `words`: what it adds to the command line of the others."""
+
+    name: str
+    words: tuple[str, ...]
+
+    @property
+    def folder(self) -> str:
+        return re.sub(r"[^\w.=-]+", "_", self.name).replace("=", "-")
+
+
+def read_variants(stages: str, recipe_path: Path, overrides: list[str], nproc: int) -> list[Variant]:
+    """`zero3 hsdp,parallel.dp_replicate_size=4`: variants apart by spaces, each a stage (or nothing, for the recipe's)
+    and overrides. Raises RecipeError for any that would be refused: before one is started."""
+    variants = [_read_variant(text, recipe_path, overrides, nproc) for text in stages.split()]
+    if not variants:
+        raise RecipeError(f"STAGES is empty: name some of {', '.join(STAGES)}, apart by spaces")
+    folders = [variant.folder for variant in variants]
+    if twice := {variant.name for variant in variants if folders.count(variant.folder) > 1}:
+        raise RecipeError(f"STAGES names {', '.join(sorted(twice))} more than once")
+    return variants
+
+
+def _read_variant(text: str, recipe_path: Path, overrides: list[str], nproc: int) -> Variant:
+    first, *given = text.split(",")
+    # a list has commas too: what does not start a key goes on with the one before
+    for number in range(len(given) - 1, 0, -1):
+        if not re.match(r"\w+\.\w+=", given[number]):
+            given[number - 1] += "," + given.pop(number)
+    words = [first, *given] if "=" in first else given
+    if "=" not in first:
+        own, wanted = find_stage(load_recipe(recipe_path, overrides).parallel.stage), find_stage(first)
+        added = _apart(recipe_path, overrides, wanted.name, nproc) if own is not wanted else ()
+        keys = {word.partition("=")[0] for word in given}
+        words = [f"parallel.stage={first}", *(word for word in added if word.partition("=")[0] not in keys), *given]
+    recipe = load_recipe(recipe_path, [*overrides, *words])
+    try:
+        resolve_sizes(recipe.parallel, check_stage(recipe.parallel).axes, nproc)
+    except RecipeError as error:
+        raise RecipeError(f"variant {text}: {error}") from None
+    return Variant(text, tuple(words))
+
+
+def _apart(recipe_path: Path, overrides: list[str], stage: str, nproc: int) -> Iterator[str]:
+    """What a variant of another stage than the recipe's leaves out, and what that stage cannot be without."""
+    before = load_recipe(recipe_path, overrides).parallel
+    needs: dict[str, dict[str, Any]] = {
+        "hsdp": {"dp_replicate_size": 2},
+        "zeropp": {
+            "quantize_weights": 8,
+            "quantize_gradients": [8, 4],
+            "secondary_shard": nproc // 2 if nproc > 3 else "node",  # on one machine: as if it were two nodes
+        },
+    }
+    for key in OF_A_STAGE:
+        default = Parallel.model_fields[key].default
+        if (value := needs.get(stage, {}).get(key, default)) != getattr(before, key):
+            yield f"parallel.{key}={json.dumps(value)}"
+
+
+def compare(recipe_path: Path, stages: str, overrides: list[str], nproc: int, run: Run, publishes: bool = False) -> int:
+    """Run every variant with `nproc` ranks on this machine in the directory that `run` names, then write the report.
+
+    Returns DONE, FAILED where a variant failed, or PREEMPTED where it was stopped: the same command goes on, for a
+    finished variant is not run again. Raises RecipeError.
+    """
+    variants = read_variants(stages, recipe_path, overrides, nproc)
+    name = run.name or f"{recipe_path.stem}-compare-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = Path(run.dir).expanduser() / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"{folder}: cannot be written ({error.strerror}); set run.dir to a place that can") from None
+    print(f"compare  {folder}: {len(variants)} variants of {recipe_path.stem}, {nproc} ranks each")
+    listed = {variant.folder: variant.name for variant in variants}
+    (folder / LISTED).write_text(json.dumps(listed, indent=1) + "\n")
+    codes = {}
+    for number, variant in enumerate(variants, 1):
+        title = f"[{number}/{len(variants)}] {variant.name}"
+        print(f"{title}: {' '.join(variant.words)}", flush=True)
+        placed = (f"run.dir={folder}", f"run.name={variant.folder}", f"run.group={name}")
+        command = [*("train", str(recipe_path)), *overrides, *variant.words, *placed, "--nproc", str(nproc)]
+        codes[variant] = run_variant(command, folder / f"{variant.folder}.log", title)
+        if codes[variant] == PREEMPTED:
+            print(f"stopped  in {variant.name}; continue with run.name={name}")
+            return PREEMPTED
+        if codes[variant] != DONE:
+            print(f"{title}: failed, exit code {codes[variant]}; its output is in {folder / variant.folder}.log")
+    report(folder, publishes)
+    return FAILED if any(codes.values()) else DONE
+
+
+def run_variant(words: list[str], log: Path, title: str) -> int:
+    """`shardbook` with `words`, its output kept in `log` and its steps shown. Returns the exit code."""
+    command = [sys.executable, "-m", "shardbook.cli", *words]
+    # a session of its own: a Ctrl-C reaches it once, through us
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        ) as process,
+    ):
+
+        def pass_on(signum: int, frame: FrameType | None) -> None:
+            process.send_signal(signum)
+
+        before = {signum: signal.signal(signum, pass_on) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+        try:
+            for line in process.stdout or ():
+                file.write(line)
+                file.flush()
+                if line.startswith(("step ", "shardbook: ", "done ", "stopped ", "traffic ")):
+                    print(f"{title}  {line.rstrip()}", flush=True)
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+    return process.returncode
+
+
+def report(folder: Path, publishes: bool = False) -> None:
+    """report.json, report.html and wandb-workspace.json of the runs in `folder`, and a table on the terminal. The first
+    that finished is what the others are held against. Raises RecipeError where none finished."""
+    try:
+        listed = json.loads((folder / LISTED).read_text())
+    except FileNotFoundError:  # runs that were put there by hand, of a cluster perhaps
+        listed = {path.parent.name: path.parent.name for path in sorted(folder.glob("*/resolved.toml"))}
+    outcomes = [read_outcome(folder / name, shown) for name, shown in listed.items()]
+    outcomes.sort(key=lambda outcome: not outcome.finished)  # else as given
+    if not outcomes or not outcomes[0].finished:
+        raise RecipeError(f"{folder}: none of its {len(outcomes)} variants finished; there is nothing to report")
+    write_json(folder / "report.json", folder.name, outcomes)
+    write_page(folder / "report.html", folder.name, outcomes)
+    keep_workspace(folder / "wandb-workspace.json", folder.name, outcomes)
+    head, *rows = summary_rows(outcomes)
+    table = Table(*(Column(name, overflow="fold") for name in head), title=folder.name, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False)
+    console.width = max(console.width, 140)  # a log file has no edge to wrap at
+    console.print(table, markup=False)
+    print(f"report   {folder / 'report.html'}")
+    if publishes:
+        publish(folder, outcomes)
+
+
+__all__ = ["Variant", "compare", "read_variants", "report"]

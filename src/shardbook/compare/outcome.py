@@ -1,0 +1,163 @@
+"""What a run came to, read from its directory, and how it stands against another.
+
+Invariant: what a run did not measure is absent here too. Reads files only: any run directory will do, of this machine
+or of a cluster.
+"""
+
+import json
+import tomllib
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from shardbook.console import readable_bytes
+
+CATEGORIES = ("params", "grads", "optimizer", "unsent")  # of memory/<what>_bytes
+SOURCES = ("paper", "predicted", "measured")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One variant. Bytes and seconds are of its first rank; lists run over logged steps."""
+
+    name: str
+    stage: str
+    finished: bool
+    note: str  # why it is not finished
+    mesh: dict[str, int] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)  # run.json
+    settings: dict[str, Any] = field(default_factory=dict)  # resolved.toml
+    steps: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    eval_steps: list[int] = field(default_factory=list)
+    eval_losses: list[float] = field(default_factory=list)
+    memory: dict[str, dict[str, float]] = field(default_factory=dict)  # source -> category -> bytes
+    traffic: dict[str, dict[str, float]] = field(default_factory=dict)  # predicted, measured -> "op over axis" -> bytes
+    sent_bytes: float | None = None  # in a step, by the first rank
+    inter_node_bytes: float | None = None
+    step_seconds: list[float] = field(default_factory=list)  # without the first, which makes what is made once
+    tokens_per_second: float | None = None  # of a device, median
+    mfu: float | None = None
+    peak_bytes: float | None = None
+
+    @property
+    def resident_bytes(self) -> float:
+        return sum(self.memory["measured"].values())
+
+
+def read_outcome(run: Path, name: str) -> Outcome:
+    """The outcome of the run in directory `run`; one that never came to a step has only its name, and a note."""
+    rows = _read_rows(run / "metrics.jsonl")
+    try:
+        settings = tomllib.loads((run / "resolved.toml").read_text())
+        facts = json.loads((run / "run.json").read_text())
+    except (OSError, ValueError):
+        return Outcome(name, "", finished=False, note="it ended before its first step")
+    trained = [row for row in rows if "train/loss" in row]
+    counted = next((row for row in trained if "comm/sent_bytes" in row), None)
+    last = max((row["step"] for row in rows), default=0)
+    note = "" if facts["finished_steps"] else f"it ended after step {last}"
+    if not note and counted is None:
+        note = "it logged no step (train.logging_steps = 0)"
+    outcome = Outcome(name, settings["parallel"]["stage"], not note, note, facts["mesh"], facts, settings)
+    if not trained or counted is None:
+        return outcome
+    later = trained[1:] or trained
+    evaluated = [row for row in rows if "eval/loss" in row]
+
+    def middle(key: str) -> float | None:
+        values = [row[key] for row in later if key in row]
+        return median(values) if values else None
+
+    return replace(
+        outcome,
+        steps=[row["step"] for row in trained],
+        losses=[row["train/loss"] for row in trained],
+        eval_steps=[row["step"] for row in evaluated],
+        eval_losses=[row["eval/loss"] for row in evaluated],
+        memory={
+            source: {
+                what: counted[key]
+                for what in CATEGORIES
+                if (key := f"{'' if source == 'measured' else source + '/'}memory/{what}_bytes") in counted
+            }
+            for source in SOURCES
+        },
+        traffic={
+            source: {
+                f"{parts[2].removesuffix('_bytes')} over {parts[1]}": value
+                for key, value in counted.items()
+                if key.startswith(f"{prefix}comm/") and len(parts := key.removeprefix(prefix).split("/")) == 3
+            }
+            for source, prefix in (("predicted", "predicted/"), ("measured", ""))
+        },
+        sent_bytes=counted["comm/sent_bytes"],
+        inter_node_bytes=counted["comm/inter_node_bytes"],
+        step_seconds=[row["perf/step_seconds"] for row in later],
+        tokens_per_second=middle("perf/tokens_per_second_per_device"),
+        mfu=middle("perf/mfu"),
+        peak_bytes=max((row["memory/peak_bytes"] for row in trained if "memory/peak_bytes" in row), default=None),
+    )
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # the last line of a killed run
+            break
+    return rows
+
+
+def first_difference(one: Outcome, other: Outcome) -> int | None:
+    """The first step whose losses differ in any bit; None where no step that both logged does."""
+    theirs = dict(zip(other.steps, other.losses, strict=True))
+    return next(
+        (step for step, loss in zip(one.steps, one.losses, strict=True) if theirs.get(step, loss) != loss), None
+    )
+
+
+def differences(one: Outcome, other: Outcome) -> dict[int, float]:
+    """By step: how far the losses of `one` are from `other`'s, as a share of the latter's."""
+    theirs = dict(zip(other.steps, other.losses, strict=True))
+    pairs = ((step, loss, theirs[step]) for step, loss in zip(one.steps, one.losses, strict=True) if step in theirs)
+    return {step: abs(loss - base) / abs(base) for step, loss, base in pairs}
+
+
+def judge(one: Outcome, base: Outcome) -> str:
+    """`same losses bitwise; 38% less memory; 1.5x traffic`, against `base`."""
+    if not one.finished:
+        return one.note
+    if one is base:
+        sent = readable_bytes(one.sent_bytes or 0)
+        return f"what the others are held against: {readable_bytes(one.resident_bytes)} kept, {sent} sent a step"
+    step = first_difference(one, base)
+    largest = max(differences(one, base).values(), default=0.0)
+    words = ["same losses bitwise" if step is None else f"losses differ from step {step}, by {_share(largest)} at most"]
+    if base.resident_bytes:
+        less = 1 - one.resident_bytes / base.resident_bytes
+        words.append("same memory" if abs(less) < 0.005 else f"{abs(less):.0%} {'less' if less > 0 else 'more'} memory")
+    if base.sent_bytes and one.sent_bytes is not None:
+        ratio = one.sent_bytes / base.sent_bytes
+        words.append("same traffic" if abs(ratio - 1) < 0.005 else f"{ratio:.2g}x traffic")
+    return "; ".join(words)
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}" if value >= 0.001 else f"{value:.0e} of the loss"
+
+
+def write_json(path: Path, title: str, outcomes: list[Outcome]) -> None:
+    """report.json: every outcome with its verdict, and what its first different step is."""
+    base = outcomes[0]
+    variants = [
+        asdict(one)
+        | {
+            "verdict": judge(one, base),
+            "first_different_step": first_difference(one, base) if one.finished and one is not base else None,
+        }
+        for one in outcomes
+    ]
+    path.write_text(json.dumps({"comparison": title, "baseline": base.name, "variants": variants}, indent=1) + "\n")

@@ -1,0 +1,279 @@
+"""report.html: the comparison as one self-contained page, charts by plotly, every chart's numbers as a table below it.
+
+Invariant: a chart shows what outcomes measured and nothing else; what was not measured has no chart.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from plotly.offline import get_plotlyjs
+
+from shardbook.compare.outcome import SOURCES, Outcome, differences, first_difference, judge
+from shardbook.console import readable_bytes
+
+Figure = dict[str, Any]  # plotly's data and layout
+Panel = tuple[str, str, Figure, str]  # title, what it shows, the chart, its numbers as a table
+# Okabe and Ito's palette (Color Universal Design, 2008): told apart by colour-blind readers, on white and on black
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#f0e442")
+MIB = 2**20
+
+
+def write_page(path: Path, title: str, outcomes: list[Outcome]) -> None:
+    """Write the page of `outcomes`; the first is what the others are held against."""
+    finished = [outcome for outcome in outcomes if outcome.finished]
+    panels = {
+        name: panel
+        for name, draw in {
+            "loss": draw_losses,
+            "difference": draw_differences,
+            "memory": draw_memory,
+            "traffic": draw_traffic,
+            "throughput": draw_throughput,
+            "mfu": draw_mfu,
+        }.items()
+        if (panel := draw(finished))
+    }
+    sections = "\n".join(
+        f'<section id="{name}"><h2>{escape(heading)}</h2><p>{escape(words)}</p>'
+        f'<div class="plot" id="plot-{name}" role="img" aria-label="{escape(heading)}; in numbers below"></div>'
+        f"<details><summary>{escape(heading)} in numbers</summary>{numbers}</details></section>"
+        for name, (heading, words, _, numbers) in panels.items()
+    )
+    links = " ".join(f'<a href="#{name}">{escape(panel[0])}</a>' for name, panel in panels.items())
+    figures = {f"plot-{name}": panel[2] for name, panel in panels.items()}
+    page = Template(Path(__file__).with_name("report.html").read_text()).substitute(
+        title=escape(title),
+        about=escape(describe(finished[0])),
+        links=links,
+        verdicts=tabulate_verdicts(outcomes),
+        panels=sections,
+        library=get_plotlyjs(),
+        figures=json.dumps(figures).replace("</", "<\\/"),
+    )
+    path.write_text(page)
+
+
+def describe(base: Outcome) -> str:
+    """What all variants share: model, rows, ranks, machine, versions."""
+    settings, facts = base.settings, base.facts
+    train = settings["train"]
+    rows = train["per_device_train_batch_size"] * train["gradient_accumulation_steps"] * facts["world_size"]
+    words = [
+        f"{settings['model']['path']} on {settings['data']['train']}",
+        f"{rows} rows of {settings['data']['max_length']} tokens a step",
+        f"{facts['world_size']} ranks on {facts.get('gpu', 'CPU cores')}",
+        f"computed in {settings['precision']['params']}, reduced in {settings['precision']['reduce']}",
+        f"torch {facts['torch']}",
+    ]
+    if revision := facts.get("git_revision"):
+        words.append(f"shardbook {facts['shardbook']} at {revision[:10]}")
+    return "; ".join(words) + "."
+
+
+def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[str]], words: int = -1) -> str:
+    """An HTML table, scrolled on its own and by keyboard; column `words` holds prose."""
+    cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<th scope="row">{escape(cell)}</th>'
+            if number == 0
+            else f"<td{' class=words' * (number == words)}>{escape(cell)}</td>"
+            for number, cell in enumerate(row)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
+        f"<caption>{escape(caption)}</caption><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def tabulate_verdicts(outcomes: list[Outcome]) -> str:
+    rows = summary_rows(outcomes)
+    return table(f"Each variant beside {outcomes[0].name}", rows[0], rows[1:], words=1)
+
+
+def summary_rows(outcomes: list[Outcome]) -> list[list[str]]:
+    """The table of the page and of the terminal, its heading first."""
+    base = outcomes[0]
+    rows = [["variant", "verdict", "replicas x shards", "last loss", "held-out", "kept", "sent a step", "tokens/s"]]
+
+    def shown(value: float | None, show: Callable[[float], str]) -> str:
+        return "" if value is None else show(value)
+
+    for one in outcomes:
+        rows.append(
+            [
+                one.name,
+                judge(one, base),
+                " x ".join(map(str, one.mesh.values())),
+                f"{one.losses[-1]:.4f}" if one.losses else "",
+                f"{one.eval_losses[-1]:.4f}" if one.eval_losses else "",
+                readable_bytes(one.resident_bytes) if one.memory else "",
+                shown(one.sent_bytes, readable_bytes),
+                shown(one.tokens_per_second, lambda value: f"{value:,.0f}"),
+            ]
+        )
+    return rows
+
+
+def figure(data: list[dict[str, Any]], x: dict[str, Any], y: dict[str, Any], **layout: Any) -> Figure:
+    """A chart without colours of its own for text and lines: the page sets those, for light, dark and print."""
+    plain = {
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "system-ui, sans-serif", "size": 13},
+        "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},  # below, names of axes would meet it
+        "xaxis": x | {"automargin": True},
+        "yaxis": y | {"automargin": True},
+    }
+    return {"data": data, "layout": plain | layout}
+
+
+def bars(data: list[dict[str, Any]], count: int, unit: str) -> Figure:
+    """`count` lying bars, so that long names and a phone's width do not squeeze them; the first on top."""
+    y = {"autorange": "reversed", "dividerwidth": 1}
+    return figure(data, {"title": {"text": unit}}, y, barmode="stack", height=150 + 24 * count)
+
+
+def label(one: Outcome) -> str:
+    return one.name.replace(",", ",<br>")
+
+
+def colour(number: int) -> str:
+    return PALETTE[number % len(PALETTE)]
+
+
+def draw_losses(outcomes: list[Outcome]) -> Panel:
+    traces = []
+    for number, one in enumerate(outcomes):
+        # equal curves lie on each other: the first is widest, so that each still shows
+        width = 1.5 + 1.5 * (len(outcomes) - 1 - number)
+        line = {"color": colour(number), "width": width}
+        trace = {"type": "scatter", "mode": "lines", "name": one.name, "legendgroup": one.name, "line": line}
+        traces.append(trace | {"x": one.steps, "y": one.losses})
+        if one.eval_losses:
+            marker = {"color": colour(number), "size": 6 + width, "symbol": "diamond"}
+            held = {"x": one.eval_steps, "y": one.eval_losses, "marker": marker, "showlegend": False}
+            traces.append(trace | held | {"mode": "markers", "name": f"{one.name}, held out"})
+    steps = sorted({step for one in outcomes for step in one.steps})
+    by_step = [dict(zip(one.steps, one.losses, strict=True)) for one in outcomes]
+    rows = [[str(step), *(f"{losses[step]!r}" if step in losses else "" for losses in by_step)] for step in steps]
+    return (
+        "Loss",
+        "Training loss by step, and diamonds for the held-out rows. Curves that are equal lie on each other.",
+        figure(traces, {"title": {"text": "step"}}, {"title": {"text": "loss"}}, hovermode="x unified", height=420),
+        table("train/loss, every digit", ["step", *(one.name for one in outcomes)], rows),
+    )
+
+
+def draw_differences(outcomes: list[Outcome]) -> Panel | None:
+    """None where every variant has the first one's losses to the last bit."""
+    base, traces, rows = outcomes[0], [], []
+    for number, one in enumerate(outcomes[1:], 1):
+        step, apart = first_difference(one, base), differences(one, base)
+        rows.append([one.name, "never" if step is None else str(step), f"{max(apart.values(), default=0):.1e}"])
+        if step is not None:
+            line = {"color": colour(number), "width": 1.5}
+            points = {step: share for step, share in apart.items() if share}  # a logarithm shows no zero
+            trace = {"type": "scatter", "mode": "lines+markers", "name": one.name, "line": line}
+            traces.append(trace | {"x": list(points), "y": list(points.values())})
+    if not traces:
+        return None
+    share = {"type": "log", "title": {"text": "share of the loss"}, "tickformat": ".0e", "dtick": "D2"}
+    return (
+        f"Difference from {base.name}",
+        f"How far each loss is from {base.name}'s, as a share of it. A variant that is not drawn has the same losses "
+        "bitwise.",
+        figure(traces, {"title": {"text": "step"}}, share, showlegend=True, height=360),
+        table(f"First step that differs from {base.name}", ["variant", "first different step", "largest share"], rows),
+    )
+
+
+def draw_stacks(
+    outcomes: list[Outcome], of: Callable[[Outcome], dict[str, dict[str, float]]], sources: tuple[str, ...], what: str
+) -> tuple[Figure, str]:
+    """Bars of bytes, stacked by part, one for each source beside each other; and the same in numbers."""
+    parts = list(dict.fromkeys(part for one in outcomes for source in sources for part in of(one).get(source, {})))
+    pairs = [(one, source) for one in outcomes for source in sources]
+    names = [[label(one) for one, _ in pairs], [source for _, source in pairs]]
+    traces = [
+        {"type": "bar", "orientation": "h", "name": part, "y": names, "marker": {"color": colour(number)}}
+        | {"x": [of(one).get(source, {}).get(part, 0) / MIB for one, source in pairs], "hovertemplate": "%{x:,.2f} MiB"}
+        for number, part in enumerate(parts)
+    ]
+    rows = []
+    for one, source in pairs:
+        found = of(one).get(source, {})
+        counts = [*(found.get(part, 0) for part in parts), sum(found.values())]
+        rows.append([one.name, source, *(f"{count:,.0f}" for count in counts)])
+    return bars(traces, len(pairs), "MiB"), table(what, ["variant", "source", *parts, "total"], rows)
+
+
+def draw_memory(outcomes: list[Outcome]) -> Panel:
+    chart, numbers = draw_stacks(outcomes, lambda one: one.memory, SOURCES, "Bytes that the first rank keeps")
+    return (
+        "Memory",
+        "What the first rank keeps from step to step. Paper: ZeRO's count of 2 + 2 + 12 bytes a parameter (arXiv "
+        "1910.02054), for bf16 copies of weights and gradients beside fp32 states. Predicted: what this program must "
+        "keep, by formula. Measured: what it kept.",
+        chart,
+        numbers,
+    )
+
+
+def draw_traffic(outcomes: list[Outcome]) -> Panel:
+    sources = ("predicted", "measured")
+    chart, numbers = draw_stacks(
+        outcomes, lambda one: one.traffic, sources, "Payload bytes of the first rank's first step"
+    )
+    return (
+        "Traffic",
+        "Payload of one step's collectives by operation and mesh axis: the full tensor, in the dtype on the wire, "
+        "scales included. A ring passes an all-reduce twice, so verdicts compare the bytes that a rank sends.",
+        chart,
+        numbers,
+    )
+
+
+def draw_throughput(outcomes: list[Outcome]) -> Panel:
+    traces = [
+        {"type": "box", "orientation": "h", "name": label(one), "x": one.step_seconds, "boxpoints": "all"}
+        | {"marker": {"color": colour(number)}, "showlegend": False}
+        for number, one in enumerate(outcomes)
+    ]
+    head = ["variant", "median seconds a step", "fastest", "slowest", "tokens/s a device"]
+    rows = []
+    for one in outcomes:
+        times = sorted(one.step_seconds)
+        shown = [f"{value:.3f}" for value in (times[len(times) // 2], times[0], times[-1])]
+        rows.append([one.name, *shown, f"{one.tokens_per_second:,.1f}"])
+    return (
+        "Throughput",
+        "Seconds of each step but the first. Variants ran one after another; on a shared machine small differences "
+        "say nothing.",
+        bars(traces, 2 * len(outcomes), "seconds a step"),
+        table("Throughput", head, rows),
+    )
+
+
+def draw_mfu(outcomes: list[Outcome]) -> Panel | None:
+    """None on CPUs, and on a GPU whose peak is not known."""
+    known = [one for one in outcomes if one.mfu is not None]
+    if not known:
+        return None
+    trace = {"type": "bar", "orientation": "h", "marker": {"color": colour(0)}, "showlegend": False}
+    trace |= {"y": [label(one) for one in known], "x": [one.mfu for one in known]}
+    return (
+        "MFU",
+        "Share of the device's dense bf16 peak that the model's own arithmetic used; recomputation does not count.",
+        bars([trace], len(known), "share of the peak"),
+        table("MFU", ["variant", "perf/mfu"], [[one.name, f"{one.mfu:.1%}"] for one in known]),
+    )

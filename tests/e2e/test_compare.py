@@ -1,0 +1,198 @@
+"""`shardbook compare` as a user types it: fresh processes, a failed variant, the report, what wandb recorded."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from plotly.offline import get_plotlyjs
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb_file import read_wandb
+from world import losses, metrics
+
+from shardbook import cli
+from shardbook.compare.outcome import read_outcome
+from shardbook.compare.workspace import PANELS, build_report, build_workspace
+
+BIN = Path(sys.executable).parent
+STAGES = (
+    "ddp zero3 zero3,data.train=nowhere.jsonl zeropp,parallel.quantize_gradients=[8,8],activation.checkpointing=full"
+)
+FOLDERS = ["ddp", "zero3", "zeropp_parallel.quantize_gradients-_8_8_activation.checkpointing-full"]
+# what a GPU alone measures
+GPU_ONLY = {"perf/mfu", "memory/peak_bytes"}
+
+
+def compare(*words, **more):
+    return subprocess.run([BIN / "shardbook", "compare", *map(str, words)], capture_output=True, text=True, **more)
+
+
+@pytest.fixture(scope="module")
+def compared(recipe):
+    result = compare(recipe, "--stages", STAGES, "run.name=both", "run.report_to=['wandb', 'tensorboard']")
+    return result, recipe.parent / "both"
+
+
+def test_a_failed_variant_is_reported_and_the_rest_go_on(compared):
+    result, folder = compared
+    assert result.returncode == 1, result.stderr
+    assert "[1/4] ddp: parallel.stage=ddp" in result.stdout
+    assert (
+        'parallel.quantize_weights=8 parallel.secondary_shard="node" parallel.quantize_gradients=[8,8]' in result.stdout
+    )
+    assert re.search(r"\[2/4\] zero3  step 5/5  loss \d", result.stdout)
+    assert "[3/4] zero3,data.train=nowhere.jsonl  shardbook: data.train" in result.stdout
+    assert f"failed, exit code 2; its output is in {folder}/zero3_data.train-nowhere.jsonl.log" in result.stdout
+    assert result.stdout.splitlines()[-1] == f"report   {folder / 'report.html'}"
+    assert "same losses" in result.stdout and "bitwise" in result.stdout
+
+
+def test_the_numbers_of_the_report_are_the_runs(compared):
+    folder = compared[1]
+    report = json.loads((folder / "report.json").read_text())
+    ddp, zero3, zeropp, failed = report["variants"]
+    assert report["baseline"] == ddp["name"] == "ddp" and not failed["finished"]
+    for variant, run in zip((ddp, zero3, zeropp), FOLDERS, strict=True):
+        counted = metrics(folder / run)[1]
+        assert variant["losses"] == losses(folder / run) and variant["steps"] == [1, 2, 3, 4, 5]
+        assert variant["memory"]["measured"] == variant["memory"]["predicted"]
+        assert variant["memory"]["measured"]["params"] == counted["memory/params_bytes"]
+        assert variant["traffic"]["measured"] == variant["traffic"]["predicted"]
+        assert sum(variant["traffic"]["measured"].values()) == sum(
+            counted[f"comm/{op}_bytes"] for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+        )
+    assert ddp["losses"] == zero3["losses"] and zero3["first_different_step"] is None
+    # two ranks: half of everything but the padding; 2 gathers and 1 reduction for an all-reduce that passes twice
+    assert zero3["verdict"] == "same losses bitwise; 50% less memory; 1.5x traffic"
+    assert zeropp["first_different_step"] == 1 and zeropp["verdict"].startswith("losses differ from step 1, by ")
+    assert failed["verdict"] == "it ended before its first step"
+    paper = zero3["memory"]["paper"]
+    assert paper["optimizer"] == 6 * paper["params"] == 6 * paper["grads"]  # 2 + 2 + 12 over two ranks
+
+
+def test_the_page_has_every_number(compared):
+    folder = compared[1]
+    page = (folder / "report.html").read_text().replace(get_plotlyjs(), "")
+    for loss in losses(folder / "ddp"):
+        assert repr(loss) in page
+    assert not re.search(r'(src|href)="(?!#|data:)', page)  # self-contained
+    assert "it ended before its first step" in page
+
+
+def test_wandb_has_one_group_and_every_metric(compared):
+    folder = compared[1]
+    for run, stage in zip(FOLDERS, ("ddp", "zero3", "zeropp"), strict=True):
+        (file,) = (folder / run / "wandb").glob("offline-run-*/*.wandb")
+        found = read_wandb(file)
+        assert (found.group, found.job_type) == ("both", stage)
+        config = found.config
+        assert (config["stage"], config["dp_shard_size"]) == (stage, 1 if stage == "ddp" else 2)
+        assert config["checkpointing"] == ("full" if stage == "zeropp" else "none")
+        assert config["learning_rate"] == 0.003 and config["optim_name"] == "adamw" and config["world_size"] == 2
+        assert [row["train/global_step"] for row in found.rows] == [0, 1, 2, 3, 4, 5]
+        assert found.step_metrics["*"] == found.step_metrics["train/tokens"] == "train/global_step"
+        for row, written in zip(found.rows, metrics(folder / run), strict=True):
+            assert {key: row[key] for key in written if key != "step"} == {
+                key: value for key, value in written.items() if key != "step"
+            }
+
+
+def test_every_panel_of_the_workspace_names_a_metric_that_runs_log(compared):
+    folder = compared[1]
+    logged = {key for run in FOLDERS for row in metrics(folder / run) for key in row}
+    drawn = {name for panels in PANELS.values() for _, _, names in panels for name in names}
+    assert drawn - logged == GPU_ONLY
+    assert {kind for panels in PANELS.values() for _, kind, _ in panels} == {"bar", "train/global_step", "train/tokens"}
+    for what in ("loss", "perf/tokens", "perf/mfu", "memory/", "comm/", "predicted/memory", "predicted/comm"):
+        assert any(what in name for name in drawn), what
+    kept = json.loads((folder / "wandb-workspace.json").read_text())
+    sections = kept["workspace"]["sections"]
+    assert [section["name"] for section in sections] == list(PANELS)
+    assert {
+        name for section in sections for panel in section["panels"] for name in panel.get("y") or panel["metrics"]
+    } == drawn
+    assert kept["workspace"]["runset_settings"]["filters"] == "Metric('Group') == 'both'"
+    texts = json.dumps(kept["report"]["blocks"])
+    assert "zero3: same losses bitwise; 50% less memory; 1.5x traffic" in texts
+
+
+def test_the_workspace_is_what_wandb_takes(compared):
+    """As far as it can be seen without its server: wandb_workspaces accepts every panel and filter, both ways."""
+    view = build_workspace("someone", "shardbook", "mine")
+    assert type(view)._from_model(view._to_model()).sections[0].panels[0].y[0].name == "train/loss"
+    outcomes = [read_outcome(compared[1] / "ddp", "ddp")]
+    assert build_report("someone", "shardbook", "mine", outcomes)._to_model().display_name == "Stages: mine"
+
+
+def test_another_tracker_gets_the_same(compared):
+    folder = compared[1] / "zero3"
+    events = EventAccumulator(str(next((folder / "tensorboard").rglob("events.out.tfevents.*")).parent))
+    events.Reload()
+    shown = [event.value for event in events.Scalars("train/loss")]
+    assert shown == pytest.approx(losses(folder), rel=1e-6)
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+
+
+def test_the_report_alone_is_made_again(compared, tmp_path):
+    folder = compared[1]
+    before = json.loads((folder / "report.json").read_text())
+    (folder / "report.json").unlink()
+    result = compare(folder, "--publish")
+    assert result.returncode == 0, result.stderr
+    assert "wandb    not published: " in result.stdout  # no key here, or no network: said, and nothing stops
+    assert json.loads((folder / "report.json").read_text()) == before
+    refused = compare(folder, "--stages", "ddp")
+    assert refused.returncode == 2 and "only its report is made anew" in refused.stderr
+    (tmp_path / "empty").mkdir()
+    refused = compare(tmp_path / "empty")
+    assert refused.returncode == 2 and "none of its 0 variants finished; there is nothing to report" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "stages, said",
+    [
+        ("", "STAGES is empty: name some of ddp, zero1, zero2, zero3, hsdp, zeropp, apart by spaces"),
+        ("ddp zero4", "parallel.stage = 'zero4': must be one of ddp, zero1, zero2, zero3, hsdp, zeropp, fsdp; did you"),
+        ("ddp ddp", "STAGES names ddp more than once"),
+        ("ddp zero3,optim.lr=1", "optim.lr"),
+        (
+            "ddp,parallel.reshard_min_params=5",
+            "variant ddp,parallel.reshard_min_params=5: parallel.reshard_min_params = 5",
+        ),
+        ("zero3,parallel.dp_shard_size=3", "needs 3 ranks, the world has 2"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_runs(recipe, stages, said, capsys):
+    assert cli.main(["compare", str(recipe), "--stages", stages, "--nproc", "2", "run.name=refused"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1, error
+    assert not (recipe.parent / "refused").exists()
+
+
+def test_no_variant_finished(recipe):
+    result = compare(recipe, "--stages", "zero3", "run.name=nothing", "data.train=nowhere.jsonl")
+    assert result.returncode == 2
+    assert "none of its 1 variants finished; there is nothing to report" in result.stderr.splitlines()[-1]
+
+
+def test_a_signal_saves_and_the_same_command_runs_only_what_is_left(recipe):
+    words = [recipe, "--stages", "ddp zero3", "run.name=stopped", "optim.lr_scheduler_type=constant"]
+    words += ["train.export=false", "train.steps=5"]
+    with subprocess.Popen([BIN / "shardbook", "compare", *words], stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if "zero3  step 1/" in line:
+                process.send_signal(signal.SIGTERM)
+                break
+        rest = process.stdout.read()
+    ddp = recipe.parent / "stopped" / "ddp" / "metrics.jsonl"
+    before = ddp.read_bytes()
+    assert process.returncode == 75 and rest.splitlines()[-1] == "stopped  in zero3; continue with run.name=stopped", (
+        rest
+    )
+    result = compare(*words)
+    assert result.returncode == 0, result.stdout
+    assert "[1/2] ddp  done     this run has finished its 5 steps" in result.stdout and ddp.read_bytes() == before
+    assert losses(recipe.parent / "stopped" / "zero3") == losses(recipe.parent / "stopped" / "ddp")
