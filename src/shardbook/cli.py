@@ -2,13 +2,10 @@
 
 import argparse
 import json
-import os
 import sys
-from math import prod
 from pathlib import Path
 
 from shardbook.recipe import (
-    Recipe,
     RecipeError,
     describe_keys,
     find_recipe,
@@ -96,8 +93,10 @@ def run_train(name: str, overrides: list[str], nproc: int | None, node: tuple[in
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)  # refused here before a process is started
     from shardbook.launch import Nodes, launch_ranks
+    from shardbook.machine import check_memory, choose_nproc
 
     nodes = Nodes(*node)
+    check_memory(recipe, path, nodes.count)
     return launch_ranks(choose_nproc(recipe, nproc, nodes.count), [str(path), *overrides], nodes)
 
 
@@ -112,42 +111,13 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
         path = find_recipe(name)
         recipe = load_recipe(path, overrides)
     from shardbook.compare import compare, report
+    from shardbook.machine import check_memory, choose_nproc
 
     if only_report:
         report(Path(name), publishes)
         return 0
+    check_memory(recipe, path, nodes=1)
     return compare(path, stages, overrides, choose_nproc(recipe, nproc), recipe.run, publishes)
-
-
-def choose_nproc(recipe: Recipe, asked: int | None = None, nodes: int = 1) -> int:
-    """Ranks to start on each of `nodes` machines: those asked for, else this one's share of a fixed mesh, else one a
-    GPU, else two on the CPU. Raises RecipeError for stage and mesh, which is sooner and quieter than every rank finding
-    out."""
-    import torch
-
-    from shardbook.mesh import describe_sizes, resolve_sizes
-    from shardbook.stages import check_stage
-
-    gpus = torch.cuda.device_count()
-    sizes = resolve_sizes(recipe.parallel, check_stage(recipe.parallel).axes, world_size=asked and asked * nodes)
-    if asked is not None:
-        return asked
-    needed = prod(sizes.values())
-    if needed < 0:  # an axis takes what there is
-        return gpus or 2
-    if needed % nodes:
-        raise RecipeError(
-            f"mesh {describe_sizes(sizes)} needs {needed} ranks, which {nodes} machines cannot share evenly: "
-            "change the sizes, or --nodes"
-        )
-    needed //= nodes
-    room, what = (gpus, "GPUs") if gpus else (2 * (os.cpu_count() or 1), "ranks on its CPU cores")
-    if needed > room:
-        raise RecipeError(
-            f"mesh {describe_sizes(sizes)} needs {needed} ranks and this machine has room for {room} {what}: "
-            "change the sizes, or insist with --nproc"
-        )
-    return needed
 
 
 def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str | None) -> int:

@@ -17,7 +17,7 @@ from tiny import tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from world import losses, metrics
 
-from shardbook import cli, launch
+from shardbook import cli, launch, machine
 from shardbook.dist import free_port
 from shardbook.recipe import RecipeError, load_recipe
 
@@ -324,12 +324,24 @@ def test_exit_codes_of_ranks_come_through(recipe):
 
 def test_ranks_of_a_fixed_mesh(recipe):
     def chosen(*words):
-        return cli.choose_nproc(load_recipe(recipe, list(words)))
+        return machine.choose_nproc(load_recipe(recipe, list(words)))
 
     assert chosen() == (torch.cuda.device_count() or 2)
     assert chosen("parallel.dp_shard_size=1") == 1
     with pytest.raises(RecipeError, match="needs 4096 ranks and this machine has room for"):
         chosen("parallel.stage=hsdp", "parallel.dp_replicate_size=64", "parallel.dp_shard_size=64")
+
+
+def test_a_machine_that_cannot_run_it_says_so_in_three_lines():
+    result = shardbook("train", "llama70b-fsdp", "hardware.memory_gb=1129000000")
+    assert result.returncode == 2 and not result.stdout
+    needs, here, way_out = result.stderr.splitlines()
+    assert needs.startswith(
+        "shardbook: llama70b-fsdp needs 1,129,000,000 GB for weights, gradients and optimizer state"
+    )
+    assert needs.endswith("(sized for 64 GPUs: 8 nodes of 8, 80 GB each)")
+    assert here.startswith("  here: this machine has ") and "hardware.memory_gb=0 tries nevertheless" in here
+    assert way_out.endswith("make launch NODES=8 NODE_RANK=0 HEAD=first-machine RECIPE=llama70b-fsdp")
 
 
 def test_a_default_name_says_recipe_and_time(recipe):

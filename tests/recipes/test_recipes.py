@@ -14,6 +14,7 @@ from shardbook.activation import apply_checkpointing
 from shardbook.mesh import axis_sizes, build_mesh
 from shardbook.metrics import kept_bytes
 from shardbook.model import build_model, load_config
+from shardbook.plan.formulas import predict_resident
 from shardbook.recipe import dump_recipe, list_recipes, load_recipe, settle_precision
 from shardbook.stages import apply_stage, check_stage, read_switches
 from shardbook.units import choose_units
@@ -124,3 +125,10 @@ def wrap(path, folder, world, count):
     if all(len(parameter) % shard == 0 for parameter in model.parameters()):
         assert kept == count // shard
     assert kept_bytes(()) == 0
+    # what the recipe says it needs is what its layout keeps, over all ranks
+    sizes = axis_sizes(mesh)
+    state = [predict_resident(units, sizes, rank, recipe.precision).total_bytes for rank in range(shard)]
+    needs = sizes["dp_replicate"] * sum(state)
+    assert (recipe.hardware.memory_gb or needs < 10e9) and needs / 1e9 == pytest.approx(
+        recipe.hardware.memory_gb or needs / 1e9, rel=0.01
+    ), needs

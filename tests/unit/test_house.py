@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "shardbook"
 FLOORS = [
     {"cli"},
     {"train", "launch", "translate", "compare"},
-    {"console"},
+    {"console", "machine"},
     {"plan"},
     {"objectives", "checkpoint", "weights", "metrics", "rundir"},
     {"stages", "activation", "optim", "model", "data"},

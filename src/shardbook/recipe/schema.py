@@ -193,6 +193,12 @@ class Train(Section):
         return self
 
 
+class Hardware(Section):
+    memory_gb: int | float = key(
+        0, "GB (10^9 bytes) that weights, gradients and optimizer state take, all ranks together (0: not said).", ge=0
+    )
+
+
 class Run(Section):
     name: str = key(
         "", "Directory of the run; the same name continues it. Empty: recipe name and time.", pattern=r"^(\w[\w.-]*)?$"
@@ -225,6 +231,7 @@ class Recipe(Section):
     activation: Activation = Activation()
     optim: Optim = Optim()
     train: Train
+    hardware: Hardware = Hardware()
     run: Run = Run()
 
     @model_validator(mode="after")
