@@ -1,0 +1,40 @@
+"""Trackers: which there are, what they are told, and what is said of one that cannot be had."""
+
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+from shardbook.recipe import Recipe, RecipeError, Run, Train, flatten_recipe
+from shardbook.recipe.schema import TRACKERS
+from shardbook.rundir import open_run
+from shardbook.trackers import Trackers, flat_config
+
+
+def test_every_tracker_of_accelerate_is_known():
+    assert set(TRACKERS) == set(LOGGER_TYPE_TO_CLASS) | {"none"}
+
+
+def test_keys_are_flat_and_none_is_lost():
+    values = flatten_recipe(Recipe(train=Train(steps=5)))
+    config = flat_config(values, {"dp_replicate": 2, "dp_shard": 4})
+    assert (config["stage"], config["checkpointing"], config["learning_rate"]) == ("zero3", "none", 2e-5)
+    assert (config["dp_replicate_size"], config["dp_shard_size"]) == (2, 4)  # as they came out, not -1
+    assert config["optim_name"] == "adamw" and config["run_name"] == "" and "name" not in config
+    assert len(config) == len(values)
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_the_run(tmp_path):
+    run = Run(report_to=["clearml"], dir=str(tmp_path), name="mine")
+    with pytest.raises(
+        RecipeError, match="run.report_to = 'clearml': its package is not installed; pip install clearml"
+    ):
+        open_run(run, tmp_path / "tiny.toml")
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_that_does_not_start_is_said_once_and_the_others_go_on(tmp_path, capsys):
+    (tmp_path / "tensorboard").touch()  # a file where its folder should be
+    trackers = Trackers(tmp_path, "mine", Run(report_to=["tensorboard"]), {"stage": "zero3"})
+    trackers.log(1, {"train/loss": 1.0})
+    trackers.finish(failed=False)
+    said = capsys.readouterr().out
+    assert said.startswith("tensorboard: ") and said.count("the run goes on without it") == 1
