@@ -13,7 +13,7 @@ import torch._functorch.config  # private: activation_memory_budget has no publi
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardbook.recipe import Activation
+from shardbook.recipe import Activation, RecipeError
 
 aten = torch.ops.aten
 # What `selective` keeps: outputs that cost much to make and little to hold, which are matrix products with a weight and
@@ -41,6 +41,11 @@ def apply_checkpointing(blocks: list[nn.Module], activation: Activation) -> None
         case "none" | "budget":
             return
         case "full" | "every":
+            if int(amount or 1) > len(blocks):
+                raise RecipeError(
+                    f"activation.checkpointing = {activation.checkpointing!r}: the model has {len(blocks)} blocks; "
+                    f"must be every:1 to every:{len(blocks)}, or none"
+                )
             for block in blocks[:: int(amount or 1)]:
                 block.forward = recomputed(block.forward)
         case "selective":

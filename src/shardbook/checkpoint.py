@@ -6,7 +6,9 @@ global shapes, so another world size or stage can read them. The learning rate n
 the step.
 """
 
+import contextlib
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
@@ -25,7 +28,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from shardbook.recipe import RecipeError
+from shardbook.dist import RunFailed
+from shardbook.recipe import RecipeError, first_line
 
 MARKER = "COMPLETE"
 STATE = "state.json"
@@ -65,7 +69,13 @@ def save_checkpoint(
         path.mkdir(parents=True)
     dist.barrier()
     own = {_own_key(): _rng_state() | _numbered(unsent)}
-    state_dict_saver.save(_tensors(model, optimizer) | own, checkpoint_id=path)
+    try:
+        state_dict_saver.save(_tensors(model, optimizer) | own, checkpoint_id=path)
+    except (CheckpointException, OSError, RuntimeError) as error:
+        free = shutil.disk_usage(path).free / 10**9
+        raise RunFailed(
+            f"checkpoint {path}: cannot be written, {free:.1f} GB are free there ({_cause(error)})"
+        ) from error
     if is_main:
         state = {
             "step": progress.step,
@@ -92,8 +102,9 @@ def load_checkpoint(
     Returns where the run stands, and what was not taken over, for people: empty where everything was. Raises
     RecipeError where the checkpoint is incomplete or of another model. Collective.
     """
-    state = _read_state(path)
-    here, there = _shapes(model), state["shapes"]
+    with _readable(path):
+        state = _read_state(path)
+        here, there = _shapes(model), state["shapes"]
     if differ := [
         f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
         for name in here | there
@@ -106,7 +117,8 @@ def load_checkpoint(
     same_world, same_exchanges = state["ranks"] == _ranks(model), state.get("unsent", []) == list(unsent)
     if same_world:
         tensors[_own_key()] = _rng_state() | (_numbered(unsent) if same_exchanges else {})
-    state_dict_loader.load(tensors, checkpoint_id=path)
+    with _readable(path):
+        state_dict_loader.load(tensors, checkpoint_id=path)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=FLAT)
     for group, mine in zip(optimizer.param_groups, settings, strict=True):
@@ -132,16 +144,19 @@ class _ReaderOnce(FileSystemReader):
 
 def checkpoint_shapes(path: Path) -> dict[str, torch.Size]:
     """Full shape of every model parameter in a checkpoint, in order. Raises RecipeError where it is incomplete."""
-    return {name: torch.Size(shape) for name, shape in _read_state(path)["shapes"].items()}
+    with _readable(path):
+        return {name: torch.Size(shape) for name, shape in _read_state(path)["shapes"].items()}
 
 
 def read_parameters(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
     """`(name, full tensor in fp32)` of the model parameters in a checkpoint, one at a time and without a process group:
     how a 70B is exported on one host."""
-    reader = _ReaderOnce(path)
+    with _readable(path):
+        reader = _ReaderOnce(path)
     for name, shape in shapes.items():
         box = {f"model.{name}": torch.empty(shape)}
-        state_dict_loader.load(box, storage_reader=reader, no_dist=True)
+        with _readable(path):
+            state_dict_loader.load(box, storage_reader=reader, no_dist=True)
         yield name, box[f"model.{name}"]
 
 
@@ -151,8 +166,30 @@ def _read_state(path: Path) -> dict[str, Any]:
     return json.loads((path / STATE).read_text())
 
 
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """What goes wrong inside is a checkpoint that was damaged after it was complete."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        raise RecipeError(
+            f"checkpoint {path}: damaged ({_cause(error)}); remove it, and the run goes on from the one before"
+        ) from error
+
+
+def _cause(error: BaseException) -> str:
+    """DCP reports what each rank met; the first of them says it."""
+    failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
+    first = failures[0][0] if failures else error
+    return f"{type(first).__name__}: {first_line(first)}"
+
+
 def _complete(folder: Path) -> list[Path]:
-    return [marker.parent for marker in folder.glob(f"step-*/{MARKER}")]
+    return [
+        marker.parent for marker in folder.glob(f"step-*/{MARKER}") if re.fullmatch(r"step-\d+", marker.parent.name)
+    ]
 
 
 def _step_of(path: Path) -> int:

@@ -181,7 +181,10 @@ def run_translate(file: Path, out: Path | None, without_refused: bool) -> int:
     elif out.exists():
         raise RecipeError(f"--out {out}: exists; name a new file")
     else:
-        out.write_text(text)
+        try:
+            out.write_text(text)
+        except OSError as error:
+            raise RecipeError(f"--out {out}: cannot be written ({error.strerror})") from None
         print(f"{file} -> {out}")
     return 0
 

@@ -17,7 +17,7 @@ from shardbook.data.tokenized import Documents
 from shardbook.mesh import DP_SHARD, describe_sizes
 from shardbook.metrics import Metrics
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_unsent
-from shardbook.recipe import Recipe
+from shardbook.recipe import Parallel, Recipe
 from shardbook.stages import Stage, backward_depth
 from shardbook.units import Unit
 
@@ -67,7 +67,7 @@ class Teller:
         if not alone:
             table.add_row("gathered", f"{readable_bytes(whole)} of parameters at most, {ahead}")
         if stage.switches != "no":
-            table.add_row("ZeRO++", describe_switches(switches, units, sizes))
+            table.add_row("ZeRO++", describe_switches(switches, units, sizes, recipe.parallel))
         table.add_row("recomputed", recipe.activation.checkpointing + ", compiled" * recipe.train.compile)
         table.add_row("parameters", f"{sum(p.numel() for p in model.parameters()):,}")
         table.add_row(
@@ -144,8 +144,8 @@ class Teller:
             self.say(f"step {step}/{self.steps}  " + "  ".join(parts) + eta)
 
 
-def describe_switches(switches: Switches, units: list[Unit], sizes: dict[str, int]) -> str:
-    """What is on, at which bits, and what it leaves out."""
+def describe_switches(switches: Switches, units: list[Unit], sizes: dict[str, int], parallel: Parallel) -> str:
+    """What is on, at which bits, what it leaves out; and what was asked for and has nothing to do here."""
     if sizes[DP_SHARD] == 1:
         return "off: one rank shards nothing"
     on = []
@@ -154,6 +154,8 @@ def describe_switches(switches: Switches, units: list[Unit], sizes: dict[str, in
         on.append(f"qwZ: weights gathered in {switches.weights_bits} bits")
     if switches.secondary:
         on.append(f"hpZ: backward gathers among {switches.secondary} ranks")
+    elif parallel.secondary_shard:
+        on.append(f"hpZ has nothing to do: all {sizes[DP_SHARD]} ranks of dp_shard are one group of it already")
     if switches.gradients_bits:
         hops = [f"{bits} bits among {ranks} ranks" for _, ranks, bits in switches.hops(sizes[DP_SHARD])]
         why = "" if len(hops) > 1 else ", one hop: there is one node" if one_node else ", one hop: one rank a node"

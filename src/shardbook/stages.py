@@ -161,6 +161,11 @@ def apply_stage(
     wire and of their sum, `precision.output` that of what the root returns. Returns the reductions with error feedback,
     by what they carry: see start_carrying.
     """
+    if (switches.weights_bits or switches.gradients_bits) and not any(switches.quantizes(unit.numel) for unit in units):
+        raise RecipeError(
+            f"parallel.quantize_min_params = {switches.min_params}: leaves every unit unquantised (the largest has "
+            f"{max(unit.numel for unit in units):,} parameters); must be less"
+        )
     sizes, hops, carriers = axis_sizes(mesh), build_hops(mesh, switches), dict[str, QuantizedReduceScatter]()
     shards = sizes[DP_SHARD]
     # A 2-D mesh makes fully_shard all-reduce along the first axis, with one replica in a group of one.

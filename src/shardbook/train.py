@@ -186,6 +186,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
 
     stopped = progress.step < steps
     if progress.step > saved_step and (recipe.train.save_steps or stopped):
+        read_loss(loss, norm, progress.step)  # a step that was not logged was not looked at yet
         save_checkpoint(run.checkpoints, model, optimizer, unsent, progress, recipe.train.save_total_limit)
     if stopped:
         saved = f"after step {progress.step} of {steps}, checkpoint saved" if progress.step else "before the first step"

@@ -49,9 +49,9 @@ def choose_units(
     """The units of `model` in forward order, outer before inner, but the root (with what no other takes) last.
 
     `frees`: whether the stage frees parameters after forward. `parts`: groups of modules as `wrap = block` has them, in
-    forward order; `blocks`: those of them that are blocks. `wrap = size:<n>`: each smallest module inside a block with
-    n parameters that no smaller one took, and each other part of n parameters; the root takes the rest. `wrap = none`:
-    the root takes everything.
+    forward order; `blocks`: those of them that are blocks. `wrap = size:<n>`: each smallest module inside a block (no
+    norm by itself) with n parameters that no smaller one took, and each other part of n parameters; the root takes the
+    rest. `wrap = none`: the root takes everything.
     """
     in_blocks = {module for block in blocks for module in block.modules()}
     kind, _, least = parallel.wrap.partition(":")
@@ -110,11 +110,14 @@ def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def _modules_of_size(module: nn.Module, least: int) -> list[nn.Module]:
-    """The smallest modules of `module` with `least` parameters that no smaller one took; outer ones first."""
+    """The smallest modules of `module` with `least` parameters that no smaller one took; outer ones first. A norm stays
+    with what is around it: alone it would cost a gather of its own, and models list norms out of the order in which
+    they run, which prefetch goes by."""
     found = [inner for child in module.children() for inner in _modules_of_size(child, least)]
     taken = set(_parameters(found))
     left = sum(p.numel() for p in module.parameters() if p not in taken)
-    return [module, *found] if left >= least else found
+    is_norm = not list(module.children()) and all(p.ndim < 2 for p in module.parameters())
+    return [module, *found] if left >= least and not is_norm else found
 
 
 def backward_order(units: list[Unit]) -> list[Unit]:

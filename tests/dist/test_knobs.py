@@ -20,6 +20,7 @@ KNOBS = {
     "none": (),
     "wrap-none": ("parallel.wrap=none",),
     "wrap-matrices": ("parallel.wrap=size:1000",),  # a unit for each large matrix
+    "wrap-smallest": ("parallel.wrap=size:10",),  # every matrix, and the norms of a block together
     "wrap-halves": ("parallel.wrap=size:4000",),  # one for each MLP; attention and norms go to the root
     "wrap-rest-to-root": ("parallel.wrap=size:1000000",),
     "small-kept": ("parallel.reshard_min_params=8000",),  # the blocks (7,744 parameters) stay gathered, the root not

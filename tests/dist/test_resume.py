@@ -169,6 +169,53 @@ def test_checkpoints_that_do_not_fit_are_refused(recipe, straight, tiny):
     assert "is of another model" in error and "lm_head.weight: absent there, [287, 32] here" in error
 
 
+@pytest.mark.parametrize(
+    "file, damage",
+    [
+        ("__0_0.distcp", lambda data: data[: len(data) // 2]),
+        ("__1_0.distcp", None),
+        (".metadata", lambda data: b"nonsense"),
+        ("state.json", lambda data: b"{"),
+        ("state.json", lambda data: b"{}"),
+        ("state.json", None),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(recipe, straight, tmp_path, file, damage):
+    copy = tmp_path / "step-000004"
+    shutil.copytree(straight / "checkpoints" / "step-000004", copy)
+    data = (copy / file).read_bytes()
+    (copy / file).unlink()
+    if damage:
+        (copy / file).write_bytes(damage(data))
+    error = refused(recipe, 2, f"damaged-{tmp_path.name}", f"train.resume_from_checkpoint={copy}")
+    last = error.splitlines()[-1]  # torch may log above it what it met
+    assert last.startswith(f"shardbook: checkpoint {copy}: damaged (")
+    assert last.endswith("; remove it, and the run goes on from the one before")
+
+
+def test_weights_that_are_not_finite_are_not_saved_where_nothing_was_logged(recipe):
+    words = [str(recipe), "run.name=broken", *SAVING, "train.save_steps=0", "train.logging_steps=0"]
+    words += ["optim.learning_rate=1e30", "data.eval_size=0", "train.eval_steps=0"]
+    for code, _, errors in run_world(2, stop_after_step_3, 0, words):
+        assert code == 1 and "train/loss is nan" in errors, errors
+    assert newest_checkpoint(recipe.parent / "broken" / "checkpoints") is None
+
+
+def test_a_disk_that_is_full_is_said(recipe, monkeypatch):
+    for code, _, errors in run_world(2, save_to_a_full_disk, [str(recipe), "run.name=full", *SAVING]):
+        assert code == 1 and "GB are free there (OSError: [Errno 28] No space left on device)" in errors, errors
+
+
+def save_to_a_full_disk(words):
+    import shardbook.checkpoint as checkpoint
+
+    def save(*anything, **named):
+        raise OSError(28, "No space left on device")
+
+    checkpoint.state_dict_saver.save = save
+    return train_rank(words)
+
+
 def test_a_checkpoint_past_the_end_or_of_other_rows_is_refused(recipe, straight):
     named = f"train.resume_from_checkpoint={straight}/checkpoints/step-000004"
     assert "is at step 4, the recipe ends at step 3" in refused(recipe, 2, "no-3", named, "train.steps=3")

@@ -164,8 +164,8 @@ DEEPSPEED = {
     ),
     "ZeRO++ on stage 2": (
         {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}, "bf16": {"enabled": True}},
-        {},
-        ["zero_optimization.stage"],
+        {"parallel.stage": "zero2"},
+        ["zero_optimization.zero_quantized_gradients"],
     ),
     "MiCS tutorial": (
         {"zero_optimization": {"stage": 3, "mics_shard_size": 8, "mics_hierarchical_params_gather": False}},

@@ -125,7 +125,7 @@ def _explain(error: Any) -> str:
     path = [
         str(part)
         for part in error["loc"]
-        if not str(part).startswith(("constrained-", "list[")) and part not in ("int", "float", "str")
+        if not str(part).startswith(("constrained-", "list[", "literal[")) and part not in ("int", "float", "str")
     ]
     name = ".".join(path)
     if error["type"] == "extra_forbidden":

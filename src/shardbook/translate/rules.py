@@ -58,7 +58,7 @@ def pick(choices: dict[Any, Settings], why: str, said: str = "") -> Rule:
         key = value.lower() if isinstance(value, str) else value
         if key not in choices:
             raise Refused(f"{why}; what can be translated: {', '.join(str(choice) for choice in choices)}")
-        return choices[key], said
+        return choices[key], said if choices[key] or key is not False else "off"
 
     return rule
 
@@ -152,7 +152,9 @@ def scheduler_of(value: Any) -> tuple[Settings, str]:
 
 
 def secondary_of(value: Any) -> tuple[Settings, str]:
-    return ({STAGE: "zeropp", "parallel.secondary_shard": int(value)}, "hpZ") if value > 1 else ({}, "off")
+    if not isinstance(value, int) or value < 1:
+        raise Refused("must be a whole number of ranks, at least 1")
+    return ({STAGE: "zeropp", "parallel.secondary_shard": value}, "hpZ") if value > 1 else ({}, "off")
 
 
 def tracker_of(value: Any) -> tuple[Settings, str]:
