@@ -73,7 +73,7 @@ def test_what_a_run_says(first):
 
 def test_what_a_run_leaves(first, recipe, tiny):
     run, _ = first
-    expected = {"recipe.toml", "resolved.toml", "metrics.jsonl", "checkpoints", "export", "run.json", "wandb"}
+    expected = {"recipe.toml", "resolved.toml", "metrics.jsonl", "checkpoints", "export", "run.json", "wandb", "lock"}
     assert {path.name for path in run.iterdir()} == expected
     assert (run / "recipe.toml").read_text() == recipe.read_text()
     resolved = tomllib.loads((run / "resolved.toml").read_text())
