@@ -22,8 +22,9 @@ def run_world(size: int, fn, *args, environment: dict[str, str] | None = None, s
     port, pipes, processes = free_port(), [], []
     for rank in range(size):
         here, there = context.Pipe()
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
-        variables |= {"MASTER_PORT": str(port), **(environment or {})}
+        variables = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        variables |= {"LOCAL_RANK": str(rank % int((environment or {}).get("LOCAL_WORLD_SIZE", size)))}
+        variables |= {"OMP_NUM_THREADS": "1", **(environment or {})}
         process = context.Process(target=_rank, args=(variables, there, fn, args), daemon=True)
         process.start()
         there.close()

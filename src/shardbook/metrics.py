@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardbook.dist import RunFailed
+from shardbook.exits import RunFailed
 from shardbook.recipe import Run
 
 Metrics = dict[str, float | int]

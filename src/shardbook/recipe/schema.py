@@ -198,6 +198,9 @@ class Run(Section):
     dir: str = key("runs", "Where run directories are made.")
     report_to: str | list[str] = key("wandb", "Trackers: wandb (offline without a key), none, or a list.")
     project: str = key("shardbook", "The trackers' project name.")
+    lost_seconds: int | float = key(
+        120, "End the run when a rank has not been heard of for so long (0: off, and a lost node is waited for).", ge=0
+    )
 
     @model_validator(mode="after")
     def known_trackers(self) -> "Run":
