@@ -15,7 +15,7 @@ DEV := .venv/.dev
 TRAIN = $(BIN)/shardbook train $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC))
 
 .DEFAULT_GOAL := help
-.PHONY: help train launch recipes test test-dist proof test-gpu bench-gpu bench-link bench-convergence lint format clean
+.PHONY: help train launch recipes test test-dist proof test-gpu test-cluster bench-gpu bench-link bench-convergence lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -43,6 +43,9 @@ proof: $(DEV)  ## run the matrix, the planted bugs and the ledger, and write doc
 
 test-gpu: $(DEV)  ## the tests that need a CUDA device
 	$(BIN)/pytest tests/gpu
+
+test-cluster: $(DEV)  ## two network namespaces as nodes, through every launcher (root, ip, tc; some ten minutes)
+	$(BIN)/pytest tests/cluster
 
 bench-gpu: $(RUN)  ## tokens/s, MFU and peak memory on this machine's GPUs, kept under docs/benchmarks/
 	$(BIN)/python tests/bench/gpu.py
