@@ -6,6 +6,7 @@ one line, in the order in which they ended, so that a script around them can exi
 
 import os
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -17,6 +18,7 @@ from shardbook.recipe import RecipeError
 
 DONE, FAILED, WRONG, PREEMPTED = 0, 1, 2, 75  # exit codes of a rank, and of a run
 EXIT_FILE = "SHARDBOOK_EXIT_FILE"
+LEAVING = threading.Event()  # set when this rank knows that it ends: its heartbeat stops and waits for nobody
 
 
 class RunFailed(Exception):
@@ -30,6 +32,7 @@ def report_error(error: BaseException, code: int) -> int:
     most errors meet every rank; another rank soon after, a node's first before its others; one that only lost its peer
     last, for it knows nothing.
     """
+    LEAVING.set()
     lost_peer = isinstance(error, dist.DistError) or "gloo" in str(error)
     turn = (os.environ.get("RANK", "0") != "0") + (os.environ.get("LOCAL_RANK", "0") != "0")
     time.sleep(4 if lost_peer else (0, 2, 3)[turn])

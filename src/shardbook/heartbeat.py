@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from shardbook.exits import FAILED, exit_rank
+from shardbook.exits import FAILED, LEAVING, exit_rank
 from shardbook.join import Place, name_ranks, open_store, read_member
 
 LAUNCHER = "SHARDBOOK_LAUNCHER"  # the pid of the `shardbook train` that started this rank
@@ -41,14 +41,13 @@ class Heartbeat:
         self.store = open_store(place)
         self.unanswered = 0.0
         self.ending = threading.Lock()
-        self.left = threading.Event()
         self.beating = _start(self._beat)
         _start(self._count_unanswered)
 
     def leave(self) -> None:
         """Say that this rank ends, well; from here on the others' fate is not its own. Rank 0 stays a little for those
         who are not so far, since the store may end with it."""
-        self.left.set()
+        LEAVING.set()
         self.beating.join(self.every)
         if self.beating.is_alive():
             return
@@ -64,7 +63,7 @@ class Heartbeat:
         seen: dict[int, bytes] = {}
         silent = dict.fromkeys(self.watched, 0.0)
         count, before = 0, time.monotonic()
-        while not self.left.wait(self.every):
+        while not LEAVING.wait(self.every):
             count += 1
             try:
                 self.store.set(f"beat/{self.place.rank}", str(count))
@@ -91,7 +90,7 @@ class Heartbeat:
 
     def _count_unanswered(self) -> None:
         before = time.monotonic()
-        while not self.left.wait(self.every):
+        while not LEAVING.wait(self.every):
             now = time.monotonic()
             self.unanswered += min(now - before, 2 * self.every)
             before = now
@@ -107,7 +106,7 @@ class Heartbeat:
 
     def _end(self, reason: str) -> None:
         with self.ending:  # one of the two threads speaks
-            if not self.left.is_set():
+            if not LEAVING.is_set():
                 # the node's first rank speaks for the others: its launcher then ends them
                 time.sleep(min(2, self.seconds) if self.place.local_rank else 0)
                 end_run(reason)

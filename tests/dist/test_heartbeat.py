@@ -93,3 +93,15 @@ def test_rank_0_stays_for_those_who_are_not_done(recipe, tmp_path):
     for rank in ranks:
         rank.join(90)
     assert [rank.exitcode for rank in ranks] == [0, 0], [read(tmp_path / str(rank)) for rank in range(2)]
+
+
+def test_a_refused_recipe_stays_one_line(recipe, tmp_path):
+    """Rank 0 leaves first, and the store with it; rank 1, which says the same two seconds later, must not beat on it."""
+    words = [str(recipe), "run.name=refused", "parallel.dp_shard_size=3", "run.lost_seconds=2"]
+    ranks = start_ranks(2, words, tmp_path)
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [2, 2]
+    for rank in range(2):
+        said = "mesh dp_replicate 1 x dp_shard 3 needs 3 ranks, the world has 2: change the sizes, or --nproc"
+        assert read(tmp_path / str(rank)) == f"shardbook: {said}\n"
