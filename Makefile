@@ -18,7 +18,8 @@ DEV := .venv/.dev
 TRAIN = $(BIN)/shardbook train $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC))
 
 .DEFAULT_GOAL := help
-.PHONY: help train launch compare recipes test test-dist test-page proof test-gpu bench-gpu bench-link bench-convergence lint format clean
+.PHONY: help train launch compare recipes test test-dist test-page test-cluster proof test-gpu bench-gpu bench-link \
+	bench-convergence lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -52,6 +53,9 @@ test-page: $(DEV)  ## the compare page in headless Chromium (Debian: apt-get ins
 
 test-gpu: $(DEV)  ## the tests that need a CUDA device
 	$(BIN)/pytest tests/gpu
+
+test-cluster: $(DEV)  ## two network namespaces as nodes, through every launcher (root, ip, tc; some ten minutes)
+	$(BIN)/pytest tests/cluster
 
 bench-gpu: $(RUN)  ## tokens/s, MFU and peak memory on this machine's GPUs, kept under docs/benchmarks/
 	$(BIN)/python tests/bench/gpu.py

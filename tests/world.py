@@ -22,8 +22,7 @@ def run_world(size: int, fn, *args, environment: dict[str, str] | None = None, s
     port, pipes, processes = free_port(), [], []
     for rank in range(size):
         here, there = context.Pipe()
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
-        variables |= {"MASTER_PORT": str(port), **(environment or {})}
+        variables = variables_of(rank, size, port, environment)
         process = context.Process(target=_rank, args=(variables, there, fn, args), daemon=True)
         process.start()
         there.close()
@@ -50,6 +49,39 @@ def run_world(size: int, fn, *args, environment: dict[str, str] | None = None, s
             process.join(10)
     assert not errors, "\n".join(errors)
     return [results[rank] for rank in range(size)]
+
+
+def variables_of(rank: int, size: int, port: int, environment: dict[str, str] | None = None) -> dict[str, str]:
+    """What a launcher would set."""
+    environment = environment or {}
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    variables |= {"LOCAL_RANK": str(rank % int(environment.get("LOCAL_WORLD_SIZE", size)))}
+    return variables | {"OMP_NUM_THREADS": "1"} | environment
+
+
+def start_ranks(size: int, words: list[str], said: Path, prepare=None):
+    """Ranks that live and end as processes of their own, with nobody to end them when one fails; what each prints goes
+    to `said`/<rank>. `prepare()` is called in each before it trains."""
+    port = free_port()
+    processes = []
+    for rank in range(size):
+        given = (variables_of(rank, size, port), words, said / str(rank), prepare)
+        processes.append(context.Process(target=_whole_rank, args=given, daemon=True))
+        processes[-1].start()
+    return processes
+
+
+def _whole_rank(variables: dict[str, str], words: list[str], said: Path, prepare) -> None:
+    from shardbook.exits import exit_rank
+    from shardbook.train import main
+
+    os.environ.update(variables)
+    file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    if prepare:
+        prepare()
+    exit_rank(main(words))
 
 
 def _rank(variables: dict[str, str], pipe: Connection, fn, args) -> None:

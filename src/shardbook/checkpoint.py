@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from shardbook.dist import RunFailed
+from shardbook.exits import RunFailed
 from shardbook.recipe import RecipeError, first_line
 
 MARKER = "COMPLETE"

@@ -1,4 +1,4 @@
-"""Processes: the process group, this rank's place in it, who speaks, who goes first, who asked to stop.
+"""Processes: the process group, this rank in it, its threads, who goes first, who asked to stop.
 
 Invariant: after `start_distributed` the same code runs with one process or many, CPU (gloo) or CUDA (NCCL
 beside gloo: host-side sums and checkpoints never touch the device stream).
@@ -9,9 +9,7 @@ import contextlib
 import os
 import signal
 import socket
-import sys
-import time
-import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,16 +18,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
+from shardbook.heartbeat import Heartbeat, watch_launcher
+from shardbook.join import Place, join_ranks, read_member, read_place
 from shardbook.recipe import RecipeError
 
-DONE, FAILED, WRONG, PREEMPTED = 0, 1, 2, 75  # exit codes of a rank, and of a run
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # rank 0 may convert weights or tokenise while the others wait
-
-
-class RunFailed(Exception):
-    """The run cannot go on, and not because of its recipe; the message is the reason. The process exits with 1."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +37,18 @@ class Ranks:
     local_rank: int
     ranks_per_node: int
     device: torch.device
+    heartbeat: Heartbeat | None = None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
 
-def start_distributed() -> Ranks:
+def start_distributed(lost_seconds: float = 0) -> Ranks:
     """Join the process group that the launcher's variables describe; without a launcher, be a world of one.
 
-    Raises RecipeError where the launcher would shard a second time (`ACCELERATE_USE_FSDP`) or left out a variable.
+    A rank not heard of for `lost_seconds` ends all the others (0: they wait for TIMEOUT). Raises RecipeError where the
+    launcher would shard a second time (`ACCELERATE_USE_FSDP`), its variables are wrong, or not every rank comes.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
         raise RecipeError(
@@ -58,27 +56,45 @@ def start_distributed() -> Ranks:
             "use distributed_type: MULTI_GPU in accelerate's config, and choose the stage with parallel.stage"
         )
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # else transformers loads on rank 0 only and broadcasts
-    if "RANK" not in os.environ:
-        os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
-        )
-    absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if absent:
-        raise RecipeError(
-            f"the launcher set RANK but not {', '.join(absent)}: "
-            "start with torchrun, accelerate launch or shardbook train"
-        )
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    watch_launcher()
+    place = read_place(os.environ)
+    device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        if place.local_rank >= (gpus := torch.cuda.device_count()):
+            raise RecipeError(
+                f"LOCAL_RANK = {place.local_rank}: this process sees {gpus} GPU{'s' * (gpus > 1)}; start one rank a "
+                "GPU, and let each see all GPUs of its node"
+            )
+        device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
-        # without device_id: with it every barrier, also one around an hour of tokenising, would be NCCL's
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=TIMEOUT)
-    return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, ranks_per_node, device)
+    store = join_ranks(place)
+    _share_cores(place, store)
+    # without device_id: with it every barrier, also one around an hour of tokenising, would be NCCL's
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    heartbeat = Heartbeat(place, store, lost_seconds) if lost_seconds and place.world_size > 1 else None
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
+    return Ranks(place.rank, place.world_size, place.local_rank, place.ranks_per_node, device, heartbeat)
+
+
+def stop_distributed(ranks: Ranks) -> None:
+    """Leave the others, who may end later than this rank."""
+    if ranks.heartbeat:
+        ranks.heartbeat.leave()
+    dist.destroy_process_group()
+
+
+def _share_cores(place: Place, store: Store) -> None:
+    """Compute with this rank's share of the cores that it may use: more threads than cores makes CPU work several times
+    slower, one thread (what torchrun sets unasked) starves it. A launcher may have given each rank cores of its own."""
+    if os.environ.get("OMP_NUM_THREADS", "1") != "1" or (
+        "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    ):
+        return  # the user's choice
+    first = place.rank - place.rank % place.ranks_per_node
+    node = [read_member(store, rank)["cores"] for rank in range(first, first + place.ranks_per_node)]
+    users = Counter(core for cores in node for core in cores)
+    share = sum(1 / users[core] for core in node[place.rank - first])
+    torch.set_num_threads(max(1, int(share + 1e-6)))
 
 
 def free_port() -> int:
@@ -150,19 +166,3 @@ class StopFlag:
         for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(signum, ask)
         return self
-
-
-def report_error(error: BaseException, code: int) -> int:
-    """Print the reason as the last line, after a traceback if it is our bug. Returns `code`.
-
-    The first rank that leaves has the others killed, so the rank that knows must leave first: rank 0 at once, since
-    most errors meet every rank; another rank soon after; one that only lost its peer last, for it knows nothing.
-    """
-    lost_peer = isinstance(error, dist.DistError) or "gloo" in str(error)
-    time.sleep(4 if lost_peer else 2 if int(os.environ.get("RANK", "0")) else 0)
-    ours = not isinstance(error, (RecipeError, RunFailed))
-    if ours:
-        traceback.print_exception(error)
-    reason = " ".join(f"{f'run failed: {type(error).__name__}: ' * ours}{error}".split())
-    print(f"shardbook: {reason}", file=sys.stderr, flush=True)
-    return code

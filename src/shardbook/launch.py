@@ -7,18 +7,18 @@ of a Shardbook run mean something. (torchrun, accelerate launch and srun start t
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from types import FrameType
 
-from shardbook.dist import DONE, FAILED, PREEMPTED, free_port
+from shardbook.dist import free_port
+from shardbook.exits import DONE, FAILED, PREEMPTED
+from shardbook.heartbeat import LAUNCHER
 from shardbook.recipe import RecipeError
 
 POLL_SECONDS = 0.1
-SILENT_SECONDS, STARTING_SECONDS = 15, 300  # for a head node that does not answer at all; that answers, but not yet
 PORT = 29500
 
 
@@ -49,20 +49,16 @@ class Nodes:
 def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
     """Run `nproc` ranks here with the command line `words`; the exit code of the first that fails, else 0.
 
-    When one fails the others are killed: they would wait for it in a collective. Raises RecipeError where the first
-    machine cannot be reached, or its port is taken.
+    When one fails the others are killed: they would wait for it in a collective.
     """
     host, port = nodes.address
-    if nodes.count > 1:
-        check_head(host, port, is_head=nodes.rank == 0)
     shared = {
         "WORLD_SIZE": str(nodes.count * nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
+        LAUNCHER: str(os.getpid()),
     }
-    # Each rank computes with its share of the cores: more threads than cores makes CPU runs several times slower.
-    shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     processes: list[subprocess.Popen[bytes]] = []
 
     asked: list[int] = []
@@ -96,32 +92,6 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
         if None not in codes:
             return max(code for code in codes if code is not None)
         time.sleep(POLL_SECONDS)
-
-
-def check_head(host: str, port: int, is_head: bool) -> None:
-    """On the first machine: its port is free. On the others: it answers; they wait for its rank 0 to listen."""
-    if is_head:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError as error:
-                raise RecipeError(f"--head {host}:{port}: the port cannot be listened on ({error.strerror})") from None
-        return
-    began = time.monotonic()
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=5).close()
-            return
-        except socket.gaierror as error:
-            raise RecipeError(f"--head {host}:{port}: no machine of that name ({error.strerror})") from None
-        except OSError as error:
-            waited = time.monotonic() - began
-            answers = isinstance(error, ConnectionRefusedError)
-            if waited > (STARTING_SECONDS if answers else SILENT_SECONDS):
-                reason = "it answers, but its ranks do not listen" if answers else error.strerror or "no answer"
-                raise RecipeError(f"--head {host}:{port}: not reached in {waited:.0f} s ({reason})") from None
-            time.sleep(0.5)
 
 
 def _explain_stop(code: int) -> int:

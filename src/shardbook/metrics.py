@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardbook.dist import RunFailed
+from shardbook.exits import RunFailed
 from shardbook.recipe import Run
 from shardbook.trackers import Trackers
 

@@ -1,13 +1,16 @@
 """The run directory: its name, what is written into it at the start, and whether the run in it has finished.
 
 `recipe.toml` is the file as given, `resolved.toml` everything with defaults, `run.json` what the numbers depend on
-beyond the recipe. The same `run.name` means the same directory, and continues it.
+beyond the recipe. The same `run.name` means the same directory, and continues it. `lock` says who runs in it now.
 """
 
+import fcntl
 import json
+import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -60,13 +63,17 @@ class RunDirectory:
 
 
 def open_run(run: Run, recipe_path: Path) -> RunDirectory:
-    """Make or reopen the directory of a run. One rank calls it. Raises RecipeError where it cannot be written, or a
-    tracker that would write into it is not installed."""
+    """Make or reopen the directory of a run, and hold it until this process ends. One rank calls it.
+
+    Raises RecipeError where the directory cannot be written, another process holds it, or a tracker that would write
+    into it is not installed.
+    """
     check_installed(run)
     name = run.name or f"{_stem(recipe_path)}-{datetime.now():%Y%m%d-%H%M%S}"
     path = Path(run.dir).expanduser() / name
     try:
         path.mkdir(parents=True, exist_ok=True)
+        _hold(path)
         tempfile.TemporaryFile(dir=path).close()
         before = json.loads((path / "run.json").read_text()) if (path / "run.json").is_file() else {}
     except OSError as error:
@@ -74,6 +81,23 @@ def open_run(run: Run, recipe_path: Path) -> RunDirectory:
             f"run directory {path}: cannot be written ({error.strerror}); set run.dir to a place that can"
         ) from None
     return RunDirectory(name, path, before.get("finished_steps", 0))
+
+
+def _hold(path: Path) -> None:
+    """Lock the run for this process: two launches into one would write over each other's checkpoints."""
+    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)  # not closed: the lock ends with this process
+    os.register_at_fork(after_in_child=lambda: os.close(lock))  # a child that outlives it must not hold the run
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RecipeError(
+            f"run directory {path}: in use by {os.read(lock, 1000).decode() or 'another process'}; "
+            "wait until that has ended, or choose another run.name"
+        ) from None
+    except OSError as error:
+        print(f"run directory {path}: not locked ({error.strerror}); do not start the same run twice", flush=True)
+    os.ftruncate(lock, 0)
+    os.write(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode())
 
 
 def check_shared(run: RunDirectory) -> None:

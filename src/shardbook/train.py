@@ -6,14 +6,12 @@ the loop, it belongs in a module.
 """
 
 import math
-import os
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from shardbook.activation import apply_checkpointing
 from shardbook.checkpoint import Progress, load_checkpoint, newest_checkpoint, save_checkpoint
@@ -22,20 +20,16 @@ from shardbook.console import Teller
 from shardbook.data.loader import Batching, Loader, Micro, eval_micros
 from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
 from shardbook.dist import (
-    DONE,
-    FAILED,
-    PREEMPTED,
-    WRONG,
     Ranks,
-    RunFailed,
     StopFlag,
     check_alike,
     first_on_node,
     from_main,
-    report_error,
     start_distributed,
+    stop_distributed,
     sum_over_ranks,
 )
+from shardbook.exits import DONE, FAILED, PREEMPTED, WRONG, RunFailed, exit_rank, report_error
 from shardbook.mesh import DP_SHARD, axis_groups, axis_sizes, build_mesh, data_rank
 from shardbook.metrics import Metrics, Recorder, memory_metrics, read_loss, speed_metrics
 from shardbook.model import (
@@ -230,19 +224,15 @@ def main(words: list[str] | None = None) -> int:
             raise RecipeError("no recipe: python -m shardbook.train RECIPE [section.key=value ...]")
         path = find_recipe(words[0])
         recipe = load_recipe(path, words[1:])
-        code = train(recipe, path, start_distributed())
+        ranks = start_distributed(recipe.run.lost_seconds)
+        code = train(recipe, path, ranks)
     except (RecipeError, RunFailed) as error:
         return report_error(error, WRONG if isinstance(error, RecipeError) else FAILED)
     except (Exception, KeyboardInterrupt) as error:
         return report_error(error, FAILED)
-    dist.destroy_process_group()
+    stop_distributed(ranks)
     return code
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Everything is written and closed. Past this point only destructors of native libraries run, and one of their
-    # threads was seen to abort a finished rank (about once in fifty), which would turn exit code 0 into 134.
-    os._exit(code)
+    exit_rank(main())

@@ -9,12 +9,13 @@ rates, interleaved in one run, medians. Writes docs/benchmarks/link.json.
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from nodes import ADDRESSES, SPACES, build_link, remove_link, why_not
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "docs" / "benchmarks" / "link.json"
@@ -43,7 +44,6 @@ SHAPE = {  # a Llama of 21 million parameters
     "tie_word_embeddings": True,
 }
 TOKENS = 64  # of one rank in a step: the link is what is measured
-SPACES = ("shardbook-node-0", "shardbook-node-1")
 
 
 def main() -> int:
@@ -55,9 +55,7 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.rank:
         return rank_main(asked)
-    absent = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
-    if os.geteuid() != 0 or absent:
-        why = f"{' and '.join(absent)} not found (Debian: iproute2)" if absent else "it makes network namespaces"
+    if why := why_not():
         print(f"bench-link needs root, ip and tc: {why}", file=sys.stderr)
         return 2
     build_link()
@@ -65,8 +63,7 @@ def main() -> int:
         nodes = [subprocess.Popen(launch(node, asked), cwd=ROOT) for node in (0, 1)]
         return wait_for(nodes)
     finally:
-        for space in SPACES:
-            subprocess.run(["ip", "netns", "delete", space], check=False)
+        remove_link()
 
 
 def wait_for(nodes: list[subprocess.Popen]) -> int:
@@ -81,25 +78,11 @@ def wait_for(nodes: list[subprocess.Popen]) -> int:
     return abs(next((node.returncode for node in nodes if node.returncode), 0))
 
 
-def build_link() -> None:
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True)
-
-    for space in SPACES:
-        subprocess.run(["ip", "netns", "delete", space], check=False, stderr=subprocess.DEVNULL)
-        ip("netns", "add", space)
-        ip("-n", space, "link", "set", "lo", "up")
-    ip("link", "add", "link0", "netns", SPACES[0], "type", "veth", "peer", "name", "link1", "netns", SPACES[1])
-    for node, space in enumerate(SPACES):
-        ip("-n", space, "address", "add", f"10.77.0.{node + 1}/24", "dev", f"link{node}")
-        ip("-n", space, "link", "set", f"link{node}", "up")
-
-
 def launch(node: int, asked: argparse.Namespace) -> list[str]:
     return [
         *("ip", "netns", "exec", SPACES[node], "env", f"GLOO_SOCKET_IFNAME=link{node}", "OMP_NUM_THREADS=1"),
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", str(node)),
-        *("--nproc_per_node", "2", "--master_addr", "10.77.0.1", "--master_port", "29577"),
+        *("--nproc_per_node", "2", "--master_addr", ADDRESSES[0], "--master_port", "29577"),
         *(str(Path(__file__)), "--rank", "--rounds", str(asked.rounds), "--out", str(asked.out)),
         *("--rates", *asked.rates),
     ]

@@ -1,6 +1,8 @@
 """The same recipes and the same parity matrix on CUDA: one rank over NCCL, two ranks on one GPU over gloo; bf16,
 compile, and the allocator's peak against the table."""
 
+import os
+
 import pytest
 import torch
 from cases import Case, assert_exact_bytes, assert_parity, layouts, outcomes_of, run_cases
@@ -29,6 +31,7 @@ def over_gloo(function, *args):
 
     real = dist.init_process_group
     dist.init_process_group = lambda backend, **options: real("cpu:gloo,cuda:gloo", **options)
+    os.environ["LOCAL_RANK"] = "0"
     return function(*args)
 
 

@@ -18,6 +18,8 @@ FLOORS = [
     {"stages", "activation", "optim", "model", "data"},
     {"comm", "units"},
     {"mesh", "dist", "embedded", "dtypes", "trackers"},
+    {"heartbeat"},
+    {"join", "exits"},
     {"recipe"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -22,7 +22,7 @@ from rich.table import Column, Table
 from shardbook.compare.outcome import read_outcome, write_json
 from shardbook.compare.page import summary_rows, write_page
 from shardbook.compare.workspace import keep_workspace, publish
-from shardbook.dist import DONE, FAILED, PREEMPTED
+from shardbook.exits import DONE, FAILED, PREEMPTED
 from shardbook.mesh import resolve_sizes
 from shardbook.recipe import Parallel, RecipeError, Run, load_recipe
 from shardbook.stages import STAGES, check_stage, find_stage

@@ -209,6 +209,9 @@ class Run(Section):
     )
     project: str = key("shardbook", "The trackers' project name.")
     group: str = key("", "What the run belongs to in the trackers: a comparison's name, or your own.")
+    lost_seconds: int | float = key(
+        120, "End the run when a rank has not been heard of for so long (0: off, and a lost node is waited for).", ge=0
+    )
 
     @model_validator(mode="after")
     def known_trackers(self) -> "Run":

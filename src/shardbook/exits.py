@@ -1,0 +1,58 @@
+"""How a rank ends: its exit code, its last line, and the file that keeps the code where a launcher does not.
+
+torchrun and accelerate turn every code into 1. Where SHARDBOOK_EXIT_FILE names a file, each rank adds its code to it as
+one line, in the order in which they ended, so that a script around them can exit as `shardbook train` does.
+"""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from shardbook.recipe import RecipeError
+
+DONE, FAILED, WRONG, PREEMPTED = 0, 1, 2, 75  # exit codes of a rank, and of a run
+EXIT_FILE = "SHARDBOOK_EXIT_FILE"
+LEAVING = threading.Event()  # set when this rank knows that it ends: its heartbeat stops and waits for nobody
+
+
+class RunFailed(Exception):
+    """The run cannot go on, and not because of its recipe; the message is the reason. The process exits with 1."""
+
+
+def report_error(error: BaseException, code: int) -> int:
+    """Print the reason as the last line, after a traceback if it is our bug. Returns `code`.
+
+    The first rank that leaves has the others killed, so the rank that knows must leave first: rank 0 at once, since
+    most errors meet every rank; another rank soon after, a node's first before its others; one that only lost its peer
+    last, for it knows nothing.
+    """
+    LEAVING.set()
+    lost_peer = isinstance(error, dist.DistError) or "gloo" in str(error)
+    turn = (os.environ.get("RANK", "0") != "0") + (os.environ.get("LOCAL_RANK", "0") != "0")
+    time.sleep(4 if lost_peer else (0, 2, 3)[turn])
+    ours = not isinstance(error, (RecipeError, RunFailed))
+    if ours:
+        traceback.print_exception(error)
+    reason = " ".join(f"{f'run failed: {type(error).__name__}: ' * ours}{error}".split())
+    print(f"shardbook: {reason}", file=sys.stderr, flush=True)
+    return code
+
+
+def exit_rank(code: int) -> NoReturn:
+    """End this process with `code`, now, from any thread; what is written must be closed.
+
+    Past this point only destructors of native libraries would run, and one of their threads was seen to abort a
+    finished rank (about once in fifty), which would turn exit code 0 into 134.
+    """
+    if path := os.environ.get(EXIT_FILE):
+        with Path(path).open("a") as file:
+            file.write(f"{code}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

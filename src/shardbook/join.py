@@ -1,0 +1,212 @@
+"""Joining: which rank this process is, by its launcher's variables, and the store where all ranks of a run meet.
+
+Invariant: either every rank of the run gets the store, or every rank that came ends with one line that says which did
+not and where they were awaited. Knows nothing of process groups and devices.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from shardbook.recipe import RecipeError
+
+SILENT_SECONDS = 15  # a head that does not answer at all, or whose name is not known (yet)
+JOIN_SECONDS = 300  # ranks that do not come
+TELL_SECONDS, TELL_AGAIN_SECONDS = 10, 30
+STORE_TIMEOUT = timedelta(seconds=60)  # of one call; none is made before its answer is there
+START = "start with shardbook train, torchrun, accelerate launch, or srun through launch/slurm.sbatch"
+ALL_CAME = "all came"
+ALIEN = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}  # they start ranks and tell them nothing of RANK
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank among all, and where they meet. `hosted`: the launcher's agent keeps the store, not rank 0."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    ranks_per_node: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+    hosted: bool = False
+    attempt: int = 0  # torchrun starts its ranks again on the same store
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def read_place(variables: Mapping[str, str]) -> Place:
+    """The place that a launcher's `variables` describe; without a launcher a world of one. Raises RecipeError."""
+    if "RANK" not in variables:
+        for name, program in ALIEN.items():
+            if variables.get(name, "1") not in ("", "1"):
+                raise RecipeError(
+                    f"{name} = {variables[name]} and no RANK: {program} alone makes no run of its processes; {START}"
+                )
+        return Place()
+    absent = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
+    if absent:
+        raise RecipeError(f"the launcher set RANK but not {', '.join(absent)}; {START}")
+
+    def number(name: str, default: str = "") -> int:
+        text = variables.get(name) or default
+        if not (text.isascii() and text.isdigit()):
+            raise RecipeError(f"{name} = {text!r}: must be a whole number; {START}")
+        return int(text)
+
+    rank, world = number("RANK"), number("WORLD_SIZE")
+    local_rank, ranks_per_node = number("LOCAL_RANK", "0"), number("LOCAL_WORLD_SIZE", str(world))
+    port = number("MASTER_PORT")
+    for wrong, said in (
+        (rank >= world, f"RANK = {rank}: must be below WORLD_SIZE = {world}"),
+        (
+            ranks_per_node < 1 or world % max(1, ranks_per_node),
+            f"LOCAL_WORLD_SIZE = {ranks_per_node}: must divide WORLD_SIZE = {world}: the same number of ranks a node",
+        ),
+        (
+            local_rank >= ranks_per_node,
+            f"LOCAL_RANK = {local_rank}: must be below LOCAL_WORLD_SIZE = {ranks_per_node}",
+        ),
+        (not 0 < port < 2**16, f"MASTER_PORT = {port}: must be from 1 to 65535"),
+    ):
+        if wrong:
+            raise RecipeError(f"{said}; {START}")
+    hosted = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = number("TORCHELASTIC_RESTART_COUNT", "0")
+    return Place(rank, world, local_rank, ranks_per_node, variables["MASTER_ADDR"], port, hosted, attempt)
+
+
+def join_ranks(place: Place) -> Store:
+    """The store of all ranks, once all have come; see `read_member` for what each has said of itself there.
+
+    Raises RecipeError, on each rank that came, where some have not come after JOIN_SECONDS, two claim to be the same,
+    the head cannot be reached or its port is taken.
+    """
+    is_host = place.rank == 0 and not place.hosted
+    if not is_host:
+        _await_head(place)
+    store = open_store(place, is_host)
+    member: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "world_size": place.world_size}
+    member["cores"] = sorted(os.sched_getaffinity(0))
+    if store.add(f"claims/{place.rank}", 1) > 1:
+        first = read_member(store, place.rank)
+        said = (
+            f"RANK = {place.rank} is claimed by two processes: {first['pid']} on {first['host']}, "
+            f"{member['pid']} on {member['host']}; each rank must be started once"
+        )
+        raise RecipeError(_refuse(store, said))
+    store.set(f"beat/{place.rank}", "0")
+    store.set(f"member/{place.rank}", json.dumps(member))
+    verdict = _await_ranks(store, place) if place.rank == 0 else _await_verdict(store, place)
+    if verdict != ALL_CAME:
+        raise RecipeError(verdict)
+    return store
+
+
+def open_store(place: Place, is_host: bool = False) -> Store:
+    """A connection of its own to the store of the run. Raises RecipeError where there is none."""
+    opened: list[Store] = []
+    reasons: list[str] = []
+
+    def connect() -> None:
+        words: tuple[Any, ...] = (place.host, place.port, place.world_size, is_host, STORE_TIMEOUT)
+        try:
+            opened.append(TCPStore(*words, wait_for_workers=False))
+        except (dist.DistError, ValueError) as error:
+            reasons.append(str(error).splitlines()[0])
+
+    # In a thread, because a stranger on that port that says nothing would be waited for without end.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(SILENT_SECONDS)
+    if opened:
+        return PrefixStore(f"shardbook/{place.attempt}", opened[0])
+    reason = reasons[0] if reasons else "something else listens there and says nothing"
+    if is_host and "EADDRINUSE" in reason:
+        raise RecipeError(
+            f"{place.address}: the port is taken on {socket.gethostname()}, where rank 0 should listen; "
+            "end what holds it, or choose another port"
+        )
+    raise RecipeError(f"{place.address}: rank {place.rank} finds no run there ({reason})")
+
+
+def read_member(store: Store, rank: int) -> dict[str, Any]:
+    """`host`, `pid` and `cores` (those it may use) of a rank that has come."""
+    return json.loads(store.get(f"member/{rank}"))
+
+
+def name_ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def _await_head(place: Place) -> None:
+    """Return once something listens at the head. One that answers may still be starting; one that is silent is given
+    SILENT_SECONDS."""
+    began = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((place.host, place.port), timeout=5).close()
+            return
+        except OSError as error:
+            answers = isinstance(error, ConnectionRefusedError)
+            reason = "no machine of that name" if isinstance(error, socket.gaierror) else error.strerror or "no answer"
+        waited = time.monotonic() - began
+        if waited > (JOIN_SECONDS if answers else SILENT_SECONDS):
+            reason = "that machine answers, but rank 0 does not listen there" if answers else reason
+            raise RecipeError(
+                f"{place.address}: rank {place.rank} on {socket.gethostname()} did not reach rank 0 there in "
+                f"{waited:.0f} s ({reason})"
+            )
+        time.sleep(0.2)
+
+
+def _await_ranks(store: Store, place: Place) -> str:
+    """Rank 0: wait until all have come, saying now and then who has not. Returns the verdict that every rank reads."""
+    keys = [f"member/{rank}" for rank in range(place.world_size)]
+    began, tell_at = time.monotonic(), TELL_SECONDS
+    while not store.check(keys):
+        if store.check(["verdict"]):
+            return store.get("verdict").decode()
+        waited = time.monotonic() - began
+        if waited > min(tell_at, JOIN_SECONDS):
+            missing = name_ranks([rank for rank, key in enumerate(keys) if not store.check([key])])
+            if waited > JOIN_SECONDS:
+                said = f"{missing} of {place.world_size} did not come to {place.address} in {waited:.0f} s"
+                return _refuse(store, f"{said}; start the run on every node, with this address")
+            print(f"waiting for {missing} of {place.world_size} at {place.address}", flush=True)
+            tell_at += TELL_AGAIN_SECONDS
+        time.sleep(0.05)
+    for rank, member in enumerate(map(json.loads, store.multi_get(keys))):
+        if member["world_size"] != place.world_size:
+            said = f"WORLD_SIZE is {member['world_size']} on rank {rank} ({member['host']})"
+            return _refuse(store, f"{said} and {place.world_size} on rank 0; start every node alike")
+    store.set("verdict", ALL_CAME)
+    return ALL_CAME
+
+
+def _refuse(store: Store, verdict: str) -> str:
+    store.set("verdict", verdict)
+    time.sleep(1)  # until the others have read it: the store may end with this process
+    return verdict
+
+
+def _await_verdict(store: Store, place: Place) -> str:
+    try:
+        store.wait(["verdict"], timedelta(seconds=JOIN_SECONDS + 60))
+        return store.get("verdict").decode()
+    except dist.DistNetworkError:
+        return f"rank 0 at {place.address} ended before all ranks had come; it says why"
+    except dist.DistStoreError:
+        return f"rank 0 of {place.world_size} did not come to {place.address} in {JOIN_SECONDS + 60} s"

@@ -1,0 +1,107 @@
+"""A rank that vanishes ends the others within a bound, with one line; a healthy run is never ended."""
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+from world import losses, run_train, start_ranks
+
+LOST_SECONDS = 2
+HOST = socket.gethostname()
+
+
+def read(path):
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_rank_that_is_not_heard_of(recipe, tmp_path, frozen):
+    """Stopped, its connections stay open: as with a machine that has lost its link."""
+    words = [str(recipe), f"run.name=frozen-{frozen}", "train.steps=100000", f"run.lost_seconds={LOST_SECONDS}"]
+    ranks = start_ranks(2, words, tmp_path)
+    try:
+        deadline = time.monotonic() + 60
+        while "step 3/" not in read(tmp_path / "0") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        began = time.monotonic()
+        os.kill(ranks[frozen].pid, signal.SIGSTOP)
+        ranks[1 - frozen].join(30)
+        took = time.monotonic() - began
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[1 - frozen].exitcode == 1, read(tmp_path / str(1 - frozen))
+    assert LOST_SECONDS <= took < LOST_SECONDS + 8
+    last = f"rank {frozen} (host {HOST}) has not been heard of for {LOST_SECONDS} s; run the same command again"
+    assert read(tmp_path / str(1 - frozen)).splitlines()[-1] == f"shardbook: run failed: {last}"
+
+
+def dawdle():
+    """Rank 0 ends 3 s after its peer, and rank 1 starts 3 s late to take its second step."""
+    import shardbook.rundir as rundir
+    import shardbook.train as train
+
+    finish, clip, steps = rundir.RunDirectory.finish, train.clip_gradients, []
+
+    def clip_late(*words):
+        steps.append(1)
+        if os.environ["RANK"] == "1" and len(steps) == 2:
+            time.sleep(3)
+        return clip(*words)
+
+    def finish_late(*words):
+        time.sleep(3)
+        return finish(*words)
+
+    train.clip_gradients, rundir.RunDirectory.finish = clip_late, finish_late
+
+
+def test_ranks_that_wait_for_each_other_are_alive(recipe, tmp_path):
+    words = [str(recipe), "run.name=slow", f"run.lost_seconds={LOST_SECONDS}"]
+    ranks = start_ranks(2, words, tmp_path, dawdle)
+    for rank in ranks:
+        rank.join(90)
+    said = [read(tmp_path / str(rank)) for rank in range(2)]
+    assert [rank.exitcode for rank in ranks] == [0, 0], said
+    assert "not been heard of" not in "".join(said)
+    assert losses(recipe.parent / "slow") == losses(run_train(2, recipe, "plain"))
+
+
+def leave_early():
+    """Rank 0 is done while rank 1 still is not."""
+    import shardbook.train as train
+
+    stop = train.stop_distributed
+
+    def stop_late(ranks):
+        time.sleep(4 * ranks.rank)
+        stop(ranks)
+
+    train.stop_distributed = stop_late
+
+
+def test_rank_0_stays_for_those_who_are_not_done(recipe, tmp_path):
+    words = [str(recipe), "run.name=stays", "run.lost_seconds=8"]
+    ranks = start_ranks(2, words, tmp_path, leave_early)
+    deadline = time.monotonic() + 60
+    while "done     5 steps" not in read(tmp_path / "0") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(1.5)
+    assert ranks[0].is_alive() and ranks[1].is_alive()
+    for rank in ranks:
+        rank.join(90)
+    assert [rank.exitcode for rank in ranks] == [0, 0], [read(tmp_path / str(rank)) for rank in range(2)]
+
+
+def test_a_refused_recipe_stays_one_line(recipe, tmp_path):
+    """Rank 0 leaves first, and the store with it; rank 1, which says the same two seconds later, must not beat on it."""
+    words = [str(recipe), "run.name=refused", "parallel.dp_shard_size=3", "run.lost_seconds=2"]
+    ranks = start_ranks(2, words, tmp_path)
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [2, 2]
+    for rank in range(2):
+        said = "mesh dp_replicate 1 x dp_shard 3 needs 3 ranks, the world has 2: start 3 ranks, or set one size to -1"
+        assert read(tmp_path / str(rank)) == f"shardbook: {said}\n"

@@ -1,0 +1,99 @@
+"""Ranks that cannot all meet say so in one line, each of them, in bounded time; threads follow the cores."""
+
+import os
+import re
+import socket
+import time
+
+import pytest
+from world import run_world, train_rank
+
+
+def start(recipe, seconds, changes):
+    """A rank that waits `seconds` in place of minutes; `changes`: variables of some ranks, by their first RANK."""
+    import shardbook.join as join
+
+    join.SILENT_SECONDS, join.JOIN_SECONDS, join.TELL_SECONDS = seconds, seconds, seconds / 2
+    os.environ.update(changes.get(os.environ["RANK"], {}))
+    began = time.monotonic()
+    return *train_rank([str(recipe), "run.name=unmet"]), time.monotonic() - began
+
+
+def refused(recipe, size, said, seconds=2, changes=None, environment=None, bound=10):
+    for code, out, errors, took in run_world(size, start, recipe, seconds, changes or {}, environment=environment):
+        assert code == 2 and re.search(f"^shardbook: {said}", errors) and errors.count("\n") == 1, (out, errors)
+        assert took < bound
+    assert not (recipe.parent / "unmet").exists()
+
+
+def test_ranks_that_do_not_come(recipe):
+    started = run_world(2, start, recipe, 2, {}, environment={"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"})
+    for code, _, errors, took in started:
+        assert code == 2 and took < 8
+        said = r"shardbook: ranks 2, 3 of 4 did not come to 127\.0\.0\.1:\d+ in 2 s; start the run on every node, "
+        assert re.fullmatch(said + "with this address\n", errors), errors
+    assert re.search(r"^waiting for ranks 2, 3 of 4 at 127\.0\.0\.1:\d+$", started[0][1], re.M)
+    assert "waiting" not in started[1][1]
+
+
+def test_rank_0_does_not_come(recipe):
+    changes = {"0": {"RANK": "1"}}
+    said = r"127\.0\.0\.1:\d+: rank 1 on \S+ did not reach rank 0 there in 1 s \(that machine answers, but rank 0 does"
+    refused(recipe, 1, said, 1, changes, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"})
+
+
+def test_two_that_claim_one_rank(recipe):
+    refused(recipe, 3, r"RANK = 1 is claimed by two processes: \d+ on \S+, \d+ on \S+;", 20, {"2": {"RANK": "1"}})
+
+
+def test_worlds_of_unlike_size(recipe):
+    said = r"WORLD_SIZE is 4 on rank 1 \(\S+\) and 2 on rank 0; start every node alike"
+    refused(recipe, 2, said, 20, {"1": {"WORLD_SIZE": "4"}})
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_port_where_something_else_listens(recipe, rank):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{(port := taken.getsockname()[1])}"
+        said = f"{address}: the port is taken on "
+        if rank == "1":
+            said = rf"{address}: rank 1 finds no run there \(something else listens there and says nothing\)"
+        changes = {"0": {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(port)}}
+        refused(recipe, 1, said, 1, changes)
+
+
+def test_a_head_that_no_one_knows(recipe):
+    changes = {"0": {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "no-such-host.invalid"}}
+    said = r"no-such-host\.invalid:\d+: rank 1 on \S+ did not reach rank 0 there in \d+ s \(no machine of that name\)"
+    refused(recipe, 1, said, 0.5, changes, bound=30)
+
+
+def threads(variables, cores):
+    import torch
+
+    from shardbook.dist import start_distributed
+
+    if "OMP_NUM_THREADS" not in variables:
+        del os.environ["OMP_NUM_THREADS"]
+    os.environ.update(variables)
+    os.sched_getaffinity = lambda pid: cores[int(os.environ["RANK"])]  # this machine may have fewer
+    torch.set_num_threads(5)
+    start_distributed()
+    return torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    "variables, cores, expected",
+    [
+        ({}, [range(8), range(8)], [4, 4]),
+        ({}, [range(4), range(4, 8)], [4, 4]),  # bound to cores of their own by the launcher
+        ({}, [range(1), range(1)], [1, 1]),
+        ({"OMP_NUM_THREADS": "5"}, [range(8), range(8)], [5, 5]),  # the user's choice
+        ({"OMP_NUM_THREADS": "1"}, [range(8), range(8)], [5, 5]),  # (torch has read it before)
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, [range(8), range(8)], [4, 4]),
+    ],
+)
+def test_threads_are_the_share_of_the_cores(variables, cores, expected):
+    assert run_world(2, threads, variables, cores) == expected
