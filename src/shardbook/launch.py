@@ -37,8 +37,9 @@ class Nodes:
             raise RecipeError(f"--node-rank {self.rank}: must be from 0 to {self.count - 1} with --nodes {self.count}")
         if self.count > 1 and not self.head:
             raise RecipeError(f"--nodes {self.count}: needs --head, the first machine's host or host:port")
-        if ":" in self.head and not self.head.rpartition(":")[2].isdigit():
-            raise RecipeError(f"--head {self.head}: must be a host or host:port")
+        port = self.head.rpartition(":")[2] if ":" in self.head else str(PORT)
+        if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+            raise RecipeError(f"--head {self.head}: must be a host or host:port, with a port from 1 to 65535")
 
     @property
     def address(self) -> tuple[str, int]:
@@ -58,6 +59,8 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         LAUNCHER: str(os.getpid()),
+        # else ranks whose store has ended dump C++ stacks over the one line that says why
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     processes: list[subprocess.Popen[bytes]] = []
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe
+from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe, first_line
 from shardbook.trackers import check_installed
 
 PACKAGES = ("shardbook", "transformers", "datasets", "accelerate", "safetensors")
@@ -76,6 +76,8 @@ def open_run(run: Run, recipe_path: Path) -> RunDirectory:
         _hold(path)
         tempfile.TemporaryFile(dir=path).close()
         before = json.loads((path / "run.json").read_text()) if (path / "run.json").is_file() else {}
+    except ValueError as error:
+        raise RecipeError(f"{path / 'run.json'}: damaged ({first_line(error)}); choose another run.name") from None
     except OSError as error:
         raise RecipeError(
             f"run directory {path}: cannot be written ({error.strerror}); set run.dir to a place that can"

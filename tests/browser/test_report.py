@@ -2,12 +2,11 @@
 the keyboard, print. Needs Chromium (Debian: apt-get install chromium); CHROMIUM names another program."""
 
 import json
-import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
+from picture import find_chromium
 from playwright.sync_api import sync_playwright
 
 from shardbook.compare.outcome import Outcome
@@ -47,12 +46,8 @@ def invented(name: str, stage: str, times: float, **more) -> Outcome:
 
 @pytest.fixture(scope="module")
 def browser():
-    program = os.environ.get("CHROMIUM") or next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None
-    )
-    assert program, "no chromium on the PATH: apt-get install chromium, or set CHROMIUM"
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        started = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
         yield started
         started.close()
 

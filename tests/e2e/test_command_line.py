@@ -270,6 +270,10 @@ def test_a_signal_to_one_node_stops_both_and_the_same_command_continues(first, r
         (["--nodes", "0", "--head", "here"], "--nodes 0: must be at least 1"),
         (["--nodes", "2", "--head", "here:there"], "--head here:there: must be a host or host:port"),
         (
+            ["--nodes", "2", "--head", "here:70000"],
+            "--head here:70000: must be a host or host:port, with a port from 1",
+        ),
+        (
             ["--nodes", "3", "--head", "here", "parallel.dp_shard_size=4"],
             "4 ranks, which 3 machines cannot share evenly",
         ),
