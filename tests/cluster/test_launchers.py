@@ -38,18 +38,6 @@ def plain(recipe):
     return losses(run_train(2, recipe, "plain"))
 
 
-def test_accelerate_starts_it(recipe, plain, tmp_path):
-    launch = [BIN / "accelerate", "launch", "--config_file", ROOT / "launch/accelerate/single-node.yaml"]
-    command = [*launch, "--num_processes", "2", "-m", "shardbook.train", recipe, "run.name=accelerate"]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env=os.environ | {"SHARDBOOK_EXIT_FILE": f"{tmp_path}/c"}
-    )
-    assert result.returncode == 0, result.stderr
-    assert "following values were not passed" not in result.stderr  # the file names what accelerate would warn of
-    assert losses(recipe.parent / "accelerate") == plain
-    assert (tmp_path / "c").read_text() == "0\n0\n"
-
-
 def test_torchrun_stops_on_a_signal_with_75_and_continues(recipe, plain, tmp_path):
     said = tmp_path / "said"
     process = start(torchrun(recipe, "torchrun", *LONG), said, NPROC="2", PYTHON=sys.executable)
