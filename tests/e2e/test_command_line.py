@@ -21,6 +21,7 @@ from shardbook.dist import free_port
 from shardbook.recipe import RecipeError, load_recipe
 
 BIN = Path(sys.executable).parent
+LAUNCH = Path(__file__).parents[2] / "launch"
 STEP_KEYS = {
     "step",
     "train/loss",
@@ -190,6 +191,23 @@ def test_the_resolved_recipe_repeats_the_run(first, recipe):
     result = shardbook("train", str(run / "resolved.toml"), "run.name=repeat", "run.report_to=none")
     assert result.returncode == 0, result.stderr
     assert losses(recipe.parent / "repeat") == losses(run)
+
+
+def test_torchrun_and_accelerate_start_it_too(first, recipe, tmp_path):
+    words = ["-m", "shardbook.train", recipe, "train.steps=2"]
+    accelerate = ["accelerate", "launch", "--config_file", LAUNCH / "accelerate/single-node.yaml", "--num_processes=2"]
+    launchers = {
+        "torchrun": ["torchrun", "--standalone", "--nproc_per_node=2", *words],
+        "accelerate": accelerate + words,
+    }
+    for name, (program, *rest) in launchers.items():
+        codes = tmp_path / name
+        environment = os.environ | {"SHARDBOOK_EXIT_FILE": str(codes)}
+        command = [BIN / program, *rest, f"run.name={name}"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+        assert result.returncode == 0, result.stderr
+        assert "following values were not passed" not in result.stderr  # the file names what accelerate would warn of
+        assert losses(recipe.parent / name) == losses(first[0])[:2] and codes.read_text() == "0\n0\n"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
