@@ -172,6 +172,13 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(recipe, stages,
     assert not (recipe.parent / "refused").exists()
 
 
+def test_a_comparison_with_other_settings_is_not_continued(compared, recipe, capsys):
+    words = ["--stages", "ddp zero3", "--nproc", "2", "run.name=both", "optim.learning_rate=0.5"]
+    assert cli.main(["compare", str(recipe), *words]) == 2
+    said = f"{compared[1]}/ddp was run with other settings: optim.learning_rate was 0.003 there, is 0.5 here; choose"
+    assert said in capsys.readouterr().err
+
+
 def test_no_variant_finished(recipe):
     result = compare(recipe, "--stages", "zero3", "run.name=nothing", "data.train=nowhere.jsonl")
     assert result.returncode == 2

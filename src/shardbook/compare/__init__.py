@@ -24,7 +24,7 @@ from shardbook.compare.page import summary_rows, write_page
 from shardbook.compare.workspace import keep_workspace, publish
 from shardbook.exits import DONE, FAILED, PREEMPTED
 from shardbook.mesh import resolve_sizes
-from shardbook.recipe import Parallel, RecipeError, Run, load_recipe
+from shardbook.recipe import Parallel, Recipe, RecipeError, Run, flatten_recipe, load_recipe
 from shardbook.stages import STAGES, check_stage, find_stage
 
 # Keys of [parallel] that only some stages have: a variant of another stage than the recipe's starts without them.
@@ -106,6 +106,8 @@ def compare(recipe_path: Path, stages: str, overrides: list[str], nproc: int, ru
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecipeError(f"{folder}: cannot be written ({error.strerror}); set run.dir to a place that can") from None
+    for variant in variants:
+        _check_same(folder / variant.folder, load_recipe(recipe_path, [*overrides, *variant.words]))
     print(f"compare  {folder}: {len(variants)} variants of {recipe_path.stem}, {nproc} ranks each")
     listed = {variant.folder: variant.name for variant in variants}
     (folder / LISTED).write_text(json.dumps(listed, indent=1) + "\n")
@@ -125,12 +127,28 @@ def compare(recipe_path: Path, stages: str, overrides: list[str], nproc: int, ru
     return FAILED if any(codes.values()) else DONE
 
 
+def _check_same(run: Path, recipe: Recipe) -> None:
+    """Raise RecipeError where the run is there already, with other settings: it would be shown as what it is not."""
+    if not (run / "resolved.toml").is_file():
+        return
+    before, now = flatten_recipe(load_recipe(run / "resolved.toml")), flatten_recipe(recipe)
+    differ = [
+        f"{key} was {before[key]!r} there, is {value!r} here"
+        for key, value in now.items()
+        if value not in (before[key], "auto")
+        and not key.startswith("run.")
+        and key not in ("train.steps", "train.epochs")
+    ]
+    if differ:
+        raise RecipeError(f"{run} was run with other settings: {'; '.join(differ[:3])}; choose another run.name")
+
+
 def run_variant(words: list[str], log: Path, title: str) -> int:
     """`shardbook` with `words`, its output kept in `log` and its steps shown. Returns the exit code."""
     command = [sys.executable, "-m", "shardbook.cli", *words]
     # a session of its own: a Ctrl-C reaches it once, through us
     with (
-        log.open("w") as file,
+        log.open("a") as file,
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         ) as process,
