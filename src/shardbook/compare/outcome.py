@@ -14,6 +14,7 @@ from typing import Any
 from shardbook.console import readable_bytes
 
 CATEGORIES = ("params", "grads", "optimizer", "unsent")  # of memory/<what>_bytes
+ROUNDING = 1e-5  # another order of additions: stages agree to 1e-6 in a step, and steps add up
 SOURCES = ("paper", "predicted", "measured")
 
 
@@ -135,7 +136,12 @@ def judge(one: Outcome, base: Outcome) -> str:
         return f"what the others are held against: {readable_bytes(one.resident_bytes)} kept, {sent} sent a step"
     step = first_difference(one, base)
     largest = max(differences(one, base).values(), default=0.0)
-    words = ["same losses bitwise" if step is None else f"losses differ from step {step}, by {_share(largest)} at most"]
+    if step is None:
+        words = ["same losses bitwise"]
+    elif largest < ROUNDING:
+        words = [f"same losses but for rounding ({largest:.0e}, from step {step})"]
+    else:
+        words = [f"losses differ from step {step}, by {largest:.1%} at most"]
     if base.resident_bytes:
         less = 1 - one.resident_bytes / base.resident_bytes
         words.append("same memory" if abs(less) < 0.005 else f"{abs(less):.0%} {'less' if less > 0 else 'more'} memory")
@@ -143,10 +149,6 @@ def judge(one: Outcome, base: Outcome) -> str:
         ratio = one.sent_bytes / base.sent_bytes
         words.append("same traffic" if abs(ratio - 1) < 0.005 else f"{ratio:.2g}x traffic")
     return "; ".join(words)
-
-
-def _share(value: float) -> str:
-    return f"{value:.1%}" if value >= 0.001 else f"{value:.0e} of the loss"
 
 
 def write_json(path: Path, title: str, outcomes: list[Outcome]) -> None:
