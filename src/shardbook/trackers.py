@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from shardbook.recipe import RecipeError, Run
 
@@ -104,10 +105,13 @@ def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> t
 
 
 def has_wandb_key() -> bool:
+    """Whether wandb would find a key without asking: in its variable, or where `wandb login` leaves it."""
+    import wandb
+
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
+        return netrc.netrc().authenticators(urlsplit(wandb.Settings().base_url).hostname or "") is not None
     except (OSError, netrc.NetrcParseError):
         return False
 

@@ -1,4 +1,4 @@
-"""The files of launch/ on one machine, two launches into one run, and a launcher that is killed."""
+"""The files of launch/ on one machine, two launches into one run, a launcher that is killed, a comparison that goes on."""
 
 import fcntl
 import os
@@ -124,3 +124,23 @@ def test_a_file_system_without_locks(recipe):
     assert (first, second) == (0, 0)
     said = f"run directory {run}: not locked (No locks available); do not start the same run twice\n"
     assert out.count(said) == 1 and "not locked" not in also
+
+
+def test_a_signal_saves_and_the_same_command_runs_only_what_is_left(recipe):
+    words = [recipe, "--stages", "ddp zero3", "run.name=stopped", "optim.lr_scheduler_type=constant"]
+    words += ["train.export=false", "train.steps=5"]
+    with subprocess.Popen([BIN / "shardbook", "compare", *words], stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if "zero3  step 1/" in line:
+                process.send_signal(signal.SIGTERM)
+                break
+        rest = process.stdout.read()
+    ddp = recipe.parent / "stopped" / "ddp" / "metrics.jsonl"
+    before = ddp.read_bytes()
+    assert process.returncode == 75 and rest.splitlines()[-1] == "stopped  in zero3; continue with run.name=stopped", (
+        rest
+    )
+    result = subprocess.run([BIN / "shardbook", "compare", *words], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout
+    assert "[1/2] ddp  done     this run has finished its 5 steps" in result.stdout and ddp.read_bytes() == before
+    assert losses(recipe.parent / "stopped" / "zero3") == losses(recipe.parent / "stopped" / "ddp")

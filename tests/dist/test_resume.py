@@ -173,11 +173,8 @@ def test_checkpoints_that_do_not_fit_are_refused(recipe, straight, tiny):
     "file, damage",
     [
         ("__0_0.distcp", lambda data: data[: len(data) // 2]),
-        ("__1_0.distcp", None),
         (".metadata", lambda data: b"nonsense"),
-        ("state.json", lambda data: b"{"),
         ("state.json", lambda data: b"{}"),
-        ("state.json", None),
     ],
 )
 def test_a_damaged_checkpoint_is_named(recipe, straight, tmp_path, file, damage):

@@ -187,7 +187,9 @@ def draw_differences(outcomes: list[Outcome]) -> Panel | None:
             traces.append(trace | {"x": list(points), "y": list(points.values())})
     if not traces:
         return None
-    share = {"type": "log", "title": {"text": "share of the loss"}, "tickformat": ".0e", "dtick": "D2"}
+    drawn = [share for one in outcomes[1:] for share in differences(one, base).values() if share]
+    dense = max(drawn) < 100 * min(drawn)  # too few powers of ten to read it by
+    share = {"type": "log", "title": {"text": "share of the loss"}, "tickformat": ".0e", "dtick": "D2" if dense else 1}
     return (
         f"Difference from {base.name}",
         f"How far each loss is from {base.name}'s, as a share of it. A variant that is not drawn has the same losses "

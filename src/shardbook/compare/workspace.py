@@ -103,10 +103,10 @@ def publish(folder: Path, outcomes: list[Outcome]) -> None:
 
     Without a key or a network it says so and nothing else changes."""
     try:
-        if not has_wandb_key():
-            raise RuntimeError("no key (wandb login, or WANDB_API_KEY)")
         import wandb
 
+        if not has_wandb_key():
+            raise RuntimeError("no key (wandb login, or WANDB_API_KEY)")
         entity, project = wandb.Api(timeout=30).default_entity or "", _project(outcomes)
         if offline := sorted(folder.glob("*/wandb/offline-run-*")):
             subprocess.run([sys.executable, "-m", "wandb", "sync", *map(str, offline)], check=True)
