@@ -1,4 +1,4 @@
-"""The files of launch/ on one machine, two launches into one run, a launcher that is killed, a comparison that goes on."""
+"""The files of launch/ on one machine, two launches into one run, a killed launcher, a comparison that goes on."""
 
 import fcntl
 import os
