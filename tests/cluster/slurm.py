@@ -23,10 +23,13 @@ PACKAGES = {"slurmctld": "slurm-wlm", "munged": "munge", "shellcheck": "shellche
 NODES = ("other", "localhost")
 DAEMONS = ("munged", "slurmctld", *(f"slurmd.{node}" for node in NODES))
 # cred_expire: how long a requeued job waits at the least; 120 unless told. KillWait: from SIGTERM to SIGKILL.
+# FirstJobId: a job's port comes from its number, and another test run here would have the same.
+# JobRequeue and KillOnBadExit as a cluster may have them, against which the script must stand.
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={pid}
 SlurmUser=root
 SlurmdUser=root
 AuthInfo=socket={folder}/munged.socket,cred_expire=5
@@ -37,6 +40,7 @@ SelectTypeParameters=CR_CPU
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 JobRequeue=0
+KillOnBadExit=1
 KillWait=30
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -66,7 +70,7 @@ def slurm() -> Iterator[dict[str, str]]:
     host = socket.gethostname().partition(".")[0]
     here = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()}"
     nodes = "\n".join(f"NodeName={node} {here} Port={free_port()}" for node in NODES)
-    config.write_text(CONFIG.format(folder=folder, host=host, port=free_port(), nodes=nodes))
+    config.write_text(CONFIG.format(folder=folder, host=host, port=free_port(), pid=os.getpid(), nodes=nodes))
     # what an outer job would say to sbatch and srun goes
     environment = {name: value for name, value in os.environ.items() if not re.match("SLURM|SBATCH|SRUN", name)}
     environment["SLURM_CONF"] = str(config)
@@ -78,9 +82,7 @@ def slurm() -> Iterator[dict[str, str]]:
             subprocess.run(["slurmd", "-f", config, "-N", node], check=True)
         until(lambda: run("sinfo", "-h", "-o", "%D %t", env=environment).strip() == "2 idle", 60)
         yield environment
-        run("scancel", "--state=PENDING", "--user=root", env=environment)
-        run("scancel", "--user=root", env=environment)
-        until(lambda: not run("squeue", "-h", env=environment), 60)
+        until(lambda: no_job_left(environment), 60)
     finally:
         for daemon in reversed(DAEMONS):
             stop(folder / f"{daemon}.pid")
@@ -99,6 +101,12 @@ def install() -> None:
             if done.returncode:
                 last = (done.stderr or done.stdout).strip().splitlines()[-1]
                 pytest.fail(f"apt-get {' '.join(words)} failed: {last}", pytrace=False)
+
+
+def no_job_left(environment: dict[str, str]) -> bool:
+    """Cancels what there is, each time: a script that is wrong may bring its job back."""
+    run("scancel", "--user=root", env=environment)
+    return not run("squeue", "-h", env=environment)
 
 
 def stop(pid_file: Path) -> None:

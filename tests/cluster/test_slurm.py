@@ -142,6 +142,22 @@ def test_a_job_that_is_told_before_its_ranks_listen_begins_again(cluster, recipe
     assert len(losses(recipe.parent / f"tiny-{job.number}")) == 5
 
 
+def test_a_node_that_leaves_first_does_not_end_the_other_which_still_saves(cluster, recipe):
+    """In place of `shardbook train`: the first node takes three seconds longer than the other."""
+    launcher = """#!/bin/bash
+        [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && exit 0
+        [ "$SLURM_NODEID" -eq 0 ] && sleep 3 && echo "saved on $SLURM_NODEID"
+        exit 75"""
+    folder = recipe.parent / "bin"
+    folder.mkdir()
+    for name, text in {"shardbook": launcher, "python": f'#!/bin/bash\nexec {BIN}/python "$@"'}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    job = submit(cluster | {"SHARDBOOK_BIN": str(folder)}, recipe.parent, "--nodes=2", SCRIPT, recipe)
+    job.ends("COMPLETED", seconds=60)
+    assert job.fact("Restarts") == "1" and job.said().count("saved on 0") == 1
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
