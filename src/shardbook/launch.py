@@ -82,6 +82,8 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
         processes.append(
             subprocess.Popen([sys.executable, "-m", "shardbook.train", *words], env=environment, start_new_session=True)
         )
+    if asked:  # while ranks were being started: the later ones have not heard it
+        pass_on(signal.SIGTERM, None)
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
@@ -89,7 +91,7 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
                 for process in processes:
                     process.kill()
                     process.wait()
-                if asked and code in (-signal.SIGTERM, -signal.SIGKILL):
+                if asked and code in (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL):
                     return _explain_stop(code)
                 return _explain_exit(rank, code)
         if None not in codes:
@@ -99,7 +101,7 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
 
 def _explain_stop(code: int) -> int:
     """The exit code where ranks ended by the signal that was passed on to them, without having saved."""
-    early = code == -signal.SIGTERM  # before they listened for it
+    early = code != -signal.SIGKILL  # before they listened for it
     reason = "stopped before the first step; run the same command again" if early else "run failed: quit without saving"
     print(f"shardbook: {reason}", file=sys.stderr)
     return PREEMPTED if early else FAILED
