@@ -18,10 +18,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardbook.heartbeat import Heartbeat, watch_launcher
-from shardbook.join import Place, join_ranks, read_member, read_place
+from shardbook.join import Place, Store, join_ranks, read_member, read_place
 from shardbook.recipe import RecipeError
 
 T = TypeVar("T")

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardbook.exits import FAILED, LEAVING, exit_rank
-from shardbook.join import Place, name_ranks, open_store, read_member
+from shardbook.join import Place, Store, name_ranks, open_store, read_member
 
 LAUNCHER = "SHARDBOOK_LAUNCHER"  # the pid of the `shardbook train` that started this rank
 BEAT_SECONDS = 2.0  # at most: an eighth of the limit where that is shorter

@@ -15,7 +15,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+# public (torch.distributed.Store in its documentation), but mypy does not see that it is exported
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store as Store  # type: ignore[attr-defined]
 
 from shardbook.recipe import RecipeError
 

@@ -194,6 +194,3 @@ def report(folder: Path, publishes: bool = False) -> None:
     print(f"report   {folder / 'report.html'}")
     if publishes:
         publish(folder, outcomes)
-
-
-__all__ = ["Variant", "compare", "read_variants", "report"]

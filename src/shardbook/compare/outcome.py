@@ -112,19 +112,16 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def first_difference(one: Outcome, other: Outcome) -> int | None:
-    """The first step whose losses differ in any bit; None where no step that both logged does."""
-    theirs = dict(zip(other.steps, other.losses, strict=True))
-    return next(
-        (step for step, loss in zip(one.steps, one.losses, strict=True) if theirs.get(step, loss) != loss), None
-    )
-
-
 def differences(one: Outcome, other: Outcome) -> dict[int, float]:
-    """By step: how far the losses of `one` are from `other`'s, as a share of the latter's."""
+    """By step that both logged: how far the losses of `one` are from `other`'s, as a share of the latter's."""
     theirs = dict(zip(other.steps, other.losses, strict=True))
     pairs = ((step, loss, theirs[step]) for step, loss in zip(one.steps, one.losses, strict=True) if step in theirs)
     return {step: abs(loss - base) / abs(base) for step, loss, base in pairs}
+
+
+def first_difference(one: Outcome, other: Outcome) -> int | None:
+    """The first step whose losses differ in any bit; None where none does."""
+    return next((step for step, apart in differences(one, other).items() if apart), None)
 
 
 def judge(one: Outcome, base: Outcome) -> str:

@@ -28,27 +28,3 @@ from shardbook.recipe.schema import (
     Train,
     nearest,
 )
-
-__all__ = [
-    "Activation",
-    "Data",
-    "Model",
-    "Optim",
-    "Parallel",
-    "Precision",
-    "Recipe",
-    "RecipeError",
-    "Run",
-    "Section",
-    "Train",
-    "describe_keys",
-    "dump_recipe",
-    "find_recipe",
-    "first_line",
-    "flatten_recipe",
-    "list_recipes",
-    "load_recipe",
-    "nearest",
-    "parse_recipe",
-    "settle_precision",
-]

@@ -5,7 +5,9 @@ name has a rule of its own.
 Sources: DeepSpeed's configuration page (deepspeed.ai/docs/config-json), accelerate's FSDP and DeepSpeed usage guides.
 """
 
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 Settings = dict[str, Any]  # by section.key of a recipe
@@ -63,10 +65,8 @@ def pick(choices: dict[Any, Settings], why: str, said: str = "") -> Rule:
     return rule
 
 
-OFFLOAD = "Shardbook has no offload; shard over more ranks, or recompute (activation.checkpointing=full)"
+REMARKS = tomllib.loads(Path(__file__).with_name("remarks.toml").read_text())
 HALF = "fp16 with loss scaling has no counterpart; use bf16 (precision.params=bf16)"
-BUCKETS = "nothing to set: a unit (parallel.wrap) is gathered and reduced at once, beside compute"
-LAUNCHER = "the launcher's: keep it in the launcher's file or on its command line"
 STAGE = "parallel.stage"
 ZERO_STAGES = {0: {STAGE: "ddp"}, 1: {STAGE: "zero1"}, 2: {STAGE: "zero2"}, 3: {STAGE: "zero3"}}
 WRAPS = {"transformer_based_wrap": {}, "no_wrap": {"parallel.wrap": "none"}, "size_based_wrap": {}}
@@ -80,6 +80,13 @@ STRATEGIES |= {number: STRATEGIES[name] for number, name in enumerate(list(STRAT
 STRATEGIES |= {str(number): STRATEGIES[number] for number in range(1, 5)}
 RESHARDS: dict[Any, Settings] = STRATEGIES | {True: {STAGE: "zero3"}, False: {STAGE: "zero2"}}
 RESHARDS |= {"true": RESHARDS[True], "false": RESHARDS[False]}
+
+
+def remarks(program: str) -> dict[str, Rule]:
+    """The rules of remarks.toml for the keys of `program`."""
+    kinds = {"free": free, "off": off, "alone": alone}
+    found = ((kinds[kind](why), keys) for kind, reasons in REMARKS[program].items() for why, keys in reasons.items())
+    return {key: rule for rule, keys in found for key in keys}
 
 
 def precision_of(value: Any) -> tuple[Settings, str]:
@@ -178,8 +185,7 @@ ACCUMULATION, CLIPPING = to("train.gradient_accumulation_steps", convert=int), t
 SAVES_16_BIT = pick(
     {True: {"train.export_dtype": "bf16"}, False: {}}, "true or false", "the export is always of whole tensors"
 )
-DEEPSPEED: dict[str, Rule] = {
-    "train_batch_size": free("per_device_train_batch_size x gradient_accumulation_steps x ranks; it follows from them"),
+DEEPSPEED: dict[str, Rule] = remarks("deepspeed") | {
     "train_micro_batch_size_per_gpu": to("train.per_device_train_batch_size", convert=int),
     "gradient_accumulation_steps": ACCUMULATION,
     "gradient_clipping": CLIPPING,
@@ -188,8 +194,6 @@ DEEPSPEED: dict[str, Rule] = {
     "scheduler": scheduler_of,
     "fp16": half_of,
     "bf16": brain_of,
-    "amp": off("apex has no counterpart; use precision.params=bf16"),
-    "torch_autocast": off("autocast has no counterpart; precision.params is the dtype of all compute"),
     "communication_data_type": pick(
         {
             "fp32": {"precision.reduce": "fp32"},
@@ -199,16 +203,7 @@ DEEPSPEED: dict[str, Rule] = {
         "gradients are reduced in fp32 or bf16",
     ),
     "data_types.grad_accum_dtype": pick({"fp32": {}}, "gradients add up in fp32, like the masters"),
-    "prescale_gradients": free("nothing to set: gradients are sums, divided once by the tokens of the step"),
-    "gradient_predivide_factor": free("nothing to set: gradients are sums, divided once by the tokens of the step"),
-    "sparse_gradients": off("sparse gradients have no counterpart"),
-    "zero_allow_untested_optimizer": free("nothing to set"),
-    "zero_force_ds_cpu_optimizer": free("nothing to set: the optimizer is torch's"),
     "zero_optimization.stage": pick(ZERO_STAGES, "a stage of ZeRO is a whole number from 0 to 3"),
-    "zero_optimization.offload_optimizer": off(OFFLOAD),
-    "zero_optimization.offload_param": off(OFFLOAD),
-    "zero_optimization.cpu_offload": off(OFFLOAD),
-    "zero_optimization.cpu_offload_params": off(OFFLOAD),
     "zero_optimization.zero_hpz_partition_size": secondary_of,
     "zero_optimization.zero_quantized_weights": pick(
         {True: {STAGE: "zeropp", "parallel.quantize_weights": 8}, False: {}}, "true or false", "qwZ"
@@ -218,60 +213,17 @@ DEEPSPEED: dict[str, Rule] = {
         "true or false",
         "qgZ, 8 bits inside a node and 4 across",
     ),
-    "zero_optimization.zero_quantized_nontrainable_weights": off("frozen weights are kept in precision.master"),
     "zero_optimization.mics_shard_size": lambda value: (
         ({STAGE: "hsdp", "parallel.dp_shard_size": int(value)}, "MiCS is hybrid shard") if value > 0 else ({}, "off")
     ),
-    "zero_optimization.mics_hierarchical_params_gather": free("NCCL chooses its own way inside a group"),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": SAVES_16_BIT,
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": SAVES_16_BIT,
-    **{
-        f"zero_optimization.{name}": free(BUCKETS)
-        for name in (
-            *("allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter", "reduce_bucket_size"),
-            *("contiguous_gradients", "round_robin_gradients", "sub_group_size", "stage3_max_live_parameters"),
-            *("stage3_max_reuse_distance", "stage3_prefetch_bucket_size", "use_multi_rank_bucket_allreduce"),
-            *("stage3_module_granularity_threshold", "memory_efficient_linear", "load_from_fp32_weights"),
-            *("stage3_use_all_reduce_for_fetch_params", "ignore_unused_parameters", "legacy_stage1"),
-        )
-    },
-    "zero_optimization.stage3_param_persistence_threshold": free(
-        "nothing to set: small tensors travel with their block (whole units can stay: parallel.reshard_min_params)"
-    ),
-    "zero_optimization.elastic_checkpoint": free("nothing to set: a checkpoint loads in any layout"),
-    "activation_checkpointing.partition_activations": off("it needs tensor parallelism, which is not there yet"),
-    "activation_checkpointing.cpu_checkpointing": off(OFFLOAD),
-    "activation_checkpointing": free("DeepSpeed's details; what is recomputed is activation.checkpointing"),
     "wandb": tracker_of,
-    "checkpoint": free("nothing to set: a checkpoint loads in any layout"),
-    "tensorboard": off("only wandb is written to; run.report_to"),
-    "csv_monitor": free("nothing to set: every run writes metrics.jsonl"),
-    "comet": off("only wandb is written to; run.report_to"),
-    "flops_profiler": free("nothing to set: perf/mfu is a metric of every GPU run"),
-    "comms_logger": free("nothing to set: the bytes of a step are counted and printed"),
-    "aio": free("only for offload to NVMe"),
-    "wall_clock_breakdown": free("nothing to set: perf/step_seconds is a metric"),
-    "memory_breakdown": free("nothing to set: memory/* are metrics"),
-    "dump_state": free("nothing to set: resolved.toml has every key"),
-    "pipeline": off("pipeline parallelism is not there yet"),
-    "tensor_parallel.autotp_size": alone("tensor parallelism is not there yet"),
-    "sequence_parallel_size": alone("context parallelism is not there yet"),
-    "sparse_attention": off("sparse attention has no counterpart; model.attention"),
-    **{
-        name: off("has no counterpart")
-        for name in (
-            *("autotuning", "elasticity", "compression_training", "progressive_layer_drop", "curriculum_learning"),
-            *("eigenvalue", "hybrid_engine", "nebula", "compile"),
-        )
-    },
-    "data_efficiency": off("has no counterpart"),
 }
-FSDP: dict[str, Rule] = {
-    "fsdp_version": free("nothing to set: it is always fully_shard (version 2)"),
+FSDP: dict[str, Rule] = remarks("fsdp") | {
     "fsdp_sharding_strategy": pick(STRATEGIES, "HYBRID_SHARD_ZERO2 and others have no counterpart"),
     "fsdp_reshard_after_forward": pick(RESHARDS, "others have no counterpart"),
     "fsdp_auto_wrap_policy": pick(WRAPS, "parallel.wrap is block, none or size:<n>", "by block, unless said otherwise"),
-    "fsdp_transformer_layer_cls_to_wrap": free("nothing to set: a model's blocks are known"),
     "fsdp_min_num_params": lambda value: ({"parallel.wrap": f"size:{int(value)}"} if int(value) else {}, ""),
     "fsdp_backward_prefetch": pick(
         {
@@ -283,12 +235,7 @@ FSDP: dict[str, Rule] = {
         "units gathered ahead of the running one",
     ),
     "fsdp_forward_prefetch": pick({True: {"parallel.forward_prefetch": 1}, False: {}}, "true or false"),
-    "fsdp_offload_params": off(OFFLOAD),
     "fsdp_activation_checkpointing": pick({True: {"activation.checkpointing": "full"}, False: {}}, "true or false"),
-    "fsdp_cpu_ram_efficient_loading": free("nothing to set: each rank reads its own slices"),
-    "fsdp_sync_module_states": free("nothing to set: each rank reads its own slices"),
-    "fsdp_use_orig_params": free("nothing to set: always so in fully_shard"),
-    "fsdp_state_dict_type": free("nothing to set: checkpoints are sharded, the export is whole"),
 }
 FSDP["fsdp_backward_prefetch_policy"] = FSDP["fsdp_backward_prefetch"]
 OWN_STAGE = pick(
@@ -296,38 +243,17 @@ OWN_STAGE = pick(
     "runs on other devices or through Megatron have no counterpart",
     "for accelerate launch keep it MULTI_GPU: Shardbook shards the model itself",
 )
-ACCELERATE: dict[str, Rule] = {
+ACCELERATE: dict[str, Rule] = remarks("accelerate") | {
     "distributed_type": OWN_STAGE,
     "mixed_precision": precision_of,
     "dynamo_config": compiler_of,
-    "fp8_config": off("fp8 has no counterpart; precision.params is fp32 or bf16"),
-    "megatron_lm_config": off("Megatron-LM has no counterpart; choose parallel.stage"),
-    "downcast_bf16": free("only for TPUs"),
     **{f"fsdp_config.{name}": rule for name, rule in FSDP.items()},
     "deepspeed_config.zero_stage": pick(ZERO_STAGES, "a stage of ZeRO is a whole number from 0 to 3"),
     "deepspeed_config.gradient_accumulation_steps": ACCUMULATION,
     "deepspeed_config.gradient_clipping": CLIPPING,
-    "deepspeed_config.offload_optimizer_device": off(OFFLOAD),
-    "deepspeed_config.offload_param_device": off(OFFLOAD),
-    "deepspeed_config.zero3_init_flag": free("nothing to set: models are always built without memory first"),
     "deepspeed_config.zero3_save_16bit_model": SAVES_16_BIT,
-    "deepspeed_config.deepspeed_multinode_launcher": free(LAUNCHER),
-    "deepspeed_config.deepspeed_hostfile": free(LAUNCHER),
     **{
         f"parallelism_config.parallelism_config_{axis}_size": to(f"parallel.{axis}_size", convert=int)
         for axis in ("dp_replicate", "dp_shard")
-    },
-    **{
-        f"parallelism_config.parallelism_config_{axis}_size": alone(f"{axis} is not there yet")
-        for axis in ("tp", "cp", "sp")
-    },
-    **{
-        name: free(LAUNCHER)
-        for name in (
-            *("compute_environment", "debug", "enable_cpu_affinity", "gpu_ids", "machine_rank", "main_process_ip"),
-            *("main_process_port", "main_training_function", "num_machines", "num_processes", "rdzv_backend"),
-            *("rdzv_conf", "same_network", "use_cpu", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "ipex_config"),
-            *("mpirun_config", "commands", "command_file", "tpu_name", "tpu_zone"),
-        )
     },
 }
