@@ -97,3 +97,26 @@ def threads(variables, cores):
 )
 def test_threads_are_the_share_of_the_cores(variables, cores, expected):
     assert run_world(2, threads, variables, cores) == expected
+
+
+def connected():
+    """When this rank had its process group, rank 1 late, and when it went on (one clock: one machine)."""
+    import torch.distributed as dist
+
+    from shardbook.dist import start_distributed
+
+    connect, times = dist.init_process_group, []
+
+    def connect_late(*args, **named):
+        connect(*args, **named)
+        time.sleep(int(os.environ["RANK"]))
+        times.append(time.monotonic())
+
+    dist.init_process_group = connect_late
+    start_distributed()
+    return [*times, time.monotonic()]
+
+
+def test_no_rank_goes_on_before_every_rank_is_connected():
+    (_, first), (last, _) = run_world(2, connected)
+    assert first >= last
