@@ -1,6 +1,7 @@
 """Every test runs offline, with caches of its own, and leaves nothing behind."""
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -22,6 +23,10 @@ settings.load_profile("same-every-time")
 
 def pytest_addoption(parser):
     parser.addoption("--everything", action="store_true", help="the whole parity matrix, not a covering part of it")
+
+
+def pytest_unconfigure():
+    shutil.rmtree(os.environ["HF_HOME"])
 
 
 def pytest_terminal_summary(terminalreporter):
