@@ -419,6 +419,16 @@ def test_translated_or_refused_by_name(file, name, config, wanted, refused, tmp_
         assert check_stage(recipe.parallel).name == settings["parallel.stage"]
 
 
+def test_what_is_odd_but_right_gives_a_recipe_that_loads(tmp_path, capsys):
+    odd = written(
+        tmp_path, "odd.json", {"wandb": {"enabled": True, "project": "ft-\N{ROCKET}"}, "no\nkey": 1, "two": None}
+    )
+    assert main(["translate", str(odd), "--without-refused"]) == 0
+    out, err = capsys.readouterr()
+    assert parse_recipe(out, "out").run.project == "ft-\N{ROCKET}" and "# no key = 1: REFUSED" in out
+    assert "two: REFUSED, not a key that is known here" in err
+
+
 def test_accelerate_that_names_a_deepspeed_file(tmp_path):
     written(tmp_path, "ds.json", DEEPSPEED["ZeRO++ tutorial"][0])
     outer = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
@@ -440,6 +450,9 @@ def test_the_command(tmp_path, capsys):
     assert "# zero_optimization.offload_param" in out and parse_recipe(out, "out").parallel.stage == "zero3"
 
 
+HYBRID = "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}\n"
+
+
 @pytest.mark.parametrize(
     "file, text, words",
     [
@@ -449,7 +462,21 @@ def test_the_command(tmp_path, capsys):
         ("a.yaml", "", "at least one"),
         ("absent.json", None, "cannot be read"),
         ("a.json", '{"zero_optimization": {"stage": "three"}}', "zero_optimization.stage"),
-        ("a.json", '{"optimizer": 3}', "optimizer"),
+        ("a.json", '{"optimizer": "AdamW"}', "optimizer"),
+        ("a.json", '{"gradient_clipping": 1e400}', "not JSON: 1e400: not a finite number"),
+        ("a.json", '{"gradient_clipping": NaN}', "not JSON: NaN: not a finite number"),
+        ("a.json", '{"bf16": {}, "bf16": {"enabled": true}}', "not JSON: bf16: more than once"),
+        ("a.json", "[" * 100_000, "not JSON: maximum recursion depth exceeded"),
+        ("a.json", '{"train_micro_batch_size_per_gpu": 2.7}', "counterpart: train_micro_batch_size_per_gpu; "),
+        ("a.json", '{"gradient_accumulation_steps": true}', "counterpart: gradient_accumulation_steps; "),
+        ("a.json", '{"zero_optimization": {"stage": true}}', "counterpart: zero_optimization.stage; "),
+        ("a.yaml", "num_machines: 1\nnum_machines: 2", "not YAML: num_machines: more than once"),
+        ("a.yaml", "main_process_ip: 2024-01-01\nnobody: 2024-01-01", "counterpart: nobody; "),
+        ("a.yaml", "deepspeed_config: {deepspeed_config_file: [a]}", "deepspeed_config_file = ['a']: must be a path"),
+        *(
+            ("a.yaml", f"{HYBRID}num_processes: {ranks}\nnum_machines: {machines}", "num_processes / num_machines; ")
+            for ranks, machines in ((8, 0), (8, "two"), ("auto", 1), (8, ""), (7, 2))
+        ),
     ],
 )
 def test_bad_files(file, text, words, tmp_path, capsys):

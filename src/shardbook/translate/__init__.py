@@ -6,7 +6,9 @@ counts as given, where Shardbook's own default is another.
 """
 
 import json
+from collections import Counter
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,12 @@ class Entry:
     refused: bool = False
 
     def __str__(self) -> str:
-        shown = json.dumps(self.value)
+        shown = json.dumps(self.value, default=str)
         became = ", ".join(f"{name} = {json.dumps(value)}" for name, value in self.settings.items())
-        said = "; ".join(part for part in (became, self.said) if part)
+        said = "REFUSED, " * self.refused + "; ".join(part for part in (became, self.said) if part)
         if self.value is None:  # what is not in the file, and still means something
             return f"{self.key}: {said}"
-        return f"{self.key} = {shown if len(shown) <= 60 else shown[:57] + '...'}: {'REFUSED, ' * self.refused}{said}"
+        return f"{self.key} = {shown if len(shown) <= 60 else shown[:57] + '...'}: {said}"
 
 
 def translate(path: Path) -> tuple[Settings, list[Entry]]:
@@ -44,6 +46,8 @@ def translate(path: Path) -> tuple[Settings, list[Entry]]:
     is_deepspeed = path.suffix == ".json" and "distributed_type" not in whole
     entries = list(_entries(whole, DEEPSPEED if is_deepspeed else ACCELERATE))
     if not is_deepspeed and (named := _section(whole, "deepspeed_config").get("deepspeed_config_file")):
+        if not isinstance(named, str):
+            raise RecipeError(f"{path}: deepspeed_config.deepspeed_config_file = {named!r}: must be a path")
         inner = path.parent / named if (path.parent / named).is_file() else Path(named)
         entries = [entry for entry in entries if entry.key != "deepspeed_config.deepspeed_config_file"]
         entries += [*_entries(_read(inner), DEEPSPEED), *_assumed(_read(inner))]
@@ -77,18 +81,13 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
         named = [entry.settings[STAGE] for entry in entries if STAGE in entry.settings]
         settings[STAGE] = named[-1] if named else "zero3"
     if stage == "hsdp" and "parallel.dp_shard_size" not in settings:
-        machines, processes = int(whole.get("num_machines", 1)), int(whole.get("num_processes", 0))
-        if processes:
-            note(
-                "num_processes",
-                processes,
-                {"parallel.dp_shard_size": processes // machines},
-                "hsdp shards inside a machine",
-            )
+        ranks, machines = whole.get("num_processes"), whole.get("num_machines", 1)
+        if all(type(count) is int and count > 0 for count in (ranks, machines)) and ranks % machines == 0:
+            shards = {"parallel.dp_shard_size": ranks // machines}
+            note("num_processes", ranks, shards, "hsdp shards inside a machine")
         else:
-            note(
-                "num_processes", None, {}, "hsdp needs the ranks of a machine: set parallel.dp_shard_size", refused=True
-            )
+            said = "hsdp needs a whole number of ranks on each machine: set parallel.dp_shard_size"
+            note("num_processes / num_machines", f"{ranks} / {machines}", {}, said, refused=True)
     if stage == "zero3" and int(settings.get("parallel.dp_replicate_size", 1)) > 1:
         note("parallelism_config", None, {STAGE: "hsdp"}, "replicas of a sharded copy")
     if stage not in ("zero3", "hsdp", "zeropp") and settings.pop("parallel.backward_prefetch", None) is not None:
@@ -141,18 +140,41 @@ def _entries(section: Settings, rules: dict[str, Rule], prefix: str = "") -> lis
                 found.append(Entry(key, value, *rule(value)))
         except Refused as error:
             found.append(Entry(key, value, {}, str(error), refused=True))
-        except (TypeError, ValueError, AttributeError) as error:
+        except AttributeError:
+            found.append(Entry(key, value, {}, "must be a section: keys and values", refused=True))
+        except (TypeError, ValueError) as error:
             found.append(Entry(key, value, {}, f"not what this key takes ({first_line(error)})", refused=True))
     return found
+
+
+def _once(pairs: list[tuple[Any, Any]]) -> Settings:
+    if twice := [name for name, count in Counter(str(name) for name, _ in pairs).items() if count > 1]:
+        raise ValueError(f"{', '.join(twice)}: more than once")
+    return dict(pairs)
+
+
+def _finite(text: str) -> float:
+    if not isfinite(number := float(text)):
+        raise ValueError(f"{text}: not a finite number")
+    return number
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        _once([(key.value, None) for key, _ in node.value])
+        return super().construct_mapping(node, deep)
 
 
 def _read(path: Path) -> Settings:
     try:
         text = path.read_text()
-        whole = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        if path.suffix == ".json":
+            whole = json.loads(text, object_pairs_hook=_once, parse_float=_finite, parse_constant=_finite)
+        else:
+            whole = yaml.load(text, _Loader)
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise RecipeError(f"{path}: not {'JSON' if path.suffix == '.json' else 'YAML'}: {first_line(error)}") from None
     if not isinstance(whole, dict) or not whole:
         raise RecipeError(f"{path}: must be DeepSpeed's JSON or accelerate's YAML: keys and values, at least one")
@@ -163,12 +185,13 @@ def write_recipe(settings: Settings, entries: list[Entry], source: str) -> str:
     """The settings as a recipe in TOML, which loads; each line names the key that it came from."""
     origin = {key: entry.key for entry in entries for key in entry.settings}
     lines = [f"# Translated from {source}. Model and data are not in it: set model.path and data.train."]
-    lines += [f"# {entry}" for entry in entries if entry.refused]
+    lines += [f"# {' '.join(str(entry).split())}" for entry in entries if entry.refused]
     for section in Recipe.model_fields:
         here = {key.partition(".")[2]: value for key, value in settings.items() if key.startswith(f"{section}.")}
         if here:
             lines += ["", f"[{section}]"]
         for name, value in here.items():
+            came = origin.get(f"{section}.{name}", "not in the file")
             # such values are written in JSON as in TOML
-            lines.append(f"{name} = {json.dumps(value)}  # {origin.get(f'{section}.{name}', 'not in the file')}")
+            lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {came}")
     return "\n".join(lines) + "\n"

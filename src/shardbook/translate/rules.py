@@ -24,6 +24,12 @@ def to(*keys: str, said: str = "", convert: Callable[[Any], Any] = lambda value:
     return lambda value: ({key: convert(value) for key in keys}, said)
 
 
+def whole(value: Any) -> int:
+    if isinstance(value, bool) or int(value) != float(value):
+        raise Refused("must be a whole number")
+    return int(value)
+
+
 def free(why: str) -> Rule:
     return lambda value: ({}, why)
 
@@ -46,46 +52,37 @@ def alone(why: str) -> Rule:
     """A number of ranks: fine where it is one."""
 
     def rule(value: Any) -> tuple[Settings, str]:
-        if int(value) > 1:
+        if whole(value) > 1:
             raise Refused(why)
         return {}, "off"
 
     return rule
 
 
-def pick(choices: dict[Any, Settings], why: str, said: str = "") -> Rule:
-    """One of `choices`, spelled in any case."""
+def pick(choices: dict[str, Settings], why: str, said: str = "") -> Rule:
+    """One of `choices`, in any case; `true` and numbers by what they are written as."""
 
     def rule(value: Any) -> tuple[Settings, str]:
-        key = value.lower() if isinstance(value, str) else value
+        key = str(value).lower()
         if key not in choices:
-            raise Refused(f"{why}; what can be translated: {', '.join(str(choice) for choice in choices)}")
-        return choices[key], said if choices[key] or key is not False else "off"
+            raise Refused(f"{why}; what can be translated: {', '.join(choices)}")
+        return choices[key], said if choices[key] or key != "false" else "off"
 
     return rule
 
 
-REMARKS = tomllib.loads(Path(__file__).with_name("remarks.toml").read_text())
 HALF = "fp16 with loss scaling has no counterpart; use bf16 (precision.params=bf16)"
 STAGE = "parallel.stage"
-ZERO_STAGES = {0: {STAGE: "ddp"}, 1: {STAGE: "zero1"}, 2: {STAGE: "zero2"}, 3: {STAGE: "zero3"}}
-WRAPS = {"transformer_based_wrap": {}, "no_wrap": {"parallel.wrap": "none"}, "size_based_wrap": {}}
-STRATEGIES: dict[Any, Settings] = {
-    "full_shard": {STAGE: "zero3"},
-    "shard_grad_op": {STAGE: "zero2"},
-    "no_shard": {STAGE: "ddp"},
-    "hybrid_shard": {STAGE: "hsdp"},
-}
-STRATEGIES |= {number: STRATEGIES[name] for number, name in enumerate(list(STRATEGIES), start=1)}
-STRATEGIES |= {str(number): STRATEGIES[number] for number in range(1, 5)}
-RESHARDS: dict[Any, Settings] = STRATEGIES | {True: {STAGE: "zero3"}, False: {STAGE: "zero2"}}
-RESHARDS |= {"true": RESHARDS[True], "false": RESHARDS[False]}
 
 
-def remarks(program: str) -> dict[str, Rule]:
-    """The rules of remarks.toml for the keys of `program`."""
+def tables(program: str) -> dict[str, Rule]:
+    """The rules of remarks.toml and choices.toml for the keys of `program`."""
+    remarks, choices = (
+        tomllib.loads(Path(__file__).with_name(name).read_text())[program] for name in ("remarks.toml", "choices.toml")
+    )
     kinds = {"free": free, "off": off, "alone": alone}
-    found = ((kinds[kind](why), keys) for kind, reasons in REMARKS[program].items() for why, keys in reasons.items())
+    found = [(kinds[kind](why), keys) for kind, reasons in remarks.items() for why, keys in reasons.items()]
+    found += [(pick(row["sets"], row["refused"], row.get("said", "")), row["keys"]) for row in choices]
     return {key: rule for rule, keys in found for key in keys}
 
 
@@ -141,9 +138,9 @@ def scheduler_of(value: Any) -> tuple[Settings, str]:
         if given == "auto":
             said.append(f"{name} is auto, so Shardbook's default")
         elif name == "warmup_num_steps":
-            settings["optim.warmup_steps"] = int(given)
+            settings["optim.warmup_steps"] = whole(given)
         elif name == "total_num_steps":
-            settings["train.steps"] = int(given)
+            settings["train.steps"] = whole(given)
         elif name == "warmup_max_lr":
             settings["optim.learning_rate"] = float(given)
         elif name in ("warmup_min_lr", "warmup_min_ratio", "cos_min_ratio"):
@@ -181,79 +178,34 @@ def compiler_of(value: Any) -> tuple[Settings, str]:
     return {"train.compile": True}, "each block is compiled in place, in torch.compile's default mode"
 
 
-ACCUMULATION, CLIPPING = to("train.gradient_accumulation_steps", convert=int), to("optim.max_grad_norm", convert=float)
-SAVES_16_BIT = pick(
-    {True: {"train.export_dtype": "bf16"}, False: {}}, "true or false", "the export is always of whole tensors"
-)
-DEEPSPEED: dict[str, Rule] = remarks("deepspeed") | {
-    "train_micro_batch_size_per_gpu": to("train.per_device_train_batch_size", convert=int),
+ACCUMULATION = to("train.gradient_accumulation_steps", convert=whole)
+CLIPPING = to("optim.max_grad_norm", convert=float)
+DEEPSPEED: dict[str, Rule] = tables("deepspeed") | {
+    "train_micro_batch_size_per_gpu": to("train.per_device_train_batch_size", convert=whole),
     "gradient_accumulation_steps": ACCUMULATION,
     "gradient_clipping": CLIPPING,
-    "steps_per_print": to("train.logging_steps", convert=int),
+    "steps_per_print": to("train.logging_steps", convert=whole),
     "optimizer": optimizer_of,
     "scheduler": scheduler_of,
     "fp16": half_of,
     "bf16": brain_of,
-    "communication_data_type": pick(
-        {
-            "fp32": {"precision.reduce": "fp32"},
-            "bf16": {"precision.reduce": "bf16"},
-            "bfp16": {"precision.reduce": "bf16"},
-        },
-        "gradients are reduced in fp32 or bf16",
-    ),
-    "data_types.grad_accum_dtype": pick({"fp32": {}}, "gradients add up in fp32, like the masters"),
-    "zero_optimization.stage": pick(ZERO_STAGES, "a stage of ZeRO is a whole number from 0 to 3"),
     "zero_optimization.zero_hpz_partition_size": secondary_of,
-    "zero_optimization.zero_quantized_weights": pick(
-        {True: {STAGE: "zeropp", "parallel.quantize_weights": 8}, False: {}}, "true or false", "qwZ"
-    ),
-    "zero_optimization.zero_quantized_gradients": pick(
-        {True: {STAGE: "zeropp", "parallel.quantize_gradients": [8, 4]}, False: {}},
-        "true or false",
-        "qgZ, 8 bits inside a node and 4 across",
-    ),
     "zero_optimization.mics_shard_size": lambda value: (
-        ({STAGE: "hsdp", "parallel.dp_shard_size": int(value)}, "MiCS is hybrid shard") if value > 0 else ({}, "off")
+        ({STAGE: "hsdp", "parallel.dp_shard_size": whole(value)}, "MiCS is hybrid shard") if value > 0 else ({}, "off")
     ),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": SAVES_16_BIT,
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": SAVES_16_BIT,
     "wandb": tracker_of,
 }
-FSDP: dict[str, Rule] = remarks("fsdp") | {
-    "fsdp_sharding_strategy": pick(STRATEGIES, "HYBRID_SHARD_ZERO2 and others have no counterpart"),
-    "fsdp_reshard_after_forward": pick(RESHARDS, "others have no counterpart"),
-    "fsdp_auto_wrap_policy": pick(WRAPS, "parallel.wrap is block, none or size:<n>", "by block, unless said otherwise"),
-    "fsdp_min_num_params": lambda value: ({"parallel.wrap": f"size:{int(value)}"} if int(value) else {}, ""),
-    "fsdp_backward_prefetch": pick(
-        {
-            "backward_pre": {"parallel.backward_prefetch": 1},
-            "backward_post": {"parallel.backward_prefetch": 0},
-            "no_prefetch": {"parallel.backward_prefetch": 0},
-        },
-        "others have no counterpart",
-        "units gathered ahead of the running one",
-    ),
-    "fsdp_forward_prefetch": pick({True: {"parallel.forward_prefetch": 1}, False: {}}, "true or false"),
-    "fsdp_activation_checkpointing": pick({True: {"activation.checkpointing": "full"}, False: {}}, "true or false"),
+FSDP: dict[str, Rule] = tables("fsdp") | {
+    "fsdp_min_num_params": lambda value: ({"parallel.wrap": f"size:{whole(value)}"} if whole(value) else {}, ""),
 }
-FSDP["fsdp_backward_prefetch_policy"] = FSDP["fsdp_backward_prefetch"]
-OWN_STAGE = pick(
-    {"fsdp": {}, "deepspeed": {}, "multi_gpu": {STAGE: "ddp"}, "multi_cpu": {STAGE: "ddp"}, "no": {STAGE: "ddp"}},
-    "runs on other devices or through Megatron have no counterpart",
-    "for accelerate launch keep it MULTI_GPU: Shardbook shards the model itself",
-)
-ACCELERATE: dict[str, Rule] = remarks("accelerate") | {
-    "distributed_type": OWN_STAGE,
+ACCELERATE: dict[str, Rule] = tables("accelerate") | {
     "mixed_precision": precision_of,
     "dynamo_config": compiler_of,
     **{f"fsdp_config.{name}": rule for name, rule in FSDP.items()},
-    "deepspeed_config.zero_stage": pick(ZERO_STAGES, "a stage of ZeRO is a whole number from 0 to 3"),
     "deepspeed_config.gradient_accumulation_steps": ACCUMULATION,
     "deepspeed_config.gradient_clipping": CLIPPING,
-    "deepspeed_config.zero3_save_16bit_model": SAVES_16_BIT,
     **{
-        f"parallelism_config.parallelism_config_{axis}_size": to(f"parallel.{axis}_size", convert=int)
+        f"parallelism_config.parallelism_config_{axis}_size": to(f"parallel.{axis}_size", convert=whole)
         for axis in ("dp_replicate", "dp_shard")
     },
 }
