@@ -6,6 +6,7 @@ Invariant: every panel names metrics that runs log. Building touches no network;
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,48 +14,18 @@ import wandb_workspaces.reports.v2 as reports
 import wandb_workspaces.workspaces as workspaces
 from pydantic import TypeAdapter
 
-from shardbook.comm.ledger import OPS
 from shardbook.compare.outcome import Outcome, judge
-from shardbook.trackers import STEP, TOKENS, has_wandb_key
+from shardbook.trackers import STEP, has_wandb_key
 
-MEMORY = [f"memory/{what}_bytes" for what in ("params", "grads", "optimizer")]
-# section -> panels: title, kind, metrics. Bars show what is measured once, lines what every step has.
-PANELS: dict[str, list[tuple[str, str, list[str]]]] = {
-    "Loss": [
-        ("Training loss", STEP, ["train/loss"]),
-        ("Training loss by tokens", TOKENS, ["train/loss"]),
-        ("Held-out loss", STEP, ["eval/loss"]),
-        ("Gradient norm", STEP, ["train/grad_norm"]),
-    ],
-    "Throughput": [
-        ("Tokens a second and device", STEP, ["perf/tokens_per_second_per_device"]),
-        ("Seconds a step", STEP, ["perf/step_seconds"]),
-        ("MFU (GPU)", STEP, ["perf/mfu"]),
-    ],
-    "Memory": [
-        ("Kept, by category", "bar", MEMORY),
-        ("Predicted against measured", "bar", [name for key in MEMORY for name in (f"predicted/{key}", key)]),
-        ("By the ZeRO paper's count", "bar", [f"paper/{key}" for key in MEMORY]),
-        ("Peak of the allocator (GPU)", STEP, ["memory/peak_bytes"]),
-    ],
-    "Traffic of a step": [
-        ("Payload, by operation", "bar", [f"comm/{op}_bytes" for op in OPS]),
-        (
-            "Predicted against measured",
-            "bar",
-            [name for op in OPS for name in (f"predicted/comm/{op}_bytes", f"comm/{op}_bytes")],
-        ),
-        ("Sent by the first rank, and to other nodes", "bar", ["comm/sent_bytes", "comm/inter_node_bytes"]),
-    ],
-}
+PANELS = tomllib.loads(Path(__file__).with_name("panels.toml").read_text())  # section -> its panels
 
 
 def build_panels(section: str) -> list[Any]:
     return [
-        reports.BarPlot(title=title, metrics=list(metrics), orientation="v")
-        if kind == "bar"
-        else reports.LinePlot(title=title, x=kind, y=list(metrics))
-        for title, kind, metrics in PANELS[section]
+        reports.LinePlot(title=panel["title"], x=panel["x"], y=list(panel["metrics"]))
+        if "x" in panel
+        else reports.BarPlot(title=panel["title"], metrics=list(panel["metrics"]), orientation="v")
+        for panel in PANELS[section]
     ]
 
 
