@@ -16,7 +16,9 @@ BIN := .venv/bin
 RUN := .venv/.run
 DEV := .venv/.dev
 TRAIN = $(BIN)/shardbook train $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC))
+LAUNCH = $(TRAIN) --nodes $(NODES) --node-rank $(NODE_RANK) --head $(HEAD)
 
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .DEFAULT_GOAL := help
 .PHONY: help train launch compare recipes test test-dist test-page test-cluster proof test-gpu bench-gpu bench-link \
 	bench-convergence lint format clean
@@ -24,16 +26,18 @@ TRAIN = $(BIN)/shardbook train $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC))
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
 
+# exec: else a signal to make ends the shell alone, and what it started goes on.
 train: $(RUN)  ## run a recipe: make train RECIPE=name NPROC=ranks ARGS="optim.learning_rate=1e-5"
-	@$(TRAIN)
+	@exec $(TRAIN)
 
 launch: $(RUN)  ## a recipe on several machines; on each: make launch NODES=2 NODE_RANK=0 HEAD=host RECIPE=name
 	@test -n "$(NODES)" -a -n "$(NODE_RANK)" -a -n "$(HEAD)" || \
 		{ echo "make launch needs NODES=, NODE_RANK= and HEAD=, on each machine" >&2; exit 2; }
-	$(TRAIN) --nodes $(NODES) --node-rank $(NODE_RANK) --head $(HEAD)
+	$(if $(and $(NODES),$(NODE_RANK),$(HEAD)),$(info $(LAUNCH)))
+	@exec $(LAUNCH)
 
 compare: $(RUN)  ## a recipe under several stages, and a page: make compare STAGES="ddp zero3 zero3,train.compile=true"
-	@$(BIN)/shardbook compare $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC)) --stages "$(STAGES)"
+	@exec $(BIN)/shardbook compare $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC)) --stages "$(STAGES)"
 
 recipes: $(RUN)  ## list the recipes
 	@$(BIN)/shardbook recipes

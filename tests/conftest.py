@@ -8,7 +8,10 @@ from pathlib import Path
 # Before anything imports huggingface_hub: it reads these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="shardbook-tests-")
+os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:9"  # a key of the user's, in ~/.netrc, is for another host
 os.environ.pop("WANDB_API_KEY", None)
+os.environ.pop("WANDB_MODE", None)
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as our launcher sets it
 
 import pytest
 import torch
@@ -26,7 +29,7 @@ def pytest_addoption(parser):
 
 
 def pytest_unconfigure():
-    shutil.rmtree(os.environ["HF_HOME"])
+    shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -3,18 +3,29 @@ once, so that a world of four costs about a second."""
 
 import contextlib
 import io
+import itertools
 import json
 import multiprocessing
 import os
+import socket
 import traceback
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from shardbook.dist import free_port
-
 SECONDS = 240
+# Below the ports that the kernel hands out, so that nobody is given one between now and when rank 0 listens; each of
+# pytest's workers has its own.
+ports = itertools.count(20_000 + 4_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch", "transformers", "datasets", "shardbook.train", "shardbook.cli"])
+
+
+def free_port() -> int:
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def run_world(size: int, fn, *args, environment: dict[str, str] | None = None, seconds: int = SECONDS) -> list:
@@ -44,7 +55,7 @@ def run_world(size: int, fn, *args, environment: dict[str, str] | None = None, s
                     errors.append(f"rank {rank}:\n{results[rank]}")
     finally:
         for process in processes:
-            if errors:
+            if len(results) < size or errors:
                 process.kill()
             process.join(10)
     assert not errors, "\n".join(errors)
@@ -72,10 +83,13 @@ def start_ranks(size: int, words: list[str], said: Path, prepare=None):
 
 
 def _whole_rank(variables: dict[str, str], words: list[str], said: Path, prepare) -> None:
+    import torch
+
     from shardbook.exits import exit_rank
     from shardbook.train import main
 
     os.environ.update(variables)
+    torch.set_num_threads(1)  # OMP_NUM_THREADS was read before the fork
     file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

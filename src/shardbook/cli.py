@@ -1,18 +1,10 @@
 """The console command `shardbook`: train, compare, export, recipes, translate. What a run is, is said elsewhere."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from shardbook.recipe import (
-    RecipeError,
-    describe_keys,
-    find_recipe,
-    list_recipes,
-    load_recipe,
-    parse_recipe,
-)
+from shardbook.recipe import RecipeError, describe_keys, find_recipe, list_recipes, load_recipe, parse_recipe
 
 
 def main(words: list[str] | None = None) -> int:
@@ -32,9 +24,7 @@ def main(words: list[str] | None = None) -> int:
         "overrides", nargs="*", metavar="section.key=value", help="keys to change, e.g. optim.learning_rate=1e-5"
     )
     train.add_argument(
-        "--nproc",
-        type=int,
-        help="ranks to start (default: what a fixed mesh needs, else all GPUs, else 2)",
+        "--nproc", type=int, help="ranks to start (default: what a fixed mesh needs, else all GPUs, else 2)"
     )
     train.add_argument("--nodes", type=int, default=1, help="machines that start this command, each once (default: 1)")
     train.add_argument("--node-rank", type=int, default=0, help="which of them this is, from 0 (default: 0)")
@@ -85,6 +75,9 @@ def main(words: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("shardbook: interrupted", file=sys.stderr)
         return 1
+    except OSError as error:  # a full or read-only disk, a name that is too long
+        print(f"shardbook: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 def run_train(name: str, overrides: list[str], nproc: int | None, node: tuple[int, int, str] = (1, 0, "")) -> int:
@@ -128,10 +121,11 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
     from shardbook.checkpoint import checkpoint_shapes, newest_checkpoint, read_parameters
     from shardbook.data.tokenized import load_tokenizer
     from shardbook.model import load_config, model_folder, tokenizer_folder
+    from shardbook.rundir import read_facts
     from shardbook.weights import save_weights
 
     source = checkpoint or newest_checkpoint(run / "checkpoints")
-    finished = json.loads((run / "run.json").read_text())["finished_steps"]
+    finished = read_facts(run).get("finished_steps")
     result = f"; the result of its {finished} steps is in {run / 'export'}" if finished else ""
     if source is None:
         raise RecipeError(f"{run}: has no complete checkpoint{result}")

@@ -3,6 +3,7 @@
 A progress bar on a terminal, plain lines elsewhere (a log file, CI), the same content in both.
 """
 
+import sys
 from types import TracebackType
 
 from rich.console import Console
@@ -24,11 +25,18 @@ from shardbook.units import Unit
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
+class Output(Console):
+    def on_broken_pipe(self) -> None:
+        """Where nobody reads any more, a run goes on unheard: rich would end it."""
+        self.quiet = True
+
+
 class Teller:
     """Says things on rank 0, and shows how far the loop is while used as a context."""
 
     def __init__(self, is_main: bool):
-        self.console = Console(quiet=not is_main, highlight=False, soft_wrap=True)
+        terminal = sys.stdout.isatty()  # rich itself would take FORCE_COLOR for one
+        self.console = Output(quiet=not is_main, highlight=False, soft_wrap=True, force_terminal=terminal)
         if not self.console.is_terminal:
             self.console.width = 140  # a log file has no edge to wrap at
         self.progress: Progress | None = None

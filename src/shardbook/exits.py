@@ -5,6 +5,7 @@ one line, in the order in which they ended, so that a script around them can exi
 """
 
 import os
+import re
 import sys
 import threading
 import time
@@ -36,6 +37,8 @@ def report_error(error: BaseException, code: int) -> int:
     lost_peer = isinstance(error, dist.DistError) or "gloo" in str(error)
     turn = (os.environ.get("RANK", "0") != "0") + (os.environ.get("LOCAL_RANK", "0") != "0")
     time.sleep(4 if lost_peer else (0, 2, 3)[turn])
+    if lost_peer and (broke := re.search(r"Connection \w+ by peer( \[[^]]+])?", str(error))):
+        error = RunFailed(f"another rank ended, and said why where it ran ({broke[0]}); run the same command again")
     ours = not isinstance(error, (RecipeError, RunFailed))
     if ours:
         traceback.print_exception(error)
@@ -50,9 +53,11 @@ def exit_rank(code: int) -> NoReturn:
     Past this point only destructors of native libraries would run, and one of their threads was seen to abort a
     finished rank (about once in fifty), which would turn exit code 0 into 134.
     """
-    if path := os.environ.get(EXIT_FILE):
-        with Path(path).open("a") as file:
-            file.write(f"{code}\n")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        if path := os.environ.get(EXIT_FILE):
+            with Path(path).open("a") as file:
+                file.write(f"{code}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # also where nobody reads any more, or that file cannot be written
+        os._exit(code)

@@ -47,7 +47,7 @@ class Heartbeat:
         """Say that this rank ends, well; from here on the others' fate is not its own. Rank 0 stays a little for those
         who are not so far, since the store may end with it."""
         LEAVING.set()
-        self.beating.join(self.every)
+        self.beating.join(min(STAY_SECONDS, self.seconds))
         if self.beating.is_alive():
             return
         with contextlib.suppress(dist.DistError):  # rank 0 did not stay so long
@@ -121,14 +121,15 @@ def watch_launcher() -> None:
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(0.5)
-        end_run("the launcher that started this rank was killed; run the same command again")
+        end_run("what started this process was killed; run the same command again")
 
     _start(watch)
 
 
 def end_run(reason: str) -> NoReturn:
     # not print: the main thread may be writing a line, or hang while it holds the stream
-    os.write(2, f"shardbook: run failed: {reason}\n".encode())
+    with contextlib.suppress(OSError):  # who read it may be gone too
+        os.write(2, f"shardbook: run failed: {reason}\n".encode())
     exit_rank(FAILED)
 
 

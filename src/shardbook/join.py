@@ -77,10 +77,7 @@ def read_place(variables: Mapping[str, str]) -> Place:
             ranks_per_node < 1 or world % max(1, ranks_per_node),
             f"LOCAL_WORLD_SIZE = {ranks_per_node}: must divide WORLD_SIZE = {world}: the same number of ranks a node",
         ),
-        (
-            local_rank >= ranks_per_node,
-            f"LOCAL_RANK = {local_rank}: must be below LOCAL_WORLD_SIZE = {ranks_per_node}",
-        ),
+        (local_rank >= ranks_per_node, f"LOCAL_RANK = {local_rank}: must be below LOCAL_WORLD_SIZE = {ranks_per_node}"),
         (not 0 < port < 2**16, f"MASTER_PORT = {port}: must be from 1 to 65535"),
     ):
         if wrong:
@@ -100,18 +97,21 @@ def join_ranks(place: Place) -> Store:
     if not is_host:
         _await_head(place)
     store = open_store(place, is_host)
-    member: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "world_size": place.world_size}
-    member["cores"] = sorted(os.sched_getaffinity(0))
-    if store.add(f"claims/{place.rank}", 1) > 1:
-        first = read_member(store, place.rank)
-        said = (
-            f"RANK = {place.rank} is claimed by two processes: {first['pid']} on {first['host']}, "
-            f"{member['pid']} on {member['host']}; each rank must be started once"
-        )
-        raise RecipeError(_refuse(store, said))
-    store.set(f"beat/{place.rank}", "0")
-    store.set(f"member/{place.rank}", json.dumps(member))
-    verdict = _await_ranks(store, place) if place.rank == 0 else _await_verdict(store, place)
+    host = socket.gethostname()
+    member = {"host": host, "pid": os.getpid(), "cores": sorted(os.sched_getaffinity(0))}
+    size = f"{place.world_size} on rank {place.rank} ({host})"
+    try:
+        if not (first := store.compare_set("size", "", size).decode()).startswith(f"{place.world_size} "):
+            raise RecipeError(_refuse(store, f"WORLD_SIZE is {first} and {size}; start every node alike"))
+        if store.add(f"claims/{place.rank}", 1) > 1:
+            other = read_member(store, place.rank)
+            said = f"RANK = {place.rank} is claimed by two processes: {other['pid']} on {other['host']}, "
+            raise RecipeError(_refuse(store, f"{said}{os.getpid()} on {host}; each rank must be started once"))
+        store.set(f"beat/{place.rank}", "0")
+        store.set(f"member/{place.rank}", json.dumps(member))
+        verdict = _await_ranks(store, place) if place.rank == 0 else _await_verdict(store, place)
+    except dist.DistNetworkError:
+        verdict = f"rank 0 at {place.address} ended before all ranks had come; it says why"
     if verdict != ALL_CAME:
         raise RecipeError(verdict)
     return store
@@ -135,7 +135,8 @@ def open_store(place: Place, is_host: bool = False) -> Store:
     thread.join(SILENT_SECONDS)
     if opened:
         return PrefixStore(f"shardbook/{place.attempt}", opened[0])
-    reason = reasons[0] if reasons else "something else listens there and says nothing"
+    silent = "no address of this machine, where rank 0 listens" if is_host else "what listens there says nothing"
+    reason = reasons[0] if reasons else silent
     if is_host and "EADDRINUSE" in reason:
         raise RecipeError(
             f"{place.address}: the port is taken on {socket.gethostname()}, where rank 0 should listen; "
@@ -181,7 +182,7 @@ def _await_ranks(store: Store, place: Place) -> str:
     began, tell_at = time.monotonic(), TELL_SECONDS
     while not store.check(keys):
         if store.check(["verdict"]):
-            return store.get("verdict").decode()
+            return _refuse(store, store.get("verdict").decode())
         waited = time.monotonic() - began
         if waited > min(tell_at, JOIN_SECONDS):
             missing = name_ranks([rank for rank, key in enumerate(keys) if not store.check([key])])
@@ -191,10 +192,6 @@ def _await_ranks(store: Store, place: Place) -> str:
             print(f"waiting for {missing} of {place.world_size} at {place.address}", flush=True)
             tell_at += TELL_AGAIN_SECONDS
         time.sleep(0.05)
-    for rank, member in enumerate(map(json.loads, store.multi_get(keys))):
-        if member["world_size"] != place.world_size:
-            said = f"WORLD_SIZE is {member['world_size']} on rank {rank} ({member['host']})"
-            return _refuse(store, f"{said} and {place.world_size} on rank 0; start every node alike")
     store.set("verdict", ALL_CAME)
     return ALL_CAME
 
@@ -209,7 +206,5 @@ def _await_verdict(store: Store, place: Place) -> str:
     try:
         store.wait(["verdict"], timedelta(seconds=JOIN_SECONDS + 60))
         return store.get("verdict").decode()
-    except dist.DistNetworkError:
-        return f"rank 0 at {place.address} ended before all ranks had come; it says why"
     except dist.DistStoreError:
         return f"rank 0 of {place.world_size} did not come to {place.address} in {JOIN_SECONDS + 60} s"

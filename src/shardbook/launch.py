@@ -15,7 +15,7 @@ from types import FrameType
 
 from shardbook.dist import free_port
 from shardbook.exits import DONE, FAILED, PREEMPTED
-from shardbook.heartbeat import LAUNCHER
+from shardbook.heartbeat import LAUNCHER, watch_launcher
 from shardbook.recipe import RecipeError
 
 POLL_SECONDS = 0.1
@@ -37,9 +37,10 @@ class Nodes:
             raise RecipeError(f"--node-rank {self.rank}: must be from 0 to {self.count - 1} with --nodes {self.count}")
         if self.count > 1 and not self.head:
             raise RecipeError(f"--nodes {self.count}: needs --head, the first machine's host or host:port")
-        port = self.head.rpartition(":")[2] if ":" in self.head else str(PORT)
-        if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-            raise RecipeError(f"--head {self.head}: must be a host or host:port, with a port from 1 to 65535")
+        _, colon, port = self.head.partition(":")
+        if colon and not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+            allowed = "must be a host or host:port, with a port from 1 to 65535; an IPv6 address by its name"
+            raise RecipeError(f"--head {self.head}: {allowed}")
 
     @property
     def address(self) -> tuple[str, int]:
@@ -52,6 +53,7 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
 
     When one fails the others are killed: they would wait for it in a collective.
     """
+    watch_launcher()  # a comparison that is killed
     host, port = nodes.address
     shared = {
         "WORLD_SIZE": str(nodes.count * nproc),

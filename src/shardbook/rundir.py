@@ -45,8 +45,8 @@ class RunDirectory:
         """Write what the run is, when it is about to take a step: a refused continuation changes nothing."""
         if (self.path / "recipe.toml").resolve() != recipe_path.resolve():
             shutil.copyfile(recipe_path, self.path / "recipe.toml")
-        (self.path / "resolved.toml").write_text(dump_recipe(recipe))
-        _write(self.path / "run.json", environment() | facts | {"finished_steps": 0})
+        _write_facts(self.path, environment() | facts | {"finished_steps": 0})
+        _write(self.path / "resolved.toml", dump_recipe(recipe))  # last: where it is, the others are
 
     def check_goes_on(self, steps: int, newest: Path | None) -> None:
         """Raise RecipeError where the run is finished and has no checkpoint, its `newest`, to go on from to `steps`."""
@@ -58,8 +58,7 @@ class RunDirectory:
 
     def finish(self, steps: int) -> None:
         """Record that the run did all its steps and wrote all its results."""
-        facts = json.loads((self.path / "run.json").read_text())
-        _write(self.path / "run.json", facts | {"finished_steps": steps})
+        _write_facts(self.path, read_facts(self.path) | {"finished_steps": steps})
 
 
 def open_run(run: Run, recipe_path: Path) -> RunDirectory:
@@ -75,14 +74,11 @@ def open_run(run: Run, recipe_path: Path) -> RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         _hold(path)
         tempfile.TemporaryFile(dir=path).close()
-        before = json.loads((path / "run.json").read_text()) if (path / "run.json").is_file() else {}
-    except ValueError as error:
-        raise RecipeError(f"{path / 'run.json'}: damaged ({first_line(error)}); choose another run.name") from None
     except OSError as error:
         raise RecipeError(
             f"run directory {path}: cannot be written ({error.strerror}); set run.dir to a place that can"
         ) from None
-    return RunDirectory(name, path, before.get("finished_steps", 0))
+    return RunDirectory(name, path, read_facts(path).get("finished_steps", 0))
 
 
 def _hold(path: Path) -> None:
@@ -130,14 +126,28 @@ def environment() -> dict[str, Any]:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
     if git := shutil.which("git"):
-        command = [git, "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        # of this folder: a package that lies in another repository, untracked, has none there
+        command = [git, "-C", str(Path(__file__).parent), "log", "-1", "--format=%H", "--", "."]
         revision = subprocess.run(command, capture_output=True, text=True)
-        if revision.returncode == 0:
+        if revision.stdout:
             facts["git_revision"] = revision.stdout.strip()
     return facts
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
-    side = path.with_suffix(".partial")
-    side.write_text(json.dumps(value, indent=2) + "\n")
+def read_facts(run: Path) -> dict[str, Any]:
+    """run.json of a run directory; empty where there is none yet. Raises RecipeError for a damaged one."""
+    file = run / "run.json"
+    try:
+        return dict(json.loads(file.read_text())) if file.is_file() else {}
+    except (ValueError, TypeError) as error:
+        raise RecipeError(f"{file}: damaged ({first_line(error)}); choose another run.name") from None
+
+
+def _write_facts(run: Path, facts: dict[str, Any]) -> None:
+    _write(run / "run.json", json.dumps(facts, indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    side = path.with_suffix(".partial")  # a kill or a full disk leaves the file whole, or as it was
+    side.write_text(text)
     side.replace(path)

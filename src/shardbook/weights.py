@@ -153,10 +153,7 @@ def save_weights(
         return
     if len(plan) > 1:
         total = sum(shape.numel() for shape in shapes.values()) * DTYPES[dtype].itemsize
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": file_of,
-        }
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
         (side / INDEX).write_text(json.dumps(index, indent=2))
     clean = type(config).from_dict(
         {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}

@@ -30,7 +30,7 @@ def test_ranks_that_do_not_come(recipe):
     started = run_world(2, start, recipe, 2, {}, environment={"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"})
     for code, _, errors, took in started:
         assert code == 2 and took < 8
-        said = r"shardbook: ranks 2, 3 of 4 did not come to 127\.0\.0\.1:\d+ in 2 s; start the run on every node, "
+        said = r"shardbook: ranks 2, 3 of 4 did not come to 127\.0\.0\.1:\d+ in \d+ s; start the run on every node, "
         assert re.fullmatch(said + "with this address\n", errors), errors
     assert re.search(r"^waiting for ranks 2, 3 of 4 at 127\.0\.0\.1:\d+$", started[0][1], re.M)
     assert "waiting" not in started[1][1]
@@ -38,7 +38,7 @@ def test_ranks_that_do_not_come(recipe):
 
 def test_rank_0_does_not_come(recipe):
     changes = {"0": {"RANK": "1"}}
-    said = r"127\.0\.0\.1:\d+: rank 1 on \S+ did not reach rank 0 there in 1 s \(that machine answers, but rank 0 does"
+    said = r"127\.0\.0\.1:\d+: rank 1 on \S+ did not reach rank 0 there in \d+ s \(that machine answers, but rank 0 does"
     refused(recipe, 1, said, 1, changes, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"})
 
 
@@ -47,8 +47,41 @@ def test_two_that_claim_one_rank(recipe):
 
 
 def test_worlds_of_unlike_size(recipe):
-    said = r"WORLD_SIZE is 4 on rank 1 \(\S+\) and 2 on rank 0; start every node alike"
+    said = r"WORLD_SIZE is (4 on rank 1 \(\S+\) and 2 on rank 0|2 on rank 0 \(\S+\) and 4 on rank 1) \(\S+\); start every"
     refused(recipe, 2, said, 20, {"1": {"WORLD_SIZE": "4"}})
+
+
+def test_machines_with_unlike_numbers_of_ranks(recipe):
+    """Rank 0 knows of two ranks and waits for rank 1; the other machine calls its two 2 and 3 of four."""
+    changes = {"1": {"RANK": "2", "WORLD_SIZE": "4"}, "2": {"RANK": "3", "WORLD_SIZE": "4"}}
+    said = r"WORLD_SIZE is \d on rank \d \(\S+\) and \d on rank \d \(\S+\); start every node alike"
+    refused(recipe, 3, said, 20, changes, {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"})
+
+
+def test_rank_0_on_another_machine_than_the_head(recipe):
+    said = r"no-such-host\.invalid:\d+: rank 0 finds no run there \(no address of this machine, where rank 0 listens\)"
+    refused(recipe, 1, said, 1, {"0": {"MASTER_ADDR": "no-such-host.invalid"}}, bound=30)
+
+
+def late(recipe):
+    """Rank 1 reads the verdict only when rank 0 has read it and gone."""
+    import shardbook.join as join
+
+    wait = join._await_verdict
+
+    def wait_late(store, place):
+        if place.rank == 1:
+            store.wait(["verdict"])
+            time.sleep(0.5)
+        return wait(store, place)
+
+    join._await_verdict = wait_late
+    return start(recipe, 20, {"2": {"RANK": "1"}})
+
+
+def test_rank_0_stays_until_all_have_read_why(recipe):
+    for code, _, errors, _ in run_world(3, late, recipe):
+        assert code == 2 and errors.startswith("shardbook: RANK = 1 is claimed by two processes: "), errors
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -59,7 +92,7 @@ def test_a_port_where_something_else_listens(recipe, rank):
         address = f"127.0.0.1:{(port := taken.getsockname()[1])}"
         said = f"{address}: the port is taken on "
         if rank == "1":
-            said = rf"{address}: rank 1 finds no run there \(something else listens there and says nothing\)"
+            said = rf"{address}: rank 1 finds no run there \(what listens there says nothing\)"
         changes = {"0": {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(port)}}
         refused(recipe, 1, said, 1, changes)
 

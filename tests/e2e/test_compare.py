@@ -2,8 +2,10 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -102,9 +104,10 @@ def test_wandb_has_one_group_and_every_metric(compared):
 def test_every_panel_of_the_workspace_names_a_metric_that_runs_log(compared):
     folder = compared[1]
     logged = {key for run in FOLDERS for row in metrics(folder / run) for key in row}
-    drawn = {name for panels in PANELS.values() for _, _, names in panels for name in names}
+    drawn = {name for panels in PANELS.values() for panel in panels for name in panel["metrics"]}
     assert drawn - logged == GPU_ONLY
-    assert {kind for panels in PANELS.values() for _, kind, _ in panels} == {"bar", "train/global_step", "train/tokens"}
+    axes = {panel.get("x") for panels in PANELS.values() for panel in panels}
+    assert axes == {None, "train/global_step", "train/tokens"}
     for what in ("loss", "perf/tokens", "perf/mfu", "memory/", "comm/", "predicted/memory", "predicted/comm"):
         assert any(what in name for name in drawn), what
     kept = json.loads((folder / "wandb-workspace.json").read_text())
@@ -147,7 +150,7 @@ def test_the_report_alone_is_made_again(compared, tmp_path, capsys):
     assert cli.main(["compare", str(folder), "--stages", "ddp"]) == 2
     assert "only its report is made anew" in capsys.readouterr().err
     assert cli.main(["compare", str(tmp_path)]) == 2
-    assert "none of its 0 variants finished; there is nothing to report" in capsys.readouterr().err
+    assert "none of its 0 variants can be reported" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -162,6 +165,11 @@ def test_the_report_alone_is_made_again(compared, tmp_path, capsys):
             "variant ddp,parallel.reshard_min_params=5: parallel.reshard_min_params = 5",
         ),
         ("zero3,parallel.dp_shard_size=3", "needs 3 ranks, the world has 2"),
+        ("zero3, ddp", "parallel.stage = 'zero3,': must be one of ddp"),
+        ("zero3,run.name=mine", "variant zero3,run.name=mine: run.name=mine: a comparison sets that itself"),
+        ("zero3,train.logging_steps=0", "train.logging_steps = 0 logs none of 5 steps; a comparison is of logged"),
+        ("zero3,train.logging_steps=9", "train.logging_steps = 9 logs none of 5 steps; a comparison is of logged"),
+        ("parallel.betas=[8,4],method=dpo", "method = 'dpo'"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_runs(recipe, stages, said, capsys):
@@ -178,7 +186,72 @@ def test_a_comparison_with_other_settings_is_not_continued(compared, recipe, cap
     assert said in capsys.readouterr().err
 
 
+def test_a_comparison_with_other_ranks_or_steps_is_not_continued(compared, recipe, capsys):
+    words = ["compare", str(recipe), "--stages", "zero3", "run.name=both"]
+    assert cli.main([*words, "--nproc", "1"]) == 2
+    said = f"shardbook: {compared[1]}/zero3 was run with other settings: "
+    assert capsys.readouterr().err == f"{said}ranks was 2 there, is 1 here; choose another run.name\n"
+    assert cli.main([*words, "--nproc", "2", "train.steps=3", "precision.params=bf16"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(said) and "train.steps was 5 there, is 3 here" in error
+    assert "precision.params was 'fp32' there, is 'bf16' here" in error
+
+
+def started(recipe, name, *words):
+    command = [BIN / "shardbook", "compare", str(recipe), "--stages", "zero3 ddp", "--nproc", "2", f"run.name={name}"]
+    process = subprocess.Popen([*command, "train.steps=100000", *words], stdout=subprocess.PIPE, text=True)
+    return process, lambda pid: Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_a_variant_listens_stops_the_comparison(recipe, signum):
+    process, children = started(recipe, f"early-{signum}")
+    while process.poll() is None and not children(process.pid):
+        time.sleep(0.01)
+    process.send_signal(signum)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 75 and "[2/2]" not in said
+    assert said.splitlines()[-1] == f"stopped  in zero3; continue with run.name=early-{signum}"
+
+
+def test_a_second_ctrl_c_stops_the_comparison(recipe):
+    process, _ = started(recipe, "twice")
+    for line in process.stdout:
+        if "  step 2/" in line:
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+            break
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 75 and "[2/2]" not in said
+
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"  # nobody may collect an orphan
+    except FileNotFoundError:
+        return False
+
+
+def test_what_a_killed_comparison_started_ends_too(recipe):
+    process, children = started(recipe, "killed", "train.logging_steps=100000")
+    while not (trains := children(process.pid)) or len(ranks := children(trains[0])) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    until = time.monotonic() + 60
+    while left := [pid for pid in (*trains, *ranks) if running(pid)]:
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
+    process.communicate()
+
+
+def test_where_every_variant_fails_the_reason_is_not_the_command(recipe):
+    result = compare(recipe, "--stages", "ddp", "run.name=diverged", "optim.learning_rate=1e38")
+    assert result.returncode == 1 and re.search(r"\[1/1\] ddp  shardbook: step \d: train/loss is", result.stdout)
+    assert result.stderr == "shardbook: none of 1 variants finished\n"
+
+
 def test_no_variant_finished(tmp_path, capsys):
     (tmp_path / "variants.json").write_text('{"ddp": "ddp"}')
     assert cli.main(["compare", str(tmp_path)]) == 2
-    assert "none of its 1 variants finished; there is nothing to report" in capsys.readouterr().err
+    assert "none of its 1 variants can be reported; ddp: it ended before its first step" in capsys.readouterr().err

@@ -89,12 +89,7 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
         self.unsent: Tensor | None = None
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """`input_tensor` [ranks * n], slice r for rank r of `group`; `output_tensor` [n], the sum of this rank's."""
         assert op == dist.ReduceOp.SUM, f"a quantised reduce-scatter sums; asked for {op}"

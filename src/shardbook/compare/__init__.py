@@ -5,6 +5,7 @@ its own; nothing here touches how it trains. A variant that fails is reported an
 """
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -23,9 +25,12 @@ from shardbook.compare.outcome import read_outcome, write_json
 from shardbook.compare.page import summary_rows, write_page
 from shardbook.compare.workspace import keep_workspace, publish
 from shardbook.exits import DONE, FAILED, PREEMPTED
+from shardbook.heartbeat import LAUNCHER
 from shardbook.mesh import resolve_sizes
-from shardbook.recipe import Parallel, Recipe, RecipeError, Run, flatten_recipe, load_recipe
+from shardbook.recipe import Parallel, Recipe, RecipeError, Run, flatten_recipe, load_recipe, settle_precision
+from shardbook.rundir import read_facts
 from shardbook.stages import STAGES, check_stage, find_stage
+from shardbook.trackers import check_installed
 
 # Keys of [parallel] that only some stages have: a variant of another stage than the recipe's starts without them.
 OF_A_STAGE = [key for key in Parallel.model_fields if key not in ("stage", "wrap")]
@@ -57,11 +62,8 @@ def read_variants(stages: str, recipe_path: Path, overrides: list[str], nproc: i
 
 
 def _read_variant(text: str, recipe_path: Path, overrides: list[str], nproc: int) -> Variant:
-    first, *given = text.split(",")
     # a list has commas too: what does not start a key goes on with the one before
-    for number in range(len(given) - 1, 0, -1):
-        if not re.match(r"\w+\.\w+=", given[number]):
-            given[number - 1] += "," + given.pop(number)
+    first, *given = re.split(r",(?=[\w.]+=)", text)
     words = [first, *given] if "=" in first else given
     if "=" not in first:
         own, wanted = find_stage(load_recipe(recipe_path, overrides).parallel.stage), find_stage(first)
@@ -69,6 +71,11 @@ def _read_variant(text: str, recipe_path: Path, overrides: list[str], nproc: int
         keys = {word.partition("=")[0] for word in given}
         words = [f"parallel.stage={first}", *(word for word in added if word.partition("=")[0] not in keys), *given]
     recipe = load_recipe(recipe_path, [*overrides, *words])
+    if taken := [word for word in words if word.startswith(("run.name=", "run.dir=", "run.group="))]:
+        raise RecipeError(f"variant {text}: {taken[0]}: a comparison sets that itself; leave it out")
+    if not 0 < recipe.train.logging_steps <= (recipe.train.steps or recipe.train.logging_steps):
+        said = f"train.logging_steps = {recipe.train.logging_steps} logs none of {recipe.train.steps} steps"
+        raise RecipeError(f"variant {text}: {said}; a comparison is of logged steps")
     try:
         resolve_sizes(recipe.parallel, check_stage(recipe.parallel).axes, nproc)
     except RecipeError as error:
@@ -100,6 +107,7 @@ def compare(recipe_path: Path, stages: str, overrides: list[str], nproc: int, ru
     finished variant is not run again. Raises RecipeError.
     """
     variants = read_variants(stages, recipe_path, overrides, nproc)
+    check_installed(run)
     name = run.name or f"{recipe_path.stem}-compare-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(run.dir).expanduser() / name
     try:
@@ -107,80 +115,96 @@ def compare(recipe_path: Path, stages: str, overrides: list[str], nproc: int, ru
     except OSError as error:
         raise RecipeError(f"{folder}: cannot be written ({error.strerror}); set run.dir to a place that can") from None
     for variant in variants:
-        _check_same(folder / variant.folder, load_recipe(recipe_path, [*overrides, *variant.words]))
+        _check_same(folder / variant.folder, load_recipe(recipe_path, [*overrides, *variant.words]), nproc)
     print(f"compare  {folder}: {len(variants)} variants of {recipe_path.stem}, {nproc} ranks each")
     listed = {variant.folder: variant.name for variant in variants}
     (folder / LISTED).write_text(json.dumps(listed, indent=1) + "\n")
     codes = {}
+    asked: list[int] = []
     for number, variant in enumerate(variants, 1):
         title = f"[{number}/{len(variants)}] {variant.name}"
         print(f"{title}: {' '.join(variant.words)}", flush=True)
         placed = (f"run.dir={folder}", f"run.name={variant.folder}", f"run.group={name}")
         command = [*("train", str(recipe_path)), *overrides, *variant.words, *placed, "--nproc", str(nproc)]
-        codes[variant] = run_variant(command, folder / f"{variant.folder}.log", title)
-        if codes[variant] == PREEMPTED:
+        codes[variant] = run_variant(command, folder / f"{variant.folder}.log", title, asked)
+        if codes[variant] == PREEMPTED or asked:
             print(f"stopped  in {variant.name}; continue with run.name={name}")
             return PREEMPTED
         if codes[variant] != DONE:
             print(f"{title}: failed, exit code {codes[variant]}; its output is in {folder / variant.folder}.log")
+    if DONE not in codes.values():
+        print(f"shardbook: none of {len(variants)} variants finished", file=sys.stderr)
+        return FAILED
     report(folder, publishes)
     return FAILED if any(codes.values()) else DONE
 
 
-def _check_same(run: Path, recipe: Recipe) -> None:
+def _check_same(run: Path, recipe: Recipe, nproc: int) -> None:
     """Raise RecipeError where the run is there already, with other settings: it would be shown as what it is not."""
     if not (run / "resolved.toml").is_file():
         return
-    before, now = flatten_recipe(load_recipe(run / "resolved.toml")), flatten_recipe(recipe)
+    before = load_recipe(run / "resolved.toml")
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    was, now = (flatten_recipe(settle_precision(one, device_type)) for one in (before, recipe))
+    was["ranks"], now["ranks"] = read_facts(run).get("world_size"), nproc
     differ = [
-        f"{key} was {before[key]!r} there, is {value!r} here"
+        f"{key} was {was[key]!r} there, is {value!r} here"
         for key, value in now.items()
-        if value not in (before[key], "auto")
-        and not key.startswith("run.")
-        and key not in ("train.steps", "train.epochs")
+        if value != was[key] and not key.startswith("run.")
     ]
     if differ:
         raise RecipeError(f"{run} was run with other settings: {'; '.join(differ[:3])}; choose another run.name")
 
 
-def run_variant(words: list[str], log: Path, title: str) -> int:
-    """`shardbook` with `words`, its output kept in `log` and its steps shown. Returns the exit code."""
-    command = [sys.executable, "-m", "shardbook.cli", *words]
-    # a session of its own: a Ctrl-C reaches it once, through us
-    with (
-        log.open("a") as file,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        ) as process,
-    ):
+def run_variant(words: list[str], log: Path, title: str, asked: list[int]) -> int:
+    """`shardbook` with `words`, its output kept in `log` and its steps shown; signals that came meanwhile are passed on
+    and added to `asked`. Returns the exit code."""
+    process: subprocess.Popen[str] | None = None
 
-        def pass_on(signum: int, frame: FrameType | None) -> None:
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        asked.append(signum)
+        if process:
             process.send_signal(signum)
 
-        before = {signum: signal.signal(signum, pass_on) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-        try:
+    before = {signum: signal.signal(signum, pass_on) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        with log.open("a") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "shardbook.cli", *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,  # a Ctrl-C reaches it once, through us
+                env=os.environ | {LAUNCHER: str(os.getpid())},  # it ends when this process is gone
+            )
+            if asked:  # while it was being started
+                process.send_signal(asked[-1])
             for line in process.stdout or ():
                 file.write(line)
                 file.flush()
-                if line.startswith(("step ", "shardbook: ", "done ", "stopped ", "traffic ")):
+                if line.startswith(("step ", "shardbook: ", "done ", "traffic ")):
                     print(f"{title}  {line.rstrip()}", flush=True)
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-    return process.returncode
+        return process.wait()
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def report(folder: Path, publishes: bool = False) -> None:
     """report.json, report.html and wandb-workspace.json of the runs in `folder`, and a table on the terminal. The first
     that finished is what the others are held against. Raises RecipeError where none finished."""
+    folder = folder.resolve()  # its name is the title, also of "."
     try:
-        listed = json.loads((folder / LISTED).read_text())
+        listed = dict(json.loads((folder / LISTED).read_text()))
+    except (ValueError, TypeError) as error:
+        raise RecipeError(f"{folder / LISTED}: damaged ({error}); run the comparison again") from None
     except FileNotFoundError:  # runs that were put there by hand, of a cluster perhaps
         listed = {path.parent.name: path.parent.name for path in sorted(folder.glob("*/resolved.toml"))}
     outcomes = [read_outcome(folder / name, shown) for name, shown in listed.items()]
     outcomes.sort(key=lambda outcome: not outcome.finished)  # else as given
     if not outcomes or not outcomes[0].finished:
-        raise RecipeError(f"{folder}: none of its {len(outcomes)} variants finished; there is nothing to report")
+        why = "".join(f"; {outcome.name}: {outcome.note}" for outcome in outcomes)
+        raise RecipeError(f"{folder}: none of its {len(outcomes)} variants can be reported{why}")
     write_json(folder / "report.json", folder.name, outcomes)
     write_page(folder / "report.html", folder.name, outcomes)
     keep_workspace(folder / "wandb-workspace.json", folder.name, outcomes)

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from shardbook.console import readable_bytes
+from shardbook.recipe import first_line
 
 CATEGORIES = ("params", "grads", "optimizer", "unsent")  # of memory/<what>_bytes
 ROUNDING = 1e-5  # another order of additions: stages agree to 1e-6 in a step, and steps add up
@@ -49,12 +50,18 @@ class Outcome:
 
 def read_outcome(run: Path, name: str) -> Outcome:
     """The outcome of the run in directory `run`; one that never came to a step has only its name, and a note."""
-    rows = _read_rows(run / "metrics.jsonl")
     try:
-        settings = tomllib.loads((run / "resolved.toml").read_text())
-        facts = json.loads((run / "run.json").read_text())
-    except (OSError, ValueError):
+        return _read_run(run, name)
+    except FileNotFoundError:
         return Outcome(name, "", finished=False, note="it ended before its first step")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # of a file that is not what a run writes
+        return Outcome(name, "", finished=False, note=f"its files are damaged ({first_line(error)})")
+
+
+def _read_run(run: Path, name: str) -> Outcome:
+    rows = _read_rows(run / "metrics.jsonl")
+    settings = tomllib.loads((run / "resolved.toml").read_text())
+    facts = json.loads((run / "run.json").read_text())
     trained = [row for row in rows if "train/loss" in row]
     counted = next((row for row in trained if "comm/sent_bytes" in row), None)
     last = max((row["step"] for row in rows), default=0)
@@ -116,7 +123,7 @@ def differences(one: Outcome, other: Outcome) -> dict[int, float]:
     """By step that both logged: how far the losses of `one` are from `other`'s, as a share of the latter's."""
     theirs = dict(zip(other.steps, other.losses, strict=True))
     pairs = ((step, loss, theirs[step]) for step, loss in zip(one.steps, one.losses, strict=True) if step in theirs)
-    return {step: abs(loss - base) / abs(base) for step, loss, base in pairs}
+    return {step: abs(loss - base) / (abs(base) or 1) for step, loss, base in pairs}
 
 
 def first_difference(one: Outcome, other: Outcome) -> int | None:
@@ -132,20 +139,26 @@ def judge(one: Outcome, base: Outcome) -> str:
         sent = readable_bytes(one.sent_bytes or 0)
         return f"what the others are held against: {readable_bytes(one.resident_bytes)} kept, {sent} sent a step"
     step = first_difference(one, base)
-    largest = max(differences(one, base).values(), default=0.0)
-    if step is None:
+    largest = max(differences(one, base).values(), default=None)
+    if largest is None:
+        words = ["no step that both logged"]
+    elif step is None:
         words = ["same losses bitwise"]
     elif largest < ROUNDING:
         words = [f"same losses but for rounding ({largest:.0e}, from step {step})"]
     else:
-        words = [f"losses differ from step {step}, by {largest:.1%} at most"]
+        words = [f"losses differ from step {step}, by {_short(100 * largest)}% at most"]
     if base.resident_bytes:
         less = 1 - one.resident_bytes / base.resident_bytes
         words.append("same memory" if abs(less) < 0.005 else f"{abs(less):.0%} {'less' if less > 0 else 'more'} memory")
     if base.sent_bytes and one.sent_bytes is not None:
         ratio = one.sent_bytes / base.sent_bytes
-        words.append("same traffic" if abs(ratio - 1) < 0.005 else f"{ratio:.2g}x traffic")
+        words.append("same traffic" if abs(ratio - 1) < 0.005 else f"{_short(ratio)}x traffic")
     return "; ".join(words)
+
+
+def _short(value: float) -> str:
+    return f"{float(f'{value:.2g}'):,g}"  # two digits, and 200 not 2e+02
 
 
 def write_json(path: Path, title: str, outcomes: list[Outcome]) -> None:

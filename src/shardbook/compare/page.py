@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
+from statistics import median
 from string import Template
 from typing import Any
 
@@ -254,8 +255,8 @@ def draw_throughput(outcomes: list[Outcome]) -> Panel:
     head = ["variant", "median seconds a step", "fastest", "slowest", "tokens/s a device"]
     rows = []
     for one in outcomes:
-        times = sorted(one.step_seconds)
-        shown = [f"{value:.3f}" for value in (times[len(times) // 2], times[0], times[-1])]
+        times = one.step_seconds
+        shown = [f"{value:.3f}" for value in (median(times), min(times), max(times))]
         rows.append([one.name, *shown, f"{one.tokens_per_second:,.1f}"])
     return (
         "Throughput",

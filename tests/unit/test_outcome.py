@@ -1,0 +1,93 @@
+"""What the comparison says of two runs, from their numbers; and of a run directory that is not whole."""
+
+import json
+
+import pytest
+
+from shardbook import cli
+from shardbook.compare.outcome import Outcome, differences, first_difference, judge, read_outcome
+
+
+def outcome(name, steps, losses, kept=100.0, sent=50.0):
+    memory = {"measured": {"params": kept / 2, "grads": kept / 2}}
+    return Outcome(name, name, True, "", steps=steps, losses=losses, memory=memory, sent_bytes=sent)
+
+
+BASE = outcome("ddp", [1, 2, 3], [4.0, 2.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    "one, verdict",
+    [
+        (outcome("a", [1, 2, 3], [4.0, 2.0, 1.0]), "same losses bitwise; same memory; same traffic"),
+        (outcome("a", [2, 3], [2.0, 1.0], 25, 75), "same losses bitwise; 75% less memory; 1.5x traffic"),
+        (
+            outcome("a", [1, 2, 3], [4.0, 2.000002, 1.0], 200),
+            "same losses but for rounding (1e-06, from step 2);",
+        ),
+        (outcome("a", [1, 2, 3], [4.0, 2.0002, 1.0]), "losses differ from step 2, by 0.01% at most; same memory"),
+        (outcome("a", [1, 2, 3], [8.8, 2.0, 1.0]), "losses differ from step 1, by 120% at most; same memory"),
+        (outcome("a", [5, 6], [4.0, 2.0], sent=11_000), "no step that both logged; same memory; 220x traffic"),
+    ],
+)
+def test_verdicts(one, verdict):
+    assert judge(one, BASE).startswith(verdict)
+
+
+def test_a_loss_of_nothing_is_no_division_by_zero():
+    zero = outcome("ddp", [1, 2], [1.0, 0.0])
+    assert differences(outcome("a", [1, 2], [1.0, 0.25]), zero) == {1: 0.0, 2: 0.25}
+    assert first_difference(zero, zero) is None
+
+
+WHOLE = {
+    "resolved.toml": '[parallel]\nstage = "ddp"\n',
+    "run.json": '{"finished_steps": 5, "mesh": {}}',
+    "metrics.jsonl": '{"step": 1, "train/loss": 1.0, "comm/sent_bytes": 1, "comm/inter_node_bytes": 0, '
+    '"perf/step_seconds": 1}\n',
+}
+
+
+@pytest.mark.parametrize(
+    "file, text, note",
+    [
+        ("run.json", None, "it ended before its first step"),
+        ("run.json", "[]", "its files are damaged"),
+        ("run.json", "{}", "its files are damaged ('finished_steps')"),
+        ("run.json", '{"finished_', "its files are damaged"),
+        ("resolved.toml", "", "its files are damaged ('parallel')"),
+        ("metrics.jsonl", "3\n", "its files are damaged"),
+        ("metrics.jsonl", b"\xff\xfe\n", "its files are damaged"),
+        ("metrics.jsonl", "", "it logged no step"),
+    ],
+)
+def test_a_run_that_is_not_whole_is_said_and_the_rest_go_on(file, text, note, tmp_path):
+    for name, content in (WHOLE | {file: text}).items():
+        if content is not None:
+            (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    found = read_outcome(tmp_path, "ddp")
+    assert not found.finished and found.note.startswith(note), found.note
+
+
+def test_the_whole_one_is_read(tmp_path):
+    for name, content in WHOLE.items():
+        (tmp_path / name).write_text(content)
+    assert read_outcome(tmp_path, "ddp").losses == [1.0]
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "3"])
+def test_a_damaged_list_of_variants(text, tmp_path, capsys):
+    (tmp_path / "variants.json").write_text(text)
+    assert cli.main(["compare", str(tmp_path)]) == 2
+    assert f"{tmp_path}/variants.json: damaged (" in capsys.readouterr().err
+
+
+def test_a_disk_that_does_not_take_the_report(tmp_path, capsys):
+    run = tmp_path / "ddp"
+    run.mkdir()
+    for name, content in WHOLE.items():
+        (run / name).write_text(content)
+    (tmp_path / "variants.json").write_text(json.dumps({"ddp": "ddp"}))
+    (tmp_path / "report.json").mkdir()
+    assert cli.main(["compare", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"shardbook: {tmp_path}/report.json: Is a directory\n"
