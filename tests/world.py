@@ -2,6 +2,7 @@
 once, so that a world of four costs about a second."""
 
 import contextlib
+import faulthandler
 import io
 import itertools
 import json
@@ -50,7 +51,8 @@ def run_world(size: int, fn, *args, environment: dict[str, str] | None = None, s
                 try:
                     failed, results[rank] = pipe.recv()
                 except EOFError:
-                    failed, results[rank] = True, f"rank {rank} died"
+                    processes[rank].join(10)
+                    failed, results[rank] = True, f"died, exit code {processes[rank].exitcode}"
                 if failed:
                     errors.append(f"rank {rank}:\n{results[rank]}")
     finally:
@@ -101,6 +103,7 @@ def _whole_rank(variables: dict[str, str], words: list[str], said: Path, prepare
 def _rank(variables: dict[str, str], pipe: Connection, fn, args) -> None:
     import torch
 
+    faulthandler.enable()  # where native code ends a rank: what each of its threads did
     os.environ.update(variables)
     torch.set_num_threads(1)
     try:

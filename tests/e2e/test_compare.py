@@ -1,6 +1,7 @@
 """`shardbook compare` as a user types it: fresh processes, a failed variant, the report, what wandb recorded."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -238,11 +239,13 @@ def test_what_a_killed_comparison_started_ends_too(recipe):
         assert process.poll() is None
         time.sleep(0.05)
     process.kill()
-    until = time.monotonic() + 60
-    while left := [pid for pid in (*trains, *ranks) if running(pid)]:
-        assert time.monotonic() < until, left
-        time.sleep(0.1)
     process.communicate()
+    until = time.monotonic() + 60
+    while (left := [int(pid) for pid in (*trains, *ranks) if running(pid)]) and time.monotonic() < until:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
 
 
 def test_where_every_variant_fails_the_reason_is_not_the_command(recipe):
