@@ -11,7 +11,6 @@ os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="shardbook-tests-")
 os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:9"  # a key of the user's, in ~/.netrc, is for another host
 os.environ.pop("WANDB_API_KEY", None)
 os.environ.pop("WANDB_MODE", None)
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as our launcher sets it
 
 import pytest
 import torch

@@ -72,7 +72,9 @@ def start_distributed(lost_seconds: float = 0) -> Ranks:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     heartbeat = Heartbeat(place, store, lost_seconds) if lost_seconds and place.world_size > 1 else None
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
-    dist.barrier()  # a rank that went on, and ended, would take the store from those who are still connecting
+    store.set(f"connected/{place.rank}", "")
+    if place.rank == 0:  # which would take the store, if it ended, from those who are still connecting
+        store.wait([f"connected/{rank}" for rank in range(place.world_size)], TIMEOUT)
     return Ranks(place.rank, place.world_size, place.local_rank, place.ranks_per_node, device, heartbeat)
 
 

@@ -150,6 +150,6 @@ def connected():
     return [*times, time.monotonic()]
 
 
-def test_no_rank_goes_on_before_every_rank_is_connected():
+def test_rank_0_goes_on_when_every_rank_is_connected():
     (_, first), (last, _) = run_world(2, connected)
     assert first >= last
