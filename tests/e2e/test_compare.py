@@ -204,15 +204,14 @@ def started(recipe, name, *words):
     return process, lambda pid: Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_before_a_variant_listens_stops_the_comparison(recipe, signum):
-    process, children = started(recipe, f"early-{signum}")
+def test_a_signal_before_a_variant_listens_stops_the_comparison(recipe):
+    process, children = started(recipe, "early")
     while process.poll() is None and not children(process.pid):
         time.sleep(0.01)
-    process.send_signal(signum)
+    process.send_signal(signal.SIGUSR1)
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 75 and "[2/2]" not in said
-    assert said.splitlines()[-1] == f"stopped  in zero3; continue with run.name=early-{signum}"
+    assert said.splitlines()[-1] == "stopped  in zero3; continue with run.name=early"
 
 
 def test_a_second_ctrl_c_stops_the_comparison(recipe):
