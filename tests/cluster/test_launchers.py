@@ -97,7 +97,7 @@ def test_a_second_launch_into_a_run_is_refused_and_a_killed_launcher_ends_its_ra
     while any(alive(rank) for rank in ranks):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert "the launcher that started this rank was killed; run the same command again" in said.read_text()
+    assert "what started this process was killed; run the same command again" in said.read_text()
     run_train(2, recipe, run.name, "train.steps=1")  # and what they held is free
 
 
