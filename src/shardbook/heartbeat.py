@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardbook.exits import FAILED, LEAVING, exit_rank
 from shardbook.join import Place, Store, name_ranks, open_store, read_member
 
-LAUNCHER = "SHARDBOOK_LAUNCHER"  # the pid of the `shardbook train` that started this rank
+LAUNCHER = "SHARDBOOK_LAUNCHER"  # the pid of what started this process: a rank, or a run of a comparison
 BEAT_SECONDS = 2.0  # at most: an eighth of the limit where that is shorter
 STAY_SECONDS = 30.0  # of rank 0 at its end, for ranks that are not yet there
 LEFT = b"left"
