@@ -210,7 +210,7 @@ def gradients_never_zeroed(train):
 
 @planted_in("zero1", 1, 3, tied=False)
 def padding_not_counted(train):
-    from shardbook import units
+    from shardbook.parallel import units
 
     units.Unit.padded = lambda unit, shards, trained_only=False: unit.numel // shards * shards
 

@@ -103,7 +103,7 @@ class Outcome:
 def run_cases(recipe: Path, tiny: Path, cases: list[Case], results: Path) -> list[str]:
     """On each rank: train every case in one world; write its outcome to results/<case>.<rank>. Returns the errors."""
     from shardbook import train
-    from shardbook.dist import start_distributed
+    from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import RecipeError, load_recipe
 
     ranks, errors = start_distributed(), []
@@ -120,7 +120,7 @@ def run_cases(recipe: Path, tiny: Path, cases: list[Case], results: Path) -> lis
 def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
     """`train.train` with eyes open: what passes between the story and its modules is noted, and nothing changed."""
     from shardbook.comm.ledger import WORLD, sent_between_nodes
-    from shardbook.mesh import axis_groups
+    from shardbook.parallel.mesh import axis_groups
     from shardbook.plan.formulas import predict_resident
 
     seen, gradients = {}, []

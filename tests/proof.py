@@ -34,8 +34,8 @@ from smallest import table as smallest_table
 from tiny import write_chats, write_model, write_recipe
 from world import run_world
 
+from shardbook.parallel.stages import find_stage
 from shardbook.plan.formulas import paper
-from shardbook.stages import find_stage
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "proof.md"

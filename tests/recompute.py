@@ -5,9 +5,9 @@ from live import allocated
 from tiny import config
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardbook.activation import apply_checkpointing
 from shardbook.data.loader import Batching, build_micro
-from shardbook.model import apply_compile, build_model, materialize
+from shardbook.memory.activation import apply_checkpointing
+from shardbook.model.causal_lm import apply_compile, build_model, materialize
 from shardbook.objectives import OBJECTIVES
 from shardbook.recipe import Activation
 

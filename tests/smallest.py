@@ -14,12 +14,12 @@ def measure(stage: str, parallel: dict) -> dict[str, int]:
     from live import Gathered
 
     from shardbook.comm.ledger import Ledger
-    from shardbook.dist import start_distributed
-    from shardbook.mesh import axis_groups
-    from shardbook.metrics import memory_metrics
+    from shardbook.parallel.mesh import axis_groups
+    from shardbook.parallel.stages import check_stage
     from shardbook.plan import formulas
+    from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import Parallel, Precision
-    from shardbook.stages import check_stage
+    from shardbook.run.metrics import memory_metrics
 
     rank = start_distributed().rank
     layout = (2, 1) if stage == "ddp" else (1, 2)

@@ -154,11 +154,11 @@ def train_toy(
 
     import torch.distributed as dist
 
-    from shardbook.mesh import build_mesh, data_rank
     from shardbook.optim import build_optimizer, clip_gradients
+    from shardbook.parallel.mesh import build_mesh, data_rank
+    from shardbook.parallel.stages import apply_stage, check_stage, read_switches, set_schedule, start_carrying
+    from shardbook.parallel.units import choose_units
     from shardbook.recipe import Optim, Parallel, Precision
-    from shardbook.stages import apply_stage, check_stage, read_switches, set_schedule, start_carrying
-    from shardbook.units import choose_units
 
     sizes = {"dp_replicate_size": replicas} if stage in ("ddp", "hsdp") else {}
     sizes |= {"dp_shard_size": shards} if stage != "ddp" else {}

@@ -87,7 +87,7 @@ def start_ranks(size: int, words: list[str], said: Path, prepare=None):
 def _whole_rank(variables: dict[str, str], words: list[str], said: Path, prepare) -> None:
     import torch
 
-    from shardbook.exits import exit_rank
+    from shardbook.ranks.exits import exit_rank
     from shardbook.train import main
 
     os.environ.update(variables)

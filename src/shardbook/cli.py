@@ -85,8 +85,8 @@ def run_train(name: str, overrides: list[str], nproc: int | None, node: tuple[in
         raise RecipeError(f"--nproc {nproc}: must be at least 1")
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)  # refused here before a process is started
-    from shardbook.launch import Nodes, launch_ranks
-    from shardbook.machine import check_memory, choose_nproc
+    from shardbook.ranks.launch import Nodes, launch_ranks
+    from shardbook.ranks.machine import check_memory, choose_nproc
 
     nodes = Nodes(*node)
     check_memory(recipe, path, nodes.count)
@@ -104,7 +104,7 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
         path = find_recipe(name)
         recipe = load_recipe(path, overrides)
     from shardbook.compare import compare, report
-    from shardbook.machine import check_memory, choose_nproc
+    from shardbook.ranks.machine import check_memory, choose_nproc
 
     if only_report:
         report(Path(name), publishes)
@@ -118,11 +118,11 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
     if not (run / "resolved.toml").is_file():
         raise RecipeError(f"{run}: not a run directory (no resolved.toml in it)")
     recipe = load_recipe(run / "resolved.toml")
-    from shardbook.checkpoint import checkpoint_shapes, newest_checkpoint, read_parameters
     from shardbook.data.tokenized import load_tokenizer
-    from shardbook.model import load_config, model_folder, tokenizer_folder
-    from shardbook.rundir import read_facts
-    from shardbook.weights import save_weights
+    from shardbook.model.causal_lm import load_config, model_folder, tokenizer_folder
+    from shardbook.model.weights import save_weights
+    from shardbook.run.checkpoint import checkpoint_shapes, newest_checkpoint, read_parameters
+    from shardbook.run.directory import read_facts
 
     source = checkpoint or newest_checkpoint(run / "checkpoints")
     finished = read_facts(run).get("finished_steps")
@@ -158,7 +158,7 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
 
 def run_translate(file: Path, out: Path | None, without_refused: bool) -> int:
     """Print what became of each key, and write the recipe; with refused keys only where they may be left out."""
-    from shardbook.stages import check_stage
+    from shardbook.parallel.stages import check_stage
     from shardbook.translate import translate, write_recipe
 
     settings, entries = translate(file)

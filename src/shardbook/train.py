@@ -13,26 +13,11 @@ from pathlib import Path
 
 import torch
 
-from shardbook.activation import apply_checkpointing
-from shardbook.checkpoint import Progress, load_checkpoint, newest_checkpoint, save_checkpoint
 from shardbook.comm.ledger import Ledger
-from shardbook.console import Teller
 from shardbook.data.loader import Batching, Loader, Micro, eval_micros
 from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
-from shardbook.dist import (
-    Ranks,
-    StopFlag,
-    check_alike,
-    first_on_node,
-    from_main,
-    start_distributed,
-    stop_distributed,
-    sum_over_ranks,
-)
-from shardbook.exits import DONE, FAILED, PREEMPTED, WRONG, RunFailed, exit_rank, report_error
-from shardbook.mesh import DP_SHARD, axis_groups, axis_sizes, build_mesh, data_rank
-from shardbook.metrics import Metrics, Recorder, memory_metrics, read_loss, speed_metrics
-from shardbook.model import (
+from shardbook.memory.activation import apply_checkpointing
+from shardbook.model.causal_lm import (
     CausalLM,
     apply_compile,
     build_model,
@@ -42,15 +27,30 @@ from shardbook.model import (
     model_folder,
     tokenizer_folder,
 )
+from shardbook.model.weights import full_tensors, init_weights, load_weights, save_weights
 from shardbook.objectives import OBJECTIVES, Objective
 from shardbook.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from shardbook.parallel.mesh import DP_SHARD, axis_groups, axis_sizes, build_mesh, data_rank
+from shardbook.parallel.stages import apply_stage, check_stage, read_switches, reshard, set_schedule, start_carrying
+from shardbook.parallel.units import Unit, choose_units
 from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
+from shardbook.ranks.distributed import (
+    Ranks,
+    StopFlag,
+    check_alike,
+    first_on_node,
+    from_main,
+    start_distributed,
+    stop_distributed,
+    sum_over_ranks,
+)
+from shardbook.ranks.exits import DONE, FAILED, PREEMPTED, WRONG, RunFailed, exit_rank, report_error
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe, settle_precision
-from shardbook.rundir import check_shared, environment, open_run
-from shardbook.stages import apply_stage, check_stage, read_switches, reshard, set_schedule, start_carrying
-from shardbook.trackers import flat_config
-from shardbook.units import Unit, choose_units
-from shardbook.weights import full_tensors, init_weights, load_weights, save_weights
+from shardbook.run.checkpoint import Progress, load_checkpoint, newest_checkpoint, save_checkpoint
+from shardbook.run.console import Teller
+from shardbook.run.directory import check_shared, environment, open_run
+from shardbook.run.metrics import Metrics, Recorder, memory_metrics, read_loss, speed_metrics
+from shardbook.run.trackers import flat_config
 
 
 def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:

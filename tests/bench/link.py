@@ -93,7 +93,7 @@ def rank_main(asked: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from shardbook.dist import start_distributed
+    from shardbook.ranks.distributed import start_distributed
 
     ranks = start_distributed()
     for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
@@ -139,14 +139,14 @@ def build(keys, ranks):
 
     from shardbook.comm.ledger import Ledger
     from shardbook.data.loader import Batching, build_micro
-    from shardbook.mesh import axis_groups, axis_sizes, build_mesh
-    from shardbook.model import build_model, materialize
+    from shardbook.model.causal_lm import build_model, materialize
+    from shardbook.model.weights import init_weights
     from shardbook.objectives import OBJECTIVES
     from shardbook.optim import build_optimizer, clip_gradients
+    from shardbook.parallel.mesh import axis_groups, axis_sizes, build_mesh
+    from shardbook.parallel.stages import apply_stage, check_stage, read_switches, set_schedule
+    from shardbook.parallel.units import choose_units
     from shardbook.recipe import Optim, Parallel, Precision
-    from shardbook.stages import apply_stage, check_stage, read_switches, set_schedule
-    from shardbook.units import choose_units
-    from shardbook.weights import init_weights
 
     parallel, precision = Parallel(**keys), Precision(params="fp32")
     stage = check_stage(parallel)

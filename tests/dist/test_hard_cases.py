@@ -33,7 +33,7 @@ if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
 
 
 def train_all(names, layouts, folder):
-    from shardbook.dist import start_distributed
+    from shardbook.ranks.distributed import start_distributed
 
     rank = start_distributed().rank
     for name in names:

@@ -42,7 +42,7 @@ def test_a_rank_that_is_not_heard_of(recipe, tmp_path, frozen):
 
 def dawdle():
     """Rank 0 ends later than its peer by more than the limit, and rank 1 takes its second step so late."""
-    import shardbook.rundir as rundir
+    import shardbook.run.directory as rundir
     import shardbook.train as train
 
     finish, clip, steps = rundir.RunDirectory.finish, train.clip_gradients, []

@@ -11,7 +11,7 @@ from world import run_world, train_rank
 
 def start(recipe, seconds, changes):
     """A rank that waits `seconds` in place of minutes; `changes`: variables of some ranks, by their first RANK."""
-    import shardbook.join as join
+    import shardbook.ranks.join as join
 
     join.SILENT_SECONDS, join.JOIN_SECONDS, join.TELL_SECONDS = seconds, seconds, seconds / 2
     os.environ.update(changes.get(os.environ["RANK"], {}))
@@ -65,7 +65,7 @@ def test_rank_0_on_another_machine_than_the_head(recipe):
 
 def late(recipe):
     """Rank 1 reads the verdict only when rank 0 has read it and gone."""
-    import shardbook.join as join
+    import shardbook.ranks.join as join
 
     wait = join._await_verdict
 
@@ -106,7 +106,7 @@ def test_a_head_that_no_one_knows(recipe):
 def threads(variables, cores):
     import torch
 
-    from shardbook.dist import start_distributed
+    from shardbook.ranks.distributed import start_distributed
 
     if "OMP_NUM_THREADS" not in variables:
         del os.environ["OMP_NUM_THREADS"]
@@ -136,7 +136,7 @@ def connected():
     """When this rank had its process group, rank 1 late, and when it went on (one clock: one machine)."""
     import torch.distributed as dist
 
-    from shardbook.dist import start_distributed
+    from shardbook.ranks.distributed import start_distributed
 
     connect, times = dist.init_process_group, []
 

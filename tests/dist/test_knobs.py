@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from world import run_world
 
 from shardbook.recipe import Parallel, RecipeError
-from shardbook.stages import check_stage
-from shardbook.units import choose_units
+from shardbook.parallel.stages import check_stage
+from shardbook.parallel.units import choose_units
 
 KNOBS = {
     "none": (),
@@ -105,11 +105,11 @@ def test_gathered_bytes_of_each_knob(outcomes):
 
 def order_of_gathers(parallel, bug=False):
     """Names of units as they are gathered, and as they run, in one micro-batch: from torch's own profiler marks."""
-    from shardbook.dist import start_distributed
+    from shardbook.ranks.distributed import start_distributed
 
     start_distributed()
     if bug:  # the lists are made and never given to the modules
-        import shardbook.stages as stages
+        import shardbook.parallel.stages as stages
 
         stages.apply_prefetch = lambda units, parallel: None
     trace = profile(activities=[ProfilerActivity.CPU])
@@ -177,8 +177,8 @@ def wire_and_ledger(stage, layout, precision):
     import contextlib
 
     from shardbook.comm.ledger import Ledger, traffic_metrics
-    from shardbook.dist import start_distributed
-    from shardbook.mesh import axis_groups
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.parallel.mesh import axis_groups
     from shardbook.plan.formulas import predict_traffic
     from shardbook.recipe import Precision
 
@@ -216,12 +216,12 @@ def test_the_ledger_is_what_goes_to_the_wire(stage, layout, precision):
 def output_dtype(output):
     from tiny import config as tiny_config
 
-    from shardbook.dist import start_distributed
-    from shardbook.mesh import build_mesh
-    from shardbook.model import build_model, materialize
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.parallel.mesh import build_mesh
+    from shardbook.model.causal_lm import build_model, materialize
     from shardbook.recipe import Precision
-    from shardbook.stages import apply_stage
-    from shardbook.units import choose_units
+    from shardbook.parallel.stages import apply_stage
+    from shardbook.parallel.units import choose_units
 
     start_distributed()
     parallel = Parallel()

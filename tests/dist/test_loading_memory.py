@@ -14,14 +14,14 @@ def load(folder):
     import gc
     from pathlib import Path
 
-    from shardbook.dist import start_distributed
-    from shardbook.mesh import build_mesh
-    from shardbook.metrics import kept_bytes
-    from shardbook.model import build_model, load_config, materialize
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.parallel.mesh import build_mesh
+    from shardbook.run.metrics import kept_bytes
+    from shardbook.model.causal_lm import build_model, load_config, materialize
     from shardbook.recipe import Model, Parallel, Precision
-    from shardbook.stages import apply_stage, find_stage
-    from shardbook.units import choose_units
-    from shardbook.weights import load_weights
+    from shardbook.parallel.stages import apply_stage, find_stage
+    from shardbook.parallel.units import choose_units
+    from shardbook.model.weights import load_weights
 
     ranks, parallel, stage = start_distributed(), Parallel(), find_stage("zero3")
     mesh = build_mesh(parallel, stage.axes, ranks.world_size, "cpu")
@@ -46,7 +46,7 @@ def resident(field: str) -> int:
 
 def whole_first(folder):
     """Planted bug: every rank reads the whole file and keeps what it needs."""
-    import shardbook.weights as weights
+    import shardbook.model.weights as weights
 
     before = weights._open
 

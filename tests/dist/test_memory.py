@@ -46,7 +46,7 @@ class WideToy(Toy):
 
 def watch_gathers(stage, parallel, shards=2, bug=None):
     """(most blocks gathered at once, most bytes, the formula's bytes) in a step of three micro-batches."""
-    from shardbook.dist import start_distributed
+    from shardbook.ranks.distributed import start_distributed
     from shardbook.plan.formulas import predict_gathered_peak
     from shardbook.recipe import Parallel, Precision
 
@@ -119,7 +119,7 @@ def test_a_planted_bug_turns_it_red():
 
 def step_peak(stage):
     """Most bytes that a step of three micro-batches makes and still needs, beyond what lay there before it."""
-    from shardbook.dist import start_distributed
+    from shardbook.ranks.distributed import start_distributed
 
     start_distributed()
     layout = (2, 1) if stage == "ddp" else (1, 2)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tiny import write_recipe
 from world import losses, metrics, run_train, run_world, train_rank
 
-from shardbook.checkpoint import MARKER, newest_checkpoint
+from shardbook.run.checkpoint import MARKER, newest_checkpoint
 
 SAVING = ("train.steps=6", "train.save_steps=2", "optim.warmup_steps=2", "optim.lr_scheduler_type=linear")
 
@@ -87,7 +87,7 @@ def test_what_is_saved_is_needed(recipe, straight):
 def lose_moments(words):
     from types import SimpleNamespace
 
-    import shardbook.checkpoint as checkpoint
+    import shardbook.run.checkpoint as checkpoint
 
     def load(tensors, checkpoint_id):
         before({key: value for key, value in tensors.items() if key != "optimizer"}, checkpoint_id=checkpoint_id)
@@ -204,7 +204,7 @@ def test_a_disk_that_is_full_is_said(recipe, monkeypatch):
 
 
 def save_to_a_full_disk(words):
-    import shardbook.checkpoint as checkpoint
+    import shardbook.run.checkpoint as checkpoint
 
     def save(*anything, **named):
         raise OSError(28, "No space left on device")
@@ -226,7 +226,7 @@ def test_a_run_directory_that_a_rank_does_not_see_is_refused(recipe):
 
 
 def unshared(words):
-    import shardbook.rundir as rundir
+    import shardbook.run.directory as rundir
 
     if os.environ["RANK"] == "1":
         rundir.RunDirectory.path = property(lambda self: rundir.Path("/nowhere"), lambda self, value: None)

@@ -10,7 +10,7 @@ def start_unlike(recipe, words, module):
     """Rank 1 gets `words` too, and finds another version of `module`."""
     mine = [str(recipe), "run.name=unlike"]
     if os.environ["RANK"] == "1":
-        import shardbook.rundir as rundir
+        import shardbook.run.directory as rundir
 
         real, mine = rundir.version, mine + words
         rundir.version = lambda name: "9.9" if name == module else real(name)

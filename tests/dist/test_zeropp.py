@@ -20,9 +20,9 @@ from toys import DECAY, RATE, Scenario, Toy, train_toy
 from world import losses, run_train, run_world, train_rank
 
 from shardbook.comm.ledger import sent_between_nodes
-from shardbook.mesh import axis_groups
+from shardbook.parallel.mesh import axis_groups
 from shardbook.recipe import Parallel, RecipeError
-from shardbook.stages import check_stage, read_switches
+from shardbook.parallel.stages import check_stage, read_switches
 
 STEPS, MAX_NORM = 4, 0.5
 SWITCHES = {
@@ -71,7 +71,7 @@ def wire_of(name, ranks_per_node):
 
 
 def train_all(names, folder, micros, bug=None):
-    from shardbook.dist import start_distributed
+    from shardbook.ranks.distributed import start_distributed
 
     rank = start_distributed().rank
     if bug:
@@ -223,12 +223,12 @@ def test_bytes_of_secondary_shards_after_a_forward_and_of_error_feedback():
 def switched_bytes():
     import torch.distributed as dist
 
-    from shardbook.dist import start_distributed
-    from shardbook.mesh import build_mesh
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.parallel.mesh import build_mesh
     from shardbook.plan.formulas import predict_secondary, predict_unsent
     from shardbook.recipe import Parallel, Precision
-    from shardbook.stages import apply_stage, build_hops, check_stage, read_switches, start_carrying
-    from shardbook.units import choose_units
+    from shardbook.parallel.stages import apply_stage, build_hops, check_stage, read_switches, start_carrying
+    from shardbook.parallel.units import choose_units
 
     start_distributed()
     switches = {"secondary_shard": "node", "quantize_gradients": [8, 4], "quantize_error_feedback": True}

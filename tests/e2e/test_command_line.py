@@ -17,8 +17,9 @@ from tiny import tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from world import losses, metrics
 
-from shardbook import cli, machine
-from shardbook.dist import free_port
+from shardbook import cli
+from shardbook.ranks import machine
+from shardbook.ranks.distributed import free_port
 from shardbook.recipe import RecipeError, load_recipe
 
 BIN = Path(sys.executable).parent
@@ -367,7 +368,7 @@ def test_a_rank_that_fails_alone_ends_the_others_at_once(tmp_path):
     (tmp_path / "shardbook" / "__init__.py").touch()
     program = "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(2)\ntime.sleep(300)\n"
     (tmp_path / "shardbook" / "train.py").write_text(program)
-    code = f"import sys; from shardbook.launch import launch_ranks; import os; os.chdir({str(tmp_path)!r}); "
+    code = f"import sys; from shardbook.ranks.launch import launch_ranks; import os; os.chdir({str(tmp_path)!r}); "
     code += f"os.environ['PYTHONPATH'] = {str(tmp_path)!r}; sys.exit(launch_ranks(2, []))"
     began = time.monotonic()
     assert subprocess.run([sys.executable, "-c", code]).returncode == 2

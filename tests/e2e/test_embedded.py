@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shardbook import embedded
 from shardbook.data.chat import encode_row
 from shardbook.data.loader import Batching, build_micro
-from shardbook.model import build_model, load_config, materialize
+from shardbook.model import embedded
+from shardbook.model.causal_lm import build_model, load_config, materialize
+from shardbook.model.weights import load_weights
 from shardbook.recipe import Model, RecipeError
-from shardbook.weights import load_weights
 
 CHAT = [
     {"role": "user", "content": "What is the capital of France?"},

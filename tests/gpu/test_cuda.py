@@ -85,8 +85,8 @@ def peak(stage):
     """Allocator bytes: the peak of the second step's micro-batches, what lay there before, the formula's gathered."""
     import contextlib
 
-    from shardbook.dist import start_distributed
     from shardbook.plan.formulas import predict_gathered_peak
+    from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import Parallel, Precision
 
     start_distributed()

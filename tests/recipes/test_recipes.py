@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoConfig
 from world import context
 
-from shardbook.activation import apply_checkpointing
-from shardbook.mesh import axis_sizes, build_mesh
-from shardbook.metrics import kept_bytes
-from shardbook.model import build_model, load_config
+from shardbook.memory.activation import apply_checkpointing
+from shardbook.model.causal_lm import build_model, load_config
+from shardbook.parallel.mesh import axis_sizes, build_mesh
+from shardbook.parallel.stages import apply_stage, check_stage, read_switches
+from shardbook.parallel.units import choose_units
 from shardbook.plan.formulas import predict_resident
 from shardbook.recipe import dump_recipe, list_recipes, load_recipe, settle_precision
-from shardbook.stages import apply_stage, check_stage, read_switches
-from shardbook.units import choose_units
+from shardbook.run.metrics import kept_bytes
 
 # The published config.json of each model, as far as it sets shapes (the hub is not reachable from a test).
 LLAMA = {

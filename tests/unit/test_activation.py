@@ -68,6 +68,6 @@ def test_budget_is_met_by_the_compiler(micro, monkeypatch):
 
 def test_a_planted_bug_turns_it_red(micro, monkeypatch):
     """selective with an empty table keeps nothing: gradients stay right, FLOPs and bytes tell."""
-    monkeypatch.setattr("shardbook.activation.SAVED_OPS", set())
+    monkeypatch.setattr("shardbook.memory.activation.SAVED_OPS", set())
     assert flops("selective", micro) > flops("none", micro)
     assert kept_bytes("selective", micro) == kept_bytes("full", micro)

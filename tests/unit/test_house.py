@@ -58,7 +58,9 @@ def test_imports_point_down(relative):
 
 def test_the_rule_sees_an_upward_import(tmp_path):
     planted = tmp_path / "planted.py"
-    planted.write_text("from shardbook.model import CausalLM\nimport shardbook.stages\nfrom shardbook import train\n")
+    planted.write_text(
+        "from shardbook.model.causal_lm import CausalLM\nimport shardbook.stages\nfrom shardbook import train\n"
+    )
     assert upward("data", imported_rooms(planted)) == ["model", "stages", "train"]
 
 

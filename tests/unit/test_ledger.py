@@ -6,7 +6,7 @@ import pytest
 from cases import covering_cases, layouts
 
 from shardbook.comm.ledger import Volume, sent_between_nodes, traffic_metrics
-from shardbook.mesh import axis_groups
+from shardbook.parallel.mesh import axis_groups
 
 # eight ranks, four a node; a ring over all of them crosses from rank 3 to 4 and from 7 to 0
 ALL = list(range(8))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardbook.mesh import resolve_sizes
+from shardbook.parallel.mesh import resolve_sizes
+from shardbook.parallel.stages import STAGES, find_stage
 from shardbook.recipe import Parallel, RecipeError
-from shardbook.stages import STAGES, find_stage
 
 
 def sizes(stage: str, world: int | None, replicate: int = -1, shard: int = -1) -> tuple[int, ...]:

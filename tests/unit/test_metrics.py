@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-import shardbook.metrics as metrics
+import shardbook.run.metrics as metrics
 from shardbook.recipe import Run
 
 

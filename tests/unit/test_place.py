@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardbook.join import Place, read_place
+from shardbook.ranks.join import Place, read_place
 from shardbook.recipe import RecipeError
 
 GOOD = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}

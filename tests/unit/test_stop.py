@@ -17,7 +17,7 @@ class Busy:
 
 
 def signalled():
-    from shardbook.dist import StopFlag, start_distributed
+    from shardbook.ranks.distributed import StopFlag, start_distributed
 
     start_distributed()
     stop, real = StopFlag().listen(), sys.stdout
@@ -34,7 +34,7 @@ def test_a_signal_in_mid_write():
 
 
 def ending(folder):
-    from shardbook.exits import exit_rank
+    from shardbook.ranks.exits import exit_rank
 
     os.environ["SHARDBOOK_EXIT_FILE"] = f"{folder}/none/such"
     exit_rank(3)
@@ -49,7 +49,7 @@ def test_a_rank_that_must_end_ends_where_its_exit_file_cannot_be_written(tmp_pat
 
 def stopped_late():
     """The signal comes when the process group is gone: the run is done."""
-    from shardbook.dist import StopFlag, start_distributed, stop_distributed
+    from shardbook.ranks.distributed import StopFlag, start_distributed, stop_distributed
 
     ranks, stop = start_distributed(), StopFlag().listen()
     stop_distributed(ranks)

@@ -5,8 +5,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from shardbook.recipe import Recipe, RecipeError, Run, Train, flatten_recipe
 from shardbook.recipe.schema import TRACKERS
-from shardbook.rundir import open_run
-from shardbook.trackers import Trackers, flat_config
+from shardbook.run.directory import open_run
+from shardbook.run.trackers import Trackers, flat_config
 
 
 def test_every_tracker_of_accelerate_is_known():

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from shardbook.cli import main
+from shardbook.parallel.stages import check_stage
 from shardbook.recipe import parse_recipe
-from shardbook.stages import check_stage
 from shardbook.translate import translate, write_recipe
 
 BUCKETS = {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8}

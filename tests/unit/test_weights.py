@@ -6,8 +6,8 @@ from safetensors.torch import load_file, save_file
 from tiny import tokenizer, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import shardbook.weights as weights
-from shardbook.model import build_model, load_config, materialize
+import shardbook.model.weights as weights
+from shardbook.model.causal_lm import build_model, load_config, materialize
 from shardbook.recipe import Model, RecipeError
 
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from shardbook.comm.quantize import dequantize, quantize
-from shardbook.mesh import ACROSS, DP_SHARD, INSIDE
+from shardbook.parallel.mesh import ACROSS, DP_SHARD, INSIDE
 
 
 @dataclass(frozen=True)

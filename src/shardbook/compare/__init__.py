@@ -24,13 +24,13 @@ from rich.table import Column, Table
 from shardbook.compare.outcome import read_outcome, write_json
 from shardbook.compare.page import summary_rows, write_page
 from shardbook.compare.workspace import keep_workspace, publish
-from shardbook.exits import DONE, FAILED, PREEMPTED
-from shardbook.heartbeat import LAUNCHER
-from shardbook.mesh import resolve_sizes
+from shardbook.parallel.mesh import resolve_sizes
+from shardbook.parallel.stages import STAGES, check_stage, find_stage
+from shardbook.ranks.exits import DONE, FAILED, PREEMPTED
+from shardbook.ranks.heartbeat import LAUNCHER
 from shardbook.recipe import Parallel, Recipe, RecipeError, Run, flatten_recipe, load_recipe, settle_precision
-from shardbook.rundir import read_facts
-from shardbook.stages import STAGES, check_stage, find_stage
-from shardbook.trackers import check_installed
+from shardbook.run.directory import read_facts
+from shardbook.run.trackers import check_installed
 
 # Keys of [parallel] that only some stages have: a variant of another stage than the recipe's starts without them.
 OF_A_STAGE = [key for key in Parallel.model_fields if key not in ("stage", "wrap")]

@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardbook.console import readable_bytes
 from shardbook.recipe import first_line
+from shardbook.run.console import readable_bytes
 
 CATEGORIES = ("params", "grads", "optimizer", "unsent")  # of memory/<what>_bytes
 ROUNDING = 1e-5  # another order of additions: stages agree to 1e-6 in a step, and steps add up

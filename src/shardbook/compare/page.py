@@ -14,7 +14,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from shardbook.compare.outcome import SOURCES, Outcome, differences, first_difference, judge
-from shardbook.console import readable_bytes
+from shardbook.run.console import readable_bytes
 
 Figure = dict[str, Any]  # plotly's data and layout
 Panel = tuple[str, str, Figure, str]  # title, what it shows, the chart, its numbers as a table

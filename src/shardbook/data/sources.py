@@ -5,7 +5,7 @@ from pathlib import Path
 
 from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_dataset, load_from_disk
 
-from shardbook import embedded
+from shardbook.model import embedded
 from shardbook.recipe import RecipeError, first_line
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}

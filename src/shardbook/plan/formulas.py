@@ -13,10 +13,10 @@ from shardbook.comm.collectives import Switches
 from shardbook.comm.ledger import WORLD, Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
 from shardbook.dtypes import DTYPES
-from shardbook.mesh import DP_REPLICATE, DP_SHARD, INSIDE
+from shardbook.parallel.mesh import DP_REPLICATE, DP_SHARD, INSIDE
+from shardbook.parallel.stages import PLAIN, Stage, backward_depth, unsent_numel
+from shardbook.parallel.units import Unit, backward_order
 from shardbook.recipe import Parallel, Precision
-from shardbook.stages import PLAIN, Stage, backward_depth, unsent_numel
-from shardbook.units import Unit, backward_order
 
 COUNTS_BYTES = 3 * 8  # the step's token counts and stop flags: three fp64 numbers summed over all ranks
 NORM_BYTES = 8  # the squared gradient norm, one fp64 number

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.dtypes import DTYPES
-from shardbook.model import FAMILIES, CausalLM
+from shardbook.model.causal_lm import FAMILIES, CausalLM
 from shardbook.recipe import RecipeError
 
 SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained

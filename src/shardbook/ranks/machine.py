@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from shardbook.mesh import describe_sizes, resolve_sizes
+from shardbook.parallel.mesh import describe_sizes, resolve_sizes
+from shardbook.parallel.stages import check_stage
 from shardbook.recipe import Recipe, RecipeError
-from shardbook.stages import check_stage
 
 GB = 10**9
 

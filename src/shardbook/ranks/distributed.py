@@ -19,8 +19,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from shardbook.heartbeat import Heartbeat, watch_launcher
-from shardbook.join import Place, Store, join_ranks, read_member, read_place
+from shardbook.ranks.heartbeat import Heartbeat, watch_launcher
+from shardbook.ranks.join import Place, Store, join_ranks, read_member, read_place
 from shardbook.recipe import RecipeError
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-from shardbook.exits import RunFailed
+from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import RecipeError, first_line
 
 MARKER = "COMPLETE"

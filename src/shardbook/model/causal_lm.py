@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from shardbook import embedded
 from shardbook.dtypes import DTYPES
+from shardbook.model import embedded
 from shardbook.recipe import Model, RecipeError, first_line, nearest
 
 CONFIG_FILES = ["*.json", "*.jinja", "tokenizer*"]

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardbook.exits import RunFailed
+from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Run
-from shardbook.trackers import Trackers
+from shardbook.run.trackers import Trackers
 
 Metrics = dict[str, float | int]
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe, first_line
-from shardbook.trackers import check_installed
+from shardbook.run.trackers import check_installed
 
 PACKAGES = ("shardbook", "transformers", "datasets", "accelerate", "safetensors")
 
@@ -127,7 +127,7 @@ def environment() -> dict[str, Any]:
         }
     if git := shutil.which("git"):
         # of this folder: a package that lies in another repository, untracked, has none there
-        command = [git, "-C", str(Path(__file__).parent), "log", "-1", "--format=%H", "--", "."]
+        command = [git, "-C", str(Path(__file__).parents[1]), "log", "-1", "--format=%H", "--", "."]
         revision = subprocess.run(command, capture_output=True, text=True)
         if revision.stdout:
             facts["git_revision"] = revision.stdout.strip()

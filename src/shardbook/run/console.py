@@ -15,12 +15,12 @@ from shardbook.comm.collectives import Switches
 from shardbook.comm.ledger import Traffic
 from shardbook.data.loader import Loader
 from shardbook.data.tokenized import Documents
-from shardbook.mesh import DP_SHARD, describe_sizes
-from shardbook.metrics import Metrics
+from shardbook.parallel.mesh import DP_SHARD, describe_sizes
+from shardbook.parallel.stages import Stage, backward_depth
+from shardbook.parallel.units import Unit
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_unsent
 from shardbook.recipe import Parallel, Recipe
-from shardbook.stages import Stage, backward_depth
-from shardbook.units import Unit
+from shardbook.run.metrics import Metrics
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

@@ -13,9 +13,9 @@ import time
 from dataclasses import dataclass
 from types import FrameType
 
-from shardbook.dist import free_port
-from shardbook.exits import DONE, FAILED, PREEMPTED
-from shardbook.heartbeat import LAUNCHER, watch_launcher
+from shardbook.ranks.distributed import free_port
+from shardbook.ranks.exits import DONE, FAILED, PREEMPTED
+from shardbook.ranks.heartbeat import LAUNCHER, watch_launcher
 from shardbook.recipe import RecipeError
 
 POLL_SECONDS = 0.1

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shardbook.comm.collectives import QuantizedAllGather, QuantizedReduceScatter, Switches, share_secondary_mesh
 from shardbook.dtypes import DTYPES
-from shardbook.mesh import DP_REPLICATE, DP_SHARD, axis_sizes, build_node_mesh, describe_sizes
+from shardbook.parallel.mesh import DP_REPLICATE, DP_SHARD, axis_sizes, build_node_mesh, describe_sizes
+from shardbook.parallel.units import Unit, backward_order
 from shardbook.recipe import Parallel, Precision, RecipeError, nearest
-from shardbook.units import Unit, backward_order
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from shardbook.exits import FAILED, LEAVING, exit_rank
-from shardbook.join import Place, Store, name_ranks, open_store, read_member
+from shardbook.ranks.exits import FAILED, LEAVING, exit_rank
+from shardbook.ranks.join import Place, Store, name_ranks, open_store, read_member
 
 LAUNCHER = "SHARDBOOK_LAUNCHER"  # the pid of what started this process: a rank, or a run of a comparison
 BEAT_SECONDS = 2.0  # at most: an eighth of the limit where that is shorter
