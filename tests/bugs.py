@@ -1,6 +1,7 @@
 """Planted bugs: errors that others shipped, each of which leaves a plausible loss curve. A bug is a function that
 patches the package in the process of one rank, in which nothing else runs afterwards."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -51,15 +52,15 @@ def hsdp_all_reduce_skipped(train):
 
     real_apply, real_reduce = train.apply_stage, dist.all_reduce
 
-    def apply_stage(units, mesh, *rest):
-        carriers = real_apply(units, mesh, *rest)
+    def apply_stage(model, layout, mesh):
+        sharded = real_apply(model, layout, mesh)
         replicas = mesh.get_group("dp_replicate")
 
         def all_reduce(tensor, *positional, group=None, **named):
             return None if group is replicas else real_reduce(tensor, *positional, group=group, **named)
 
         dist.all_reduce = all_reduce
-        return carriers
+        return sharded
 
     train.apply_stage = apply_stage
 
@@ -67,29 +68,18 @@ def hsdp_all_reduce_skipped(train):
 @planted_in("hsdp", 2, 2, micros=3)
 def all_reduce_forgets_the_earlier_micros(train):
     """Across replicas every micro-batch is reduced, and its partial sum added to what was summed already."""
-    real = train.set_schedule
-
-    def set_schedule(units, stage, is_last_micro):
-        real(units, stage, is_last_micro)
-        units[-1].handle.set_requires_all_reduce(True)
-
-    train.set_schedule = set_schedule
+    in_each_micro_batch(train, lambda units: units[-1].handle.set_requires_all_reduce(True))
 
 
 @planted_in("zero1", 1, 2, micros=3)
 def sync_on_every_micro_in_zero1(train):
-    real = train.set_schedule
-
-    def set_schedule(units, stage, is_last_micro):
-        real(units, dataclasses.replace(stage, reduce_every_micro=True), is_last_micro)
-
-    train.set_schedule = set_schedule
+    in_each_micro_batch(train, lambda units: units[-1].handle.set_requires_gradient_sync(True))
 
 
 @planted_in("zero1", 1, 2)
 def no_sync_on_the_last_micro(train):
-    real = train.set_schedule
-    train.set_schedule = lambda units, stage, is_last_micro: real(units, stage, False)
+    real = train.ShardedModel.micro_batch
+    train.ShardedModel.micro_batch = lambda sharded, is_last: real(sharded, is_last=False)
 
 
 @planted_in("zero3", 1, 2, clips=True)
@@ -127,23 +117,19 @@ def clip_before_reduce(train):
 
 @planted_in("zero2", 1, 2)
 def stale_gathered_weights(train):
-    real = train.set_schedule
-
-    def set_schedule(units, stage, is_last_micro):
-        real(units, stage, is_last_micro)
-        units[-1].handle.set_reshard_after_backward(False)
-
-    train.set_schedule = set_schedule
+    in_each_micro_batch(train, lambda units: units[-1].handle.set_reshard_after_backward(False))
 
 
 @planted_in("zero2", 1, 2)
 def evaluation_leaves_weights_gathered(train):
-    train.reshard = lambda units: None
+    train.ShardedModel.reshard = lambda sharded: None
 
 
 @planted_in("zero3", 1, 3, refused="already managed by another FSDP group")
 def tied_weights_in_two_groups(train):
-    train.CausalLM.parts = property(
+    from shardbook.model.causal_lm import CausalLM
+
+    CausalLM.parts = property(
         lambda model: [[model.model.embed_tokens], *[[b] for b in model.blocks], [model.model.norm, model.lm_head]]
     )
 
@@ -151,26 +137,23 @@ def tied_weights_in_two_groups(train):
 @planted_in("zero3", 1, 2)
 def gradients_reduced_in_bf16(train):
     real = train.apply_stage
-    train.apply_stage = lambda units, mesh, parallel, precision, *rest: real(
-        units, mesh, parallel, precision.model_copy(update={"reduce": "bf16"}), *rest
-    )
+
+    def apply_stage(model, layout, mesh):  # what predicts is not told of it
+        lower = layout.precision.model_copy(update={"reduce": "bf16"})
+        return real(model, dataclasses.replace(layout, precision=lower), mesh)
+
+    train.apply_stage = apply_stage
 
 
 @planted_in("zero3", 1, 2)
 def block_left_unwrapped(train):
-    real = train.choose_units
-
-    def choose_units(*given):
-        embedding, _block, *others = real(*given)
-        return [embedding, *others]
-
-    train.choose_units = choose_units
+    with_other_units(train, lambda units: (units[0], *units[2:]))
 
 
 @planted_in("zero3", 1, 2)
 def zero3_that_is_zero2(train):
-    real = train.choose_units
-    train.choose_units = lambda *given: [dataclasses.replace(unit, reshards=False) for unit in real(*given)]
+    kept = functools.partial(dataclasses.replace, reshard_after_forward=False)
+    with_other_units(train, lambda units: tuple(map(kept, units)))
 
 
 @planted_in("hsdp", 2, 1)
@@ -210,9 +193,9 @@ def gradients_never_zeroed(train):
 
 @planted_in("zero1", 1, 3, tied=False)
 def padding_not_counted(train):
-    from shardbook.parallel import units
+    from shardbook.parallel.units import Unit
 
-    units.Unit.padded = lambda unit, shards, trained_only=False: unit.numel // shards * shards
+    Unit.padded_numel = lambda unit, shards, trained_only=False: unit.numel // shards * shards
 
 
 @planted_in("zero2", 1, 2)
@@ -225,14 +208,39 @@ def ledger_counts_a_shard(train):
 
 
 def after_applying(train, change):
+    """`change(units)` once, when the stage has been applied."""
     real = train.apply_stage
 
-    def apply_stage(units, *rest):
-        carriers = real(units, *rest)
-        change(units)
-        return carriers
+    def apply_stage(model, layout, mesh):
+        sharded = real(model, layout, mesh)
+        change(layout.units)
+        return sharded
 
     train.apply_stage = apply_stage
+
+
+def in_each_micro_batch(train, change):
+    """`change(units)` in every micro-batch, when its schedule has been set."""
+    real = train.ShardedModel.micro_batch
+
+    @contextlib.contextmanager
+    def micro_batch(sharded, is_last):
+        with real(sharded, is_last):
+            change(sharded.layout.units)
+            yield
+
+    train.ShardedModel.micro_batch = micro_batch
+
+
+def with_other_units(train, change):
+    """The layout has the units `change(units)`, for whoever applies or predicts."""
+    real = train.build_layout
+
+    def build_layout(*given):
+        layout = real(*given)
+        return dataclasses.replace(layout, units=change(layout.units))
+
+    train.build_layout = build_layout
 
 
 def run_planted(name, *args):

@@ -119,23 +119,17 @@ def run_cases(recipe: Path, tiny: Path, cases: list[Case], results: Path) -> lis
 
 def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
     """`train.train` with eyes open: what passes between the story and its modules is noted, and nothing changed."""
-    from shardbook.comm.ledger import WORLD, sent_between_nodes
-    from shardbook.parallel.mesh import axis_groups
+    from shardbook.axes import WORLD
+    from shardbook.comm.ledger import sent_between_nodes
     from shardbook.plan.formulas import predict_resident
 
     seen, gradients = {}, []
-    real = {
-        name: getattr(train, name)
-        for name in ("apply_stage", "materialize", "clip_gradients", "memory_metrics", "Ledger", "Teller")
-    }
+    spied = ("apply_stage", "clip_gradients", "memory_metrics", "Ledger", "Console")
+    real = {name: getattr(train, name) for name in spied}
 
-    def apply_stage(units, mesh, parallel, precision, switches):
-        seen.update(units=units, mesh=mesh, precision=precision, switches=switches)
-        return real["apply_stage"](units, mesh, parallel, precision, switches)
-
-    def materialize(model, device):
-        seen["model"] = model
-        return real["materialize"](model, device)
+    def apply_stage(model, layout, mesh):
+        seen.update(model=model, layout=layout, mesh=mesh)
+        return real["apply_stage"](model, layout, mesh)
 
     def clip_gradients(parameters, max_norm):
         named = seen["model"].named_parameters()
@@ -153,21 +147,21 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
                 seen["inter_node"] = sent_between_nodes(self.traffic, self.groups, ranks.rank, 2)
             return super().take_metrics(ranks_per_node, predicted, others)
 
-    class Teller(real["Teller"]):
-        def traffic(self, measured, predicted):
+    class Console(real["Console"]):
+        def show_traffic(self, measured, predicted):
             seen["traffic"] = (dict(measured), dict(predicted))
 
-        def say(self, text):
+        def print(self, text):
             pass
 
-        def data(self, *anything):
+        def show_data(self, *anything):
             pass
 
-        def layout(self, *anything):
+        def show_layout(self, *anything):
             pass
 
-    spies = {"apply_stage": apply_stage, "materialize": materialize, "clip_gradients": clip_gradients}
-    spies |= {"memory_metrics": memory_metrics, "Ledger": Ledger, "Teller": Teller}
+    spies = {"apply_stage": apply_stage, "clip_gradients": clip_gradients}
+    spies |= {"memory_metrics": memory_metrics, "Ledger": Ledger, "Console": Console}
     try:
         for name, spy in spies.items():
             setattr(train, name, spy)
@@ -175,11 +169,12 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
     finally:
         for name, function in real.items():
             setattr(train, name, function)
-    model, sizes = seen["model"], {"dp_replicate": case.replicas, "dp_shard": case.shards}
-    coordinates = tuple(seen["mesh"].get_local_rank(axis) for axis in sizes)
-    kept = predict_resident(seen["units"], sizes, coordinates[1], seen["precision"])
+    model, layout = seen["model"], seen["layout"]
+    assert layout.sizes == {"dp_replicate": case.replicas, "dp_shard": case.shards}
+    coordinates = tuple(seen["mesh"].get_local_rank(axis) for axis in layout.sizes)
+    kept = predict_resident(layout, ranks.rank)
     memory = (kept.params_bytes, kept.grads_bytes, kept.optimizer_bytes)
-    groups = axis_groups(sizes, ranks.rank, seen["switches"].inside) | {WORLD: list(range(case.world))}
+    groups = layout.groups(ranks.rank) | {WORLD: list(range(case.world))}
     inter_node = sent_between_nodes(seen["traffic"][1], groups, ranks.rank, 2)
     weights = {name: whole(p) for name, p in model.named_parameters()}
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]

@@ -66,17 +66,17 @@ def added(parts: list[Tensor]) -> Tensor:
 
 
 def reduced(
-    gradients: list[list[Tensor]], nodes: int, bits: tuple[int, int], block: int, unsent: dict | None = None
+    gradients: list[list[Tensor]], nodes: int, bits: tuple[int, int], block: int, residual: dict | None = None
 ) -> list[Tensor]:
-    """qgZ: `gradients` of each rank -> the sum, through two hops; one where there is one node. `unsent`: what the last
-    hop rounded off before, by sender and destination; None without error feedback."""
+    """qgZ: `gradients` of each rank -> the sum, through two hops; one where there is one node. `residual`: what the
+    last hop rounded off before, by sender and destination; None without error feedback."""
 
     def last_hop(row: Tensor, bits: int, sender: int, destination: int) -> Tensor:
-        if unsent is None:
+        if residual is None:
             return round_trip(row, bits, block)
-        row = unsent.get((sender, destination), torch.zeros(())) + row
+        row = residual.get((sender, destination), torch.zeros(())) + row
         back = round_trip(row, bits, block)
-        unsent[sender, destination] = row - back
+        residual[sender, destination] = row - back
         return back
 
     ranks = len(gradients)
@@ -128,7 +128,7 @@ def train(scenario, wire: Wire, steps: int, max_norm: float, rate: float, decay:
     decays = [{"params": group, "weight_decay": decay * (number == 0)} for number, group in enumerate(groups)]
     optimizer = torch.optim.AdamW(decays, lr=rate, eps=reference.EPS, fused=True)
     result = reference.Result([], [], [], {})
-    unsent: list[dict | None] = [{} if wire.error_feedback else None for _ in units]
+    residual: list[dict | None] = [{} if wire.error_feedback else None for _ in units]
     for step in range(steps):
         with torch.no_grad():
             for unit in units:
@@ -146,7 +146,7 @@ def train(scenario, wire: Wire, steps: int, max_norm: float, rate: float, decay:
                 gradients = torch.autograd.grad(loss, list(named.values()))
                 found.append(dict(zip(named.values(), gradients, strict=True)))
                 losses[rank] += loss.detach()
-            for unit, left in zip(units, unsent, strict=True):
+            for unit, left in zip(units, residual, strict=True):
                 each = [[gradients[p] for p in unit] for gradients in found]
                 if wire.gradients_bits and wire.quantizes(unit):
                     sums = reduced(each, wire.nodes, wire.gradients_bits, wire.block, left)

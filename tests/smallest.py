@@ -14,37 +14,29 @@ def measure(stage: str, parallel: dict) -> dict[str, int]:
     from live import Gathered
 
     from shardbook.comm.ledger import Ledger
-    from shardbook.parallel.mesh import axis_groups
-    from shardbook.parallel.stages import check_stage
     from shardbook.plan import formulas
     from shardbook.ranks.distributed import start_distributed
-    from shardbook.recipe import Parallel, Precision
     from shardbook.run.metrics import memory_metrics
 
-    rank = start_distributed().rank
-    layout = (2, 1) if stage == "ddp" else (1, 2)
-    settings, precision = Parallel(stage=stage, **parallel), Precision(params="bf16", reduce="bf16")
-    row, sizes = check_stage(settings), {"dp_replicate": layout[0], "dp_shard": layout[1]}
-    ledger, found = Ledger(axis_groups(sizes, rank, 1)), {}
-
-    @contextlib.contextmanager
-    def watch(units):
-        found["units"] = units
-        gathered = Gathered(units)
-        ledger.open()
-        with gathered:
-            yield gathered
-        ledger.close()
-
-    def note_memory(model, optimizer):
-        found["memory"] = memory_metrics(model, optimizer)
-
+    rank, found = start_distributed().rank, {}
+    sizes = (2, 1) if stage == "ddp" else (1, 2)
     scenario = Scenario(
         build=Smallest, vocab=8, micros=1, parallel=parallel, precision={"params": "bf16", "reduce": "bf16"}
     )
-    _, gathered = train_toy(scenario, stage, *layout, 2, 0.0, watch, note_memory)
-    predicted = formulas.predict_traffic(row, found["units"], sizes, 1, precision)
-    resident = formulas.predict_resident(found["units"], sizes, rank if layout[1] == 2 else 0, precision)
+
+    @contextlib.contextmanager
+    def watch(layout):
+        found["layout"], found["ledger"] = layout, Ledger(layout.groups(rank))
+        with found["ledger"], Gathered(layout.units) as gathered:
+            found["ledger"].open()
+            yield gathered
+
+    def note_memory(sharded, optimizer):
+        found["memory"] = memory_metrics(sharded, optimizer)
+
+    _, gathered = train_toy(scenario, stage, *sizes, 2, 0.0, watch, note_memory)
+    layout, ledger = found["layout"], found["ledger"]
+    predicted, resident = formulas.predict_traffic(layout, micros=1), formulas.predict_resident(layout, rank)
     measured = {key: volume.payload_bytes for key, volume in ledger.traffic.items()}
     named = {"all_gather": ("all_gather", "dp_shard"), "reduce_scatter": ("reduce_scatter", "dp_shard")}
     result = {op: measured.get(key, 0) for op, key in named.items()}
@@ -56,11 +48,11 @@ def measure(stage: str, parallel: dict) -> dict[str, int]:
     )
     assert result == wanted, (result, wanted)
     result["gathered_peak"] = gathered.most_bytes
-    assert result["gathered_peak"] == formulas.predict_gathered_peak(found["units"], sizes, settings, precision)
+    assert result["gathered_peak"] == formulas.predict_gathered_peak(layout)
     for kind in ("params", "grads", "optimizer"):
         result[kind] = found["memory"][f"memory/{kind}_bytes"]
         assert result[kind] == getattr(resident, f"{kind}_bytes"), kind
-    result["paper"] = formulas.paper(row, sum(PARTS.values()), 2).total_bytes
+    result["paper"] = formulas.paper(layout.stage, sum(PARTS.values()), 2).total_bytes
     return result
 
 

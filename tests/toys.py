@@ -126,6 +126,18 @@ class Scenario:
     def tokens(self, step: int, ranks: int) -> int:
         return sum(self.length(step, rank) - 1 for rank in range(ranks)) * self.forwards * self.micros
 
+    def layout(self, model: nn.Module, stage: str, replicas: int, shards: int):
+        """The layout of `model` over replicas x shards ranks."""
+        from shardbook.parallel.layout import build_layout
+        from shardbook.recipe import Parallel, Precision
+
+        sizes = {"dp_replicate_size": replicas} if stage in ("ddp", "hsdp") else {}
+        sizes |= {"dp_shard_size": shards} if stage != "ddp" else {}
+        parallel, precision = Parallel(stage=stage, **sizes, **self.parallel), {"params": "fp32"} | self.precision
+        ranks = replicas * shards
+        node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        return build_layout(parallel, Precision(**precision), model, model.parts, model.blocks, ranks, node)
+
     def reference(self, ranks: int, steps: int, max_norm: float) -> reference.Result:
         model = self.model()
 
@@ -147,42 +159,32 @@ def train_toy(
     note=None,
     device="cpu",
 ):
-    """Train on this rank as `train.train` would. Returns the result, the same on every rank, and what `watch(units)`, a
-    context around the second step's micro-batches, gave. `note(model, optimizer)` is called after the last step's
+    """Train on this rank as `train.train` would. Returns the result, the same on every rank, and what `watch(layout)`,
+    a context around the second step's micro-batches, gave. `note(sharded, optimizer)` is called after the last step's
     update, before its gradients are freed."""
     import contextlib
 
     import torch.distributed as dist
 
     from shardbook.optim import build_optimizer, clip_gradients
-    from shardbook.parallel.mesh import build_mesh, data_rank
-    from shardbook.parallel.stages import apply_stage, check_stage, read_switches, set_schedule, start_carrying
-    from shardbook.parallel.units import choose_units
-    from shardbook.recipe import Optim, Parallel, Precision
+    from shardbook.parallel.mesh import build_mesh
+    from shardbook.parallel.sharding import apply_stage
+    from shardbook.recipe import Optim
 
-    sizes = {"dp_replicate_size": replicas} if stage in ("ddp", "hsdp") else {}
-    sizes |= {"dp_shard_size": shards} if stage != "ddp" else {}
-    parallel = Parallel(stage=stage, **sizes, **scenario.parallel)
-    row = check_stage(parallel)
-    mesh = build_mesh(parallel, row.axes, replicas * shards, device)
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", replicas * shards))
-    rank, ranks = data_rank(mesh)
     model = scenario.model().to(device)
-    units = choose_units(model, model.parts, model.blocks, row.reshard_after_forward, parallel)
-    switches = read_switches(parallel, shards, ranks_per_node)
-    start_carrying(
-        apply_stage(units, mesh, parallel, Precision(**({"params": "fp32"} | scenario.precision)), switches), device
-    )
+    layout = scenario.layout(model, stage, replicas, shards)
+    rank, ranks = layout.data_rank(dist.get_rank())
+    sharded = apply_stage(model, layout, build_mesh(layout.sizes, device))
     optimizer = build_optimizer(model, Optim(learning_rate=RATE, weight_decay=DECAY, eps=reference.EPS))
     result, seen = reference.Result([], [], [], {}), None
     for step in range(steps):
-        context = watch(units) if watch and step == 1 else contextlib.nullcontext()
+        context = watch(layout) if watch and step == 1 else contextlib.nullcontext()
         loss = torch.zeros((), device=device)
         with context as seen_now:
             for micro in range(scenario.micros):
-                set_schedule(units, row, is_last_micro=micro == scenario.micros - 1)
-                part = scenario.loss(model, step, rank, micro, device) / scenario.tokens(step, ranks)
-                part.backward()
+                with sharded.micro_batch(is_last=micro == scenario.micros - 1):
+                    part = scenario.loss(model, step, rank, micro, device) / scenario.tokens(step, ranks)
+                    part.backward()
                 loss += part.detach()
         seen = seen_now or seen
         dist.all_reduce(loss)
@@ -190,7 +192,7 @@ def train_toy(
         result.norms.append(clip_gradients(model.parameters(), max_norm).item())
         optimizer.step()
         if note and step == steps - 1:
-            note(model, optimizer)
+            note(sharded, optimizer)
         optimizer.zero_grad()
         result.losses.append(loss.item())
         result.gradients.append(gradients)

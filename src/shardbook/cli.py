@@ -119,7 +119,8 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
         raise RecipeError(f"{run}: not a run directory (no resolved.toml in it)")
     recipe = load_recipe(run / "resolved.toml")
     from shardbook.data.tokenized import load_tokenizer
-    from shardbook.model.causal_lm import load_config, model_folder, tokenizer_folder
+    from shardbook.model.families import load_config
+    from shardbook.model.hub import model_folder, tokenizer_folder
     from shardbook.model.weights import save_weights
     from shardbook.run.checkpoint import checkpoint_shapes, newest_checkpoint, read_parameters
     from shardbook.run.directory import read_facts

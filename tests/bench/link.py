@@ -143,32 +143,27 @@ def build(keys, ranks):
     from shardbook.model.weights import init_weights
     from shardbook.objectives import OBJECTIVES
     from shardbook.optim import build_optimizer, clip_gradients
-    from shardbook.parallel.mesh import axis_groups, axis_sizes, build_mesh
-    from shardbook.parallel.stages import apply_stage, check_stage, read_switches, set_schedule
-    from shardbook.parallel.units import choose_units
+    from shardbook.parallel.layout import build_layout
+    from shardbook.parallel.mesh import build_mesh
+    from shardbook.parallel.sharding import apply_stage
     from shardbook.recipe import Optim, Parallel, Precision
 
-    parallel, precision = Parallel(**keys), Precision(params="fp32")
-    stage = check_stage(parallel)
-    mesh = build_mesh(parallel, stage.axes, ranks.world_size, "cpu")
-    sizes = axis_sizes(mesh)
     model = build_model(AutoConfig.for_model("llama", attn_implementation="sdpa", **SHAPE), "fp32")
-    units = choose_units(model, model.parts, model.blocks, stage.reshard_after_forward, parallel)
-    switches = read_switches(parallel, sizes["dp_shard"], ranks.ranks_per_node)
-    apply_stage(units, mesh, parallel, precision, switches)
+    parts, world = (model, model.parts, model.blocks), (ranks.world_size, ranks.ranks_per_node)
+    layout = build_layout(Parallel(**keys), Precision(params="fp32"), *parts, *world)
+    sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
     materialize(model, ranks.device)
     init_weights(model, 0)
     optimizer = build_optimizer(model, Optim())
     dice = torch.Generator().manual_seed(ranks.rank)
     ids = torch.randint(0, SHAPE["vocab_size"], (TOKENS,), generator=dice).tolist()
     micro = build_micro([{"input_ids": ids, "mask": [True] * TOKENS}], [(0,)], Batching(None, 1, 0, 1))
-    groups = axis_groups(sizes, ranks.rank, switches.inside)
 
     def step() -> int:
-        with Ledger(groups) as ledger:
+        with Ledger(layout.groups(ranks.rank)) as ledger:
             ledger.open()
-            set_schedule(units, stage, is_last_micro=True)
-            (OBJECTIVES["sft"](model, micro) / (4 * TOKENS)).backward()
+            with sharded.micro_batch(is_last=True):
+                (OBJECTIVES["sft"](model, micro) / (4 * TOKENS)).backward()
             clip_gradients(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -109,12 +109,12 @@ def order_of_gathers(parallel, bug=False):
 
     start_distributed()
     if bug:  # the lists are made and never given to the modules
-        import shardbook.parallel.stages as stages
+        import shardbook.parallel.sharding as sharding
 
-        stages.apply_prefetch = lambda units, parallel: None
+        sharding.apply_prefetch = lambda layout: None
     trace = profile(activities=[ProfilerActivity.CPU])
     scenario = Scenario(build=lambda: Deep(), micros=1, parallel=parallel)
-    train_toy(scenario, "zero3", 1, 2, 2, 0.0, lambda units: trace)
+    train_toy(scenario, "zero3", 1, 2, 2, 0.0, lambda layout: trace)
     marks = sorted((e for e in trace.events() if e.name.startswith("FSDP::")), key=lambda e: e.time_range.start)
     found = []
     for event in marks:
@@ -172,40 +172,33 @@ class Wire(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def wire_and_ledger(stage, layout, precision):
+def wire_and_ledger(stage, sizes, precision):
     """A step's collectives as the ledger has them, as c10d's operators saw them, and as predicted."""
     import contextlib
 
     from shardbook.comm.ledger import Ledger, traffic_metrics
     from shardbook.ranks.distributed import start_distributed
-    from shardbook.parallel.mesh import axis_groups
     from shardbook.plan.formulas import predict_traffic
-    from shardbook.recipe import Precision
 
-    rank = start_distributed().rank
-    sizes = dict(zip(("dp_replicate", "dp_shard"), layout, strict=True))
-    settings = Parallel(stage=stage, **{f"{axis}_size": -1 if size == 1 else size for axis, size in sizes.items()})
-    row = check_stage(settings)
-    wire, ledger, units = Wire(), Ledger(axis_groups(sizes, rank, 1)), []
+    rank, wire, found = start_distributed().rank, Wire(), []
 
     @contextlib.contextmanager
-    def watch(found):
-        units.extend(found)
-        ledger.open()
-        with wire:
+    def watch(layout):
+        with Ledger(layout.groups(rank)) as ledger, wire:
+            found.extend((ledger, layout))
+            ledger.open()
             yield
-        ledger.close()
 
-    train_toy(Scenario(micros=3, precision=precision), stage, *layout, 2, 0.0, watch)
-    predicted = predict_traffic(row, units, sizes, 3, Precision(**({"params": "fp32"} | precision)))
-    return traffic_metrics(ledger.traffic, 0), wire.calls, traffic_metrics(predicted, 0)
+    train_toy(Scenario(micros=3, precision=precision), stage, *sizes, 2, 0.0, watch)
+    ledger, layout = found
+    return traffic_metrics(ledger.traffic, 0), wire.calls, traffic_metrics(predict_traffic(layout, 3), 0)
 
 
-@pytest.mark.parametrize("stage, layout", [("ddp", (2, 1)), ("zero1", (1, 2)), ("zero2", (1, 2)), ("zero3", (1, 2))])
+@pytest.mark.parametrize("stage, sizes", [("ddp", (2, 1)), ("zero1", (1, 2)), ("zero2", (1, 2)), ("zero3", (1, 2))])
 @pytest.mark.parametrize("precision", [{}, {"params": "bf16"}, {"params": "bf16", "reduce": "bf16"}], ids=str)
-def test_the_ledger_is_what_goes_to_the_wire(stage, layout, precision):
+def test_the_ledger_is_what_goes_to_the_wire(stage, sizes, precision):
     names = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
-    for ledger, wire, predicted in run_world(2, wire_and_ledger, stage, layout, precision):
+    for ledger, wire, predicted in run_world(2, wire_and_ledger, stage, sizes, precision):
         for name, op in names.items():
             assert wire.get(name, [0, 0]) == [ledger[f"comm/{op}_calls"], ledger[f"comm/{op}_bytes"]]
         for op in ("all_gather", "reduce_scatter"):  # the watched part of the step has no norm and no counts in it
@@ -220,15 +213,14 @@ def output_dtype(output):
     from shardbook.parallel.mesh import build_mesh
     from shardbook.model.causal_lm import build_model, materialize
     from shardbook.recipe import Precision
-    from shardbook.parallel.stages import apply_stage
-    from shardbook.parallel.units import choose_units
+    from shardbook.parallel.layout import build_layout
+    from shardbook.parallel.sharding import apply_stage
 
     start_distributed()
-    parallel = Parallel()
-    stage = check_stage(parallel)
     model = build_model(tiny_config("llama", attn_implementation="sdpa"), "fp32")
-    units = choose_units(model, model.parts, model.blocks, stage.reshard_after_forward, parallel)
-    apply_stage(units, build_mesh(parallel, stage.axes, 2, "cpu"), parallel, Precision(params="bf16", output=output))
+    precision = Precision(params="bf16", output=output)
+    layout = build_layout(Parallel(), precision, model, model.parts, model.blocks, 2, 2)
+    apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
     materialize(model, torch.device("cpu"))
     ids = torch.zeros(1, 4, dtype=torch.int64)
     seen = []

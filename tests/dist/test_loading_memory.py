@@ -17,17 +17,18 @@ def load(folder):
     from shardbook.ranks.distributed import start_distributed
     from shardbook.parallel.mesh import build_mesh
     from shardbook.run.metrics import kept_bytes
-    from shardbook.model.causal_lm import build_model, load_config, materialize
+    from shardbook.model.causal_lm import build_model, materialize
+    from shardbook.model.families import load_config
     from shardbook.recipe import Model, Parallel, Precision
-    from shardbook.parallel.stages import apply_stage, find_stage
-    from shardbook.parallel.units import choose_units
+    from shardbook.parallel.layout import build_layout
+    from shardbook.parallel.sharding import apply_stage
     from shardbook.model.weights import load_weights
 
-    ranks, parallel, stage = start_distributed(), Parallel(), find_stage("zero3")
-    mesh = build_mesh(parallel, stage.axes, ranks.world_size, "cpu")
+    ranks = start_distributed()
     model = build_model(load_config(Model(path=str(folder)), folder, 64), "fp32")
-    units = choose_units(model, model.parts, model.blocks, stage.reshard_after_forward, parallel)
-    apply_stage(units, mesh, parallel, Precision(params="fp32"))
+    parts, world = (model, model.parts, model.blocks), (ranks.world_size, ranks.ranks_per_node)
+    layout = build_layout(Parallel(), Precision(params="fp32"), *parts, *world)
+    apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak (VmHWM) to what is resident now
     before = resident("VmHWM")

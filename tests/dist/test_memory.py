@@ -48,23 +48,19 @@ def watch_gathers(stage, parallel, shards=2, bug=None):
     """(most blocks gathered at once, most bytes, the formula's bytes) in a step of three micro-batches."""
     from shardbook.ranks.distributed import start_distributed
     from shardbook.plan.formulas import predict_gathered_peak
-    from shardbook.recipe import Parallel, Precision
 
     start_distributed()
     seen = []
     if bug:
         bug()
 
-    def watch(units):
-        seen.append(units)
-        return Gathered(units, ROOT)
+    def watch(layout):
+        seen.append(layout)
+        return Gathered(layout.units, ROOT)
 
     scenario = Scenario(build=MixedToy if "wrap" in parallel else WideToy, micros=3, parallel=parallel)
     _, gathered = train_toy(scenario, stage, 1, shards, 2, 0.0, watch)
-    settings = Parallel(stage=stage, **parallel)
-    sizes = {"dp_replicate": 1, "dp_shard": shards}
-    predicted = predict_gathered_peak(seen[0], sizes, settings, Precision(params="fp32"))
-    return gathered.most_units, gathered.most_bytes, predicted
+    return gathered.most_units, gathered.most_bytes, predict_gathered_peak(seen[0])
 
 
 BLOCK = (WIDTH * INNER + INNER + INNER * WIDTH + WIDTH) * 4
@@ -124,7 +120,7 @@ def step_peak(stage):
     start_distributed()
     layout = (2, 1) if stage == "ddp" else (1, 2)
     scenario = Scenario(build=WideToy, micros=3)
-    return train_toy(scenario, stage, *layout, 2, 0.0, lambda units: Gathered(units, ROOT))[1].most_total
+    return train_toy(scenario, stage, *layout, 2, 0.0, lambda layout: Gathered(layout.units, ROOT))[1].most_total
 
 
 def test_peaks_fall_from_stage_to_stage():

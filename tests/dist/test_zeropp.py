@@ -1,6 +1,8 @@
 """ZeRO++ against the same collectives written out in one process (tests/quantized.py): four ranks as two nodes of two,
 bit for bit; exact bytes; and every switch through the whole of `train()`."""
 
+import dataclasses
+
 import pytest
 import quantized
 import reference
@@ -215,42 +217,33 @@ def test_bytes_of_secondary_shards_after_a_forward_and_of_error_feedback():
     and biases of 2 (4), 8 and 8; the rest 257 (260) rows of 8 and two vectors of 8."""
     block, outer = 4 * 8 + 8 * 2 + 8 * 8 + 4 + 8 + 8, 260 * 8 + 8 + 8
     half = (2 * block + outer) // 2 * 4  # of one of two ranks that share everything, or of what crosses to two nodes
-    for secondary, unsent, groups in run_world(4, switched_bytes, environment={"LOCAL_WORLD_SIZE": "2"}):
-        assert secondary == (half, half) and unsent == (half, half)
+    for secondary, residual, groups in run_world(4, switched_bytes, environment={"LOCAL_WORLD_SIZE": "2"}):
+        assert secondary == (half, half) and residual == (half, half)
         assert groups == 2  # of secondary shards, and across them; of all units together
 
 
 def switched_bytes():
     import torch.distributed as dist
 
-    from shardbook.ranks.distributed import start_distributed
     from shardbook.parallel.mesh import build_mesh
-    from shardbook.plan.formulas import predict_secondary, predict_unsent
-    from shardbook.recipe import Parallel, Precision
-    from shardbook.parallel.stages import apply_stage, build_hops, check_stage, read_switches, start_carrying
-    from shardbook.parallel.units import choose_units
+    from shardbook.parallel.sharding import apply_stage, build_hops
+    from shardbook.plan.formulas import predict_residual, predict_secondary
+    from shardbook.ranks.distributed import start_distributed
 
     start_distributed()
     switches = {"secondary_shard": "node", "quantize_gradients": [8, 4], "quantize_error_feedback": True}
-    parallel = Parallel(stage="zeropp", **switches)
-    stage, model, precision, sizes = check_stage(parallel), Toy(), Precision(params="fp32"), {"dp_replicate": 1}
-    sizes["dp_shard"] = 4
-    units = choose_units(model, model.parts, model.blocks, stage.reshard_after_forward, parallel)
-    switches = read_switches(parallel, 4, 2)
-    mesh = build_mesh(parallel, stage.axes, 4, "cpu")
-    hops = [len(dist.distributed_c10d._world.pg_map), build_hops(mesh, switches)]
+    scenario, model = Scenario(parallel=switches), Toy()
+    layout = scenario.layout(model, "zeropp", 1, 4)
+    mesh = build_mesh(layout.sizes, "cpu")
+    hops = [len(dist.distributed_c10d._world.pg_map), build_hops(layout, mesh)]
     before = len(dist.distributed_c10d._world.pg_map)
-    carriers = apply_stage(units, mesh, parallel, precision, switches)
+    sharded = apply_stage(model, layout, mesh)
     groups = len(dist.distributed_c10d._world.pg_map) - before - (before - hops[0])
-    unsent = start_carrying(carriers, torch.device("cpu")).values()
     with torch.no_grad():
         model(torch.arange(9), True)
     kept = [p.to_local().untyped_storage().nbytes() for p in model.parameters()]
-    return [
-        (sum(kept), predict_secondary(units, sizes, switches, precision)),
-        (sum(tensor.untyped_storage().nbytes() for tensor in unsent), predict_unsent(units, sizes, switches)),
-        groups,
-    ]
+    residuals = [tensor.untyped_storage().nbytes() for tensor in sharded.residuals.values()]
+    return [(sum(kept), predict_secondary(layout)), (sum(residuals), predict_residual(layout)), groups]
 
 
 @pytest.mark.parametrize("shards, ranks_per_node", [(6, 4), (4, 6)])
@@ -292,7 +285,9 @@ def train_on(source, words, forgets):
 
     if forgets:
         real = train.load_checkpoint
-        train.load_checkpoint = lambda path, model, optimizer, unsent: real(path, model, optimizer, {})
+        train.load_checkpoint = lambda path, sharded, optimizer: real(
+            path, dataclasses.replace(sharded, residuals={}), optimizer
+        )
     return train_rank([*words, f"train.resume_from_checkpoint={source}"])
 
 
@@ -325,7 +320,7 @@ def test_what_was_not_sent_is_not_carried_into_other_exchanges(recipe):
         asked = [str(recipe), f"run.name={name}", *words, *more]
         results = run_world(4, train_on, source, asked, False)
         assert [code for code, _, _ in results] == [0] * 4, results
-        assert ("begun anew: what was not yet sent: other exchanges" in results[0][1]) is said, results[0][1]
+        assert ("begun anew: residuals of error feedback: other exchanges" in results[0][1]) is said, results[0][1]
     assert losses(recipe.parent / "to-hsdp") == losses(hybrid)[2:]
 
 
@@ -466,7 +461,7 @@ def error_feedback_forgets():
 
     def call(self, output_tensor, input_tensor, group, op, async_op=False):
         real(self, output_tensor, input_tensor, group, op)
-        self.unsent.zero_()
+        self.residual.zero_()
 
     collectives.QuantizedReduceScatter.__call__ = call
 

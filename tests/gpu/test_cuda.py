@@ -87,22 +87,19 @@ def peak(stage):
 
     from shardbook.plan.formulas import predict_gathered_peak
     from shardbook.ranks.distributed import start_distributed
-    from shardbook.recipe import Parallel, Precision
 
     start_distributed()
     seen = {}
 
     @contextlib.contextmanager
-    def watch(units):
-        seen.update(units=units, before=torch.cuda.memory_allocated())
+    def watch(layout):
+        seen.update(layout=layout, before=torch.cuda.memory_allocated())
         torch.cuda.reset_peak_memory_stats()
         yield
         seen["peak"] = torch.cuda.max_memory_allocated()
 
     train_toy(Scenario(build=Large, micros=3), stage, 1, 2, 2, 0.0, watch, device="cuda")
-    sizes = {"dp_replicate": 1, "dp_shard": 2}
-    gathered = predict_gathered_peak(seen["units"], sizes, Parallel(stage=stage), Precision(params="fp32"))
-    return seen["peak"], seen["before"], gathered
+    return seen["peak"], seen["before"], predict_gathered_peak(seen["layout"])
 
 
 def test_the_allocators_peak_follows_the_table():
@@ -150,7 +147,7 @@ def test_blocks_quantised_by_the_gpu_are_the_cpus(bits, dtype):
 
 
 def test_zeropp_near_numbers_and_exact_bytes(recipe, tiny, tmp_path, wanted):
-    """Two ranks as two nodes: qwZ and qgZ, with and without what is carried."""
+    """Two ranks as two nodes: qwZ and qgZ, with and without error feedback."""
     switches = ("parallel.quantize_weights=8", "parallel.quantize_gradients=[8,4]", "precision.params=fp32")
     for extra in (switches, (*switches, "parallel.quantize_error_feedback=true")):
         case, nodes = Case("zeropp", 1, 2, 3, clips=True, extra=extra), {"LOCAL_WORLD_SIZE": "1"}

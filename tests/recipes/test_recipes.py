@@ -11,12 +11,13 @@ from transformers import AutoConfig
 from world import context
 
 from shardbook.memory.activation import apply_checkpointing
-from shardbook.model.causal_lm import build_model, load_config
-from shardbook.parallel.mesh import axis_sizes, build_mesh
-from shardbook.parallel.stages import apply_stage, check_stage, read_switches
-from shardbook.parallel.units import choose_units
+from shardbook.model.causal_lm import build_model
+from shardbook.model.families import load_config
+from shardbook.parallel.layout import build_layout
+from shardbook.parallel.mesh import build_mesh
+from shardbook.parallel.sharding import apply_stage
 from shardbook.plan.formulas import predict_resident
-from shardbook.recipe import dump_recipe, list_recipes, load_recipe, settle_precision
+from shardbook.recipe import dump_recipe, list_recipes, load_recipe, resolve_precision
 from shardbook.run.metrics import kept_bytes
 
 # The published config.json of each model, as far as it sets shapes (the hub is not reachable from a test).
@@ -103,17 +104,14 @@ def test_recipe(name, tmp_path):
 def wrap(path, folder, world, count):
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=world - 1, world_size=world)
-    recipe = settle_precision(load_recipe(path), "cuda")
-    stage = check_stage(recipe.parallel)
-    mesh = build_mesh(recipe.parallel, stage.axes, world, "cpu")
+    recipe = resolve_precision(load_recipe(path), "cuda")
     model = build_model(load_config(recipe.model, folder, recipe.data.max_length), recipe.precision.master)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
-    units = choose_units(model, model.parts, model.blocks, stage.reshard_after_forward, recipe.parallel)
+    layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, world, 8)
     apply_checkpointing(model.blocks, recipe.activation)
-    switches = read_switches(recipe.parallel, axis_sizes(mesh)["dp_shard"], ranks_per_node=8)
-    apply_stage(units, mesh, recipe.parallel, recipe.precision, switches)
-    shard = axis_sizes(mesh)["dp_shard"]
-    placed = [Replicate(), Shard(0)] if "dp_replicate" in stage.axes else [Shard(0)]
+    apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
+    shard = layout.shards
+    placed = [Replicate(), Shard(0)] if "dp_replicate" in layout.stage.axes else [Shard(0)]
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) and list(parameter.placements) == placed, name
         assert parameter.is_meta and parameter.dtype == torch.float32
@@ -126,9 +124,7 @@ def wrap(path, folder, world, count):
         assert kept == count // shard
     assert kept_bytes(()) == 0
     # what the recipe says it needs is what its layout keeps, over all ranks
-    sizes = axis_sizes(mesh)
-    state = [predict_resident(units, sizes, rank, recipe.precision).total_bytes for rank in range(shard)]
-    needs = sizes["dp_replicate"] * sum(state)
+    needs = sum(predict_resident(layout, rank).total_bytes for rank in range(world))
     assert (recipe.hardware.memory_gb or needs < 10e9) and needs / 1e9 == pytest.approx(
         recipe.hardware.memory_gb or needs / 1e9, rel=0.01
     ), needs

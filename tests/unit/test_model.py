@@ -6,14 +6,9 @@ from tiny import config, write_model
 from transformers import AutoModelForCausalLM
 
 from shardbook.data.loader import Batching, build_micro
-from shardbook.model.causal_lm import (
-    build_model,
-    flops_per_token,
-    load_config,
-    materialize,
-    model_folder,
-    tokenizer_folder,
-)
+from shardbook.model.causal_lm import build_model, flops_per_token, materialize
+from shardbook.model.families import load_config
+from shardbook.model.hub import model_folder, tokenizer_folder
 from shardbook.model.weights import load_weights
 from shardbook.objectives import OBJECTIVES
 from shardbook.recipe import Model, RecipeError

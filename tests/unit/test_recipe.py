@@ -12,7 +12,7 @@ from shardbook.recipe import (
     find_recipe,
     list_recipes,
     load_recipe,
-    settle_precision,
+    resolve_precision,
 )
 
 
@@ -56,9 +56,9 @@ def test_every_key_has_one_line_of_help():
 
 def test_auto_precision(file):
     recipe = load_recipe(file)
-    assert settle_precision(recipe, "cpu").precision.params == "fp32"
-    assert settle_precision(recipe, "cuda").precision.params == "bf16"
-    assert settle_precision(load_recipe(file, ["precision.params=bf16"]), "cpu").precision.params == "bf16"
+    assert resolve_precision(recipe, "cpu").precision.params == "fp32"
+    assert resolve_precision(recipe, "cuda").precision.params == "bf16"
+    assert resolve_precision(load_recipe(file, ["precision.params=bf16"]), "cpu").precision.params == "bf16"
 
 
 WRONG = {

@@ -7,7 +7,8 @@ from tiny import tokenizer, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardbook.model.weights as weights
-from shardbook.model.causal_lm import build_model, load_config, materialize
+from shardbook.model.causal_lm import build_model, materialize
+from shardbook.model.families import load_config
 from shardbook.recipe import Model, RecipeError
 
 

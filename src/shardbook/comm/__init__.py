@@ -1,1 +1,2 @@
-"""Communication: who sends how many bytes."""
+"""Communication: the collectives that are our own (ZeRO++), and the ledger of who sent how many bytes.
+Never knows stages or models."""

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from shardbook.axes import ACROSS, DP_SHARD, INSIDE
 from shardbook.comm.quantize import dequantize, quantize
-from shardbook.parallel.mesh import ACROSS, DP_SHARD, INSIDE
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,13 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
     """Reduce-scatter as all-to-alls of block-quantised slices: inside the node, then across nodes.
 
     Each hop quantises, exchanges, dequantises and adds in fp32, so an element is rounded twice and no more, however
-    many ranks there are. `hops`: the group of each exchange and its bits. `unsent`: error feedback, what this rank's
-    last exchange rounded off, fp32, one slice for each rank of that exchange; it goes with the next reduction (Seide et
-    al., 1-bit stochastic gradient descent, Interspeech 2014, section 2.1). `carries`: its elements; 0: there is none.
+    many ranks there are. `hops`: the group of each exchange and its bits. `residual`: of error feedback, what this
+    rank's last exchange rounded off, fp32, flat, one slice for each rank of that exchange; it goes with the next
+    reduction (Seide et al., 1-bit stochastic gradient descent, Interspeech 2014, section 2.1). None: it is dropped.
     """
 
-    def __init__(self, hops: list[tuple[dist.ProcessGroup, int]], block: int, carries: int = 0):
-        self.hops, self.block, self.carries = hops, block, carries
-        self.unsent: Tensor | None = None
+    def __init__(self, hops: list[tuple[dist.ProcessGroup, int]], block: int, residual: Tensor | None = None):
+        self.hops, self.block, self.residual = hops, block, residual
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -97,10 +96,10 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
         slices = input_tensor.view(-1, self.hops[0][0].size(), len(output_tensor)).transpose(0, 1)
         for number, (exchange, bits) in enumerate(self.hops, start=1):
             is_last = number == len(self.hops)
-            if is_last and self.unsent is not None:
-                slices = self.unsent.view(slices.shape).add_(slices)
+            if is_last and self.residual is not None:
+                slices = self.residual.view(slices.shape).add_(slices)
             sent = quantize(slices, bits, self.block)
-            if is_last and self.unsent is not None:
+            if is_last and self.residual is not None:
                 back = torch.empty_like(slices)
                 dequantize(sent[None], back, bits, self.block)
                 slices.sub_(back).nan_to_num_(0.0, 0.0, 0.0)  # what is not finite was sent as such, once

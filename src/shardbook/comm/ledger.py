@@ -16,6 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from shardbook.axes import WORLD
+
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 # function of torch.distributed -> operation, and the argument that is the full tensor
 FUNCTIONS = {
@@ -26,7 +28,6 @@ FUNCTIONS = {
     "all_reduce": ("all_reduce", "tensor"),
     "all_to_all_single": ("all_to_all", "input"),
 }
-WORLD = "world"  # the axis of a collective over all ranks, where no mesh axis has them all
 
 
 @dataclass(frozen=True)

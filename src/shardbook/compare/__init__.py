@@ -28,7 +28,7 @@ from shardbook.parallel.mesh import resolve_sizes
 from shardbook.parallel.stages import STAGES, check_stage, find_stage
 from shardbook.ranks.exits import DONE, FAILED, PREEMPTED
 from shardbook.ranks.heartbeat import LAUNCHER
-from shardbook.recipe import Parallel, Recipe, RecipeError, Run, flatten_recipe, load_recipe, settle_precision
+from shardbook.recipe import Parallel, Recipe, RecipeError, Run, flatten_recipe, load_recipe, resolve_precision
 from shardbook.run.directory import read_facts
 from shardbook.run.trackers import check_installed
 
@@ -145,7 +145,7 @@ def _check_same(run: Path, recipe: Recipe, nproc: int) -> None:
         return
     before = load_recipe(run / "resolved.toml")
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    was, now = (flatten_recipe(settle_precision(one, device_type)) for one in (before, recipe))
+    was, now = (flatten_recipe(resolve_precision(one, device_type)) for one in (before, recipe))
     was["ranks"], now["ranks"] = read_facts(run).get("world_size"), nproc
     differ = [
         f"{key} was {was[key]!r} there, is {value!r} here"

@@ -14,7 +14,7 @@ from typing import Any
 from shardbook.recipe import first_line
 from shardbook.run.console import readable_bytes
 
-CATEGORIES = ("params", "grads", "optimizer", "unsent")  # of memory/<what>_bytes
+CATEGORIES = ("params", "grads", "optimizer", "residual")  # of memory/<what>_bytes
 ROUNDING = 1e-5  # another order of additions: stages agree to 1e-6 in a step, and steps add up
 SOURCES = ("paper", "predicted", "measured")
 
@@ -113,7 +113,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:
-            rows.append(json.loads(line))
+            rows.append(json.loads(line.replace("memory/unsent_bytes", "memory/residual_bytes")))  # before 0.2
         except ValueError:  # the last line of a killed run
             break
     return rows

@@ -1,1 +1,2 @@
-"""Data: from a named source to the micro-batches of a rank. Never imports model or stages."""
+"""Data: from a named source to the micro-batches of one data-parallel rank.
+Never knows models, stages or processes."""

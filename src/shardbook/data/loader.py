@@ -20,7 +20,7 @@ MASK64 = 2**64 - 1
 
 
 @dataclass(frozen=True)
-class Micro:
+class MicroBatch:
     """One micro-batch of one rank. B rows of length L, n trained tokens; all int64."""
 
     input_ids: Tensor  # [B, L]
@@ -29,7 +29,7 @@ class Micro:
     positions: Tensor  # [n] indices into the flat [B * L] that predict a trained token
     targets: Tensor  # [n] those tokens
 
-    def to(self, device: torch.device) -> "Micro":
+    def to(self, device: torch.device) -> "MicroBatch":
         if device.type == "cpu":
             return self
 
@@ -37,7 +37,9 @@ class Micro:
             return tensor.pin_memory().to(device, non_blocking=True)
 
         documents = None if self.documents is None else move(self.documents)
-        return Micro(move(self.input_ids), move(self.position_ids), documents, move(self.positions), move(self.targets))
+        return MicroBatch(
+            move(self.input_ids), move(self.position_ids), documents, move(self.positions), move(self.targets)
+        )
 
 
 def permute(index: int, size: int, seed: int, epoch: int) -> int:
@@ -93,8 +95,8 @@ class Loader:
         epoch, index = divmod(index, len(self.documents.rows))
         return self.documents.rows[permute(index, len(self.documents.rows), self.seed, epoch)]
 
-    def next_step(self) -> list[Micro]:
-        """This rank's micro-batches of the next step. Micro-batch m of all ranks is contiguous in the stream."""
+    def next_step(self) -> list[MicroBatch]:
+        """This rank's micro-batches of the next step. MicroBatch-batch m of all ranks is contiguous in the stream."""
         here, micros = self.batching, []
         for micro in range(self.accumulation):
             start = self.consumed_rows + (micro * here.ranks + here.rank) * here.batch_size
@@ -118,7 +120,7 @@ class Loader:
         self.consumed_rows = state["consumed_rows"]
 
 
-def eval_micros(documents: Documents, batching: Batching) -> Iterator[Micro]:
+def eval_micros(documents: Documents, batching: Batching) -> Iterator[MicroBatch]:
     """Every row once, spread over ranks. All ranks get the same number of micro-batches (collectives would hang
     otherwise), the last ones of some ranks perhaps without rows."""
     stride, total = batching.batch_size * batching.ranks, len(documents.rows)
@@ -127,7 +129,7 @@ def eval_micros(documents: Documents, batching: Batching) -> Iterator[Micro]:
         yield build_micro(documents.encoded, rows, batching)
 
 
-def build_micro(encoded: Dataset, rows: Sequence[Row], batching: Batching) -> Micro:
+def build_micro(encoded: Dataset, rows: Sequence[Row], batching: Batching) -> MicroBatch:
     """Tensors of `rows`. No rows: one row of padding, and no target."""
     content = [[encoded[document] for document in row] for row in rows] or [[]]
     used = max(sum(len(document["input_ids"]) for document in row) for row in content)
@@ -145,4 +147,6 @@ def build_micro(encoded: Dataset, rows: Sequence[Row], batching: Batching) -> Mi
             targets[row, at : at + len(tokens) - 1] = torch.where(mask[1:], tokens[1:], -1)
             at += len(tokens)
     positions = (targets.flatten() >= 0).nonzero().flatten()
-    return Micro(ids, places, None if batching.row_length is None else numbers, positions, targets.flatten()[positions])
+    return MicroBatch(
+        ids, places, None if batching.row_length is None else numbers, positions, targets.flatten()[positions]
+    )

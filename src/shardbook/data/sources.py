@@ -5,7 +5,7 @@ from pathlib import Path
 
 from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_dataset, load_from_disk
 
-from shardbook.model import embedded
+from shardbook.data.chitchat import DATASET, chitchat_file
 from shardbook.recipe import RecipeError, first_line
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -29,10 +29,10 @@ def load_source(spec: str | list[str], what: str) -> Dataset:
 
 def _load_one(name: str, what: str) -> Dataset:
     if not name:
-        raise RecipeError(f"{what} = '': needs a file, a directory, a hub id or {embedded.DATASET}")
+        raise RecipeError(f"{what} = '': needs a file, a directory, a hub id or {DATASET}")
     path = Path(name).expanduser()
-    if name == embedded.DATASET:
-        path = embedded.chitchat_file()
+    if name == DATASET:
+        path = chitchat_file()
     reader = READERS.get(path.suffix.lower())
     if path.is_file() and not reader:
         raise RecipeError(f"{what} = {name!r}: this kind of file is not read; {', '.join(READERS)} are")

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from shardbook.dtypes import DTYPES
-from shardbook.model.causal_lm import FAMILIES, CausalLM
+from shardbook.model.causal_lm import CausalLM
+from shardbook.model.families import FAMILIES
+from shardbook.parallel.layout import DTYPES
 from shardbook.recipe import RecipeError
 
 SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from shardbook.data.loader import Micro
+from shardbook.data.loader import MicroBatch
 from shardbook.objectives.sft import sft_loss
 
-Objective = Callable[[nn.Module, Micro], Tensor]
+Objective = Callable[[nn.Module, MicroBatch], Tensor]
 OBJECTIVES: dict[str, Objective] = {"sft": sft_loss}

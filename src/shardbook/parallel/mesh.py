@@ -1,20 +1,15 @@
-"""The device mesh: axis names and their order live only here.
+"""The device mesh: how many ranks each axis has, and which of them talk to each other. (The names: axes.py.)
 
-Invariant: the product of the axes is the world size. Outermost first, so that the innermost axes, which talk
-most, hold neighbouring ranks. Room for pp (outside), cp and tp (inside): an axis is one more name in AXES.
+Invariant: the product of the axes is the world size. All but building the mesh is arithmetic of sizes, so it needs no
+process group. Room for pp (outside), cp and tp (inside): an axis is one more name in AXES.
 """
 
 from math import prod
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardbook.axes import ACROSS, AXES, DATA_AXES, DP_REPLICATE, DP_SHARD, INSIDE
 from shardbook.recipe import Parallel, RecipeError
-
-DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
-AXES = (DP_REPLICATE, DP_SHARD)
-# dp_shard in two: the ranks of a node, and the nodes. Only ZeRO++ talks along these.
-INSIDE, ACROSS = "dp_shard_inside", "dp_shard_across"
-DATA_AXES = (DP_REPLICATE, DP_SHARD)  # ranks along these see different rows
 
 
 def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: int | None) -> dict[str, int]:
@@ -64,9 +59,8 @@ def describe_sizes(sizes: dict[str, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
-def build_mesh(parallel: Parallel, free_axes: tuple[str, ...], world_size: int, device_type: str) -> DeviceMesh:
-    """The mesh over all ranks with every axis of AXES, size-1 axes too. Raises RecipeError where it does not fit."""
-    sizes = resolve_sizes(parallel, free_axes, world_size)
+def build_mesh(sizes: dict[str, int], device_type: str) -> DeviceMesh:
+    """The mesh over all ranks with every axis of `sizes`, those of size 1 too. Collective."""
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
@@ -85,21 +79,30 @@ def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
-def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank's number among those that see different rows, and how many they are."""
+def data_rank(sizes: dict[str, int], rank: int) -> tuple[int, int]:
+    """The number of `rank` among those that see different rows, and how many they are."""
     number, count = 0, 1
     for axis in DATA_AXES:
-        number = number * mesh[axis].size() + mesh.get_local_rank(axis)
-        count *= mesh[axis].size()
+        number = number * sizes[axis] + rank_along(sizes, axis, rank)
+        count *= sizes[axis]
     return number, count
 
 
+def rank_along(sizes: dict[str, int], axis: str, rank: int) -> int:
+    """The place of the global `rank` along `axis`. The last axis counts fastest."""
+    return rank // _stride(sizes, axis) % sizes[axis]
+
+
 def ranks_along(sizes: dict[str, int], axis: str, rank: int) -> list[int]:
-    """The global ranks of the group along `axis` that `rank` is in, in order. The last axis counts fastest."""
-    names = list(sizes)
-    stride = prod(sizes[name] for name in names[names.index(axis) + 1 :])
-    first = rank - rank // stride % sizes[axis] * stride
+    """The global ranks of the group along `axis` that `rank` is in, in order."""
+    stride = _stride(sizes, axis)
+    first = rank - rank_along(sizes, axis, rank) * stride
     return [first + number * stride for number in range(sizes[axis])]
+
+
+def _stride(sizes: dict[str, int], axis: str) -> int:
+    names = list(sizes)
+    return prod(sizes[name] for name in names[names.index(axis) + 1 :])
 
 
 def axis_groups(sizes: dict[str, int], rank: int, inside: int) -> dict[str, list[int]]:

@@ -7,21 +7,11 @@ FSDP, arXiv 2304.11277, section 3.2.2.
 """
 
 from dataclasses import dataclass
-from itertools import compress
-from math import prod
 from typing import Literal
 
-import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-from shardbook.comm.collectives import QuantizedAllGather, QuantizedReduceScatter, Switches, share_secondary_mesh
-from shardbook.dtypes import DTYPES
-from shardbook.parallel.mesh import DP_REPLICATE, DP_SHARD, axis_sizes, build_node_mesh, describe_sizes
-from shardbook.parallel.units import Unit, backward_order
-from shardbook.recipe import Parallel, Precision, RecipeError, nearest
+from shardbook.axes import DP_REPLICATE, DP_SHARD
+from shardbook.comm.collectives import Switches
+from shardbook.recipe import Parallel, RecipeError, nearest
 
 
 @dataclass(frozen=True)
@@ -57,7 +47,6 @@ STAGES = {row.name: row for row in (
 )}
 # fmt: on
 ALIASES = {"fsdp": "zero3"}
-PLAIN = Switches()
 
 
 def find_stage(name: str) -> Stage:
@@ -149,120 +138,3 @@ def read_switches(parallel: Parallel, shards: int, ranks_per_node: int) -> Switc
         min_params=parallel.quantize_min_params,
         error_feedback=parallel.quantize_error_feedback,
     )
-
-
-def apply_stage(
-    units: list[Unit], mesh: DeviceMesh, parallel: Parallel, precision: Precision, switches: Switches = PLAIN
-) -> dict[str, QuantizedReduceScatter]:
-    """Wrap each unit with fully_shard, in place, inner before outer, the root last.
-
-    Afterwards every parameter is a DTensor: Shard(0) along dp_shard, Replicate along dp_replicate.
-    `precision.params` is the dtype of gathered parameters and of compute, `precision.reduce` that of gradients on the
-    wire and of their sum, `precision.output` that of what the root returns. Returns the reductions with error feedback,
-    by what they carry: see start_carrying.
-    """
-    if (switches.weights_bits or switches.gradients_bits) and not any(switches.quantizes(unit.numel) for unit in units):
-        raise RecipeError(
-            f"parallel.quantize_min_params = {switches.min_params}: leaves every unit unquantised (the largest has "
-            f"{max(unit.numel for unit in units):,} parameters); must be less"
-        )
-    sizes, hops, carriers = axis_sizes(mesh), build_hops(mesh, switches), dict[str, QuantizedReduceScatter]()
-    shards = sizes[DP_SHARD]
-    # A 2-D mesh makes fully_shard all-reduce along the first axis, with one replica in a group of one.
-    mesh = mesh[DP_REPLICATE, DP_SHARD] if mesh[DP_REPLICATE].size() > 1 else mesh[DP_SHARD]
-    order = [*units[-2::-1], units[-1]]
-    with share_secondary_mesh():
-        for unit in order:
-            policy = MixedPrecisionPolicy(
-                param_dtype=DTYPES[precision.params],
-                reduce_dtype=DTYPES[precision.reduce],
-                output_dtype=DTYPES[precision.output] if unit is units[-1] else None,
-            )
-            modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-            reshards = unit.reshards and (switches.secondary or True)
-            fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
-    for number, unit in enumerate(order):
-        # SUM with factor 1: the default divides by the number of ranks, which would divide twice; forcing the plain
-        # sum matters because gloo knows no pre-multiplied one.
-        unit.handle.set_gradient_divide_factor(1.0)
-        unit.handle.set_force_sum_reduction_for_comms(True)
-        if hasattr(unit.handle, "set_reduce_scatter_unused_params"):  # torch >= 2.13
-            # a parameter that only some ranks used: the others reduce zeros, else ranks would sum unlike buffers
-            unit.handle.set_reduce_scatter_unused_params(True, recurse=False)
-        if unit.shapes and shards > 1 and switches.quantizes(unit.numel):
-            if switches.weights_bits:
-                unit.handle.set_custom_all_gather(QuantizedAllGather(shards, switches.weights_bits, switches.block))
-            if hops:
-                reduction = QuantizedReduceScatter(hops, switches.block, unsent_numel(unit, shards, switches))
-                unit.handle.set_custom_reduce_scatter(reduction)
-                if reduction.carries:
-                    shapes = " ".join("x".join(map(str, shape)) for shape in compress(unit.shapes, unit.trained))
-                    carriers[f"{number}: {shapes} over {describe_sizes(sizes)}, {switches.hops(shards)}"] = reduction
-    apply_prefetch([units[-1], *units[:-1]] if units[-1].shapes else units[:-1], parallel)
-    return carriers
-
-
-def start_carrying(carriers: dict[str, QuantizedReduceScatter], device: torch.device) -> dict[str, Tensor]:
-    """Make the memory of error feedback, which holds zeros at first. Returns it under the same names, flat fp32: state
-    that a checkpoint must hold, and that fits only where the name is the same."""
-    for carrier in carriers.values():
-        carrier.unsent = torch.zeros(carrier.carries, device=device)
-    return {name: carrier.unsent for name, carrier in carriers.items() if carrier.unsent is not None}
-
-
-def unsent_numel(unit: Unit, shards: int, switches: Switches) -> int:
-    """Elements that error feedback keeps on a rank for `unit`: what its last exchange sends."""
-    if not (switches.error_feedback and switches.quantizes(unit.numel) and switches.hops(shards)):
-        return 0
-    earlier = prod(ranks for _, ranks, _ in switches.hops(shards)[:-1])
-    return unit.padded(shards, trained_only=True) // earlier
-
-
-def build_hops(mesh: DeviceMesh, switches: Switches) -> list[tuple[ProcessGroup, int]]:
-    """The process group and bits of each exchange of a quantised reduction."""
-    hops = switches.hops(mesh[DP_SHARD].size())
-    where = build_node_mesh(mesh, switches.inside) if len(hops) > 1 else mesh
-    return [(where.get_group(axis), bits) for axis, _, bits in hops]
-
-
-def apply_prefetch(units: list[Unit], parallel: Parallel) -> None:
-    """Gather so many units ahead of the running one. `units` in forward order.
-
-    Always explicit in backward: torch's own order is the reverse of the forwards since the last backward, so the first
-    backward after an evaluation would gather, for nothing, a unit that the evaluation ran. A list that names only the
-    unit itself, which is gathered already, stands for none.
-    """
-    for run, depth, is_forward in (
-        (units, parallel.forward_prefetch, True),
-        (backward_order(units), backward_depth(parallel), False),
-    ):
-        handles = [unit.handle for unit in run]
-        for number, handle in enumerate(handles):
-            ahead = handles[number + 1 : number + 1 + max(0, depth)] or [handle]
-            if not is_forward:
-                handle.set_modules_to_backward_prefetch(ahead)
-            elif depth >= 0:
-                handle.set_modules_to_forward_prefetch(ahead)
-
-
-def backward_depth(parallel: Parallel) -> int:
-    """Units gathered ahead in backward: the recipe's number, else one where the stage gathers there at all."""
-    if parallel.backward_prefetch >= 0:
-        return parallel.backward_prefetch
-    return int(find_stage(parallel.stage).reshard_after_forward)
-
-
-def set_schedule(units: list[Unit], stage: Stage, is_last_micro: bool) -> None:
-    """Prepare for one micro-batch: what its backward reduces and which parameters it frees."""
-    root = units[-1].handle
-    root.set_requires_gradient_sync(stage.syncs(is_last_micro))
-    root.set_requires_all_reduce(is_last_micro)  # across replicas gradients are summed once a step, in every stage
-    for unit in units:
-        # after the last micro-batch always: the optimizer makes gathered parameters stale
-        unit.handle.set_reshard_after_backward(unit.reshards or is_last_micro, recurse=False)
-
-
-def reshard(units: list[Unit]) -> None:
-    """Free every gathered parameter. Needed after an evaluation: a forward without backward leaves them gathered."""
-    for unit in units:
-        unit.handle.reshard()

@@ -4,7 +4,7 @@ Invariant: every parameter is in exactly one unit, a tied one too. Facts of shap
 device, and no rank need exist, so formulas read them as stages do.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from math import prod
@@ -23,14 +23,14 @@ class Unit:
     modules: tuple[nn.Module, ...]
     shapes: tuple[torch.Size, ...]  # of its own parameters: those in no unit inside it; a tied one once
     trained: tuple[bool, ...]  # whether each of them gets a gradient
-    reshards: bool  # freed after forward, or kept gathered until the step's last backward
+    reshard_after_forward: bool  # freed after forward, or kept gathered until the step's last backward
     spans: bool  # runs first and last (the root, or embedding and head in one): never freed inside a pass
 
     @property
     def numel(self) -> int:
         return sum(prod(shape) for shape in self.shapes)
 
-    def padded(self, shards: int, trained_only: bool = False) -> int:
+    def padded_numel(self, shards: int, trained_only: bool = False) -> int:
         """Elements of all `shards` shards together, each tensor's as long as its longest."""
         shapes = compress(self.shapes, self.trained) if trained_only else self.shapes
         return sum(-(-shape[0] // shards) * shards * prod(shape[1:]) for shape in shapes)
@@ -44,8 +44,8 @@ class Unit:
 
 
 def choose_units(
-    model: nn.Module, parts: list[list[nn.Module]], blocks: list[nn.Module], frees: bool, parallel: Parallel
-) -> list[Unit]:
+    model: nn.Module, parts: Sequence[Sequence[nn.Module]], blocks: Sequence[nn.Module], frees: bool, parallel: Parallel
+) -> tuple[Unit, ...]:
     """The units of `model` in forward order, outer before inner, but the root (with what no other takes) last.
 
     `frees`: whether the stage frees parameters after forward. `parts`: groups of modules as `wrap = block` has them, in
@@ -79,13 +79,12 @@ def choose_units(
                 modules=tuple(modules),
                 shapes=tuple(p.shape for p in own),
                 trained=tuple(p.requires_grad for p in own),
-                reshards=frees and not is_kept,
+                reshard_after_forward=frees and not is_kept,
                 spans=modules == [model] or outer == [modules],
             )
         )
-    units = [*units[-2::-1], units[-1]]
     _check_units(units, frees, parallel)
-    return units
+    return (*units[-2::-1], units[-1])
 
 
 def _check_units(units: list[Unit], frees: bool, parallel: Parallel) -> None:
@@ -96,7 +95,7 @@ def _check_units(units: list[Unit], frees: bool, parallel: Parallel) -> None:
             f"parallel.wrap = {parallel.wrap!r} leaves one unit of {own[0].numel:,} parameters, so there is no next "
             "one to gather ahead; set parallel.wrap=block, or leave the prefetch out"
         )
-    if frees and not any(unit.reshards for unit in own):
+    if frees and not any(unit.reshard_after_forward for unit in own):
         largest = max(unit.numel for unit in own)
         raise RecipeError(
             f"parallel.reshard_min_params = {parallel.reshard_min_params}, parallel.reshard_root = "
@@ -120,7 +119,7 @@ def _modules_of_size(module: nn.Module, least: int) -> list[nn.Module]:
     return [module, *found] if left >= least and not is_norm else found
 
 
-def backward_order(units: list[Unit]) -> list[Unit]:
+def backward_order(units: Sequence[Unit]) -> list[Unit]:
     """The order in which backward reaches `units`, which are in forward order, outer before inner: what spans the pass
     first, then from the last on, and again each outer unit before those inside it."""
 

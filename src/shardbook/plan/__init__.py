@@ -1,1 +1,2 @@
-"""What a recipe will keep and send, computed from the same stage table that runs it."""
+"""The plan: what a layout will keep and send, in closed formulas that a run is measured against.
+Never needs a process group, a GPU or memory."""

@@ -1,4 +1,4 @@
-"""Closed formulas: what a rank sends in a step and what it keeps, from a Stage row and the units' shapes.
+"""Closed formulas: what a rank sends in a step and what it keeps, from a layout.
 
 Invariant: exact. Tests hold each number equal to what a run measures, padding of uneven shards included: a tensor of
 s rows over N ranks is cut into N shards of ceil(s / N) rows. The ZeRO paper's arithmetic stands apart (`paper`).
@@ -9,14 +9,12 @@ from dataclasses import asdict, dataclass
 from itertools import compress
 from math import prod
 
-from shardbook.comm.collectives import Switches
-from shardbook.comm.ledger import WORLD, Traffic, Volume
+from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, WORLD
+from shardbook.comm.ledger import Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
-from shardbook.dtypes import DTYPES
-from shardbook.parallel.mesh import DP_REPLICATE, DP_SHARD, INSIDE
-from shardbook.parallel.stages import PLAIN, Stage, backward_depth, unsent_numel
+from shardbook.parallel.layout import Layout
+from shardbook.parallel.stages import Stage
 from shardbook.parallel.units import Unit, backward_order
-from shardbook.recipe import Parallel, Precision
 
 COUNTS_BYTES = 3 * 8  # the step's token counts and stop flags: three fp64 numbers summed over all ranks
 NORM_BYTES = 8  # the squared gradient norm, one fp64 number
@@ -44,7 +42,7 @@ def shard_rows(rows: int, ranks: int, rank: int) -> int:
 
 def gathers_per_step(unit: Unit, micros: int) -> int:
     """Twice a micro-batch where it is freed after forward (Stage: zero3), else once a step (zero1, zero2)."""
-    return 2 * micros if unit.reshards else 1
+    return 2 * micros if unit.reshard_after_forward else 1
 
 
 def reductions_per_step(stage: Stage, micros: int) -> int:
@@ -52,78 +50,71 @@ def reductions_per_step(stage: Stage, micros: int) -> int:
     return sum(stage.syncs(is_last_micro=micro == micros - 1) for micro in range(micros))
 
 
-def predict_traffic(
-    stage: Stage,
-    units: list[Unit],
-    sizes: dict[str, int],
-    micros: int,
-    precision: Precision,
-    switches: Switches = PLAIN,
-) -> Traffic:
+def predict_traffic(layout: Layout, micros: int) -> Traffic:
     """Calls and payload bytes of one optimizer step of one rank, by operation and mesh axis.
 
-    `sizes`: of the mesh axes. A group of one rank gathers and reduces nothing. Every unit is taken to run forward and
-    backward in each micro-batch.
+    A group of one rank gathers and reduces nothing. Every unit is taken to run forward and backward in each of the
+    step's `micros` micro-batches.
     """
-    shards, replicas = sizes[DP_SHARD], sizes[DP_REPLICATE]
-    wire, reduced = DTYPES[precision.params].itemsize, DTYPES[precision.reduce].itemsize
+    shards, switches = layout.shards, layout.switches
+    wire, reduced = layout.param_dtype.itemsize, layout.reduce_dtype.itemsize
     traffic: Traffic = {}
 
     def add(op: str, axis: str, calls: int, payload_bytes: int) -> None:
         if calls and payload_bytes:
             traffic[op, axis] = traffic.get((op, axis), Volume()) + Volume(calls, calls * payload_bytes)
 
-    for unit in units:
-        whole, trained = unit.padded(shards), unit.padded(shards, trained_only=True)
+    for unit in layout.units:
+        whole, trained = unit.padded_numel(shards), unit.padded_numel(shards, trained_only=True)
         if shards > 1:
             quantized = switches.quantizes(unit.numel)
-            gathers, reductions = gathers_per_step(unit, micros), reductions_per_step(stage, micros)
+            gathers, reductions = gathers_per_step(unit, micros), reductions_per_step(layout.stage, micros)
             full = whole * wire
             if quantized and switches.weights_bits:
                 full = shards * buffer_bytes(whole // shards, switches.weights_bits, switches.block)
-            if switches.secondary and unit.reshards:  # backward's half of the gathers stays inside, unquantised
+            if switches.secondary and unit.reshard_after_forward:  # backward's half stays inside, unquantised
                 add("all_gather", INSIDE, gathers - micros, whole * wire)
                 gathers = micros
             add("all_gather", DP_SHARD, gathers, full)
-            hops, slices = switches.hops(shards) if quantized and trained else [], shards
+            hops, slices = layout.hops if quantized and trained else [], shards
             for axis, ranks, bits in hops:  # each leaves a rank with one slice of every `ranks`
                 add("all_to_all", axis, reductions, slices * buffer_bytes(trained // shards, bits, switches.block))
                 slices //= ranks
             if not hops:
                 add("reduce_scatter", DP_SHARD, reductions, trained * reduced)
-        if replicas > 1:  # once a step, of a rank's shard
+        if layout.replicas > 1:  # once a step, of a rank's shard
             add("all_reduce", DP_REPLICATE, 1, trained // shards * reduced)
     if shards > 1:
         add("all_reduce", DP_SHARD, 1, NORM_BYTES)
-    everyone = next((axis for axis, size in sizes.items() if size == prod(sizes.values())), WORLD)
+    everyone = next((axis for axis, size in layout.sizes.items() if size == layout.world_size), WORLD)
     add("all_reduce", everyone, 1, COUNTS_BYTES)
     return traffic
 
 
-def predict_resident(units: list[Unit], sizes: dict[str, int], shard_rank: int, precision: Precision) -> Resident:
-    """What the rank at `shard_rank` along dp_shard keeps. Parameters and gradients lie in padded storage; AdamW's two
-    moments have the true rows of the rank, and one step count a parameter."""
-    shards, master = sizes[DP_SHARD], DTYPES[precision.master].itemsize
+def predict_resident(layout: Layout, rank: int) -> Resident:
+    """What the global `rank` keeps. Parameters and gradients lie in padded storage; AdamW's two moments have the true
+    rows of the rank, and one step count a parameter."""
+    shards, master, shard = layout.shards, layout.master_dtype.itemsize, layout.shard_rank(rank)
     params = grads = optimizer = 0
-    for unit in units:
-        params += unit.padded(shards) // shards * master
-        grads += unit.padded(shards, trained_only=True) // shards * master
+    for unit in layout.units:
+        params += unit.padded_numel(shards) // shards * master
+        grads += unit.padded_numel(shards, trained_only=True) // shards * master
         for shape in compress(unit.shapes, unit.trained):
-            optimizer += 2 * shard_rows(shape[0], shards, shard_rank) * prod(shape[1:]) * master + STEP_BYTES
+            optimizer += 2 * shard_rows(shape[0], shards, shard) * prod(shape[1:]) * master + STEP_BYTES
     return Resident(params, grads, optimizer)
 
 
-def predict_secondary(units: list[Unit], sizes: dict[str, int], switches: Switches, precision: Precision) -> int:
+def predict_secondary(layout: Layout) -> int:
     """Bytes of a rank's secondary shards (hpZ) after a whole forward: each unit's parameters over `secondary` ranks."""
-    if not switches.secondary:
+    if not layout.switches.secondary:
         return 0
-    whole = sum(unit.padded(sizes[DP_SHARD]) for unit in units if unit.reshards)
-    return whole // switches.secondary * DTYPES[precision.params].itemsize
+    whole = sum(unit.padded_numel(layout.shards) for unit in layout.units if unit.reshard_after_forward)
+    return whole // layout.switches.secondary * layout.param_dtype.itemsize
 
 
-def predict_unsent(units: list[Unit], sizes: dict[str, int], switches: Switches) -> int:
+def predict_residual(layout: Layout) -> int:
     """Bytes that error feedback keeps on a rank, in fp32."""
-    return sum(unsent_numel(unit, sizes[DP_SHARD], switches) for unit in units) * 4
+    return sum(map(layout.residual_numel, layout.units)) * 4
 
 
 def paper(stage: Stage, parameters: int, ranks: int) -> Resident:
@@ -137,34 +128,31 @@ def paper(stage: Stage, parameters: int, ranks: int) -> Resident:
     )
 
 
-def predict_memory_metrics(
-    stage: Stage, units: list[Unit], sizes: dict[str, int], precision: Precision, switches: Switches = PLAIN
-) -> dict[str, float]:
+def predict_memory_metrics(layout: Layout) -> dict[str, float]:
     """The metrics `predicted/memory/<what>_bytes` of the first rank, and `paper/memory/<what>_bytes` beside them."""
     metrics: dict[str, float] = {}
-    count = sum(unit.numel for unit in units)
+    count = sum(unit.numel for unit in layout.units)
     for source, kept in (
-        ("predicted", predict_resident(units, sizes, 0, precision)),
-        ("paper", paper(stage, count, sizes[DP_SHARD])),
+        ("predicted", predict_resident(layout, rank=0)),
+        ("paper", paper(layout.stage, count, layout.shards)),
     ):
         metrics |= {f"{source}/memory/{what}": value for what, value in asdict(kept).items()}
-    if unsent := predict_unsent(units, sizes, switches):
-        metrics["predicted/memory/unsent_bytes"] = unsent
+    if residual := predict_residual(layout):
+        metrics["predicted/memory/residual_bytes"] = residual
     return metrics
 
 
-def predict_gathered_peak(units: list[Unit], sizes: dict[str, int], parallel: Parallel, precision: Precision) -> int:
+def predict_gathered_peak(layout: Layout) -> int:
     """Most bytes of gathered parameters that exist at once: those never freed inside a pass, the running unit, and as
     many units ahead of it as are prefetched. (A gather in flight holds its output buffer as long again.)"""
-    kept = {unit for unit in units if unit.spans or not unit.reshards}
+    kept = {unit for unit in layout.units if unit.spans or not unit.reshard_after_forward}
 
     def size(live: set[Unit]) -> int:
-        return sum(unit.padded(sizes[DP_SHARD]) for unit in live) * DTYPES[precision.params].itemsize
+        return sum(unit.padded_numel(layout.shards) for unit in live) * layout.param_dtype.itemsize
 
     peak = size(kept)
-    order = [unit for unit in units if not unit.spans]
-    runs = ((order, max(0, parallel.forward_prefetch)), (backward_order(order), backward_depth(parallel)))
-    for run, ahead in runs:
+    order = [unit for unit in layout.units if not unit.spans]
+    for run, ahead in ((order, layout.forward_prefetch), (backward_order(order), layout.backward_prefetch)):
         for number, running in enumerate(run):
             around = {unit for unit in run if running.modules[0] in set(unit.modules[0].modules())}  # itself too
             peak = max(peak, size(kept | around | set(run[number : number + 1 + ahead])))

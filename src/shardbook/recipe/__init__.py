@@ -12,7 +12,7 @@ from shardbook.recipe.files import (
     list_recipes,
     load_recipe,
     parse_recipe,
-    settle_precision,
+    resolve_precision,
 )
 from shardbook.recipe.schema import (
     Activation,

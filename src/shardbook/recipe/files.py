@@ -61,11 +61,9 @@ def flatten_recipe(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def settle_precision(recipe: Recipe, device_type: str) -> Recipe:
+def resolve_precision(recipe: Recipe, device_type: str) -> Recipe:
     """The recipe with `auto` replaced by what it means on `device_type` (`cuda`, `cpu`)."""
-    settled = {"auto": "bf16" if device_type == "cuda" else "fp32"}
-    params = settled.get(recipe.precision.params, recipe.precision.params)
-    return recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"params": params})})
+    return recipe.model_copy(update={"precision": recipe.precision.on(device_type)})
 
 
 def find_recipe(name: str) -> Path:

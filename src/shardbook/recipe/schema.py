@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 
-class RecipeError(Exception):
-    """The recipe, the command line or something they name is wrong. One line; the process exits with 2."""
+class RecipeError(ValueError):
+    """The recipe, the command line, an argument or something they name is wrong. One line; a command exits with 2."""
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -124,6 +124,12 @@ class Precision(Section):
     reduce: Literal["fp32", "bf16"] = key("fp32", "Dtype in which gradients are summed across ranks.")
     output: Literal["fp32", "bf16"] = key("fp32", "Dtype of what the model returns: the loss of each trained token.")
     master: Literal["fp32", "bf16"] = key("fp32", "Dtype of the sharded weights and the optimizer state.")
+
+    def on(self, device_type: str) -> "Precision":
+        """This, with `auto` replaced by what it means on `device_type` (`cuda`, `cpu`)."""
+        if self.params != "auto":
+            return self
+        return self.model_copy(update={"params": "bf16" if device_type == "cuda" else "fp32"})
 
 
 class Activation(Section):

@@ -1,4 +1,4 @@
-"""Checkpoints: model, optimizer, loader position, and what is a rank's own (random state, what error feedback carries),
+"""Checkpoints: model, optimizer, loader position, and what is a rank's own (random state, residuals of error feedback),
 written with torch's distributed checkpoint (DCP).
 
 A checkpoint exists when its marker COMPLETE is there: written last, removed first. Tensors are stored with their
@@ -24,17 +24,19 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
+from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import RecipeError, first_line
 
 MARKER = "COMPLETE"
 STATE = "state.json"
+RESIDUAL, EARLIER_RESIDUAL = "residual", "unsent"  # the second in checkpoints of versions before 0.2
 # one flat key a tensor and moment: names, not parameter numbers, so another grouping or layout still matches
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainState:
     """Where a run stands: what is not a tensor."""
 
     step: int  # optimizer steps done
@@ -48,15 +50,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def save_checkpoint(
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    unsent: dict[str, Tensor],
-    progress: Progress,
-    keep: int,
+    folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, progress: TrainState, keep: int
 ) -> Path:
-    """Write `folder`/step-000200 and drop all but the `keep` newest (0: keep all). `unsent`: see start_carrying.
-    Collective."""
+    """Write `folder`/step-000200 and drop all but the `keep` newest (0: keep all). Collective."""
     path = folder / f"step-{progress.step:06d}"
     is_main = dist.get_rank() == 0
     if is_main:
@@ -64,9 +60,9 @@ def save_checkpoint(
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
     dist.barrier()
-    own = {_own_key(): _rng_state() | _numbered(unsent)}
+    own = {_own_key(): _rng_state() | _numbered(sharded.residuals, RESIDUAL)}
     try:
-        state_dict_saver.save(_tensors(model, optimizer) | own, checkpoint_id=path)
+        state_dict_saver.save(_tensors(sharded.model, optimizer) | own, checkpoint_id=path)
     except (CheckpointException, OSError, RuntimeError) as error:
         free = shutil.disk_usage(path).free / 10**9
         raise RunFailed(
@@ -77,10 +73,10 @@ def save_checkpoint(
             "step": progress.step,
             "tokens": progress.tokens,
             "loader": progress.loader,
-            "ranks": _ranks(model),
-            "unsent": list(unsent),
+            "ranks": _ranks(sharded),
+            RESIDUAL: list(sharded.residuals),
         }
-        (path / STATE).write_text(json.dumps(state | {"shapes": _shapes(model)}, indent=1))
+        (path / STATE).write_text(json.dumps(state | {"shapes": _shapes(sharded.model)}, indent=1))
         (path / MARKER).touch()
         for old in sorted(_complete(folder), key=_step_of)[:-keep] if keep else []:
             (old / MARKER).unlink()
@@ -89,15 +85,14 @@ def save_checkpoint(
     return path
 
 
-def load_checkpoint(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, unsent: dict[str, Tensor]
-) -> tuple[Progress, str]:
+def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> tuple[TrainState, str]:
     """Fill model and optimizer from a complete checkpoint, and what is this rank's own where the ranks are the same:
-    random state, and `unsent` (see start_carrying) where the same exchanges carry it.
+    random state, and residuals where they belong to the same exchanges.
 
     Returns where the run stands, and what was not taken over, for people: empty where everything was. Raises
     RecipeError where the checkpoint is incomplete or of another model. Collective.
     """
+    model, residuals = sharded.model, sharded.residuals
     with _readable(path):
         state = _read_state(path)
         here, there = _shapes(model), state["shapes"]
@@ -110,9 +105,11 @@ def load_checkpoint(
             f"checkpoint {path} is of another model ({len(differ)} parameters differ; {'; '.join(differ[:3])})"
         )
     tensors = _tensors(model, optimizer)
-    same_world, same_exchanges = state["ranks"] == _ranks(model), state.get("unsent", []) == list(unsent)
+    key = EARLIER_RESIDUAL if EARLIER_RESIDUAL in state else RESIDUAL
+    there_kept = state.get(key, [])
+    same_world, same_exchanges = state["ranks"] == _ranks(sharded), there_kept == list(residuals)
     if same_world:
-        tensors[_own_key()] = _rng_state() | (_numbered(unsent) if same_exchanges else {})
+        tensors[_own_key()] = _rng_state() | (_numbered(residuals, key) if same_exchanges else {})
     with _readable(path):
         state_dict_loader.load(tensors, checkpoint_id=path)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -122,9 +119,9 @@ def load_checkpoint(
     if same_world:
         _set_rng_state(tensors[_own_key()])
     lost = [] if same_world else ["random state: other ranks"]
-    if (state.get("unsent") or unsent) and not (same_world and same_exchanges):
-        lost.append("what was not yet sent: other exchanges")
-    return Progress(state["step"], state["tokens"], state["loader"]), "; ".join(lost)
+    if (there_kept or residuals) and not (same_world and same_exchanges):
+        lost.append("residuals of error feedback: other exchanges")
+    return TrainState(state["step"], state["tokens"], state["loader"]), "; ".join(lost)
 
 
 class _ReaderOnce(FileSystemReader):
@@ -202,17 +199,17 @@ def _shapes(model: nn.Module) -> dict[str, list[int]]:
     return {name: list(p.shape) for name, p in model.named_parameters()}
 
 
-def _ranks(model: nn.Module) -> list[Any]:
+def _ranks(sharded: ShardedModel) -> list[Any]:
     """What a rank's random state belongs to: the world size and the kind of device."""
-    return [dist.get_world_size(), next(model.parameters()).device.type]
+    return [sharded.layout.world_size, next(sharded.model.parameters()).device.type]
 
 
 def _own_key() -> str:
     return f"own.{dist.get_rank()}"
 
 
-def _numbered(unsent: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"unsent.{number}": tensor for number, tensor in enumerate(unsent.values())}
+def _numbered(residuals: dict[str, Tensor], key: str) -> dict[str, Tensor]:
+    return {f"{key}.{number}": tensor for number, tensor in enumerate(residuals.values())}
 
 
 def _rng_state() -> dict[str, Tensor]:

@@ -6,78 +6,63 @@ A progress bar on a terminal, plain lines elsewhere (a log file, CI), the same c
 import sys
 from types import TracebackType
 
-from rich.console import Console
+import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import nn
 
-from shardbook.comm.collectives import Switches
 from shardbook.comm.ledger import Traffic
 from shardbook.data.loader import Loader
 from shardbook.data.tokenized import Documents
-from shardbook.parallel.mesh import DP_SHARD, describe_sizes
-from shardbook.parallel.stages import Stage, backward_depth
-from shardbook.parallel.units import Unit
-from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_unsent
-from shardbook.recipe import Parallel, Recipe
+from shardbook.parallel.layout import Layout
+from shardbook.parallel.mesh import describe_sizes
+from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual
 from shardbook.run.metrics import Metrics
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-class Output(Console):
+class Output(rich.console.Console):
     def on_broken_pipe(self) -> None:
         """Where nobody reads any more, a run goes on unheard: rich would end it."""
         self.quiet = True
 
 
-class Teller:
-    """Says things on rank 0, and shows how far the loop is while used as a context."""
+class Console:
+    """Prints on rank 0, and shows how far the loop is while used as a context."""
 
     def __init__(self, is_main: bool):
         terminal = sys.stdout.isatty()  # rich itself would take FORCE_COLOR for one
-        self.console = Output(quiet=not is_main, highlight=False, soft_wrap=True, force_terminal=terminal)
-        if not self.console.is_terminal:
-            self.console.width = 140  # a log file has no edge to wrap at
+        self.output = Output(quiet=not is_main, highlight=False, soft_wrap=True, force_terminal=terminal)
+        if not self.output.is_terminal:
+            self.output.width = 140  # a log file has no edge to wrap at
         self.progress: Progress | None = None
 
-    def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+    def print(self, text: str) -> None:
+        self.output.print(text, markup=False)
 
-    def data(self, documents: Documents, held_out: Documents | None) -> None:
-        self.say(f"train    {documents.summary}")
+    def show_data(self, documents: Documents, held_out: Documents | None) -> None:
+        self.print(f"train    {documents.summary}")
         if held_out:
-            self.say(f"eval     {held_out.summary}")
+            self.print(f"eval     {held_out.summary}")
 
-    def layout(
-        self,
-        stage: Stage,
-        sizes: dict[str, int],
-        recipe: Recipe,
-        units: list[Unit],
-        switches: Switches,
-        model: nn.Module,
-        loader: Loader,
-        steps: int,
-    ) -> None:
-        """What is in effect, as a table: printed once, before the first step."""
-        precision, batching = recipe.precision, loader.batching
-        kept = predict_resident(units, sizes, shard_rank=0, precision=precision)
-        whole = predict_gathered_peak(units, sizes, recipe.parallel, precision)
-        own = [unit for unit in units if unit.shapes]
-        freed = sum(unit.reshards for unit in own)
-        ahead = f"ahead {max(0, recipe.parallel.forward_prefetch)} forward, {backward_depth(recipe.parallel)} backward"
-        alone = sizes[DP_SHARD] == 1  # nothing is gathered, only copied to the dtype of compute
+    def show_layout(self, layout: Layout, recomputed: str, loader: Loader, steps: int) -> None:
+        """What is in effect, as a table: printed once, before the first step. `recomputed`: in backward."""
+        precision, batching = layout.precision, loader.batching
+        kept = predict_resident(layout, rank=0)
+        own = [unit for unit in layout.units if unit.shapes]
+        freed = sum(unit.reshard_after_forward for unit in own)
         table = Table(title="effective layout", show_header=False, title_justify="left")
-        table.add_row("stage", f"{stage.name} ({stage.source})")
-        table.add_row("mesh", describe_sizes(sizes))
-        table.add_row("units", f"{len(own)}, wrapped by {recipe.parallel.wrap}; {freed} freed after forward")
-        if not alone:
-            table.add_row("gathered", f"{readable_bytes(whole)} of parameters at most, {ahead}")
-        if stage.switches != "no":
-            table.add_row("ZeRO++", describe_switches(switches, units, sizes, recipe.parallel))
-        table.add_row("recomputed", recipe.activation.checkpointing + ", compiled" * recipe.train.compile)
-        table.add_row("parameters", f"{sum(p.numel() for p in model.parameters()):,}")
+        table.add_row("stage", f"{layout.stage.name} ({layout.stage.source})")
+        table.add_row("mesh", describe_sizes(layout.sizes))
+        table.add_row("units", f"{len(own)}, wrapped by {layout.parallel.wrap}; {freed} freed after forward")
+        if layout.shards > 1:  # else nothing is gathered, only copied to the dtype of compute
+            ahead = f"ahead {layout.forward_prefetch} forward, {layout.backward_prefetch} backward"
+            whole = readable_bytes(predict_gathered_peak(layout))
+            table.add_row("gathered", f"{whole} of parameters at most, {ahead}")
+        if layout.stage.switches != "no":
+            table.add_row("ZeRO++", describe_switches(layout))
+        table.add_row("recomputed", recomputed)
+        table.add_row("parameters", f"{sum(unit.numel for unit in own):,}")
         table.add_row(
             "dtypes",
             f"kept {precision.master}, computed {precision.params}, reduced {precision.reduce}, "
@@ -93,9 +78,9 @@ class Teller:
             f"{loader.rows_per_step} rows: {batching.ranks} ranks x {loader.accumulation} micro-batches x "
             f"{batching.batch_size}; {steps} steps",
         )
-        self.console.print(table)
+        self.output.print(table)
 
-    def traffic(self, measured: Traffic, predicted: Traffic) -> None:
+    def show_traffic(self, measured: Traffic, predicted: Traffic) -> None:
         """What the first step sent, and whether the formulas had said so."""
 
         def describe(traffic: Traffic) -> str:
@@ -105,11 +90,11 @@ class Teller:
             )
 
         said = "as predicted" if measured == predicted else f"but predicted were {describe(predicted)}"
-        self.say(f"traffic  {describe(measured)}; {said}")
+        self.print(f"traffic  {describe(measured)}; {said}")
 
-    def start(self, done: int, steps: int) -> "Teller":
+    def start(self, done: int, steps: int) -> "Console":
         self.steps = steps
-        if self.console.is_terminal and not self.console.quiet:
+        if self.output.is_terminal and not self.output.quiet:
             shown = (
                 TextColumn("step"),
                 MofNCompleteColumn(),
@@ -118,11 +103,11 @@ class Teller:
                 TimeElapsedColumn(),
                 TextColumn("ETA"),
             )
-            self.progress = Progress(*shown, TimeRemainingColumn(), console=self.console, transient=False)
+            self.progress = Progress(*shown, TimeRemainingColumn(), console=self.output, transient=False)
             self.task = self.progress.add_task("train", total=steps, completed=done, now="")
         return self
 
-    def __enter__(self) -> "Teller":
+    def __enter__(self) -> "Console":
         if self.progress:
             self.progress.start()
         return self
@@ -149,28 +134,29 @@ class Teller:
         elif parts:
             left = (self.steps - step) * metrics.get("perf/step_seconds", 0)
             eta = f"  ETA {int(left // 60)}:{int(left % 60):02d}" if left else ""
-            self.say(f"step {step}/{self.steps}  " + "  ".join(parts) + eta)
+            self.print(f"step {step}/{self.steps}  " + "  ".join(parts) + eta)
 
 
-def describe_switches(switches: Switches, units: list[Unit], sizes: dict[str, int], parallel: Parallel) -> str:
+def describe_switches(layout: Layout) -> str:
     """What is on, at which bits, what it leaves out; and what was asked for and has nothing to do here."""
-    if sizes[DP_SHARD] == 1:
+    switches, shards = layout.switches, layout.shards
+    if shards == 1:
         return "off: one rank shards nothing"
     on = []
-    one_node = switches.inside == sizes[DP_SHARD]
+    one_node = switches.inside == shards
     if switches.weights_bits:
         on.append(f"qwZ: weights gathered in {switches.weights_bits} bits")
     if switches.secondary:
         on.append(f"hpZ: backward gathers among {switches.secondary} ranks")
-    elif parallel.secondary_shard:
-        on.append(f"hpZ has nothing to do: all {sizes[DP_SHARD]} ranks of dp_shard are one group of it already")
+    elif layout.parallel.secondary_shard:
+        on.append(f"hpZ has nothing to do: all {shards} ranks of dp_shard are one group of it already")
     if switches.gradients_bits:
-        hops = [f"{bits} bits among {ranks} ranks" for _, ranks, bits in switches.hops(sizes[DP_SHARD])]
+        hops = [f"{bits} bits among {ranks} ranks" for _, ranks, bits in layout.hops]
         why = "" if len(hops) > 1 else ", one hop: there is one node" if one_node else ", one hop: one rank a node"
         on.append(f"qgZ: gradients in {', then '.join(hops)}{why}")
-    if kept := predict_unsent(units, sizes, switches):
+    if kept := predict_residual(layout):
         on.append(f"error feedback: {readable_bytes(kept)} more, in each rank's memory and part of a checkpoint")
-    left = [unit for unit in units if unit.shapes and not switches.quantizes(unit.numel)]
+    left = [unit for unit in layout.units if unit.shapes and not switches.quantizes(unit.numel)]
     if left and (switches.weights_bits or switches.gradients_bits):
         on.append(f"{len(left)} units of {sum(unit.numel for unit in left):,} parameters unquantised")
     return "; ".join(on) or "off"

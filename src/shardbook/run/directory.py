@@ -126,7 +126,7 @@ def environment() -> dict[str, Any]:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
     if git := shutil.which("git"):
-        # of this folder: a package that lies in another repository, untracked, has none there
+        # of the package's folder: one that lies in another repository, untracked, has none there
         command = [git, "-C", str(Path(__file__).parents[1]), "log", "-1", "--format=%H", "--", "."]
         revision = subprocess.run(command, capture_output=True, text=True)
         if revision.stdout:

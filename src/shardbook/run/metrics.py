@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Run
 from shardbook.run.trackers import Trackers
@@ -99,17 +100,17 @@ def kept_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(storages.values())
 
 
-def memory_metrics(model: nn.Module, optimizer: torch.optim.Optimizer, unsent: Iterable[Tensor] = ()) -> Metrics:
+def memory_metrics(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> Metrics:
     """Persistent bytes of this rank by category, and the GPU allocator's peak. Call it before gradients are freed.
-    `unsent`: what error feedback carries; absent where nothing does."""
+    Residuals of error feedback are absent where there are none."""
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     measured: Metrics = {
-        "memory/params_bytes": kept_bytes(model.parameters()),
-        "memory/grads_bytes": kept_bytes(p.grad for p in model.parameters()),
+        "memory/params_bytes": kept_bytes(sharded.model.parameters()),
+        "memory/grads_bytes": kept_bytes(p.grad for p in sharded.model.parameters()),
         "memory/optimizer_bytes": kept_bytes(states),
     }
-    if carried := kept_bytes(unsent):
-        measured["memory/unsent_bytes"] = carried
+    if residual := kept_bytes(sharded.residuals.values()):
+        measured["memory/residual_bytes"] = residual
     if torch.cuda.is_available():
         measured["memory/peak_bytes"] = torch.cuda.max_memory_allocated()
     return measured

@@ -1,0 +1,42 @@
+"""ChitChat, the conversations of the embedded default: from the package chitchat-dataset, converted once to JSONL."""
+
+import importlib.metadata
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from shardbook.cache import cache_folder, package_folder, publish
+
+DATASET = "chitchat"
+
+
+def chitchat_file() -> Path:
+    """JSONL of ChitChat as `messages`: who speaks first is the user, the other the assistant; monologues drop out."""
+    folder = package_folder("chitchat_dataset", "chitchat-dataset")
+    out = cache_folder() / f"{DATASET}-{importlib.metadata.version('chitchat-dataset')}"
+    file = out / "messages.jsonl"
+    if out.is_dir():
+        return file
+    conversations = json.loads((folder / "dataset.json").read_text()).values()
+    rows = [messages for messages in map(_two_sided, conversations) if messages]
+    side = out.with_name(f"{out.name}.{os.getpid()}.partial")
+    side.mkdir(parents=True)
+    (side / file.name).write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
+    publish(side, out)
+    return file
+
+
+def _two_sided(conversation: dict[str, Any]) -> list[dict[str, str]]:
+    """Messages of one conversation, neighbouring lines of one speaker joined; empty if only one side speaks."""
+    lines = [line for turn in conversation["messages"] for line in turn if line["text"].strip()]
+    if len({line["sender"] for line in lines}) != 2:
+        return []
+    messages: list[dict[str, str]] = []
+    for line in lines:
+        role = "user" if line["sender"] == lines[0]["sender"] else "assistant"
+        if messages and messages[-1]["role"] == role:
+            messages[-1]["content"] += "\n" + line["text"].strip()
+        else:
+            messages.append({"role": role, "content": line["text"].strip()})
+    return messages

@@ -1,0 +1,54 @@
+"""Where a model's files are: a local directory, a snapshot of the Hugging Face hub, or the embedded default."""
+
+import os
+from pathlib import Path
+
+from huggingface_hub.errors import HfHubHTTPError
+
+from shardbook.model import embedded
+from shardbook.recipe import Model, RecipeError, first_line
+
+CONFIG_FILES = ["*.json", "*.jinja", "tokenizer*"]
+WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
+
+
+def fetch_folder(path: str, revision: str, what: str, patterns: list[str]) -> Path:
+    """The local directory `path`, or the hub snapshot of that id (files matching `patterns`). Raises RecipeError."""
+    if Path(path).is_dir():
+        return Path(path)
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise RecipeError(f"{what} = {path!r}: no such directory, and not a hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+    except (OSError, HfHubHTTPError, ValueError) as error:
+        token = "HF_TOKEN is set" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
+        raise RecipeError(
+            f"{what} = {path!r}: the hub did not give it ({type(error).__name__}: {first_line(error)}); {token}. "
+            f"If the model is gated, accept its licence and set HF_TOKEN; without a network "
+            f"set {what} to a local directory"
+        ) from None
+
+
+def config_folder(model: Model) -> Path:
+    """The directory of the config, without weights where those would have to be fetched. Raises RecipeError."""
+    if model.path == embedded.MODEL:
+        return embedded.smollm2_folder()
+    return fetch_folder(model.path, model.revision, "model.path", CONFIG_FILES)
+
+
+def model_folder(model: Model) -> Path:
+    """The directory of config and weights (with random weights: of the config). Raises RecipeError."""
+    if model.path == embedded.MODEL or model.init != "pretrained":
+        return config_folder(model)
+    return fetch_folder(model.path, model.revision, "model.path", [*CONFIG_FILES, *WEIGHT_FILES])
+
+
+def tokenizer_folder(model: Model) -> Path:
+    """The directory of the tokenizer: its own, else the model's. Raises RecipeError."""
+    if (model.tokenizer or model.path) == embedded.MODEL:
+        return embedded.smollm2_folder()
+    if not model.tokenizer:
+        return config_folder(model)
+    return fetch_folder(model.tokenizer, "main", "model.tokenizer", CONFIG_FILES)

@@ -1,0 +1,130 @@
+"""The layout: how a run lies on its ranks, as one frozen value, which all read that apply, count, print or predict.
+
+Invariant: built without a process group, from what was asked for, a model's shapes (it may lie on the meta device) and
+a number of ranks, so a laptop has the layout of a cluster. A later axis is one more size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+from shardbook.axes import DP_REPLICATE, DP_SHARD
+from shardbook.comm.collectives import Switches
+from shardbook.parallel.mesh import axis_groups, data_rank, rank_along, resolve_sizes
+from shardbook.parallel.stages import Stage, check_stage, read_switches
+from shardbook.parallel.units import Unit, choose_units
+from shardbook.recipe import Parallel, Precision, RecipeError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the names that a recipe has for them
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Stage, mesh axes, units, dtypes and ZeRO++'s switches of a run, and how many of its ranks share a node."""
+
+    stage: Stage
+    sizes: dict[str, int]  # of every mesh axis, outermost first
+    units: tuple[Unit, ...]  # in forward order, the root last
+    parallel: Parallel  # the knobs between the table's rows: prefetch, wrap
+    precision: Precision  # without `auto`
+    switches: Switches
+    ranks_per_node: int
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.sizes.values())
+
+    @property
+    def shards(self) -> int:
+        """Ranks that split one copy."""
+        return self.sizes[DP_SHARD]
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold copies of each other."""
+        return self.sizes[DP_REPLICATE]
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Of gathered parameters and of compute."""
+        return DTYPES[self.precision.params]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Of gradients on the wire, and of their sum."""
+        return DTYPES[self.precision.reduce]
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Of parameters at rest, reduced gradients and optimizer state."""
+        return DTYPES[self.precision.master]
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """Of what the model returns."""
+        return DTYPES[self.precision.output]
+
+    @property
+    def forward_prefetch(self) -> int:
+        """Units gathered ahead of the running one in forward."""
+        return max(0, self.parallel.forward_prefetch)
+
+    @property
+    def backward_prefetch(self) -> int:
+        """Units gathered ahead in backward: what was asked for, else one where the stage gathers there at all."""
+        asked = self.parallel.backward_prefetch
+        return asked if asked >= 0 else int(self.stage.reshard_after_forward)
+
+    @property
+    def hops(self) -> list[tuple[str, int, int]]:
+        """qgZ's exchanges, in order: mesh axis, ranks along it, bits."""
+        return self.switches.hops(self.shards)
+
+    def residual_numel(self, unit: Unit) -> int:
+        """Elements that error feedback keeps on a rank for `unit`: what its last exchange sends."""
+        if not (self.switches.error_feedback and self.switches.quantizes(unit.numel) and self.hops):
+            return 0
+        earlier = prod(ranks for _, ranks, _ in self.hops[:-1])
+        return unit.padded_numel(self.shards, trained_only=True) // earlier
+
+    def shard_rank(self, rank: int) -> int:
+        """The place of the global `rank` along dp_shard: which shard it keeps."""
+        return rank_along(self.sizes, DP_SHARD, rank)
+
+    def data_rank(self, rank: int) -> tuple[int, int]:
+        """The number of the global `rank` among those that see different rows, and how many they are."""
+        return data_rank(self.sizes, rank)
+
+    def groups(self, rank: int) -> dict[str, list[int]]:
+        """The global ranks that `rank` talks to along each axis."""
+        return axis_groups(self.sizes, rank, self.switches.inside)
+
+
+def build_layout(
+    parallel: Parallel,
+    precision: Precision,
+    model: nn.Module,
+    parts: Sequence[Sequence[nn.Module]],
+    blocks: Sequence[nn.Module],
+    world_size: int,
+    ranks_per_node: int,
+) -> Layout:
+    """The layout of `model` over `world_size` ranks, `ranks_per_node` of them on each node. `parts`: groups of modules
+    to gather together, in forward order; `blocks`: those of them that are blocks (see choose_units).
+
+    Raises RecipeError where what is asked for contradicts itself or fits neither the ranks nor the model.
+    """
+    stage = check_stage(parallel)
+    sizes = resolve_sizes(parallel, stage.axes, world_size)
+    switches = read_switches(parallel, sizes[DP_SHARD], ranks_per_node)
+    units = choose_units(model, parts, blocks, stage.reshard_after_forward, parallel)
+    largest = max(unit.numel for unit in units)
+    if (switches.weights_bits or switches.gradients_bits) and not switches.quantizes(largest):
+        raise RecipeError(
+            f"parallel.quantize_min_params = {switches.min_params}: leaves every unit unquantised (the largest has "
+            f"{largest:,} parameters); must be less"
+        )
+    return Layout(stage, sizes, units, parallel, precision, switches, ranks_per_node)

@@ -1,0 +1,118 @@
+"""Sharding: a layout is applied to a model with fully_shard, and steered through the micro-batches of a step.
+
+Invariant: gradients are SUMS over ranks (the loss is already divided by the global token count), so every divide
+factor is 1. `shard_model` is the same for a loop of one's own: see docs/library.md.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import compress
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from shardbook.axes import DP_REPLICATE, DP_SHARD
+from shardbook.comm.collectives import QuantizedAllGather, QuantizedReduceScatter, share_secondary_mesh
+from shardbook.parallel.layout import Layout
+from shardbook.parallel.mesh import build_node_mesh, describe_sizes
+from shardbook.parallel.units import Unit, backward_order
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model under its stage. Every parameter is a DTensor: Shard(0) along dp_shard, Replicate along dp_replicate."""
+
+    model: nn.Module
+    layout: Layout
+    # of error feedback, flat fp32, by what they belong to: state that a checkpoint must hold, and that fits only where
+    # the name is the same; empty where nothing keeps any
+    residuals: dict[str, Tensor]
+
+    @contextlib.contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Around forward and backward of one micro-batch: what its backward reduces and which parameters it frees.
+        `is_last`: of the optimizer step."""
+        stage, units = self.layout.stage, self.layout.units
+        root = units[-1].handle
+        root.set_requires_gradient_sync(stage.syncs(is_last))
+        root.set_requires_all_reduce(is_last)  # across replicas gradients are summed once a step, in every stage
+        for unit in units:
+            # after the last micro-batch always: the optimizer makes gathered parameters stale
+            unit.handle.set_reshard_after_backward(unit.reshard_after_forward or is_last, recurse=False)
+        yield
+
+    def reshard(self) -> None:
+        """Free what is gathered. Needed after an evaluation: a forward without backward leaves parameters gathered."""
+        for unit in self.layout.units:
+            unit.handle.reshard()
+
+
+def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedModel:
+    """Wrap each unit of `model` with fully_shard, in place, inner before outer, the root last; `mesh` has the axes of
+    `layout.sizes`. The model may lie on the meta device; residuals of error feedback are made on the mesh's."""
+    switches, shards, hops = layout.switches, layout.shards, build_hops(layout, mesh)
+    # A 2-D mesh makes fully_shard all-reduce along the first axis, with one replica in a group of one.
+    mesh = mesh[DP_REPLICATE, DP_SHARD] if layout.replicas > 1 else mesh[DP_SHARD]
+    order, residuals = [*layout.units[-2::-1], layout.units[-1]], dict[str, Tensor]()
+    with share_secondary_mesh():
+        for unit in order:
+            policy = MixedPrecisionPolicy(
+                param_dtype=layout.param_dtype,
+                reduce_dtype=layout.reduce_dtype,
+                output_dtype=layout.output_dtype if unit is order[-1] else None,
+            )
+            modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
+            reshards = unit.reshard_after_forward and (switches.secondary or True)
+            fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+    for number, unit in enumerate(order):
+        # SUM with factor 1: the default divides by the number of ranks, which would divide twice; forcing the plain
+        # sum matters because gloo knows no pre-multiplied one.
+        unit.handle.set_gradient_divide_factor(1.0)
+        unit.handle.set_force_sum_reduction_for_comms(True)
+        if hasattr(unit.handle, "set_reduce_scatter_unused_params"):  # torch >= 2.13
+            # a parameter that only some ranks used: the others reduce zeros, else ranks would sum unlike buffers
+            unit.handle.set_reduce_scatter_unused_params(True, recurse=False)
+        if unit.shapes and shards > 1 and switches.quantizes(unit.numel):
+            if switches.weights_bits:
+                unit.handle.set_custom_all_gather(QuantizedAllGather(shards, switches.weights_bits, switches.block))
+            if hops:
+                residual = None
+                if kept := layout.residual_numel(unit):
+                    shapes = " ".join("x".join(map(str, shape)) for shape in compress(unit.shapes, unit.trained))
+                    name = f"{number}: {shapes} over {describe_sizes(layout.sizes)}, {layout.hops}"
+                    residual = residuals[name] = torch.zeros(kept, device=mesh.device_type)
+                unit.handle.set_custom_reduce_scatter(QuantizedReduceScatter(hops, switches.block, residual))
+    apply_prefetch(layout)
+    return ShardedModel(model, layout, residuals)
+
+
+def build_hops(layout: Layout, mesh: DeviceMesh) -> list[tuple[ProcessGroup, int]]:
+    """The process group and bits of each exchange of a quantised reduction."""
+    where = build_node_mesh(mesh, layout.switches.inside) if len(layout.hops) > 1 else mesh
+    return [(where.get_group(axis), bits) for axis, _, bits in layout.hops]
+
+
+def apply_prefetch(layout: Layout) -> None:
+    """Gather so many units ahead of the running one.
+
+    Always explicit in backward: torch's own order is the reverse of the forwards since the last backward, so the first
+    backward after an evaluation would gather, for nothing, a unit that the evaluation ran. A list that names only the
+    unit itself, which is gathered already, stands for none.
+    """
+    *inner, root = layout.units
+    units: list[Unit] = [root, *inner] if root.shapes else inner  # in forward order
+    for run, depth, is_forward in (
+        (units, layout.forward_prefetch, True),
+        (backward_order(units), layout.backward_prefetch, False),
+    ):
+        handles = [unit.handle for unit in run]
+        for number, handle in enumerate(handles):
+            ahead = handles[number + 1 : number + 1 + depth] or [handle]
+            if not is_forward:
+                handle.set_modules_to_backward_prefetch(ahead)
+            elif layout.parallel.forward_prefetch >= 0:
+                handle.set_modules_to_forward_prefetch(ahead)
