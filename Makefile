@@ -20,7 +20,7 @@ LAUNCH = $(TRAIN) --nodes $(NODES) --node-rank $(NODE_RANK) --head $(HEAD)
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .DEFAULT_GOAL := help
-.PHONY: help train launch compare recipes test test-dist test-page test-cluster proof test-gpu bench-gpu bench-link \
+.PHONY: help train launch compare recipes test test-slow test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-link \
 	bench-convergence lint format clean
 
 help:  ## list the targets
@@ -43,11 +43,19 @@ recipes: $(RUN)  ## list the recipes
 	@$(BIN)/shardbook recipes
 
 # Two files of tests at a time: worlds of ranks wait for each other more than they compute.
-test: $(DEV)  ## every test that needs no GPU and no network
+test: $(DEV)  ## the tests of a change: every stage, every command, no GPU and no network
 	$(BIN)/pytest -n 2 --dist loadfile
 
+test-slow: $(DEV)  ## what make test leaves out: signals, comparisons, other launchers, compiled code
+	$(BIN)/pytest -n 2 --dist loadfile -m slow
+
 test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and model (some ten minutes)
-	$(BIN)/pytest tests/dist --everything
+	$(BIN)/pytest tests/dist --everything -m ""
+
+# The narrowest vectors that torch has stand for a machine unlike the one a change was made on.
+test-cpu: $(DEV)  ## numbers on another processor: units, real weights and the parity matrix without wide vectors
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(BIN)/pytest -n 2 --dist loadfile tests/unit tests/e2e/test_embedded.py \
+		tests/dist/test_stages.py tests/dist/test_hard_cases.py tests/dist/test_zeropp.py
 
 proof: $(DEV)  ## run the matrix, the planted bugs and the ledger, and write docs/proof.md
 	$(BIN)/python tests/proof.py

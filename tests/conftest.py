@@ -8,6 +8,9 @@ from pathlib import Path
 # Before anything imports huggingface_hub: it reads these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="shardbook-tests-")
+# A cache of this session's own: torch 2.13 keys compiled graphs by what the CPU has, not by ATEN_CPU_CAPABILITY, and
+# what was compiled for another setting then does not even build.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(os.environ["HF_HOME"]) / "inductor")
 os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:9"  # a key of the user's, in ~/.netrc, is for another host
 os.environ.pop("WANDB_API_KEY", None)
 os.environ.pop("WANDB_MODE", None)

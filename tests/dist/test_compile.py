@@ -16,6 +16,7 @@ def compiled_rank(words):
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile on a CPU needs a C++ compiler")
+@pytest.mark.slow
 def test_compiled_blocks_train_the_same(tiny, tmp_path):
     recipe = write_recipe(tiny, tmp_path)
     words = ("train.steps=3", "activation.checkpointing=full", "parallel.stage=zero3", "data.eval_size=0")

@@ -78,7 +78,7 @@ ROOT = (258 * WIDTH + 2 * WIDTH) * 4  # 257 rows padded to two equal shards
         ("zero3", {"forward_prefetch": 1, "backward_prefetch": 3}, 4),
         ("zero3", {"reshard_root": False}, 2),
         ("zero3", {"reshard_min_params": BLOCK // 4 + 1}, LAYERS),  # every block is smaller
-        ("zero3", {"wrap": "size:1000"}, 3),  # two matrices, and the block around them
+        pytest.param("zero3", {"wrap": "size:1000"}, 3, marks=pytest.mark.slow),  # two matrices, the block around them
         ("zero3", {"wrap": "size:1000", "forward_prefetch": 3, "backward_prefetch": 1}, 5),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),

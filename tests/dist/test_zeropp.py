@@ -103,7 +103,10 @@ def first_step(result):
     return reference.Result(result.losses[:1], result.norms[:1], result.gradients[:1], {})
 
 
-@pytest.mark.parametrize("ranks_per_node, micros", [(2, 1), (2, 3), (4, 2)])
+@pytest.mark.parametrize(
+    "ranks_per_node, micros",
+    [pytest.param(2, 1, marks=pytest.mark.slow), (2, 3), pytest.param(4, 2, marks=pytest.mark.slow)],
+)
 def test_four_ranks_bitwise_as_written_out(ranks_per_node, micros, tmp_path):
     environment = {"LOCAL_WORLD_SIZE": str(ranks_per_node)}
     run_world(4, train_all, list(SWITCHES), tmp_path, micros, environment=environment)
@@ -307,6 +310,7 @@ def test_resume_is_bitwise_with_every_switch(recipe):
     assert not all(torch.equal(weights["forgetful"][name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
 def test_what_was_not_sent_is_not_carried_into_other_exchanges(recipe):
     """hsdp 2 x 2 in one node and zeropp over four carry as many elements, but not the same ones; it is said."""
     words = [*SAVING[:2], ALL[1], CARRIED, "train.export=false", "train.gradient_accumulation_steps=1"]
@@ -466,7 +470,9 @@ def error_feedback_forgets():
     collectives.QuantizedReduceScatter.__call__ = call
 
 
-@pytest.mark.parametrize("bug", PLANTS)
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=[pytest.mark.slow] * (number % 4 > 0)) for number, bug in enumerate(PLANTS)]
+)
 def test_a_planted_bug_turns_the_suite_red(bug, tmp_path):
     name = "qgZ-carried" if bug == "error_feedback_forgets" else "all"
     run_world(4, train_all, [name], tmp_path, 2, bug, environment={"LOCAL_WORLD_SIZE": "2"})

@@ -134,6 +134,7 @@ def test_the_export_is_the_trained_model(first, tiny):
     assert coder.get_vocab() == tokenizer().get_vocab()
 
 
+@pytest.mark.slow
 def test_export_command_writes_the_same_model_from_a_checkpoint(first, tmp_path):
     run, _ = first
     result = shardbook("export", str(run), "--out", str(tmp_path / "out"))
@@ -188,6 +189,7 @@ def test_a_signal_before_the_first_step_is_one_line(recipe):
     assert err.strip().splitlines()[-1] == "shardbook: stopped before the first step; run the same command again"
 
 
+@pytest.mark.slow
 def test_the_resolved_recipe_repeats_the_run(first, recipe):
     run, _ = first
     result = shardbook("train", str(run / "resolved.toml"), "run.name=repeat", "run.report_to=none")
@@ -195,6 +197,7 @@ def test_the_resolved_recipe_repeats_the_run(first, recipe):
     assert losses(recipe.parent / "repeat") == losses(run)
 
 
+@pytest.mark.slow
 def test_accelerate_starts_it_too(first, recipe, tmp_path):
     """torchrun too, which is what accelerate starts. test-cluster has all launchers, over two nodes."""
     command = [BIN / "accelerate", "launch", "--config_file", LAUNCH / "accelerate/single-node.yaml"]
@@ -207,7 +210,7 @@ def test_accelerate_starts_it_too(first, recipe, tmp_path):
     assert (tmp_path / "codes").read_text() == "0\n0\n"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_to_the_command_saves_and_exits_75_and_the_same_command_continues(first, recipe, signum):
     name = f"signal-{signum}"
     words = ["train", str(recipe), f"run.name={name}", "train.save_steps=0"]
@@ -225,6 +228,7 @@ def test_a_signal_to_the_command_saves_and_exits_75_and_the_same_command_continu
     assert losses(recipe.parent / name)[:5] == losses(first[0])[: done + 1][:5]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run_and_the_same_command_continues_bitwise(first, recipe):
     words = ["train", str(recipe), "run.name=killed", "train.save_steps=2", "train.steps=5", "run.report_to=none"]
     process = subprocess.Popen([BIN / "shardbook", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -260,6 +264,7 @@ def on_two_nodes(recipe, name, *words, stop=None, signum=signal.SIGTERM):
     return [node.returncode for node in nodes], errors
 
 
+@pytest.mark.slow
 def test_a_ctrl_c_that_ends_the_reader_too_saves(recipe):
     """`shardbook train ... | tee log`: the terminal's Ctrl-C goes to both."""
     words = ["train", str(recipe), "run.name=piped", "train.steps=100000", "train.save_steps=0"]
@@ -274,6 +279,7 @@ def test_a_ctrl_c_that_ends_the_reader_too_saves(recipe):
     assert list((recipe.parent / "piped" / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.slow
 def test_a_node_whose_launcher_is_killed_ends_the_other_with_one_line(recipe):
     codes, errors = on_two_nodes(recipe, "killed-node", "train.steps=100000", stop=1, signum=signal.SIGKILL)
     assert codes == [1, -signal.SIGKILL]
@@ -281,12 +287,14 @@ def test_a_node_whose_launcher_is_killed_ends_the_other_with_one_line(recipe):
     assert re.fullmatch(said, errors[0]), errors
 
 
+@pytest.mark.slow
 def test_two_nodes_compute_what_one_does(first, recipe):
     codes, errors = on_two_nodes(recipe, "two-nodes", "train.eval_steps=2")
     assert codes == [0, 0], errors
     assert losses(recipe.parent / "two-nodes") == losses(first[0])
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_node_stops_both_and_the_same_command_continues(first, recipe):
     words = ("train.eval_steps=2", "train.steps=200", "optim.lr_scheduler_type=constant", "train.export=false")
     codes, errors = on_two_nodes(recipe, "preempted-node", *words, stop=1)
@@ -351,6 +359,7 @@ def test_a_machine_that_cannot_run_it_says_so_in_three_lines():
     assert way_out.endswith("make launch NODES=8 NODE_RANK=0 HEAD=first-machine RECIPE=llama70b-fsdp")
 
 
+@pytest.mark.slow
 def test_a_default_name_says_recipe_and_time(recipe):
     before = set(recipe.parent.glob("tiny-2*"))
     result = shardbook(

@@ -38,6 +38,7 @@ def compared(recipe):
     return result, recipe.parent / "both"
 
 
+@pytest.mark.slow
 def test_a_failed_variant_is_reported_and_the_rest_go_on(compared):
     result, folder = compared
     assert result.returncode == 1, result.stderr
@@ -52,6 +53,7 @@ def test_a_failed_variant_is_reported_and_the_rest_go_on(compared):
     assert "same losses" in result.stdout and "bitwise" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_numbers_of_the_report_are_the_runs(compared):
     folder = compared[1]
     report = json.loads((folder / "report.json").read_text())
@@ -75,6 +77,7 @@ def test_the_numbers_of_the_report_are_the_runs(compared):
     assert paper["optimizer"] == 6 * paper["params"] == 6 * paper["grads"]  # 2 + 2 + 12 over two ranks
 
 
+@pytest.mark.slow
 def test_the_page_has_every_number(compared):
     folder = compared[1]
     page = (folder / "report.html").read_text().replace(get_plotlyjs(), "")
@@ -84,6 +87,7 @@ def test_the_page_has_every_number(compared):
     assert "it ended before its first step" in page
 
 
+@pytest.mark.slow
 def test_wandb_has_one_group_and_every_metric(compared):
     folder = compared[1]
     for run, stage in zip(FOLDERS, ("ddp", "zero3", "zeropp"), strict=True):
@@ -102,6 +106,7 @@ def test_wandb_has_one_group_and_every_metric(compared):
             }
 
 
+@pytest.mark.slow
 def test_every_panel_of_the_workspace_names_a_metric_that_runs_log(compared):
     folder = compared[1]
     logged = {key for run in FOLDERS for row in metrics(folder / run) for key in row}
@@ -122,6 +127,7 @@ def test_every_panel_of_the_workspace_names_a_metric_that_runs_log(compared):
     assert "zero3: same losses bitwise; 50% less memory; 1.5x traffic" in texts
 
 
+@pytest.mark.slow
 def test_the_workspace_is_what_wandb_takes(compared):
     """As far as it can be seen without its server: wandb_workspaces accepts every panel and filter, both ways."""
     view = build_workspace("someone", "shardbook", "mine")
@@ -131,6 +137,7 @@ def test_the_workspace_is_what_wandb_takes(compared):
     assert report.title == "Stages: mine" and [type(b).__name__ for b in report.blocks][-2:] == ["H2", "PanelGrid"]
 
 
+@pytest.mark.slow
 def test_another_tracker_gets_the_same(compared):
     folder = compared[1] / "zero3"
     events = EventAccumulator(str(next((folder / "tensorboard").rglob("events.out.tfevents.*")).parent))
@@ -140,6 +147,7 @@ def test_another_tracker_gets_the_same(compared):
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_the_report_alone_is_made_again(compared, tmp_path, capsys):
     folder = compared[1]
     before = json.loads((folder / "report.json").read_text())
@@ -180,6 +188,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(recipe, stages,
     assert not (recipe.parent / "refused").exists()
 
 
+@pytest.mark.slow
 def test_a_comparison_with_other_settings_is_not_continued(compared, recipe, capsys):
     words = ["--stages", "ddp zero3", "--nproc", "2", "run.name=both", "optim.learning_rate=0.5"]
     assert cli.main(["compare", str(recipe), *words]) == 2
@@ -187,6 +196,7 @@ def test_a_comparison_with_other_settings_is_not_continued(compared, recipe, cap
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_comparison_with_other_ranks_or_steps_is_not_continued(compared, recipe, capsys):
     words = ["compare", str(recipe), "--stages", "zero3", "run.name=both"]
     assert cli.main([*words, "--nproc", "1"]) == 2
@@ -204,6 +214,7 @@ def started(recipe, name, *words):
     return process, lambda pid: Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
+@pytest.mark.slow
 def test_a_signal_before_a_variant_listens_stops_the_comparison(recipe):
     process, children = started(recipe, "early")
     while process.poll() is None and not children(process.pid):
@@ -214,6 +225,7 @@ def test_a_signal_before_a_variant_listens_stops_the_comparison(recipe):
     assert said.splitlines()[-1] == "stopped  in zero3; continue with run.name=early"
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_stops_the_comparison(recipe):
     process, _ = started(recipe, "twice")
     for line in process.stdout:
@@ -232,6 +244,7 @@ def running(pid):
         return False
 
 
+@pytest.mark.slow
 def test_what_a_killed_comparison_started_ends_too(recipe):
     process, children = started(recipe, "killed", "train.logging_steps=100000")
     while not (trains := children(process.pid)) or len(ranks := children(trains[0])) < 2:
@@ -247,6 +260,7 @@ def test_what_a_killed_comparison_started_ends_too(recipe):
     assert not left
 
 
+@pytest.mark.slow
 def test_where_every_variant_fails_the_reason_is_not_the_command(recipe):
     result = compare(recipe, "--stages", "ddp", "run.name=diverged", "optim.learning_rate=1e38")
     assert result.returncode == 1 and re.search(r"\[1/1\] ddp  shardbook: step \d: train/loss is", result.stdout)

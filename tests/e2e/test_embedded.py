@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardbook.data.chat import encode_row
@@ -57,16 +58,33 @@ def test_smollm2_is_converted_once_and_computes_what_transformers_computes(cache
     assert (
         tokenizer.decode([i for i, trained in zip(ids, mask, strict=True) if trained]) == "Paris, of course.<|im_end|>"
     )
-    # the loss of step 0 is that of plain transformers
+    # The loss is that of plain transformers, whatever the CPU: in fp64, but for the head, which in both takes the
+    # log-softmax of fp32 logits. Where ours and theirs are on two sides of a rounding, a token's logit, the largest of
+    # all and their difference each move by 2**-24 of the largest.
+    labels = torch.where(torch.tensor(mask), torch.tensor(ids), -100)[1:]
+    ours = build_model(load_config(Model(), folder, 512), "fp32")
+    materialize(ours, torch.device("cpu"))
+    load_weights(ours, folder)
+    micro = build_micro([{"input_ids": ids, "mask": mask}], [(0,)], Batching(512, 1, 0, 1))
+
+    @torch.no_grad()
+    def loss(model):
+        nll = model(micro.input_ids, micro.position_ids, micro.documents, micro.positions, micro.targets)
+        return nll.double().mean().item()
+
     with torch.no_grad():
-        labels = torch.where(torch.tensor(mask), torch.tensor(ids), -100)
-        theirs = model(input_ids=torch.tensor([ids]), labels=labels[None]).loss.item()
-        ours = build_model(load_config(Model(), folder, 512), "fp32")
-        materialize(ours, torch.device("cpu"))
-        load_weights(ours, folder)
-        micro = build_micro([{"input_ids": ids, "mask": mask}], [(0,)], Batching(512, 1, 0, 1))
-        nll = ours(micro.input_ids, micro.position_ids, micro.documents, micro.positions, micro.targets)
-    assert nll.mean().item() == pytest.approx(theirs, rel=1e-6)
+        in_fp32, logits = loss(ours), model.double()(input_ids=torch.tensor([ids])).logits[0, :-1]
+    largest = logits.abs().max().item()
+    theirs, bound = cross_entropy(logits.float(), labels).item(), 3 * 2**-24 * largest
+    assert logits.dtype == torch.float64 and bound < 1e-5
+    assert loss(ours.double()) == pytest.approx(theirs, abs=bound)
+    # In fp32 each of 30 blocks' seven products and the head's adds up some 576 rounded terms, the log-softmax 49,152:
+    # errors of random signs, which grow by the square root of their number.
+    rounding = 2**-24 * (largest * (576 * (30 * 7 + 1)) ** 0.5 + 49_152**0.5)
+    assert in_fp32 == pytest.approx(cross_entropy(logits, labels).item(), abs=rounding)
+    # planted: one of 576 elements of one norm among 61 is 1% too large
+    ours.model.layers[7].post_attention_layernorm.weight.data[100] *= 1.01
+    assert abs(loss(ours) - theirs) > bound
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # a second conversion would fail
     assert embedded.smollm2_folder() == folder
 

@@ -52,6 +52,7 @@ def test_bytes_kept(micro):
     assert full < selective < plain
 
 
+@pytest.mark.slow
 def test_budget_is_met_by_the_compiler(micro, monkeypatch):
     """The private knob acts: less memory with a smaller budget, nothing lost in the gradients."""
     monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 1.0)  # put back afterwards

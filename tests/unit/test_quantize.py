@@ -119,6 +119,7 @@ def test_pieces_are_invisible(bits, block, dtype, monkeypatch):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.slow
 def test_compiled_as_on_cuda_it_is_the_same_to_the_bit(bits, monkeypatch):
     """Each graph whole; for lengths that fill their blocks or do not, and of a single block."""
     wanted = {}

@@ -1,5 +1,6 @@
 """Recipes: strict keys, overrides, and errors that name the key, the value and the way out."""
 
+import re
 import tomllib
 
 import pytest
@@ -14,6 +15,7 @@ from shardbook.recipe import (
     load_recipe,
     resolve_precision,
 )
+from shardbook.recipe.files import WORDS
 
 
 @pytest.fixture
@@ -103,6 +105,54 @@ def test_wrong_recipes_exit_2_with_one_line(file, word, capsys):
     assert captured.out == "" and captured.err.count("\n") == 1, captured
     for part in WRONG[word]:
         assert part in captured.err
+
+
+USERS_WORDS = {
+    "optim.lr": "optim.learning_rate",
+    "lr": "optim.learning_rate",
+    "batch_size": "train.per_device_train_batch_size",
+    "train.micro_batch_size": "train.per_device_train_batch_size",
+    "data.max_seq_length": "data.max_length",
+    "bf16": "precision.params=bf16 (compute and gathers; auto does so on a GPU)",
+    "fsdp": "parallel.stage=zero3",
+    "parallel.fsdp": "parallel.stage=zero3",
+    "num_train_epochs": "train.epochs",
+    "train.max_steps": "train.steps",
+    "output_dir": "run.dir (the run's directory in it: run.name)",
+    "train.gradient_checkpointing": "activation.checkpointing=full (or selective)",
+    "model_name_or_path": "model.path",
+    "BF16": "precision.params=bf16 (compute and gathers; auto does so on a GPU)",
+}
+
+
+@pytest.mark.parametrize("word", USERS_WORDS)
+def test_other_programs_words_get_the_right_key(file, word):
+    with pytest.raises(RecipeError) as error:
+        load_recipe(file, [f"{word}=1"])
+    assert str(error.value).endswith(f"{word} is not a key of a recipe; here it is {USERS_WORDS[word]}")
+
+
+@pytest.mark.parametrize(
+    "word, meant",
+    [
+        ("stage", "parallel.stage"),
+        ("train.learning_rate", "optim.learning_rate"),
+        ("name", "optim.name or run.name"),
+        ("optim.epz", "optim.eps"),
+        ("parallel.stagee", "parallel.stage"),
+    ],
+)
+def test_a_key_of_another_section_and_a_misspelt_one(file, word, meant):
+    with pytest.raises(RecipeError, match=re.escape(f"{word} is not a key of a recipe; did you mean {meant}?")):
+        load_recipe(file, [f"{word}=1"])
+
+
+def test_every_word_leads_to_a_key_and_is_none_itself():
+    known = {name for name, _, _ in describe_keys()}
+    leaves = {name.rpartition(".")[2] for name in known}
+    for word, key in WORDS.items():
+        assert word not in leaves and word == word.lower(), word
+        assert key.startswith("--nproc ") or all(name in known for name in re.findall(r"[a-z]+\.[a-z]\w*", key)), key
 
 
 def test_recipe_not_found_lists_the_close_ones(capsys):

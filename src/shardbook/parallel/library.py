@@ -130,7 +130,7 @@ def _with_master_of(model: nn.Module, precision: Precision) -> Precision:
 
 def _with_sizes_of(mesh: DeviceMesh, parallel: Parallel, stage: Stage) -> Parallel:
     """`parallel` with the sizes of `mesh`. Raises RecipeError where axes or sizes are not the stage's."""
-    sizes = axis_sizes(mesh)
+    sizes = axis_sizes(mesh) if mesh.mesh_dim_names else {}
     shown = f"the mesh has {' and '.join(sizes) or 'axes without names'}"
     if absent := [axis for axis in stage.axes if axis not in sizes]:
         raise RecipeError(f"shard_model: stage {stage.name} needs the mesh axis {' and '.join(absent)}; {shown}")

@@ -10,6 +10,13 @@ from pydantic import ValidationError
 
 from shardbook.recipe.schema import FORMS, Recipe, RecipeError, Section, nearest
 
+# another program's word -> the key that it is here
+WORDS = {
+    word: key
+    for key, words in tomllib.loads(Path(__file__).with_name("words.toml").read_text()).items()
+    for word in words
+}
+
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type where it has none."""
@@ -127,7 +134,11 @@ def _explain(error: Any) -> str:
     ]
     name = ".".join(path)
     if error["type"] == "extra_forbidden":
+        if known_as := WORDS.get(path[-1].lower()):
+            return f"{name} is not a key of a recipe; here it is {known_as}"
         every = [row[0] for row in describe_keys()] + list(Recipe.model_fields)
+        if elsewhere := [row for row in every if row.rpartition(".")[2] == path[-1] and row != path[-1]]:
+            return f"{name} is not a key of a recipe; did you mean {' or '.join(elsewhere)}?"
         known = list(Recipe.model_fields) if len(path) == 1 else [row for row in every if row.startswith(f"{path[0]}.")]
         return f"{name} is not a key of a recipe{nearest(name, known) or nearest(name, every)}"
     if error["type"] == "value_error":

@@ -1,0 +1,258 @@
+"""`shard_model` in a loop of one's own: the page's example as it stands there, a transformers model, every stage, against
+one plain process; exact bytes; and what is refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from cases import assert_parity, relative_error, whole
+from reference import EPS, descend
+from tiny import config
+from torch import nn
+from transformers import AutoModelForCausalLM
+from world import run_world
+
+from shardbook import Parallel, Precision, RecipeError, shard_model
+
+PAGE = Path(__file__).parents[2] / "docs" / "library.md"
+STEPS, MICROS, LENGTH, RATE, DECAY, MAX_NORM = 3, 2, 9, 3e-3, 0.1, 0.5
+EXACT = {
+    "ddp": "ddp",
+    "zero1": "zero1",
+    "zero2": "zero2",
+    "zero3": "zero3",
+    "hpZ": Parallel(stage="zeropp", secondary_shard=2),
+    "hsdp": Parallel(stage="hsdp", dp_shard_size=2),
+    "ahead": Parallel(stage="zero3", forward_prefetch=1, backward_prefetch=2, reshard_root=False),
+}
+NEAR = {
+    "qwZ": Parallel(stage="zeropp", quantize_weights=8),
+    "qgZ": Parallel(stage="zeropp", quantize_gradients=[8, 8], quantize_error_feedback=True),
+}
+
+
+def example(number: int) -> str:
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[number]
+
+
+def run_example():
+    names = {}
+    exec(compile(example(0), str(PAGE), "exec"), names)
+    exec(compile(example(1), str(PAGE), "exec"), names)
+    exec(compile(example(2), str(PAGE), "exec"), names)
+    return {name: whole(p).tolist() for name, p in names["model"].named_parameters()}
+
+
+def test_the_example_of_the_page_computes_what_one_process_does():
+    """The reference: the same module, all rows of a step at once, plain AdamW."""
+    first, second = run_world(2, run_example)
+    assert first == second
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))
+    model = nn.Sequential(nn.Linear(8, 32), *blocks, nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for rows in torch.randn(5, 2, 3, 4, 9, generator=torch.Generator().manual_seed(1)).flatten(1, 3):
+        optimizer.zero_grad()
+        (model(rows[:, :8]) - rows[:, 8:]).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    # AdamW's first steps are the sign of a gradient, so the rounding of one near 0 can move a weight by a part of 1e-2
+    for name, parameter in model.named_parameters():
+        assert relative_error(torch.tensor(first[name]), parameter.detach()) < 1e-4, name
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config(attn_implementation="eager"), dtype=torch.float32)
+
+
+def loss_of(model: nn.Module, step: int, rank: int, micro: int):
+    """Summed loss of one row's LENGTH - 1 predictions."""
+    ids = torch.randint(0, 259, (1, LENGTH), generator=torch.Generator().manual_seed(100 * step + 10 * rank + micro))
+    logits = model(input_ids=ids).logits[0, :-1].float()
+    return nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+
+
+def train_all(ranks: int, folder: Path):
+    """Every stage with a transformers model, each with what was sent beside the formula's."""
+    import reference
+    import torch.distributed as dist
+
+    from shardbook.comm.ledger import Ledger
+    from shardbook.plan.formulas import predict_resident, predict_traffic
+    from shardbook.run.metrics import memory_metrics
+
+    dist.init_process_group("gloo")
+    rank, bytes_of = dist.get_rank(), {}
+    for name, stage in (EXACT | NEAR).items():
+        model = llama()
+        sharded = shard_model(model, blocks=model.model.layers, stage=stage)
+        decays = [[p for p in model.parameters() if (p.ndim > 1) is matrix] for matrix in (True, False)]
+        groups = [{"params": ps, "weight_decay": decay} for ps, decay in zip(decays, (DECAY, 0.0), strict=True)]
+        optimizer, result = torch.optim.AdamW(groups, lr=RATE, eps=EPS), reference.Result([], [], [], {})
+        for step in range(STEPS):
+            total = torch.zeros(())
+            with Ledger(sharded.layout.groups(rank)) as ledger:
+                ledger.open()
+                for micro in range(MICROS):
+                    with sharded.micro_batch(is_last=micro == MICROS - 1):
+                        loss = loss_of(model, step, rank, micro) / (ranks * MICROS * (LENGTH - 1))
+                        loss.backward()
+                    total += loss.detach()
+            dist.all_reduce(total)
+            result.gradients.append({name: whole(p.grad) for name, p in model.named_parameters()})
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+            memory = memory_metrics(sharded, optimizer)
+            optimizer.zero_grad()
+            result.losses.append(total.item())
+            result.norms.append(norm.full_tensor().item())
+        result.weights = {name: whole(p) for name, p in model.named_parameters()}
+        torch.save(result, folder / f"{name}.{rank}")
+        predicted = predict_traffic(sharded.layout, MICROS)
+        # the loop's own sums, of counts and of the norm, are the recipe's: not in the watched part
+        ops = ("all_gather", "reduce_scatter", "all_to_all")
+        sent, said = ({key: v for key, v in found.items() if key[0] in ops} for found in (ledger.traffic, predicted))
+        kept = predict_resident(sharded.layout, rank)
+        bytes_of[name] = (
+            (sent, memory["memory/params_bytes"], memory["memory/grads_bytes"], memory["memory/optimizer_bytes"]),
+            (said, kept.params_bytes, kept.grads_bytes, kept.optimizer_bytes),
+        )
+    return bytes_of
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("library")
+    return folder, run_world(2, train_all, 2, folder)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    def loss(step):
+        parts = [loss_of(model, step, rank, micro) for rank in range(2) for micro in range(MICROS)]
+        return sum(parts) / (2 * MICROS * (LENGTH - 1))
+
+    model = llama()
+    return descend(model, loss, STEPS, RATE, DECAY, MAX_NORM)
+
+
+@pytest.mark.parametrize("name", EXACT | NEAR)
+def test_a_transformers_model_under_every_stage(name, trained, expected):
+    folder, found = trained
+    for rank in range(2):
+        measured, predicted = found[rank][name]
+        assert measured == predicted
+        got = torch.load(folder / f"{name}.{rank}", weights_only=False)
+        if name in EXACT:
+            assert_parity(got, expected)
+        else:  # weights and gradients to 1/127 of their block's largest
+            assert got.losses == pytest.approx(expected.losses, rel=0.01) and got.losses != expected.losses
+            assert got.norms == pytest.approx(expected.norms, rel=0.05)
+
+
+class Shared(nn.Module):
+    """Two blocks, and a matrix outside them that a third module has too."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)
+        self.embed, self.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+
+REFUSED = {
+    "not inside": (lambda m: {"blocks": [m.a, nn.Linear(4, 4)]}, r"blocks\[1\], a Linear, is not inside the model"),
+    "the model": (lambda m: {"blocks": [m]}, r"blocks\[0\], a Shared, is the model itself"),
+    "named twice": (lambda m: {"blocks": [m.a, m.b, m.a]}, "a is in two blocks, a and a"),
+    "inside another": (lambda m: {"blocks": [m.a, m.a[0]]}, r"a.0 is in two blocks, a and a.0"),
+    "a parameter inside and outside": (
+        lambda m: {"blocks": [m.a, m.head]},
+        r"embed.weight \(in no block\) and head.weight \(in block head\) are one parameter",
+    ),
+    "a parameter in two blocks": (
+        lambda m: {"blocks": [m.embed, m.head]},
+        r"embed.weight \(in block embed\) and head.weight \(in block head\) are one parameter",
+    ),
+    "needs switches": (lambda m: {"blocks": [m.a], "stage": "zeropp"}, "none of its switches is zero3"),
+    "unknown stage": (lambda m: {"blocks": [m.a], "stage": "zero4"}, "parallel.stage = 'zero4': must be one of ddp"),
+    "no process group": (lambda m: {"blocks": [m.a, m.b]}, "no process group; call torch.distributed.init_process_group"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_a_process_group(name):
+    given, said = REFUSED[name]
+    model = Shared()
+    with pytest.raises(RecipeError, match=said):
+        shard_model(model, **given(model))
+    assert isinstance(RecipeError("x"), ValueError)  # what a library's user would catch
+
+
+def refuse():
+    """What each wrong call says, on one of two ranks."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo")
+    plain, named = init_device_mesh("cpu", (2,)), lambda *names: init_device_mesh("cpu", (2, 1), mesh_dim_names=names)
+    replicas = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_replicate",))
+    shards = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    half, unlike, rank = Shared().half(), Shared(), dist.get_rank()
+    unlike.b.weight.data[0, 0] += rank
+    mixed = Shared()
+    mixed.b.bfloat16()
+    calls = {
+        "names": lambda: shard_model(Shared(), blocks=[], mesh=plain),
+        "axis": lambda: shard_model(Shared(), blocks=[], mesh=replicas),
+        "stage": lambda: shard_model(Shared(), blocks=[], stage="ddp", mesh=shards),
+        "unknown": lambda: shard_model(Shared(), blocks=[], mesh=named("dp_shard", "tp")),
+        "size": lambda: shard_model(Shared(), blocks=[], mesh=named("dp_replicate", "dp_shard")),
+        "order": lambda: shard_model(
+            Shared(), blocks=[], stage=Parallel(stage="hsdp"), mesh=named("dp_shard", "dp_replicate")
+        ),
+        "both sizes": lambda: shard_model(Shared(), blocks=[], stage=Parallel(dp_shard_size=4), mesh=shards),
+        "dtype": lambda: shard_model(half, blocks=[]),
+        "dtypes": lambda: shard_model(mixed, blocks=[]),
+        "master": lambda: shard_model(Shared(), blocks=[], precision=Precision(master="bf16")),
+        "weights": lambda: shard_model(unlike, blocks=[]),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except RecipeError as error:
+            said[name] = str(error)
+    twice = Shared()
+    shard_model(twice, blocks=[twice.a], mesh=shards)
+    for name, model in (("twice", twice), ("a part", nn.Sequential(twice))):
+        try:
+            shard_model(model, blocks=[])
+        except RecipeError as error:
+            said[name] = str(error)
+    given = shard_model(Shared(), blocks=[], stage="ddp", mesh=replicas)  # one axis is enough where it has all ranks
+    assert given.layout.sizes == {"dp_replicate": 2, "dp_shard": 1}
+    return said
+
+
+def test_refused_with_a_process_group():
+    wanted = {
+        "names": "stage zero3 needs the mesh axis dp_shard; the mesh has axes without names",
+        "axis": "stage zero3 needs the mesh axis dp_shard; the mesh has dp_replicate",
+        "stage": "stage ddp needs the mesh axis dp_replicate; the mesh has dp_shard",
+        "unknown": "the mesh has dp_shard and tp; tp it does not know",
+        "size": "parallel.dp_replicate_size = 2: stage zero3 has no such axis",
+        "order": "the mesh must have dp_replicate and dp_shard, in this order",
+        "both sizes": "parallel.dp_shard_size = 4, and the mesh has 2",
+        "dtype": "parameters must be all fp32 or all bf16; there are embed.weight of torch.float16",
+        "dtypes": "of torch.float32, b.weight of torch.bfloat16",
+        "master": "precision.master = 'bf16', and the parameters are fp32",
+        "weights": "1 of 6 parameters are not the same on every rank, b.weight first",
+        "twice": "the model is sharded already",
+        "a part": "0 is sharded already",
+    }
+    for said in run_world(2, refuse):
+        assert said.keys() == wanted.keys()
+        for name, part in wanted.items():
+            assert part in said[name], said[name]
