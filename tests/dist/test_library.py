@@ -245,10 +245,10 @@ def test_refused_with_a_process_group():
         "size": "parallel.dp_replicate_size = 2: stage zero3 has no such axis",
         "order": "the mesh must have dp_replicate and dp_shard, in this order",
         "both sizes": "parallel.dp_shard_size = 4, and the mesh has 2",
-        "dtype": "parameters must be all fp32 or all bf16; there are embed.weight of torch.float16",
-        "dtypes": "of torch.float32, b.weight of torch.bfloat16",
+        "dtype": "parameters must be all fp32 or all bf16; there are a.0.weight of torch.float16",
+        "dtypes": "a.0.weight of torch.float32, b.weight of torch.bfloat16",
         "master": "precision.master = 'bf16', and the parameters are fp32",
-        "weights": "1 of 6 parameters are not the same on every rank, b.weight first",
+        "weights": "1 of 5 parameters are not the same on every rank, b.weight first",
         "twice": "the model is sharded already",
         "a part": "0 is sharded already",
     }

@@ -1,6 +1,7 @@
 """The house rules that a machine can check: who imports whom, how long a room may grow, what it may not be called."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -107,3 +108,46 @@ def test_rooms_stay_small():
     train = ast.parse(modules()["train.py"].read_text())
     loops = [node for node in ast.walk(train) if isinstance(node, ast.While)]
     assert [loop.end_lineno - loop.lineno + 1 <= 60 for loop in loops] == [True]
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+]
+
+
+def missing(page: Path) -> list[str]:
+    """What a page links to, or names in backquotes as a path of this repository, and is not there."""
+    text = page.read_text()
+    links = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
+    named = re.findall(r"`((?:src|tests|docs|launch|recipes)/[\w./-]+)`", text)
+    places = [(page.parent / target, target) for target in links if target] + [(ROOT / name, name) for name in named]
+    return [name for path, name in places if not path.exists()]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_pages_name_exist(page):
+    assert missing(ROOT / page) == []
+
+
+def test_a_page_that_names_what_is_gone_turns_it_red(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("[a](gone.md) and `src/shardbook/gone.py`, [b](#here) and [c](https://example.com)")
+    assert missing(page) == ["gone.md", "src/shardbook/gone.py"]
+
+
+def test_the_picture_shows_every_room_on_its_floor():
+    drawn = re.findall(
+        r'y="(\d+)" font-weight="600" font-size="14">(\w+)[./]', (ROOT / "docs" / "floors.svg").read_text()
+    )
+    floors = [{name for at, name in drawn if at == height} for height in dict.fromkeys(at for at, _ in drawn)]
+    assert floors == FLOORS and [int(at) for at, _ in drawn] == sorted(int(at) for at, _ in drawn)
+
+
+@pytest.mark.parametrize("wing", sorted(path.parent.name for path in SOURCE.glob("*/__init__.py")))
+def test_a_wing_says_what_it_is(wing):
+    text = ast.get_docstring(ast.parse((SOURCE / wing / "__init__.py").read_text()))
+    assert text and len(text.splitlines()) >= 2, wing

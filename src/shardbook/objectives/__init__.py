@@ -1,4 +1,5 @@
-"""What is minimised: an objective takes the model and a micro-batch and returns a SUM over trained tokens."""
+"""What is minimised: an objective takes the model and a micro-batch and returns a SUM over trained tokens.
+Never a mean: the loop divides by what the whole step counts."""
 
 from collections.abc import Callable
 

@@ -115,7 +115,9 @@ def _fingerprint(parameter: Tensor) -> Tensor:
 
 def _with_master_of(model: nn.Module, precision: Precision) -> Precision:
     """`precision` with the dtype that the parameters have. Raises RecipeError where that is not one, or another."""
-    dtypes = {parameter.dtype: name for name, parameter in model.named_parameters()}
+    dtypes: dict[torch.dtype, str] = {}
+    for name, parameter in model.named_parameters():
+        dtypes.setdefault(parameter.dtype, name)
     master = next((name for name, dtype in DTYPES.items() if dtypes.keys() == {dtype}), None)
     if master is None:
         shown = ", ".join(f"{name} of {dtype}" for dtype, name in dtypes.items()) or "none"
