@@ -35,7 +35,7 @@ from tiny import write_chats, write_model, write_recipe
 from world import run_world
 
 from shardbook.parallel.stages import find_stage
-from shardbook.plan.formulas import paper
+from shardbook.plan.formulas import paper_resident
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "proof.md"
@@ -183,7 +183,7 @@ def memory(recipe: Path, tiny: Path) -> str:
             measured, predicted = outcome.memory
             assert measured == predicted
             count = sum(weight.numel() for weight in outcome.result.weights.values())
-            theirs = paper(find_stage(case.stage), count, case.shards)
+            theirs = paper_resident(find_stage(case.stage), count, case.shards)
             lines.append([f"`{case.layout}`", *(f"{p:,} / {m:,}" for p, m in zip(predicted, measured, strict=True))])
             lines[-1].append(f"{theirs.total_bytes:,.0f}")
     return f"""## Memory: predicted and measured

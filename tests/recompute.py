@@ -5,7 +5,7 @@ from live import allocated
 from tiny import config
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardbook.data.loader import Batching, build_micro
+from shardbook.data.loader import Batching, build_micro_batch
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.causal_lm import apply_compile, build_model, materialize
 from shardbook.objectives import OBJECTIVES
@@ -33,7 +33,7 @@ def build(checkpointing: str, compiled: bool = False):
 def build_batch():
     ids = torch.randint(0, 259, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1)).tolist()
     documents = [{"input_ids": row, "mask": [True] * LENGTH} for row in ids]
-    return build_micro(documents, [(row,) for row in range(ROWS)], Batching(None, ROWS, 0, 1))
+    return build_micro_batch(documents, [(row,) for row in range(ROWS)], Batching(None, ROWS, 0, 1))
 
 
 def loss_of(model, micro):

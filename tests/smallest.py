@@ -52,7 +52,7 @@ def measure(stage: str, parallel: dict) -> dict[str, int]:
     for kind in ("params", "grads", "optimizer"):
         result[kind] = found["memory"][f"memory/{kind}_bytes"]
         assert result[kind] == getattr(resident, f"{kind}_bytes"), kind
-    result["paper"] = formulas.paper(layout.stage, sum(PARTS.values()), 2).total_bytes
+    result["paper"] = formulas.paper_resident(layout.stage, sum(PARTS.values()), 2).total_bytes
     return result
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from shardbook.comm.ledger import Ledger
-from shardbook.data.loader import Batching, Loader, MicroBatch, eval_micros
+from shardbook.data.loader import Batching, Loader, MicroBatch, eval_micro_batches
 from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.causal_lm import apply_compile, build_model, flops_per_token, materialize
@@ -30,9 +30,9 @@ from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
 from shardbook.ranks.distributed import (
     Ranks,
     StopFlag,
+    broadcast_from_main,
     check_alike,
-    first_on_node,
-    from_main,
+    local_main_process_first,
     start_distributed,
     stop_distributed,
     sum_over_ranks,
@@ -54,21 +54,21 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     check_alike(environment() | flatten_recipe(recipe) | {"ranks of a node": ranks.ranks_per_node})
     torch.manual_seed(recipe.train.seed)
     objective = OBJECTIVES[recipe.method]
-    run = from_main(lambda: open_run(recipe.run, recipe_path))
+    run = broadcast_from_main(lambda: open_run(recipe.run, recipe_path))
     check_shared(run)
-    newest = from_main(lambda: newest_checkpoint(run.checkpoints))
+    newest = broadcast_from_main(lambda: newest_checkpoint(run.checkpoints))
     stop = StopFlag().listen()
     console.print(f"run      {run.path}")
 
     # Config -> meta model -> layout, refused here before anything large is fetched or built.
-    with first_on_node(ranks):
+    with local_main_process_first(ranks):
         config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
     model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens)
     world = (ranks.world_size, ranks.ranks_per_node)
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world)
 
     # Weights on this node, tokenizer and data.
-    with first_on_node(ranks):
+    with local_main_process_first(ranks):
         folder, tokenizer_at = model_folder(recipe.model), tokenizer_folder(recipe.model)
         tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer")
         check_vocabulary(tokenizer, config)
@@ -123,9 +123,9 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     recorder = Recorder(run.path, run.name, recipe.run, tracked, ranks.is_main, state.step)
     with recorder, console.start(state.step, steps), Ledger(layout.groups(ranks.rank)) as ledger:
         if held_out and state.step == 0:
-            before: Metrics = {"eval/loss": evaluate(sharded, objective, eval_micros(held_out, batching), ranks)}
+            before: Metrics = {"eval/loss": evaluate(sharded, objective, eval_micro_batches(held_out, batching), ranks)}
             recorder.log(0, before)
-            console.advance(0, before)
+            console.show_step(0, before)
         ledger.open()  # for one step; the others send the same
         logged_at, logged_step, read_tokens = time.perf_counter(), state.step, 0.0
         while state.step < steps:
@@ -161,10 +161,10 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
                 metrics |= ledger.take_metrics(ranks.ranks_per_node, predicted, forecast)
             optimizer.zero_grad()
             if held_out and (is_due(step, recipe.train.eval_steps) or step == steps):
-                metrics["eval/loss"] = evaluate(sharded, objective, eval_micros(held_out, batching), ranks)
+                metrics["eval/loss"] = evaluate(sharded, objective, eval_micro_batches(held_out, batching), ranks)
             if metrics:
                 recorder.log(step, metrics)
-            console.advance(step, metrics)
+            console.show_step(step, metrics)
             if saves:
                 save_checkpoint(run.checkpoints, sharded, optimizer, state, recipe.train.save_total_limit)
                 saved_step = step

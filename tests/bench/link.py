@@ -138,7 +138,7 @@ def build(keys, ranks):
     from transformers import AutoConfig
 
     from shardbook.comm.ledger import Ledger
-    from shardbook.data.loader import Batching, build_micro
+    from shardbook.data.loader import Batching, build_micro_batch
     from shardbook.model.causal_lm import build_model, materialize
     from shardbook.model.weights import init_weights
     from shardbook.objectives import OBJECTIVES
@@ -157,7 +157,7 @@ def build(keys, ranks):
     optimizer = build_optimizer(model, Optim())
     dice = torch.Generator().manual_seed(ranks.rank)
     ids = torch.randint(0, SHAPE["vocab_size"], (TOKENS,), generator=dice).tolist()
-    micro = build_micro([{"input_ids": ids, "mask": [True] * TOKENS}], [(0,)], Batching(None, 1, 0, 1))
+    micro = build_micro_batch([{"input_ids": ids, "mask": [True] * TOKENS}], [(0,)], Batching(None, 1, 0, 1))
 
     def step() -> int:
         with Ledger(layout.groups(ranks.rank)) as ledger:

@@ -294,19 +294,34 @@ def train_on(source, words, forgets):
     return train_rank([*words, f"train.resume_from_checkpoint={source}"])
 
 
+def train_as_version_0_1(words):
+    """A rank whose checkpoints have the key that residuals had before 0.2."""
+    from shardbook.run import checkpoint
+
+    checkpoint.RESIDUAL = checkpoint.EARLIER_RESIDUAL
+    return train_rank(words)
+
+
 def test_resume_is_bitwise_with_every_switch(recipe):
-    """Secondary shards are made anew from what was loaded, and what was not yet sent is still sent."""
+    """Secondary shards are made anew from what was loaded, and what was not yet sent is still sent; from a checkpoint of
+    version 0.1 too."""
     nodes, words = {"LOCAL_WORLD_SIZE": "2"}, [*SAVING, *ALL, CARRIED, "train.gradient_accumulation_steps=2"]
     straight = run_train(4, recipe, "straight", *words, environment=nodes)
+    earlier_run = recipe.parent / "earlier"
+    earlier = run_world(4, train_as_version_0_1, [str(recipe), "run.name=earlier", *words], environment=nodes)
+    assert [code for code, _, _ in earlier] == [0] * 4
+    state = (earlier_run / "checkpoints" / "step-000002" / "state.json").read_text()
+    assert '"unsent": [' in state and '"residual"' not in state
     weights = {}
-    for name, forgets in (("again", False), ("forgetful", True)):
-        source, asked = straight / "checkpoints" / "step-000002", [str(recipe), f"run.name={name}", *words]
+    for name, forgets, start in (("again", False, straight), ("forgetful", True, straight), ("on", False, earlier_run)):
+        source, asked = start / "checkpoints" / "step-000002", [str(recipe), f"run.name={name}", *words]
         results = run_world(4, train_on, source, asked, forgets, environment=nodes)
         assert [code for code, _, _ in results] == [0] * 4, results
         weights[name] = load_file(recipe.parent / name / "export" / "model.safetensors")
     wanted = load_file(straight / "export" / "model.safetensors")
-    assert losses(recipe.parent / "again") == losses(straight)[2:]
-    assert all(torch.equal(weights["again"][name], wanted[name]) for name in wanted)
+    for run in ("again", "on"):
+        assert losses(recipe.parent / run) == losses(straight)[2:]
+        assert all(torch.equal(weights[run][name], wanted[name]) for name in wanted)
     assert not all(torch.equal(weights["forgetful"][name], wanted[name]) for name in wanted)
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardbook.data.chat import encode_row
 from shardbook.data.chitchat import chitchat_file
-from shardbook.data.loader import Batching, build_micro
+from shardbook.data.loader import Batching, build_micro_batch
 from shardbook.model import embedded
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.families import load_config
@@ -65,7 +65,7 @@ def test_smollm2_is_converted_once_and_computes_what_transformers_computes(cache
     ours = build_model(load_config(Model(), folder, 512), "fp32")
     materialize(ours, torch.device("cpu"))
     load_weights(ours, folder)
-    micro = build_micro([{"input_ids": ids, "mask": mask}], [(0,)], Batching(512, 1, 0, 1))
+    micro = build_micro_batch([{"input_ids": ids, "mask": mask}], [(0,)], Batching(512, 1, 0, 1))
 
     @torch.no_grad()
     def loss(model):

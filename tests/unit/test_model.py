@@ -5,7 +5,7 @@ import torch
 from tiny import config, write_model
 from transformers import AutoModelForCausalLM
 
-from shardbook.data.loader import Batching, build_micro
+from shardbook.data.loader import Batching, build_micro_batch
 from shardbook.model.causal_lm import build_model, flops_per_token, materialize
 from shardbook.model.families import load_config
 from shardbook.model.hub import model_folder, tokenizer_folder
@@ -37,7 +37,7 @@ def rows(count: int = 5, seed: int = 0) -> list[dict]:
 
 def micro(packed: bool):
     layout = [(0, 1, 2), (3, 4)] if packed else [(0,), (1,), (2,), (3,), (4,)]
-    return build_micro(rows(), layout, Batching(64 if packed else None, len(layout), 0, 1))
+    return build_micro_batch(rows(), layout, Batching(64 if packed else None, len(layout), 0, 1))
 
 
 def gradients(model, batch):
@@ -101,7 +101,7 @@ def test_the_loss_in_chunks_is_the_same(folder):
 
 
 def test_no_rows_give_no_loss_and_zero_gradients(folder):
-    empty = build_micro([], [], Batching(64, 1, 0, 1))
+    empty = build_micro_batch([], [], Batching(64, 1, 0, 1))
     loss, found = gradients(load(folder), empty)
     assert loss.item() == 0 and all(not gradient.any() for gradient in found.values())
 
@@ -116,7 +116,7 @@ def test_flops_of_a_token():
         torch.nn.init.normal_(parameter, std=0.02)
     length = 64
     every = [{"input_ids": list(range(length)), "mask": [True] * length}, {"input_ids": [1], "mask": [True]}]
-    batch = build_micro(every, [(0,)], Batching(None, 1, 0, 1))
+    batch = build_micro_batch(every, [(0,)], Batching(None, 1, 0, 1))
     with FlopCounterMode(display=False) as counter:
         gradients(model, batch)
     attention = 6 * 3 * 4 * 8 * length  # the masked half: 6 * layers * heads * head_dim * length

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny import config, tokenizer, write_chats
 
 import shardbook.data.tokenized as tokenized
-from shardbook.data.loader import Batching, Loader, build_micro, eval_micros, permute
+from shardbook.data.loader import Batching, Loader, build_micro_batch, eval_micro_batches, permute
 from shardbook.data.sources import load_source
 from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, pack
 from shardbook.recipe import Data, RecipeError
@@ -210,7 +210,7 @@ def test_a_packed_micro_batch():
             {"input_ids": [3, 4], "mask": [False, False]},
         ]
     )
-    micro = build_micro(documents, [(0, 1), (2,)], Batching(6, 2, 0, 1))
+    micro = build_micro_batch(documents, [(0, 1), (2,)], Batching(6, 2, 0, 1))
     assert micro.input_ids.tolist() == [[5, 6, 7, 8, 9, 0], [3, 4, 0, 0, 0, 0]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 0, 0]]
     assert micro.documents.tolist() == [[0, 0, 0, 1, 1, -1], [0, 0, -1, -1, -1, -1]]
@@ -221,7 +221,7 @@ def test_a_packed_micro_batch():
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 3), (4, 2), (16, 1)])
 def test_evaluation_sees_every_row_once_and_ranks_agree_on_the_count(ranks, batch):
     documents = fake_documents(11)
-    every = [list(eval_micros(documents, Batching(None, batch, rank, ranks))) for rank in range(ranks)]
+    every = [list(eval_micro_batches(documents, Batching(None, batch, rank, ranks))) for rank in range(ranks)]
     assert len({len(micros) for micros in every}) == 1
     targets = torch.cat([micro.targets for micros in every for micro in micros])
     assert sorted(targets.tolist()) == sorted(list(range(11)) * 2)

@@ -24,7 +24,7 @@ from shardbook.comm.quantize import dequantize, quantize
 
 
 @dataclass(frozen=True)
-class Switches:
+class ZeroppSwitches:
     """What of ZeRO++ is on, in numbers. `inside` ranks along dp_shard share a node; all of them: there is one node."""
 
     weights_bits: int = 0  # qwZ: of the forward all-gather; 0: off

@@ -101,7 +101,7 @@ class Loader:
         for micro in range(self.accumulation):
             start = self.consumed_rows + (micro * here.ranks + here.rank) * here.batch_size
             rows = [self.row_at(index) for index in range(start, start + here.batch_size)]
-            micros.append(build_micro(self.documents.encoded, rows, here))
+            micros.append(build_micro_batch(self.documents.encoded, rows, here))
         self.consumed_rows += self.rows_per_step
         return micros
 
@@ -120,16 +120,16 @@ class Loader:
         self.consumed_rows = state["consumed_rows"]
 
 
-def eval_micros(documents: Documents, batching: Batching) -> Iterator[MicroBatch]:
+def eval_micro_batches(documents: Documents, batching: Batching) -> Iterator[MicroBatch]:
     """Every row once, spread over ranks. All ranks get the same number of micro-batches (collectives would hang
     otherwise), the last ones of some ranks perhaps without rows."""
     stride, total = batching.batch_size * batching.ranks, len(documents.rows)
     for start in range(batching.rank * batching.batch_size, -(-total // stride) * stride, stride):
         rows = [documents.rows[index] for index in range(start, min(start + batching.batch_size, total))]
-        yield build_micro(documents.encoded, rows, batching)
+        yield build_micro_batch(documents.encoded, rows, batching)
 
 
-def build_micro(encoded: Dataset, rows: Sequence[Row], batching: Batching) -> MicroBatch:
+def build_micro_batch(encoded: Dataset, rows: Sequence[Row], batching: Batching) -> MicroBatch:
     """Tensors of `rows`. No rows: one row of padding, and no target."""
     content = [[encoded[document] for document in row] for row in rows] or [[]]
     used = max(sum(len(document["input_ids"]) for document in row) for row in content)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardbook.axes import DP_REPLICATE, DP_SHARD
-from shardbook.comm.collectives import Switches
+from shardbook.comm.collectives import ZeroppSwitches
 from shardbook.parallel.mesh import axis_groups, data_rank, rank_along, resolve_sizes
 from shardbook.parallel.stages import Stage, check_stage, read_switches
 from shardbook.parallel.units import Unit, choose_units
@@ -30,7 +30,7 @@ class Layout:
     units: tuple[Unit, ...]  # in forward order, the root last
     parallel: Parallel  # the knobs between the table's rows: prefetch, wrap
     precision: Precision  # without `auto`
-    switches: Switches
+    switches: ZeroppSwitches
     ranks_per_node: int
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardbook.axes import DP_REPLICATE, DP_SHARD
-from shardbook.comm.collectives import Switches
+from shardbook.comm.collectives import ZeroppSwitches
 from shardbook.recipe import Parallel, RecipeError, nearest
 
 
@@ -112,7 +112,7 @@ def check_stage(parallel: Parallel) -> Stage:
     return stage
 
 
-def read_switches(parallel: Parallel, shards: int, ranks_per_node: int) -> Switches:
+def read_switches(parallel: Parallel, shards: int, ranks_per_node: int) -> ZeroppSwitches:
     """ZeRO++'s switches for `shards` ranks along dp_shard. Raises RecipeError where secondary shards, or nodes, do not
     fit into them."""
     named = parallel.secondary_shard
@@ -129,7 +129,7 @@ def read_switches(parallel: Parallel, shards: int, ranks_per_node: int) -> Switc
             f"parallel.quantize_gradients = {bits}, parallel.secondary_shard = {named!r}: nodes of {ranks_per_node} "
             f"ranks and dp_shard's {shards} do not fit into each other; set parallel.secondary_shard to a number"
         )
-    return Switches(
+    return ZeroppSwitches(
         weights_bits=parallel.quantize_weights,
         gradients_bits=(bits[0], bits[1]) if bits else None,
         secondary=secondary if secondary < shards else 0,  # one node: every gather is inside it already

@@ -1,7 +1,7 @@
 """Closed formulas: what a rank sends in a step and what it keeps, from a layout.
 
 Invariant: exact. Tests hold each number equal to what a run measures, padding of uneven shards included: a tensor of
-s rows over N ranks is cut into N shards of ceil(s / N) rows. The ZeRO paper's arithmetic stands apart (`paper`).
+s rows over N ranks is cut into N shards of ceil(s / N) rows. The ZeRO paper's own count is `paper_resident`.
 Needs no process group and no memory: the units may lie on the meta device.
 """
 
@@ -117,7 +117,7 @@ def predict_residual(layout: Layout) -> int:
     return sum(map(layout.residual_numel, layout.units)) * 4
 
 
-def paper(stage: Stage, parameters: int, ranks: int) -> Resident:
+def paper_resident(stage: Stage, parameters: int, ranks: int) -> Resident:
     """The ZeRO paper's count (arXiv 1910.02054, section 3.1 and figure 1): 2 bytes a parameter, 2 a gradient, 12 of
     optimizer state (fp32 copy, momentum, variance), each split over `ranks` or not. Not what this program keeps."""
     split = ranks if stage.shards else 1
@@ -134,7 +134,7 @@ def predict_memory_metrics(layout: Layout) -> dict[str, float]:
     count = sum(unit.numel for unit in layout.units)
     for source, kept in (
         ("predicted", predict_resident(layout, rank=0)),
-        ("paper", paper(layout.stage, count, layout.shards)),
+        ("paper", paper_resident(layout.stage, count, layout.shards)),
     ):
         metrics |= {f"{source}/memory/{what}": value for what, value in asdict(kept).items()}
     if residual := predict_residual(layout):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardbook.ranks.heartbeat import Heartbeat, watch_launcher
-from shardbook.ranks.join import Place, Store, join_ranks, read_member, read_place
+from shardbook.ranks.join import Rendezvous, Store, join_ranks, read_member, read_rendezvous
 from shardbook.recipe import RecipeError
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def start_distributed(lost_seconds: float = 0) -> Ranks:
         )
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # else transformers loads on rank 0 only and broadcasts
     watch_launcher()
-    place = read_place(os.environ)
+    place = read_rendezvous(os.environ)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         if place.local_rank >= (gpus := torch.cuda.device_count()):
@@ -85,7 +85,7 @@ def stop_distributed(ranks: Ranks) -> None:
     dist.destroy_process_group()
 
 
-def _share_cores(place: Place, store: Store) -> None:
+def _share_cores(place: Rendezvous, store: Store) -> None:
     """Compute with this rank's share of the cores that it may use: more threads than cores makes CPU work several times
     slower, one thread (what torchrun sets unasked) starves it. A launcher may have given each rank cores of its own."""
     if os.environ.get("OMP_NUM_THREADS", "1") != "1" or (
@@ -112,7 +112,7 @@ def sum_over_ranks(*values: float) -> list[float]:
     return [float(value) for value in total]
 
 
-def from_main(make: Callable[[], T]) -> T:
+def broadcast_from_main(make: Callable[[], T]) -> T:
     """What `make` returns on rank 0, on every rank; its RecipeError too is raised on every rank."""
     box: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -141,7 +141,7 @@ def check_alike(facts: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def first_on_node(ranks: Ranks) -> Iterator[None]:
+def local_main_process_first(ranks: Ranks) -> Iterator[None]:
     """The node's first rank runs the body, then the others: for work whose result is a cache on disk."""
     if ranks.local_rank != 0:
         dist.barrier()

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from shardbook.ranks.exits import FAILED, LEAVING, exit_rank
-from shardbook.ranks.join import Place, Store, name_ranks, open_store, read_member
+from shardbook.ranks.join import Rendezvous, Store, name_ranks, open_store, read_member
 
 LAUNCHER = "SHARDBOOK_LAUNCHER"  # the pid of what started this process: a rank, or a run of a comparison
 BEAT_SECONDS = 2.0  # at most: an eighth of the limit where that is shorter
@@ -30,7 +30,7 @@ class Heartbeat:
     connection of its own; the other only counts how long the first has had no answer.
     """
 
-    def __init__(self, place: Place, store: Store, seconds: float):
+    def __init__(self, place: Rendezvous, store: Store, seconds: float):
         self.place = place
         self.seconds = seconds
         self.every = min(BEAT_SECONDS, seconds / 8)

@@ -32,7 +32,7 @@ ALIEN = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}  # they start
 
 
 @dataclass(frozen=True)
-class Place:
+class Rendezvous:
     """This rank among all, and where they meet. `hosted`: the launcher's agent keeps the store, not rank 0."""
 
     rank: int = 0
@@ -49,15 +49,15 @@ class Place:
         return f"{self.host}:{self.port}"
 
 
-def read_place(variables: Mapping[str, str]) -> Place:
-    """The place that a launcher's `variables` describe; without a launcher a world of one. Raises RecipeError."""
+def read_rendezvous(variables: Mapping[str, str]) -> Rendezvous:
+    """The rendezvous that a launcher's `variables` describe; without a launcher a world of one. Raises RecipeError."""
     if "RANK" not in variables:
         for name, program in ALIEN.items():
             if variables.get(name, "1") not in ("", "1"):
                 raise RecipeError(
                     f"{name} = {variables[name]} and no RANK: {program} alone makes no run of its processes; {START}"
                 )
-        return Place()
+        return Rendezvous()
     absent = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
     if absent:
         raise RecipeError(f"the launcher set RANK but not {', '.join(absent)}; {START}")
@@ -84,10 +84,10 @@ def read_place(variables: Mapping[str, str]) -> Place:
             raise RecipeError(f"{said}; {START}")
     hosted = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = number("TORCHELASTIC_RESTART_COUNT", "0")
-    return Place(rank, world, local_rank, ranks_per_node, variables["MASTER_ADDR"], port, hosted, attempt)
+    return Rendezvous(rank, world, local_rank, ranks_per_node, variables["MASTER_ADDR"], port, hosted, attempt)
 
 
-def join_ranks(place: Place) -> Store:
+def join_ranks(place: Rendezvous) -> Store:
     """The store of all ranks, once all have come; see `read_member` for what each has said of itself there.
 
     Raises RecipeError, on each rank that came, where some have not come after JOIN_SECONDS, two claim to be the same,
@@ -117,7 +117,7 @@ def join_ranks(place: Place) -> Store:
     return store
 
 
-def open_store(place: Place, is_host: bool = False) -> Store:
+def open_store(place: Rendezvous, is_host: bool = False) -> Store:
     """A connection of its own to the store of the run. Raises RecipeError where there is none."""
     opened: list[Store] = []
     reasons: list[str] = []
@@ -155,7 +155,7 @@ def name_ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
-def _await_head(place: Place) -> None:
+def _await_head(place: Rendezvous) -> None:
     """Return once something listens at the head. One that answers may still be starting; one that is silent is given
     SILENT_SECONDS."""
     began = time.monotonic()
@@ -176,7 +176,7 @@ def _await_head(place: Place) -> None:
         time.sleep(0.2)
 
 
-def _await_ranks(store: Store, place: Place) -> str:
+def _await_ranks(store: Store, place: Rendezvous) -> str:
     """Rank 0: wait until all have come, saying now and then who has not. Returns the verdict that every rank reads."""
     keys = [f"member/{rank}" for rank in range(place.world_size)]
     began, tell_at = time.monotonic(), TELL_SECONDS
@@ -202,7 +202,7 @@ def _refuse(store: Store, verdict: str) -> str:
     return verdict
 
 
-def _await_verdict(store: Store, place: Place) -> str:
+def _await_verdict(store: Store, place: Rendezvous) -> str:
     try:
         store.wait(["verdict"], timedelta(seconds=JOIN_SECONDS + 60))
         return store.get("verdict").decode()

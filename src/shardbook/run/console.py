@@ -118,7 +118,7 @@ class Console:
         if self.progress:
             self.progress.stop()
 
-    def advance(self, step: int, metrics: Metrics) -> None:
+    def show_step(self, step: int, metrics: Metrics) -> None:
         """Show a finished step; without its metrics (not a logging step) only a progress bar moves."""
         parts = []
         if "train/loss" in metrics:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardbook.ranks.join import Place, read_place
+from shardbook.ranks.join import Rendezvous, read_rendezvous
 from shardbook.recipe import RecipeError
 
 GOOD = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
@@ -10,10 +10,10 @@ GOOD |= {"MASTER_PORT": "29500"}
 
 
 def test_what_a_launcher_sets():
-    assert read_place(GOOD) == Place(3, 4, 1, 2, "a", 29500)
+    assert read_rendezvous(GOOD) == Rendezvous(3, 4, 1, 2, "a", 29500)
     torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert read_place(GOOD | torchrun) == Place(3, 4, 1, 2, "a", 29500, hosted=True, attempt=2)
-    assert read_place({}) == read_place({"SLURM_NTASKS": "1"}) == Place()
+    assert read_rendezvous(GOOD | torchrun) == Rendezvous(3, 4, 1, 2, "a", 29500, hosted=True, attempt=2)
+    assert read_rendezvous({}) == read_rendezvous({"SLURM_NTASKS": "1"}) == Rendezvous()
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,6 @@ def test_what_a_launcher_sets():
 def test_wrong_variables(wrong, said):
     variables = {name: text for name, text in (GOOD | wrong).items() if text is not None}
     with pytest.raises(RecipeError) as raised:
-        read_place(variables)
+        read_rendezvous(variables)
     line = str(raised.value)
     assert line.startswith(said) and "; start with shardbook train, torchrun" in line and "\n" not in line
