@@ -76,7 +76,7 @@ def every_case() -> list[Case]:
 
 
 def covering_cases() -> list[Case]:
-    """Every layout, every pair of options in every world, and on two ranks all that rule 2 says of bits."""
+    """Every layout, every pair of options in every world, and on two ranks all that must be alike to the bit."""
     options = list(itertools.product((1, 3), (False, True), (True, False), ("none", "full")))
     bitwise = [Case(*layout, micros) for layout in layouts(2)[:4] for micros in (1, 3)]
     chosen = []
@@ -270,7 +270,7 @@ def assert_replicas_agree(outcomes: list[Outcome]) -> None:
 
 
 def expected_traffic(case: Case, shapes: dict[str, torch.Size]) -> dict[tuple[str, str], tuple[int, int]]:
-    """DESIGN's stage table in bytes, from Hugging Face's parameter names, without the code under test: fp32, a unit a
+    """The stage table in bytes, from Hugging Face's parameter names, without the code under test: fp32, a unit a
     block, tied weights and the last norm in one unit with the embedding."""
     units: dict[str, list[torch.Size]] = {}
     for name, shape in shapes.items():

@@ -3,6 +3,7 @@
 For a loop of one's own: `shard_model` puts any module under a named stage (docs/library.md).
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardbook.recipe import Parallel, Precision, RecipeError
@@ -17,12 +18,6 @@ __version__ = "0.2.0"
 
 def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is asked for: a command line is refused in milliseconds."""
-    if name == "shard_model":
-        from shardbook.parallel.library import shard_model
-
-        return shard_model
-    if name == "ShardedModel":
-        from shardbook.parallel.sharding import ShardedModel
-
-        return ShardedModel
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in ("shard_model", "ShardedModel"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("shardbook.parallel.library"), name)

@@ -48,24 +48,24 @@ from shardbook.run.trackers import flat_config
 
 def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     """Run `recipe` to its last step, or until it is asked to stop. Returns the exit code, DONE or PREEMPTED."""
-    # The directory, and what this run goes on from.
+    # Config -> meta model -> layout, refused here before anything large is fetched or built.
     console = Console(ranks.is_main)
     recipe = resolve_precision(recipe, ranks.device.type)
     check_alike(environment() | flatten_recipe(recipe) | {"ranks of a node": ranks.ranks_per_node})
     torch.manual_seed(recipe.train.seed)
     objective = OBJECTIVES[recipe.method]
-    run = broadcast_from_main(lambda: open_run(recipe.run, recipe_path))
-    check_shared(run)
-    newest = broadcast_from_main(lambda: newest_checkpoint(run.checkpoints))
     stop = StopFlag().listen()
-    console.print(f"run      {run.path}")
-
-    # Config -> meta model -> layout, refused here before anything large is fetched or built.
     with local_main_process_first(ranks):
         config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
     model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens)
     world = (ranks.world_size, ranks.ranks_per_node)
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world)
+
+    # The directory, and what this run goes on from.
+    run = broadcast_from_main(lambda: open_run(recipe.run, recipe_path))
+    check_shared(run)
+    newest = broadcast_from_main(lambda: newest_checkpoint(run.checkpoints))
+    console.print(f"run      {run.path}")
 
     # Weights on this node, tokenizer and data.
     with local_main_process_first(ranks):

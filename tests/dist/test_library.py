@@ -2,6 +2,7 @@
 one plain process; exact bytes; and what is refused."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,18 +19,24 @@ from shardbook import Parallel, Precision, RecipeError, shard_model
 PAGE = Path(__file__).parents[2] / "docs" / "library.md"
 STEPS, MICROS, LENGTH, RATE, DECAY, MAX_NORM = 3, 2, 9, 3e-3, 0.1, 0.5
 EXACT = {
-    "ddp": "ddp",
-    "zero1": "zero1",
-    "zero2": "zero2",
-    "zero3": "zero3",
-    "hpZ": Parallel(stage="zeropp", secondary_shard=2),
-    "hsdp": Parallel(stage="hsdp", dp_shard_size=2),
-    "ahead": Parallel(stage="zero3", forward_prefetch=1, backward_prefetch=2, reshard_root=False),
+    2: {
+        "ddp": "ddp",
+        "zero1": "zero1",
+        "zero2": "zero2",
+        "zero3": "zero3",
+        "hpZ": Parallel(stage="zeropp", secondary_shard=2),
+        "ahead": Parallel(stage="zero3", forward_prefetch=1, backward_prefetch=2, reshard_root=False),
+    },
+    4: {"hsdp": Parallel(stage="hsdp", dp_shard_size=2), "hpZ": Parallel(stage="zeropp", secondary_shard="node")},
 }
 NEAR = {
-    "qwZ": Parallel(stage="zeropp", quantize_weights=8),
-    "qgZ": Parallel(stage="zeropp", quantize_gradients=[8, 8], quantize_error_feedback=True),
+    2: {
+        "qwZ": Parallel(stage="zeropp", quantize_weights=8),
+        "qgZ": Parallel(stage="zeropp", quantize_gradients=[8, 8], quantize_error_feedback=True),
+    },
+    4: {"all": Parallel(stage="zeropp", quantize_weights=8, quantize_gradients=[8, 8], secondary_shard="node")},
 }
+RUNS = [(ranks, name) for ranks in (2, 4) for name in EXACT[ranks] | NEAR[ranks]]
 
 
 def example(number: int) -> str:
@@ -79,13 +86,14 @@ def train_all(ranks: int, folder: Path):
     import reference
     import torch.distributed as dist
 
-    from shardbook.comm.ledger import Ledger
-    from shardbook.plan.formulas import predict_resident, predict_traffic
+    from shardbook.axes import WORLD
+    from shardbook.comm.ledger import Ledger, Volume
+    from shardbook.plan.formulas import COUNTS_BYTES, NORM_BYTES, predict_resident, predict_traffic
     from shardbook.run.metrics import memory_metrics
 
     dist.init_process_group("gloo")
     rank, bytes_of = dist.get_rank(), {}
-    for name, stage in (EXACT | NEAR).items():
+    for name, stage in (EXACT[ranks] | NEAR[ranks]).items():
         model = llama()
         sharded = shard_model(model, blocks=model.model.layers, stage=stage)
         decays = [[p for p in model.parameters() if (p.ndim > 1) is matrix] for matrix in (True, False)]
@@ -110,13 +118,15 @@ def train_all(ranks: int, folder: Path):
             result.norms.append(norm.full_tensor().item())
         result.weights = {name: whole(p) for name, p in model.named_parameters()}
         torch.save(result, folder / f"{name}.{rank}")
-        predicted = predict_traffic(sharded.layout, MICROS)
-        # the loop's own sums, of counts and of the norm, are the recipe's: not in the watched part
-        ops = ("all_gather", "reduce_scatter", "all_to_all")
-        sent, said = ({key: v for key, v in found.items() if key[0] in ops} for found in (ledger.traffic, predicted))
-        kept = predict_resident(sharded.layout, rank)
+        said, layout = predict_traffic(sharded.layout, MICROS), sharded.layout
+        # a recipe's loop sums counts and the norm too, which is no part of what is watched here
+        everyone = next((axis for axis, size in layout.sizes.items() if size == ranks), WORLD)
+        for axis, more in ((everyone, COUNTS_BYTES), ("dp_shard", NORM_BYTES * (layout.shards > 1))):
+            left = said.pop(("all_reduce", axis), Volume()) + Volume(-bool(more), -more)
+            said |= {("all_reduce", axis): left} if left.calls > 0 else {}
+        kept = predict_resident(layout, rank)
         bytes_of[name] = (
-            (sent, memory["memory/params_bytes"], memory["memory/grads_bytes"], memory["memory/optimizer_bytes"]),
+            (ledger.traffic, memory["memory/params_bytes"], memory["memory/grads_bytes"], memory["memory/optimizer_bytes"]),
             (said, kept.params_bytes, kept.grads_bytes, kept.optimizer_bytes),
         )
     return bytes_of
@@ -124,28 +134,32 @@ def train_all(ranks: int, folder: Path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("library")
-    return folder, run_world(2, train_all, 2, folder)
+    """On two ranks, and on four as two nodes of two."""
+    found = {}
+    for ranks in (2, 4):
+        folder = tmp_path_factory.mktemp("library")
+        found[ranks] = folder, run_world(ranks, train_all, ranks, folder, environment={"LOCAL_WORLD_SIZE": "2"})
+    return found
 
 
-@pytest.fixture(scope="module")
-def expected():
+@cache
+def expected_of(ranks):
     def loss(step):
-        parts = [loss_of(model, step, rank, micro) for rank in range(2) for micro in range(MICROS)]
-        return sum(parts) / (2 * MICROS * (LENGTH - 1))
+        parts = [loss_of(model, step, rank, micro) for rank in range(ranks) for micro in range(MICROS)]
+        return sum(parts) / (ranks * MICROS * (LENGTH - 1))
 
     model = llama()
     return descend(model, loss, STEPS, RATE, DECAY, MAX_NORM)
 
 
-@pytest.mark.parametrize("name", EXACT | NEAR)
-def test_a_transformers_model_under_every_stage(name, trained, expected):
-    folder, found = trained
-    for rank in range(2):
+@pytest.mark.parametrize("ranks, name", RUNS)
+def test_a_transformers_model_under_every_stage(ranks, name, trained):
+    (folder, found), expected = trained[ranks], expected_of(ranks)
+    for rank in range(ranks):
         measured, predicted = found[rank][name]
         assert measured == predicted
         got = torch.load(folder / f"{name}.{rank}", weights_only=False)
-        if name in EXACT:
+        if name in EXACT[ranks]:
             assert_parity(got, expected)
         else:  # weights and gradients to 1/127 of their block's largest
             assert got.losses == pytest.approx(expected.losses, rel=0.01) and got.losses != expected.losses
@@ -165,8 +179,17 @@ class Shared(nn.Module):
 REFUSED = {
     "not inside": (lambda m: {"blocks": [m.a, nn.Linear(4, 4)]}, r"blocks\[1\], a Linear, is not inside the model"),
     "the model": (lambda m: {"blocks": [m]}, r"blocks\[0\], a Shared, is the model itself"),
-    "named twice": (lambda m: {"blocks": [m.a, m.b, m.a]}, "a is in two blocks, a and a"),
-    "inside another": (lambda m: {"blocks": [m.a, m.a[0]]}, r"a.0 is in two blocks, a and a.0"),
+    "named twice": (lambda m: {"blocks": [m.a, m.b, m.a]}, r"a is blocks\[0\] and blocks\[2\]; name it once"),
+    "inside another": (lambda m: {"blocks": [m.a, m.a[0]]}, "block a.0 is inside block a; name one of the two"),
+    "a module inside and outside": (
+        lambda m: setattr(m, "again", m.a[0]) or {"blocks": [m.a]},
+        r"a.0.weight \(in block a\) and again.weight \(in no block\) are one parameter",
+    ),
+    "a scalar": (lambda m: setattr(m, "scale", nn.Parameter(torch.ones(()))) or {"blocks": []}, "scale is a scalar"),
+    "not contiguous": (
+        lambda m: setattr(m, "odd", nn.Parameter(torch.ones(4, 2).T)) or {"blocks": []},
+        "odd is not contiguous",
+    ),
     "a parameter inside and outside": (
         lambda m: {"blocks": [m.a, m.head]},
         r"embed.weight \(in no block\) and head.weight \(in block head\) are one parameter",
@@ -201,9 +224,14 @@ def refuse():
     shards = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     half, unlike, rank = Shared().half(), Shared(), dist.get_rank()
     unlike.b.weight.data[0, 0] += rank
-    mixed = Shared()
+    mixed, meta = Shared(), Shared()
     mixed.b.bfloat16()
+    if rank:
+        meta.to("meta")
+    nodes = Parallel(stage="zeropp", quantize_gradients=[8, 4])
     calls = {
+        "meta": lambda: shard_model(meta, blocks=[]),
+        "nodes": lambda: shard_model(Shared(), blocks=[], stage=nodes),
         "names": lambda: shard_model(Shared(), blocks=[], mesh=plain),
         "axis": lambda: shard_model(Shared(), blocks=[], mesh=replicas),
         "stage": lambda: shard_model(Shared(), blocks=[], stage="ddp", mesh=shards),
@@ -233,6 +261,9 @@ def refuse():
             said[name] = str(error)
     given = shard_model(Shared(), blocks=[], stage="ddp", mesh=replicas)  # one axis is enough where it has all ranks
     assert given.layout.sizes == {"dp_replicate": 2, "dp_shard": 1}
+    activation = nn.GELU()  # a module without parameters may be in several blocks
+    alike = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), activation) for _ in range(2)))
+    assert len(shard_model(alike, blocks=alike).layout.units) == 3
     return said
 
 
@@ -249,6 +280,8 @@ def test_refused_with_a_process_group():
         "dtypes": "a.0.weight of torch.float32, b.weight of torch.bfloat16",
         "master": "precision.master = 'bf16', and the parameters are fp32",
         "weights": "1 of 5 parameters are not the same on every rank, b.weight first",
+        "meta": "the model is not the same on every rank",
+        "nodes": "LOCAL_WORLD_SIZE is not set",
         "twice": "the model is sharded already",
         "a part": "0 is sharded already",
     }
@@ -256,3 +289,43 @@ def test_refused_with_a_process_group():
         assert said.keys() == wanted.keys()
         for name, part in wanted.items():
             assert part in said[name], said[name]
+
+
+def train_halves():
+    """Two worlds of two ranks side by side, as pipeline stages would be: each a mesh of a part of the ranks. And a model
+    that lay on the meta device."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))["dp_shard"]
+    backwards, refused = DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("dp_shard",)), ""
+    try:
+        shard_model(llama(), blocks=[], mesh=backwards, stage=Parallel(stage="zeropp", secondary_shard=2))
+    except RecipeError as error:
+        refused = str(error)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+    sharded = shard_model(model, blocks=[model[0]], mesh=mesh, stage="zero3")
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().fill_(0.1)
+    with sharded.micro_batch(is_last=True):
+        model(torch.full((3, 4), 1.0 + dist.get_rank())).sum().backward()
+    return refused, {name: whole(p.grad).tolist() for name, p in model.named_parameters()}
+
+
+def test_a_mesh_of_some_of_the_ranks_and_a_meta_model():
+    found = run_world(4, train_halves)
+    for refused, _ in found:
+        assert "groups inside a node need a mesh of all ranks, in order" in refused
+    for first in (0, 2):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.1)
+        for rank in (first, first + 1):
+            model(torch.full((3, 4), 1.0 + rank)).sum().backward()
+        for rank in (first, first + 1):
+            for name, parameter in model.named_parameters():
+                assert relative_error(torch.tensor(found[rank][1][name]), parameter.grad) < 1e-6, name

@@ -9,6 +9,7 @@ from tiny import write_recipe
 from world import run_world
 
 
+@pytest.mark.slow
 def test_without_a_bug_each_case_is_green(recipe, tiny, tmp_path, wanted):
     cases = sorted({case for _, case, _ in BUGS.values()}, key=lambda case: (case.world, case.name))
     for world, same in groupby(cases, key=lambda case: case.world):
@@ -18,12 +19,18 @@ def test_without_a_bug_each_case_is_green(recipe, tiny, tmp_path, wanted):
             assert_case(case, outcomes_of(case, tmp_path), wanted(case))
 
 
-def pytest_generate_tests(metafunc):
-    if "name" in metafunc.fixturenames:  # make proof and make test-dist plant all of them
-        chosen = list(BUGS) if metafunc.config.getoption("everything") else list(BUGS)[::4]
-        metafunc.parametrize("name", chosen)
+IN_MAKE_TEST = (
+    "token_count_not_reduced",
+    "hsdp_all_reduce_skipped",
+    "local_gradient_norm",
+    "tied_weights_in_two_groups",
+    "padding_not_counted",
+)
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in IN_MAKE_TEST)) for name in BUGS]
+)
 def test_a_planted_bug_turns_the_suite_red(name, recipe, tiny, tmp_path, wanted):
     _, case, refused = BUGS[name]
     try:  # it must run to its end, and be wrong; or be refused for what it is

@@ -486,7 +486,11 @@ def error_feedback_forgets():
 
 
 @pytest.mark.parametrize(
-    "bug", [pytest.param(bug, marks=[pytest.mark.slow] * (number % 4 > 0)) for number, bug in enumerate(PLANTS)]
+    "bug",
+    [
+        pytest.param(bug, marks=[pytest.mark.slow] * (bug not in ("own_shard_exact", "error_feedback_forgets")))
+        for bug in PLANTS
+    ],
 )
 def test_a_planted_bug_turns_the_suite_red(bug, tmp_path):
     name = "qgZ-carried" if bug == "error_feedback_forgets" else "all"

@@ -69,8 +69,9 @@ def imported_files(relative: str, source: Path = SOURCE) -> set[str]:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    paths = {name.removeprefix("shardbook").replace(".", "/").strip("/") for name in names}
-    return {f"{path}.py" for path in paths if path and (source / f"{path}.py").is_file()}
+    paths = {name.removeprefix("shardbook").replace(".", "/").strip("/") for name in names} - {""}
+    files = {f"{path}.py" for path in paths} | {f"{path}/__init__.py" for path in paths}
+    return {file for file in files if (source / file).is_file()}
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:
@@ -87,6 +88,12 @@ def circle(imports: dict[str, set[str]]) -> list[str]:
         return found
 
     return next((found for file in imports if (found := walk(file, []))), [])
+
+
+@pytest.mark.parametrize("name", ["join", "heartbeat", "exits"])
+def test_what_watches_over_ranks_knows_nothing_of_what_they_do(name):
+    allowed = {f"ranks/{other}.py" for other in ("join", "heartbeat", "exits")} | {"recipe/__init__.py"}
+    assert imported_files(f"ranks/{name}.py") <= allowed
 
 
 def test_no_file_imports_itself_in_a_circle():

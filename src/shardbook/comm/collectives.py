@@ -1,8 +1,8 @@
 """ZeRO++'s collectives on fully_shard: quantised all-gather (qwZ), quantised reduce-scatter in two hops (qgZ).
 
 arXiv 2306.10209, sections 3.1 and 3.3. Invariants: every rank computes with the same weights, its own shard quantised
-like the others'; the reduce-scatter is a sum (stages.py's rule), added up in fp32. Payload and scales of a collective
-travel in one buffer.
+like the others'; the reduce-scatter is a sum, as everywhere here, added up in fp32. Payload and scales of a
+collective travel in one buffer.
 """
 
 import contextlib

@@ -96,7 +96,7 @@ class Loader:
         return self.documents.rows[permute(index, len(self.documents.rows), self.seed, epoch)]
 
     def next_step(self) -> list[MicroBatch]:
-        """This rank's micro-batches of the next step. MicroBatch-batch m of all ranks is contiguous in the stream."""
+        """This rank's micro-batches of the next step. Micro-batch m of all ranks is contiguous in the stream."""
         here, micros = self.batching, []
         for micro in range(self.accumulation):
             start = self.consumed_rows + (micro * here.ranks + here.rank) * here.batch_size

@@ -13,7 +13,10 @@ WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
 
 
 def fetch_folder(path: str, revision: str, what: str, patterns: list[str]) -> Path:
-    """The local directory `path`, or the hub snapshot of that id (files matching `patterns`). Raises RecipeError."""
+    """The embedded model's directory, the local directory `path`, or the hub snapshot of that id (files matching
+    `patterns`). Raises RecipeError."""
+    if path == embedded.MODEL:
+        return embedded.smollm2_folder()
     if Path(path).is_dir():
         return Path(path)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
@@ -33,22 +36,16 @@ def fetch_folder(path: str, revision: str, what: str, patterns: list[str]) -> Pa
 
 def config_folder(model: Model) -> Path:
     """The directory of the config, without weights where those would have to be fetched. Raises RecipeError."""
-    if model.path == embedded.MODEL:
-        return embedded.smollm2_folder()
     return fetch_folder(model.path, model.revision, "model.path", CONFIG_FILES)
 
 
 def model_folder(model: Model) -> Path:
     """The directory of config and weights (with random weights: of the config). Raises RecipeError."""
-    if model.path == embedded.MODEL or model.init != "pretrained":
-        return config_folder(model)
-    return fetch_folder(model.path, model.revision, "model.path", [*CONFIG_FILES, *WEIGHT_FILES])
+    weights = WEIGHT_FILES if model.init == "pretrained" else []
+    return fetch_folder(model.path, model.revision, "model.path", [*CONFIG_FILES, *weights])
 
 
 def tokenizer_folder(model: Model) -> Path:
     """The directory of the tokenizer: its own, else the model's. Raises RecipeError."""
-    if (model.tokenizer or model.path) == embedded.MODEL:
-        return embedded.smollm2_folder()
-    if not model.tokenizer:
-        return config_folder(model)
-    return fetch_folder(model.tokenizer, "main", "model.tokenizer", CONFIG_FILES)
+    path, revision = (model.tokenizer, "main") if model.tokenizer else (model.path, model.revision)
+    return fetch_folder(path, revision, "model.tokenizer", CONFIG_FILES)

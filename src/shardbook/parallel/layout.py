@@ -7,13 +7,14 @@ a number of ranks, so a laptop has the layout of a cluster. A later axis is one 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 import torch
 from torch import nn
 
-from shardbook.axes import DP_REPLICATE, DP_SHARD
+from shardbook.axes import DATA_AXES, DP_REPLICATE, DP_SHARD
 from shardbook.comm.collectives import ZeroppSwitches
-from shardbook.parallel.mesh import axis_groups, data_rank, rank_along, resolve_sizes
+from shardbook.parallel.mesh import axis_groups, rank_along, resolve_sizes
 from shardbook.parallel.stages import Stage, check_stage, read_switches
 from shardbook.parallel.units import Unit, choose_units
 from shardbook.recipe import Parallel, Precision, RecipeError
@@ -23,7 +24,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the names that a 
 
 @dataclass(frozen=True)
 class Layout:
-    """Stage, mesh axes, units, dtypes and ZeRO++'s switches of a run, and how many of its ranks share a node."""
+    """Stage, mesh axes, units, dtypes and ZeRO++'s switches of a run, and how many of its ranks share a node.
+
+    Ranks are numbered within it, from 0, the last axis fastest: those of a run are the global ones.
+    """
 
     stage: Stage
     sizes: dict[str, int]  # of every mesh axis, outermost first
@@ -47,25 +51,10 @@ class Layout:
         """Ranks that hold copies of each other."""
         return self.sizes[DP_REPLICATE]
 
-    @property
-    def param_dtype(self) -> torch.dtype:
-        """Of gathered parameters and of compute."""
-        return DTYPES[self.precision.params]
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        """Of gradients on the wire, and of their sum."""
-        return DTYPES[self.precision.reduce]
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """Of parameters at rest, reduced gradients and optimizer state."""
-        return DTYPES[self.precision.master]
-
-    @property
-    def output_dtype(self) -> torch.dtype:
-        """Of what the model returns."""
-        return DTYPES[self.precision.output]
+    def dtype(self, what: Literal["params", "reduce", "output", "master"]) -> torch.dtype:
+        """Of gathered parameters and compute; of gradients on the wire and their sum; of what the model returns; of
+        parameters at rest, reduced gradients and optimizer state."""
+        return DTYPES[getattr(self.precision, what)]
 
     @property
     def forward_prefetch(self) -> int:
@@ -91,15 +80,18 @@ class Layout:
         return unit.padded_numel(self.shards, trained_only=True) // earlier
 
     def shard_rank(self, rank: int) -> int:
-        """The place of the global `rank` along dp_shard: which shard it keeps."""
+        """The place of `rank` along dp_shard: which shard it keeps."""
         return rank_along(self.sizes, DP_SHARD, rank)
 
     def data_rank(self, rank: int) -> tuple[int, int]:
-        """The number of the global `rank` among those that see different rows, and how many they are."""
-        return data_rank(self.sizes, rank)
+        """The number of `rank` among those that see different rows, and how many they are."""
+        number, count = 0, 1
+        for axis in DATA_AXES:
+            number, count = number * self.sizes[axis] + rank_along(self.sizes, axis, rank), count * self.sizes[axis]
+        return number, count
 
     def groups(self, rank: int) -> dict[str, list[int]]:
-        """The global ranks that `rank` talks to along each axis."""
+        """The ranks that `rank` talks to along each axis."""
         return axis_groups(self.sizes, rank, self.switches.inside)
 
 

@@ -1,10 +1,11 @@
 """The stages for anyone's module, without a recipe: `shard_model`, in a loop of one's own. See docs/library.md.
 
 Invariant: the same layout, units and hooks as a recipe's run, built by the same functions. Never starts processes,
-reads files or touches the optimizer.
+reads files or touches the optimizer; of the environment it reads LOCAL_WORLD_SIZE, the ranks of a node.
 """
 
 import os
+import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardbook.axes import AXES, DP_SHARD
 from shardbook.parallel.layout import DTYPES, Layout, build_layout
@@ -19,6 +21,8 @@ from shardbook.parallel.mesh import axis_sizes, build_mesh
 from shardbook.parallel.sharding import ShardedModel, apply_stage
 from shardbook.parallel.stages import Stage, check_stage
 from shardbook.recipe import Parallel, Precision, RecipeError
+
+CHUNK = 2**22  # elements of a weight that are looked at together
 
 
 def shard_model(
@@ -34,83 +38,137 @@ def shard_model(
     `blocks`: the modules to gather one at a time, in the order in which they run; what is in none of them is gathered
     together. `stage`: a name, or a `Parallel` section with ZeRO++'s switches and the other knobs. `mesh`: with the axes
     dp_replicate, dp_shard or both; None: all ranks. `precision`: None computes in bf16 on a GPU and in fp32 on a CPU,
-    and reduces in fp32. Parameters keep their dtype, one for all of them, fp32 or bf16.
+    reduces in fp32, and returns floats as fp32. Parameters keep their dtype, one for all of them, fp32 or bf16.
 
     Afterwards parameters are DTensors, so make the optimizer afterwards; gradients are SUMS over ranks: divide the loss
     by what the whole step counts. Raises RecipeError (a ValueError) where something does not fit.
     """
     blocks = list(blocks)
     check_blocks(model, blocks)
+    check_parameters(model)
     parallel = stage if isinstance(stage, Parallel) else Parallel(stage=stage)
     row = check_stage(parallel)
     if not dist.is_initialized():
         raise RecipeError("shard_model: no process group; call torch.distributed.init_process_group first")
     if mesh is None:
-        device_type, ranks = "cuda" if "nccl" in dist.get_backend_config() else "cpu", dist.get_world_size()
+        device_type, ranks = (
+            "cuda" if "nccl" in dist.get_backend_config() else "cpu",
+            list(range(dist.get_world_size())),
+        )
     else:
-        parallel, device_type, ranks = _with_sizes_of(mesh, parallel, row), mesh.device_type, mesh.size()
+        parallel, device_type, ranks = (
+            _with_sizes_of(mesh, parallel, row),
+            mesh.device_type,
+            mesh.mesh.flatten().tolist(),
+        )
     settled = _with_master_of(model, precision or Precision()).on(device_type)
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    layout = build_layout(parallel, settled, model, [[block] for block in blocks], blocks, ranks, ranks_per_node)
+    parts, node = [[block] for block in blocks], _ranks_of_this_node(ranks, parallel)
+    layout = build_layout(parallel, settled, model, parts, blocks, len(ranks), node)
     mesh = _with_every_axis(mesh, layout, device_type)
     check_same_weights(model, mesh)
     return apply_stage(model, layout, mesh)
 
 
 def check_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Raise RecipeError where a block is not inside `model`, one is inside another, a parameter of one is reachable
-    from outside it, or `model` is sharded already."""
-    names = {module: name for name, module in model.named_modules()}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            raise RecipeError(f"shard_model: {name or 'the model'} is sharded already; shard a model once")
-    block_of: dict[nn.Module, nn.Module] = {}
+    """Raise RecipeError where a block is not inside `model`, is named twice or lies inside another, or where one of its
+    parameters can be reached from outside it too."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    block_at: dict[str, int] = {}
     for number, block in enumerate(blocks):
         if block is model or block not in names:
             what = "is the model itself" if block is model else "is not inside the model"
             raise RecipeError(f"shard_model: blocks[{number}], a {type(block).__name__}, {what}")
-        for module in block.modules():
-            if module in block_of:
-                one, other = names[block_of[module]], names[block]
-                raise RecipeError(
-                    f"shard_model: {names[module]} is in two blocks, {one} and {other}; name each module once"
-                )
-            block_of[module] = block
-    found: dict[nn.Parameter, tuple[str, nn.Module | None]] = {}
-    for module, prefix in names.items():
-        for leaf, parameter in module.named_parameters(prefix=prefix, recurse=False):
-            here = block_of.get(module)
-            earlier, there = found.setdefault(parameter, (leaf, here))
-            if here is not there:
-                where = [f"block {names[at]}" if at else "no block" for at in (there, here)]
-                raise RecipeError(
-                    f"shard_model: {earlier} (in {where[0]}) and {leaf} (in {where[1]}) are one parameter, and what is "
-                    "in a block is gathered with that block alone; leave both in no block, or both in one"
-                )
+        for name in names[block]:
+            if name in block_at:
+                raise RecipeError(f"shard_model: {name} is blocks[{block_at[name]}] and blocks[{number}]; name it once")
+            block_at[name] = number
+
+    def around(name: str) -> list[str]:
+        """The blocks around a module or parameter, by name, the outermost first."""
+        words = name.split(".")
+        return [outer for end in range(1, len(words)) if (outer := ".".join(words[:end])) in block_at]
+
+    for name in block_at:
+        if outer := around(name):
+            raise RecipeError(f"shard_model: block {name} is inside block {outer[0]}; name one of the two")
+    found: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        earlier = found.setdefault(parameter, name)
+        blocks_of = [{block_at[block] for block in around(at)} for at in (earlier, name)]
+        if blocks_of[0] != blocks_of[1]:
+            where = [f"block {around(at)[0]}" if around(at) else "no block" for at in (earlier, name)]
+            raise RecipeError(
+                f"shard_model: {earlier} (in {where[0]}) and {name} (in {where[1]}) are one parameter, and what is in "
+                "a block is gathered with that block alone; leave both in no block, or both in one"
+            )
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raise RecipeError for what fully_shard would refuse half-way through, or count twice."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise RecipeError(f"shard_model: {name or 'the model'} is sharded already; shard a model once")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise RecipeError(
+                f"shard_model: {name} is a DTensor already; models that are split otherwise it cannot take"
+            )
+        if not parameter.ndim or not parameter.is_contiguous():
+            what = (
+                "is not contiguous; assign parameter.contiguous()"
+                if parameter.ndim
+                else "is a scalar; give it shape [1]"
+            )
+            raise RecipeError(f"shard_model: {name} {what}")
 
 
 def check_same_weights(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise RecipeError, on every rank of `mesh`, where ranks hold different weights: each keeps only its own part, so
-    a model of parts of unlike models would train without a word. A model on the meta device has no weights yet."""
-    named = {name: p for name, p in model.named_parameters() if not p.is_meta}
-    if not named:
-        return
-    sums = torch.stack([_fingerprint(p) for p in named.values()]).to(mesh.device_type)
-    least, most = sums.clone(), sums.clone()
-    for axis in range(mesh.ndim):
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group(axis))
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    if differ := [name for name, same in zip(named, (least == most).tolist(), strict=True) if not same]:
+    """Raise RecipeError, on every rank of `mesh`, where ranks hold different models or weights: each keeps only its own
+    part, so a model of parts of unlike models would train without a word. What lies on the meta device has none yet."""
+    named = dict(model.named_parameters())
+    shape = repr([(name, tuple(p.shape), p.dtype, p.is_meta) for name, p in named.items()])
+    if _differing(torch.tensor([zlib.crc32(shape.encode())]), mesh):
         raise RecipeError(
-            f"shard_model: {len(differ)} of {len(named)} parameters are not the same on every rank, {differ[0]} first; "
+            "shard_model: the model is not the same on every rank (names, shapes, dtypes, or which parameters lie on "
+            "the meta device); make it alike everywhere"
+        )
+    real = [name for name, parameter in named.items() if not parameter.is_meta]
+    sums = torch.tensor([_sum_of_bits(named[name]) for name in real], dtype=torch.int64)
+    if differ := [real[number] for number in _differing(sums, mesh)]:
+        raise RecipeError(
+            f"shard_model: {len(differ)} of {len(real)} parameters are not the same on every rank, {differ[0]} first; "
             "load the same weights, or call torch.manual_seed with the same seed before the model is made"
         )
 
 
-def _fingerprint(parameter: Tensor) -> Tensor:
-    """The sum of the parameter's bits as whole numbers, modulo 2**64: exact, in any order."""
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
-    return parameter.detach().contiguous().view(whole).sum(dtype=torch.int64)
+def _differing(values: Tensor, mesh: DeviceMesh) -> list[int]:
+    """Where `values`, int64, are not the same on every rank of `mesh`. Collective."""
+    least, most = values.to(mesh.device_type), values.to(mesh.device_type, copy=True)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group(axis))
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    return (least != most).nonzero().flatten().tolist()
+
+
+def _sum_of_bits(parameter: Tensor) -> int:
+    """The parameter's bits as whole numbers, added up: exact, in any order."""
+    whole = parameter.detach().flatten().view({2: torch.int16, 4: torch.int32}[parameter.element_size()])
+    return sum(int(part.sum(dtype=torch.int64)) for part in whole.split(CHUNK))
+
+
+def _ranks_of_this_node(ranks: list[int], parallel: Parallel) -> int:
+    """How many of `ranks` share this rank's node. Raises RecipeError where that matters and nobody has said it."""
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    if not size and (
+        parallel.secondary_shard == "node" or (parallel.quantize_gradients and not parallel.secondary_shard)
+    ):
+        raise RecipeError(
+            "shard_model: LOCAL_WORLD_SIZE is not set, and ZeRO++ asks how many ranks share a node; torchrun and "
+            "accelerate set it; else set it, or parallel.secondary_shard to a number"
+        )
+    return sum(rank // size == dist.get_rank() // size for rank in ranks) if size else len(ranks)
 
 
 def _with_master_of(model: nn.Module, precision: Precision) -> Precision:
@@ -145,14 +203,19 @@ def _with_sizes_of(mesh: DeviceMesh, parallel: Parallel, stage: Stage) -> Parall
 
 
 def _with_every_axis(mesh: DeviceMesh | None, layout: Layout, device_type: str) -> DeviceMesh:
-    """`mesh`, or one of all ranks, with the axes of AXES. Raises RecipeError for a part of the ranks that lacks one
-    which is needed: making it would take a collective of all."""
+    """`mesh`, or one of all ranks, with the axes of AXES. Raises RecipeError for a part of the ranks that needs a group
+    which it lacks: making one would take a collective of all."""
     if mesh is None:
         return build_mesh(layout.sizes, device_type)
-    names = tuple(axis_sizes(mesh))
+    names, whole = tuple(axis_sizes(mesh)), mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
+    if not whole and (layout.switches.secondary or len(layout.hops) > 1):
+        raise RecipeError(
+            "shard_model: ZeRO++'s groups inside a node need a mesh of all ranks, in order; leave out secondary_shard, "
+            "and quantize_gradients over several nodes"
+        )
     if names == AXES or (names == (DP_SHARD,) and len(layout.hops) < 2):
         return mesh
-    if len(names) == 1 and mesh.mesh.tolist() == list(range(dist.get_world_size())):
+    if len(names) == 1 and whole:
         return build_mesh(layout.sizes, device_type)
     raise RecipeError(
         f"shard_model: the mesh must have {' and '.join(AXES)}, in this order, one of them perhaps of size 1; it has "

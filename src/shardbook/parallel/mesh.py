@@ -8,7 +8,7 @@ from math import prod
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardbook.axes import ACROSS, AXES, DATA_AXES, DP_REPLICATE, DP_SHARD, INSIDE
+from shardbook.axes import ACROSS, AXES, DP_REPLICATE, DP_SHARD, INSIDE
 from shardbook.recipe import Parallel, RecipeError
 
 
@@ -77,15 +77,6 @@ def split_sizes(sizes: dict[str, int], inside: int) -> dict[str, int]:
 
 def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-
-
-def data_rank(sizes: dict[str, int], rank: int) -> tuple[int, int]:
-    """The number of `rank` among those that see different rows, and how many they are."""
-    number, count = 0, 1
-    for axis in DATA_AXES:
-        number = number * sizes[axis] + rank_along(sizes, axis, rank)
-        count *= sizes[axis]
-    return number, count
 
 
 def rank_along(sizes: dict[str, int], axis: str, rank: int) -> int:

@@ -61,9 +61,9 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedMo
     with share_secondary_mesh():
         for unit in order:
             policy = MixedPrecisionPolicy(
-                param_dtype=layout.param_dtype,
-                reduce_dtype=layout.reduce_dtype,
-                output_dtype=layout.output_dtype if unit is order[-1] else None,
+                param_dtype=layout.dtype("params"),
+                reduce_dtype=layout.dtype("reduce"),
+                output_dtype=layout.dtype("output") if unit is order[-1] else None,
             )
             modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
             reshards = unit.reshard_after_forward and (switches.secondary or True)

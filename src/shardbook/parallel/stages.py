@@ -1,9 +1,8 @@
 """The stages: what a data-parallel rank keeps and when it gathers, as rows of one table.
 
-Everything that tells one stage from another is a field of its row; code below reads fields, never names.
-Invariant: gradients are SUMS over ranks (the loss is already divided by the global token count), so every divide
-factor is 1. Sources: ZeRO, arXiv 1910.02054, sections 5.1 to 5.3 (P_os, P_os+g, P_os+g+p); hybrid shard: PyTorch
-FSDP, arXiv 2304.11277, section 3.2.2.
+Invariant: everything that tells one stage from another is a field of its row; code reads fields, never names. Sources:
+ZeRO, arXiv 1910.02054, sections 5.1 to 5.3 (P_os, P_os+g, P_os+g+p); hybrid shard: PyTorch FSDP, arXiv 2304.11277,
+section 3.2.2.
 """
 
 from dataclasses import dataclass

@@ -57,7 +57,7 @@ def predict_traffic(layout: Layout, micros: int) -> Traffic:
     step's `micros` micro-batches.
     """
     shards, switches = layout.shards, layout.switches
-    wire, reduced = layout.param_dtype.itemsize, layout.reduce_dtype.itemsize
+    wire, reduced = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
     traffic: Traffic = {}
 
     def add(op: str, axis: str, calls: int, payload_bytes: int) -> None:
@@ -94,7 +94,7 @@ def predict_traffic(layout: Layout, micros: int) -> Traffic:
 def predict_resident(layout: Layout, rank: int) -> Resident:
     """What the global `rank` keeps. Parameters and gradients lie in padded storage; AdamW's two moments have the true
     rows of the rank, and one step count a parameter."""
-    shards, master, shard = layout.shards, layout.master_dtype.itemsize, layout.shard_rank(rank)
+    shards, master, shard = layout.shards, layout.dtype("master").itemsize, layout.shard_rank(rank)
     params = grads = optimizer = 0
     for unit in layout.units:
         params += unit.padded_numel(shards) // shards * master
@@ -109,7 +109,7 @@ def predict_secondary(layout: Layout) -> int:
     if not layout.switches.secondary:
         return 0
     whole = sum(unit.padded_numel(layout.shards) for unit in layout.units if unit.reshard_after_forward)
-    return whole // layout.switches.secondary * layout.param_dtype.itemsize
+    return whole // layout.switches.secondary * layout.dtype("params").itemsize
 
 
 def predict_residual(layout: Layout) -> int:
@@ -148,7 +148,7 @@ def predict_gathered_peak(layout: Layout) -> int:
     kept = {unit for unit in layout.units if unit.spans or not unit.reshard_after_forward}
 
     def size(live: set[Unit]) -> int:
-        return sum(unit.padded_numel(layout.shards) for unit in live) * layout.param_dtype.itemsize
+        return sum(unit.padded_numel(layout.shards) for unit in live) * layout.dtype("params").itemsize
 
     peak = size(kept)
     order = [unit for unit in layout.units if not unit.spans]

@@ -2,6 +2,7 @@
 
 import difflib
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ from pydantic import ValidationError
 
 from shardbook.recipe.schema import FORMS, Recipe, RecipeError, Section, nearest
 
-# another program's word -> the key that it is here
-WORDS = {
-    word: key
-    for key, words in tomllib.loads(Path(__file__).with_name("words.toml").read_text()).items()
-    for word in words
-}
+
+@cache
+def other_words() -> dict[str, str]:
+    """Another program's word -> the key that it is here."""
+    table = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
+    return {word: key for key, words in table.items() for word in words}
 
 
 def first_line(error: BaseException) -> str:
@@ -134,7 +135,7 @@ def _explain(error: Any) -> str:
     ]
     name = ".".join(path)
     if error["type"] == "extra_forbidden":
-        if known_as := WORDS.get(path[-1].lower()):
+        if known_as := other_words().get(path[-1].lower()):
             return f"{name} is not a key of a recipe; here it is {known_as}"
         every = [row[0] for row in describe_keys()] + list(Recipe.model_fields)
         if elsewhere := [row for row in every if row.rpartition(".")[2] == path[-1] and row != path[-1]]:

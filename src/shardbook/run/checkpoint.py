@@ -50,10 +50,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def save_checkpoint(
-    folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, progress: TrainState, keep: int
+    folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: TrainState, keep: int
 ) -> Path:
     """Write `folder`/step-000200 and drop all but the `keep` newest (0: keep all). Collective."""
-    path = folder / f"step-{progress.step:06d}"
+    path = folder / f"step-{state.step:06d}"
     is_main = dist.get_rank() == 0
     if is_main:
         (path / MARKER).unlink(missing_ok=True)
@@ -69,14 +69,14 @@ def save_checkpoint(
             f"checkpoint {path}: cannot be written, {free:.1f} GB are free there ({_cause(error)})"
         ) from error
     if is_main:
-        state = {
-            "step": progress.step,
-            "tokens": progress.tokens,
-            "loader": progress.loader,
+        facts = {
+            "step": state.step,
+            "tokens": state.tokens,
+            "loader": state.loader,
             "ranks": _ranks(sharded),
             RESIDUAL: list(sharded.residuals),
         }
-        (path / STATE).write_text(json.dumps(state | {"shapes": _shapes(sharded.model)}, indent=1))
+        (path / STATE).write_text(json.dumps(facts | {"shapes": _shapes(sharded.model)}, indent=1))
         (path / MARKER).touch()
         for old in sorted(_complete(folder), key=_step_of)[:-keep] if keep else []:
             (old / MARKER).unlink()
