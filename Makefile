@@ -50,7 +50,7 @@ test-slow: $(DEV)  ## what make test leaves out: signals, comparisons, other lau
 	$(BIN)/pytest -n 2 --dist loadfile -m slow
 
 test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and model (some ten minutes)
-	$(BIN)/pytest tests/dist --everything -m ""
+	$(BIN)/pytest -n 2 --dist loadfile tests/dist --everything -m ""
 
 # The narrowest vectors that torch has stand for a machine unlike the one a change was made on.
 test-cpu: $(DEV)  ## numbers on another processor: units, real weights and the parity matrix without wide vectors

@@ -65,27 +65,25 @@ def layouts(world: int) -> list[tuple[str, int, int]]:
     return plain + hybrid
 
 
+MICROS, CLIPS, TIED, CHECKPOINTING = (1, 3), (False, True), (True, False), ("none", "full")
+# choices of the four such that each pair of values of each two of them occurs: a covering array of strength 2
+PAIRWISE = ((0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0))
+
+
 def every_case() -> list[Case]:
-    options = list(itertools.product((1, 3), (False, True), (True, False), ("none", "full")))
-    return [
-        Case(*layout, micros, clips, tied, checkpointing)
-        for world in (1, 2, 3, 4)
-        for layout in layouts(world)
-        for micros, clips, tied, checkpointing in options
-    ]
+    options = list(itertools.product(MICROS, CLIPS, TIED, CHECKPOINTING))
+    return [Case(*layout, *picked) for world in (1, 2, 3, 4) for layout in layouts(world) for picked in options]
 
 
 def covering_cases() -> list[Case]:
     """Every layout, every pair of options in every world, and on two ranks all that must be alike to the bit."""
-    options = list(itertools.product((1, 3), (False, True), (True, False), ("none", "full")))
-    bitwise = [Case(*layout, micros) for layout in layouts(2)[:4] for micros in (1, 3)]
-    chosen = []
+    chosen = [Case(*layout, micros) for layout in layouts(2)[:4] for micros in (1, 3)]
     for world in (1, 2, 3, 4):
         for number, layout in enumerate(layouts(world)):
-            # of the 16 combinations each layout gets one and its opposite in everything
-            picked = (3 * number + world) % 16
-            chosen += [Case(*layout, *options[picked]), Case(*layout, *options[15 - picked])]
-    return list(dict.fromkeys(bitwise + chosen))
+            picked = PAIRWISE[(number + world) % len(PAIRWISE)]  # another for the same layout in another world
+            options = zip((MICROS, CLIPS, TIED, CHECKPOINTING), picked, strict=True)
+            chosen.append(Case(*layout, *(values[pick] for values, pick in options)))
+    return list(dict.fromkeys(chosen))
 
 
 @dataclass

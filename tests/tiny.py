@@ -82,7 +82,7 @@ RECIPE = """
 path = "{tiny}/model"
 [data]
 train = "{tiny}/chats.jsonl"
-eval_size = 5
+eval_size = 2
 max_length = 128
 skip_untrainable = true
 [optim]

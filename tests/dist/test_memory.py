@@ -79,7 +79,9 @@ ROOT = (258 * WIDTH + 2 * WIDTH) * 4  # 257 rows padded to two equal shards
         ("zero3", {"reshard_root": False}, 2),
         ("zero3", {"reshard_min_params": BLOCK // 4 + 1}, LAYERS),  # every block is smaller
         pytest.param("zero3", {"wrap": "size:1000"}, 3, marks=pytest.mark.slow),  # two matrices, the block around them
-        ("zero3", {"wrap": "size:1000", "forward_prefetch": 3, "backward_prefetch": 1}, 5),
+        pytest.param(
+            "zero3", {"wrap": "size:1000", "forward_prefetch": 3, "backward_prefetch": 1}, 5, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
 )
