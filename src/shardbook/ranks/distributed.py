@@ -142,12 +142,14 @@ def check_alike(facts: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def local_main_process_first(ranks: Ranks) -> Iterator[None]:
-    """The node's first rank runs the body, then the others: for work whose result is a cache on disk."""
+    """The node's first rank runs the body, then the others: for work whose result is a cache on disk. All leave it
+    together, so that what is refused next is refused by all at once: a rank that is late loses the store of rank 0."""
     if ranks.local_rank != 0:
         dist.barrier()
     yield
     if ranks.local_rank == 0:
         dist.barrier()
+    dist.barrier()
 
 
 @dataclass
