@@ -79,9 +79,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     loader = Loader(documents, batching, recipe.train.gradient_accumulation_steps, recipe.train.seed)
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
     if run.finished_steps >= steps:
-        console.print(
-            f"done     this run has finished its {run.finished_steps} steps; for another choose another run.name"
-        )
+        done = f"this run has finished its {run.finished_steps} steps"
+        console.print(f"done     {done}; raise train.steps, or choose another run.name")
         return DONE
     run.check_goes_on(steps, newest)
 

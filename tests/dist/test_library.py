@@ -177,6 +177,17 @@ class Shared(nn.Module):
 
 
 REFUSED = {
+    "no module": (lambda m: {"blocks": ["a"]}, r"blocks\[0\], a str, is no module"),
+    "a container": (lambda m: {"blocks": [nn.ModuleList([m.a])]}, r"blocks\[0\], a ModuleList, is not inside the model"),
+    "a container inside": (
+        lambda m: setattr(m, "all", nn.ModuleList([m.a])) or {"blocks": [m.all]},
+        r"blocks\[0\], a ModuleList, is never run itself; name the modules in it",
+    ),
+    "one module": (lambda m: {"blocks": m.b}, "blocks = Linear.*: must be several modules"),
+    "a number": (lambda m: {"blocks": [], "stage": 3}, "stage = 3: must be a name or a Parallel"),
+    "a dtype": (lambda m: {"blocks": [], "precision": "bf16"}, "precision = 'bf16': must be a Precision"),
+    "a size": (lambda m: {"blocks": [], "mesh": 2}, "mesh = 2: must be a DeviceMesh"),
+    "empty": (lambda m: setattr(m, "e", nn.Parameter(torch.zeros(0, 3))) or {"blocks": []}, "e has no elements"),
     "not inside": (lambda m: {"blocks": [m.a, nn.Linear(4, 4)]}, r"blocks\[1\], a Linear, is not inside the model"),
     "the model": (lambda m: {"blocks": [m]}, r"blocks\[0\], a Shared, is the model itself"),
     "named twice": (lambda m: {"blocks": [m.a, m.b, m.a]}, r"a is blocks\[0\] and blocks\[2\]; name it once"),

@@ -66,7 +66,8 @@ def test_auto_precision(file):
 WRONG = {
     "optim.learning_rat=1": ["optim.learning_rat is not a key", "did you mean optim.learning_rate?"],
     "learning_rate=1": ["learning_rate is not a key", "did you mean optim.learning_rate?"],
-    "optin.learning_rate=1": ["optin is not a key", "did you mean optim?"],
+    "optin.learning_rate=1": ["optin.learning_rate is not a key", "did you mean optim.learning_rate?"],
+    "optim=adamw": ["optim = 'adamw': is a section; set a key of it, optim.<key>"],
     "optim.learning_rate=fast": ["optim.learning_rate = 'fast'", "number"],
     "optim.learning_rate=0.0": ["optim.learning_rate = 0.0", "greater than 0"],
     "optim.betas=[0.9, 1.5]": ["betas = [0.9, 1.5]", "below 1"],
@@ -121,6 +122,8 @@ USERS_WORDS = {
     "output_dir": "run.dir (the run's directory in it: run.name)",
     "train.gradient_checkpointing": "activation.checkpointing=full (or selective)",
     "model_name_or_path": "model.path",
+    "optimizer.lr": "optim.learning_rate",
+    "parallelism.data_parallel_shard_degree": "parallel.dp_shard_size",
     "BF16": "precision.params=bf16 (compute and gathers; auto does so on a GPU)",
 }
 
@@ -136,6 +139,7 @@ def test_other_programs_words_get_the_right_key(file, word):
     "word, meant",
     [
         ("stage", "parallel.stage"),
+        ("training.steps", "train.steps"),
         ("train.learning_rate", "optim.learning_rate"),
         ("name", "optim.name or run.name"),
         ("optim.epz", "optim.eps"),

@@ -23,6 +23,7 @@ from shardbook.parallel.stages import Stage, check_stage
 from shardbook.recipe import Parallel, Precision, RecipeError
 
 CHUNK = 2**22  # elements of a weight that are looked at together
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # nobody calls their forward
 
 
 def shard_model(
@@ -43,6 +44,16 @@ def shard_model(
     Afterwards parameters are DTensors, so make the optimizer afterwards; gradients are SUMS over ranks: divide the loss
     by what the whole step counts. Raises RecipeError (a ValueError) where something does not fit.
     """
+    kinds: list[tuple[str, object, tuple[type, ...], str]] = [
+        ("model", model, (nn.Module,), "a module"),
+        ("blocks", blocks, (Iterable,), "several modules"),
+        ("stage", stage, (str, Parallel), "a name or a Parallel"),
+        ("mesh", mesh, (DeviceMesh, type(None)), "a DeviceMesh"),
+        ("precision", precision, (Precision, type(None)), "a Precision"),
+    ]
+    for what, given, kind, words in kinds:
+        if not isinstance(given, kind):
+            raise RecipeError(f"shard_model: {what} = {given!r}: must be {words}")
     blocks = list(blocks)
     check_blocks(model, blocks)
     check_parameters(model)
@@ -77,9 +88,14 @@ def check_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         names.setdefault(module, []).append(name)
     block_at: dict[str, int] = {}
     for number, block in enumerate(blocks):
-        if block is model or block not in names:
-            what = "is the model itself" if block is model else "is not inside the model"
-            raise RecipeError(f"shard_model: blocks[{number}], a {type(block).__name__}, {what}")
+        for wrong, what in (
+            (not isinstance(block, nn.Module), "is no module"),
+            (block is model, "is the model itself"),
+            (block not in names, "is not inside the model"),
+            (isinstance(block, CONTAINERS), "is never run itself; name the modules in it"),
+        ):
+            if wrong:
+                raise RecipeError(f"shard_model: blocks[{number}], a {type(block).__name__}, {what}")
         for name in names[block]:
             if name in block_at:
                 raise RecipeError(f"shard_model: {name} is blocks[{block_at[name]}] and blocks[{number}]; name it once")
@@ -107,6 +123,10 @@ def check_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 def check_parameters(model: nn.Module) -> None:
     """Raise RecipeError for what fully_shard would refuse half-way through, or count twice."""
+    if isinstance(model, (*CONTAINERS, nn.parallel.DistributedDataParallel)):
+        raise RecipeError(
+            f"shard_model: a {type(model).__name__} cannot be sharded; pass the module whose forward you call"
+        )
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise RecipeError(f"shard_model: {name or 'the model'} is sharded already; shard a model once")
@@ -115,13 +135,12 @@ def check_parameters(model: nn.Module) -> None:
             raise RecipeError(
                 f"shard_model: {name} is a DTensor already; models that are split otherwise it cannot take"
             )
-        if not parameter.ndim or not parameter.is_contiguous():
-            what = (
-                "is not contiguous; assign parameter.contiguous()"
-                if parameter.ndim
-                else "is a scalar; give it shape [1]"
-            )
-            raise RecipeError(f"shard_model: {name} {what}")
+        if not parameter.ndim:
+            raise RecipeError(f"shard_model: {name} is a scalar; give it the shape [1]")
+        if not parameter.numel():
+            raise RecipeError(f"shard_model: {name} has no elements, shape {list(parameter.shape)}; leave it out")
+        if not parameter.is_contiguous():
+            raise RecipeError(f"shard_model: {name} is not contiguous; assign a contiguous parameter")
 
 
 def check_same_weights(model: nn.Module, mesh: DeviceMesh) -> None:

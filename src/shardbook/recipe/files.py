@@ -133,6 +133,10 @@ def _explain(error: Any) -> str:
         for part in error["loc"]
         if not str(part).startswith(("constrained-", "list[", "literal[")) and part not in ("int", "float", "str")
     ]
+    inside = error["input"]
+    while error["type"] == "extra_forbidden" and isinstance(inside, dict) and inside:  # a section: name its first key
+        key, inside = next(iter(inside.items()))
+        path.append(key)
     name = ".".join(path)
     if error["type"] == "extra_forbidden":
         if known_as := other_words().get(path[-1].lower()):
@@ -150,6 +154,8 @@ def _explain(error: Any) -> str:
     message = error["msg"][0].lower() + error["msg"][1:]
     if error["type"] == "bool_type":
         message = "must be true or false"
+    if error["type"] == "model_type":
+        message = f"is a section; set a key of it, {name}.<key>"
     if forms := FORMS.get(error.get("ctx", {}).get("pattern", "")):
         message = f"must be one of {', '.join(forms)}"
         heads = [form.split(":")[0] for form in forms]
