@@ -15,8 +15,9 @@ from pathlib import Path
 
 SECONDS = 240
 # Below the ports that the kernel hands out, so that nobody is given one between now and when rank 0 listens; each of
-# pytest's workers has its own.
-ports = itertools.count(20_000 + 4_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
+# pytest's workers has its own, and two sessions on one machine seldom the same.
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+ports = itertools.count(20_000 + 4_000 * WORKER + os.getpid() % 3_000)
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch", "transformers", "datasets", "shardbook.train", "shardbook.cli"])
 

@@ -177,7 +177,8 @@ class Shared(nn.Module):
 
 
 REFUSED = {
-    "no module": (lambda m: {"blocks": ["a"]}, r"blocks\[0\], a str, is no module"),
+    "no module": (lambda m: {"blocks": "a"}, r"blocks\[0\], a str, is no module"),
+    "a list of modules": (lambda m: {"blocks": [[m.a, m.b]]}, r"blocks\[0\], a list, is no module"),
     "a container": (lambda m: {"blocks": [nn.ModuleList([m.a])]}, r"blocks\[0\], a ModuleList, is not inside the model"),
     "a container inside": (
         lambda m: setattr(m, "all", nn.ModuleList([m.a])) or {"blocks": [m.all]},

@@ -61,17 +61,11 @@ def shard_model(
     row = check_stage(parallel)
     if not dist.is_initialized():
         raise RecipeError("shard_model: no process group; call torch.distributed.init_process_group first")
-    if mesh is None:
-        device_type, ranks = (
-            "cuda" if "nccl" in dist.get_backend_config() else "cpu",
-            list(range(dist.get_world_size())),
-        )
-    else:
-        parallel, device_type, ranks = (
-            _with_sizes_of(mesh, parallel, row),
-            mesh.device_type,
-            mesh.mesh.flatten().tolist(),
-        )
+    device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+    ranks = list(range(dist.get_world_size()))
+    if mesh is not None:
+        device_type, ranks = mesh.device_type, mesh.mesh.flatten().tolist()
+        parallel = _with_sizes_of(mesh, parallel, row)
     settled = _with_master_of(model, precision or Precision()).on(device_type)
     parts, node = [[block] for block in blocks], _ranks_of_this_node(ranks, parallel)
     layout = build_layout(parallel, settled, model, parts, blocks, len(ranks), node)
@@ -91,7 +85,7 @@ def check_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         for wrong, what in (
             (not isinstance(block, nn.Module), "is no module"),
             (block is model, "is the model itself"),
-            (block not in names, "is not inside the model"),
+            (isinstance(block, nn.Module) and block not in names, "is not inside the model"),
             (isinstance(block, CONTAINERS), "is never run itself; name the modules in it"),
         ):
             if wrong:
