@@ -32,11 +32,11 @@ if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
     SCENARIOS = {name: scenario for name, scenario in SCENARIOS.items() if scenario.gated is Scenario().gated}
 
 
-def train_all(names, layouts, folder):
+def train_all(layouts_by_name, folder):
     from shardbook.ranks.distributed import start_distributed
 
     rank = start_distributed().rank
-    for name in names:
+    for name, layouts in layouts_by_name.items():
         for layout in layouts:
             result = train_toy(SCENARIOS[name], *layout, STEPS, MAX_NORM)[0]
             torch.save(result, folder / f"{name}-{layout[0]}.{rank}")  # tensors do not travel through a pipe
@@ -58,45 +58,32 @@ def assert_as_one_process(name, layouts, folder):
 
 
 # everything at once under each stage; one thing alone, which says what it was, under two that have all the table's parts
-TWO = [LAYOUTS[1], LAYOUTS[4]]
+IN_MAKE_TEST = {name: [LAYOUTS[1], LAYOUTS[4]] for name in SCENARIOS} | {list(SCENARIOS)[-1]: LAYOUTS}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hard")
-    run_world(4, train_scenarios, [name for name in SCENARIOS], folder)
+    run_world(4, train_all, IN_MAKE_TEST, folder)
     return folder
-
-
-def layouts_of(name):
-    return LAYOUTS if name == list(SCENARIOS)[-1] else TWO
-
-
-def train_scenarios(names, folder):
-    from shardbook.ranks.distributed import start_distributed
-
-    rank = start_distributed().rank
-    for name in names:
-        for layout in layouts_of(name):
-            torch.save(train_toy(SCENARIOS[name], *layout, STEPS, MAX_NORM)[0], folder / f"{name}-{layout[0]}.{rank}")
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_four_ranks(name, trained):
-    assert_as_one_process(name, layouts_of(name), trained)
+    assert_as_one_process(name, IN_MAKE_TEST[name], trained)
 
 
 @pytest.mark.slow
 def test_four_ranks_under_every_stage(tmp_path):
-    names, layouts = list(SCENARIOS)[:-1], [layout for layout in LAYOUTS if layout not in TWO]
-    run_world(4, train_all, names, layouts, tmp_path)
-    for name in names:
+    left = {name: [layout for layout in LAYOUTS if layout not in done] for name, done in IN_MAKE_TEST.items()}
+    run_world(4, train_all, left, tmp_path)
+    for name, layouts in left.items():
         assert_as_one_process(name, layouts, tmp_path)
 
 
 def test_vocabulary_of_257_on_three_ranks(tmp_path):
     layouts = [("ddp", 3, 1), ("zero1", 1, 3), ("zero2", 1, 3), ("zero3", 1, 3), ("hsdp", 1, 3)]
-    run_world(3, train_all, ["empty-shards"], layouts, tmp_path)
+    run_world(3, train_all, {"empty-shards": layouts}, tmp_path)
     expected = Scenario().reference(3, STEPS, MAX_NORM)
     for result in results(tmp_path, "empty-shards", layouts, 3):
         assert_parity(result, expected)
