@@ -286,7 +286,7 @@ def expected_traffic(case: Case, shapes: dict[str, torch.Size]) -> dict[tuple[st
         found["all_reduce", "dp_replicate"] = (len(units), padded // n)
     axis = "dp_replicate" if n == 1 else "dp_shard" if case.replicas == 1 else "world"
     calls, size = found.get(("all_reduce", axis), (0, 0))
-    found["all_reduce", axis] = (calls + 1, size + 24)  # three counts
+    found["all_reduce", axis] = (calls + 1, size + 32)  # four counts
     return found
 
 

@@ -14,16 +14,25 @@ from pathlib import Path
 import torch
 
 from shardbook.comm.ledger import Ledger
-from shardbook.data.loader import Batching, Loader, MicroBatch, eval_micro_batches
+from shardbook.data.loader import (
+    ROUND_TO,
+    Batching,
+    Loader,
+    MicroBatch,
+    count_work,
+    eval_micro_batches,
+    most_documents,
+)
 from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
 from shardbook.memory.activation import apply_checkpointing
-from shardbook.model.causal_lm import apply_compile, build_model, flops_per_token, materialize
+from shardbook.model.attention import choose_attention
+from shardbook.model.causal_lm import apply_compile, build_model, count_flops, materialize
 from shardbook.model.families import load_config
 from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
 from shardbook.model.weights import full_tensors, init_weights, load_weights, save_weights
 from shardbook.objectives import OBJECTIVES, Objective
 from shardbook.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
-from shardbook.parallel.layout import build_layout
+from shardbook.parallel.layout import DTYPES, build_layout
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import ShardedModel, apply_stage
 from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
@@ -42,7 +51,8 @@ from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, l
 from shardbook.run.checkpoint import TrainState, load_checkpoint, newest_checkpoint, save_checkpoint
 from shardbook.run.console import Console
 from shardbook.run.directory import check_shared, environment, open_run
-from shardbook.run.metrics import Metrics, Recorder, memory_metrics, read_loss, speed_metrics
+from shardbook.run.metrics import Metrics, Pace, Recorder, memory_metrics, read_loss
+from shardbook.run.profile import Profile
 from shardbook.run.trackers import flat_config
 
 
@@ -57,7 +67,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     stop = StopFlag().listen()
     with local_main_process_first(ranks):
         config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
-    model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens)
+    attention = choose_attention(recipe.model.attention, config, ranks.device, DTYPES[recipe.precision.params])
+    model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens, attention)
     world = (ranks.world_size, ranks.ranks_per_node)
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world)
 
@@ -75,7 +86,9 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at)
     console.show_data(documents, held_out)
     row_length = recipe.data.max_length if recipe.data.packing else None
-    batching = Batching(row_length, recipe.train.per_device_train_batch_size, *layout.data_rank(ranks.rank))
+    most, multiple = most_documents(documents, held_out), ROUND_TO[ranks.device.type]
+    batch_size, place = recipe.train.per_device_train_batch_size, layout.data_rank(ranks.rank)
+    batching = Batching(row_length, batch_size, *place, most, multiple)
     loader = Loader(documents, batching, recipe.train.gradient_accumulation_steps, recipe.train.seed)
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
     if run.finished_steps >= steps:
@@ -85,13 +98,12 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     run.check_goes_on(steps, newest)
 
     # Checkpointing -> compile -> stage -> memory.
-    flops = flops_per_token(model, row_length or documents.mean_length)
     predicted, forecast = predict_traffic(layout, loader.accumulation), predict_memory_metrics(layout)
     apply_checkpointing(model.blocks, recipe.activation)
     if recipe.train.compile:
         apply_compile(model)
     recomputed = recipe.activation.checkpointing + ", compiled" * recipe.train.compile
-    console.show_layout(layout, recomputed, loader, steps)
+    console.show_layout(layout, attention, recomputed, loader, steps)
     sharded = apply_stage(model, layout, build_mesh(layout.sizes, ranks.device.type))
     materialize(model, ranks.device)
     optimizer = build_optimizer(model, recipe.optim)
@@ -120,21 +132,23 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         run.record(recipe_path, recipe, {"world_size": ranks.world_size, "mesh": layout.sizes})
     tracked = flat_config(flatten_recipe(recipe) | {"world_size": ranks.world_size}, layout.sizes)
     recorder = Recorder(run.path, run.name, recipe.run, tracked, ranks.is_main, state.step)
-    with recorder, console.start(state.step, steps), Ledger(layout.groups(ranks.rank)) as ledger:
+    profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
+    with recorder, console.start(state.step, steps), profile, Ledger(layout.groups(ranks.rank)) as ledger:
         if held_out and state.step == 0:
             before: Metrics = {"eval/loss": evaluate(sharded, objective, eval_micro_batches(held_out, batching), ranks)}
             recorder.log(0, before)
             console.show_step(0, before)
         ledger.open()  # for one step; the others send the same
-        logged_at, logged_step, read_tokens = time.perf_counter(), state.step, 0.0
+        pace = Pace(ranks.world_size, count_flops(model))
         while state.step < steps:
             step, metrics = state.step + 1, Metrics()
+            profile.advance(step)
             micros = loader.next_step()
-            counts = (sum(len(m.targets) for m in micros), sum(m.input_ids.numel() for m in micros), stop.asked)
-            tokens, row_tokens, stops = sum_over_ranks(*counts)  # on the host: the device is not waited for
+            counts = (sum(len(m.targets) for m in micros), stop.asked, *count_work(micros))
+            tokens, stops, *work = sum_over_ranks(*counts)  # on the host: the device is not waited for
             if stops:
                 break
-            read_tokens += row_tokens
+            pace.add(*work)
             loss = torch.zeros((), device=ranks.device)
             for micro in micros:
                 with sharded.micro_batch(is_last=micro is micros[-1]):
@@ -154,21 +168,19 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
                 measured = read_loss(loss, norm, step)  # the step's one host sync; what is not finite is never saved
             if logs:
                 metrics = measured | {"train/learning_rate": rate, "train/tokens": state.tokens}
-                seconds, count = time.perf_counter() - logged_at, step - logged_step
-                metrics |= speed_metrics(seconds, count, read_tokens, ranks.world_size, flops)
-                metrics |= memory_metrics(sharded, optimizer)
+                metrics |= pace.take() | memory_metrics(sharded, optimizer)
                 metrics |= ledger.take_metrics(ranks.ranks_per_node, predicted, forecast)
             optimizer.zero_grad()
             if held_out and (is_due(step, recipe.train.eval_steps) or step == steps):
-                metrics["eval/loss"] = evaluate(sharded, objective, eval_micro_batches(held_out, batching), ranks)
+                with pace.paused():
+                    metrics["eval/loss"] = evaluate(sharded, objective, eval_micro_batches(held_out, batching), ranks)
             if metrics:
                 recorder.log(step, metrics)
             console.show_step(step, metrics)
             if saves:
-                save_checkpoint(run.checkpoints, sharded, optimizer, state, recipe.train.save_total_limit)
+                with pace.paused():
+                    save_checkpoint(run.checkpoints, sharded, optimizer, state, recipe.train.save_total_limit)
                 saved_step = step
-            if metrics or saves:  # so that no step's time holds an evaluation or a checkpoint
-                logged_at, logged_step, read_tokens = time.perf_counter(), step, 0.0
 
     stopped = state.step < steps
     if state.step > saved_step and (recipe.train.save_steps or stopped):

@@ -69,7 +69,7 @@ def test_smollm2_is_converted_once_and_computes_what_transformers_computes(cache
 
     @torch.no_grad()
     def loss(model):
-        nll = model(micro.input_ids, micro.position_ids, micro.documents, micro.positions, micro.targets)
+        nll = model(micro.input_ids, micro.position_ids, micro.boundaries, micro.positions, micro.targets, micro.packed)
         return nll.double().mean().item()
 
     with torch.no_grad():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shardbook.run.metrics as metrics
+from shardbook.model.causal_lm import Flops
 from shardbook.recipe import Run
 
 
@@ -76,11 +77,64 @@ def test_kept_bytes_counts_each_storage_once():
     assert metrics.kept_bytes([base[:10], base[50:], None, torch.zeros(3, dtype=torch.bfloat16)]) == 400 + 6
 
 
-def test_mfu_is_absent_without_a_gpu(monkeypatch):
-    measured = metrics.speed_metrics(4.0, 2, 2000, 4, 1e9)
-    assert measured == {"perf/step_seconds": 2.0, "perf/tokens_per_second_per_device": 125.0}
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that pass, in a list of one."""
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_mfu_is_absent_without_a_gpu(monkeypatch, clock):
+    def four_seconds_of_two_steps():
+        pace.add(1000, 3000)
+        pace.add(1000, 5000)
+        clock[0] += 4.0
+        return pace.take()
+
+    pace = metrics.Pace(4, Flops(per_token=10**9, per_pair=10**8))
+    assert four_seconds_of_two_steps() == {"perf/step_seconds": 2.0, "perf/tokens_per_second_per_device": 125.0}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
-    assert metrics.speed_metrics(4.0, 2, 2000, 4, 1e9)["perf/mfu"] == pytest.approx(125 * 1e9 / 756e12)
+    flops = 2000 * 1e9 + 8000 * 1e8  # on four devices in four seconds
+    assert four_seconds_of_two_steps()["perf/mfu"] == pytest.approx(flops / 16 / 756e12)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some new GPU")
-    assert "perf/mfu" not in metrics.speed_metrics(4.0, 2, 2000, 4, 1e9)
+    assert "perf/mfu" not in four_seconds_of_two_steps()
+
+
+def test_the_pace_leaves_out_evaluations_and_nothing_else(clock):
+    pace = metrics.Pace(1, Flops(1, 1))
+    pace.add(100, 0)
+    clock[0] += 3.0
+    with pace.paused():
+        clock[0] += 50.0
+    clock[0] += 1.0  # logging, say
+    assert pace.take()["perf/step_seconds"] == 4.0
+    clock[0] += 2.0  # logging of the row that was taken is part of the next
+    pace.add(100, 0)
+    clock[0] += 1.0
+    assert pace.take() == {"perf/step_seconds": 3.0, "perf/tokens_per_second_per_device": pytest.approx(100 / 3)}
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA H20-3e", 148e12),
+        ("NVIDIA H800", 989e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_peak_flops_are_those_of_the_very_card(name, peak):
+    assert metrics.peak_flops(name) == peak

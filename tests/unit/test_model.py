@@ -1,12 +1,15 @@
 """The model computes what transformers computes, packed or not, whole or in chunks."""
 
+import dataclasses
+
 import pytest
 import torch
 from tiny import config, write_model
 from transformers import AutoModelForCausalLM
 
 from shardbook.data.loader import Batching, build_micro_batch
-from shardbook.model.causal_lm import build_model, flops_per_token, materialize
+from shardbook.model.attention import KERNELS
+from shardbook.model.causal_lm import build_model, count_flops, materialize
 from shardbook.model.families import load_config
 from shardbook.model.hub import model_folder, tokenizer_folder
 from shardbook.model.weights import load_weights
@@ -17,7 +20,7 @@ FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 
 
 def load(folder, chunk: int = 0, attention: str = "sdpa"):
-    model = build_model(load_config(Model(path=str(folder), attention=attention), folder, 64), "fp32", chunk)
+    model = build_model(load_config(Model(path=str(folder)), folder, 64), "fp32", chunk, KERNELS[attention])
     materialize(model, torch.device("cpu"))
     load_weights(model, folder)
     return model
@@ -37,7 +40,7 @@ def rows(count: int = 5, seed: int = 0) -> list[dict]:
 
 def micro(packed: bool):
     layout = [(0, 1, 2), (3, 4)] if packed else [(0,), (1,), (2,), (3,), (4,)]
-    return build_micro_batch(rows(), layout, Batching(64 if packed else None, len(layout), 0, 1))
+    return build_micro_batch(rows(), layout, Batching(64 if packed else None, len(layout), 0, 1, documents=3))
 
 
 def gradients(model, batch):
@@ -84,7 +87,8 @@ def test_packing_computes_the_same(folder):
 def test_packing_without_its_mask_would_not(folder):
     """The bug that the two tests above must see: attention that crosses documents."""
     batch = micro(packed=True)
-    crossing = type(batch)(**{**vars(batch), "documents": torch.zeros_like(batch.documents)})
+    rows_alone = torch.tensor([0, 64, 128], dtype=torch.int32)
+    crossing = dataclasses.replace(batch, boundaries=rows_alone)
     with pytest.raises(AssertionError):
         assert_close(gradients(load(folder), crossing), gradients(load(folder), micro(packed=False)))
 
@@ -110,7 +114,7 @@ def test_flops_of_a_token():
     """Against torch's own counter, which counts whole scores: so without the half that the mask saves."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = build_model(config("llama", attn_implementation="eager"), "fp32")
+    model = build_model(config("llama"), "fp32", attention=KERNELS["eager"])
     materialize(model, torch.device("cpu"))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -119,9 +123,9 @@ def test_flops_of_a_token():
     batch = build_micro_batch(every, [(0,)], Batching(None, 1, 0, 1))
     with FlopCounterMode(display=False) as counter:
         gradients(model, batch)
-    attention = 6 * 3 * 4 * 8 * length  # the masked half: 6 * layers * heads * head_dim * length
+    masked = 6 * 3 * 4 * 8 * length**2  # the half that is counted nowhere: 6 * layers * heads * head_dim * length ** 2
     head = 6 * 32 * 259  # of the last position, which has no target
-    expected = length * (flops_per_token(model, length) + attention) - head
+    expected = count_flops(model).of(length, length**2) + masked - head
     assert counter.get_total_flops() == expected
 
 

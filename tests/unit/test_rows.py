@@ -210,10 +210,12 @@ def test_a_packed_micro_batch():
             {"input_ids": [3, 4], "mask": [False, False]},
         ]
     )
-    micro = build_micro_batch(documents, [(0, 1), (2,)], Batching(6, 2, 0, 1))
+    micro = build_micro_batch(documents, [(0, 1), (2,)], Batching(6, 2, 0, 1, documents=2, multiple=1))
     assert micro.input_ids.tolist() == [[5, 6, 7, 8, 9, 0], [3, 4, 0, 0, 0, 0]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 0, 0]]
-    assert micro.documents.tolist() == [[0, 0, 0, 1, 1, -1], [0, 0, -1, -1, -1, -1]]
+    # where documents begin, then padding, in either row, and the end as often as there is room for documents
+    assert micro.boundaries.tolist() == [0, 3, 5, 6, 8, 12, 12] and micro.boundaries.dtype == torch.int32
+    assert (micro.packed, micro.pairs) == (True, 9 + 4 + 4)
     # 7 does not predict 8: the first token of a document has no past, even where its mask is on
     assert (micro.positions.tolist(), micro.targets.tolist()) == ([0, 1, 3], [6, 7, 9])
 

@@ -6,7 +6,8 @@ rows the whole run has consumed.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -15,7 +16,9 @@ from torch import Tensor
 from shardbook.data.tokenized import Documents, Row
 from shardbook.recipe import RecipeError
 
-ROUND_TO = 64  # unpacked rows are padded to a multiple of this: few distinct shapes, friendly to kernels
+# By device: rows are padded to a multiple of this. Few lengths where rows are not packed; on a GPU kernels take tiles
+# of 128 rows, and cuDNN's backward gave NaN for a dense mask at odd multiples of 64 (pytorch #196678).
+ROUND_TO = {"cpu": 64, "cuda": 128}
 MASK64 = 2**64 - 1
 
 
@@ -25,9 +28,13 @@ class MicroBatch:
 
     input_ids: Tensor  # [B, L]
     position_ids: Tensor  # [B, L], from 0 in every document
-    documents: Tensor | None  # [B, L], -1 on padding; None where a row is one document
+    # [m] int32, ascending offsets into the flat [B * L]: where each document begins, and each row's padding; B * L from
+    # the last on, so that m is the same in every micro-batch
+    boundaries: Tensor
     positions: Tensor  # [n] indices into the flat [B * L] that predict a trained token
     targets: Tensor  # [n] those tokens
+    packed: bool  # whether a row may hold several documents
+    pairs: int  # of tokens of one document: the sum of each document's length squared
 
     def to(self, device: torch.device) -> "MicroBatch":
         if device.type == "cpu":
@@ -36,10 +43,8 @@ class MicroBatch:
         def move(tensor: Tensor) -> Tensor:
             return tensor.pin_memory().to(device, non_blocking=True)
 
-        documents = None if self.documents is None else move(self.documents)
-        return MicroBatch(
-            move(self.input_ids), move(self.position_ids), documents, move(self.positions), move(self.targets)
-        )
+        moved: dict[str, Any] = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
 
 def permute(index: int, size: int, seed: int, epoch: int) -> int:
@@ -77,6 +82,8 @@ class Batching:
     batch_size: int
     rank: int
     ranks: int
+    documents: int = 1  # the most that a row holds
+    multiple: int = ROUND_TO["cpu"]  # row lengths are rounded up to one
 
 
 class Loader:
@@ -120,6 +127,16 @@ class Loader:
         self.consumed_rows = state["consumed_rows"]
 
 
+def count_work(micros: list[MicroBatch]) -> tuple[int, int]:
+    """Tokens of rows, trained or not, with padding; and pairs of tokens of one document."""
+    return sum(micro.input_ids.numel() for micro in micros), sum(micro.pairs for micro in micros)
+
+
+def most_documents(*parts: Documents | None) -> int:
+    """The most documents that a row of any of them holds: how many boundaries a micro-batch must have room for."""
+    return max((len(row) for part in parts if part for row in part.rows), default=1)
+
+
 def eval_micro_batches(documents: Documents, batching: Batching) -> Iterator[MicroBatch]:
     """Every row once, spread over ranks. All ranks get the same number of micro-batches (collectives would hang
     otherwise), the last ones of some ranks perhaps without rows."""
@@ -132,21 +149,26 @@ def eval_micro_batches(documents: Documents, batching: Batching) -> Iterator[Mic
 def build_micro_batch(encoded: Dataset, rows: Sequence[Row], batching: Batching) -> MicroBatch:
     """Tensors of `rows`. No rows: one row of padding, and no target."""
     content = [[encoded[document] for document in row] for row in rows] or [[]]
-    used = max(sum(len(document["input_ids"]) for document in row) for row in content)
-    length = batching.row_length or -(-max(used, 1) // ROUND_TO) * ROUND_TO
+    used = [sum(len(document["input_ids"]) for document in row) for row in content]
+    length = -(-(batching.row_length or max(1, *used)) // batching.multiple) * batching.multiple
     shape = (len(content), length)
+    starts, pairs = [], 0
     ids, places = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-    numbers = torch.full(shape, -1)
     targets = torch.full(shape, -1)
     for row, parts in enumerate(content):
         at = 0
-        for number, part in enumerate(parts):
+        for part in parts:
             tokens, mask = torch.tensor(part["input_ids"]), torch.tensor(part["mask"])
             here = slice(at, at + len(tokens))
-            ids[row, here], places[row, here], numbers[row, here] = tokens, torch.arange(len(tokens)), number
+            ids[row, here], places[row, here] = tokens, torch.arange(len(tokens))
             targets[row, at : at + len(tokens) - 1] = torch.where(mask[1:], tokens[1:], -1)
+            starts.append(row * length + at)
+            pairs += len(tokens) ** 2
             at += len(tokens)
+        if at < length:
+            starts.append(row * length + at)
+    boundaries = torch.full((len(content) * (batching.documents + 1) + 1,), ids.numel(), dtype=torch.int32)
+    boundaries[: len(starts)] = torch.tensor(starts, dtype=torch.int32)
     positions = (targets.flatten() >= 0).nonzero().flatten()
-    return MicroBatch(
-        ids, places, None if batching.row_length is None else numbers, positions, targets.flatten()[positions]
-    )
+    packed = batching.row_length is not None
+    return MicroBatch(ids, places, boundaries, positions, targets.flatten()[positions], packed, pairs)

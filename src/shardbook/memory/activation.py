@@ -15,16 +15,18 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardbook.recipe import Activation, RecipeError
 
-aten = torch.ops.aten
 # What `selective` keeps: outputs that cost much to make and little to hold, which are matrix products with a weight and
-# the fused attention kernels. Not bmm: in eager attention those are the scores, length squared.
+# the fused attention kernels. Not bmm: in eager attention those are the scores, length squared. By name: those that lie
+# in modules of their own need not be imported.
 SAVED_OPS = {
-    aten.mm.default,
-    aten.addmm.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "torch_attn._varlen_attn.default",
+    "flex_attention",
 }
 
 
@@ -58,7 +60,7 @@ def apply_checkpointing(blocks: list[nn.Module], activation: Activation) -> None
 
 
 def keep_saved_ops(context: Any, op: Any, *positional: Any, **named: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if str(op) in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recomputed(forward: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:

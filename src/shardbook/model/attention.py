@@ -1,22 +1,212 @@
-"""Which positions a token attends to: earlier ones of its own document."""
+"""Attention: which kernel computes it, and what that kernel is told of the documents in a row.
+
+Invariant: a token attends to itself and to earlier tokens of its own document, whatever the kernel. Two kernels do only
+that work, and hold nothing of the size of a row squared: `varlen` (FlashAttention between document boundaries) and
+`flex` (the blocks of scores that lie inside documents). `sdpa` takes a dense mask and runs everywhere; `eager` checks
+it. What a kernel is told has the same shape in every micro-batch of packed rows: compiled code meets one graph.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from shardbook.recipe import RecipeError
+
+BLOCK = 128  # rows, and columns, of scores that `flex` computes or leaves out together
+AMPERE = (8, 0)  # the compute capability that both kernels need
+
+# transformers' interface: (module, query [B, heads, L, D], key and value [B, fewer heads, L, D], what the kernel is
+# told, scaling=, ...) -> ([B, L, heads, D], None)
+Attention = Callable[..., tuple[Tensor, None]]
 
 
-def attention_mask(
-    documents: Tensor | None, input_ids: Tensor, dtype: torch.dtype, implementation: str
-) -> Tensor | None:
-    """[B, 1, L, L]: causal and within a document. None for plain causal rows under sdpa: it has a kernel for them."""
-    if documents is None and implementation == "sdpa":
+@dataclass(frozen=True)
+class Place:
+    """What a kernel is chosen for."""
+
+    device: torch.device
+    dtype: torch.dtype  # of queries, keys and values
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} with heads of {self.head_dim} on {self.device.type}"
+
+    @property
+    def is_ampere(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= AMPERE
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute attention. `needs`: for people, and whether a place has it. `make`: the function that
+    transformers' blocks call, where they do not know one by this name."""
+
+    name: str
+    told: str  # what it is told of documents, for people
+    needs: tuple[tuple[str, Callable[[Place], bool]], ...] = ()
+    make: Callable[[], Attention] | None = None
+
+    def lacks(self, place: Place) -> str:
+        """The first of its needs that `place` does not have; empty where it can run."""
+        return next((words for words, has in self.needs if not has(place)), "")
+
+
+def choose_attention(asked: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> Kernel:
+    """The kernel that `model.attention` names; for `auto` the first of KERNELS that can run with `dtype` and the heads
+    of `config` on `device`. Raises RecipeError where the one that is named cannot."""
+    place = Place(device, dtype, head_size(config))
+    able = [kernel.name for kernel in KERNELS.values() if not kernel.lacks(place)]
+    if asked == "auto":
+        return KERNELS[able[0]]
+    if lacking := KERNELS[asked].lacks(place):
+        raise RecipeError(
+            f"model.attention = {asked!r}: needs {lacking}, and this is {place}; set model.attention to auto, or to "
+            f"{' or '.join(able)}"
+        )
+    return KERNELS[asked]
+
+
+def use_attention(config: PreTrainedConfig, kernel: Kernel) -> None:
+    """Have transformers' blocks of `config` call `kernel`."""
+    if kernel.make:
+        ALL_ATTENTION_FUNCTIONS.register(kernel.name, kernel.make())
+    config._attn_implementation = kernel.name
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def attention_mask(kernel: str, boundaries: Tensor, shape: torch.Size, packed: bool, dtype: torch.dtype) -> Any:
+    """What `kernel` is told of a micro-batch of `shape` [B, L], whose documents lie between `boundaries` [n], int32
+    offsets into the flat [B * L] (see MicroBatch); padding counts as a document.
+
+    varlen: the boundaries. flex: a BlockMask. sdpa: bool [B, 1, L, L], or None where rows are not `packed`: plain
+    causal rows have a kernel. eager: the same, to be added to scores of `dtype`.
+    """
+    if kernel == "varlen":
+        return boundaries
+    if kernel == "flex":
+        return block_mask(number_documents(boundaries, shape))
+    if kernel == "sdpa" and not packed:
         return None
-    length = input_ids.shape[1]
-    allowed = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).tril()[None]
-    if documents is not None:
-        allowed = allowed & (documents[:, :, None] == documents[:, None, :])
-    if implementation == "sdpa":
-        return allowed[:, None]
+    numbers = number_documents(boundaries, shape)
+    allowed = torch.ones(shape[1], shape[1], dtype=torch.bool, device=numbers.device).tril()
+    allowed = (allowed & (numbers[:, :, None] == numbers[:, None, :]))[:, None]
+    if kernel == "sdpa":
+        return allowed
     # eager attention ADDS the mask to its scores: a boolean one would add 1 where it should forbid
-    return torch.zeros(allowed.shape, dtype=dtype, device=input_ids.device).masked_fill(
-        ~allowed, torch.finfo(dtype).min
-    )[:, None]
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
+
+
+def number_documents(boundaries: Tensor, shape: torch.Size) -> Tensor:
+    """The number of each token's document, ascending along a row: int64 [B, L]. No host sync."""
+    places = torch.arange(shape.numel(), dtype=boundaries.dtype, device=boundaries.device)
+    return torch.bucketize(places, boundaries[1:], right=True).view(shape)
+
+
+def block_mask(numbers: Tensor) -> Any:
+    """The BlockMask of documents `numbers` [B, L], L a multiple of BLOCK: the blocks of BLOCK x BLOCK scores that hold
+    a pair of one document. From the first and last document of each block, so [B, L / BLOCK, L / BLOCK] in size;
+    torch's create_block_mask makes [B, L, L] first."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    blocks = numbers.unflatten(1, (-1, BLOCK))
+    first, last = blocks[..., 0], blocks[..., -1]
+    meets = (last[:, None, :] >= first[:, :, None]).tril()  # [B, query block, key block]
+    whole = (last[:, :, None] == first[:, None, :]).tril(
+        -1
+    )  # one document from the key block's start to the query's end
+
+    def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """How many key blocks each query block takes, [B, 1, n], and which, those first, [B, 1, n, n]."""
+        order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        return chosen.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
+
+    def within(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (numbers[row, query] == numbers[row, key])
+
+    return BlockMask.from_kv_blocks(*listed(meets & ~whole), *listed(whole), BLOCK_SIZE=BLOCK, mask_mod=within)
+
+
+def make_varlen(kernel: Any = None) -> Attention:
+    """Attention by `kernel`, with the signature of torch's varlen_attn (the default); it is told the boundaries."""
+    if kernel is None:  # here: the import alone takes seconds, on a CPU for nothing
+        kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    grouped = "enable_gqa" in signature(kernel).parameters  # not in torch 2.11
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        rows, heads, length, _dim = query.shape
+        shared = heads // key.shape[1]
+        if shared > 1 and not grouped:
+            key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+        more = {"enable_gqa": True} if shared > 1 and grouped else {}
+        flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+        # a row's length for the longest document: the true one would be another number in every micro-batch
+        limits = (boundaries, boundaries, length, length)
+        out = kernel(*flat, *limits, scale=scaling, window_size=(-1, 0), **more)  # causal, each in its own document
+        return out.unflatten(0, (rows, length)), None
+
+    return attend
+
+
+def make_flex() -> Attention:
+    """Attention by torch's flex_attention, compiled: by itself it would make all scores. It is told a BlockMask."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention)
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        shares = query.shape[1] != key.shape[1]
+        return compiled(query, key, value, block_mask=mask, scale=scaling, enable_gqa=shares).transpose(1, 2), None
+
+    return attend
+
+
+def _has_varlen(place: Place) -> bool:
+    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
+
+
+_AMPERE = ("a CUDA device of compute capability 8.0 or later", lambda place: place.is_ampere)
+_BF16 = ("precision.params=bf16", lambda place: place.dtype == torch.bfloat16)
+# In the order in which `auto` tries them. Sizes of heads: torch's flash_api.cpp, and _inductor/kernel/flex.
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel(
+            "varlen",
+            "document boundaries",
+            (
+                _AMPERE,
+                _BF16,
+                ("heads of a multiple of 8, at most 256", lambda at: at.head_dim % 8 == 0 and at.head_dim <= 256),
+                ("a torch that has torch.nn.attention.varlen", _has_varlen),
+            ),
+            make_varlen,
+        ),
+        Kernel(
+            "flex",
+            "blocks inside documents",
+            (
+                _AMPERE,
+                ("heads of 16 or more", lambda at: at.head_dim >= 16),
+                ("the package triton", lambda at: importlib.util.find_spec("triton") is not None),
+            ),
+            make_flex,
+        ),
+        Kernel("sdpa", "a dense mask"),
+        Kernel("eager", "a dense mask"),
+    )
+}

@@ -7,12 +7,13 @@ Does no IO: weights are filled in by weights.py.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from shardbook.model.attention import attention_mask
+from shardbook.model.attention import KERNELS, Kernel, attention_mask, head_size, use_attention
 from shardbook.model.loss_head import LossHead
 from shardbook.parallel.layout import DTYPES
 
@@ -50,24 +51,35 @@ class CausalLM(nn.Module):
         return [[body.embed_tokens], *blocks, [body.norm, self.lm_head]]
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, documents: Tensor | None, positions: Tensor, targets: Tensor
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        boundaries: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        packed: bool,
     ) -> Tensor:
         """Negative log-likelihood [n], fp32, of `targets` [n] at `positions` [n], indices into the flat [B * L].
 
-        input_ids, position_ids, documents: int64 [B, L]. A token attends to earlier tokens with its own document
-        number; `documents` None: one document a row, padding only at its end (nothing attends forward to it).
+        input_ids, position_ids: int64 [B, L]. A token attends to itself and earlier tokens of its own document;
+        documents lie between `boundaries` [m], int32 offsets into the flat [B * L]. Not `packed`: one document a row,
+        padding only at its end (nothing attends forward to it).
         """
         hidden = self.model.embed_tokens(input_ids)
         rotary = self.model.rotary_emb(hidden, position_ids=position_ids)
-        mask = attention_mask(documents, input_ids, hidden.dtype, self.config._attn_implementation)
+        kernel = self.config._attn_implementation
+        mask = attention_mask(kernel, boundaries, input_ids.shape, packed, hidden.dtype)
         for block in self.model.layers:
             hidden = block(hidden, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
         hidden = self.model.norm(hidden)
         return self.lm_head(hidden.flatten(0, 1)[positions], targets)
 
 
-def build_model(config: PreTrainedConfig, master: str, loss_chunk_tokens: int = 0) -> CausalLM:
+def build_model(
+    config: PreTrainedConfig, master: str, loss_chunk_tokens: int = 0, attention: Kernel = KERNELS["sdpa"]
+) -> CausalLM:
     """The model on the meta device (rotary buffers on the host), parameters in the master dtype (`fp32`, `bf16`)."""
+    use_attention(config, attention)
     model = CausalLM(config, DTYPES[master])
     model.lm_head.chunk_tokens = loss_chunk_tokens
     return model
@@ -89,16 +101,26 @@ def apply_compile(model: CausalLM) -> None:
         block.compile()
 
 
-def flops_per_token(model: CausalLM, length: float) -> float:
-    """Model FLOPs to train on one token of a row of `length`: 6 per matrix parameter, and causal attention.
+@dataclass(frozen=True)
+class Flops:
+    """Model FLOPs of training: for each token, and for each pair of tokens of one document (its length squared)."""
 
-    Attention by the count of PaLM, arXiv 2204.02311, appendix B (12 * layers * heads * head_dim * length), halved since
-    half of the scores are masked. The embedding lookup is no matmul; a tied head counts once; recomputation does not.
+    per_token: int
+    per_pair: int
+
+    def of(self, tokens: float, pairs: float) -> float:
+        return self.per_token * tokens + self.per_pair * pairs
+
+
+def count_flops(model: CausalLM) -> Flops:
+    """What it takes to train `model`: 6 for each token and matrix parameter, and causal attention within documents.
+
+    Attention by the count of PaLM, arXiv 2204.02311, appendix B (12 * layers * heads * head_dim * length for a token),
+    halved since half of the scores are masked. The embedding lookup is no matmul; a tied head counts once;
+    recomputation and padding's own attention do not count.
     """
     config = model.config
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     matrices = sum(p.numel() for block in model.blocks for p in block.parameters() if p.ndim == 2) + math.prod(
         model.lm_head.weight.shape
     )
-    return 6 * matrices + 6 * config.num_hidden_layers * heads * head_dim * length
+    return Flops(6 * matrices, 6 * config.num_hidden_layers * config.num_attention_heads * head_size(config))

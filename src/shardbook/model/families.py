@@ -21,7 +21,7 @@ FAMILIES = {"llama": Family(), "mistral": Family(), "qwen2": Family(), "qwen3": 
 def load_config(model: Model, folder: Path, max_length: int) -> PreTrainedConfig:
     """The transformers config in `folder`. Raises RecipeError for a family or length that it cannot train."""
     try:
-        config = AutoConfig.from_pretrained(folder, attn_implementation=model.attention, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RecipeError(f"model.path = {model.path!r}: no usable config.json: {first_line(error)}") from None
     if config.model_type not in FAMILIES:

@@ -16,7 +16,7 @@ from shardbook.parallel.layout import Layout
 from shardbook.parallel.stages import Stage
 from shardbook.parallel.units import Unit, backward_order
 
-COUNTS_BYTES = 3 * 8  # the step's token counts and stop flags: three fp64 numbers summed over all ranks
+COUNTS_BYTES = 4 * 8  # the step's counts and stop flags: four fp64 numbers summed over all ranks
 NORM_BYTES = 8  # the squared gradient norm, one fp64 number
 STEP_BYTES = 4  # AdamW's step count of one parameter
 

@@ -47,8 +47,9 @@ class Model(Section):
     init: Literal["pretrained", "random"] = key(
         "pretrained", "Where weights come from; random needs only a config.json and is for benchmarks."
     )
-    attention: Literal["sdpa", "eager"] = key(
-        "sdpa", "Attention kernel: torch's scaled_dot_product_attention, or plain matmuls to check it."
+    attention: Literal["auto", "varlen", "flex", "sdpa", "eager"] = key(
+        "auto",
+        "Attention kernel: varlen or flex (GPU, without dense masks), sdpa or eager; auto: the first that can run.",
     )
 
 
@@ -187,6 +188,10 @@ class Train(Section):
     logging_steps: int = key(1, "Log every so many steps (0: off).", ge=0)
     resume_from_checkpoint: str = key("", "A checkpoint directory to start from when this run has none of its own.")
     seed: int = key(42, "Seed of data order and random weights.", ge=0, lt=2**63)
+    profile_steps: list[int] = key(
+        [],
+        "First and last step to profile, [10, 12]: a trace of each rank, and a GPU's memory, in profile/ of the run.",
+    )
     compile: bool = key(False, "torch.compile each block in place.")
     loss_chunk_tokens: int = key(1024, "Most trained tokens whose logits exist at once (0: all of them).", ge=0)
     export: bool = key(True, "At the end write Hugging Face safetensors to export/ of the run directory.")
@@ -196,6 +201,14 @@ class Train(Section):
     def one_length(self) -> "Train":
         if bool(self.steps) == bool(self.epochs):
             raise ValueError(f"steps = {self.steps} and epochs = {self.epochs}: set exactly one of the two above 0")
+        return self
+
+    @model_validator(mode="after")
+    def steps_that_come(self) -> "Train":
+        asked = self.profile_steps
+        if asked and not (len(asked) == 2 and 1 <= asked[0] <= asked[1] <= (self.steps or asked[1])):
+            most = f", at most steps = {self.steps}" if self.steps else ""
+            raise ValueError(f"profile_steps = {asked}: must be two steps, the first and the last, from 1{most}")
         return self
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from shardbook.comm.ledger import Traffic
 from shardbook.data.loader import Loader
 from shardbook.data.tokenized import Documents
+from shardbook.model.attention import Kernel
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual
@@ -45,7 +46,7 @@ class Console:
         if held_out:
             self.print(f"eval     {held_out.summary}")
 
-    def show_layout(self, layout: Layout, recomputed: str, loader: Loader, steps: int) -> None:
+    def show_layout(self, layout: Layout, attention: Kernel, recomputed: str, loader: Loader, steps: int) -> None:
         """What is in effect, as a table: printed once, before the first step. `recomputed`: in backward."""
         precision, batching = layout.precision, loader.batching
         kept = predict_resident(layout, rank=0)
@@ -61,6 +62,7 @@ class Console:
             table.add_row("gathered", f"{whole} of parameters at most, {ahead}")
         if layout.stage.switches != "no":
             table.add_row("ZeRO++", describe_switches(layout))
+        table.add_row("attention", f"{attention.name}, told of documents by {attention.told}")
         table.add_row("recomputed", recomputed)
         table.add_row("parameters", f"{sum(unit.numel for unit in own):,}")
         table.add_row(

@@ -4,9 +4,12 @@ Invariant: a metric that was not measured is absent, never zero. A tracker may f
 first (trackers.py says the rest).
 """
 
+import contextlib
 import json
 import math
-from collections.abc import Iterable
+import re
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardbook.model.causal_lm import Flops
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Run
@@ -22,16 +26,30 @@ from shardbook.run.trackers import Trackers
 
 Metrics = dict[str, float | int]
 
-# Dense bf16 peak of a device, FLOP/s, by a part of its CUDA name; from NVIDIA's data sheets (without sparsity).
+# Dense bf16 peak of a device in FLOP/s, by words of its CUDA name, and the data sheet that says so (half of its figure
+# where that is with sparsity). The first row whose words are all in the name is the device's.
+# fmt: off
 PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
+    "H200 NVL":   (835e12, "NVIDIA H200: 1,671 with sparsity"),
+    "H200":       (989e12, "NVIDIA H200: 1,979 with sparsity (SXM)"),
+    "H100 PCIe":  (756e12, "NVIDIA H100: 1,513 with sparsity"),
+    "H100 NVL":   (835e12, "NVIDIA H100: 1,671 with sparsity"),
+    "H100":       (989e12, "NVIDIA H100: 1,979 with sparsity (SXM)"),
+    "GH200":      (989e12, "NVIDIA GH200: 1,979 with sparsity"),
+    "H800 PCIe":  (756e12, "NVIDIA H800: as H100 PCIe"),
+    "H800":       (989e12, "NVIDIA H800: as H100 SXM"),
+    "H20":        (148e12, "NVIDIA H20: 148"),
+    "GB200":      (2500e12, "NVIDIA GB200 NVL72: 360 PFLOP/s with sparsity on 72 GPUs"),
+    "B200":       (2250e12, "NVIDIA HGX B200: 36 PFLOP/s with sparsity on 8 GPUs"),
+    "A100":       (312e12, "NVIDIA A100: 312"),
+    "A800":       (312e12, "NVIDIA A800: as A100"),
+    "A30":        (165e12, "NVIDIA A30: 165"),
+    "A10":        (125e12, "NVIDIA A10: 125"),
+    "L40S":       (362e12, "NVIDIA L40S: 362.05"),
+    "L40":        (181e12, "NVIDIA L40: 181.05"),
+    "L4":         (121e12, "NVIDIA L4: 242 with sparsity"),
 }
+# fmt: on
 
 
 class Recorder:
@@ -112,19 +130,63 @@ def memory_metrics(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> M
     if residual := kept_bytes(sharded.residuals.values()):
         measured["memory/residual_bytes"] = residual
     if torch.cuda.is_available():
+        # of the steps since the last such row: loading, evaluations and checkpoints are left out, as of the time
         measured["memory/peak_bytes"] = torch.cuda.max_memory_allocated()
+        measured["memory/reserved_peak_bytes"] = torch.cuda.max_memory_reserved()
+        # a retry gave cached blocks back to the device and waited for it: too little room, or fragments
+        measured["memory/alloc_retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+        torch.cuda.reset_peak_memory_stats()
     return measured
 
 
-def speed_metrics(seconds: float, steps: int, tokens: float, world_size: int, flops_per_token: float) -> Metrics:
-    """Speed of `steps` steps that took `seconds`. `tokens`: of their rows on all ranks, trained or not, with padding.
+class Pace:
+    """How fast steps are: their time, tokens and pairs of tokens since it was last taken.
 
-    MFU only on a GPU with a known peak.
+    Nothing but evaluations and checkpoints (`paused`) is left out of the time: what logging costs is part of the pace.
     """
-    per_device = tokens / seconds / world_size
-    measured: Metrics = {"perf/step_seconds": seconds / steps, "perf/tokens_per_second_per_device": per_device}
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-        if peak := next((flops for part, flops in PEAK_FLOPS.items() if part in name), None):
-            measured["perf/mfu"] = per_device * flops_per_token / peak
-    return measured
+
+    def __init__(self, world_size: int, flops: Flops):
+        self.world_size, self.flops = world_size, flops
+        self.steps_before = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.began, self.paused_seconds = time.perf_counter(), 0.0
+        self.steps, self.tokens, self.pairs = 0, 0.0, 0.0
+
+    def add(self, tokens: float, pairs: float) -> None:
+        """A step begins. `tokens`: of its rows on all ranks, trained or not, with padding; `pairs`: see MicroBatch."""
+        if self.steps_before == 1 and torch.cuda.is_available():  # weights were loaded, code was compiled
+            torch.cuda.reset_peak_memory_stats()
+        self.steps_before += 1
+        self.steps, self.tokens, self.pairs = self.steps + 1, self.tokens + tokens, self.pairs + pairs
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is no part of a step, for the time and for the device's peak of memory."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # what the steps still compute is theirs
+        began = time.perf_counter()
+        yield
+        self.paused_seconds += time.perf_counter() - began
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def take(self) -> Metrics:
+        """The speed of the steps since the last call; call it when the device has finished them. MFU only on a GPU with
+        a known peak."""
+        seconds = time.perf_counter() - self.began - self.paused_seconds
+        measured: Metrics = {
+            "perf/step_seconds": seconds / self.steps,
+            "perf/tokens_per_second_per_device": self.tokens / seconds / self.world_size,
+        }
+        if torch.cuda.is_available() and (peak := peak_flops(torch.cuda.get_device_name())):
+            measured["perf/mfu"] = self.flops.of(self.tokens, self.pairs) / seconds / self.world_size / peak
+        self._begin()
+        return measured
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of the device with this CUDA name; None where it is not in the table."""
+    words = set(re.split(r"[ -]", device_name))
+    return next((flops for name, (flops, _) in PEAK_FLOPS.items() if words >= set(name.split())), None)

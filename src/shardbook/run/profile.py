@@ -1,0 +1,53 @@
+"""A profile of some steps: a trace of each rank for Perfetto (ui.perfetto.dev) and, on a GPU, what its memory held.
+
+Invariant: steps outside of `train.profile_steps` cost nothing, and what is measured never changes what is computed.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+EVENTS = 200_000  # allocations and frees that a memory snapshot holds, the last ones
+
+
+class Profile:
+    """Records the steps from the first to the last of `steps` (none: nothing) into `folder`/profile/."""
+
+    def __init__(self, folder: Path, steps: Sequence[int], rank: int):
+        self.folder, self.rank = folder / "profile", rank
+        self.first, self.last = steps or (0, -1)
+        self.running: profile | None = None
+
+    def advance(self, step: int) -> None:
+        """Step `step` is about to begin; those before it are done."""
+        if self.running and step > self.last:
+            self._write()
+        if step == self.first:
+            self._record()
+
+    def _record(self) -> None:
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:  # private, and torch's documented way to a snapshot (docs: Understanding CUDA Memory Usage)
+            torch.cuda.memory._record_memory_history(max_entries=EVENTS)
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        self.running = profile(activities=kinds)
+        self.running.start()
+
+    def _write(self) -> None:
+        running, self.running = self.running, None
+        assert running
+        running.stop()
+        self.folder.mkdir(exist_ok=True)
+        running.export_chrome_trace(str(self.folder / f"rank-{self.rank}.json.gz"))
+        if torch.cuda.is_available():
+            torch.cuda.memory._dump_snapshot(str(self.folder / f"rank-{self.rank}-memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def __enter__(self) -> "Profile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self.running:  # the run ends inside of the steps that were asked for, or fails there
+            self._write()

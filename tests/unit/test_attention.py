@@ -1,0 +1,288 @@
+"""Attention without dense masks: which kernel, what it is told, and the same numbers as documents run apart."""
+
+import dataclasses
+import inspect
+import random
+
+import pytest
+import torch
+from test_model import FAMILIES, assert_close, gradients, load, micro, rows
+from tiny import config, write_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from varlen import plain_varlen_attn
+
+from shardbook.data.loader import ROUND_TO, Batching, build_micro_batch
+from shardbook.memory.activation import SAVED_OPS
+from shardbook.model import attention
+from shardbook.model.attention import BLOCK, KERNELS, choose_attention
+from shardbook.model.causal_lm import build_model, materialize
+from shardbook.recipe import RecipeError
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_stays(monkeypatch):
+    """transformers' table of kernels is the process's: each test fills its own."""
+    monkeypatch.setattr(attention, "ALL_ATTENTION_FUNCTIONS", type(attention.ALL_ATTENTION_FUNCTIONS)())
+    yield
+    for name in ("varlen", "flex"):
+        type(attention.ALL_ATTENTION_FUNCTIONS)._global_mapping.pop(name, None)
+
+
+@pytest.fixture
+def plain_varlen(monkeypatch):
+    stand_in = dataclasses.replace(KERNELS["varlen"], make=lambda: attention.make_varlen(plain_varlen_attn))
+    monkeypatch.setitem(KERNELS, "varlen", stand_in)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+# ---- the numbers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_varlen_computes_what_documents_apart_do(tmp_path, plain_varlen, family):
+    write_model(tmp_path, family)
+    apart = gradients(load(tmp_path), micro(packed=False))
+    for packed in (True, False):
+        assert_close(gradients(load(tmp_path, attention="varlen"), micro(packed)), apart)
+
+
+def test_the_stand_in_has_the_kernels_signature():
+    from torch.nn.attention.varlen import varlen_attn
+
+    real, ours = inspect.signature(varlen_attn).parameters, inspect.signature(plain_varlen_attn).parameters
+    assert [(name, p.kind, p.default) for name, p in real.items() if name in ours] == [
+        (name, p.kind, p.default) for name, p in ours.items() if name in real
+    ]
+    assert real.keys() <= ours.keys()
+
+
+def test_a_kernel_without_groups_gets_whole_heads(folder, monkeypatch):
+    """torch 2.11 has no enable_gqa: keys and values are repeated there."""
+
+    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        assert query.shape == key.shape == value.shape
+        return plain_varlen_attn(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
+        )
+
+    stand_in = dataclasses.replace(KERNELS["varlen"], make=lambda: attention.make_varlen(older))
+    monkeypatch.setitem(KERNELS, "varlen", stand_in)
+    assert_close(gradients(load(folder, attention="varlen"), micro(True)), gradients(load(folder), micro(True)))
+
+
+def shifted(batch, by):
+    """`batch` with every boundary but the first moved by `by`."""
+    moved = (batch.boundaries + by).clamp(max=batch.input_ids.numel())
+    moved[0], moved[-1] = 0, batch.input_ids.numel()
+    return dataclasses.replace(batch, boundaries=moved)
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "sdpa", "eager"])
+@pytest.mark.parametrize("bug", ["an offset of one", "across documents"])
+def test_wrong_boundaries_would_be_seen(folder, plain_varlen, kernel, bug):
+    batch = micro(packed=True)
+    wrong = shifted(batch, 1)
+    if bug == "across documents":
+        wrong = dataclasses.replace(batch, boundaries=torch.tensor([0, 64, 128], dtype=torch.int32))
+    with pytest.raises(AssertionError):
+        assert_close(gradients(load(folder, attention=kernel), wrong), gradients(load(folder), micro(packed=False)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_flex_forward_is_sdpas(seed):
+    """Forward alone: torch has no backward of it on a CPU. The mask pair by pair, and the outputs."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    dice = random.Random(seed)
+    batch = many_documents(dice, rows=2, length=4 * BLOCK)
+    shape = batch.input_ids.shape
+    dense = attention.attention_mask("sdpa", batch.boundaries, shape, True, torch.float32)
+    mask = attention.attention_mask("flex", batch.boundaries, shape, True, torch.float32)
+    query, (key, value) = torch.randn(2, 4, shape[1], 16), torch.randn(2, 2, 2, shape[1], 16)
+    with torch.no_grad():
+        found = flex_attention(query, key, value, block_mask=mask, scale=0.25, enable_gqa=True)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, dense, scale=0.25, enable_gqa=True)
+    assert torch.allclose(found, wanted, atol=1e-5)
+    # blocks that it computes: those that hold an allowed pair, no other
+    touched = dense[:, 0].unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).any(4).any(2)
+    assert torch.equal(mask.to_dense()[:, 0].bool(), touched)
+    whole = dense[:, 0].unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).all(4).all(2)
+    assert int(mask.full_kv_num_blocks.sum()) == int(whole.sum())
+
+
+def many_documents(dice, rows, length, most=40, multiple=BLOCK):
+    """A packed micro-batch of documents of 3 to 200 tokens."""
+    encoded, layout = [], []
+    for _ in range(rows):
+        row, room = [], length - dice.randint(0, 40)
+        while room > 3 and len(row) < most:
+            size = min(dice.randint(3, 200), room)
+            row.append(len(encoded))
+            encoded.append({"input_ids": [dice.randrange(259) for _ in range(size)], "mask": [True] * size})
+            room -= size
+        layout.append(tuple(row))
+    return build_micro_batch(encoded, layout, Batching(length, rows, 0, 1, documents=most, multiple=multiple))
+
+
+# ---- shapes, memory
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "flex"])
+def test_shapes_never_change_over_50_packed_micro_batches(kernel):
+    dice, seen = random.Random(0), set()
+    for _ in range(50):
+        batch = many_documents(dice, rows=2, length=1000)
+        told = attention.attention_mask(kernel, batch.boundaries, batch.input_ids.shape, True, torch.bfloat16)
+        tensors = [told] if kernel == "varlen" else [told.kv_indices, told.kv_num_blocks, told.full_kv_indices]
+        seen.add((tuple(batch.input_ids.shape), *(tuple(tensor.shape) for tensor in tensors)))
+    assert len(seen) == 1 and next(iter(seen))[0] == (2, 1024)
+
+
+@pytest.mark.parametrize("row_length", [None, 1000, 4032])
+def test_rows_are_padded_to_128_on_a_gpu(row_length):
+    """At an odd multiple of 64 cuDNN's backward gave NaN for a dense mask (pytorch #196678)."""
+    batch = build_micro_batch(rows(), [(0,), (1,)], Batching(row_length, 2, 0, 1, multiple=ROUND_TO["cuda"]))
+    assert batch.input_ids.shape[1] % 128 == 0
+    assert batch.boundaries.tolist()[-1] == batch.input_ids.numel()
+
+
+class Sizes(TorchDispatchMode):
+    """The operators that ran, and the largest tensor that one of them made."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.largest = [], 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        self.names.append(str(op))
+        made = [
+            value for value in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(value, torch.Tensor)
+        ]
+        self.largest = max([self.largest, *(value.numel() for value in made)])
+        return out
+
+
+def run_without_memory(kernel, length, documents=64):
+    """Forward and backward of one block and the loss in bf16, on tensors with shapes and no memory. (Not as CUDA's:
+    a torch built without it aborts in their backward.)"""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    made = config(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, head_dim=16)
+    model = build_model(made, "bf16", attention=KERNELS[kernel])
+    with FakeTensorMode(allow_non_fake_inputs=True), Sizes() as seen:
+        model.to_empty(device="cpu")
+        model.tie()
+        row = torch.zeros(1, length, dtype=torch.int64)
+        few = torch.zeros(8, dtype=torch.int64)
+        boundaries = torch.zeros(documents + 1, dtype=torch.int32)
+        model(row, row, boundaries, few, few, True).sum().backward()
+    return seen
+
+
+def test_no_dense_mask_where_a_kernel_exists():
+    """The real kernel's own operator, forward and backward, and nothing of the size of a row squared."""
+    for length in (4096, 131_072):
+        seen = run_without_memory("varlen", length)
+        assert [name for name in seen.names if "varlen" in name] == [
+            "torch_attn._varlen_attn.default",
+            "torch_attn._varlen_attn_backward.default",
+        ]
+        assert seen.largest == length * 96  # the MLP's
+    assert run_without_memory("sdpa", 4096).largest >= 4096**2
+
+
+def test_the_block_mask_is_small():
+    """A row of 131,072 tokens: 1,024 blocks squared, not tokens squared."""
+    with Sizes() as seen:
+        boundaries = torch.arange(0, 131_073, 1024, dtype=torch.int32)
+        mask = attention.attention_mask("flex", boundaries, torch.Size([1, 131_072]), True, torch.bfloat16)
+    assert seen.largest <= 1025**2
+    assert int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) == 128 * (8 * 9 // 2)
+
+
+# ---- the choice
+
+
+def place(monkeypatch, capability=(9, 0), triton=True):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    real = attention.importlib.util.find_spec
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: triton if name == "triton" else real(name))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "capability", "triton", "wanted"),
+    [
+        (GPU, torch.bfloat16, 128, (9, 0), True, "varlen"),
+        (GPU, torch.bfloat16, 64, (8, 0), True, "varlen"),
+        (GPU, torch.bfloat16, 20, (9, 0), True, "flex"),  # heads that FlashAttention does not take
+        (GPU, torch.float32, 64, (9, 0), True, "flex"),
+        (GPU, torch.float32, 8, (9, 0), True, "sdpa"),
+        (GPU, torch.float32, 64, (9, 0), None, "sdpa"),
+        (GPU, torch.bfloat16, 128, (7, 5), True, "sdpa"),
+        (CPU, torch.float32, 64, (9, 0), True, "sdpa"),
+    ],
+)
+def test_auto_takes_the_first_that_can_run(monkeypatch, device, dtype, head_dim, capability, triton, wanted):
+    place(monkeypatch, capability, triton)
+    assert choose_attention("auto", config(head_dim=head_dim), device, dtype).name == wanted
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "dtype", "head_dim", "message"),
+    [
+        (
+            "varlen",
+            CPU,
+            torch.float32,
+            64,
+            "'varlen': needs a CUDA device of compute capability 8.0 or later, and this ",
+        ),
+        ("varlen", GPU, torch.float32, 64, "needs precision.params=bf16, and this is float32 with heads of 64 on cuda"),
+        ("varlen", GPU, torch.bfloat16, 20, "needs heads of a multiple of 8, at most 256, .* set .* auto, or to flex"),
+        (
+            "flex",
+            CPU,
+            torch.float32,
+            64,
+            "'flex': needs a CUDA device .* set model.attention to auto, or to sdpa or eager",
+        ),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_refused_by_name(monkeypatch, asked, device, dtype, head_dim, message):
+    place(monkeypatch)
+    with pytest.raises(RecipeError, match=message):
+        choose_attention(asked, config(head_dim=head_dim), device, dtype)
+
+
+def test_one_graph_a_block_over_micro_batches(folder, plain_varlen):
+    """Blocks compiled once and never again, though documents differ in every micro-batch."""
+    model = build_model(config(), "fp32", attention=KERNELS["sdpa"])
+    materialize(model, CPU)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    graphs, dice = [], random.Random(1)
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(backend=count)
+    for _ in range(4):
+        gradients(model, many_documents(dice, rows=1, length=256, most=12))
+    assert len(graphs) == 1, f"{len(graphs)} graphs for {len(model.blocks)} blocks alike"
+
+
+def test_selective_keeps_the_outputs_of_both_kernels():
+    import torch.nn.attention.flex_attention
+    import torch.nn.attention.varlen
+
+    assert {str(torch.ops.torch_attn._varlen_attn.default), str(torch.ops.higher_order.flex_attention)} <= SAVED_OPS
