@@ -14,15 +14,7 @@ from pathlib import Path
 import torch
 
 from shardbook.comm.ledger import Ledger
-from shardbook.data.loader import (
-    ROUND_TO,
-    Batching,
-    Loader,
-    MicroBatch,
-    count_work,
-    eval_micro_batches,
-    most_documents,
-)
+from shardbook.data.loader import Loader, MicroBatch, choose_batching, count_work, eval_micro_batches
 from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.attention import choose_attention
@@ -36,6 +28,7 @@ from shardbook.parallel.layout import DTYPES, build_layout
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import ShardedModel, apply_stage
 from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
+from shardbook.plan.peak import predict_peak
 from shardbook.ranks.distributed import (
     Ranks,
     StopFlag,
@@ -52,6 +45,7 @@ from shardbook.run.checkpoint import TrainState, load_checkpoint, newest_checkpo
 from shardbook.run.console import Console
 from shardbook.run.directory import check_shared, environment, open_run
 from shardbook.run.metrics import Metrics, Pace, Recorder, memory_metrics, read_loss
+from shardbook.run.out_of_memory import OutOfMemory
 from shardbook.run.profile import Profile
 from shardbook.run.trackers import flat_config
 
@@ -85,10 +79,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         check_vocabulary(tokenizer, config)
         documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at)
     console.show_data(documents, held_out)
-    row_length = recipe.data.max_length if recipe.data.packing else None
-    most, multiple = most_documents(documents, held_out), ROUND_TO[ranks.device.type]
-    batch_size, place = recipe.train.per_device_train_batch_size, layout.data_rank(ranks.rank)
-    batching = Batching(row_length, batch_size, *place, most, multiple)
+    place = layout.data_rank(ranks.rank)
+    batching = choose_batching(recipe.data, recipe.train, place, ranks.device.type, documents, held_out)
     loader = Loader(documents, batching, recipe.train.gradient_accumulation_steps, recipe.train.seed)
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
     if run.finished_steps >= steps:
@@ -98,15 +90,18 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     run.check_goes_on(steps, newest)
 
     # Checkpointing -> compile -> stage -> memory.
-    predicted, forecast = predict_traffic(layout, loader.accumulation), predict_memory_metrics(layout)
+    peak = predict_peak(layout, config, recipe)
+    predicted, forecast = predict_traffic(layout, loader.accumulation), predict_memory_metrics(layout, peak.total)
     apply_checkpointing(model.blocks, recipe.activation)
     if recipe.train.compile:
         apply_compile(model)
     recomputed = recipe.activation.checkpointing + ", compiled" * recipe.train.compile
-    console.show_layout(layout, attention, recomputed, loader, steps)
+    console.show_layout(layout, attention, recomputed, peak, loader, steps)
     sharded = apply_stage(model, layout, build_mesh(layout.sizes, ranks.device.type))
-    materialize(model, ranks.device)
-    optimizer = build_optimizer(model, recipe.optim)
+    fits = OutOfMemory(sharded, config, recipe)
+    with fits:
+        materialize(model, ranks.device)
+    optimizer = fits.optimizer = build_optimizer(model, recipe.optim)
 
     # Where to start: this run's newest checkpoint, else the one the recipe names, else pretrained weights, else random.
     began = time.perf_counter()
@@ -133,7 +128,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     tracked = flat_config(flatten_recipe(recipe) | {"world_size": ranks.world_size}, layout.sizes)
     recorder = Recorder(run.path, run.name, recipe.run, tracked, ranks.is_main, state.step)
     profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
-    with recorder, console.start(state.step, steps), profile, Ledger(layout.groups(ranks.rank)) as ledger:
+    with recorder, console.start(state.step, steps), profile, fits, Ledger(layout.groups(ranks.rank)) as ledger:
         if held_out and state.step == 0:
             before: Metrics = {"eval/loss": evaluate(sharded, objective, eval_micro_batches(held_out, batching), ranks)}
             recorder.log(0, before)

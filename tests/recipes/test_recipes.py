@@ -11,12 +11,15 @@ from transformers import AutoConfig
 from world import context
 
 from shardbook.memory.activation import apply_checkpointing
-from shardbook.model.causal_lm import build_model
+from shardbook.model.attention import KERNELS
+from shardbook.model.causal_lm import build_model, count_flops
 from shardbook.model.families import load_config
 from shardbook.parallel.layout import build_layout
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
 from shardbook.plan.formulas import predict_resident
+from shardbook.plan.peak import predict_peak
+from shardbook.plan.speed import predict_mfu
 from shardbook.recipe import dump_recipe, list_recipes, load_recipe, resolve_precision
 from shardbook.run.metrics import kept_bytes
 
@@ -105,9 +108,16 @@ def wrap(path, folder, world, count):
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=world - 1, world_size=world)
     recipe = resolve_precision(load_recipe(path), "cuda")
-    model = build_model(load_config(recipe.model, folder, recipe.data.max_length), recipe.precision.master)
+    config = load_config(recipe.model, folder, recipe.data.max_length)
+    model = build_model(config, recipe.precision.master, attention=KERNELS["varlen"])
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, world, 8)
+    if said := re.search(r"^# predicted: (\d+) GB .* MFU (0\.\d+) ", path.read_text(), re.MULTILINE):
+        peak, mfu = predict_peak(layout, config, recipe), predict_mfu(layout, config, recipe, count_flops(model), 1200)
+        assert (said[1], said[2]) == (f"{peak.total / 1e9:.0f}", f"{mfu:.2f}"), (peak, mfu)
+        assert peak.total < 0.92 * 80e9, "does not fit"
+    else:
+        assert count < 10**9, "a recipe for GPUs says what it will take"
     apply_checkpointing(model.blocks, recipe.activation)
     apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
     shard = layout.shards

@@ -138,3 +138,39 @@ def test_the_pace_leaves_out_evaluations_and_nothing_else(clock):
 )
 def test_peak_flops_are_those_of_the_very_card(name, peak):
     assert metrics.peak_flops(name) == peak
+
+
+def test_out_of_memory_says_what_was_predicted_measured_and_would_fit(monkeypatch):
+    """As on a GPU of 2 GB, whose allocator gave up."""
+    from types import SimpleNamespace
+
+    from test_peak import lay_out, settings
+
+    from shardbook.parallel.sharding import ShardedModel
+    from shardbook.ranks.exits import RunFailed
+    from shardbook.run.out_of_memory import OutOfMemory
+
+    recipe = settings(parallel={"stage": "zero2"}, data={"max_length": 8192})
+    layout, made = lay_out(recipe, layers=32)
+    model = torch.nn.Linear(1000, 1000, bias=False)
+    model(torch.ones(1, 1000)).sum().backward()
+    fits = OutOfMemory(ShardedModel(model, layout, {}), made, recipe)
+    for name, value in {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=2 * 10**9),
+        "max_memory_allocated": lambda: 19 * 10**8,
+        "max_memory_reserved": lambda: 2 * 10**9,
+        "memory_stats": dict,
+        "reset_peak_memory_stats": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    message = (
+        r"^out of memory: CUDA out of memory. Predicted at the peak: 4\.7 GB \(params 0\.0, .*activations 4\.6, working "
+        r"0\.0\)\. Measured in GB: params 0\.0, grads 0\.0, optimizer 0\.0, peak 1\.9, reserved_peak 2\.0\. The "
+        r"smallest change that would fit: train\.per_device_train_batch_size=2 train\.gradient_accumulation_steps=4$"
+    )
+    with pytest.raises(RunFailed, match=message), fits:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20 MiB")
+    with pytest.raises(RuntimeError, match="another"), fits:
+        raise RuntimeError("another error passes")

@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from shardbook.data.tokenized import Documents, Row
-from shardbook.recipe import RecipeError
+from shardbook.recipe import Data, RecipeError, Train
 
 # By device: rows are padded to a multiple of this. Few lengths where rows are not packed; on a GPU kernels take tiles
 # of 128 rows, and cuDNN's backward gave NaN for a dense mask at odd multiples of 64 (pytorch #196678).
@@ -86,6 +86,16 @@ class Batching:
     multiple: int = ROUND_TO["cpu"]  # row lengths are rounded up to one
 
 
+def choose_batching(
+    data: Data, train: Train, data_rank: tuple[int, int], device_type: str, *parts: Documents | None
+) -> Batching:
+    """How `data_rank` (its number, and how many there are) sees the rows of `parts` on that kind of device."""
+    row_length = data.max_length if data.packing else None
+    # so that boundaries have the same shape in every micro-batch, of an evaluation too
+    most = max((len(row) for part in parts if part for row in part.rows), default=1)
+    return Batching(row_length, train.per_device_train_batch_size, *data_rank, most, ROUND_TO[device_type])
+
+
 class Loader:
     """The rows of a step for one data-parallel rank, in the order of the permutation."""
 
@@ -130,11 +140,6 @@ class Loader:
 def count_work(micros: list[MicroBatch]) -> tuple[int, int]:
     """Tokens of rows, trained or not, with padding; and pairs of tokens of one document."""
     return sum(micro.input_ids.numel() for micro in micros), sum(micro.pairs for micro in micros)
-
-
-def most_documents(*parts: Documents | None) -> int:
-    """The most documents that a row of any of them holds: how many boundaries a micro-batch must have room for."""
-    return max((len(row) for part in parts if part for row in part.rows), default=1)
 
 
 def eval_micro_batches(documents: Documents, batching: Batching) -> Iterator[MicroBatch]:

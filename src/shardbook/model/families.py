@@ -10,12 +10,14 @@ from shardbook.recipe import Model, RecipeError, first_line, nearest
 
 @dataclass(frozen=True)
 class Family:
-    """What we know of a transformers architecture beyond its config: which old checkpoint entries mean nothing."""
+    """What we know of a transformers architecture beyond its config: which old checkpoint entries mean nothing, and
+    whether queries and keys are normalised by head."""
 
     ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)  # saved as weights by transformers before 4.32
+    head_norms: bool = False
 
 
-FAMILIES = {"llama": Family(), "mistral": Family(), "qwen2": Family(), "qwen3": Family()}
+FAMILIES = {"llama": Family(), "mistral": Family(), "qwen2": Family(), "qwen3": Family(head_norms=True)}
 
 
 def load_config(model: Model, folder: Path, max_length: int) -> PreTrainedConfig:

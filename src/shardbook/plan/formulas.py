@@ -128,9 +128,9 @@ def paper_resident(stage: Stage, parameters: int, ranks: int) -> Resident:
     )
 
 
-def predict_memory_metrics(layout: Layout) -> dict[str, float]:
+def predict_memory_metrics(layout: Layout, peak_bytes: int) -> dict[str, float]:
     """The metrics `predicted/memory/<what>_bytes` of the first rank, and `paper/memory/<what>_bytes` beside them."""
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = {"predicted/memory/peak_bytes": peak_bytes}
     count = sum(unit.numel for unit in layout.units)
     for source, kept in (
         ("predicted", predict_resident(layout, rank=0)),

@@ -17,6 +17,7 @@ from shardbook.model.attention import Kernel
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual
+from shardbook.plan.peak import Peak
 from shardbook.run.metrics import Metrics
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -46,7 +47,9 @@ class Console:
         if held_out:
             self.print(f"eval     {held_out.summary}")
 
-    def show_layout(self, layout: Layout, attention: Kernel, recomputed: str, loader: Loader, steps: int) -> None:
+    def show_layout(
+        self, layout: Layout, attention: Kernel, recomputed: str, peak: Peak, loader: Loader, steps: int
+    ) -> None:
         """What is in effect, as a table: printed once, before the first step. `recomputed`: in backward."""
         precision, batching = layout.precision, loader.batching
         kept = predict_resident(layout, rank=0)
@@ -75,6 +78,8 @@ class Console:
             f"{readable_bytes(kept.params_bytes)} parameters, {readable_bytes(kept.grads_bytes)} reduced gradients, "
             f"{readable_bytes(kept.optimizer_bytes)} optimizer state",
         )
+        more = f"{readable_bytes(peak.activations)} of it activations, {readable_bytes(peak.working)} work"
+        table.add_row("at its peak", f"{readable_bytes(peak.total)} on a GPU, predicted: {more}")
         table.add_row(
             "a step",
             f"{loader.rows_per_step} rows: {batching.ranks} ranks x {loader.accumulation} micro-batches x "

@@ -118,10 +118,11 @@ def kept_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(storages.values())
 
 
-def memory_metrics(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> Metrics:
+def memory_metrics(sharded: ShardedModel, optimizer: torch.optim.Optimizer | None) -> Metrics:
     """Persistent bytes of this rank by category, and the GPU allocator's peak. Call it before gradients are freed.
     Residuals of error feedback are absent where there are none."""
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    kept = optimizer.state.values() if optimizer else ()
+    states = [value for state in kept for value in state.values() if isinstance(value, Tensor)]
     measured: Metrics = {
         "memory/params_bytes": kept_bytes(sharded.model.parameters()),
         "memory/grads_bytes": kept_bytes(p.grad for p in sharded.model.parameters()),

@@ -1,0 +1,33 @@
+"""train.profile_steps leaves a trace of those steps and of no others, and changes no number."""
+
+import gzip
+import json
+
+import pytest
+from world import losses, run_train
+
+from shardbook.recipe import RecipeError, load_recipe
+
+
+def test_a_trace_of_two_steps(recipe):
+    plain = run_train(1, recipe, "plain", "train.steps=4")
+    run = run_train(1, recipe, "profiled", "train.steps=4", "train.profile_steps=[2,3]")
+    assert losses(run) == losses(plain)
+    assert [path.name for path in (run / "profile").iterdir()] == ["rank-0.json.gz"]
+    with gzip.open(run / "profile" / "rank-0.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    # AdamW runs once a step
+    assert sum(event.get("name", "").startswith("Optimizer.step#AdamW") for event in events) == 2
+    assert any(event.get("name") == "aten::mm" for event in events)
+    assert not (plain / "profile").exists()
+
+
+def test_a_run_that_ends_inside_keeps_its_trace(recipe):
+    run = run_train(1, recipe, "short", "train.steps=2", "train.profile_steps=[2,2]")
+    assert (run / "profile" / "rank-0.json.gz").is_file()
+
+
+@pytest.mark.parametrize("steps", ["[5]", "[3,2]", "[0,1]", "[1,2,3]", "[4,6]"])
+def test_steps_that_never_come_are_refused(recipe, steps):
+    with pytest.raises(RecipeError, match=r"profile_steps = .*: must be two steps, .* from 1, at most steps = 5"):
+        load_recipe(recipe, ["train.steps=5", f"train.profile_steps={steps}"])

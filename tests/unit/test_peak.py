@@ -1,0 +1,159 @@
+"""The peak's formulas: what a block keeps, counted; what to change when it does not fit; the recipes' predictions."""
+
+import pytest
+import torch
+from tiny import config
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardbook.memory.activation import apply_checkpointing
+from shardbook.model.attention import KERNELS
+from shardbook.model.causal_lm import build_model, count_flops
+from shardbook.parallel.layout import build_layout
+from shardbook.plan.peak import kept_by_a_block, predict_peak, read_widths, smallest_change
+from shardbook.plan.speed import predict_mfu
+from shardbook.recipe import Activation, Parallel, Precision, Recipe
+
+ROWS, LENGTH = 2, 128
+
+
+def shape(family="llama", **changes):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return config(family, **(sizes | {"head_dim": 16, "num_hidden_layers": 1} | changes))
+
+
+def saved_by_a_block(made, checkpointing):
+    """Bytes for each token that autograd, and torch's selective checkpoint, hold of a bf16 block after its forward."""
+    model = build_model(made, "bf16", attention=KERNELS["varlen"])
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()  # held: its address is not used again
+        return tensor
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        apply_checkpointing(model.blocks, Activation(checkpointing=checkpointing))
+        hidden = torch.empty(ROWS, LENGTH, made.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        places = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+        rotary = model.model.rotary_emb(hidden, position_ids=places)
+        told = torch.zeros(9, dtype=torch.int32)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.blocks[0](hidden, attention_mask=told, position_embeddings=rotary, position_ids=places)
+    apart = [*model.parameters(), *rotary, told]  # of the model, or of all blocks together
+    for tensor in apart:
+        kept.pop(tensor.untyped_storage()._cdata, None)
+    random_state = 16  # two numbers of the kernel, whatever the tokens
+    return sum(storage.nbytes() for storage in kept.values() if storage.nbytes() != random_state) / (ROWS * LENGTH)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_what_a_block_keeps_is_counted(family, kind):
+    made = shape(family)
+    assert saved_by_a_block(made, kind) == kept_by_a_block(kind, read_widths(made), 2)
+
+
+def test_what_selective_keeps_of_an_8b_block():
+    """47,104 values for each token: q, k, v, attention's result, o, gate, up, down; the block's input; 32 fp32."""
+    made = shape(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    assert kept_by_a_block("selective", read_widths(made), 2) == 2 * (47_104 + 4096) + 32 * 4
+
+
+def settings(**sections):
+    words = {"data": {"max_length": 2048}, "train": {"steps": 1, "per_device_train_batch_size": 8}} | sections
+    return Recipe.model_validate(words)
+
+
+def lay_out(recipe, world=4, layers=8):
+    made = shape(num_hidden_layers=layers)
+    model = build_model(made, "fp32", attention=KERNELS["varlen"])
+    precision = Precision(params="bf16")
+    return build_layout(recipe.parallel, precision, model, model.parts, model.blocks, world, 4), made
+
+
+def test_the_smallest_change_that_fits():
+    recipe = settings(parallel={"stage": "zero2"})
+    layout, made = lay_out(recipe)
+    whole = predict_peak(layout, made, recipe)
+    assert whole.total == sum(
+        (whole.params, whole.grads, whole.optimizer, whole.gathered, whole.activations, whole.working)
+    )
+    found = [smallest_change(layout, made, recipe, share * whole.total) for share in (0.9, 0.3, 0.001)]
+    assert found[0] == "train.per_device_train_batch_size=4 train.gradient_accumulation_steps=2"
+    assert found[1] == "train.per_device_train_batch_size=2 train.gradient_accumulation_steps=4"
+    assert found[2] == ""
+    one = settings(parallel={"stage": "zero2"}, train={"steps": 1})
+    layout, made = lay_out(one)
+    total = predict_peak(layout, made, one).total
+    assert smallest_change(layout, made, one, 0.9 * total) == "activation.checkpointing=selective"
+    light = settings(parallel={"stage": "zero2"}, train={"steps": 1}, activation={"checkpointing": "full"})
+    light = light.model_copy(update={"data": light.data.model_copy(update={"max_length": 2})})
+    total = predict_peak(layout, made, light).total
+    assert smallest_change(layout, made, light, total - 1) == "parallel.stage=zero3"
+    assert smallest_change(layout, made, light, 0.6 * total) == "16 ranks"  # 8 leave 0.61
+
+
+@pytest.mark.parametrize("stage", ["ddp", "zero1", "zero2", "zero3"])
+def test_stages_fall_in_the_peak(stage):
+    order = ["ddp", "zero1", "zero2", "zero3"]
+    peaks = []
+    for name in order:
+        recipe = settings(parallel={"stage": name}, train={"steps": 1, "gradient_accumulation_steps": 3})
+        layout, made = lay_out(recipe)
+        peaks.append(predict_peak(layout, made, recipe).total)
+    assert sorted(peaks, reverse=True) == peaks
+
+
+def test_a_dense_mask_shows_in_the_peak():
+    recipe = settings()
+    layout, made = lay_out(recipe)
+    kernel = predict_peak(layout, made, recipe)
+    made._attn_implementation = "sdpa"
+    dense = predict_peak(layout, made, recipe)
+    assert dense.activations - kernel.activations == 8 * 2048**2 * 3
+
+
+def test_rows_of_131072_tokens_fit_where_a_dense_mask_would_not():
+    """An 8B on 8 ranks of 141 GB, everything recomputed: with a kernel it fits, with a dense mask it does not."""
+    made = shape(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_hidden_layers=32,
+        vocab=128_256,
+        tied=False,
+    )
+    model = build_model(made, "fp32", attention=KERNELS["varlen"])
+    recipe = settings(
+        data={"max_length": 131_072}, train={"steps": 1}, activation={"checkpointing": "full"}, parallel={}
+    )
+    layout = build_layout(Parallel(), Precision(params="bf16"), model, model.parts, model.blocks, 8, 8)
+    peak = predict_peak(layout, made, recipe)
+    assert peak.total < 0.92 * 141e9, str(peak)
+    made._attn_implementation = "sdpa"
+    dense = predict_peak(layout, made, recipe).total
+    assert dense - peak.total == 131_072**2 * 3 and dense > 0.92 * 141e9
+
+
+def test_mfu_by_arithmetic():
+    """Recomputing everything costs a fifth to a quarter; the estimate scales with nothing that it should not."""
+    recipe = settings(train={"steps": 1}, data={"max_length": 8192})
+    made = shape(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_hidden_layers=32,
+        vocab=128_256,
+        tied=False,
+    )
+    model = build_model(made, "fp32", attention=KERNELS["varlen"])
+    layout = build_layout(Parallel(), Precision(params="bf16"), model, model.parts, model.blocks, 8, 8)
+    flops = count_flops(model)
+    plain = predict_mfu(layout, made, recipe, flops, 1200)
+    full = recipe.model_copy(update={"activation": Activation(checkpointing="full")})
+    assert 0.45 < plain < 0.55
+    assert 0.75 < predict_mfu(layout, made, full, flops, 1200) / plain < 0.82
