@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from documents import many_documents
 from test_model import FAMILIES, assert_close, gradients, load, micro, rows
 from tiny import config, write_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -114,20 +115,6 @@ def test_flex_forward_is_sdpas(seed):
     assert torch.equal(mask.to_dense()[:, 0].bool(), touched)
     whole = dense[:, 0].unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).all(4).all(2)
     assert int(mask.full_kv_num_blocks.sum()) == int(whole.sum())
-
-
-def many_documents(dice, rows, length, most=40, multiple=BLOCK):
-    """A packed micro-batch of documents of 3 to 200 tokens."""
-    encoded, layout = [], []
-    for _ in range(rows):
-        row, room = [], length - dice.randint(0, 40)
-        while room > 3 and len(row) < most:
-            size = min(dice.randint(3, 200), room)
-            row.append(len(encoded))
-            encoded.append({"input_ids": [dice.randrange(259) for _ in range(size)], "mask": [True] * size})
-            room -= size
-        layout.append(tuple(row))
-    return build_micro_batch(encoded, layout, Batching(length, rows, 0, 1, documents=most, multiple=multiple))
 
 
 # ---- shapes, memory
