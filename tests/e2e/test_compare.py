@@ -25,7 +25,7 @@ STAGES = (
 )
 FOLDERS = ["ddp", "zero3", "zeropp_parallel.quantize_gradients-_8_8_activation.checkpointing-full"]
 # what a GPU alone measures
-GPU_ONLY = {"perf/mfu", "memory/peak_bytes"}
+GPU_ONLY = {"perf/mfu", "memory/peak_bytes", "memory/reserved_peak_bytes"}
 
 
 def compare(*words, **more):
