@@ -45,7 +45,7 @@ AXIS_KEYS = {"comm/dp_shard/all_gather_bytes", "comm/dp_shard/all_reduce_bytes",
 MEMORY = {f"memory/{kind}_bytes" for kind in ("params", "grads", "optimizer")}
 # counted, and said beforehand, once
 FIRST_KEYS = COMM_KEYS | AXIS_KEYS | {f"predicted/{key}" for key in COMM_KEYS | AXIS_KEYS | MEMORY}
-FIRST_KEYS |= {f"paper/{key}" for key in MEMORY}
+FIRST_KEYS |= {f"paper/{key}" for key in MEMORY} | {"predicted/memory/peak_bytes"}
 
 
 def shardbook(*words, **more) -> subprocess.CompletedProcess:
