@@ -71,7 +71,7 @@ CONFIGS = {
         8_190_735_360,
     ),
 }
-HEADER = re.compile(r"# .+\.\n# run:      (.+)\n# hardware: (\d+) .+\n# measured: (.+)\n\[", re.MULTILINE)
+HEADER = re.compile(r"# .+\.\n# run:      (.+)\n# hardware: (\d+) .+\n(?:# predicted: .+\n)?# measured: (.+)\n\[")
 
 
 def test_there_are_recipes():

@@ -110,7 +110,11 @@ def test_a_dense_mask_shows_in_the_peak():
     kernel = predict_peak(layout, made, recipe)
     made._attn_implementation = "sdpa"
     dense = predict_peak(layout, made, recipe)
-    assert dense.activations - kernel.activations == 8 * 2048**2 * 3
+    assert dense.activations - kernel.activations == 8 * 2048**2 * (1 + 8 * 2)  # bool, and bf16 in each of 8 blocks
+    full = recipe.model_copy(update={"activation": Activation(checkpointing="full")})
+    seen = predict_peak(layout, made, full)
+    made._attn_implementation = "varlen"
+    assert seen.activations - predict_peak(layout, made, full).activations == 8 * 2048**2 * 3
 
 
 def test_rows_of_131072_tokens_fit_where_a_dense_mask_would_not():

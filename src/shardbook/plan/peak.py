@@ -93,16 +93,20 @@ def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Pe
     tokens = rows * recipe.data.max_length
     kind, _, amount = recipe.activation.checkpointing.partition(":")
     kept = {name: kept_by_a_block(name, of, itemsize) for name in ("none", "full", "selective")}
-    match kind:
+    match kind:  # blocks that backward runs again
+        case "none" | "budget":
+            again = 0
         case "every":
-            held = -(-layers // int(amount)) * kept["full"] + (layers - -(-layers // int(amount))) * kept["none"]
-        case "budget":
-            held = int(layers * max(kept["full"], float(amount) * kept["none"]))
+            again = -(-layers // int(amount))
         case _:
-            held = layers * kept[kind]
+            again = layers
+    held = again * kept["selective" if kind == "selective" else "full"] + (layers - again) * kept["none"]
+    if kind == "budget":
+        held = int(layers * max(kept["full"], float(amount) * kept["none"]))
     dense = 0
-    if config._attn_implementation in ("sdpa", "eager") and recipe.data.packing:  # of bool, and of the dtype of compute
-        dense = rows * recipe.data.max_length**2 * (1 + itemsize)
+    if config._attn_implementation in ("sdpa", "eager") and recipe.data.packing:
+        # of bool, for all blocks; and in the dtype of compute, which each holds that is not run again
+        dense = rows * recipe.data.max_length**2 * (1 + itemsize * max(1, layers - again))
     state = predict_resident(layout, rank=0)
     largest = max(unit.padded_numel(layout.shards) for unit in layout.units)
     # gradients of a unit in the dtype of compute, then in that of the reduction
@@ -111,7 +115,7 @@ def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Pe
     if not layout.stage.reduce_every_micro and recipe.train.gradient_accumulation_steps > 1:
         unreduced = sum(unit.padded_numel(layout.shards) for unit in layout.units) * layout.dtype("reduce").itemsize
     # of a block in backward: what it holds, made again, and gradients of the MLP's three
-    block = tokens * ((kept["none"] if kind in ("full", "selective", "every") else 0) + 3 * of.inner * itemsize)
+    block = tokens * ((kept["none"] if again else 0) + 3 * of.inner * itemsize)
     chunk = min(recipe.train.loss_chunk_tokens or tokens, tokens)
     # log-softmax and its gradient in fp32, logits' gradient; the head's gradient, of this chunk and of those before
     loss = config.vocab_size * (chunk * (2 * FP32 + itemsize) + 2 * of.hidden * itemsize)
