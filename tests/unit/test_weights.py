@@ -21,7 +21,7 @@ def load(folder):
 
 def export(model, folder, out, dtype="fp32"):
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    weights.save_weights(out, weights.full_tensors(model), shapes, model.config, tokenizer(), folder, dtype)
+    weights.save_weights(out, weights.full_tensors(model, dtype), shapes, model.config, tokenizer(), folder, dtype)
 
 
 @pytest.mark.parametrize("tied", [True, False])
