@@ -41,7 +41,7 @@ class Stored:
         """Rows `rows.start` to `rows.stop` along the first dim, on the host, in the stored dtype, one of FLOATS."""
         read = torch.empty(rows.stop - rows.start, *self.shape[1:], dtype=FLOATS[self.dtype])
         self.file.seek(self.start + rows.start * math.prod(self.shape[1:]) * read.element_size())
-        left = memoryview(read.flatten().view(torch.uint8).numpy())
+        left = read.flatten().view(torch.uint8).numpy().data
         while left:  # one call reads at most 2 GiB
             if not (count := self.file.readinto(left)):
                 raise _damaged(self.path, "it ended while it was read")
