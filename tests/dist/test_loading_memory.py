@@ -103,11 +103,13 @@ def test_peak_memory_of_loading(files):
 
 
 def load_counting(folder, bug):
-    """Names of the weights files in the order of their opens, how often each is open at once while rows are read,
-    bytes read (by the kernel's count), and bytes of the file that this rank's rows are."""
+    """Names of the weights files in the order of their opens; those open while rows are read; files still mapped; bytes
+    read, by the kernel's count; bytes that this rank's rows are; whether they are the file's, by torch.chunk."""
     import os
     import sys
     from pathlib import Path
+
+    from safetensors.torch import load_file
 
     from shardbook.model import stored, weights
     from shardbook.model.stored import Stored
@@ -138,13 +140,17 @@ def load_counting(folder, bug):
         fill_weights(model, folder)
         counting.clear()
         read_bytes.append(characters_read() - before)
+        rank, wanted = int(os.environ["RANK"]), {}
+        for path in folder.glob("*.safetensors"):
+            wanted |= {name: tensor.chunk(2)[rank] for name, tensor in load_file(path).items()}
+        right.append(all(torch.equal(p.to_local(), wanted[name]) for name, p in model.named_parameters()))
 
-    read_bytes, fill_weights = [], weights.load_weights
+    read_bytes, right, fill_weights = [], [], weights.load_weights
     Stored.read_rows, weights.load_weights = watched, fill
     sys.addaudithook(hook)
     load(folder)
     mapped = sum(".safetensors" in line for line in Path("/proc/self/maps").read_text().splitlines())
-    return opened, held, mapped, read_bytes[0], sum(own)
+    return opened, held, mapped, read_bytes[0], sum(own), right == [True]
 
 
 def characters_read():
@@ -171,10 +177,23 @@ def reads_all_rows(stored, weights):
     stored.Stored.read_rows = lambda tensor, rows: read(tensor, slice(0, tensor.shape[0]))[rows]
 
 
+def rows_of_another_rank(stored, weights):
+    """Planted bug: each rank reads the other one's rows."""
+    real = weights.local_rows
+
+    def local_rows(parameter):
+        local, rows = real(parameter)
+        start = 0 if rows.start else len(local)
+        return local, slice(start, start + len(local))
+
+    weights.local_rows = local_rows
+
+
 def test_each_file_is_opened_once_and_only_own_rows_are_read(files):
     names = sorted(path.name for path in files.glob("*.safetensors"))
     whole = sum((files / name).stat().st_size for name in names)
-    for opened, held, mapped, read_bytes, own in run_world(2, load_counting, files, None):
+    for opened, held, mapped, read_bytes, own, right in run_world(2, load_counting, files, None):
+        assert right
         assert opened == names  # each once, in order
         assert held and all(each == names for each in held) and mapped == 0
         # headers and the index beside the rows: some 20 kB. /proc itself is read for `held`: links are not counted.
@@ -182,5 +201,6 @@ def test_each_file_is_opened_once_and_only_own_rows_are_read(files):
         assert abs(own - whole / 2) < 64_000
     for opened, *_ in run_world(2, load_counting, files, opens_for_each_tensor):
         assert len(opened) > len(names) + 50
-    for *_, read_bytes, own in run_world(2, load_counting, files, reads_all_rows):
+    for *_, read_bytes, own, _ in run_world(2, load_counting, files, reads_all_rows):
         assert read_bytes > 1.9 * own
+    assert [right for *_, right in run_world(2, load_counting, files, rows_of_another_rank)] == [False] * 2
