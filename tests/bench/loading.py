@@ -13,6 +13,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -71,7 +72,7 @@ def shard(shape: torch.Size, mesh) -> DTensor:
     each = -(-shape[0] // mesh.size())
     rows = max(0, min(each, shape[0] - each * mesh.get_local_rank()))
     local = torch.empty(rows, *shape[1:], device="meta")
-    stride = torch.empty(shape, device="meta").stride()
+    stride = (shape[1:].numel(), 1)[-len(shape) :]
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
@@ -131,45 +132,39 @@ def count_loading(shapes: dict[str, torch.Size], world: int) -> None:
     print(f"| CPU seconds of a rank in opening and checking | {before.seconds:.2f} | {ours.seconds:.2f} |")
 
 
-def plan(shapes: dict[str, torch.Size], world: int, whole: bool) -> None:
-    """Plan twice, as `save_checkpoint` does; with `whole` as it did: settings stored, nothing reused."""
-    sent, planners, local = [], [], 0.0
+def count_plans(shapes: dict[str, torch.Size], world: int) -> None:
+    """A plan as it was (settings stored, nothing reused), a run's first and a later one: of all ranks, of rank 0."""
+    kinds = ("every save, before", "first save", "later saves")
+    planners: dict[str, list] = {kind: [] for kind in kinds}
+    sent: dict[str, list[bytes]] = {kind: [] for kind in kinds}
+    local = dict.fromkeys(kinds, 0.0)
     for mesh in fake_ranks(world):
         tensors = state_of(shapes, mesh)
-        with Cpu() as cpu:
-            if whole:
-                planner = DefaultSavePlanner()
-                planner.set_up_planner(tensors)
-            else:
-                planner = PlanOnce(_saved(tensors), None)
-            sent.append(pickle.dumps(planner.create_local_plan()))
-        local = max(local, cpu.seconds)
-        planner.state_dict = {}
-        planners.append(planner)
-    with Cpu() as main:
-        plans = [pickle.loads(each) for each in sent]
-        items = sum(len(each.items) for each in plans)
-        plans, metadata = planners[0].create_global_plan(plans)
-        received = [len(pickle.dumps(each)) for each in plans]
-    kind = "all of it, as before" if whole else "first save"
-    row(kind, items, local, main.seconds, sum(map(len, sent)), sum(received), len(pickle.dumps(metadata)))
-    if whole:
-        return
-    again, sent, local = None, [], 0.0
-    for rank, (mesh, planner) in enumerate(zip(fake_ranks(world), planners, strict=True)):
-        planner.finish_plan(plans[rank])
-        tensors = _saved(state_of(shapes, mesh))
-        with Cpu() as cpu:
-            later = PlanOnce(tensors, Planned(planner.asked, planner.given, planner.made))
-            sent.append(pickle.dumps(later.create_local_plan()))
-        local = max(local, cpu.seconds)
-        again = again or later
-    with Cpu() as main:
-        plans = [pickle.loads(each) for each in sent]
-        items = sum(len(each.items) for each in plans)
-        plans, metadata = again.create_global_plan(plans)
-        received = [len(pickle.dumps(each)) for each in plans]
-    row("later saves", items, local, main.seconds, sum(map(len, sent)), sum(received), len(pickle.dumps(metadata)))
+        for kind in kinds:
+            with Cpu() as cpu:
+                if kind == kinds[0]:
+                    planner = DefaultSavePlanner()
+                    planner.set_up_planner(tensors)
+                elif kind == kinds[1]:
+                    planner = PlanOnce(_saved(tensors), None)
+                else:
+                    planner = PlanOnce(_saved(tensors), Planned(planner.asked, planner.asked, None))
+                sent[kind].append(pickle.dumps(planner.create_local_plan()))
+            planner.state_dict = {}
+            planners[kind].append(planner)
+            local[kind] += cpu.seconds / world
+        del planners[kinds[0]][1:], planners[kinds[1]][1:], planners[kinds[2]][1:]
+    for kind in kinds:
+        planner = planners[kind][0]
+        if kind == kinds[2]:
+            planner.last = replace(planner.last, metadata=planners[kinds[1]][0].made)
+        with Cpu() as main:
+            plans = [pickle.loads(each) for each in sent[kind]]
+            items = sum(len(each.items) for each in plans)
+            plans, metadata = planner.create_global_plan(plans)
+            received = [len(pickle.dumps(each)) for each in plans]
+        volumes = (sum(map(len, sent[kind])), sum(received), len(pickle.dumps(metadata)))
+        row(kind, items, local[kind], main.seconds, *volumes)
 
 
 def row(kind: str, items: int, local: float, main: float, sent: int, received: int, metadata: int) -> None:
@@ -204,17 +199,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--world", type=int, default=64)
     parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--plans", action="store_true", help="count the plans of checkpoints alone")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     config = AutoConfig.for_model("llama", **(SHAPE | {"num_hidden_layers": asked.layers}))
     shapes = {name: p.shape for name, p in build_model(config, "fp32").named_parameters()}
     print(f"{len(shapes)} tensors, {sum(map(torch.Size.numel, shapes.values())) / 1e9:.1f} G parameters\n")
-    print("| | before | now |\n|---|---|---|")
-    count_loading(shapes, asked.world)
-    count_export(shapes, asked.world)
+    if not asked.plans:
+        print("| | before | now |\n|---|---|---|")
+        count_loading(shapes, asked.world)
+        count_export(shapes, asked.world)
     print("\n| | items | CPU s, a rank | CPU s, rank 0 | MB sent | MB returned | MB of metadata |\n|" + "---|" * 7)
-    plan(shapes, asked.world, True)
-    plan(shapes, asked.world, False)
+    count_plans(shapes, asked.world)
     print(f"\npeak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB")
 
 
