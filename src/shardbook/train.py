@@ -187,9 +187,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         return PREEMPTED
     if recipe.train.export:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        save_weights(
-            run.export, full_tensors(model), shapes, config, tokenizer, folder, recipe.train.export_dtype, ranks.is_main
-        )
+        dtype = recipe.train.export_dtype
+        save_weights(run.export, full_tensors(model, dtype), shapes, config, tokenizer, folder, dtype, ranks.is_main)
         console.print(f"export   {run.export}")
     if ranks.is_main:
         run.finish(steps)

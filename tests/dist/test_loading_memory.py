@@ -1,5 +1,8 @@
 """Loading weights: each rank's memory grows by its shard and at most one more tensor, measured by the kernel."""
 
+import dataclasses
+
+import pytest
 import torch
 from tiny import config, tokenizer
 from transformers import AutoModelForCausalLM
@@ -46,27 +49,165 @@ def resident(field: str) -> int:
 
 
 def whole_first(folder):
-    """Planted bug: every rank reads the whole file and keeps what it needs."""
-    import shardbook.model.weights as weights
+    """Planted bug: every rank reads whole tensors, and keeps them."""
+    from shardbook.model.stored import Stored
 
-    before = weights._open
+    read, kept = Stored.read_rows, []
 
-    def greedy(path):
-        file = before(path)
-        weights.kept = [file.get_tensor(name).clone() for name in file.keys()]  # noqa: SIM118
-        return file
+    def greedy(stored, rows):
+        kept.append(read(stored, slice(0, stored.shape[0])))
+        return kept[-1][rows]
 
-    weights._open = greedy
+    Stored.read_rows = greedy
     return load(folder)
 
 
-def test_peak_memory_of_loading(tmp_path):
+def mapped(folder):
+    """Planted bug: the library's mapping of a file, kept while it is needed: what was read stays resident."""
+    from safetensors import safe_open
+
+    from shardbook.model.stored import Stored
+
+    opened = {}
+
+    def read_rows(stored, rows):
+        file = opened.setdefault(stored.path, safe_open(stored.path, "pt"))
+        name = next(name for name in file.keys() if tuple(file.get_slice(name).get_shape()) == stored.shape)  # noqa: SIM118
+        kept.append((file.get_slice(name)[rows] * 1).sum())
+        return torch.zeros(rows.stop - rows.start, *stored.shape[1:])
+
+    kept = []
+    Stored.read_rows = read_rows
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model of 26 million parameters in four files or more, beside its tokenizer."""
+    folder = tmp_path_factory.mktemp("files")
     made = config(hidden_size=512, intermediate_size=2048, num_hidden_layers=6, vocab=12_000, num_attention_heads=8)
-    AutoModelForCausalLM.from_config(made, dtype=torch.float32).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    for peak, shard, largest in run_world(2, load, tmp_path):
+    AutoModelForCausalLM.from_config(made, dtype=torch.float32).save_pretrained(folder, max_shard_size="30MB")
+    tokenizer().save_pretrained(folder)
+    assert len(list(folder.glob("*.safetensors"))) >= 4
+    return folder
+
+
+def test_peak_memory_of_loading(files):
+    for peak, shard, largest in run_world(2, load, files):
         assert shard > 2 * largest and largest > 20 * MIB  # the bound below tells one tensor from two
         assert peak <= shard + largest + SLACK, f"{peak / MIB:.0f} MiB"
         print(f"peak {peak / MIB:.1f} MiB: shard {shard / MIB:.1f}, largest tensor {largest / MIB:.1f}")
-    for peak, shard, largest in run_world(2, whole_first, tmp_path):
+
+
+@pytest.mark.parametrize("bug", [whole_first, pytest.param(mapped, marks=pytest.mark.slow)])
+def test_what_stays_in_memory_turns_it_red(files, bug):
+    for peak, shard, largest in run_world(2, bug, files):
         assert peak > shard + largest + SLACK
+
+
+def load_counting(folder, bug):
+    """Names of the weights files in the order of their opens; those open while rows are read; files still mapped; bytes
+    read, by the kernel's count; bytes that this rank's rows are; whether they are the file's, by torch.chunk."""
+    import os
+    import sys
+    from pathlib import Path
+
+    from safetensors.torch import load_file
+
+    from shardbook.model import stored, weights
+    from shardbook.model.stored import Stored
+
+    opened, held, own, counting = [], [], [], []
+    bug and bug(stored, weights)
+    read = Stored.read_rows
+
+    def watched(tensor, rows):
+        links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        held.append(sorted(name for link in links if (name := ending(link)).endswith(".safetensors")))
+        own.append((rows.stop - rows.start) * tensor.shape[-1] ** (len(tensor.shape) - 1) * 4)
+        return read(tensor, rows)
+
+    def ending(link):
+        try:
+            return link.readlink().name
+        except OSError:  # of the listing itself
+            return ""
+
+    def hook(event, given):
+        if counting and event == "open" and str(given[0]).endswith(".safetensors"):
+            opened.append(Path(given[0]).name)
+
+    def fill(model, folder):
+        counting.append(1)
+        before = characters_read()
+        fill_weights(model, folder)
+        counting.clear()
+        read_bytes.append(characters_read() - before)
+        rank, wanted = int(os.environ["RANK"]), {}
+        for path in folder.glob("*.safetensors"):
+            wanted |= {name: tensor.chunk(2)[rank] for name, tensor in load_file(path).items()}
+        right.append(all(torch.equal(p.to_local(), wanted[name]) for name, p in model.named_parameters()))
+
+    read_bytes, right, fill_weights = [], [], weights.load_weights
+    Stored.read_rows, weights.load_weights = watched, fill
+    sys.addaudithook(hook)
+    load(folder)
+    mapped = sum(".safetensors" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return opened, held, mapped, read_bytes[0], sum(own), right == [True]
+
+
+def characters_read():
+    from pathlib import Path
+
+    line = next(line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar"))
+    return int(line.split()[1])
+
+
+def opens_for_each_tensor(stored, weights):
+    """Planted bug: what loading did before: a file is opened for the rows of each tensor."""
+
+    def read_rows(tensor, rows):
+        with tensor.path.open("rb", buffering=0) as file:
+            return read(dataclasses.replace(tensor, file=file), rows)
+
+    read = stored.Stored.read_rows
+    stored.Stored.read_rows = read_rows
+
+
+def reads_all_rows(stored, weights):
+    """Planted bug: the whole tensor is read, and cut."""
+    read = stored.Stored.read_rows
+    stored.Stored.read_rows = lambda tensor, rows: read(tensor, slice(0, tensor.shape[0]))[rows]
+
+
+def rows_of_another_rank(stored, weights):
+    """Planted bug: each rank reads the other one's rows."""
+    real = weights.local_rows
+
+    def local_rows(parameter):
+        local, rows = real(parameter)
+        start = 0 if rows.start else len(local)
+        return local, slice(start, start + len(local))
+
+    weights.local_rows = local_rows
+
+
+def test_each_file_is_opened_once_and_only_own_rows_are_read(files):
+    names = sorted(path.name for path in files.glob("*.safetensors"))
+    whole = sum((files / name).stat().st_size for name in names)
+    for opened, held, mapped, read_bytes, own, right in run_world(2, load_counting, files, None):
+        assert right
+        assert opened == names  # each once, in order
+        assert held and all(each == names for each in held) and mapped == 0
+        # headers and the index beside the rows: some 20 kB. /proc itself is read for `held`: links are not counted.
+        assert own <= read_bytes <= own + 64_000, (read_bytes, own)
+        assert abs(own - whole / 2) < 64_000
+
+
+@pytest.mark.slow
+def test_more_opens_and_other_rows_turn_it_red(files):
+    for opened, *_ in run_world(2, load_counting, files, opens_for_each_tensor):
+        assert len(opened) > len(list(files.glob("*.safetensors"))) + 50
+    for *_, read_bytes, own, right in run_world(2, load_counting, files, reads_all_rows):
+        assert read_bytes > 1.9 * own and right
+    assert [right for *_, right in run_world(2, load_counting, files, rows_of_another_rank)] == [False] * 2

@@ -39,10 +39,11 @@ def cut_back(straight, name, step):
     return run
 
 
-def test_the_same_world_continues_bitwise(recipe, straight):
-    run = cut_back(straight, "again", 2)
-    assert newest_checkpoint(run / "checkpoints").name == "step-000002"
-    run_train(2, recipe, "again", *SAVING)
+@pytest.mark.parametrize("step", [2, 4])  # the second was saved by the plan of the first
+def test_the_same_world_continues_bitwise(recipe, straight, step):
+    run = cut_back(straight, name := f"again-{step}", step)
+    assert newest_checkpoint(run / "checkpoints").name == f"step-00000{step}"
+    run_train(2, recipe, name, *SAVING)
     assert losses(run) == losses(straight)
     assert [row["step"] for row in metrics(run)] == [row["step"] for row in metrics(straight)]
     last, expected = metrics(run)[-1], metrics(straight)[-1]

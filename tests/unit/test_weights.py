@@ -1,5 +1,7 @@
 """Safetensors in and out: everything wrong is named at once; what goes out loads in transformers bit for bit."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -9,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import shardbook.model.weights as weights
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.families import load_config
+from shardbook.model.stored import FLOATS, open_tensors
 from shardbook.recipe import Model, RecipeError
 
 
@@ -21,7 +24,7 @@ def load(folder):
 
 def export(model, folder, out, dtype="fp32"):
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    weights.save_weights(out, weights.full_tensors(model), shapes, model.config, tokenizer(), folder, dtype)
+    weights.save_weights(out, weights.full_tensors(model, dtype), shapes, model.config, tokenizer(), folder, dtype)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -110,6 +113,53 @@ def test_files_cut_short_or_absent(tmp_path):
     (tmp_path / weights.INDEX).write_text('{"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}')
     with pytest.raises(RecipeError, match=r"model-00001-of-00001.safetensors: named in .*, but not there"):
         load(tmp_path)
+
+
+def shift_first(header):
+    first = min((entry for name, entry in header.items() if name != "__metadata__"), key=lambda e: e["data_offsets"])
+    first["data_offsets"][0] += 4
+
+
+def shrink_norm(header):
+    header["model.norm.weight"]["shape"][0] -= 1
+
+
+@pytest.mark.parametrize(
+    "damage, reason",
+    [
+        (shift_first, r"is said to be at bytes 4 to"),
+        (shrink_norm, r"model.norm.weight is said to be at bytes"),
+        (lambda header: header.pop("model.norm.weight"), r"said to be|its header says"),
+        (lambda header: header["model.norm.weight"].pop("dtype"), r"its header cannot be read: KeyError"),
+    ],
+)
+def test_a_header_that_is_not_the_whole_file_is_refused(tmp_path, damage, reason):
+    path = write_model(tmp_path) / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    damage(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    with pytest.raises(RecipeError, match=r"model.safetensors: truncated or not safetensors \(.*" + reason) as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+    for spoiled in (content + b"0", content[:8] + b"x" * length + content[8 + length :], b"\xff" * 4096):
+        path.write_bytes(spoiled)
+        with pytest.raises(RecipeError, match=r"model.safetensors: truncated or not safetensors"):
+            load(tmp_path)
+
+
+def test_rows_are_the_librarys_bit_for_bit(tmp_path):
+    made = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
+    tensors = {str(dtype): made.to(dtype) for dtype in FLOATS.values()} | {"vector": made[:, 0].clone()}
+    save_file(tensors | {"step": torch.tensor(3)}, tmp_path / "model.safetensors")
+    with open_tensors(tmp_path) as stored:
+        assert stored["step"].dtype == "I64" and stored["step"].shape == ()
+        for name, tensor in tensors.items():
+            for rows in (slice(0, 7), slice(2, 5), slice(6, 7), slice(7, 7)):
+                read = stored[name].read_rows(rows)
+                assert read.dtype == tensor.dtype and torch.equal(read, tensor[rows])
 
 
 def test_random_weights_depend_on_the_seed_only(tmp_path):

@@ -1,19 +1,16 @@
 """Weights: Hugging Face safetensors in and out of sharded DTensors, a slice at a time.
 
-Reading: every rank opens the files itself and reads only the rows of its own shards, so host memory peaks at its
-shard plus one slice, and nothing is broadcast. Every name, shape, dtype and file length is checked before the first
+Reading: every rank opens each file itself, once, and reads only the rows of its own shards, so host memory peaks at
+its shard plus one slice, and nothing is broadcast. Every name, shape, dtype and file length is checked before the first
 byte is copied. Writing: one stream of full tensors into files of 5 GB, made in a side directory and renamed when whole.
-Never reads a pickle.
 """
 
 import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -21,12 +18,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.model.causal_lm import CausalLM
 from shardbook.model.families import FAMILIES
+from shardbook.model.stored import FLOATS, INDEX, open_tensors
 from shardbook.parallel.layout import DTYPES
 from shardbook.recipe import RecipeError
 
 SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
-INDEX = "model.safetensors.index.json"
-FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 def load_weights(model: CausalLM, folder: Path) -> None:
@@ -35,30 +31,28 @@ def load_weights(model: CausalLM, folder: Path) -> None:
     Values are cast to the parameter's dtype. A tied head is skipped if present. All missing, unexpected, misshapen
     and non-float entries are named in one error, before anything is read.
     """
-    files = find_tensors(folder)
     wanted = dict(model.named_parameters())  # a tied weight appears once, under its embedding's name
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - wanted.keys()
     ignored = FAMILIES[model.config.model_type].ignored_suffixes
-    problems = [f"missing {name}" for name in wanted if name not in files]
-    problems += [
-        f"unexpected {name}" for name in files if name not in wanted and name not in tied and not name.endswith(ignored)
-    ]
-    for name, parameter in wanted.items():
-        if name in files:
-            with _open(files[name]) as file:
-                stored = file.get_slice(name)
-                shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-            if shape != tuple(parameter.shape):
-                problems.append(f"{name} has shape {list(shape)}, the model wants {list(parameter.shape)}")
+    with open_tensors(folder) as stored:
+        problems = [f"missing {name}" for name in wanted if name not in stored]
+        problems += [
+            f"unexpected {name}"
+            for name in stored
+            if name not in wanted and name not in tied and not name.endswith(ignored)
+        ]
+        for name in (name for name in wanted if name in stored):
+            shape, dtype = list(stored[name].shape), stored[name].dtype
+            if shape != list(wanted[name].shape):
+                problems.append(f"{name} has shape {shape}, the model wants {list(wanted[name].shape)}")
             elif dtype not in FLOATS:
                 problems.append(f"{name} has dtype {dtype}, not a float")
-    if problems:
-        raise RecipeError(f"weights in {folder} do not fit the model: {'; '.join(problems)}")
-    for name, parameter in wanted.items():
-        local, rows = local_rows(parameter)
-        # Opened anew for each tensor: the mapping is dropped with it, so resident pages never exceed one slice.
-        with _open(files[name]) as file, torch.no_grad():
-            local.copy_(file.get_slice(name)[rows])
+        if problems:
+            raise RecipeError(f"weights in {folder} do not fit the model: {'; '.join(problems)}")
+        for name, parameter in wanted.items():
+            local, rows = local_rows(parameter)
+            with torch.no_grad():
+                local.copy_(stored[name].read_rows(rows))
 
 
 def init_weights(model: CausalLM, seed: int) -> None:
@@ -99,27 +93,15 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, slice]:
     return local, rows
 
 
-def find_tensors(folder: Path) -> dict[str, Path]:
-    """File of every tensor in a Hugging Face directory. Raises RecipeError without any, or where one is cut short."""
-    if (folder / INDEX).is_file():
-        names = json.loads((folder / INDEX).read_text())["weight_map"]
-        paths = sorted({folder / file for file in names.values()})
-    elif (folder / "model.safetensors").is_file():
-        paths = [folder / "model.safetensors"]
-    else:
-        raise RecipeError(f"{folder}: no model.safetensors and no {INDEX} (pickled weights are not read)")
-    found: dict[str, Path] = {}
-    for path in paths:
-        with _open(path) as file:  # compares the header with the file's length
-            found.update(dict.fromkeys(file.keys(), path))
-    return found
+def full_tensors(model: CausalLM, dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """`(name, full tensor in dtype)` of every parameter, one at a time. Collective: every rank must consume all of it.
 
-
-def full_tensors(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    """`(name, full tensor)` of every parameter, one at a time. Collective: every rank must consume all of it."""
+    Each rank casts its shard before the gather: the values are the same, since a cast looks at one value alone, and
+    fp32 masters exported in bf16 cost half the bytes on the wire and half the memory.
+    """
     for name, parameter in model.named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        yield name, whole.detach()
+        cast = parameter.detach().to(DTYPES[dtype])
+        yield name, cast.full_tensor() if isinstance(cast, DTensor) else cast
 
 
 def save_weights(
@@ -183,12 +165,3 @@ def _plan_files(shapes: dict[str, torch.Size], itemsize: int) -> dict[str, list[
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": names for n, names in enumerate(groups, start=1)}
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise RecipeError(f"weights file {path}: named in {INDEX}, but not there") from None
-    except SafetensorError as error:
-        raise RecipeError(f"weights file {path}: truncated or not safetensors ({error})") from None

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,12 +28,16 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import RecipeError, first_line
+from shardbook.run.save_plan import Planned, PlanOnce
 
 MARKER = "COMPLETE"
 STATE = "state.json"
 RESIDUAL, EARLIER_RESIDUAL = "residual", "unsent"  # the second in checkpoints of versions before 0.2
 # one flat key a tensor and moment: names, not parameter numbers, so another grouping or layout still matches
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+HYPERPARAMETERS = "param_groups."  # what begins with it in the optimizer's flat state
+# of the optimizer whose state was saved: a plan ends with its run, also where a process has several
+_plans: WeakKeyDictionary[torch.optim.Optimizer, Planned] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -59,15 +64,17 @@ def save_checkpoint(
         (path / MARKER).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
-    dist.barrier()
     own = {_own_key(): _rng_state() | _numbered(sharded.residuals, RESIDUAL)}
+    tensors = _saved(_tensors(sharded.model, optimizer)) | own
+    planner = PlanOnce(tensors, _plans.pop(optimizer, None))  # waits for all: nobody writes into what rank 0 removes
     try:
-        state_dict_saver.save(_tensors(sharded.model, optimizer) | own, checkpoint_id=path)
+        state_dict_saver.save(tensors, checkpoint_id=path, planner=planner)
     except (CheckpointException, OSError, RuntimeError) as error:
         free = shutil.disk_usage(path).free / 10**9
         raise RunFailed(
             f"checkpoint {path}: cannot be written, {free:.1f} GB are free there ({_cause(error)})"
         ) from error
+    _plans[optimizer] = planner.planned()
     if is_main:
         facts = {
             "step": state.step,
@@ -105,19 +112,18 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
             f"checkpoint {path} is of another model ({len(differ)} parameters differ; {'; '.join(differ[:3])})"
         )
     tensors = _tensors(model, optimizer)
+    read = _saved(tensors)
     key = EARLIER_RESIDUAL if EARLIER_RESIDUAL in state else RESIDUAL
     there_kept = state.get(key, [])
     same_world, same_exchanges = state["ranks"] == _ranks(sharded), there_kept == list(residuals)
     if same_world:
-        tensors[_own_key()] = _rng_state() | (_numbered(residuals, key) if same_exchanges else {})
+        read[_own_key()] = _rng_state() | (_numbered(residuals, key) if same_exchanges else {})
     with _readable(path):
-        state_dict_loader.load(tensors, checkpoint_id=path)
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        state_dict_loader.load(read, checkpoint_id=path)
+    # `tensors` has this run's rates and decays: a checkpoint's, which earlier versions wrote, would undo an override
     set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=FLAT)
-    for group, mine in zip(optimizer.param_groups, settings, strict=True):
-        group.update(mine)  # rates and decays are the recipe's: the checkpoint's would silently undo an override
     if same_world:
-        _set_rng_state(tensors[_own_key()])
+        _set_rng_state(read[_own_key()])
     lost = [] if same_world else ["random state: other ranks"]
     if (there_kept or residuals) and not (same_world and same_exchanges):
         lost.append("residuals of error feedback: other exchanges")
@@ -193,6 +199,13 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     # Parameters, not the module's state dict: that lists a tied weight twice. DCP loads into these same tensors.
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {"model": parameters, "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT)}
+
+
+def _saved(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Those of `_tensors` that a checkpoint holds. Not the optimizer's hyperparameters: they are the recipe's, and flat
+    they are eleven pickles a parameter and rank, three quarters of all that rank 0 would plan for."""
+    state = {name: value for name, value in tensors["optimizer"].items() if not name.startswith(HYPERPARAMETERS)}
+    return tensors | {"optimizer": state}
 
 
 def _shapes(model: nn.Module) -> dict[str, list[int]]:

@@ -1,0 +1,98 @@
+"""Weights files (safetensors), each opened once: what their headers say, then the rows that a rank needs.
+
+Invariant: every header fits the length of its file before the first row is read, and a row is read into memory of its
+own. Not the library's `safe_open`: it opens a file twice and maps it, and pages that were read through a mapping stay
+resident until it is closed, which is a whole second shard. Never reads a pickle.
+The format is https://github.com/huggingface/safetensors#format: the length of the header (8 bytes, little-endian), the
+header (JSON: dtype, shape and place of each tensor), the tensors, row by row, without holes.
+"""
+
+import contextlib
+import io
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardbook.recipe import RecipeError
+
+INDEX = "model.safetensors.index.json"
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+HEADER_BYTES = 100 * 10**6  # the library's own limit: what is longer is no header
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in an open file."""
+
+    path: Path
+    file: io.FileIO
+    dtype: str  # as the format writes it
+    shape: tuple[int, ...]
+    start: int  # of its first byte in the file
+
+    def read_rows(self, rows: slice) -> Tensor:
+        """Rows `rows.start` to `rows.stop` along the first dim, on the host, in the stored dtype, one of FLOATS."""
+        read = torch.empty(rows.stop - rows.start, *self.shape[1:], dtype=FLOATS[self.dtype])
+        self.file.seek(self.start + rows.start * math.prod(self.shape[1:]) * read.element_size())
+        left = read.flatten().view(torch.uint8).numpy().data
+        while left:  # one call reads at most 2 GiB
+            if not (count := self.file.readinto(left)):
+                raise _damaged(self.path, "it ended while it was read")
+            left = left[count:]
+        return read
+
+
+@contextlib.contextmanager
+def open_tensors(folder: Path) -> Iterator[dict[str, Stored]]:
+    """Every tensor of a Hugging Face directory by name, to be read while the context lasts. Opens each weights file
+    once. Raises RecipeError where there is none, one is missing, or one is cut short."""
+    if (folder / INDEX).is_file():
+        names = json.loads((folder / INDEX).read_text())["weight_map"]
+        paths = sorted({folder / file for file in names.values()})
+    elif (folder / "model.safetensors").is_file():
+        paths = [folder / "model.safetensors"]
+    else:
+        raise RecipeError(f"{folder}: no model.safetensors and no {INDEX} (pickled weights are not read)")
+    found: dict[str, Stored] = {}
+    with contextlib.ExitStack() as files:
+        for path in paths:
+            try:
+                file = files.enter_context(path.open("rb", buffering=0))
+            except FileNotFoundError:
+                raise RecipeError(f"weights file {path}: named in {INDEX}, but not there") from None
+            found |= _read_header(path, file)
+        yield found
+
+
+def _read_header(path: Path, file: io.FileIO) -> dict[str, Stored]:
+    """The tensors of one file. Raises RecipeError where their places are not the whole rest of the file."""
+    length, size = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
+    if size < 8 + length or length > HEADER_BYTES:
+        raise _damaged(path, f"its header would have {length:,} bytes, the file has {size:,}")
+    found, end = dict[str, Stored](), 0
+    try:
+        header: dict[str, Any] = json.loads(file.read(length))
+        entries = [(*entry["data_offsets"], name, entry) for name, entry in header.items() if name != "__metadata__"]
+        for start, stop, name, entry in sorted(entries, key=lambda each: each[:2]):
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            # of other dtypes the size is not known here: nothing of them is ever read
+            wanted = math.prod(shape) * FLOATS[dtype].itemsize if dtype in FLOATS else stop - start
+            if start != end or stop - start != wanted or stop < start:
+                raise ValueError(f"{name} is said to be at bytes {start:,} to {stop:,}")
+            found[name], end = Stored(path, file, dtype, shape, 8 + length + start), stop
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _damaged(path, f"its header cannot be read: {type(error).__name__}: {error}") from None
+    if size != 8 + length + end:
+        raise _damaged(path, f"it has {size:,} bytes, its header says {8 + length + end:,}")
+    return found
+
+
+def _damaged(path: Path, reason: str) -> RecipeError:
+    return RecipeError(f"weights file {path}: truncated or not safetensors ({reason})")

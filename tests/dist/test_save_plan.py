@@ -1,0 +1,234 @@
+"""A checkpoint's plan is made once a run and reused; every checkpoint of the run resumes bitwise; what changes is
+planned anew."""
+
+import contextlib
+import dataclasses
+import pickle
+
+import pytest
+from world import run_world
+
+ITEMS = 15 * 4 + 1  # of a rank: the toy's parameters with two moments and a step count each, and the random state
+
+
+def start():
+    """A toy under zero3, its optimizer, and `advance(step)`, one optimizer step."""
+    import torch.distributed as dist
+    from toys import DECAY, RATE, Scenario
+
+    from shardbook.optim import build_optimizer
+    from shardbook.parallel.mesh import build_mesh
+    from shardbook.parallel.sharding import apply_stage
+    from shardbook.recipe import Optim
+
+    scenario, ranks = Scenario(), dist.get_world_size()
+    model = scenario.model()
+    layout = scenario.layout(model, "zero3", 1, ranks)
+    sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
+    optimizer = build_optimizer(model, Optim(learning_rate=RATE, weight_decay=DECAY))
+
+    def advance(step):
+        for micro in range(scenario.micros):
+            with sharded.micro_batch(is_last=micro == scenario.micros - 1):
+                (scenario.loss(model, step, dist.get_rank(), micro) / scenario.tokens(step, ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return sharded, optimizer, advance
+
+
+def state_of(sharded, optimizer):
+    """A copy of this rank's part of all that a checkpoint holds of model and optimizer."""
+    from torch.distributed.tensor import DTensor
+
+    tensors = dict(sharded.model.named_parameters())
+    for number, state in enumerate(optimizer.state.values()):
+        tensors |= {f"{number}.{name}": tensor for name, tensor in state.items()}
+    return {name: (t.to_local() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors.items()}
+
+
+@contextlib.contextmanager
+def planned_items():
+    """Items of all ranks that rank 0 was given to plan, a number a plan; empty on the others."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    counts, real = [], DefaultSavePlanner.create_global_plan
+
+    def counting(planner, plans):
+        counts.append(sum(len(plan.items) for plan in plans))
+        return real(planner, plans)
+
+    DefaultSavePlanner.create_global_plan = counting
+    yield counts
+    DefaultSavePlanner.create_global_plan = real
+
+
+def save(folder, step, sharded, optimizer):
+    from shardbook.run.checkpoint import TrainState, save_checkpoint
+
+    return save_checkpoint(folder, sharded, optimizer, TrainState(step, 10 * step, {}), keep=0)
+
+
+def three_checkpoints(folder, bug=None):
+    """Saves after steps 1, 2 and 3 of 4, then from each of them to step 4. Items planned, and which resumed bitwise."""
+    import torch
+
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.run.checkpoint import load_checkpoint
+
+    start_distributed()
+    bug and bug()
+    with planned_items() as counts:
+        sharded, optimizer, advance = start()
+        for step in (1, 2, 3, 4):
+            advance(step)
+            if step < 4:
+                save(folder, step, sharded, optimizer)
+        straight, again = state_of(sharded, optimizer), []
+        for saved in (1, 2, 3):
+            sharded, optimizer, advance = start()
+            state, lost = load_checkpoint(folder / f"step-00000{saved}", sharded, optimizer)
+            assert (state.step, state.tokens, lost) == (saved, 10 * saved, "")
+            for step in range(saved + 1, 5):
+                advance(step)
+            mine = state_of(sharded, optimizer)
+            again.append(mine.keys() == straight.keys() and all(torch.equal(mine[n], straight[n]) for n in mine))
+    return counts, again
+
+
+def test_every_checkpoint_of_a_run_resumes_bitwise_from_one_plan(tmp_path):
+    results = run_world(2, three_checkpoints, tmp_path)
+    assert results == [([2 * ITEMS], [True] * 3), ([], [True] * 3)]
+    assert [pickles_in(tmp_path / f"step-00000{step}") for step in (1, 2, 3)] == [0, 0, 0]
+    written = [(tmp_path / f"step-00000{step}" / "__1_0.distcp").read_bytes() for step in (1, 2, 3)]
+    assert len(set(written)) == 3  # planned once, written thrice
+
+
+def pickles_in(path):
+    """Things in a checkpoint that are no tensors, and would be read by unpickling."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    stored = pickle.loads((path / ".metadata").read_bytes()).state_dict_metadata
+    return sum(isinstance(each, BytesStorageMetadata) for each in stored.values())
+
+
+def changing(folder, bug=None):
+    """Saves of one run between which what is saved changes, then of a second run in the same process. After each: how
+    often rank 0 had planned, and whether the residuals are there in their dtypes and came back bitwise."""
+    import torch
+    import torch.distributed as dist
+
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.recipe import RecipeError
+    from shardbook.run.checkpoint import load_checkpoint
+
+    start_distributed()
+    bug and bug()
+    seen, rank = [], dist.get_rank()
+
+    def check(sharded, optimizer, step):
+        path = save(folder, step, sharded, optimizer)
+        wanted = [tensor.clone() for tensor in sharded.residuals.values()]
+        for tensor in sharded.residuals.values():
+            tensor.zero_()
+        stored = pickle.loads((path / ".metadata").read_bytes()).state_dict_metadata
+        found = [stored.get(f"own.{rank}.residual.{number}") for number in range(len(wanted))]
+        good = [each and each.properties.dtype for each in found] == [tensor.dtype for tensor in wanted]
+        try:
+            good &= load_checkpoint(path, sharded, optimizer)[1] == ""
+        except RecipeError:
+            good = False
+        seen.append((len(counts), good and all(map(torch.equal, sharded.residuals.values(), wanted))))
+
+    with planned_items() as counts:
+        sharded, optimizer, advance = start()
+        advance(1)
+        check(sharded, optimizer, 1)
+        for step, residuals in enumerate(
+            (
+                {"a": torch.rand(7) + 1},
+                {"a": torch.rand(7) + 2},  # the same again
+                {"a": torch.rand(7, dtype=torch.float64) + 3},  # another dtype
+                {"a": torch.rand(7 + 2 * rank, dtype=torch.float64) + 4},  # another size, on rank 1 alone
+                {},
+            ),
+            start=2,
+        ):
+            check(dataclasses.replace(sharded, residuals=residuals), optimizer, step)
+        sharded, optimizer, advance = start()
+        advance(1)
+        check(sharded, optimizer, 9)
+        check(sharded, optimizer, 10)
+    return seen
+
+
+def test_what_changes_is_planned_anew(tmp_path):
+    first, second = run_world(2, changing, tmp_path)
+    assert first == [(times, True) for times in (1, 2, 2, 3, 4, 5, 6, 6)]
+    assert second == [(0, True)] * 8
+
+
+def always_reused():
+    """Planted bug: a plan is reused whatever is saved."""
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    SavePlan.__eq__ = lambda plan, other: True
+
+
+def torchs_own():
+    """Planted bug: torch's cache of plans, one for the process."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    from shardbook.run import checkpoint
+
+    class Own(DefaultSavePlanner):
+        def __init__(self, tensors, last):
+            import torch.distributed as dist
+
+            dist.barrier()
+            super().__init__(enable_plan_caching=True)
+
+        planned = object
+
+    checkpoint.PlanOnce = Own
+
+
+@pytest.mark.parametrize("bug, first_lost", [(always_reused, 1), (torchs_own, 3)])
+def test_a_stale_plan_turns_it_red(tmp_path, bug, first_lost):
+    first, _ = run_world(2, changing, tmp_path, bug)
+    assert [good for _, good in first].index(False) == first_lost
+
+
+def after_a_failure(folder):
+    """How often rank 0 had planned after a save, one that failed on rank 1, and one more; and whether that resumes."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.ranks.exits import RunFailed
+    from shardbook.run.checkpoint import load_checkpoint
+
+    def full(writer, plan, planner):
+        raise OSError(28, "No space left on device")
+
+    start_distributed()
+    with planned_items() as counts:
+        sharded, optimizer, advance = start()
+        advance(1)
+        save(folder, 1, sharded, optimizer)
+        advance(2)
+        real = FileSystemWriter.write_data
+        FileSystemWriter.write_data = full if dist.get_rank() == 1 else real
+        with pytest.raises(RunFailed, match="No space left on device"):
+            save(folder, 2, sharded, optimizer)
+        FileSystemWriter.write_data = real
+        path, wanted = save(folder, 2, sharded, optimizer), state_of(sharded, optimizer)
+        sharded, optimizer, _ = start()
+        load_checkpoint(path, sharded, optimizer)
+        mine = state_of(sharded, optimizer)
+    return len(counts), all(torch.equal(mine[name], wanted[name]) for name in wanted)
+
+
+def test_a_save_that_failed_leaves_no_plan(tmp_path):
+    assert run_world(2, after_a_failure, tmp_path) == [(2, True), (0, True)]
