@@ -32,10 +32,8 @@ def encode_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: s
         case {"prompt": str(prompt), "completion": str(completion)}:
             if not completion.strip():
                 raise RecipeError(f"{where}: completion is empty")
-            end = tokenizer.eos_token or ""
-            return _encode_text(
-                prompt + completion + end, [(len(prompt), len(prompt + completion + end))], tokenizer, True
-            )
+            text = prompt + completion + (tokenizer.eos_token or "")
+            return _encode_text(text, [(len(prompt), len(text))], tokenizer, True)
         case {"text": str(text)}:
             if not text.strip():
                 raise RecipeError(f"{where}: text is empty")
@@ -50,8 +48,7 @@ def _encode_chat(
     messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str, first_trained: int = 0
 ) -> tuple[list[int], list[bool]]:
     for number, message in enumerate(messages):
-        well_formed = isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
-        if not well_formed:
+        if not (isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))):
             raise RecipeError(f"{where}: message {number} needs a string role and a string content")
     text = _render(messages, tokenizer, where)
     mark = _end_of_turn(tokenizer)
