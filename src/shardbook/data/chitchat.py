@@ -1,30 +1,24 @@
 """ChitChat, the conversations of the embedded default: from the package chitchat-dataset, converted once to JSONL."""
 
-import importlib.metadata
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from shardbook.cache import cache_folder, package_folder, publish
+from shardbook.cache import convert_once
 
-DATASET = "chitchat"
+DATASET, FILE = "chitchat", "messages.jsonl"
 
 
 def chitchat_file() -> Path:
     """JSONL of ChitChat as `messages`: who speaks first is the user, the other the assistant; monologues drop out."""
-    folder = package_folder("chitchat_dataset", "chitchat-dataset")
-    out = cache_folder() / f"{DATASET}-{importlib.metadata.version('chitchat-dataset')}"
-    file = out / "messages.jsonl"
-    if out.is_dir():
-        return file
+    return convert_once(DATASET, "chitchat_dataset", "chitchat-dataset", _convert) / FILE
+
+
+def _convert(folder: Path, out: Path) -> None:
     conversations = json.loads((folder / "dataset.json").read_text()).values()
     rows = [messages for messages in map(_two_sided, conversations) if messages]
-    side = out.with_name(f"{out.name}.{os.getpid()}.partial")
-    side.mkdir(parents=True)
-    (side / file.name).write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
-    publish(side, out)
-    return file
+    out.mkdir(parents=True)
+    (out / FILE).write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
 
 
 def _two_sided(conversation: dict[str, Any]) -> list[dict[str, str]]:
