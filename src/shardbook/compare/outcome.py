@@ -164,12 +164,8 @@ def _short(value: float) -> str:
 def write_json(path: Path, title: str, outcomes: list[Outcome]) -> None:
     """report.json: every outcome with its verdict, and what its first different step is."""
     base = outcomes[0]
-    variants = [
-        asdict(one)
-        | {
-            "verdict": judge(one, base),
-            "first_different_step": first_difference(one, base) if one.finished and one is not base else None,
-        }
-        for one in outcomes
-    ]
+    variants = []
+    for one in outcomes:
+        step = first_difference(one, base) if one.finished and one is not base else None
+        variants.append(asdict(one) | {"verdict": judge(one, base), "first_different_step": step})
     path.write_text(json.dumps({"comparison": title, "baseline": base.name, "variants": variants}, indent=1) + "\n")
