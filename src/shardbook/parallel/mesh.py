@@ -24,16 +24,13 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
         if size == 0:
             raise RecipeError(f"parallel.{axis}_size = 0: must be at least 1, or -1 for the rest")
         if axis not in free_axes and size not in (-1, 1):
-            raise RecipeError(
-                f"parallel.{axis}_size = {size}: stage {parallel.stage} has no such axis; "
-                "leave it out, or set parallel.stage=hsdp"
-            )
+            said = f"stage {parallel.stage} has no such axis; leave it out, or set parallel.stage=hsdp"
+            raise RecipeError(f"parallel.{axis}_size = {size}: {said}")
         sizes[axis] = size if axis in free_axes else 1
     inferred = [axis for axis, size in sizes.items() if size == -1]
     if len(inferred) > 1:
-        raise RecipeError(
-            f"stage {parallel.stage}: set at least one of {' and '.join(f'parallel.{a}_size' for a in inferred)}"
-        )
+        keys = " and ".join(f"parallel.{axis}_size" for axis in inferred)
+        raise RecipeError(f"stage {parallel.stage}: set at least one of {keys}")
     if world_size is None:
         return sizes
     fixed = prod(size for size in sizes.values() if size != -1)
