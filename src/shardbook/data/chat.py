@@ -74,16 +74,14 @@ def _answer_span(
         header = _render([opening, *messages[1:]], tokenizer, where).partition(PLACEHOLDER)[0]
     start = text.find(answer, len(header))
     if not text.startswith(header) or start < 0 or text[len(header) : start].strip() not in BETWEEN:
-        raise RecipeError(
-            f"{where}: the chat template renders message {number} differently in the conversation than alone"
-        )
+        unlike = f"renders message {number} differently in the conversation than alone"
+        raise RecipeError(f"{where}: the chat template {unlike}")
     end = start + len(answer)
     # whitespace at the answer's end, which we stripped and the template may keep, stands before the mark
     after = len(text) - len(text[end:].lstrip())
     if not text.startswith(mark, after):
-        raise RecipeError(
-            f"{where}: the chat template does not end message {number} with {mark!r}, as it ends a last one"
-        )
+        unlike = f"does not end message {number} with {mark!r}, as it ends a last one"
+        raise RecipeError(f"{where}: the chat template {unlike}")
     return len(header), after + len(mark) if mark else end
 
 

@@ -1,6 +1,7 @@
 """ChitChat, the conversations of the embedded default: from the package chitchat-dataset, converted once to JSONL."""
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,8 @@ def _two_sided(conversation: dict[str, Any]) -> list[dict[str, str]]:
     lines = [line for turn in conversation["messages"] for line in turn if line["text"].strip()]
     if len({line["sender"] for line in lines}) != 2:
         return []
-    messages: list[dict[str, str]] = []
-    for line in lines:
-        role = "user" if line["sender"] == lines[0]["sender"] else "assistant"
-        if messages and messages[-1]["role"] == role:
-            messages[-1]["content"] += "\n" + line["text"].strip()
-        else:
-            messages.append({"role": role, "content": line["text"].strip()})
+    messages = []
+    for sender, said in groupby(lines, key=lambda line: line["sender"]):
+        role = "user" if sender == lines[0]["sender"] else "assistant"
+        messages.append({"role": role, "content": "\n".join(line["text"].strip() for line in said)})
     return messages
