@@ -99,10 +99,7 @@ def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> t
     started.define_metric(STEP)
     started.define_metric(TOKENS, step_metric=STEP)
     started.define_metric("*", step_metric=STEP)
-    return (
-        lambda step, metrics: started.log({STEP: step, **metrics}),
-        lambda failed: started.finish(exit_code=int(failed)),
-    )
+    return lambda step, metrics: started.log({STEP: step} | metrics), lambda failed: started.finish(int(failed))
 
 
 def has_wandb_key() -> bool:
