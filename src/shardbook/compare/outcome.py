@@ -16,7 +16,8 @@ from shardbook.run.console import readable_bytes
 
 CATEGORIES = ("params", "grads", "optimizer", "residual")  # of memory/<what>_bytes
 ROUNDING = 1e-5  # another order of additions: stages agree to 1e-6 in a step, and steps add up
-SOURCES = ("paper", "predicted", "measured")
+PREFIXES = {"paper": "paper/", "predicted": "predicted/", "measured": ""}  # source -> of its metrics' names
+SOURCES = tuple(PREFIXES)
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,8 @@ def _read_run(run: Path, name: str) -> Outcome:
         eval_steps=[row["step"] for row in evaluated],
         eval_losses=[row["eval/loss"] for row in evaluated],
         memory={
-            source: {
-                what: counted[key]
-                for what in CATEGORIES
-                if (key := f"{'' if source == 'measured' else source + '/'}memory/{what}_bytes") in counted
-            }
-            for source in SOURCES
+            source: {what: counted[key] for what in CATEGORIES if (key := f"{prefix}memory/{what}_bytes") in counted}
+            for source, prefix in PREFIXES.items()
         },
         traffic={
             source: {
