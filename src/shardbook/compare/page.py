@@ -42,12 +42,13 @@ def write_page(path: Path, title: str, outcomes: list[Outcome]) -> None:
         for name, (heading, words, _, numbers) in panels.items()
     )
     links = " ".join(f'<a href="#{name}">{escape(panel[0])}</a>' for name, panel in panels.items())
+    head, *rows = summary_rows(outcomes)
     figures = {f"plot-{name}": panel[2] for name, panel in panels.items()}
     page = Template(Path(__file__).with_name("report.html").read_text()).substitute(
         title=escape(title),
         about=escape(describe(finished[0])),
         links=links,
-        verdicts=tabulate_verdicts(outcomes),
+        verdicts=table(f"Each variant beside {outcomes[0].name}", head, rows, words=1),
         panels=sections,
         library=get_plotlyjs(),
         figures=json.dumps(figures).replace("</", "<\\/"),
@@ -83,11 +84,6 @@ def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[str]], word
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
         f"<caption>{escape(caption)}</caption><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>"
     )
-
-
-def tabulate_verdicts(outcomes: list[Outcome]) -> str:
-    rows = summary_rows(outcomes)
-    return table(f"Each variant beside {outcomes[0].name}", rows[0], rows[1:], words=1)
 
 
 def summary_rows(outcomes: list[Outcome]) -> list[list[str]]:

@@ -39,9 +39,8 @@ def encode_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: s
                 raise RecipeError(f"{where}: text is empty")
             text += tokenizer.eos_token or ""
             return _encode_text(text, [(0, len(text))], tokenizer, True)
-    raise RecipeError(
-        f"{where}: has the fields {', '.join(k for k, v in row.items() if v is not None) or 'none'}; needs {SHAPES}"
-    )
+    fields = ", ".join(name for name, value in row.items() if value is not None)
+    raise RecipeError(f"{where}: has the fields {fields or 'none'}; needs {SHAPES}")
 
 
 def _encode_chat(

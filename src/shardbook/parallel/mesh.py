@@ -34,7 +34,6 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
     if world_size is None:
         return sizes
     fixed = prod(size for size in sizes.values() if size != -1)
-    shown = describe_sizes(sizes)
     if inferred:
         if world_size % fixed:
             sizes_that_fit = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
@@ -45,9 +44,8 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
             )
         sizes[inferred[0]] = world_size // fixed
     elif fixed != world_size:
-        raise RecipeError(
-            f"mesh {shown} needs {fixed} ranks, the world has {world_size}: start {fixed} ranks, or set one size to -1"
-        )
+        needs = f"mesh {describe_sizes(sizes)} needs {fixed} ranks, the world has {world_size}"
+        raise RecipeError(f"{needs}: start {fixed} ranks, or set one size to -1")
     return sizes
 
 

@@ -123,8 +123,6 @@ def _start_through_accelerate(
     # they file runs under a project; one that writes files gets a folder of its own in the run's
     started = kind(run.project, folder / tracker) if kind.requires_logging_directory else kind(run.project)
     started.start()
-    started.store_init_configuration(
-        {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in config.items()}
-        | {"run": name, "group": run.group}
-    )
+    plain = {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in config.items()}
+    started.store_init_configuration(plain | {"run": name, "group": run.group})
     return lambda step, metrics: started.log(metrics, step=step), lambda failed: started.finish()
