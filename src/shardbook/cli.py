@@ -9,50 +9,38 @@ from shardbook.recipe import RecipeError, describe_keys, find_recipe, list_recip
 
 def main(words: list[str] | None = None) -> int:
     """Run one command line. Returns the exit code: 0 done, 1 failed, 2 wrong recipe or command line, 75 preempted."""
-    parser = argparse.ArgumentParser(
-        prog="shardbook", description="Fine-tune large language models with named, tested stages on FSDP2."
-    )
+    description = "Fine-tune large language models with named, tested stages on FSDP2."
+    parser = argparse.ArgumentParser(prog="shardbook", description=description)
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser(
-        "train",
-        help="run a recipe on this machine",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_keys(),
-    )
-    train.add_argument("recipe", help="a name (see `shardbook recipes`) or a .toml file")
-    train.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="keys to change, e.g. optim.learning_rate=1e-5"
-    )
-    train.add_argument(
-        "--nproc", type=int, help="ranks to start (default: what a fixed mesh needs, else all GPUs, else 2)"
-    )
-    train.add_argument("--nodes", type=int, default=1, help="machines that start this command, each once (default: 1)")
-    train.add_argument("--node-rank", type=int, default=0, help="which of them this is, from 0 (default: 0)")
-    train.add_argument("--head", default="", help="the first machine, host or host:port (default port: 29500)")
+    raw = argparse.RawDescriptionHelpFormatter
+    train = commands.add_parser("train", help="run a recipe on this machine", formatter_class=raw, epilog=_keys())
+    add = train.add_argument
+    add("recipe", help="a name (see `shardbook recipes`) or a .toml file")
+    add("overrides", nargs="*", metavar="section.key=value", help="keys to change, e.g. optim.learning_rate=1e-5")
+    add("--nproc", type=int, help="ranks to start (default: what a fixed mesh needs, else all GPUs, else 2)")
+    add("--nodes", type=int, default=1, help="machines that start this command, each once (default: 1)")
+    add("--node-rank", type=int, default=0, help="which of them this is, from 0 (default: 0)")
+    add("--head", default="", help="the first machine, host or host:port (default port: 29500)")
     compare = commands.add_parser("compare", help="the same recipe under several stages, and a page that compares them")
-    compare.add_argument("recipe", help="a recipe, or the directory of a comparison: then only its report is made anew")
-    compare.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys to change in every variant")
-    compare.add_argument(
-        "--stages",
-        default="",
-        help='variants apart by spaces, each a stage and overrides: "zero2 zero3,activation.checkpointing=full"',
-    )
-    compare.add_argument("--nproc", type=int, help="ranks of every variant (default: as for train)")
-    compare.add_argument("--publish", action="store_true", help="send runs, view and report to wandb (needs a key)")
+    add = compare.add_argument
+    add("recipe", help="a recipe, or the directory of a comparison: then only its report is made anew")
+    add("overrides", nargs="*", metavar="section.key=value", help="keys to change in every variant")
+    example = '"zero2 zero3,activation.checkpointing=full"'
+    add("--stages", default="", help=f"variants apart by spaces, each a stage and overrides: {example}")
+    add("--nproc", type=int, help="ranks of every variant (default: as for train)")
+    add("--publish", action="store_true", help="send runs, view and report to wandb (needs a key)")
     export = commands.add_parser("export", help="write a checkpoint of a run as Hugging Face safetensors")
-    export.add_argument("run", type=Path, help="a run directory")
-    export.add_argument("--checkpoint", type=Path, help="a checkpoint directory (default: the run's newest)")
-    export.add_argument("--out", type=Path, help="directory to write (default: export/ of the run)")
-    export.add_argument(
-        "--dtype", choices=("fp32", "bf16"), help="dtype of the weights (default: the recipe's train.export_dtype)"
-    )
+    add = export.add_argument
+    add("run", type=Path, help="a run directory")
+    add("--checkpoint", type=Path, help="a checkpoint directory (default: the run's newest)")
+    add("--out", type=Path, help="directory to write (default: export/ of the run)")
+    add("--dtype", choices=("fp32", "bf16"), help="dtype of the weights (default: the recipe's train.export_dtype)")
     commands.add_parser("recipes", help="list the recipes")
-    translate = commands.add_parser(
-        "translate", help="a recipe from a DeepSpeed JSON or an accelerate YAML, and what became of each key"
-    )
-    translate.add_argument("file", type=Path, help="ds_config.json, or what accelerate config wrote (.yaml)")
-    translate.add_argument("--out", type=Path, help="recipe to write (default: standard output)")
-    translate.add_argument("--without-refused", action="store_true", help="leave out what has no counterpart")
+    became = "a recipe from a DeepSpeed JSON or an accelerate YAML, and what became of each key"
+    add = commands.add_parser("translate", help=became).add_argument
+    add("file", type=Path, help="ds_config.json, or what accelerate config wrote (.yaml)")
+    add("--out", type=Path, help="recipe to write (default: standard output)")
+    add("--without-refused", action="store_true", help="leave out what has no counterpart")
     asked, rest = parser.parse_known_args(words)
     if rest and not (asked.command in ("train", "compare") and all("=" in word and word[0] != "-" for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -97,18 +85,19 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
     """Run the variants, unless `name` is a comparison that was run already; then its report."""
     if nproc is not None and nproc < 1:
         raise RecipeError(f"--nproc {nproc}: must be at least 1")
-    only_report = Path(name).is_dir()
-    if only_report and (stages or overrides or nproc):
-        raise RecipeError(f"{name} is a directory: only its report is made anew; leave out --stages, --nproc and keys")
-    if not only_report:
-        path = find_recipe(name)
-        recipe = load_recipe(path, overrides)
-    from shardbook.compare import compare, report
-    from shardbook.ranks.machine import check_memory, choose_nproc
+    if Path(name).is_dir():
+        if stages or overrides or nproc:
+            said = "only its report is made anew; leave out --stages, --nproc and keys"
+            raise RecipeError(f"{name} is a directory: {said}")
+        from shardbook.compare import report
 
-    if only_report:
         report(Path(name), publishes)
         return 0
+    path = find_recipe(name)
+    recipe = load_recipe(path, overrides)
+    from shardbook.compare import compare
+    from shardbook.ranks.machine import check_memory, choose_nproc
+
     check_memory(recipe, path, nodes=1)
     return compare(path, stages, overrides, choose_nproc(recipe, nproc), recipe.run, publishes)
 
@@ -131,9 +120,8 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
     if source is None:
         raise RecipeError(f"{run}: has no complete checkpoint{result}")
     if finished and not checkpoint and source.name != f"step-{finished:06d}":
-        raise RecipeError(
-            f"{run}: its newest checkpoint is {source.name}{result}; for that step name it with --checkpoint"
-        )
+        newest = f"its newest checkpoint is {source.name}{result}"
+        raise RecipeError(f"{run}: {newest}; for that step name it with --checkpoint")
     shapes = checkpoint_shapes(source)
     folder = model_folder(recipe.model)
     config = load_config(recipe.model, folder, recipe.data.max_length)
@@ -141,16 +129,9 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
     target = out or run / "export"
     if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(f"--out {out}: exists and is not empty; name a new directory")
+    dtype = dtype or recipe.train.export_dtype
     try:
-        save_weights(
-            target,
-            read_parameters(source, shapes),
-            shapes,
-            config,
-            tokenizer,
-            folder,
-            dtype or recipe.train.export_dtype,
-        )
+        save_weights(target, read_parameters(source, shapes), shapes, config, tokenizer, folder, dtype)
     except OSError as error:
         raise RecipeError(f"--out {target}: cannot be written ({error.strerror})") from None
     print(f"{source} -> {target}")
@@ -165,10 +146,8 @@ def run_translate(file: Path, out: Path | None, without_refused: bool) -> int:
     settings, entries = translate(file)
     print("\n".join(map(str, entries)), file=sys.stderr)
     if (refused := [entry.key for entry in entries if entry.refused]) and not without_refused:
-        raise RecipeError(
-            f"{file}: {len(refused)} of its keys have no counterpart: {', '.join(refused)}; "
-            "--without-refused leaves them out"
-        )
+        said = f"{len(refused)} of its keys have no counterpart: {', '.join(refused)}"
+        raise RecipeError(f"{file}: {said}; --without-refused leaves them out")
     text = write_recipe(settings, entries, file.name)
     check_stage(parse_recipe(text, str(file)).parallel)
     if out is None:

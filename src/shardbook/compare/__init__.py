@@ -147,13 +147,9 @@ def _check_same(run: Path, recipe: Recipe, nproc: int) -> None:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     was, now = (flatten_recipe(resolve_precision(one, device_type)) for one in (before, recipe))
     was["ranks"], now["ranks"] = read_facts(run).get("world_size"), nproc
-    differ = [
-        f"{key} was {was[key]!r} there, is {value!r} here"
-        for key, value in now.items()
-        if value != was[key] and not key.startswith("run.")
-    ]
-    if differ:
-        raise RecipeError(f"{run} was run with other settings: {'; '.join(differ[:3])}; choose another run.name")
+    if differ := [key for key, value in now.items() if value != was[key] and not key.startswith("run.")]:
+        said = "; ".join(f"{key} was {was[key]!r} there, is {now[key]!r} here" for key in differ[:3])
+        raise RecipeError(f"{run} was run with other settings: {said}; choose another run.name")
 
 
 def run_variant(words: list[str], log: Path, title: str, asked: list[int]) -> int:

@@ -16,7 +16,8 @@ from shardbook.run.console import readable_bytes
 
 CATEGORIES = ("params", "grads", "optimizer", "residual")  # of memory/<what>_bytes
 ROUNDING = 1e-5  # another order of additions: stages agree to 1e-6 in a step, and steps add up
-SOURCES = ("paper", "predicted", "measured")
+PREFIXES = {"paper": "paper/", "predicted": "predicted/", "measured": ""}  # source -> of its metrics' names
+SOURCES = tuple(PREFIXES)
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,8 @@ def _read_run(run: Path, name: str) -> Outcome:
         eval_steps=[row["step"] for row in evaluated],
         eval_losses=[row["eval/loss"] for row in evaluated],
         memory={
-            source: {
-                what: counted[key]
-                for what in CATEGORIES
-                if (key := f"{'' if source == 'measured' else source + '/'}memory/{what}_bytes") in counted
-            }
-            for source in SOURCES
+            source: {what: counted[key] for what in CATEGORIES if (key := f"{prefix}memory/{what}_bytes") in counted}
+            for source, prefix in PREFIXES.items()
         },
         traffic={
             source: {
@@ -164,12 +161,8 @@ def _short(value: float) -> str:
 def write_json(path: Path, title: str, outcomes: list[Outcome]) -> None:
     """report.json: every outcome with its verdict, and what its first different step is."""
     base = outcomes[0]
-    variants = [
-        asdict(one)
-        | {
-            "verdict": judge(one, base),
-            "first_different_step": first_difference(one, base) if one.finished and one is not base else None,
-        }
-        for one in outcomes
-    ]
+    variants = []
+    for one in outcomes:
+        step = first_difference(one, base) if one.finished and one is not base else None
+        variants.append(asdict(one) | {"verdict": judge(one, base), "first_different_step": step})
     path.write_text(json.dumps({"comparison": title, "baseline": base.name, "variants": variants}, indent=1) + "\n")

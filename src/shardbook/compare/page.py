@@ -26,18 +26,15 @@ MIB = 2**20
 def write_page(path: Path, title: str, outcomes: list[Outcome]) -> None:
     """Write the page of `outcomes`; the first is what the others are held against."""
     finished = [outcome for outcome in outcomes if outcome.finished]
-    panels = {
-        name: panel
-        for name, draw in {
-            "loss": draw_losses,
-            "difference": draw_differences,
-            "memory": draw_memory,
-            "traffic": draw_traffic,
-            "throughput": draw_throughput,
-            "mfu": draw_mfu,
-        }.items()
-        if (panel := draw(finished))
+    drawn = {
+        "loss": draw_losses(finished),
+        "difference": draw_differences(finished),
+        "memory": draw_memory(finished),
+        "traffic": draw_traffic(finished),
+        "throughput": draw_throughput(finished),
+        "mfu": draw_mfu(finished),
     }
+    panels = {name: panel for name, panel in drawn.items() if panel}
     sections = "\n".join(
         f'<section id="{name}"><h2>{escape(heading)}</h2><p>{escape(words)}</p>'
         f'<div class="plot" id="plot-{name}" role="img" aria-label="{escape(heading)}; in numbers below"></div>'
@@ -45,12 +42,13 @@ def write_page(path: Path, title: str, outcomes: list[Outcome]) -> None:
         for name, (heading, words, _, numbers) in panels.items()
     )
     links = " ".join(f'<a href="#{name}">{escape(panel[0])}</a>' for name, panel in panels.items())
+    head, *rows = summary_rows(outcomes)
     figures = {f"plot-{name}": panel[2] for name, panel in panels.items()}
     page = Template(Path(__file__).with_name("report.html").read_text()).substitute(
         title=escape(title),
         about=escape(describe(finished[0])),
         links=links,
-        verdicts=tabulate_verdicts(outcomes),
+        verdicts=table(f"Each variant beside {outcomes[0].name}", head, rows, words=1),
         panels=sections,
         library=get_plotlyjs(),
         figures=json.dumps(figures).replace("</", "<\\/"),
@@ -78,49 +76,32 @@ def describe(base: Outcome) -> str:
 def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[str]], words: int = -1) -> str:
     """An HTML table, scrolled on its own and by keyboard; column `words` holds prose."""
     cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<th scope="row">{escape(cell)}</th>'
-            if number == 0
-            else f"<td{' class=words' * (number == words)}>{escape(cell)}</td>"
-            for number, cell in enumerate(row)
-        )
-        + "</tr>"
-        for row in rows
-    )
+    body = ""
+    for name, *row in rows:
+        data = (f"<td{' class=words' * (at == words)}>{escape(cell)}</td>" for at, cell in enumerate(row, 1))
+        body += f'<tr><th scope="row">{escape(name)}</th>{"".join(data)}</tr>'
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
         f"<caption>{escape(caption)}</caption><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
-def tabulate_verdicts(outcomes: list[Outcome]) -> str:
-    rows = summary_rows(outcomes)
-    return table(f"Each variant beside {outcomes[0].name}", rows[0], rows[1:], words=1)
-
-
 def summary_rows(outcomes: list[Outcome]) -> list[list[str]]:
     """The table of the page and of the terminal, its heading first."""
     base = outcomes[0]
     rows = [["variant", "verdict", "replicas x shards", "last loss", "held-out", "kept", "sent a step", "tokens/s"]]
-
-    def shown(value: float | None, show: Callable[[float], str]) -> str:
-        return "" if value is None else show(value)
-
     for one in outcomes:
-        rows.append(
-            [
-                one.name,
-                judge(one, base),
-                " x ".join(map(str, one.mesh.values())),
-                f"{one.losses[-1]:.4f}" if one.losses else "",
-                f"{one.eval_losses[-1]:.4f}" if one.eval_losses else "",
-                readable_bytes(one.resident_bytes) if one.memory else "",
-                shown(one.sent_bytes, readable_bytes),
-                shown(one.tokens_per_second, lambda value: f"{value:,.0f}"),
-            ]
-        )
+        row = [
+            one.name,
+            judge(one, base),
+            " x ".join(map(str, one.mesh.values())),
+            f"{one.losses[-1]:.4f}" if one.losses else "",
+            f"{one.eval_losses[-1]:.4f}" if one.eval_losses else "",
+            readable_bytes(one.resident_bytes) if one.memory else "",
+            "" if one.sent_bytes is None else readable_bytes(one.sent_bytes),
+            "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
+        ]
+        rows.append(row)
     return rows
 
 
@@ -204,45 +185,38 @@ def draw_stacks(
     outcomes: list[Outcome], of: Callable[[Outcome], dict[str, dict[str, float]]], sources: tuple[str, ...], what: str
 ) -> tuple[Figure, str]:
     """Bars of bytes, stacked by part, one for each source beside each other; and the same in numbers."""
-    parts = list(dict.fromkeys(part for one in outcomes for source in sources for part in of(one).get(source, {})))
-    pairs = [(one, source) for one in outcomes for source in sources]
-    names = [[label(one) for one, _ in pairs], [source for _, source in pairs]]
+    found = [(one, source, of(one).get(source, {})) for one in outcomes for source in sources]
+    parts = list(dict.fromkeys(part for _, _, counts in found for part in counts))
+    names = [[label(one) for one, _, _ in found], [source for _, source, _ in found]]
     traces = [
         {"type": "bar", "orientation": "h", "name": part, "y": names, "marker": {"color": colour(number)}}
-        | {"x": [of(one).get(source, {}).get(part, 0) / MIB for one, source in pairs], "hovertemplate": "%{x:,.2f} MiB"}
+        | {"x": [counts.get(part, 0) / MIB for _, _, counts in found], "hovertemplate": "%{x:,.2f} MiB"}
         for number, part in enumerate(parts)
     ]
     rows = []
-    for one, source in pairs:
-        found = of(one).get(source, {})
-        counts = [*(found.get(part, 0) for part in parts), sum(found.values())]
-        rows.append([one.name, source, *(f"{count:,.0f}" for count in counts)])
-    return bars(traces, len(pairs), "MiB"), table(what, ["variant", "source", *parts, "total"], rows)
+    for one, source, counts in found:
+        shown = [*(counts.get(part, 0) for part in parts), sum(counts.values())]
+        rows.append([one.name, source, *(f"{count:,.0f}" for count in shown)])
+    return bars(traces, len(found), "MiB"), table(what, ["variant", "source", *parts, "total"], rows)
 
 
 def draw_memory(outcomes: list[Outcome]) -> Panel:
-    chart, numbers = draw_stacks(outcomes, lambda one: one.memory, SOURCES, "Bytes that the first rank keeps")
     return (
         "Memory",
         "What the first rank keeps from step to step. Paper: ZeRO's count of 2 + 2 + 12 bytes a parameter (arXiv "
         "1910.02054), for bf16 copies of weights and gradients beside fp32 states. Predicted: what this program must "
         "keep, by formula. Measured: what it kept.",
-        chart,
-        numbers,
+        *draw_stacks(outcomes, lambda one: one.memory, SOURCES, "Bytes that the first rank keeps"),
     )
 
 
 def draw_traffic(outcomes: list[Outcome]) -> Panel:
-    sources = ("predicted", "measured")
-    chart, numbers = draw_stacks(
-        outcomes, lambda one: one.traffic, sources, "Payload bytes of the first rank's first step"
-    )
+    sources, counted = ("predicted", "measured"), "Payload bytes of the first rank's first step"
     return (
         "Traffic",
         "Payload of one step's collectives by operation and mesh axis: the full tensor, in the dtype on the wire, "
         "scales included. A ring passes an all-reduce twice, so verdicts compare the bytes that a rank sends.",
-        chart,
-        numbers,
+        *draw_stacks(outcomes, lambda one: one.traffic, sources, counted),
     )
 
 

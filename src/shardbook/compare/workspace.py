@@ -61,11 +61,8 @@ def build_report(entity: str, project: str, group: str, outcomes: list[Outcome])
 def keep_workspace(path: Path, group: str, outcomes: list[Outcome]) -> None:
     """Write both as JSON, as they are before an entity is known."""
     project = _project(outcomes)
-    built = {
-        "workspace": (workspaces.Workspace, build_workspace("", project, group)),
-        "report": (reports.Report, build_report("", project, group, outcomes)),
-    }
-    text = {name: TypeAdapter(kind).dump_python(value, mode="json") for name, (kind, value) in built.items()}
+    built = {"workspace": build_workspace("", project, group), "report": build_report("", project, group, outcomes)}
+    text = {name: TypeAdapter(type(value)).dump_python(value, mode="json") for name, value in built.items()}
     path.write_text(json.dumps(text, indent=1) + "\n")
 
 

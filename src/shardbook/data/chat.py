@@ -32,26 +32,22 @@ def encode_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: s
         case {"prompt": str(prompt), "completion": str(completion)}:
             if not completion.strip():
                 raise RecipeError(f"{where}: completion is empty")
-            end = tokenizer.eos_token or ""
-            return _encode_text(
-                prompt + completion + end, [(len(prompt), len(prompt + completion + end))], tokenizer, True
-            )
+            text = prompt + completion + (tokenizer.eos_token or "")
+            return _encode_text(text, [(len(prompt), len(text))], tokenizer, True)
         case {"text": str(text)}:
             if not text.strip():
                 raise RecipeError(f"{where}: text is empty")
             text += tokenizer.eos_token or ""
             return _encode_text(text, [(0, len(text))], tokenizer, True)
-    raise RecipeError(
-        f"{where}: has the fields {', '.join(k for k, v in row.items() if v is not None) or 'none'}; needs {SHAPES}"
-    )
+    fields = ", ".join(name for name, value in row.items() if value is not None)
+    raise RecipeError(f"{where}: has the fields {fields or 'none'}; needs {SHAPES}")
 
 
 def _encode_chat(
     messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str, first_trained: int = 0
 ) -> tuple[list[int], list[bool]]:
     for number, message in enumerate(messages):
-        well_formed = isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
-        if not well_formed:
+        if not (isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))):
             raise RecipeError(f"{where}: message {number} needs a string role and a string content")
     text = _render(messages, tokenizer, where)
     mark = _end_of_turn(tokenizer)
@@ -77,16 +73,14 @@ def _answer_span(
         header = _render([opening, *messages[1:]], tokenizer, where).partition(PLACEHOLDER)[0]
     start = text.find(answer, len(header))
     if not text.startswith(header) or start < 0 or text[len(header) : start].strip() not in BETWEEN:
-        raise RecipeError(
-            f"{where}: the chat template renders message {number} differently in the conversation than alone"
-        )
+        unlike = f"renders message {number} differently in the conversation than alone"
+        raise RecipeError(f"{where}: the chat template {unlike}")
     end = start + len(answer)
     # whitespace at the answer's end, which we stripped and the template may keep, stands before the mark
     after = len(text) - len(text[end:].lstrip())
     if not text.startswith(mark, after):
-        raise RecipeError(
-            f"{where}: the chat template does not end message {number} with {mark!r}, as it ends a last one"
-        )
+        unlike = f"does not end message {number} with {mark!r}, as it ends a last one"
+        raise RecipeError(f"{where}: the chat template {unlike}")
     return len(header), after + len(mark) if mark else end
 
 

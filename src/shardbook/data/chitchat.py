@@ -1,30 +1,25 @@
 """ChitChat, the conversations of the embedded default: from the package chitchat-dataset, converted once to JSONL."""
 
-import importlib.metadata
 import json
-import os
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from shardbook.cache import cache_folder, package_folder, publish
+from shardbook.cache import convert_once
 
-DATASET = "chitchat"
+DATASET, FILE = "chitchat", "messages.jsonl"
 
 
 def chitchat_file() -> Path:
     """JSONL of ChitChat as `messages`: who speaks first is the user, the other the assistant; monologues drop out."""
-    folder = package_folder("chitchat_dataset", "chitchat-dataset")
-    out = cache_folder() / f"{DATASET}-{importlib.metadata.version('chitchat-dataset')}"
-    file = out / "messages.jsonl"
-    if out.is_dir():
-        return file
+    return convert_once(DATASET, "chitchat_dataset", "chitchat-dataset", _convert) / FILE
+
+
+def _convert(folder: Path, out: Path) -> None:
     conversations = json.loads((folder / "dataset.json").read_text()).values()
     rows = [messages for messages in map(_two_sided, conversations) if messages]
-    side = out.with_name(f"{out.name}.{os.getpid()}.partial")
-    side.mkdir(parents=True)
-    (side / file.name).write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
-    publish(side, out)
-    return file
+    out.mkdir(parents=True)
+    (out / FILE).write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
 
 
 def _two_sided(conversation: dict[str, Any]) -> list[dict[str, str]]:
@@ -32,11 +27,8 @@ def _two_sided(conversation: dict[str, Any]) -> list[dict[str, str]]:
     lines = [line for turn in conversation["messages"] for line in turn if line["text"].strip()]
     if len({line["sender"] for line in lines}) != 2:
         return []
-    messages: list[dict[str, str]] = []
-    for line in lines:
-        role = "user" if line["sender"] == lines[0]["sender"] else "assistant"
-        if messages and messages[-1]["role"] == role:
-            messages[-1]["content"] += "\n" + line["text"].strip()
-        else:
-            messages.append({"role": role, "content": line["text"].strip()})
+    messages = []
+    for sender, said in groupby(lines, key=lambda line: line["sender"]):
+        role = "user" if sender == lines[0]["sender"] else "assistant"
+        messages.append({"role": role, "content": "\n".join(line["text"].strip() for line in said)})
     return messages

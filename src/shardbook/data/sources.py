@@ -67,8 +67,6 @@ def _read(reader: str, files: list[Path], name: str, what: str) -> Dataset:
         raise RecipeError(f"{what} = {name!r}: holds no rows")
     try:
         return load_dataset(reader, data_files=[str(file) for file in files], split="train")
-    except (
-        Exception
-    ) as error:  # datasets raises its own, pyarrow's and the reader's errors: all mean an unreadable file
+    except Exception as error:  # of datasets, pyarrow or the reader itself: all mean an unreadable file
         cause = error.__cause__ or error
         raise RecipeError(f"{what} = {name!r}: cannot be read as {reader} ({first_line(cause)})") from None

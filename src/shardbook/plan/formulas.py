@@ -13,6 +13,7 @@ from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, WORLD
 from shardbook.comm.ledger import Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
 from shardbook.parallel.layout import Layout
+from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.stages import Stage
 from shardbook.parallel.units import Unit, backward_order
 
@@ -40,16 +41,6 @@ def shard_rows(rows: int, ranks: int, rank: int) -> int:
     return max(0, min(padded, rows - rank * padded))
 
 
-def gathers_per_step(unit: Unit, micros: int) -> int:
-    """Twice a micro-batch where it is freed after forward (Stage: zero3), else once a step (zero1, zero2)."""
-    return 2 * micros if unit.reshard_after_forward else 1
-
-
-def reductions_per_step(stage: Stage, micros: int) -> int:
-    """How many of the step's `micros` micro-batches reduce-scatter."""
-    return sum(stage.syncs(is_last_micro=micro == micros - 1) for micro in range(micros))
-
-
 def predict_traffic(layout: Layout, micros: int) -> Traffic:
     """Calls and payload bytes of one optimizer step of one rank, by operation and mesh axis.
 
@@ -58,6 +49,7 @@ def predict_traffic(layout: Layout, micros: int) -> Traffic:
     """
     shards, switches = layout.shards, layout.switches
     wire, reduced = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
+    reductions = sum(layout.stage.syncs(is_last_micro=micro == micros - 1) for micro in range(micros))
     traffic: Traffic = {}
 
     def add(op: str, axis: str, calls: int, payload_bytes: int) -> None:
@@ -68,7 +60,8 @@ def predict_traffic(layout: Layout, micros: int) -> Traffic:
         whole, trained = unit.padded_numel(shards), unit.padded_numel(shards, trained_only=True)
         if shards > 1:
             quantized = switches.quantizes(unit.numel)
-            gathers, reductions = gathers_per_step(unit, micros), reductions_per_step(layout.stage, micros)
+            # twice a micro-batch where it is freed after forward (zero3), else once a step (zero1, zero2)
+            gathers = 2 * micros if unit.reshard_after_forward else 1
             full = whole * wire
             if quantized and switches.weights_bits:
                 full = shards * buffer_bytes(whole // shards, switches.weights_bits, switches.block)
@@ -94,7 +87,7 @@ def predict_traffic(layout: Layout, micros: int) -> Traffic:
 def predict_resident(layout: Layout, rank: int) -> Resident:
     """What the global `rank` keeps. Parameters and gradients lie in padded storage; AdamW's two moments have the true
     rows of the rank, and one step count a parameter."""
-    shards, master, shard = layout.shards, layout.dtype("master").itemsize, layout.shard_rank(rank)
+    shards, master, shard = layout.shards, layout.dtype("master").itemsize, rank_along(layout.sizes, DP_SHARD, rank)
     params = grads = optimizer = 0
     for unit in layout.units:
         params += unit.padded_numel(shards) // shards * master
@@ -130,16 +123,13 @@ def paper_resident(stage: Stage, parameters: int, ranks: int) -> Resident:
 
 def predict_memory_metrics(layout: Layout, peak_bytes: int) -> dict[str, float]:
     """The metrics `predicted/memory/<what>_bytes` of the first rank, and `paper/memory/<what>_bytes` beside them."""
-    metrics: dict[str, float] = {"predicted/memory/peak_bytes": peak_bytes}
     count = sum(unit.numel for unit in layout.units)
-    for source, kept in (
-        ("predicted", predict_resident(layout, rank=0)),
-        ("paper", paper_resident(layout.stage, count, layout.shards)),
-    ):
-        metrics |= {f"{source}/memory/{what}": value for what, value in asdict(kept).items()}
+    paper = asdict(paper_resident(layout.stage, count, layout.shards))
+    metrics = {f"predicted/memory/{what}": value for what, value in asdict(predict_resident(layout, rank=0)).items()}
+    metrics |= {f"paper/memory/{what}": value for what, value in paper.items()}
     if residual := predict_residual(layout):
         metrics["predicted/memory/residual_bytes"] = residual
-    return metrics
+    return metrics | {"predicted/memory/peak_bytes": peak_bytes}
 
 
 def predict_gathered_peak(layout: Layout) -> int:

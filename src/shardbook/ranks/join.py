@@ -54,9 +54,8 @@ def read_rendezvous(variables: Mapping[str, str]) -> Rendezvous:
     if "RANK" not in variables:
         for name, program in ALIEN.items():
             if variables.get(name, "1") not in ("", "1"):
-                raise RecipeError(
-                    f"{name} = {variables[name]} and no RANK: {program} alone makes no run of its processes; {START}"
-                )
+                alone = f"{program} alone makes no run of its processes"
+                raise RecipeError(f"{name} = {variables[name]} and no RANK: {alone}; {START}")
         return Rendezvous()
     absent = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
     if absent:
@@ -70,13 +69,11 @@ def read_rendezvous(variables: Mapping[str, str]) -> Rendezvous:
 
     rank, world = number("RANK"), number("WORLD_SIZE")
     local_rank, ranks_per_node = number("LOCAL_RANK", "0"), number("LOCAL_WORLD_SIZE", str(world))
-    port = number("MASTER_PORT")
+    port, alike = number("MASTER_PORT"), "the same number of ranks a node"
+    uneven = ranks_per_node < 1 or world % ranks_per_node
     for wrong, said in (
         (rank >= world, f"RANK = {rank}: must be below WORLD_SIZE = {world}"),
-        (
-            ranks_per_node < 1 or world % max(1, ranks_per_node),
-            f"LOCAL_WORLD_SIZE = {ranks_per_node}: must divide WORLD_SIZE = {world}: the same number of ranks a node",
-        ),
+        (uneven, f"LOCAL_WORLD_SIZE = {ranks_per_node}: must divide WORLD_SIZE = {world}: {alike}"),
         (local_rank >= ranks_per_node, f"LOCAL_RANK = {local_rank}: must be below LOCAL_WORLD_SIZE = {ranks_per_node}"),
         (not 0 < port < 2**16, f"MASTER_PORT = {port}: must be from 1 to 65535"),
     ):
@@ -138,10 +135,8 @@ def open_store(place: Rendezvous, is_host: bool = False) -> Store:
     silent = "no address of this machine, where rank 0 listens" if is_host else "what listens there says nothing"
     reason = reasons[0] if reasons else silent
     if is_host and "EADDRINUSE" in reason:
-        raise RecipeError(
-            f"{place.address}: the port is taken on {socket.gethostname()}, where rank 0 should listen; "
-            "end what holds it, or choose another port"
-        )
+        taken = f"the port is taken on {socket.gethostname()}, where rank 0 should listen"
+        raise RecipeError(f"{place.address}: {taken}; end what holds it, or choose another port")
     raise RecipeError(f"{place.address}: rank {place.rank} finds no run there ({reason})")
 
 
@@ -169,10 +164,8 @@ def _await_head(place: Rendezvous) -> None:
         waited = time.monotonic() - began
         if waited > (JOIN_SECONDS if answers else SILENT_SECONDS):
             reason = "that machine answers, but rank 0 does not listen there" if answers else reason
-            raise RecipeError(
-                f"{place.address}: rank {place.rank} on {socket.gethostname()} did not reach rank 0 there in "
-                f"{waited:.0f} s ({reason})"
-            )
+            came = f"rank {place.rank} on {socket.gethostname()} did not reach rank 0 there in {waited:.0f} s"
+            raise RecipeError(f"{place.address}: {came} ({reason})")
         time.sleep(0.2)
 
 

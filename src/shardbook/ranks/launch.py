@@ -78,12 +78,11 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
 
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(signum, pass_on)
+    command = [sys.executable, "-m", "shardbook.train", *words]
     for rank in range(nproc):
         environment = os.environ | shared | {"RANK": str(nodes.rank * nproc + rank), "LOCAL_RANK": str(rank)}
         # a session of its own, so that Ctrl-C reaches a rank once, through us, and not twice
-        processes.append(
-            subprocess.Popen([sys.executable, "-m", "shardbook.train", *words], env=environment, start_new_session=True)
-        )
+        processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
     if asked:  # while ranks were being started: the later ones have not heard it
         pass_on(signal.SIGTERM, None)
     while True:

@@ -58,15 +58,8 @@ def dump_recipe(recipe: Recipe) -> str:
 def flatten_recipe(recipe: Recipe) -> dict[str, Any]:
     """Every value of the recipe by its section.key."""
     whole = recipe.model_dump(mode="json")
-    return {
-        name: value
-        for section, inside in whole.items()
-        for name, value in (
-            ((f"{section}.{key}", value) for key, value in inside.items())
-            if isinstance(inside, dict)
-            else ((section, inside),)
-        )
-    }
+    method = {"method": whole.pop("method")}  # the one key in no section
+    return method | {f"{section}.{key}": value for section, inside in whole.items() for key, value in inside.items()}
 
 
 def resolve_precision(recipe: Recipe, device_type: str) -> Recipe:

@@ -4,10 +4,13 @@ A progress bar on a terminal, plain lines elsewhere (a log file, CI), the same c
 """
 
 import sys
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import astuple
 
 import rich.console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.filesize import pick_unit_and_suffix
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from shardbook.comm.ledger import Traffic
@@ -20,7 +23,7 @@ from shardbook.plan.formulas import predict_gathered_peak, predict_resident, pre
 from shardbook.plan.peak import Peak
 from shardbook.run.metrics import Metrics
 
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
 
 
 class Output(rich.console.Console):
@@ -30,7 +33,7 @@ class Output(rich.console.Console):
 
 
 class Console:
-    """Prints on rank 0, and shows how far the loop is while used as a context."""
+    """Prints on rank 0, and shows how far the loop is inside `start`."""
 
     def __init__(self, is_main: bool):
         terminal = sys.stdout.isatty()  # rich itself would take FORCE_COLOR for one
@@ -52,7 +55,6 @@ class Console:
     ) -> None:
         """What is in effect, as a table: printed once, before the first step. `recomputed`: in backward."""
         precision, batching = layout.precision, loader.batching
-        kept = predict_resident(layout, rank=0)
         own = [unit for unit in layout.units if unit.shapes]
         freed = sum(unit.reshard_after_forward for unit in own)
         table = Table(title="effective layout", show_header=False, title_justify="left")
@@ -68,23 +70,14 @@ class Console:
         table.add_row("attention", f"{attention.name}, told of documents by {attention.told}")
         table.add_row("recomputed", recomputed)
         table.add_row("parameters", f"{sum(unit.numel for unit in own):,}")
-        table.add_row(
-            "dtypes",
-            f"kept {precision.master}, computed {precision.params}, reduced {precision.reduce}, "
-            f"returned {precision.output}",
-        )
-        table.add_row(
-            "a rank keeps",
-            f"{readable_bytes(kept.params_bytes)} parameters, {readable_bytes(kept.grads_bytes)} reduced gradients, "
-            f"{readable_bytes(kept.optimizer_bytes)} optimizer state",
-        )
+        computed = f"computed {precision.params}, reduced {precision.reduce}, returned {precision.output}"
+        table.add_row("dtypes", f"kept {precision.master}, {computed}")
+        params, grads, optimizer = map(readable_bytes, astuple(predict_resident(layout, rank=0)))
+        table.add_row("a rank keeps", f"{params} parameters, {grads} reduced gradients, {optimizer} optimizer state")
         more = f"{readable_bytes(peak.activations)} of it activations, {readable_bytes(peak.working)} work"
         table.add_row("at its peak", f"{readable_bytes(peak.total)} on a GPU, predicted: {more}")
-        table.add_row(
-            "a step",
-            f"{loader.rows_per_step} rows: {batching.ranks} ranks x {loader.accumulation} micro-batches x "
-            f"{batching.batch_size}; {steps} steps",
-        )
+        micros = f"{batching.ranks} ranks x {loader.accumulation} micro-batches x {batching.batch_size}"
+        table.add_row("a step", f"{loader.rows_per_step} rows: {micros}; {steps} steps")
         self.output.print(table)
 
     def show_traffic(self, measured: Traffic, predicted: Traffic) -> None:
@@ -99,31 +92,16 @@ class Console:
         said = "as predicted" if measured == predicted else f"but predicted were {describe(predicted)}"
         self.print(f"traffic  {describe(measured)}; {said}")
 
-    def start(self, done: int, steps: int) -> "Console":
+    @contextmanager
+    def start(self, done: int, steps: int) -> Iterator[None]:
+        """Around the loop, with `done` of its `steps` behind it."""
         self.steps = steps
         if self.output.is_terminal and not self.output.quiet:
-            shown = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("{task.fields[now]}"),
-                TimeElapsedColumn(),
-                TextColumn("ETA"),
-            )
-            self.progress = Progress(*shown, TimeRemainingColumn(), console=self.output, transient=False)
+            shown = ("step", MofNCompleteColumn(), BarColumn(), "{task.fields[now]}", TimeElapsedColumn(), "ETA")
+            self.progress = Progress(*shown, TimeRemainingColumn(), console=self.output)
             self.task = self.progress.add_task("train", total=steps, completed=done, now="")
-        return self
-
-    def __enter__(self) -> "Console":
-        if self.progress:
-            self.progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.progress:
-            self.progress.stop()
+        with self.progress or nullcontext():
+            yield
 
     def show_step(self, step: int, metrics: Metrics) -> None:
         """Show a finished step; without its metrics (not a logging step) only a progress bar moves."""
@@ -171,8 +149,5 @@ def describe_switches(layout: Layout) -> str:
 
 def readable_bytes(count: float) -> str:
     """`1.5 GiB`"""
-    for unit in UNITS:
-        if count < 1024 or unit == UNITS[-1]:
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+    scale, unit = pick_unit_and_suffix(int(count), UNITS, 1024)
+    return f"{count / scale:,.{int(scale > 1)}f} {unit}"

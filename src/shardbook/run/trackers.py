@@ -8,7 +8,8 @@ import importlib.util
 import netrc
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,24 +30,25 @@ class Trackers:
         """`folder`: the run directory, where they keep what they write. `config`: flat, see flat_config."""
         self._started: dict[str, tuple[Log, Finish]] = {}
         for tracker in names(run):
-            self._guard(tracker, self._start, tracker, folder, name, run, config)
-
-    def _start(self, tracker: str, *given: Any) -> None:
-        start = _start_wandb if tracker == "wandb" else partial(_start_through_accelerate, tracker)
-        self._started[tracker] = start(*given)
+            start = _start_wandb if tracker == "wandb" else partial(_start_through_accelerate, tracker)
+            with self._guard(tracker):
+                self._started[tracker] = start(folder, name, run, config)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         for tracker, (log, _) in list(self._started.items()):
-            self._guard(tracker, log, step, metrics)
+            with self._guard(tracker):
+                log(step, metrics)
 
     def finish(self, failed: bool) -> None:
         for tracker, (_, finish) in list(self._started.items()):
-            self._guard(tracker, finish, failed)
+            with self._guard(tracker):
+                finish(failed)
 
-    def _guard(self, tracker: str, call: Callable[..., Any], *given: Any) -> None:
-        """Call; where it raises, say so and drop the tracker: a dashboard must never end a training run."""
+    @contextmanager
+    def _guard(self, tracker: str) -> Iterator[None]:
+        """What raises in here is said, and the tracker dropped: a dashboard must never end a training run."""
         try:
-            call(*given)
+            yield
         except Exception as error:
             print(f"{tracker}: {error}; the run goes on without it", flush=True)
             self._started.pop(tracker, None)
@@ -97,11 +99,7 @@ def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> t
     started.define_metric(STEP)
     started.define_metric(TOKENS, step_metric=STEP)
     started.define_metric("*", step_metric=STEP)
-
-    def finish(failed: bool) -> None:
-        started.finish(exit_code=int(failed))
-
-    return lambda step, metrics: started.log({STEP: step, **metrics}), finish
+    return lambda step, metrics: started.log({STEP: step} | metrics), lambda failed: started.finish(int(failed))
 
 
 def has_wandb_key() -> bool:
@@ -125,8 +123,6 @@ def _start_through_accelerate(
     # they file runs under a project; one that writes files gets a folder of its own in the run's
     started = kind(run.project, folder / tracker) if kind.requires_logging_directory else kind(run.project)
     started.start()
-    started.store_init_configuration(
-        {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in config.items()}
-        | {"run": name, "group": run.group}
-    )
+    plain = {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in config.items()}
+    started.store_init_configuration(plain | {"run": name, "group": run.group})
     return lambda step, metrics: started.log(metrics, step=step), lambda failed: started.finish()

@@ -44,7 +44,7 @@ def translate(path: Path) -> tuple[Settings, list[Entry]]:
     """
     whole = _read(path)
     is_deepspeed = path.suffix == ".json" and "distributed_type" not in whole
-    entries = list(_entries(whole, DEEPSPEED if is_deepspeed else ACCELERATE))
+    entries = _entries(whole, DEEPSPEED if is_deepspeed else ACCELERATE)
     if not is_deepspeed and (named := _section(whole, "deepspeed_config").get("deepspeed_config_file")):
         if not isinstance(named, str):
             raise RecipeError(f"{path}: deepspeed_config.deepspeed_config_file = {named!r}: must be a path")
@@ -95,12 +95,8 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
     if stage == "ddp" and settings.pop("parallel.forward_prefetch", None) is not None:
         note("fsdp_forward_prefetch", None, {}, "left out: ddp gathers nothing")
     if "train.steps" not in settings:
-        note(
-            "(steps or epochs)",
-            None,
-            {"train.epochs": 1},
-            "neither program's file says how long: set train.epochs or steps",
-        )
+        said = "neither program's file says how long: set train.epochs or steps"
+        note("(steps or epochs)", None, {"train.epochs": 1}, said)
     return settings
 
 

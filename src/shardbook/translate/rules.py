@@ -7,6 +7,7 @@ Sources: DeepSpeed's configuration page (deepspeed.ai/docs/config-json), acceler
 
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ class Refused(Exception):
 Rule = Callable[[Any], tuple[Settings, str]]
 
 
-def to(*keys: str, said: str = "", convert: Callable[[Any], Any] = lambda value: value) -> Rule:
-    return lambda value: ({key: convert(value) for key in keys}, said)
+def to(key: str, convert: Callable[[Any], Any]) -> Rule:
+    return lambda value: ({key: convert(value)}, "")
 
 
 def whole(value: Any) -> int:
@@ -30,45 +31,32 @@ def whole(value: Any) -> int:
     return int(value)
 
 
-def free(why: str) -> Rule:
-    return lambda value: ({}, why)
+def free(why: str, value: Any) -> tuple[Settings, str]:
+    return {}, why
 
 
-def off(why: str) -> Rule:
-    """Fine as long as it is off: false, 0, nothing, or a section that is not enabled."""
-
-    def rule(value: Any) -> tuple[Settings, str]:
-        section = value if isinstance(value, dict) else {}
-        if not value or value in ("none", "no") or section.get("enabled", True) is False:
-            return {}, "off"
-        if section.get("device") in ("none", None) and "device" in section:
-            return {}, "off"
-        raise Refused(why)
-
-    return rule
-
-
-def alone(why: str) -> Rule:
-    """A number of ranks: fine where it is one."""
-
-    def rule(value: Any) -> tuple[Settings, str]:
-        if whole(value) > 1:
-            raise Refused(why)
+def off(why: str, value: Any) -> tuple[Settings, str]:
+    """Fine as long as it is off: false, 0, nothing, or a section that is not enabled or on no device."""
+    section = value if isinstance(value, dict) else {}
+    is_off = not value or value in ("none", "no") or section.get("enabled", True) is False
+    if is_off or section.get("device", "not said") in ("none", None):
         return {}, "off"
+    raise Refused(why)
 
-    return rule
+
+def alone(why: str, value: Any) -> tuple[Settings, str]:
+    """A number of ranks: fine where it is one."""
+    if whole(value) > 1:
+        raise Refused(why)
+    return {}, "off"
 
 
-def pick(choices: dict[str, Settings], why: str, said: str = "") -> Rule:
+def pick(choices: dict[str, Settings], why: str, said: str, value: Any) -> tuple[Settings, str]:
     """One of `choices`, in any case; `true` and numbers by what they are written as."""
-
-    def rule(value: Any) -> tuple[Settings, str]:
-        key = str(value).lower()
-        if key not in choices:
-            raise Refused(f"{why}; what can be translated: {', '.join(choices)}")
-        return choices[key], said if choices[key] or key != "false" else "off"
-
-    return rule
+    key = str(value).lower()
+    if key not in choices:
+        raise Refused(f"{why}; what can be translated: {', '.join(choices)}")
+    return choices[key], said if choices[key] or key != "false" else "off"
 
 
 HALF = "fp16 with loss scaling has no counterpart; use bf16 (precision.params=bf16)"
@@ -81,8 +69,8 @@ def tables(program: str) -> dict[str, Rule]:
         tomllib.loads(Path(__file__).with_name(name).read_text())[program] for name in ("remarks.toml", "choices.toml")
     )
     kinds = {"free": free, "off": off, "alone": alone}
-    found = [(kinds[kind](why), keys) for kind, reasons in remarks.items() for why, keys in reasons.items()]
-    found += [(pick(row["sets"], row["refused"], row.get("said", "")), row["keys"]) for row in choices]
+    found = [(partial(kinds[kind], why), keys) for kind, reasons in remarks.items() for why, keys in reasons.items()]
+    found += [(partial(pick, row["sets"], row["refused"], row.get("said", "")), row["keys"]) for row in choices]
     return {key: rule for rule, keys in found for key in keys}
 
 
@@ -113,16 +101,13 @@ def optimizer_of(value: Any) -> tuple[Settings, str]:
         raise Refused(f"{value.get('type')} has no counterpart; optim.name is adamw")
     settings: Settings = {"optim.name": "adamw"}
     names = {"lr": "learning_rate", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
-    left = []
+    same, left = (("adam_w_mode", True), ("bias_correction", True)), []
     for name, given in value.get("params", {}).items():
         if given == "auto":
             left.append(name)
         elif name in names:
             settings[f"optim.{names[name]}"] = [float(x) for x in given] if name == "betas" else float(given)
-        elif (name, given) not in (("adam_w_mode", True), ("bias_correction", True)) and name not in (
-            "torch_adam",
-            "fused",
-        ):
+        elif name not in ("torch_adam", "fused") and (name, given) not in same:
             raise Refused(f"params.{name} = {given!r} has no counterpart")
     said = "matrices decay, vectors (norms, biases) do not"
     return settings, said + (f"; auto, so Shardbook's defaults: {', '.join(left)}" if left else "")
@@ -178,13 +163,13 @@ def compiler_of(value: Any) -> tuple[Settings, str]:
     return {"train.compile": True}, "each block is compiled in place, in torch.compile's default mode"
 
 
-ACCUMULATION = to("train.gradient_accumulation_steps", convert=whole)
-CLIPPING = to("optim.max_grad_norm", convert=float)
+ACCUMULATION = to("train.gradient_accumulation_steps", whole)
+CLIPPING = to("optim.max_grad_norm", float)
 DEEPSPEED: dict[str, Rule] = tables("deepspeed") | {
-    "train_micro_batch_size_per_gpu": to("train.per_device_train_batch_size", convert=whole),
+    "train_micro_batch_size_per_gpu": to("train.per_device_train_batch_size", whole),
     "gradient_accumulation_steps": ACCUMULATION,
     "gradient_clipping": CLIPPING,
-    "steps_per_print": to("train.logging_steps", convert=whole),
+    "steps_per_print": to("train.logging_steps", whole),
     "optimizer": optimizer_of,
     "scheduler": scheduler_of,
     "fp16": half_of,
@@ -204,8 +189,6 @@ ACCELERATE: dict[str, Rule] = tables("accelerate") | {
     **{f"fsdp_config.{name}": rule for name, rule in FSDP.items()},
     "deepspeed_config.gradient_accumulation_steps": ACCUMULATION,
     "deepspeed_config.gradient_clipping": CLIPPING,
-    **{
-        f"parallelism_config.parallelism_config_{axis}_size": to(f"parallel.{axis}_size", convert=whole)
-        for axis in ("dp_replicate", "dp_shard")
-    },
+    "parallelism_config.parallelism_config_dp_replicate_size": to("parallel.dp_replicate_size", whole),
+    "parallelism_config.parallelism_config_dp_shard_size": to("parallel.dp_shard_size", whole),
 }
