@@ -91,7 +91,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].__name__}-{case[1]}")
+IN_MAKE_TEST = (CASES[0], CASES[3])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case not in IN_MAKE_TEST)) for case in CASES],
+    ids=lambda case: f"{case[0].__name__}-{case[1]}",
+)
 def test_a_rank_that_stands_still_is_named(recipe, tmp_path, case):
     prepare, world, who, doing, others = case
     codes, said, run = hang(recipe, tmp_path, world, prepare)
@@ -112,6 +119,7 @@ def positions_are_not_compared():
     heartbeat.find_behind = lambda there, seconds: list(there) if real(there, seconds) else []
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_that_nobody_names_turns_it_red(recipe, tmp_path):
     codes, said, run = hang(recipe, tmp_path, 2, positions_are_not_compared)
     assert codes == [1, 1] and "all 2 ranks have stood still" in said[0].splitlines()[-1], said
@@ -144,6 +152,7 @@ def take_long():
     train.OBJECTIVES["sft"] = score_late
 
 
+@pytest.mark.slow
 def test_what_only_takes_long_is_no_hang(recipe, tmp_path):
     words = ["train.steps=3", "train.save_steps=2", "train.eval_steps=2", f"run.hang_seconds={HANG_SECONDS}"]
     ranks = start_ranks(2, [str(recipe), "run.name=slow", *words], tmp_path, take_long)

@@ -85,8 +85,10 @@ def start_distributed(lost_seconds: float = 0, hang_seconds: float = 0) -> Ranks
     heartbeat = Heartbeat(place, store, lost_seconds, hang_seconds) if watches else None
     connect(place, store, backend)
     store.set(f"connected/{place.rank}", "")
-    if place.rank == 0:  # which would take the store, if it ended, from those who are still connecting
+    if place.rank == 0:  # none goes on, and perhaps ends, while another still connects to it
         store.wait([f"connected/{rank}" for rank in range(place.world_size)], TIMEOUT)
+        store.set("connected", "")
+    store.wait(["connected"], TIMEOUT)
     return Ranks(place.rank, place.world_size, place.local_rank, place.ranks_per_node, device, heartbeat)
 
 
@@ -96,7 +98,7 @@ def connect(place: Rendezvous, store: Store, backend: str) -> None:
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=CONNECT_TIMEOUT)
     except RuntimeError as error:
-        if "connectFullMesh" not in str(error):
+        if "connectFullMesh" not in str(error) or "by peer" in str(error):  # a rank that ended while others connected
             raise
         host = socket.gethostname()
         said = f"rank {rank} on {host}: gloo does not reach the other ranks ({first_line(error)})"
