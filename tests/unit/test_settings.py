@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from world import run_world
+from world import losses, run_train, run_world
 
 from shardbook.ranks.settings import allocator_default, record_in, start_recorder, use_deterministic
 from shardbook.recipe import RecipeError
@@ -112,3 +112,9 @@ def test_a_workspace_that_does_not_repeat_is_refused(monkeypatch):
         RecipeError, match=r"CUBLAS_WORKSPACE_CONFIG = :4096:2:16:8: cuBLAS repeats its results only with"
     ):
         use_deterministic(True)
+
+
+def test_on_a_cpu_deterministic_kernels_are_those_there_are(recipe):
+    plain = run_train(2, recipe, "plain", "train.steps=2")
+    same = run_train(2, recipe, "deterministic", "train.steps=2", "train.deterministic=true")
+    assert losses(same) == losses(plain) and len(losses(plain)) == 2
