@@ -179,7 +179,7 @@ class Heartbeat:
 
 def leave_evidence(rank: int) -> None:
     """Write what may explain a hang into the run's folder for it: the stacks of this process (`stacks-<rank>.txt`), and
-    torch's record of its last collectives (`collectives-<rank>`, for `torchfrtrace`)."""
+    torch's record of its last collectives (`collectives-<rank>`; NCCL's is for `torchfrtrace`)."""
     if HERE.folder is None:
         return
     HERE.folder.mkdir(exist_ok=True)
