@@ -51,6 +51,8 @@ else
     fi
 fi
 
+# torchrun keeps the store of all ranks, two connections each: the usual 1,024 end at some 500 ranks.
+ulimit -n "$(ulimit -Hn)"
 # Options by torchrun's own variables: a torch that does not know one of them ignores it. Without the first SIGUSR1
 # would end torchrun and orphan its ranks; the second is the seconds in which a step must end and be saved.
 export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"

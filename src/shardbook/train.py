@@ -34,12 +34,16 @@ from shardbook.ranks.distributed import (
     StopFlag,
     broadcast_from_main,
     check_alike,
+    leave_hangs_in,
     local_main_process_first,
     start_distributed,
     stop_distributed,
     sum_over_ranks,
+    watch_steps,
 )
 from shardbook.ranks.exits import DONE, FAILED, PREEMPTED, WRONG, RunFailed, exit_rank, report_error
+from shardbook.ranks.progress import marked
+from shardbook.ranks.settings import use_deterministic
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe, resolve_precision
 from shardbook.run.checkpoint import TrainState, load_checkpoint, newest_checkpoint, save_checkpoint
 from shardbook.run.console import Console
@@ -56,6 +60,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     console = Console(ranks.is_main)
     recipe = resolve_precision(recipe, ranks.device.type)
     check_alike(environment() | flatten_recipe(recipe) | {"ranks of a node": ranks.ranks_per_node})
+    use_deterministic(recipe.train.deterministic)
     torch.manual_seed(recipe.train.seed)
     objective = OBJECTIVES[recipe.method]
     stop = StopFlag().listen()
@@ -69,6 +74,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     # The directory, and what this run goes on from.
     run = broadcast_from_main(lambda: open_run(recipe.run, recipe_path))
     check_shared(run)
+    leave_hangs_in(run.path / "hang")
     newest = broadcast_from_main(lambda: newest_checkpoint(run.checkpoints))
     console.print(f"run      {run.path}")
 
@@ -128,7 +134,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     tracked = flat_config(flatten_recipe(recipe) | {"world_size": ranks.world_size}, layout.sizes)
     recorder = Recorder(run.path, run.name, recipe.run, tracked, ranks.is_main, state.step)
     profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
-    with recorder, console.start(state.step, steps), profile, fits, Ledger(layout.groups(ranks.rank)) as ledger:
+    shown, watch = console.start(state.step, steps), watch_steps(ranks, recipe.run.hang_seconds)
+    with recorder, shown, profile, fits, Ledger(layout.groups(ranks.rank)) as ledger, watch as finish_step:
         if held_out and state.step == 0:
             before: Metrics = {"eval/loss": evaluate(sharded, objective, eval_micro_batches(held_out, batching), ranks)}
             recorder.log(0, before)
@@ -145,7 +152,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
                 break
             pace.add(*work)
             loss = torch.zeros((), device=ranks.device)
-            for micro in micros:
+            for micro in marked(micros, "micro-batch"):
                 with sharded.micro_batch(is_last=micro is micros[-1]):
                     part = objective(model, micro.to(ranks.device)) / tokens
                     part.backward()
@@ -176,6 +183,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
                 with pace.paused():
                     save_checkpoint(run.checkpoints, sharded, optimizer, state, recipe.train.save_total_limit)
                 saved_step = step
+            finish_step(step)
 
     stopped = state.step < steps
     if state.step > saved_step and (recipe.train.save_steps or stopped):
@@ -201,7 +209,7 @@ def evaluate(sharded: ShardedModel, objective: Objective, micros: Iterable[Micro
     """Mean loss of the held-out trained tokens, over all ranks. Collective."""
     model = sharded.model.eval()
     loss, tokens = torch.zeros((), device=ranks.device), 0
-    for micro in micros:
+    for micro in marked(micros, "held-out micro-batch"):
         loss += objective(model, micro.to(ranks.device))
         tokens += len(micro.targets)
     sharded.reshard()
@@ -222,7 +230,7 @@ def main(words: list[str] | None = None) -> int:
             raise RecipeError("no recipe: python -m shardbook.train RECIPE [section.key=value ...]")
         path = find_recipe(words[0])
         recipe = load_recipe(path, words[1:])
-        ranks = start_distributed(recipe.run.lost_seconds)
+        ranks = start_distributed(recipe.run.lost_seconds, recipe.run.hang_seconds)
         code = train(recipe, path, ranks)
     except (RecipeError, RunFailed) as error:
         return report_error(error, WRONG if isinstance(error, RecipeError) else FAILED)

@@ -153,3 +153,55 @@ def connected():
 def test_rank_0_goes_on_when_every_rank_is_connected():
     (_, first), (last, _) = run_world(2, connected)
     assert first >= last
+
+
+def on_machines_of_their_own(recipe, interface):
+    """Each rank on a machine of its own, whose name means a loopback address there, as Debian writes it."""
+    name, addresses = f"node-{os.environ['RANK']}", socket.getaddrinfo
+    socket.gethostname = lambda: name
+    socket.getaddrinfo = lambda host, *rest, **named: addresses("127.0.1.1" if host == name else host, *rest, **named)
+    return start(recipe, 20, {rank: {"GLOO_SOCKET_IFNAME": interface} for rank in "01" if interface})
+
+
+def test_a_host_name_that_means_loopback_is_said_before_gloo_tries(recipe):
+    said = "shardbook: ranks 0, 1 would listen at 127.0.1.1, which is what node-0 means there, and no other machine "
+    said += "reaches that; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, on each machine, to its interface "
+    for code, _, errors, took in run_world(2, on_machines_of_their_own, recipe, ""):
+        assert code == 2 and errors.startswith(said) and errors.count("\n") == 1 and took < 10, errors
+    assert [result[0] for result in run_world(2, on_machines_of_their_own, recipe, "lo")] == [0, 0]
+
+
+def out_of_reach():
+    """Rank 0 is told an address of rank 1 at which nobody listens."""
+    import threading
+    from datetime import timedelta
+
+    import shardbook.ranks.distributed as distributed
+    from shardbook.ranks.join import Rendezvous, open_store
+    from shardbook.recipe import RecipeError
+
+    place = Rendezvous(0, 2, 0, 1, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store, other = open_store(place, is_host=True), open_store(place)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def play_rank_1():
+        other.wait(["0//cpu//0/0"], timedelta(seconds=30))  # gloo's own key, under torch's prefix
+        mine = other.get("0//cpu//0/0")
+        at = mine.index(socket.inet_aton("127.0.0.1"))
+        other.set("0//cpu//0/1", mine[: at - 2] + port.to_bytes(2, "big") + mine[at:])
+
+    threading.Thread(target=play_rank_1, daemon=True).start()
+    distributed.CONNECT_TIMEOUT = timedelta(seconds=1)
+    try:
+        distributed.connect(place, store, "gloo")
+    except RecipeError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_ranks_that_gloo_does_not_reach_are_said():
+    (said,) = run_world(1, out_of_reach, environment={"GLOO_SOCKET_IFNAME": "lo"})
+    start, way_out = r"rank 0 on \S+: gloo does not reach the other ranks \(Gloo connectFullMesh failed", "; set GLOO_SOCKET"
+    assert re.match(start, said) and way_out in said and "\n" not in said, said

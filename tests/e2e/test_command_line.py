@@ -285,8 +285,10 @@ def test_a_ctrl_c_that_ends_the_reader_too_saves(recipe):
 def test_a_node_whose_launcher_is_killed_ends_the_other_with_one_line(recipe):
     codes, errors = on_two_nodes(recipe, "killed-node", "train.steps=100000", stop=1, signum=signal.SIGKILL)
     assert codes == [1, -signal.SIGKILL]
-    said = r"shardbook: another rank ended, and said why where it ran \(Connection .+\); run the same command again\n"
-    assert re.fullmatch(said, errors[0]), errors
+    said = (
+        r"shardbook: run failed: rank 1 \(host \S+\) ended: what started this process was killed; run the same command "
+    )
+    assert re.fullmatch(said + "again\n", errors[0]), errors
 
 
 @pytest.mark.slow

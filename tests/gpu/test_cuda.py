@@ -124,11 +124,23 @@ def test_compiled_bf16_stays_near(recipe, exact, checkpointing):
 
 
 def test_resume_is_bitwise(recipe):
-    words = ("train.steps=4", "train.save_steps=2")
+    words = ("train.steps=4", "train.save_steps=2", "train.deterministic=true")
     straight = run_train(1, recipe, "straight", *words)
     source = straight / "checkpoints" / "step-000002"
     again = run_train(1, recipe, "again", *words, f"train.resume_from_checkpoint={source}")
     assert losses(again) == losses(straight)[2:]
+
+
+def first_block():
+    from shardbook.ranks.distributed import start_distributed
+
+    start_distributed()
+    torch.zeros(1, device="cuda")
+    return torch.cuda.memory_snapshot()[0]["is_expandable"]
+
+
+def test_the_allocator_grows_its_blocks():
+    assert run_world(1, first_block) == [True]
 
 
 @pytest.mark.parametrize("bits", [8, 4])

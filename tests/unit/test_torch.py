@@ -2,8 +2,11 @@
 
 import inspect
 
+import torch
 import torch._dynamo.config
 import torch._functorch.config
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -32,3 +35,15 @@ def test_the_recompile_limit_is_there():
 
 def test_the_memory_budget_of_the_compiler_is_there():
     assert torch._functorch.config.activation_memory_budget == 1.0
+
+
+def test_the_groups_and_their_backends_are_where_we_set_limits():
+    assert isinstance(distributed_c10d._world.pg_map, dict)
+    for owner, name in ((distributed_c10d.ProcessGroup, "_get_backend"), (_distributed_c10d.Backend, "set_timeout")):
+        assert callable(getattr(owner, name))
+    assert isinstance(distributed_c10d.ProcessGroup._device_types, property)
+
+
+def test_the_record_of_collectives_can_be_asked_for():
+    assert isinstance(_distributed_c10d._dump_fr_trace(), bytes)
+    assert hasattr(_distributed_c10d, "_dump_nccl_trace") == torch.distributed.is_nccl_available()

@@ -13,18 +13,24 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from shardbook.ranks.heartbeat import Heartbeat, watch_launcher
-from shardbook.ranks.join import Rendezvous, Store, join_ranks, read_member, read_rendezvous
-from shardbook.recipe import RecipeError
+from shardbook.ranks.join import INTERFACE, Rendezvous, Store, join_ranks, read_member, read_rendezvous
+from shardbook.ranks.progress import HERE
+from shardbook.ranks.settings import allocator_default, raise_descriptors, record_in, start_recorder
+from shardbook.recipe import RecipeError, first_line
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # rank 0 may convert weights or tokenise while the others wait
+CONNECT_TIMEOUT = timedelta(minutes=1)  # gloo tries for five times as long
+LATER_SECONDS = 60  # that NCCL's limit is above that of a hang: a rank that it ends says nothing
 
 
 @dataclass(frozen=True)
@@ -43,11 +49,12 @@ class Ranks:
         return self.rank == 0
 
 
-def start_distributed(lost_seconds: float = 0) -> Ranks:
+def start_distributed(lost_seconds: float = 0, hang_seconds: float = 0) -> Ranks:
     """Join the process group that the launcher's variables describe; without a launcher, be a world of one.
 
-    A rank not heard of for `lost_seconds` ends all the others (0: they wait for TIMEOUT). Raises RecipeError where the
-    launcher would shard a second time (`ACCELERATE_USE_FSDP`), its variables are wrong, or not every rank comes.
+    A rank not heard of for `lost_seconds` ends all the others (0: they wait for TIMEOUT), and so does one that stands
+    still for `hang_seconds` inside `watch_steps` (0: off). Raises RecipeError where the launcher would shard a second
+    time (`ACCELERATE_USE_FSDP`), its variables are wrong, not every rank comes, or gloo cannot connect them.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
         raise RecipeError(
@@ -55,6 +62,8 @@ def start_distributed(lost_seconds: float = 0) -> Ranks:
             "use distributed_type: MULTI_GPU in accelerate's config, and choose the stage with parallel.stage"
         )
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # else transformers loads on rank 0 only and broadcasts
+    os.environ.update(allocator_default(os.environ))
+    raise_descriptors()
     watch_launcher()
     place = read_rendezvous(os.environ)
     device = torch.device("cpu")
@@ -66,16 +75,72 @@ def start_distributed(lost_seconds: float = 0) -> Ranks:
             )
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
+        start_recorder()
+    HERE.blocks = device.type == "cpu"
     store = join_ranks(place)
     _share_cores(place, store)
     # without device_id: with it every barrier, also one around an hour of tokenising, would be NCCL's
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    heartbeat = Heartbeat(place, store, lost_seconds) if lost_seconds and place.world_size > 1 else None
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
+    watches = hang_seconds or (lost_seconds and place.world_size > 1)
+    heartbeat = Heartbeat(place, store, lost_seconds, hang_seconds) if watches else None
+    connect(place, store, backend)
     store.set(f"connected/{place.rank}", "")
-    if place.rank == 0:  # which would take the store, if it ended, from those who are still connecting
+    if place.rank == 0:  # none goes on, and perhaps ends, while another still connects to it
         store.wait([f"connected/{rank}" for rank in range(place.world_size)], TIMEOUT)
+        store.set("connected", "")
+    store.wait(["connected"], TIMEOUT)
     return Ranks(place.rank, place.world_size, place.local_rank, place.ranks_per_node, device, heartbeat)
+
+
+def connect(place: Rendezvous, store: Store, backend: str) -> None:
+    """Make the process group of all ranks. Raises RecipeError where gloo does not reach them all."""
+    rank, size = place.rank, place.world_size
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=CONNECT_TIMEOUT)
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error) or "by peer" in str(error):  # a rank that ended while others connected
+            raise
+        host = socket.gethostname()
+        said = f"rank {rank} on {host}: gloo does not reach the other ranks ({first_line(error)})"
+        raise RecipeError(f"{said}; {INTERFACE}") from None
+    cast(dist.ProcessGroup, dist.group.WORLD).set_timeout(TIMEOUT)
+
+
+def set_time_limit(device_type: str, limit: timedelta) -> None:
+    """From now on end this process where a collective on `device_type` takes longer than `limit`, in whichever group.
+
+    A group that is made for a mesh has torch's default otherwise, whatever the group of all ranks has.
+    """
+    # Private: no public name lists the groups, or gives one device's half of a group. tests/unit/test_torch.py notices.
+    for group in distributed_c10d._world.pg_map:
+        if (device := torch.device(device_type)) in group._device_types:
+            group._get_backend(device).set_timeout(limit)
+
+
+@contextlib.contextmanager
+def watch_steps(ranks: Ranks, hang_seconds: float) -> Iterator[Callable[[int], None]]:
+    """Watch the steps taken inside: what is yielded is called with the number of each finished one.
+
+    From the first one on, a rank that stands still for `hang_seconds` ends the run and is named (0: not watched), and
+    NCCL's limit comes down from TIMEOUT to a little more. gloo's stays: a checkpoint waits for the slowest disk.
+    """
+    limit = timedelta(seconds=hang_seconds + LATER_SECONDS) if hang_seconds else TIMEOUT
+
+    def finish(step: int) -> None:
+        if not HERE.watched and ranks.device.type == "cuda":
+            set_time_limit("cuda", limit)
+        HERE.finish(step)
+
+    yield finish
+    HERE.watched = False
+    if ranks.device.type == "cuda":  # (on a CPU "cuda" too would be gloo's)
+        set_time_limit("cuda", TIMEOUT)  # in an export they wait for a disk again
+
+
+def leave_hangs_in(folder: Path) -> None:
+    """What a hang leaves is written into `folder`, which is made when there is something to write."""
+    HERE.folder = folder
+    record_in(folder)
 
 
 def stop_distributed(ranks: Ranks) -> None:
@@ -108,7 +173,9 @@ def free_port() -> int:
 def sum_over_ranks(*values: float) -> list[float]:
     """Each value summed over all ranks, on the host: no device synchronisation. Exact for integers below 2**53."""
     total = torch.tensor(values, dtype=torch.float64)
+    HERE.mark("in a sum over all ranks")  # who waits in it is further than who has not come
     dist.all_reduce(total)
+    HERE.mark("after a sum over all ranks")
     return [float(value) for value in total]
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +21,8 @@ from shardbook.recipe import RecipeError
 DONE, FAILED, WRONG, PREEMPTED = 0, 1, 2, 75  # exit codes of a rank, and of a run
 EXIT_FILE = "SHARDBOOK_EXIT_FILE"
 LEAVING = threading.Event()  # set when this rank knows that it ends: its heartbeat stops and waits for nobody
+LAST_WORDS: list[Callable[[str], None]] = []  # who is told why this rank failed: its heartbeat passes it on
+PEER_SECONDS = 5.0  # in which a rank that lost its peer may hear why
 
 
 class RunFailed(Exception):
@@ -31,12 +34,14 @@ def report_error(error: BaseException, code: int) -> int:
 
     The first rank that leaves has the others killed, so the rank that knows must leave first: rank 0 at once, since
     most errors meet every rank; another rank soon after, a node's first before its others; one that only lost its peer
-    last, for it knows nothing.
+    last, for it knows nothing, and its heartbeat speaks for it where it hears the reason meanwhile.
     """
-    LEAVING.set()
     lost_peer = isinstance(error, dist.DistError) or "gloo" in str(error)
+    if lost_peer:
+        time.sleep(PEER_SECONDS)
+    LEAVING.set()
     turn = (os.environ.get("RANK", "0") != "0") + (os.environ.get("LOCAL_RANK", "0") != "0")
-    time.sleep(4 if lost_peer else (0, 2, 3)[turn])
+    time.sleep(0 if lost_peer else (0, 2, 3)[turn])
     if lost_peer and (broke := re.search(r"Connection \w+ by peer( \[[^]]+])?", str(error))):
         error = RunFailed(f"another rank ended, and said why where it ran ({broke[0]}); run the same command again")
     ours = not isinstance(error, (RecipeError, RunFailed))
@@ -44,7 +49,15 @@ def report_error(error: BaseException, code: int) -> int:
         traceback.print_exception(error)
     reason = " ".join(f"{f'run failed: {type(error).__name__}: ' * ours}{error}".split())
     print(f"shardbook: {reason}", file=sys.stderr, flush=True)
+    if code == FAILED and not lost_peer:  # what is wrong (2) every rank finds out by itself
+        tell_others(reason.removeprefix("run failed: "))
     return code
+
+
+def tell_others(reason: str) -> None:
+    """Say in every other rank's last line why this one ends."""
+    for tell in LAST_WORDS:
+        tell(reason)
 
 
 def exit_rank(code: int) -> NoReturn:

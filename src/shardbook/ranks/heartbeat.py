@@ -1,45 +1,62 @@
-"""The heartbeat: a rank that vanishes ends the others in bounded time, and a launcher that is killed ends its ranks.
+"""The heartbeat: a rank that vanishes, fails or stands still ends the others in bounded time, with a line that names
+it, and a launcher that is killed ends its ranks.
 
-A machine that loses its link or its power closes no connection, so collectives would wait for their time limit of half
-an hour. Invariant: a rank is lost only after a number of seconds in which its counter stood still while the watching
-rank itself was running; a rank that leaves says so. Knows nothing of what the ranks do.
+A machine that loses its link or its power closes no connection, and NCCL notices no closed one, so the others would
+wait for their time limit. Invariant: a rank is lost, or stands still, only after a number of seconds in which its
+counter, or its progress, stood while the rank that counts was itself running; a rank that leaves says so. Knows nothing
+of what the ranks do.
 """
 
 import contextlib
+import faulthandler
+import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
 from typing import NoReturn
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but mypy does not see it
 
-from shardbook.ranks.exits import FAILED, LEAVING, exit_rank
+from shardbook.ranks.exits import FAILED, LAST_WORDS, LEAVING, exit_rank, tell_others
 from shardbook.ranks.join import Rendezvous, Store, name_ranks, open_store, read_member
+from shardbook.ranks.progress import HERE, Standing, find_behind
+from shardbook.recipe import RecipeError
 
 LAUNCHER = "SHARDBOOK_LAUNCHER"  # the pid of what started this process: a rank, or a run of a comparison
-BEAT_SECONDS = 2.0  # at most: an eighth of the limit where that is shorter
+BEAT_SECONDS = 2.0  # at most: an eighth of the shorter limit where that is less
 STAY_SECONDS = 30.0  # of rank 0 at its end, for ranks that are not yet there
+GONE_SECONDS = 10.0  # that a rank still has when rank 0 has ended: it may end too, and know why
+EVIDENCE_SECONDS = 10.0  # for writing stacks: the disk may be what hangs
 LEFT = b"left"
+AGAIN = "run the same command again"
 
 
 class Heartbeat:
-    """Beats for this rank, and watches: rank 0 all others, the others rank 0. `seconds` without a beat is lost.
+    """Beats for this rank, and watches: rank 0 all others, the others rank 0.
+
+    `lost_seconds` without a beat is lost, `hang_seconds` without progress hangs (0: neither). What is said of either is
+    the store's key `lost`, the last line of every rank.
 
     Two threads, because one may block in a socket that nobody answers any more: that one beats and reads, on a
     connection of its own; the other only counts how long the first has had no answer.
     """
 
-    def __init__(self, place: Rendezvous, store: Store, seconds: float):
+    def __init__(self, place: Rendezvous, store: Store, lost_seconds: float, hang_seconds: float = 0):
         self.place = place
-        self.seconds = seconds
-        self.every = min(BEAT_SECONDS, seconds / 8)
+        self.seconds = lost_seconds or math.inf
+        self.hang_seconds = hang_seconds or math.inf
+        self.every = min(BEAT_SECONDS, self.seconds / 8, self.hang_seconds / 8)
         self.watched = [rank for rank in range(place.world_size) if rank and place.rank == 0] or [0]
         self.names = [f"beat/{rank}" for rank in self.watched]
-        self.hosts = {rank: read_member(store, rank)["host"] for rank in self.watched}
-        self.store = open_store(place)
+        self.hosts = {rank: read_member(store, rank)["host"] for rank in {*self.watched, place.rank}}
+        self.store = open_store(place) if place.world_size > 1 else HashStore()
         self.unanswered = 0.0
         self.ending = threading.Lock()
+        LAST_WORDS[:] = [self.pass_on]
         self.beating = _start(self._beat)
         _start(self._count_unanswered)
 
@@ -47,6 +64,7 @@ class Heartbeat:
         """Say that this rank ends, well; from here on the others' fate is not its own. Rank 0 stays a little for those
         who are not so far, since the store may end with it."""
         LEAVING.set()
+        LAST_WORDS.clear()
         self.beating.join(min(STAY_SECONDS, self.seconds))
         if self.beating.is_alive():
             return
@@ -58,19 +76,31 @@ class Heartbeat:
                     return
                 time.sleep(0.05)
 
+    def pass_on(self, reason: str) -> None:
+        """Tell all ranks why this one fails, unless another has been first."""
+        said = f"rank {self.place.rank} (host {self.hosts[self.place.rank]}) ended: {reason}"
+        if _soon(lambda: self.store.compare_set("lost", "", said)) and self._keeps_store_for_others():
+            time.sleep(2 * self.every)  # until they have read it
+
+    def _keeps_store_for_others(self) -> bool:
+        return self.place.rank == 0 and not self.place.hosted and self.place.world_size > self.place.ranks_per_node
+
     def _beat(self) -> None:
         seen: dict[int, bytes] = {}
         silent = dict.fromkeys(self.watched, 0.0)
-        count, before = 0, time.monotonic()
+        count, passed, before = 0, 0.0, time.monotonic()
         while not LEAVING.wait(self.every):
             count += 1
+            own = HERE.stand(passed)
             try:
-                self.store.set(f"beat/{self.place.rank}", str(count))
+                self.store.set(f"beat/{self.place.rank}", own.dump(count))
                 if self.store.check(["lost"]):
-                    self._end(self.store.get("lost").decode())
+                    hangs = self.store.check(["hang"])
+                    self._end(self.store.get("lost").decode(), hangs)
                 counters = self.store.multi_get(self.names)
-            except dist.DistError:
-                return  # the store is gone; how long is counted in the other thread
+            except dist.DistError as error:
+                self._lose_store(error, left=seen.get(0) == LEFT)
+                return
             self.unanswered = 0.0
             now = time.monotonic()
             # A pause of this process, stopped or starved, is no silence of the others.
@@ -81,11 +111,28 @@ class Heartbeat:
                 seen[rank] = counter
             if max(silent.values()) > self.seconds:
                 # with all of its node, whose last beats were not at the same moment
-                lost = [rank for rank in self.watched if silent[rank] > self.seconds - 2 * self.every]
-                said = self._explain(lost)
-                self.store.set("lost", said)
-                time.sleep(2 * self.every)  # until the others have read it: the store may end with this process
-                self._end(said)
+                self._announce(self._explain([rank for rank in silent if silent[rank] > self.seconds - 2 * self.every]))
+            elif self.place.rank == 0 and self.hang_seconds < math.inf:
+                beats = {0: own.dump(count).encode()} | seen
+                there = {rank: Standing.parse(beat) for rank, beat in beats.items() if beat not in (LEFT, b"0")}
+                if behind := find_behind(there, self.hang_seconds):
+                    self.store.set("hang", "")
+                    self._announce(self._explain_hang(there, behind), hangs=True)
+
+    def _announce(self, reason: str, hangs: bool = False) -> None:
+        """End the run with `reason`, or with what was said of it before."""
+        said = self.store.compare_set("lost", "", reason).decode()
+        if not hangs:
+            time.sleep(2 * self.every)  # until the others have read it: the store may end with this process
+        self._end(said, hangs)
+
+    def _lose_store(self, error: Exception, left: bool) -> None:
+        """The process that kept the store closed the connection: it ended, unless it `left`. Anything else is silence,
+        which the other thread counts."""
+        closed = re.search(r"reset|[Bb]roken pipe|got 0 bytes|closed|refused", str(error))
+        if closed and not left and self.place.rank and not LEAVING.wait(GONE_SECONDS):
+            who = f"the launcher at {self.place.address}" if self.place.hosted else f"rank 0 (host {self.hosts[0]})"
+            self._end(f"{who} ended, and said why where it ran; {AGAIN}")
 
     def _count_unanswered(self) -> None:
         before = time.monotonic()
@@ -98,17 +145,62 @@ class Heartbeat:
 
     def _explain(self, lost: list[int]) -> str:
         """`lost` [0] on rank 0 itself: where the launcher's agent keeps the store, and is gone."""
-        hosts = " and ".join(dict.fromkeys(self.hosts[rank] for rank in lost if rank in self.hosts))
-        who = f"{name_ranks(lost)} (host {hosts})" if hosts else f"the launcher at {self.place.address}"
+        agent = lost == [0] and self.place.rank == 0
+        who = f"the launcher at {self.place.address}" if agent else self._name(lost)
         have = "has" if len(lost) == 1 else "have"
-        return f"{who} {have} not been heard of for {self.seconds:g} s; run the same command again"
+        return f"{who} {have} not been heard of for {self.seconds:g} s; {AGAIN}"
 
-    def _end(self, reason: str) -> None:
+    def _explain_hang(self, there: dict[int, Standing], behind: list[int]) -> str:
+        first = there[behind[0]]
+        everyone = len(behind) == len(there) > 1
+        who = f"all {len(there)} ranks" if everyone else self._name(behind)
+        have = "has" if len(behind) == 1 else "have"
+        at = f"step {first.step}, {first.doing}" + f" ({first.line})" * bool(first.line)
+        others = (
+            "" if len(there) == len(behind) else "; the others wait for it" if len(behind) == 1 else "; the others wait"
+        )
+        device = ": a collective on the device that does not end, or a disk that does not answer" * everyone
+        where = f"; stacks and records of collectives are in {HERE.folder}" * bool(HERE.folder)
+        return f"{who} {have} stood still for {first.seconds:.0f} s at {at}{device}{others}{where}; {AGAIN}"
+
+    def _name(self, ranks: list[int]) -> str:
+        return f"{name_ranks(ranks)} (host {' and '.join(dict.fromkeys(self.hosts[rank] for rank in ranks))})"
+
+    def _end(self, reason: str, hangs: bool = False) -> None:
         with self.ending:  # one of the two threads speaks
             if not LEAVING.is_set():
+                if hangs:
+                    _soon(lambda: leave_evidence(self.place.rank), EVIDENCE_SECONDS)
+                    time.sleep(2 * self.every + 1)  # until the others have left theirs
                 # the node's first rank speaks for the others: its launcher then ends them
                 time.sleep(min(2, self.seconds) if self.place.local_rank else 0)
                 end_run(reason)
+
+
+def leave_evidence(rank: int) -> None:
+    """Write what may explain a hang into the run's folder for it: the stacks of this process (`stacks-<rank>.txt`), and
+    torch's record of its last collectives (`collectives-<rank>`; NCCL's is for `torchfrtrace`)."""
+    if HERE.folder is None:
+        return
+    HERE.folder.mkdir(exist_ok=True)
+    with (HERE.folder / f"stacks-{rank}.txt").open("w") as file:
+        faulthandler.dump_traceback(file)
+    # Private: torch documents it, and has no other way to ask for the record before a limit is reached.
+    # tests/unit/test_torch.py notices where it is gone.
+    record = getattr(_distributed_c10d, "_dump_fr_trace" if HERE.blocks else "_dump_nccl_trace")
+    (HERE.folder / f"collectives-{rank}").write_bytes(record())
+
+
+def tell_run(place: Rendezvous, reason: str, keeps_store: bool) -> None:
+    """As a launcher, tell the ranks of all nodes why one of its own ended, unless a rank has said it. `keeps_store`: it
+    is about to end rank 0, and the store with it."""
+
+    def tell() -> None:
+        with contextlib.suppress(RecipeError):  # the store may have ended
+            open_store(place).compare_set("lost", "", reason)
+
+    if _soon(tell) and keeps_store:
+        time.sleep(2 * BEAT_SECONDS)  # until they have read it
 
 
 def watch_launcher() -> None:
@@ -121,7 +213,9 @@ def watch_launcher() -> None:
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(0.5)
-        end_run("what started this process was killed; run the same command again")
+        reason = f"what started this process was killed; {AGAIN}"
+        tell_others(reason)
+        end_run(reason)
 
     _start(watch)
 
@@ -131,6 +225,18 @@ def end_run(reason: str) -> NoReturn:
     with contextlib.suppress(OSError):  # who read it may be gone too
         os.write(2, f"shardbook: run failed: {reason}\n".encode())
     exit_rank(FAILED)
+
+
+def _soon(work: Callable[[], object], seconds: float = 3.0) -> bool:
+    """Whether `work` was done within `seconds`; what it waits for may never answer."""
+
+    def try_it() -> None:
+        with contextlib.suppress(dist.DistError, OSError):
+            work()
+
+    thread = _start(try_it)
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _start(work: Callable[[], None]) -> threading.Thread:

@@ -4,6 +4,7 @@ Invariant: either every rank of the run gets the store, or every rank that came 
 not and where they were awaited. Knows nothing of process groups and devices.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -28,6 +29,9 @@ TELL_SECONDS, TELL_AGAIN_SECONDS = 10, 30
 STORE_TIMEOUT = timedelta(seconds=60)  # of one call; none is made before its answer is there
 START = "start with shardbook train, torchrun, accelerate launch, or srun through launch/slurm.sbatch"
 ALL_CAME = "all came"
+INTERFACE = (
+    "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, on each machine, to its interface (as in `ip addr`) to the others"
+)
 ALIEN = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}  # they start ranks and tell them nothing of RANK
 
 
@@ -95,7 +99,7 @@ def join_ranks(place: Rendezvous) -> Store:
         _await_head(place)
     store = open_store(place, is_host)
     host = socket.gethostname()
-    member = {"host": host, "pid": os.getpid(), "cores": sorted(os.sched_getaffinity(0))}
+    member = {"host": host, "pid": os.getpid(), "cores": sorted(os.sched_getaffinity(0)), "address": _own_address(host)}
     size = f"{place.world_size} on rank {place.rank} ({host})"
     try:
         if not (first := store.compare_set("size", "", size).decode()).startswith(f"{place.world_size} "):
@@ -141,7 +145,7 @@ def open_store(place: Rendezvous, is_host: bool = False) -> Store:
 
 
 def read_member(store: Store, rank: int) -> dict[str, Any]:
-    """`host`, `pid` and `cores` (those it may use) of a rank that has come."""
+    """`host`, `pid`, `cores` (those it may use) and `address` (what its host name means) of a rank that has come."""
     return json.loads(store.get(f"member/{rank}"))
 
 
@@ -185,8 +189,35 @@ def _await_ranks(store: Store, place: Rendezvous) -> str:
             print(f"waiting for {missing} of {place.world_size} at {place.address}", flush=True)
             tell_at += TELL_AGAIN_SECONDS
         time.sleep(0.05)
+    if said := _find_loopback([json.loads(member) for member in store.multi_get(keys)]):
+        return _refuse(store, said)
     store.set("verdict", ALL_CAME)
     return ALL_CAME
+
+
+def _own_address(host: str) -> str:
+    """Where gloo would listen: at the first address of the host name that is one of this machine's, else at 127.0.0.1.
+    Empty where GLOO_SOCKET_IFNAME tells it."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return str(address[0])
+    return "127.0.0.1"
+
+
+def _find_loopback(members: list[dict[str, Any]]) -> str:
+    """What to say where ranks of several machines would listen where only their own machine reaches them; else nothing.
+    gloo would try for hours."""
+    alone = [rank for rank, member in enumerate(members) if member["address"].startswith(("127.", "::1"))]
+    hosts = dict.fromkeys(member["host"] for member in members)
+    if not alone or len(hosts) == 1:
+        return ""
+    first = members[alone[0]]
+    said = f"{name_ranks(alone)} would listen at {first['address']}, which is what {first['host']} means there"
+    return f"{said}, and no other machine reaches that; {INTERFACE}"
 
 
 def _refuse(store: Store, verdict: str) -> str:

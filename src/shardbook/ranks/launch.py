@@ -7,6 +7,7 @@ of a Shardbook run mean something. (torchrun, accelerate launch and srun start t
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,11 +16,17 @@ from types import FrameType
 
 from shardbook.ranks.distributed import free_port
 from shardbook.ranks.exits import DONE, FAILED, PREEMPTED
-from shardbook.ranks.heartbeat import LAUNCHER, watch_launcher
+from shardbook.ranks.heartbeat import LAUNCHER, tell_run, watch_launcher
+from shardbook.ranks.join import Rendezvous
+from shardbook.ranks.settings import allocator_default
 from shardbook.recipe import RecipeError
 
 POLL_SECONDS = 0.1
 PORT = 29500
+SENDERS = {
+    "SIGKILL": "; the kernel does so when memory runs out",
+    "SIGABRT": "; NCCL does so when a collective takes longer than its limit, and says above which",
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class Nodes:
 def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
     """Run `nproc` ranks here with the command line `words`; the exit code of the first that fails, else 0.
 
-    When one fails the others are killed: they would wait for it in a collective.
+    When one fails the others are killed: they would wait for it in a collective. Those of other nodes are told why.
     """
     watch_launcher()  # a comparison that is killed
     host, port = nodes.address
@@ -61,6 +68,7 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         LAUNCHER: str(os.getpid()),
+        **allocator_default(os.environ),
         # else ranks whose store has ended dump C++ stacks over the one line that says why
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
@@ -89,12 +97,16 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
             if code not in (None, DONE, PREEMPTED):  # preempted ranks all save and leave by themselves
+                failed = nodes.rank * nproc + rank
+                if code < 0 and failed and nodes.count > 1:  # who fails by itself says so itself; rank 0 has the store
+                    said = f"rank {failed} (host {socket.gethostname()}) was ended by {_name_signal(code)}"
+                    tell_run(Rendezvous(failed, nodes.count * nproc, host=host, port=port), said, nodes.rank == 0)
                 for process in processes:
                     process.kill()
                     process.wait()
                 if asked and code in (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL):
                     return _explain_stop(code)
-                return _explain_exit(rank, code)
+                return _explain_exit(failed, code)
         if None not in codes:
             return max(code for code in codes if code is not None)
         time.sleep(POLL_SECONDS)
@@ -112,7 +124,10 @@ def _explain_exit(rank: int, code: int) -> int:
     """The exit code to return for a rank's; a rank that a signal ended could not give its reason itself."""
     if code >= 0:
         return code
-    name = signal.Signals(-code).name
-    hint = "; the kernel does so when memory runs out" if name == "SIGKILL" else ""
-    print(f"shardbook: run failed: rank {rank} was ended by {name}{hint}", file=sys.stderr)
+    print(f"shardbook: run failed: rank {rank} was ended by {_name_signal(code)}", file=sys.stderr)
     return FAILED
+
+
+def _name_signal(code: int) -> str:
+    name = signal.Signals(-code).name
+    return name + SENDERS.get(name, "")

@@ -193,6 +193,10 @@ class Train(Section):
         "First and last step to profile, [10, 12]: a trace of each rank, and a GPU's memory, in profile/ of the run.",
     )
     compile: bool = key(False, "torch.compile each block in place.")
+    deterministic: bool = key(
+        False,
+        "On a GPU: kernels that give the same bits each time, as a CPU's do. Slower; how much is not yet measured.",
+    )
     loss_chunk_tokens: int = key(1024, "Most trained tokens whose logits exist at once (0: all of them).", ge=0)
     export: bool = key(True, "At the end write Hugging Face safetensors to export/ of the run directory.")
     export_dtype: Literal["fp32", "bf16"] = key("fp32", "Dtype of the exported weights.")
@@ -230,6 +234,9 @@ class Run(Section):
     group: str = key("", "What the run belongs to in the trackers: a comparison's name, or your own.")
     lost_seconds: int | float = key(
         120, "End the run when a rank has not been heard of for so long (0: off, and a lost node is waited for).", ge=0
+    )
+    hang_seconds: int | float = key(
+        300, "End the run when a rank stands still for so long, after its first step and but for files (0: off).", ge=0
     )
 
     @model_validator(mode="after")

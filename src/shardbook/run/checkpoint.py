@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.exits import RunFailed
+from shardbook.ranks.progress import long_phase
 from shardbook.recipe import RecipeError, first_line
 from shardbook.run.save_plan import Planned, PlanOnce
 
@@ -54,6 +55,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return max(_complete(folder), key=_step_of, default=None)
 
 
+@long_phase("a checkpoint")
 def save_checkpoint(
     folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: TrainState, keep: int
 ) -> Path:

@@ -1,0 +1,74 @@
+"""Who stands still, and who only waits for them."""
+
+import time
+
+import pytest
+
+from shardbook.ranks.progress import HERE, Progress, Standing, find_behind, long_phase, marked
+
+
+def there(marks, seconds, waits=False):
+    return Standing(marks, waits, seconds, 7, "in micro-batch 2", "train.py:1")
+
+
+@pytest.mark.parametrize(
+    "standings, behind",
+    [
+        ([there(10, 61), there(9, 62), there(10, 61)], [1]),
+        ([there(10, 61), there(9, 62), there(9, 63)], [1, 2]),
+        ([there(9, 61), there(9, 61, waits=True)], [0]),
+        ([there(9, 61), there(9, 61)], [0, 1]),
+        ([there(9, 61)], [0]),
+        ([there(10, 61), there(9, 59)], []),  # slow, but it goes on; the other waits for it
+        ([there(9, 59), there(9, 61)], []),
+        ([there(10, 61), there(9, 0)], []),  # in a long phase
+        ([there(10, 0), there(9, 61)], [1]),  # never came to it
+        ([], []),
+    ],
+)
+def test_who_is_behind(standings, behind):
+    assert find_behind(dict(enumerate(standings)), 60) == behind
+
+
+def test_standing_counts_only_what_passed_since_the_last_mark_after_the_first_step():
+    progress = Progress()
+    assert [progress.stand(5).seconds for _ in range(3)] == [0, 0, 0]
+    progress.finish(1)
+    assert [progress.stand(5).seconds for _ in range(3)] == [0, 5, 10]
+    progress.mark("in micro-batch 1")
+    found = [progress.stand(5) for _ in range(2)]
+    assert [(now.seconds, now.step, now.doing, now.marks) for now in found] == [
+        (0, 2, "in micro-batch 1", 2),
+        (5, 2, "in micro-batch 1", 2),
+    ]
+    assert Standing.parse(found[1].dump(3).encode()) == found[1] and found[1].dump(3) != found[1].dump(4)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    for name, value in {"marks": 0, "step": 0, "doing": "", "watched": False, "_seen": 0, "_seconds": 0.0}.items():
+        monkeypatch.setattr(HERE, name, value)
+    return HERE
+
+
+def test_a_long_phase_is_not_watched(here):
+    here.finish(1)
+    here.stand(5)
+    with long_phase("a checkpoint"):
+        assert [here.stand(5).seconds for _ in range(3)] == [0, 0, 0] and here.doing == "in a checkpoint"
+    assert [here.stand(5).seconds for _ in range(2)] == [0, 5] and here.doing == "after a checkpoint"
+
+
+def test_marks_of_micro_batches(here):
+    assert [(item, here.doing, here.marks) for item in marked("ab", "micro-batch")] == [
+        ("a", "in micro-batch 1", 1),
+        ("b", "in micro-batch 2", 2),
+    ]
+    assert (here.doing, here.marks) == ("after its last micro-batch", 3)
+
+
+def test_a_mark_costs_nothing(here):
+    began = time.perf_counter()
+    for _ in marked(range(1000), "micro-batch"):
+        pass
+    assert time.perf_counter() - began < 0.1  # 100 us each, where a micro-batch takes milliseconds

@@ -1,0 +1,120 @@
+"""What a rank sets before torch or the system reads it, and that a user's own value stays."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from world import losses, run_train, run_world
+
+from shardbook.ranks.settings import allocator_default, record_in, start_recorder, use_deterministic
+from shardbook.recipe import RecipeError
+
+EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def limit_of(soft):
+    from shardbook.ranks.distributed import start_distributed
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    start_distributed()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def test_a_rank_may_open_as_many_files_as_the_system_allows():
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert run_world(1, limit_of, min(256, hard)) == [(hard, hard)]
+
+
+@pytest.mark.parametrize(
+    "given, added",
+    [
+        ({}, EXPANDABLE),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}, {}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, {}),  # read first: the other would be ignored
+        ({"PYTORCH_ALLOC_CONF": ""}, {}),
+    ],
+)
+def test_the_allocators_default(given, added):
+    assert allocator_default(given) == added
+
+
+FRESH = """
+import os
+from shardbook.ranks.distributed import start_distributed
+start_distributed()
+print([os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")])
+"""
+
+
+@pytest.mark.parametrize(
+    "given, found", [({}, [EXPANDABLE["PYTORCH_ALLOC_CONF"], None]), ({"X": "a:1"}, [None, "a:1"])]
+)
+def test_a_rank_in_a_fresh_process_sets_the_allocator_itself(given, found):
+    """As torchrun and accelerate start it."""
+    clean = {name: text for name, text in os.environ.items() if "ALLOC_CONF" not in name}
+    clean |= {name.replace("X", "PYTORCH_CUDA_ALLOC_CONF"): text for name, text in given.items()}
+    result = subprocess.run([sys.executable, "-c", FRESH], env=clean, capture_output=True, text=True, timeout=120)
+    assert result.stdout.splitlines()[-1] == str(found), result.stderr
+
+
+@pytest.mark.slow
+def test_the_launcher_gives_it_to_its_ranks(tmp_path, monkeypatch):
+    (tmp_path / "shardbook").mkdir()
+    (tmp_path / "shardbook" / "__init__.py").touch()
+    program = "import os, pathlib; pathlib.Path('said').write_text(os.environ['PYTORCH_ALLOC_CONF'])"
+    (tmp_path / "shardbook" / "train.py").write_text(program)
+    code = f"import os, sys; from shardbook.ranks.launch import launch_ranks; os.chdir({str(tmp_path)!r}); "
+    code += f"os.environ['PYTHONPATH'] = {str(tmp_path)!r}; sys.exit(launch_ranks(1, []))"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert (tmp_path / "said").read_text() == EXPANDABLE["PYTORCH_ALLOC_CONF"]
+
+
+def test_the_recorder_of_collectives(tmp_path, monkeypatch):
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+    for name in (*names, "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    start_recorder()
+    record_in(tmp_path / "hang")
+    assert [os.environ.get(name) for name in names] == ["2000", None, "1"]
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "hang" / "collectives-")
+    assert (tmp_path / "hang").exists() == torch.cuda.is_available()
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "50")
+    start_recorder()
+    assert "TORCH_FR_BUFFER_SIZE" not in os.environ
+
+
+def deterministic(wanted, given):
+    os.environ.update(given)
+    use_deterministic(wanted)
+    return torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+
+
+@pytest.mark.parametrize(
+    "wanted, given, found",
+    [
+        (False, {}, (False, None)),
+        (True, {}, (True, ":4096:8")),
+        (True, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, (True, ":16:8")),
+    ],
+)
+def test_deterministic_kernels(wanted, given, found):
+    assert run_world(1, deterministic, wanted, given) == [found]
+
+
+def test_a_workspace_that_does_not_repeat_is_refused(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    with pytest.raises(
+        RecipeError, match=r"CUBLAS_WORKSPACE_CONFIG = :4096:2:16:8: cuBLAS repeats its results only with"
+    ):
+        use_deterministic(True)
+
+
+def test_on_a_cpu_deterministic_kernels_are_those_there_are(recipe):
+    plain = run_train(2, recipe, "plain", "train.steps=2")
+    same = run_train(2, recipe, "deterministic", "train.steps=2", "train.deterministic=true")
+    assert losses(same) == losses(plain) and len(losses(plain)) == 2
