@@ -18,7 +18,7 @@ def round_trip(row: Tensor, bits: int, block: int) -> Tensor:
     for start in range(0, len(row), block):
         part = row[start : start + block].float()
         most = part.abs().max()
-        step = most / largest if most >= 127 * 2.0**-126 else torch.zeros(())
+        step = most * (1 / largest) if most >= 127 * 2.0**-126 else torch.zeros(())
         steps = torch.round(part / step).clamp(-largest, largest) if step > 0 else torch.zeros_like(part)
         out.append(steps * step)
     return torch.cat(out)

@@ -45,7 +45,8 @@ def test_within_half_a_step(count, numel, bits, block, seed, magnitude, dtype):
         dtype
     )
     error = (there_and_back(rows, bits, block).double() - rows.double()).abs()
-    # half a step; the division and the product each round once in fp32, relative to at most LARGEST steps
+    # half a step; the quotient and the product each round once in fp32, relative to at most LARGEST steps. That the step
+    # itself was rounded twice moves an element's half by 2**-24, less than what a quotient of 64 to 127 does not use
     assert (error <= steps_of(rows, bits, block) * (0.5 + 2 * LARGEST[bits] * 2.0**-24) + TINY).all()
 
 
