@@ -122,7 +122,7 @@ def test_flops_of_a_token():
     attention = 6 * 3 * 4 * 8 * length  # the masked half: 6 * layers * heads * head_dim * length
     head = 6 * 32 * 259  # of the last position, which has no target
     expected = length * (flops_per_token(model, length) + attention) - head
-    # transformers before 5.18 makes the rotary angles by a product, [head_dim / 2, 1] x [1, length]: not the model's work
+    # transformers 5.17 and 5.18 make the rotary angles by a product, [head_dim / 2, 1] x [1, length]
     with FlopCounterMode(display=False) as rotary:
         model.model.rotary_emb(torch.zeros(1, length, 32), position_ids=batch.position_ids)
     assert rotary.get_total_flops() in (0, 2 * 8 // 2 * length)
