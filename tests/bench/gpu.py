@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import attention_kernels
@@ -31,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = 12
 TINY_STEPS = 8
 CASE_SECONDS = 180  # after which a case is ended: a compile, twelve steps and a profile take half of it
+WITHOUT_FIGURES = ("failed", "left_out", "unfinished")
 LEAST_SECONDS = 45  # with less than this left none is begun
 COLUMNS = {  # of the table: key, unit
     "tok/s": ("tokens_per_second", 1, ",.0f"),
@@ -59,15 +61,13 @@ def prepare(folder: Path, cases: list[Case]) -> None:
             write_documents(folder / f"{kind}-{length}.jsonl", kind, length, tokens=STEPS * max(4 * length, 16_384))
 
 
-def run_case(case: Case, folder: Path, steps: int, seconds: float) -> dict:
-    """What the watch saw of it, with tokens/s and MFU; or `failed` and its last line. Ended after `seconds`."""
-    out, said = folder / "seen.json", folder / "said.txt"
-    out.unlink(missing_ok=True)
+def end_of(command: list[str], said: Path, seconds: float, folder: Path) -> int | None:
+    """Run `command` with this interpreter, its output to `said`. The exit code; None: it was ended, after `seconds`."""
     caches = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
     allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # for both loops, unless the caller says otherwise
     with said.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *case.command(folder, out, steps)],
+            [sys.executable, *command],
             cwd=ROOT,
             env=allocator | os.environ | caches,
             stdout=file,
@@ -75,26 +75,45 @@ def run_case(case: Case, folder: Path, steps: int, seconds: float) -> dict:
             start_new_session=True,  # the compiler's workers end with it
         )
         try:
-            code = process.wait(seconds)
+            return process.wait(seconds)
         except subprocess.TimeoutExpired:
-            code = None
+            return None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def run_case(case: Case, folder: Path, steps: int, seconds: float) -> dict:
+    """What the watch saw of it, with tokens/s (padding among them) and MFU; or `failed` and its last line."""
+    out, said = folder / "seen.json", folder / "said.txt"
+    out.unlink(missing_ok=True)
+    code = end_of(case.command(folder, out, steps), said, seconds, folder)
     if code is None:
-        return {"failed": f"ended after {seconds:.0f} s"}
+        over = f"ended after {seconds:.0f} s"
+        return {"failed": over} if seconds >= CASE_SECONDS else {"unfinished": over}
     if code or not out.is_file():
         return {"failed": reason(said.read_text(), code)}
     seen = json.loads(out.read_text())
-    speed = case.batch * case.length / seen["step_seconds"]
-    row = {"tokens_per_second": speed} | {key: value for key, value in seen.items() if key != "shares"}
-    attended = mean_attended(folder / case.rows_file, case.length) if case.rows == "packed" else case.length
+    attended = mean_attended(folder / case.rows_file, case.length)
     flops = model_flops(json.loads((case.shape_folder(folder) / "config.json").read_text()), attended)
-    row["flops_per_token"] = flops
+    speed = case.batch * case.length / seen["step_seconds"]
+    row = {"case": asdict(case), "tokens_per_second": speed, "flops_per_token": flops}
     if peak := peak_flops():
         row["mfu"] = speed * flops / peak
-    return row | seen.get("shares", {})
+    return row | seen.pop("shares", {}) | seen
+
+
+def run_quantisation(folder: Path, seconds: float) -> dict:
+    """What quantisation.py prints; or `failed`, or `unfinished`."""
+    said = folder / "said.txt"
+    code = end_of([str(Path(__file__).parent / "quantisation.py")], said, seconds, folder)
+    if code:
+        return {"failed": reason(said.read_text(), code)}
+    if code is None:
+        return {"unfinished": f"ended after {seconds:.0f} s"}
+    *rows, last = [json.loads(line) for line in said.read_text().splitlines() if line.startswith("{")]
+    return {"rows": rows, **last}
 
 
 def reason(said: str, code: int) -> str:
@@ -114,15 +133,12 @@ def peak_flops() -> float | None:
 
 def table(rows: dict[str, dict]) -> str:
     """One line a case, figures or why there are none."""
-    width = max(map(len, rows), default=4)
+    width = max([*map(len, rows), 4])
     lines = [f"{'case':{width}} " + " ".join(f"{title:>8}" for title in COLUMNS)]
     for name, row in rows.items():
-        if why := row.get("failed") or row.get("left_out") or row.get("not_begun"):
-            kind = next(key for key in ("failed", "left_out", "not_begun") if key in row)
-            lines.append(f"{name:{width}} {kind.replace('_', ' ')}: {why}")
-            continue
         cells = [format(row[key] * scale, form) if key in row else "" for key, scale, form in COLUMNS.values()]
-        lines.append(f"{name:{width}} " + " ".join(f"{cell:>8}" for cell in cells))
+        why = [f"{kind.replace('_', ' ')}: {row[kind]}" for kind in WITHOUT_FIGURES if kind in row]
+        lines.append(f"{name:{width}} " + (why[0] if why else " ".join(f"{cell:>8}" for cell in cells)))
     return "\n".join(lines)
 
 
@@ -137,7 +153,7 @@ def read_earlier(out: Path, facts: dict, anew: bool) -> dict:
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--minutes", type=float, default=9.5, help="begin no case that would end later")
+    parser.add_argument("--minutes", type=float, default=9.5, help="end by then; run again for the rest")
     parser.add_argument("--cases", nargs="*", default=[], help="only cases whose name holds one of these words")
     parser.add_argument("--any-device", action="store_true", help="without a GPU: a tiny shape")
     parser.add_argument("--anew", action="store_true", help="measure again what an earlier call measured")
@@ -147,43 +163,53 @@ def main(words: list[str] | None = None) -> int:
     if not cuda and not asked.any_device:
         print("bench-gpu needs a CUDA device; there is none here", file=sys.stderr)
         return 2
+    cases = [case for case in cases_of(cuda) if not asked.cases or any(word in case.name for word in asked.cases)]
+    if not cases:
+        print(f"--cases {asked.cases}: no case; there are", *(case.name for case in cases_of(cuda)), sep="\n  ")
+        return 2
     deadline = time.monotonic() + 60 * asked.minutes
-    device = "cuda" if cuda else "cpu"
     facts = environment() | ({"memory_bytes": torch.cuda.get_device_properties(0).total_memory} if cuda else {})
-    name = torch.cuda.get_device_name() if cuda else "cpu"
-    kept = ROOT / "docs" / "benchmarks" if cuda else ROOT / "runs"
-    out = asked.out or kept / (re.sub(r"\W+", "-", f"bench-{name.lower()}") + ".json")
+    out = asked.out or default_out()
     out.parent.mkdir(parents=True, exist_ok=True)
     found = read_earlier(out, facts, asked.anew) or {"environment": facts, "attention": [], "cases": {}}
-    cases = [case for case in cases_of(cuda) if not asked.cases or any(word in case.name for word in asked.cases)]
 
-    def save() -> None:
+    def due(row: dict) -> bool:
+        return not row or "unfinished" in row
+
+    def left() -> float:
+        return min(CASE_SECONDS, deadline - time.monotonic())
+
+    def keep(**rows: object) -> None:
+        found.update(rows)
         out.write_text(json.dumps(found, indent=1) + "\n")
 
     if not found["attention"]:
-        found["attention"] = attention_kernels.main(device, attention_kernels.ROUNDS if cuda else 2)
-        save()
-        if cuda:
-            torch.cuda.empty_cache()  # the cases have the card to themselves but for this process's context
+        keep(attention=attention_kernels.main("cuda" if cuda else "cpu", attention_kernels.ROUNDS if cuda else 2))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         prepare(folder, cases)
         for case in cases:
-            earlier = found["cases"].get(case.name, {})
-            if earlier and "not_begun" not in earlier:
+            if not due(found["cases"].get(case.name, {})):
                 continue
-            seconds = min(CASE_SECONDS, deadline - time.monotonic())
-            if seconds < LEAST_SECONDS:
-                row = {"not_begun": f"--minutes {asked.minutes:g} are over; run again"}
-            elif why := left_out(case, folder, device, facts.get("memory_bytes")):
+            if left() < LEAST_SECONDS:
+                row = {"unfinished": f"--minutes {asked.minutes:g} are over; run again"}
+            elif why := left_out(case, folder, "cuda" if cuda else "cpu", facts.get("memory_bytes")):
                 row = {"left_out": why}
             else:
-                row = run_case(case, folder, STEPS if cuda else TINY_STEPS, seconds)
-            found["cases"][case.name] = row
-            save()
+                row = run_case(case, folder, STEPS if cuda else TINY_STEPS, left())
+            keep(cases=found["cases"] | {case.name: row})
             print(table({case.name: row}).splitlines()[-1], flush=True)
+        if cuda and not asked.cases and due(found.get("quantisation", {})) and left() >= LEAST_SECONDS:
+            keep(quantisation=run_quantisation(folder, left()))
     print(table(found["cases"]), out, sep="\n")
     return 0
+
+
+def default_out() -> Path:
+    """Among the repository's data what a GPU measured; what a CPU did is no data."""
+    if not torch.cuda.is_available():
+        return ROOT / "runs" / "bench-cpu.json"
+    return ROOT / "docs" / "benchmarks" / (re.sub(r"\W+", "-", torch.cuda.get_device_name().lower()) + ".json")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def config_of(shape: str) -> dict:
 
 
 def test_flops_are_those_of_the_shapes():
-    """6 a parameter that multiplies, of the counts that Meta gives: not norms, nor 8B's untied embedding. And attention,
+    """6 a parameter that multiplies, of the counts that Meta gives: not norms, nor 8B's untied embedding. Attention is
     6 * layers * width * length."""
     counts = {
         "1b": 1_235_814_400 - 33 * 2048,
@@ -117,14 +117,14 @@ def test_the_table_says_why_a_figure_is_missing():
         "a": {"tokens_per_second": 12345.6, "step_seconds": 1.5, "gemm": 0.61},
         "b": {"failed": gpu.reason(short, 1)},
         "c": {"failed": gpu.reason("", 134)},
-        "d": {"not_begun": "--minutes 1 are over; run again"},
+        "d": {"unfinished": "--minutes 1 are over; run again"},
     }
     lines = gpu.table(rows).splitlines()
     assert lines[1].split() == ["a", "12,346", "1.500", "61"]
     assert lines[2:] == [
-        "b failed: out of memory: tried to allocate 2.10 gib",
-        "c failed: exit code 134: no output",
-        "d not begun: --minutes 1 are over; run again",
+        "b    failed: out of memory: tried to allocate 2.10 gib",
+        "c    failed: exit code 134: no output",
+        "d    unfinished: --minutes 1 are over; run again",
     ]
 
 
@@ -171,4 +171,5 @@ def test_the_bench_runs_and_goes_on(tmp_path, capsys):
     folder.mkdir()
     gpu.prepare(folder, [broken])
     assert "the model has 3 blocks" in gpu.run_case(broken, folder, gpu.TINY_STEPS, 120)["failed"]
-    assert gpu.run_case(broken, folder, gpu.TINY_STEPS, 0.1) == {"failed": "ended after 0 s"}
+    assert gpu.run_case(broken, folder, gpu.TINY_STEPS, 0.1) == {"unfinished": "ended after 0 s"}
+    assert gpu.main(["--any-device", "--cases", "70b"]) == 2 and "tiny 2x128 packed none" in capsys.readouterr().out

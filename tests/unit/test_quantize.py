@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quantized import assert_alike_but_for_ties, steps_in
+from quantized import assert_alike_but_for_ties, round_trip, steps_in
 
 import shardbook.comm.quantize as quantization
 from shardbook.comm.quantize import LARGEST, TINY, buffer_bytes, dequantize, quantize
@@ -143,6 +143,15 @@ def test_bf16_out():
     rows = torch.randn(1, 500, generator=torch.Generator().manual_seed(2))
     exact, rounded = there_and_back(rows, 8, 128), there_and_back(rows, 8, 128, torch.bfloat16)
     assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, exact.bfloat16())
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_to_the_bit_what_a_loop_over_blocks_computes(bits, block, dtype):
+    """The scale is a product with 1 / LARGEST: divided instead, its last bit would be another on half of the blocks."""
+    rows = torch.randn(2, 3000, generator=torch.Generator().manual_seed(6)).to(dtype)
+    wanted = torch.stack([round_trip(row, bits, block) for row in rows])
+    assert torch.equal(there_and_back(rows, bits, block), wanted)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
