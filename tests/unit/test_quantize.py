@@ -148,7 +148,7 @@ def test_bf16_out():
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_to_the_bit_what_a_loop_over_blocks_computes(bits, block, dtype):
-    """The scale is a product with 1 / LARGEST: divided instead, its last bit would be another on half of the blocks."""
+    """The scale is a product with 1 / LARGEST: divided instead, its last bit would be another in many blocks."""
     rows = torch.randn(2, 3000, generator=torch.Generator().manual_seed(6)).to(dtype)
     wanted = torch.stack([round_trip(row, bits, block) for row in rows])
     assert torch.equal(there_and_back(rows, bits, block), wanted)
