@@ -10,6 +10,7 @@ docs/benchmarks/<device>.json after each case; run again, it goes on with the ca
 """
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -168,7 +169,11 @@ def main(words: list[str] | None = None) -> int:
         print(f"--cases {asked.cases}: no case; there are", *(case.name for case in cases_of(cuda)), sep="\n  ")
         return 2
     deadline = time.monotonic() + 60 * asked.minutes
-    facts = environment() | ({"memory_bytes": torch.cuda.get_device_properties(0).total_memory} if cuda else {})
+    facts = (
+        environment()
+        | {"code": digest_of_code()}
+        | ({"memory_bytes": torch.cuda.get_device_properties(0).total_memory} if cuda else {})
+    )
     out = asked.out or default_out()
     out.parent.mkdir(parents=True, exist_ok=True)
     found = read_earlier(out, facts, asked.anew) or {"environment": facts, "attention": [], "cases": {}}
@@ -203,6 +208,12 @@ def main(words: list[str] | None = None) -> int:
             keep(quantisation=run_quantisation(folder, left()))
     print(table(found["cases"]), out, sep="\n")
     return 0
+
+
+def digest_of_code() -> str:
+    """Of the package and the benches, edited or committed: after a change nothing measured before stands beside it."""
+    files = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "tests" / "bench").glob("*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def default_out() -> Path:
