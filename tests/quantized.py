@@ -18,10 +18,34 @@ def round_trip(row: Tensor, bits: int, block: int) -> Tensor:
     for start in range(0, len(row), block):
         part = row[start : start + block].float()
         most = part.abs().max()
-        step = most / largest if most >= 127 * 2.0**-126 else torch.zeros(())
+        step = most * (1 / largest) if most >= 127 * 2.0**-126 else torch.zeros(())
         steps = torch.round(part / step).clamp(-largest, largest) if step > 0 else torch.zeros_like(part)
         out.append(steps * step)
     return torch.cat(out)
+
+
+def steps_in(buffer: Tensor, numel: int, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    """What a buffer [..., bytes] holds: whole steps [..., numel], int64, and the scale of each element, fp32."""
+    blocks = -(-numel // block)
+    payload, scales = buffer.split([blocks * block * bits // 8, 4 * blocks], -1)
+    steps = payload.contiguous().view(torch.int8).long()
+    if bits == 4:
+        halves = payload.unflatten(-1, (blocks, block // 2)).long()
+        steps = torch.cat([halves & 15, halves >> 4], -1).flatten(-2) - 8
+    scale = scales.contiguous().view(torch.float32).repeat_interleave(block, -1)
+    return steps[..., :numel], scale[..., :numel]
+
+
+def assert_alike_but_for_ties(one: Tensor, other: Tensor, rows: Tensor, bits: int, block: int) -> None:
+    """Buffers of the same `rows` [..., n] by two devices: scales equal to the bit, and steps too, but that one device
+    may divide to the last bit but one. A quotient that lies so near the middle between two steps may go to either."""
+    (steps, scale), (others, other_scale) = (steps_in(buffer, rows.shape[-1], bits, block) for buffer in (one, other))
+    assert torch.equal(scale, other_scale), "scales differ"
+    apart = steps != others
+    assert ((steps - others).abs() <= 1).all()
+    quotient = (rows.double() / scale.double()).abs()[apart]
+    # a quotient off by two units in its last place (CUDA's fast division), and rounded: 2.5 * 2**-23, relative
+    assert ((quotient - quotient.floor() - 0.5).abs() <= 2.5 * 2.0**-23 * quotient).all(), "steps differ beside ties"
 
 
 def shards_of(tensors: list[Tensor], ranks: int) -> list[Tensor]:

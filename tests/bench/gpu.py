@@ -1,78 +1,226 @@
-"""Speed and memory of the training loop on this machine's GPUs: 20 steps of the default recipe and of a Llama-3.2-1B
-shape with random weights, unchanged but for the keys below. Writes docs/benchmarks/<device>.json: every metrics row,
-the medians after warm-up, torch version and commit; and how fast blocks are quantised (quantisation.py).
+"""Speed and memory of training on one GPU, in minutes: Llama shapes of 1B, 3B and 8B with random weights, on made-up
+rows and a byte tokenizer, under several lengths and checkpointings, beside a bare loop; and attention kernels.
 
-    make bench-gpu
-    python tests/bench/gpu.py --any-device --steps 2 --cases smollm2-135m-fsdp     # only to see that it runs
+Needs no network and no package beyond torch, transformers and what training itself imports. Prints a table and writes
+docs/benchmarks/<device>.json after each case; run again, it goes on with the cases that the time did not suffice for.
+
+    make bench-gpu                                              # ten minutes at most
+    python tests/bench/gpu.py --minutes 30 --cases 8b           # cases whose name holds a word
+    python tests/bench/gpu.py --any-device                      # a tiny shape, only to see that it runs
 """
 
 import argparse
+import hashlib
 import json
+import os
 import re
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import asdict
 from pathlib import Path
 
+import attention_kernels
 import torch
-from quantisation import bandwidths, qwz_seconds_of_a_step
+from gpu_cases import Case, cases_of, left_out, mean_attended, model_flops, write_documents
+
+from shardbook.run.directory import environment
+from shardbook.run.metrics import PEAK_FLOPS
 
 ROOT = Path(__file__).parents[2]
-WARMUP_STEPS = 5  # compilation, allocator growth
-CASES = {
-    "smollm2-135m-fsdp": ["train.compile=true"],
-    "llama-3.2-1b-shape": [
-        f"model.path={ROOT}/tests/bench/shapes/llama-3.2-1b",
-        "model.tokenizer=smollm2-135m",  # its 49,152 ids are within the shape's vocabulary
-        "model.init=random",
-        "data.max_length=4096",
-        "train.per_device_train_batch_size=4",
-        "train.compile=true",
-    ],
+STEPS = 12
+TINY_STEPS = 8
+CASE_SECONDS = 180  # after which a case is ended: a compile, twelve steps and a profile take half of it
+WITHOUT_FIGURES = ("failed", "left_out", "unfinished")
+LEAST_SECONDS = 45  # with less than this left none is begun
+COLUMNS = {  # of the table: key, unit
+    "tok/s": ("tokens_per_second", 1, ",.0f"),
+    "MFU": ("mfu", 100, ".1f"),
+    "step s": ("step_seconds", 1, ".3f"),
+    "peak GB": ("allocated_peak_bytes", 1e-9, ".1f"),
+    "reserved": ("reserved_peak_bytes", 1e-9, ".1f"),
+    "retries": ("alloc_retries", 1, ".0f"),
+    "gemm %": ("gemm", 100, ".0f"),
+    "attn %": ("attention", 100, ".0f"),
+    "other %": ("other", 100, ".0f"),
+    "idle %": ("idle", 100, ".0f"),
 }
-MEDIANS = ("perf/step_seconds", "perf/tokens_per_second_per_device", "perf/mfu", "memory/peak_bytes")
 
 
-def main() -> int:
+def prepare(folder: Path, cases: list[Case]) -> None:
+    """Tokenizer, rows and an empty recipe in `folder`; on a CPU the tiny shape too."""
+    sys.path.append(str(ROOT / "tests"))
+    import tiny
+
+    tiny.tokenizer().save_pretrained(folder / "tokenizer")
+    (folder / "bench.toml").write_text("[train]\nsteps = 1\n")
+    tiny.config(max_position_embeddings=4096, initializer_range=0.02).save_pretrained(folder / "tiny")
+    for length in {case.length for case in cases}:
+        for kind in ("packed", "whole"):
+            write_documents(folder / f"{kind}-{length}.jsonl", kind, length, tokens=STEPS * max(4 * length, 16_384))
+
+
+def end_of(command: list[str], said: Path, seconds: float, folder: Path) -> int | None:
+    """Run `command` with this interpreter, its output to `said`. The exit code; None: it was ended, after `seconds`."""
+    caches = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+    allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # for both loops, unless the caller says otherwise
+    with said.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=allocator | os.environ | caches,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # the compiler's workers end with it
+        )
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def run_case(case: Case, folder: Path, steps: int, seconds: float) -> dict:
+    """What the watch saw of it, with tokens/s (padding among them) and MFU; or `failed` and its last line."""
+    out, said = folder / "seen.json", folder / "said.txt"
+    out.unlink(missing_ok=True)
+    code = end_of(case.command(folder, out, steps), said, seconds, folder)
+    if code is None:
+        over = f"ended after {seconds:.0f} s"
+        return {"failed": over} if seconds >= CASE_SECONDS else {"unfinished": over}
+    if code or not out.is_file():
+        return {"failed": reason(said.read_text(), code)}
+    seen = json.loads(out.read_text())
+    attended = mean_attended(folder / case.rows_file, case.length)
+    flops = model_flops(json.loads((case.shape_folder(folder) / "config.json").read_text()), attended)
+    speed = case.batch * case.length / seen["step_seconds"]
+    row = {"case": asdict(case), "tokens_per_second": speed, "flops_per_token": flops}
+    if peak := peak_flops():
+        row["mfu"] = speed * flops / peak
+    return row | seen.pop("shares", {}) | seen
+
+
+def run_quantisation(folder: Path, seconds: float) -> dict:
+    """What quantisation.py prints; or `failed`, or `unfinished`."""
+    said = folder / "said.txt"
+    code = end_of([str(Path(__file__).parent / "quantisation.py")], said, seconds, folder)
+    if code:
+        return {"failed": reason(said.read_text(), code)}
+    if code is None:
+        return {"unfinished": f"ended after {seconds:.0f} s"}
+    *rows, last = [json.loads(line) for line in said.read_text().splitlines() if line.startswith("{")]
+    return {"rows": rows, **last}
+
+
+def reason(said: str, code: int) -> str:
+    """Why a case failed: out of memory by that name, else its last line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    short = next((line for line in lines if "out of memory" in line.lower()), None)
+    if short:
+        amount = re.search(r"Tried to allocate [\d.]+ \w+", said)
+        return "out of memory" + (f": {amount[0].lower()}" if amount else "")
+    return f"exit code {code}: {lines[-1][:160] if lines else 'no output'}"
+
+
+def peak_flops() -> float | None:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+def table(rows: dict[str, dict]) -> str:
+    """One line a case, figures or why there are none."""
+    width = max([*map(len, rows), 4])
+    lines = [f"{'case':{width}} " + " ".join(f"{title:>8}" for title in COLUMNS)]
+    for name, row in rows.items():
+        cells = [format(row[key] * scale, form) if key in row else "" for key, scale, form in COLUMNS.values()]
+        why = [f"{kind.replace('_', ' ')}: {row[kind]}" for kind in WITHOUT_FIGURES if kind in row]
+        lines.append(f"{name:{width}} " + (why[0] if why else " ".join(f"{cell:>8}" for cell in cells)))
+    return "\n".join(lines)
+
+
+def read_earlier(out: Path, facts: dict, anew: bool) -> dict:
+    """What an earlier call measured with the same code, torch and device; else nothing."""
+    try:
+        found = json.loads(out.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if not anew and found.get("environment") == facts else {}
+
+
+def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
-    parser.add_argument("--any-device", action="store_true")
-    asked = parser.parse_args()
-    if not torch.cuda.is_available() and not asked.any_device:
+    parser.add_argument("--minutes", type=float, default=9.5, help="end by then; run again for the rest")
+    parser.add_argument("--cases", nargs="*", default=[], help="only cases whose name holds one of these words")
+    parser.add_argument("--any-device", action="store_true", help="without a GPU: a tiny shape")
+    parser.add_argument("--anew", action="store_true", help="measure again what an earlier call measured")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args(words)
+    cuda = torch.cuda.is_available()
+    if not cuda and not asked.any_device:
         print("bench-gpu needs a CUDA device; there is none here", file=sys.stderr)
         return 2
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    found = {
-        "quantisation": {"torch": torch.__version__, "rows": bandwidths(kind)},
-    }
-    with tempfile.TemporaryDirectory() as runs:
-        for name in asked.cases:
-            common = [
-                f"run.dir={runs}",
-                f"run.name={name}",
-                "run.report_to=none",
-                "train.export=false",
-                "data.eval_size=0",
-            ]
-            words = ["smollm2-135m-fsdp", f"train.steps={asked.steps}", *common, *CASES[name]]
-            subprocess.run([sys.executable, "-m", "shardbook.cli", "train", *words], cwd=ROOT, check=True)
-            rows = [json.loads(line) for line in (Path(runs) / name / "metrics.jsonl").read_text().splitlines()]
-            steady = rows[min(WARMUP_STEPS, len(rows) - 1) :]
-            medians = {key: statistics.median(row[key] for row in steady) for key in MEDIANS if key in steady[0]}
-            facts = json.loads((Path(runs) / name / "run.json").read_text())
-            if name == "llama-3.2-1b-shape":  # 16 blocks; the tied embedding and the last norm
-                seconds = qwz_seconds_of_a_step(kind, [60_821_504] * 16 + [128_256 * 2048 + 2048])
-                medians["qwz_share_of_step"] = seconds / medians["perf/step_seconds"]
-            found[name] = {"overrides": words[1:], "environment": facts, "medians": medians, "steps": rows}
-            print(f"{name}: {medians}", flush=True)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    out = ROOT / "docs" / "benchmarks" / (re.sub(r"\W+", "-", device.lower()) + ".json")
+    cases = [case for case in cases_of(cuda) if not asked.cases or any(word in case.name for word in asked.cases)]
+    if not cases:
+        print(f"--cases {asked.cases}: no case; there are", *(case.name for case in cases_of(cuda)), sep="\n  ")
+        return 2
+    deadline = time.monotonic() + 60 * asked.minutes
+    facts = (
+        environment()
+        | {"code": digest_of_code()}
+        | ({"memory_bytes": torch.cuda.get_device_properties(0).total_memory} if cuda else {})
+    )
+    out = asked.out or default_out()
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1).replace(runs, "RUNS").replace(f"{ROOT}/", "") + "\n")
-    print(out)
+    found = read_earlier(out, facts, asked.anew) or {"environment": facts, "attention": [], "cases": {}}
+
+    def due(row: dict) -> bool:
+        return not row or "unfinished" in row
+
+    def left() -> float:
+        return min(CASE_SECONDS, deadline - time.monotonic())
+
+    def keep(**rows: object) -> None:
+        found.update(rows)
+        out.write_text(json.dumps(found, indent=1) + "\n")
+
+    if not found["attention"]:
+        keep(attention=attention_kernels.main("cuda" if cuda else "cpu", attention_kernels.ROUNDS if cuda else 2))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        prepare(folder, cases)
+        for case in cases:
+            if not due(found["cases"].get(case.name, {})):
+                continue
+            if left() < LEAST_SECONDS:
+                row = {"unfinished": f"--minutes {asked.minutes:g} are over; run again"}
+            elif why := left_out(case, folder, "cuda" if cuda else "cpu", facts.get("memory_bytes")):
+                row = {"left_out": why}
+            else:
+                row = run_case(case, folder, STEPS if cuda else TINY_STEPS, left())
+            keep(cases=found["cases"] | {case.name: row})
+            print(table({case.name: row}).splitlines()[-1], flush=True)
+        if cuda and not asked.cases and due(found.get("quantisation", {})) and left() >= LEAST_SECONDS:
+            keep(quantisation=run_quantisation(folder, left()))
+    print(table(found["cases"]), out, sep="\n")
     return 0
+
+
+def digest_of_code() -> str:
+    """Of the package and the benches, edited or committed: after a change nothing measured before stands beside it."""
+    files = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "tests" / "bench").glob("*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def default_out() -> Path:
+    """Among the repository's data what a GPU measured; what a CPU did is no data."""
+    if not torch.cuda.is_available():
+        return ROOT / "runs" / "bench-cpu.json"
+    return ROOT / "docs" / "benchmarks" / (re.sub(r"\W+", "-", torch.cuda.get_device_name().lower()) + ".json")
 
 
 if __name__ == "__main__":

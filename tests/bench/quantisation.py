@@ -1,5 +1,5 @@
 """How fast blocks are quantised and unpacked, against a copy of the same bytes on the same device, and what a step's
-worth of qwZ costs. Part of `make bench-gpu`; alone it prints its rows:
+worth of qwZ costs a Llama of 1B. Part of `make bench-gpu`; alone it prints its rows:
 
     python tests/bench/quantisation.py
 """
@@ -82,4 +82,8 @@ def qwz_seconds_of_a_step(device: str, units: list[int]) -> float:
 
 
 if __name__ == "__main__":
-    bandwidths("cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    bandwidths(device)
+    llama_1b = [60_821_504] * 16 + [128_256 * 2048 + 2048]  # blocks; the tied embedding with the last norm
+    if device == "cuda":
+        print(json.dumps({"llama_1b_qwz_seconds_of_a_step": qwz_seconds_of_a_step(device, llama_1b)}))

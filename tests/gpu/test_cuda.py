@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from cases import Case, assert_exact_bytes, assert_parity, layouts, outcomes_of, run_cases
+from quantized import assert_alike_but_for_ties
 from toys import Scenario, Toy, train_toy
 from world import losses, metrics, run_train, run_world
 
@@ -146,11 +147,11 @@ def test_the_allocator_grows_its_blocks():
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_quantised_by_the_gpu_are_the_cpus(bits, dtype):
-    """The fused kernels divide to the last bit but one, so a quotient that lies on the edge between two steps may go to
-    either; both are half a step away."""
+    """Scales to the bit, steps but for ties, which are not rare in bf16: one element in some hundreds is half of its
+    block's largest, 63.5 or 3.5 steps."""
     rows = torch.randn(3, 2, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
     sent = {device: quantize(rows.to(device), bits, 128) for device in ("cpu", "cuda")}
-    assert (sent["cpu"] != sent["cuda"].cpu()).float().mean() < 1e-4
+    assert_alike_but_for_ties(sent["cpu"], sent["cuda"].cpu(), rows, bits, 128)
     back = {device: torch.empty(2, 5000, device=device) for device in sent}
     for device, out in back.items():
         dequantize(sent["cpu"].to(device), out, bits, 128)

@@ -126,7 +126,11 @@ def test_flops_of_a_token():
     masked = 6 * 3 * 4 * 8 * length**2  # the half that is counted nowhere: 6 * layers * heads * head_dim * length ** 2
     head = 6 * 32 * 259  # of the last position, which has no target
     expected = count_flops(model).of(length, length**2) + masked - head
-    assert counter.get_total_flops() == expected
+    # transformers 5.17 and 5.18 make the rotary angles by a product, [head_dim / 2, 1] x [1, length]
+    with FlopCounterMode(display=False) as rotary:
+        model.model.rotary_emb(torch.zeros(1, length, 32), position_ids=batch.position_ids)
+    assert rotary.get_total_flops() in (0, 2 * 8 // 2 * length)
+    assert counter.get_total_flops() - rotary.get_total_flops() == expected
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quantized import assert_alike_but_for_ties, round_trip, steps_in
 
 import shardbook.comm.quantize as quantization
 from shardbook.comm.quantize import LARGEST, TINY, buffer_bytes, dequantize, quantize
@@ -45,7 +46,8 @@ def test_within_half_a_step(count, numel, bits, block, seed, magnitude, dtype):
         dtype
     )
     error = (there_and_back(rows, bits, block).double() - rows.double()).abs()
-    # half a step; the division and the product each round once in fp32, relative to at most LARGEST steps
+    # half a step; the quotient and the product each round once in fp32, relative to at most LARGEST steps. The step was
+    # rounded too, twice, which moves its half by 2**-24: a quotient rounds by half of what it is allowed here at most
     assert (error <= steps_of(rows, bits, block) * (0.5 + 2 * LARGEST[bits] * 2.0**-24) + TINY).all()
 
 
@@ -141,3 +143,49 @@ def test_bf16_out():
     rows = torch.randn(1, 500, generator=torch.Generator().manual_seed(2))
     exact, rounded = there_and_back(rows, 8, 128), there_and_back(rows, 8, 128, torch.bfloat16)
     assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, exact.bfloat16())
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_to_the_bit_what_a_loop_over_blocks_computes(bits, block, dtype):
+    """The scale is a product with 1 / LARGEST: divided instead, its last bit would be another in many blocks."""
+    rows = torch.randn(2, 3000, generator=torch.Generator().manual_seed(6)).to(dtype)
+    wanted = torch.stack([round_trip(row, bits, block) for row in rows])
+    assert torch.equal(there_and_back(rows, bits, block), wanted)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_two_devices_may_differ_in(bits):
+    """The referee of the GPU test: a tie rounded the other way passes, any other step and a scale's last bit do not."""
+    rows = torch.randn(3, 2, 5000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    sent = quantize(rows, bits, 128)
+    steps, scale = steps_in(sent, 5000, bits, 128)
+    back = torch.empty(3, 2, 5000)
+    dequantize(sent[None], back, bits, 128)
+    assert torch.equal(steps * scale, back)
+    tie = (rows.double() / scale.double()).abs()
+    ties = (tie - tie.floor() - 0.5).abs() <= 2**-22 * tie
+    assert 1e-3 < ties.float().mean() < 1e-2  # in bf16 they are not rare
+
+    def changed(where):
+        """The buffer with the step of one element on its other side: towards zero where it went away from it."""
+        at = tuple(int(i) for i in where)
+        row, (number, place) = sent.clone(), divmod(at[-1], 128)
+        quotient, step = (rows[at].double() / scale[at].double()).item(), steps[at].item()
+        other = step - 1 if step > quotient else step + 1
+        half, high = (place % 64, place >= 64) if bits == 4 else (place, False)
+        byte = (*at[:-1], number * 128 * bits // 8 + half)
+        if bits == 8:
+            row[byte] = other % 256
+        else:
+            row[byte] = (row[byte] & (15 if high else 240)) | ((other + 8) << 4 if high else other + 8)
+        return row
+
+    assert_alike_but_for_ties(sent, changed(ties.nonzero()[0]), rows, bits, 128)
+    plain = (~ties & (steps.abs() < 3) & (steps != 0)).nonzero()[0]
+    with pytest.raises(AssertionError, match="beside ties"):
+        assert_alike_but_for_ties(sent, changed(plain), rows, bits, 128)
+    scaled = sent.clone()
+    scaled[0, 0, -4] ^= 1
+    with pytest.raises(AssertionError, match="scales differ"):
+        assert_alike_but_for_ties(sent, scaled, rows, bits, 128)

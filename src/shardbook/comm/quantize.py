@@ -84,7 +84,8 @@ def _encode(values: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
         values = torch.nn.functional.pad(values, (0, short))
     values = values.unflatten(-1, (-1, block))
     most = values.abs().amax(-1, keepdim=True)
-    scale = torch.where(most < TINY, 0.0, most / LARGEST[bits])
+    # A product: compilers for GPUs turn division by a constant into one, and its last bit would differ from the CPU's.
+    scale = torch.where(most < TINY, 0.0, most * (1 / LARGEST[bits]))
     scale = torch.where(most.isfinite(), scale, torch.nan)
     # of a block whose scale is 0 or NaN the payload does not count
     steps = (values / torch.where(scale > 0, scale, torch.inf)).round()

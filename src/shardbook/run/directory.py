@@ -4,6 +4,7 @@
 beyond the recipe. The same `run.name` means the same directory, and continues it. `lock` says who runs in it now.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -15,16 +16,17 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import shardbook
 from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe, first_line
 from shardbook.run.trackers import check_installed
 
-PACKAGES = ("shardbook", "transformers", "datasets", "accelerate", "safetensors")
+PACKAGES = ("transformers", "datasets", "accelerate", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,10 @@ def _stem(recipe_path: Path) -> str:
 def environment() -> dict[str, Any]:
     """What the numbers depend on beyond the recipe: versions of torch, packages and this code, the kind of GPU."""
     facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
-    facts |= {package: version(package) for package in PACKAGES}
+    facts["shardbook"] = shardbook.__version__  # of the code that runs: it need not be installed
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):  # accelerate is only for trackers
+            facts[package] = version(package)
     if torch.cuda.is_available():
         facts |= {
             "gpu": torch.cuda.get_device_name(),

