@@ -27,7 +27,7 @@ import torch
 from gpu_cases import Case, cases_of, left_out, mean_attended, model_flops, write_documents
 
 from shardbook.run.directory import environment
-from shardbook.run.metrics import PEAK_FLOPS
+from shardbook.run.metrics import peak_flops
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -100,7 +100,7 @@ def run_case(case: Case, folder: Path, steps: int, seconds: float) -> dict:
     flops = model_flops(json.loads((case.shape_folder(folder) / "config.json").read_text()), attended)
     speed = case.batch * case.length / seen["step_seconds"]
     row = {"case": asdict(case), "tokens_per_second": speed, "flops_per_token": flops}
-    if peak := peak_flops():
+    if torch.cuda.is_available() and (peak := peak_flops(torch.cuda.get_device_name())):
         row["mfu"] = speed * flops / peak
     return row | seen.pop("shares", {}) | seen
 
@@ -125,11 +125,6 @@ def reason(said: str, code: int) -> str:
         amount = re.search(r"Tried to allocate [\d.]+ \w+", said)
         return "out of memory" + (f": {amount[0].lower()}" if amount else "")
     return f"exit code {code}: {lines[-1][:160] if lines else 'no output'}"
-
-
-def peak_flops() -> float | None:
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
 def table(rows: dict[str, dict]) -> str:

@@ -36,10 +36,11 @@ class Case:
     stage: str = "zero3"
     master: str = "fp32"
     optimizer: str = "adamw"
+    attention: str = "auto"
 
     @property
     def name(self) -> str:
-        usual = {"stage": "zero3", "master": "fp32", "optimizer": "adamw"}
+        usual = {"stage": "zero3", "master": "fp32", "optimizer": "adamw", "attention": "auto"}
         odd = [f"{key}={getattr(self, key)}" for key, value in usual.items() if getattr(self, key) != value]
         loop = ["bare loop"] if self.loop == "bare" else []
         return " ".join([self.shape, f"{self.batch}x{self.length}", self.rows, self.checkpointing, *odd, *loop])
@@ -64,6 +65,7 @@ class Case:
             f"parallel.stage={self.stage}",
             f"precision.master={self.master}",
             f"activation.checkpointing={self.checkpointing}",
+            f"model.attention={self.attention}",
             f"optim.name={self.optimizer}",
             f"train.per_device_train_batch_size={self.batch}",
             f"train.compile={str(compiles).lower()}",
@@ -97,6 +99,8 @@ def cases_of(cuda: bool) -> list[Case]:
         Case("1b", 4096, 4),
         Case("8b", 8192, 1, checkpointing="full"),
         Case("8b", 8192, 1, checkpointing="full", master="bf16"),  # speed only: such weights hardly move
+        Case("1b", 4096, 4, attention="sdpa"),  # a dense mask for the same rows
+        Case("8b", 8192, 1, checkpointing="full", master="bf16", attention="sdpa"),
         Case("1b", 4096, 4, "whole"),
         Case("1b", 4096, 4, "whole", loop="bare"),
         Case("3b", 8192, 1, checkpointing="selective"),
