@@ -136,6 +136,9 @@ def test_rows_are_padded_to_128_on_a_gpu(row_length):
     """At an odd multiple of 64 cuDNN's backward gave NaN for a dense mask (pytorch #196678)."""
     batch = build_micro_batch(rows(), [(0,), (1,)], Batching(row_length, 2, 0, 1, multiple=ROUND_TO["cuda"]))
     assert batch.input_ids.shape[1] % 128 == 0
+    # the bug that this must see: the CPU's multiple
+    bug = build_micro_batch(rows(), [(0,), (1,)], Batching(row_length, 2, 0, 1, multiple=ROUND_TO["cpu"]))
+    assert bug.input_ids.shape[1] % 128 == (0 if row_length == 1000 else 64)
     assert batch.boundaries.tolist()[-1] == batch.input_ids.numel()
 
 
@@ -212,7 +215,7 @@ def place(monkeypatch, capability=(9, 0), triton=True):
         (GPU, torch.float32, 64, (9, 0), True, "flex"),
         (GPU, torch.float32, 8, (9, 0), True, "sdpa"),
         (GPU, torch.float32, 64, (9, 0), None, "sdpa"),
-        (GPU, torch.bfloat16, 128, (7, 5), True, "sdpa"),
+        (GPU, torch.float32, 128, (7, 5), True, "sdpa"),
         (CPU, torch.float32, 64, (9, 0), True, "sdpa"),
     ],
 )
@@ -246,6 +249,15 @@ def test_a_kernel_that_cannot_run_is_refused_by_name(monkeypatch, asked, device,
     place(monkeypatch)
     with pytest.raises(RecipeError, match=message):
         choose_attention(asked, config(head_dim=head_dim), device, dtype)
+
+
+def test_a_gpu_without_bf16_is_refused(monkeypatch):
+    place(monkeypatch, capability=(7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
+    with pytest.raises(
+        RecipeError, match=r"precision.params = 'bf16': Tesla T4 computes no bf16; set precision.params=f"
+    ):
+        choose_attention("auto", config(), GPU, torch.bfloat16)
 
 
 def test_one_graph_a_block_over_micro_batches(folder, plain_varlen):

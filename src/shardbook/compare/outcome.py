@@ -102,7 +102,7 @@ def _read_run(run: Path, name: str) -> Outcome:
         step_seconds=[row["perf/step_seconds"] for row in later],
         tokens_per_second=middle("perf/tokens_per_second_per_device"),
         mfu=middle("perf/mfu"),
-        peak_bytes=max((row["memory/peak_bytes"] for row in trained if "memory/peak_bytes" in row), default=None),
+        peak_bytes=max((row["memory/peak_bytes"] for row in later if "memory/peak_bytes" in row), default=None),
     )
 
 

@@ -61,8 +61,11 @@ class Kernel:
 
 def choose_attention(asked: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> Kernel:
     """The kernel that `model.attention` names; for `auto` the first of KERNELS that can run with `dtype` and the heads
-    of `config` on `device`. Raises RecipeError where the one that is named cannot."""
+    of `config` on `device`. Raises RecipeError where the one that is named cannot, or the GPU has no bf16."""
     place = Place(device, dtype, head_size(config))
+    if dtype == torch.bfloat16 and device.type == "cuda" and not place.is_ampere:
+        name = torch.cuda.get_device_name(device)
+        raise RecipeError(f"precision.params = 'bf16': {name} computes no bf16; set precision.params=fp32")
     able = [kernel.name for kernel in KERNELS.values() if not kernel.lacks(place)]
     if asked == "auto":
         return KERNELS[able[0]]
