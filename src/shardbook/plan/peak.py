@@ -46,7 +46,8 @@ def kept_by_a_block(kind: str, of: Widths, itemsize: int) -> int:
     the dtype it computes in. Under a kernel that takes document boundaries or plain causal rows, not compiled.
 
     none: a norm keeps its input in fp32, its scale, and its result twice (before and after its weight); attention its
-    queries, keys, values, result, and one fp32 a head; the MLP four of its inner width. full: the block's input.
+    queries, keys, values, result, and one fp32 a head (torch 2.11 has keys and values repeated, and holds as many as
+    queries); the MLP four of its inner width. full: the block's input.
     selective: that and the results of SAVED_OPS.
     """
     attention = (2 * of.queries + 2 * of.keys) * itemsize + of.heads * FP32
