@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from shardbook.ranks.progress import long_phase
+
 EVENTS = 200_000  # allocations and frees that a memory snapshot holds, the last ones
 
 
@@ -23,7 +25,8 @@ class Profile:
     def advance(self, step: int) -> None:
         """Step `step` is about to begin; those before it are done."""
         if self.running and step > self.last:
-            self._write()
+            with long_phase("a profile's file"):
+                self._write()
         if step == self.first:
             self._record()
 
