@@ -249,7 +249,8 @@ def output_dtype(output):
     ids = torch.zeros(1, 4, dtype=torch.int64)
     seen = []
     model.blocks[0].register_forward_hook(lambda module, args, hidden: seen.append(hidden.dtype))
-    loss = model(ids, torch.arange(4)[None], None, torch.arange(3), ids[0, :3])
+    whole = torch.tensor([0, 4], dtype=torch.int32)
+    loss = model(ids, torch.arange(4)[None], whole, torch.arange(3), ids[0, :3], packed=False)
     return str(loss.dtype), str(seen[0])
 
 

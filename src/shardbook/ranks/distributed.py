@@ -84,12 +84,21 @@ def start_distributed(lost_seconds: float = 0, hang_seconds: float = 0) -> Ranks
     watches = hang_seconds or (lost_seconds and place.world_size > 1)
     heartbeat = Heartbeat(place, store, lost_seconds, hang_seconds) if watches else None
     connect(place, store, backend)
-    store.set(f"connected/{place.rank}", "")
-    if place.rank == 0:  # none goes on, and perhaps ends, while another still connects to it
-        store.wait([f"connected/{rank}" for rank in range(place.world_size)], TIMEOUT)
-        store.set("connected", "")
-    store.wait(["connected"], TIMEOUT)
+    _meet(place, store, "connected")  # none goes on, and perhaps ends, while another still connects to it
     return Ranks(place.rank, place.world_size, place.local_rank, place.ranks_per_node, device, heartbeat)
+
+
+def _meet(place: Rendezvous, store: Store, name: str) -> None:
+    """Leave when every rank has come here; rank 0, which may keep the store, when the others have read that."""
+    everyone = range(place.world_size)
+    store.set(f"{name}/{place.rank}", "")
+    if place.rank == 0:
+        store.wait([f"{name}/{rank}" for rank in everyone], TIMEOUT)
+        store.set(name, "")
+    store.wait([name], TIMEOUT)
+    store.set(f"{name}/{place.rank}/read", "")
+    if place.rank == 0:
+        store.wait([f"{name}/{rank}/read" for rank in everyone], TIMEOUT)
 
 
 def connect(place: Rendezvous, store: Store, backend: str) -> None:
