@@ -17,6 +17,16 @@ from shardbook.plan.speed import predict_mfu
 from shardbook.recipe import Activation, Parallel, Precision, Recipe
 
 ROWS, LENGTH = 2, 128
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 32,
+    "vocab": 128_256,
+    "tied": False,
+}
 
 
 def shape(family="llama", **changes):
@@ -126,16 +136,7 @@ def test_a_dense_mask_shows_in_the_peak():
 
 def test_rows_of_131072_tokens_fit_where_a_dense_mask_would_not():
     """An 8B on 8 ranks of 141 GB, everything recomputed: with a kernel it fits, with a dense mask it does not."""
-    made = shape(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        num_hidden_layers=32,
-        vocab=128_256,
-        tied=False,
-    )
+    made = shape(**LLAMA_8B)
     model = build_model(made, "fp32", attention=KERNELS["varlen"])
     recipe = settings(
         data={"max_length": 131_072}, train={"steps": 1}, activation={"checkpointing": "full"}, parallel={}
@@ -151,16 +152,7 @@ def test_rows_of_131072_tokens_fit_where_a_dense_mask_would_not():
 def test_mfu_by_arithmetic():
     """Recomputing everything costs a fifth to a quarter; the estimate scales with nothing that it should not."""
     recipe = settings(train={"steps": 1}, data={"max_length": 8192})
-    made = shape(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        num_hidden_layers=32,
-        vocab=128_256,
-        tied=False,
-    )
+    made = shape(**LLAMA_8B)
     model = build_model(made, "fp32", attention=KERNELS["varlen"])
     layout = build_layout(Parallel(), Precision(params="bf16"), model, model.parts, model.blocks, 8, 8)
     flops = count_flops(model)
