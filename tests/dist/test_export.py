@@ -92,6 +92,7 @@ def test_an_export_gathers_in_its_own_dtype(tiny, padded, dtype, itemsize):
     assert run_world(2, export, tiny / "untied", dtype) == [(padded * itemsize, True)] * 2
 
 
+@pytest.mark.slow
 def test_a_cast_too_late_or_wrong_turns_it_red(tiny, padded):
     for gathered, same in run_world(2, export, tiny / "untied", "bf16", casts_after_the_gather):
         assert gathered == 4 * padded and same

@@ -42,15 +42,18 @@ def test_rank_0_does_not_come(recipe):
     refused(recipe, 1, said, 1, changes, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"})
 
 
+@pytest.mark.slow
 def test_two_that_claim_one_rank(recipe):
     refused(recipe, 3, r"RANK = 1 is claimed by two processes: \d+ on \S+, \d+ on \S+;", 20, {"2": {"RANK": "1"}})
 
 
+@pytest.mark.slow
 def test_worlds_of_unlike_size(recipe):
     said = r"WORLD_SIZE is (4 on rank 1 \(\S+\) and 2 on rank 0|2 on rank 0 \(\S+\) and 4 on rank 1) \(\S+\); start every"
     refused(recipe, 2, said, 20, {"1": {"WORLD_SIZE": "4"}})
 
 
+@pytest.mark.slow
 def test_machines_with_unlike_numbers_of_ranks(recipe):
     """Rank 0 knows of two ranks and waits for rank 1; the other machine calls its two 2 and 3 of four."""
     changes = {"1": {"RANK": "2", "WORLD_SIZE": "4"}, "2": {"RANK": "3", "WORLD_SIZE": "4"}}

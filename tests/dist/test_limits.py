@@ -5,6 +5,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import torch
+import pytest
 import torch.distributed as dist
 from world import run_world
 
@@ -27,6 +28,7 @@ def late_after_a_limit(seconds):
         return time.monotonic() - began, str(error)
 
 
+@pytest.mark.slow
 def test_the_limit_of_every_group():
     (took, said), _ = run_world(2, late_after_a_limit, 1)
     assert 1 <= took < 4 and "1000ms" in said, (took, said)

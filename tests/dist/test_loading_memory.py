@@ -99,6 +99,7 @@ def test_peak_memory_of_loading(files):
         print(f"peak {peak / MIB:.1f} MiB: shard {shard / MIB:.1f}, largest tensor {largest / MIB:.1f}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", [whole_first, pytest.param(mapped, marks=pytest.mark.slow)])
 def test_what_stays_in_memory_turns_it_red(files, bug):
     for peak, shard, largest in run_world(2, bug, files):

@@ -193,6 +193,7 @@ def torchs_own():
     checkpoint.PlanOnce = Own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug, first_lost", [(always_reused, 1), (torchs_own, 3)])
 def test_a_stale_plan_turns_it_red(tmp_path, bug, first_lost):
     first, _ = run_world(2, changing, tmp_path, bug)

@@ -44,6 +44,7 @@ def test_make_names_a_folder_without_an_interpreter(tmp_path):
     assert run.returncode == 2 and "there is no python3 in it" in run.stderr
 
 
+@pytest.mark.slow
 def test_training_and_the_gpu_tests_import_without_what_they_do_not_need():
     blocked = f"import sys; sys.modules.update(dict.fromkeys({NOT_NEEDED!r}))"
     paths = f"sys.path[:0] = ['{ROOT}/tests', '{ROOT}/tests/gpu', '{ROOT}/tests/bench']"

@@ -114,6 +114,7 @@ def test_a_workspace_that_does_not_repeat_is_refused(monkeypatch):
         use_deterministic(True)
 
 
+@pytest.mark.slow
 def test_on_a_cpu_deterministic_kernels_are_those_there_are(recipe):
     plain = run_train(2, recipe, "plain", "train.steps=2")
     same = run_train(2, recipe, "deterministic", "train.steps=2", "train.deterministic=true")
