@@ -190,7 +190,7 @@ class Train(Section):
     seed: int = key(42, "Seed of data order and random weights.", ge=0, lt=2**63)
     profile_steps: list[int] = key(
         [],
-        "First and last step to profile, [10, 12]: a trace of each rank, and a GPU's memory, in profile/ of the run.",
+        "First and last step to profile, [10, 12]: each rank's trace (.json.gz) and GPU memory, in profile/ of a run.",
     )
     compile: bool = key(False, "torch.compile each block in place.")
     deterministic: bool = key(

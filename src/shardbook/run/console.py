@@ -74,8 +74,10 @@ class Console:
         table.add_row("dtypes", f"kept {precision.master}, {computed}")
         params, grads, optimizer = map(readable_bytes, astuple(predict_resident(layout, rank=0)))
         table.add_row("a rank keeps", f"{params} parameters, {grads} reduced gradients, {optimizer} optimizer state")
-        more = f"{readable_bytes(peak.activations)} of it activations, {readable_bytes(peak.working)} work"
-        table.add_row("at its peak", f"{readable_bytes(peak.total)} on a GPU, predicted: {more}")
+        parts = (peak.params + peak.grads + peak.optimizer, peak.gathered, peak.activations, peak.working)
+        kept, gathered, held, work = map(readable_bytes, parts)
+        more = f"{kept} kept, {gathered} gathered, {held} of activations, {work} of work"
+        table.add_row("at its peak", f"{readable_bytes(peak.total)} (on a GPU, predicted): {more}")
         micros = f"{batching.ranks} ranks x {loader.accumulation} micro-batches x {batching.batch_size}"
         table.add_row("a step", f"{loader.rows_per_step} rows: {micros}; {steps} steps")
         self.output.print(table)
