@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardbook.axes import AXES, DP_SHARD
+from shardbook.parallel.copies import COPIED
 from shardbook.parallel.layout import DTYPES, Layout, build_layout
 from shardbook.parallel.mesh import axis_sizes, build_mesh
 from shardbook.parallel.sharding import ShardedModel, apply_stage
@@ -41,7 +42,7 @@ def shard_model(
     dp_replicate, dp_shard or both; None: all ranks. `precision`: None computes in bf16 on a GPU and in fp32 on a CPU,
     reduces in fp32, and returns floats as fp32. Parameters keep their dtype, one for all of them, fp32 or bf16.
 
-    Afterwards parameters are DTensors, so make the optimizer afterwards; gradients are SUMS over ranks: divide the loss
+    Afterwards parameters are DTensors (plain where one rank has all of them): make the optimizer afterwards. Gradients are SUMS over ranks: divide the loss
     by what the whole step counts. Raises RecipeError (a ValueError) where something does not fit.
     """
     for what, given, fits, words in (
@@ -120,7 +121,7 @@ def check_parameters(model: nn.Module) -> None:
         kind = type(model).__name__
         raise RecipeError(f"shard_model: a {kind} cannot be sharded; pass the module whose forward you call")
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) or module in COPIED:
             raise RecipeError(f"shard_model: {name or 'the model'} is sharded already; shard a model once")
     for name, parameter in model.named_parameters():
         for wrong, what in (

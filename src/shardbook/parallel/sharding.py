@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shardbook.axes import DP_REPLICATE, DP_SHARD
 from shardbook.comm.collectives import QuantizedAllGather, QuantizedReduceScatter, share_secondary_mesh
+from shardbook.parallel.copies import Copies
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import build_node_mesh, describe_sizes
 from shardbook.parallel.units import Unit, backward_order
@@ -24,18 +25,24 @@ from shardbook.parallel.units import Unit, backward_order
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model under its stage. Every parameter is a DTensor: Shard(0) along dp_shard, Replicate along dp_replicate."""
+    """A model under its stage. Every parameter is a DTensor, Shard(0) along dp_shard and Replicate along dp_replicate;
+    or a plain tensor, where dp_shard has one rank: `copies` is set."""
 
     model: nn.Module
     layout: Layout
     # of error feedback, flat fp32, by what they belong to: state that a checkpoint must hold, and that fits only where
     # the name is the same; empty where nothing keeps any
     residuals: dict[str, Tensor]
+    copies: Copies | None = None
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
         """Around forward and backward of one micro-batch: what its backward reduces and which parameters it frees.
         `is_last`: of the optimizer step."""
+        if self.copies:
+            self.copies.begin(is_last)
+            yield
+            return
         stage, units = self.layout.stage, self.layout.units
         root = units[-1].handle
         root.set_requires_gradient_sync(stage.syncs(is_last))
@@ -47,13 +54,24 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Free what is gathered. Needed after an evaluation: a forward without backward leaves parameters gathered."""
+        if self.copies:
+            self.copies.free()
+            return
         for unit in self.layout.units:
             unit.handle.reshard()
 
 
 def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedModel:
-    """Wrap each unit of `model` with fully_shard, in place, inner before outer, the root last; `mesh` has the axes of
-    `layout.sizes`. The model may lie on the meta device; residuals of error feedback are made on the mesh's."""
+    """Put `model` under its stage, in place; `mesh` has the axes of `layout.sizes`. The model may lie on the meta device;
+    what does not is moved to the mesh's, where residuals of error feedback are made too.
+
+    Where there is more than one shard each unit is wrapped with fully_shard, inner before outer, the root last.
+    """
+    if layout.shards == 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(mesh.device_type)
+        return ShardedModel(model, layout, {}, Copies(model, layout, replica_group(layout, mesh)))
     switches, shards, hops = layout.switches, layout.shards, build_hops(layout, mesh)
     # A 2-D mesh makes fully_shard all-reduce along the first axis, with one replica in a group of one.
     mesh = mesh[DP_REPLICATE, DP_SHARD] if layout.replicas > 1 else mesh[DP_SHARD]
@@ -76,7 +94,7 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedMo
         if hasattr(unit.handle, "set_reduce_scatter_unused_params"):  # torch >= 2.13
             # a parameter that only some ranks used: the others reduce zeros, else ranks would sum unlike buffers
             unit.handle.set_reduce_scatter_unused_params(True, recurse=False)
-        if unit.shapes and shards > 1 and switches.quantizes(unit.numel):
+        if unit.shapes and switches.quantizes(unit.numel):
             if switches.weights_bits:
                 unit.handle.set_custom_all_gather(QuantizedAllGather(shards, switches.weights_bits, switches.block))
             if hops:
@@ -88,6 +106,11 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedMo
                 unit.handle.set_custom_reduce_scatter(QuantizedReduceScatter(hops, switches.block, residual))
     apply_prefetch(layout)
     return ShardedModel(model, layout, residuals)
+
+
+def replica_group(layout: Layout, mesh: DeviceMesh) -> ProcessGroup | None:
+    """The ranks that hold the same, or None where there is one."""
+    return mesh.get_group(DP_REPLICATE) if layout.replicas > 1 else None
 
 
 def build_hops(layout: Layout, mesh: DeviceMesh) -> list[tuple[ProcessGroup, int]]:

@@ -98,6 +98,15 @@ def _check_units(units: list[Unit], frees: bool, parallel: Parallel) -> None:
         )
 
 
+def own_parameters(units: Sequence[Unit]) -> list[list[nn.Parameter]]:
+    """The parameters of each of `units`, outer before inner, the root last; what is in a unit inside it is not."""
+    found, taken = list[list[nn.Parameter]](), set[nn.Parameter]()
+    for unit in [*units[-2::-1], units[-1]]:
+        found.append([parameter for parameter in _parameters(unit.modules) if parameter not in taken])
+        taken.update(found[-1])
+    return [*found[-2::-1], found[-1]]
+
+
 def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list(dict.fromkeys(p for module in modules for p in module.parameters()))
 

@@ -135,6 +135,9 @@ def predict_memory_metrics(layout: Layout, peak_bytes: int) -> dict[str, float]:
 def predict_gathered_peak(layout: Layout) -> int:
     """Most bytes of gathered parameters that exist at once: those never freed inside a pass, the running unit, and as
     many units ahead of it as are prefetched. (A gather in flight holds its output buffer as long again.)"""
+    if layout.shards == 1:  # nothing is gathered: the whole model in the dtype of compute, or as it is at rest
+        is_cast = layout.dtype("params") != layout.dtype("master")
+        return sum(unit.numel for unit in layout.units) * layout.dtype("params").itemsize * is_cast
     kept = {unit for unit in layout.units if unit.spans or not unit.reshard_after_forward}
 
     def size(live: set[Unit]) -> int:

@@ -125,7 +125,7 @@ def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Pe
         grads=int(state.grads_bytes) + predict_residual(layout) + unreduced,
         optimizer=int(state.optimizer_bytes),
         gathered=predict_gathered_peak(layout)
-        + largest * itemsize * (layout.world_size > 1)
+        + largest * itemsize * (layout.shards > 1)
         + predict_secondary(layout),
         activations=held * tokens + dense,
         working=max(loss, block + reducing),
