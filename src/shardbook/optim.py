@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from shardbook.recipe import Optim
 
+NORM_PIECE = 2**16  # elements of a gradient that are squared together on a CPU
+
 
 def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     """Fused AdamW over the sharded parameters; matrices decay, vectors do not (as the Hugging Face Trainer has it)."""
@@ -69,12 +71,18 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
     Squares are summed in fp64: in fp32 a tensor of 28M elements already gives another norm whole than in halves (1.4e-5
     on SmolLM2), so that clipping would tell the layouts apart.
     """
-    squares: dict[Any, list[Tensor]] = {}
+    pieces: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         where, local = None, gradient
         if isinstance(gradient, DTensor):
             where, local = (gradient.device_mesh, gradient.placements), gradient.to_local()
-        squares.setdefault(where, []).append(torch.linalg.vector_norm(local, dtype=torch.float64) ** 2)
+        # a CPU makes an fp64 copy of what it sums: small ones stay in its cache
+        pieces.setdefault(where, []).extend(local.flatten().split(NORM_PIECE) if local.is_cpu else [local])
+    # private: all tensors in few launches, and on a GPU without fp64 copies, which vector_norm makes of each;
+    # tests/unit/test_torch.py notices when it moves
+    squares = {
+        where: [norm**2 for norm in torch._foreach_norm(parts, 2, torch.float64)] for where, parts in pieces.items()
+    }
     total = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
     for where, parts in squares.items():
         part = torch.stack(parts).sum()

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from shardbook.comm.ledger import Ledger
-from shardbook.data.loader import Loader, MicroBatch, choose_batching, count_work, eval_micro_batches
+from shardbook.data.loader import Loader, MicroBatch, choose_batching, eval_micro_batches
 from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.attention import choose_attention
@@ -45,10 +45,12 @@ from shardbook.ranks.exits import DONE, FAILED, PREEMPTED, WRONG, RunFailed, exi
 from shardbook.ranks.progress import marked
 from shardbook.ranks.settings import use_deterministic
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe, resolve_precision
+from shardbook.run.ahead import StepsAhead
 from shardbook.run.checkpoint import TrainState, load_checkpoint, newest_checkpoint, save_checkpoint
 from shardbook.run.console import Console
 from shardbook.run.directory import check_shared, environment, open_run
-from shardbook.run.metrics import Metrics, Pace, Recorder, memory_metrics, read_loss
+from shardbook.run.garbage import collected_together
+from shardbook.run.metrics import Metrics, Pace, Recorder, memory_metrics, peak_metrics, read_loss
 from shardbook.run.out_of_memory import OutOfMemory
 from shardbook.run.profile import Profile
 from shardbook.run.trackers import flat_config
@@ -135,19 +137,27 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     recorder = Recorder(run.path, run.name, recipe.run, tracked, ranks.is_main, state.step)
     profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
     shown, watch = console.start(state.step, steps), watch_steps(ranks, recipe.run.hang_seconds)
-    with recorder, shown, profile, fits, Ledger(layout.groups(ranks.rank)) as ledger, watch as finish_step:
+    together = collected_together()
+    with (
+        recorder,
+        shown,
+        profile,
+        fits,
+        Ledger(layout.groups(ranks.rank)) as ledger,
+        watch as finish_step,
+        together as collect,
+    ):
         if held_out and state.step == 0:
             before: Metrics = {"eval/loss": evaluate(sharded, objective, eval_micro_batches(held_out, batching), ranks)}
             recorder.log(0, before)
             console.show_step(0, before)
+        ahead, kept = StepsAhead(loader, stop), Metrics()
         ledger.open()  # for one step; the others send the same
         pace = Pace(ranks.world_size, count_flops(model))
         while state.step < steps:
             step, metrics = state.step + 1, Metrics()
             profile.advance(step)
-            micros = loader.next_step()
-            counts = (sum(len(m.targets) for m in micros), stop.asked, *count_work(micros))
-            tokens, stops, *work = sum_over_ranks(*counts)  # on the host: the device is not waited for
+            micros, tokens, stops, work = ahead.take()  # counted on the host: the device is not waited for
             if stops:
                 break
             pace.add(*work)
@@ -162,6 +172,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             set_learning_rate(optimizer, rate)
             optimizer.step()
             state = TrainState(step, state.tokens + int(tokens), loader.state_dict())
+            ahead.begin()
             if ledger.close():
                 console.show_traffic(ledger.traffic, predicted)
 
@@ -170,7 +181,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
                 measured = read_loss(loss, norm, step)  # the step's one host sync; what is not finite is never saved
             if logs:
                 metrics = measured | {"train/learning_rate": rate, "train/tokens": state.tokens}
-                metrics |= pace.take() | memory_metrics(sharded, optimizer)
+                kept = kept or memory_metrics(sharded, optimizer)  # the same in every step
+                metrics |= pace.take() | kept | peak_metrics() | ahead.take_wait()
                 metrics |= ledger.take_metrics(ranks.ranks_per_node, predicted, forecast)
             optimizer.zero_grad()
             if held_out and (is_due(step, recipe.train.eval_steps) or step == steps):
@@ -183,6 +195,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
                 with pace.paused():
                     save_checkpoint(run.checkpoints, sharded, optimizer, state, recipe.train.save_total_limit)
                 saved_step = step
+            collect(step)
             finish_step(step)
 
     stopped = state.step < steps

@@ -115,7 +115,7 @@ def train_all(ranks: int, folder: Path):
             memory = memory_metrics(sharded, optimizer)
             optimizer.zero_grad()
             result.losses.append(total.item())
-            result.norms.append(norm.full_tensor().item())
+            result.norms.append(getattr(norm, "full_tensor", norm.clone)().item())
         result.weights = {name: whole(p) for name, p in model.named_parameters()}
         torch.save(result, folder / f"{name}.{rank}")
         said, layout = predict_traffic(sharded.layout, MICROS), sharded.layout

@@ -68,7 +68,7 @@ def test_what_a_run_says(first):
         "effective layout",
         "zero3 (ZeRO P_os+g+p)",
         "dp_replicate 1 x dp_shard 2",
-        "4, wrapped by block; 4 freed after forward",
+        "4, wrapped by block; 4 freed in each micro-batch",
         "5 steps",
         "all_gather over dp_shard 246.8 KiB in 8 calls",
         "; as predicted",

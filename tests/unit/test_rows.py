@@ -174,7 +174,9 @@ def seen(ranks: int, accumulation: int, batch: int, steps: int, start: int = 0) 
     for loader in loaders:
         loader.load_state_dict(loader.state_dict() | {"consumed_rows": start})
     for _ in range(steps):
-        micros = [loader.next_step() for loader in loaders]
+        micros = [loader.step_at(loader.consumed_rows) for loader in loaders]
+        for loader in loaders:
+            loader.consumed_rows += loader.rows_per_step
         order = [micros[rank][m].input_ids[:, 0].tolist() for m in range(accumulation) for rank in range(ranks)]
         result.append([document for part in order for document in part])
     return result

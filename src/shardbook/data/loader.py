@@ -96,6 +96,10 @@ def choose_batching(
     return Batching(row_length, train.per_device_train_batch_size, *data_rank, most, ROUND_TO[device_type])
 
 
+class RowError(RuntimeError):
+    """A row that was there when the run began cannot be read."""
+
+
 class Loader:
     """The rows of a step for one data-parallel rank, in the order of the permutation."""
 
@@ -112,14 +116,24 @@ class Loader:
         epoch, index = divmod(index, len(self.documents.rows))
         return self.documents.rows[permute(index, len(self.documents.rows), self.seed, epoch)]
 
-    def next_step(self) -> list[MicroBatch]:
-        """This rank's micro-batches of the next step. Micro-batch m of all ranks is contiguous in the stream."""
+    def step_at(self, consumed_rows: int) -> list[MicroBatch]:
+        """This rank's micro-batches of the step that begins where so many rows are consumed: a pure function, so a
+        thread may make them ahead. Micro-batch m of all ranks is contiguous in the stream.
+
+        An error names the rows that it was met in.
+        """
         here, micros = self.batching, []
         for micro in range(self.accumulation):
-            start = self.consumed_rows + (micro * here.ranks + here.rank) * here.batch_size
+            start = consumed_rows + (micro * here.ranks + here.rank) * here.batch_size
             rows = [self.row_at(index) for index in range(start, start + here.batch_size)]
-            micros.append(build_micro_batch(self.documents.encoded, rows, here))
-        self.consumed_rows += self.rows_per_step
+            try:
+                micros.append(build_micro_batch(self.documents.encoded, rows, here))
+            except Exception as error:  # of Arrow, of a file that another program cut, of a disk
+                documents = ", ".join(str(document) for row in rows for document in row)
+                raise RowError(
+                    f"data.train: rows {start} to {start + here.batch_size - 1} of the run (documents {documents}) "
+                    f"cannot be read: {type(error).__name__}: {error}"
+                ) from error
         return micros
 
     def state_dict(self) -> dict[str, int]:

@@ -58,8 +58,10 @@ class CausalLM(nn.Module):
         positions: Tensor,
         targets: Tensor,
         packed: bool,
+        summed: bool = False,
     ) -> Tensor:
-        """Negative log-likelihood [n], fp32, of `targets` [n] at `positions` [n], indices into the flat [B * L].
+        """Negative log-likelihood [n], fp32, of `targets` [n] at `positions` [n], indices into the flat [B * L]; or its
+        sum, which takes one product of the head less.
 
         input_ids, position_ids: int64 [B, L]. A token attends to itself and earlier tokens of its own document;
         documents lie between `boundaries` [m], int32 offsets into the flat [B * L]. Not `packed`: one document a row,
@@ -72,7 +74,7 @@ class CausalLM(nn.Module):
         for block in self.model.layers:
             hidden = block(hidden, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
         hidden = self.model.norm(hidden)
-        return self.lm_head(hidden.flatten(0, 1)[positions], targets)
+        return self.lm_head(hidden.flatten(0, 1)[positions], targets, summed)
 
 
 def build_model(

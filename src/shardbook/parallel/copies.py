@@ -131,7 +131,8 @@ class Copies:
                     places.setdefault(parameter, []).append((module, name))
             for parameter, found in places.items():
                 copy = nn.Parameter(
-                    torch.empty_like(parameter, dtype=self.layout.dtype("params")), requires_grad=parameter.requires_grad
+                    torch.empty_like(parameter, dtype=self.layout.dtype("params")),
+                    requires_grad=parameter.requires_grad,
                 )
                 leaves[parameter] = copy
                 self.copies.append((parameter, copy, found))

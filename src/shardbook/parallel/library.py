@@ -42,8 +42,9 @@ def shard_model(
     dp_replicate, dp_shard or both; None: all ranks. `precision`: None computes in bf16 on a GPU and in fp32 on a CPU,
     reduces in fp32, and returns floats as fp32. Parameters keep their dtype, one for all of them, fp32 or bf16.
 
-    Afterwards parameters are DTensors (plain where one rank has all of them): make the optimizer afterwards. Gradients are SUMS over ranks: divide the loss
-    by what the whole step counts. Raises RecipeError (a ValueError) where something does not fit.
+    Afterwards parameters are DTensors (plain tensors where a rank has all of them), so make the optimizer afterwards;
+    gradients are SUMS over ranks: divide the loss by what the whole step counts. Raises RecipeError (a ValueError)
+    where something does not fit.
     """
     for what, given, fits, words in (
         ("model", model, isinstance(model, nn.Module), "a module"),

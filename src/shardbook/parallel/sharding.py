@@ -49,7 +49,7 @@ class ShardedModel:
         root.set_requires_all_reduce(is_last)  # across replicas gradients are summed once a step, in every stage
         for unit in units:
             # after the last micro-batch always: the optimizer makes gathered parameters stale
-            unit.handle.set_reshard_after_backward(unit.reshard_after_forward or is_last, recurse=False)
+            unit.handle.set_reshard_after_backward(unit.frees or is_last, recurse=False)
         yield
 
     def reshard(self) -> None:
@@ -62,8 +62,8 @@ class ShardedModel:
 
 
 def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedModel:
-    """Put `model` under its stage, in place; `mesh` has the axes of `layout.sizes`. The model may lie on the meta device;
-    what does not is moved to the mesh's, where residuals of error feedback are made too.
+    """Put `model` under its stage, in place; `mesh` has the axes of `layout.sizes`. The model may lie on the meta
+    device; what does not is moved to the mesh's, where residuals of error feedback are made too.
 
     Where there is more than one shard each unit is wrapped with fully_shard, inner before outer, the root last.
     """
@@ -84,13 +84,14 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedMo
                 output_dtype=layout.dtype("output") if unit is order[-1] else None,
             )
             modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-            reshards = unit.reshard_after_forward and (switches.secondary or True)
+            reshards = unit.reshard_after_forward and ((unit.gathers_again and switches.secondary) or True)
             fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
     for number, unit in enumerate(order):
         # SUM with factor 1: the default divides by the number of ranks, which would divide twice; forcing the plain
         # sum matters because gloo knows no pre-multiplied one.
         unit.handle.set_gradient_divide_factor(1.0)
         unit.handle.set_force_sum_reduction_for_comms(True)
+        unit.handle.set_unshard_in_backward(unit.read_in_backward)
         if hasattr(unit.handle, "set_reduce_scatter_unused_params"):  # torch >= 2.13
             # a parameter that only some ranks used: the others reduce zeros, else ranks would sum unlike buffers
             unit.handle.set_reduce_scatter_unused_params(True, recurse=False)

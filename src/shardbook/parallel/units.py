@@ -23,7 +23,9 @@ class Unit:
     modules: tuple[nn.Module, ...]
     shapes: tuple[torch.Size, ...]  # of its own parameters: those in no unit inside it; a tied one once
     trained: tuple[bool, ...]  # whether each of them gets a gradient
-    reshard_after_forward: bool  # freed after forward, or kept gathered until the step's last backward
+    frees: bool  # after each backward, or kept gathered until the step's last one
+    reshard_after_forward: bool  # freed there too; not what forward ends with, whose backward comes next
+    read_in_backward: bool  # gathered for it; a lookup's gradient needs no weight
     spans: bool  # runs first and last (the root, or embedding and head in one): never freed inside a pass
 
     @property
@@ -34,6 +36,15 @@ class Unit:
         """Elements of all `shards` shards together, each tensor's as long as its longest."""
         shapes = compress(self.shapes, self.trained) if trained_only else self.shapes
         return sum(-(-shape[0] // shards) * shards * prod(shape[1:]) for shape in shapes)
+
+    def gathers(self, micros: int) -> int:
+        """All-gathers in a step of `micros` micro-batches."""
+        return micros * (1 + self.gathers_again) if self.frees else 1
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether backward gathers what forward had."""
+        return self.reshard_after_forward and self.read_in_backward
 
     @property
     def handle(self) -> FSDPModule:
@@ -68,13 +79,16 @@ def choose_units(
         taken |= set(own)
         is_kept = sum(p.numel() for p in own) < parallel.reshard_min_params
         is_kept |= modules[0] not in in_blocks and not parallel.reshard_root
+        spans = modules == [model] or outer == [modules]
         units.append(
             Unit(
                 modules=tuple(modules),
                 shapes=tuple(p.shape for p in own),
                 trained=tuple(p.requires_grad for p in own),
-                reshard_after_forward=frees and not is_kept,
-                spans=modules == [model] or outer == [modules],
+                frees=frees and not is_kept,
+                reshard_after_forward=frees and not is_kept and not spans and modules not in outer[-1:],
+                read_in_backward=not all(isinstance(module, nn.Embedding) for module in modules),
+                spans=spans,
             )
         )
     _check_units(units, frees, parallel)
@@ -89,11 +103,11 @@ def _check_units(units: list[Unit], frees: bool, parallel: Parallel) -> None:
             f"parallel.wrap = {parallel.wrap!r} leaves one unit of {own[0].numel:,} parameters, so there is no next "
             "one to gather ahead; set parallel.wrap=block, or leave the prefetch out"
         )
-    if frees and not any(unit.reshard_after_forward for unit in own):
+    if frees and not any(unit.frees for unit in own):
         largest = max(unit.numel for unit in own)
         raise RecipeError(
             f"parallel.reshard_min_params = {parallel.reshard_min_params}, parallel.reshard_root = "
-            f"{str(parallel.reshard_root).lower()}: nothing would be freed after forward (the largest of {len(own)} "
+            f"{str(parallel.reshard_root).lower()}: nothing would be freed (the largest of {len(own)} "
             f"units has {largest:,} parameters); keep less, or set parallel.stage=zero2"
         )
 

@@ -60,14 +60,13 @@ def predict_traffic(layout: Layout, micros: int) -> Traffic:
         whole, trained = unit.padded_numel(shards), unit.padded_numel(shards, trained_only=True)
         if shards > 1:
             quantized = switches.quantizes(unit.numel)
-            # twice a micro-batch where it is freed after forward (zero3), else once a step (zero1, zero2)
-            gathers = 2 * micros if unit.reshard_after_forward else 1
+            gathers = unit.gathers(micros)
             full = whole * wire
             if quantized and switches.weights_bits:
                 full = shards * buffer_bytes(whole // shards, switches.weights_bits, switches.block)
-            if switches.secondary and unit.reshard_after_forward:  # backward's half stays inside, unquantised
-                add("all_gather", INSIDE, gathers - micros, whole * wire)
-                gathers = micros
+            if switches.secondary and unit.gathers_again:  # backward's half stays inside, unquantised
+                add("all_gather", INSIDE, micros, whole * wire)
+                gathers -= micros
             add("all_gather", DP_SHARD, gathers, full)
             hops, slices = layout.hops if quantized and trained else [], shards
             for axis, ranks, bits in hops:  # each leaves a rank with one slice of every `ranks`
@@ -101,7 +100,7 @@ def predict_secondary(layout: Layout) -> int:
     """Bytes of a rank's secondary shards (hpZ) after a whole forward: each unit's parameters over `secondary` ranks."""
     if not layout.switches.secondary:
         return 0
-    whole = sum(unit.padded_numel(layout.shards) for unit in layout.units if unit.reshard_after_forward)
+    whole = sum(unit.padded_numel(layout.shards) for unit in layout.units if unit.gathers_again)
     return whole // layout.switches.secondary * layout.dtype("params").itemsize
 
 
@@ -138,14 +137,15 @@ def predict_gathered_peak(layout: Layout) -> int:
     if layout.shards == 1:  # nothing is gathered: the whole model in the dtype of compute, or as it is at rest
         is_cast = layout.dtype("params") != layout.dtype("master")
         return sum(unit.numel for unit in layout.units) * layout.dtype("params").itemsize * is_cast
-    kept = {unit for unit in layout.units if unit.spans or not unit.reshard_after_forward}
+    kept = {unit for unit in layout.units if unit.spans or not unit.frees}
 
     def size(live: set[Unit]) -> int:
         return sum(unit.padded_numel(layout.shards) for unit in live) * layout.dtype("params").itemsize
 
     peak = size(kept)
     order = [unit for unit in layout.units if not unit.spans]
-    for run, ahead in ((order, layout.forward_prefetch), (backward_order(order), layout.backward_prefetch)):
+    back = [unit for unit in backward_order(order) if unit.read_in_backward]
+    for run, ahead in ((order, layout.forward_prefetch), (back, layout.backward_prefetch)):
         for number, running in enumerate(run):
             around = {unit for unit in run if running.modules[0] in set(unit.modules[0].modules())}  # itself too
             peak = max(peak, size(kept | around | set(run[number : number + 1 + ahead])))

@@ -124,9 +124,7 @@ def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Pe
         params=int(state.params_bytes),
         grads=int(state.grads_bytes) + predict_residual(layout) + unreduced,
         optimizer=int(state.optimizer_bytes),
-        gathered=predict_gathered_peak(layout)
-        + largest * itemsize * (layout.shards > 1)
-        + predict_secondary(layout),
+        gathered=predict_gathered_peak(layout) + largest * itemsize * (layout.shards > 1) + predict_secondary(layout),
         activations=held * tokens + dense,
         working=max(loss, block + reducing),
     )
@@ -154,7 +152,7 @@ def _changes(layout: Layout, recipe: Recipe) -> Iterator[tuple[str, Layout, Reci
         activation = recipe.activation.model_copy(update={"checkpointing": kind})
         yield f"activation.checkpointing={kind}", layout, recipe.model_copy(update={"activation": activation})
     if not layout.stage.reshard_after_forward and layout.world_size > 1:
-        units = tuple(replace(unit, reshard_after_forward=True) for unit in layout.units)
+        units = tuple(replace(unit, frees=True, reshard_after_forward=not unit.spans) for unit in layout.units)
         sizes = dict.fromkeys(layout.sizes, 1) | {DP_SHARD: layout.world_size}
         yield "parallel.stage=zero3", replace(layout, stage=find_stage("zero3"), sizes=sizes, units=units), recipe
     for times in (2, 4, 8) if layout.stage.shards else ():

@@ -181,11 +181,21 @@ def free_port() -> int:
 
 def sum_over_ranks(*values: float) -> list[float]:
     """Each value summed over all ranks, on the host: no device synchronisation. Exact for integers below 2**53."""
+    return begin_sum(*values)()
+
+
+def begin_sum(*values: float) -> Callable[[], list[float]]:
+    """The same, which goes on while something else is done: call what comes back to wait for it."""
     total = torch.tensor(values, dtype=torch.float64)
-    HERE.mark("in a sum over all ranks")  # who waits in it is further than who has not come
-    dist.all_reduce(total)
-    HERE.mark("after a sum over all ranks")
-    return [float(value) for value in total]
+    work = dist.all_reduce(total, async_op=True)
+
+    def wait() -> list[float]:
+        HERE.mark("in a sum over all ranks")  # who waits in it is further than who has not come
+        work.wait()
+        HERE.mark("after a sum over all ranks")
+        return [float(value) for value in total]
+
+    return wait
 
 
 def broadcast_from_main(make: Callable[[], T]) -> T:

@@ -95,7 +95,7 @@ class Parallel(Section):
     )
     reshard_root: bool = key(
         True,
-        "With zero3, hsdp or zeropp: free embedding, norm and head between forward and backward (false: keep them).",
+        "With zero3, hsdp or zeropp: free embedding, norm and head after each backward (false: each step).",
     )
     forward_prefetch: int = key(
         -1, "Units gathered ahead of the running one in forward; -1: each as it is reached.", ge=-1

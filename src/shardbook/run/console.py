@@ -56,12 +56,16 @@ class Console:
         """What is in effect, as a table: printed once, before the first step. `recomputed`: in backward."""
         precision, batching = layout.precision, loader.batching
         own = [unit for unit in layout.units if unit.shapes]
-        freed = sum(unit.reshard_after_forward for unit in own)
+        freed = (
+            f"{sum(unit.frees for unit in own)} freed in each micro-batch"
+            if layout.shards > 1
+            else "whole on each rank"
+        )
         table = Table(title="effective layout", show_header=False, title_justify="left")
         table.add_row("stage", f"{layout.stage.name} ({layout.stage.source})")
         table.add_row("mesh", describe_sizes(layout.sizes))
-        table.add_row("units", f"{len(own)}, wrapped by {layout.parallel.wrap}; {freed} freed after forward")
-        if layout.shards > 1:  # else nothing is gathered, only copied to the dtype of compute
+        table.add_row("units", f"{len(own)}, wrapped by {layout.parallel.wrap}; {freed}")
+        if layout.shards > 1:
             ahead = f"ahead {layout.forward_prefetch} forward, {layout.backward_prefetch} backward"
             whole = readable_bytes(predict_gathered_peak(layout))
             table.add_row("gathered", f"{whole} of parameters at most, {ahead}")

@@ -119,8 +119,8 @@ def kept_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def memory_metrics(sharded: ShardedModel, optimizer: torch.optim.Optimizer | None) -> Metrics:
-    """Persistent bytes of this rank by category, and the GPU allocator's peak. Call it before gradients are freed.
-    Residuals of error feedback are absent where there are none."""
+    """Persistent bytes of this rank by category, the same in every step. Call it before gradients are freed. Residuals
+    of error feedback are absent where there are none."""
     kept = optimizer.state.values() if optimizer else ()
     states = [value for state in kept for value in state.values() if isinstance(value, Tensor)]
     measured: Metrics = {
@@ -130,14 +130,22 @@ def memory_metrics(sharded: ShardedModel, optimizer: torch.optim.Optimizer | Non
     }
     if residual := kept_bytes(sharded.residuals.values()):
         measured["memory/residual_bytes"] = residual
-    if torch.cuda.is_available():
-        # of the steps since the last such row: loading, evaluations and checkpoints are left out, as of the time
-        measured["memory/peak_bytes"] = torch.cuda.max_memory_allocated()
-        measured["memory/reserved_peak_bytes"] = torch.cuda.max_memory_reserved()
-        # a retry gave cached blocks back to the device and waited for it: too little room, or fragments
-        measured["memory/alloc_retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-        torch.cuda.reset_peak_memory_stats()
     return measured
+
+
+def peak_metrics() -> Metrics:
+    """What the GPU's allocator had at most since the last call: of steps, since evaluations and checkpoints are left
+    out, as of the time. Nothing on a CPU."""
+    if not torch.cuda.is_available():
+        return {}
+    peaks: Metrics = {
+        "memory/peak_bytes": torch.cuda.max_memory_allocated(),
+        "memory/reserved_peak_bytes": torch.cuda.max_memory_reserved(),
+        # a retry gave cached blocks back to the device and waited for it: too little room, or fragments
+        "memory/alloc_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
+    }
+    torch.cuda.reset_peak_memory_stats()
+    return peaks
 
 
 class Pace:

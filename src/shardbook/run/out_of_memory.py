@@ -8,7 +8,7 @@ from shardbook.parallel.sharding import ShardedModel
 from shardbook.plan.peak import GB, predict_peak, smallest_change
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Recipe
-from shardbook.run.metrics import memory_metrics
+from shardbook.run.metrics import memory_metrics, peak_metrics
 
 SHARE = 0.92  # of a GPU that torch can fill: the driver, NCCL and fragments take the rest
 
@@ -31,7 +31,7 @@ class OutOfMemory:
         layout, has_gpu = self.sharded.layout, torch.cuda.is_available()
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if has_gpu else 0
         predicted, measured = predict_peak(layout, self.config, self.recipe), dict[str, float]()
-        for name, count in memory_metrics(self.sharded, self.optimizer).items():
+        for name, count in (memory_metrics(self.sharded, self.optimizer) | peak_metrics()).items():
             measured[name.removeprefix("memory/").removesuffix("_bytes")] = count
         shown = ", ".join(f"{name} {count / GB:.1f}" for name, count in measured.items() if name != "alloc_retries")
         change = smallest_change(layout, self.config, self.recipe, SHARE * total)

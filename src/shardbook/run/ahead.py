@@ -1,0 +1,70 @@
+"""One step ahead: a thread makes the next step's micro-batches, and their counts travel, while this step computes.
+
+Invariant: what was made ahead is no state. The loader's position is that of the steps taken, so a run that is stopped
+or killed goes on with the step that was not trained, whatever lay ready.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from shardbook.data.loader import Loader, MicroBatch, RowError, count_work
+from shardbook.ranks.distributed import StopFlag, begin_sum
+from shardbook.ranks.exits import RunFailed
+
+
+class Step(NamedTuple):
+    micros: list[MicroBatch]  # of this rank
+    tokens: float  # trained ones, of all ranks
+    stops: float  # ranks that were asked to stop
+    work: list[float]  # of all ranks: tokens of rows, and pairs of tokens of one document
+
+
+class StepsAhead:
+    """The steps of `loader`, from where it stands. Every rank takes and begins in turn: each begins a collective."""
+
+    def __init__(self, loader: Loader, stop: StopFlag):
+        self.loader, self.stop = loader, stop
+        self.next_row = loader.consumed_rows
+        self.waited_seconds, self.steps = 0.0, 0
+        self._thread = ThreadPoolExecutor(1, "loader")
+        self._made = self._make()
+        self.begin()
+        self.waited_seconds = 0.0  # nothing computed yet that could have hidden it
+
+    def begin(self) -> None:
+        """Begin the counts of the step that `take` returns next, and the micro-batches of the one after it. Call it
+        when all of the running step's work is on its way."""
+        began = time.perf_counter()
+        try:
+            micros = self._made.result()
+        except RowError as error:
+            raise RunFailed(str(error)) from error
+        self.waited_seconds += time.perf_counter() - began
+        self._made = self._make()
+        trained = sum(len(micro.targets) for micro in micros)
+        self._counted: tuple[list[MicroBatch], Callable[[], list[float]]] = (
+            micros,
+            begin_sum(trained, self.stop.asked, *count_work(micros)),
+        )
+
+    def take(self) -> Step:
+        """The next step; where nobody stops it is taken: the loader stands behind it."""
+        micros, wait = self._counted
+        tokens, stops, *work = wait()
+        if not stops:
+            self.loader.consumed_rows += self.loader.rows_per_step
+            self.steps += 1
+        return Step(micros, tokens, stops, work)
+
+    def take_wait(self) -> dict[str, float]:
+        """The metric of what micro-batches were waited for in a step since the last call."""
+        seconds, steps = self.waited_seconds, max(1, self.steps)
+        self.waited_seconds, self.steps = 0.0, 0
+        return {"perf/loader_wait_seconds": seconds / steps}
+
+    def _make(self) -> Future[list[MicroBatch]]:
+        start = self.next_row
+        self.next_row += self.loader.rows_per_step
+        return self._thread.submit(self.loader.step_at, start)
