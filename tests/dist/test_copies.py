@@ -1,0 +1,214 @@
+"""Ranks that hold the whole model: gradients to the bit as by hand, parameters themselves where nothing is cast."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from world import run_world
+
+MICROS, WIDTH = 3, 8
+
+
+class Net(nn.Module):
+    """Blocks between the two ends of a tied weight; one block that only rank 0 runs, and a frozen scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5), requires_grad=False)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids, skips):
+        hidden = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            if not (skips and number == 1):
+                hidden = block(hidden)
+        return self.head(hidden * self.scale)
+
+
+def made():
+    torch.manual_seed(0)
+    return Net()
+
+
+def batches(rank, step=0):
+    dice = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(0, 11, (5,), generator=dice) for _ in range(MICROS)]
+
+
+def loss_of(model, ids, skips):
+    return nn.functional.cross_entropy(model(ids, skips).float(), ids.roll(1), reduction="sum") / 30
+
+
+def by_hand(params, reduce, rank, world, step=0, model=None):
+    """Sums of gradients by plain modules and one all-reduce a parameter, in the same dtypes."""
+    import torch.distributed as dist
+
+    model = model or made()
+    cast = copy.deepcopy(model).to(params)
+    sums = {}
+    for ids in batches(rank, step):
+        loss_of(cast, ids, skips=rank == 1).backward()
+        for name, parameter in cast.named_parameters():
+            if parameter.grad is not None:
+                sums[name] = sums[name] + parameter.grad if name in sums else parameter.grad.to(reduce)
+                parameter.grad = None
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            summed = sums.get(name, torch.zeros_like(parameter, dtype=reduce))
+            if world > 1:
+                dist.all_reduce(summed)
+            sums[name] = summed.to(parameter.dtype)
+    return sums
+
+
+def compare(params, reduce, bug=None):
+    """Names of parameters whose gradients are not those of `by_hand` to the bit, in two steps of AdamW; and what else
+    was seen of them."""
+    import torch.distributed as dist
+
+    from shardbook import Precision, shard_model
+    from shardbook.parallel import copies
+    from shardbook.parallel.layout import DTYPES
+    from shardbook.ranks.distributed import start_distributed
+
+    ranks = start_distributed()
+    if bug:
+        bug(copies)
+    model, seen = made(), set()
+    at_rest = dict(model.named_parameters())
+    sharded = shard_model(model, blocks=model.blocks, stage="ddp", precision=Precision(params=params, reduce=reduce))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    twin = made()
+    twin_optimizer = torch.optim.AdamW([p for p in twin.parameters() if p.requires_grad], lr=0.1)
+    real, begun = dist.all_reduce, []
+
+    def all_reduce(tensor, *positional, **named):
+        begun.append(tensor.numel())
+        return real(tensor, *positional, **named)
+
+    for step in range(2):
+        wanted = by_hand(DTYPES[params], DTYPES[reduce], ranks.rank, ranks.world_size, step, twin)
+        with torch.no_grad():  # an evaluation before each step: what it gathered must not be what the step sees
+            assert model(batches(0)[0], False).dtype == torch.float32
+        sharded.reshard()
+        dist.all_reduce = all_reduce
+        begun.clear()
+        for number, ids in enumerate(batches(ranks.rank, step)):
+            is_last = number == MICROS - 1
+            with sharded.micro_batch(is_last):
+                loss = loss_of(model, ids, skips=ranks.rank == 1)
+                look = model.blocks[0][0].weight.register_hook(lambda _: seen.add(f"{len(begun)} sent before the first"))
+                loss.backward()
+                look.remove()
+            if not is_last:
+                seen.discard("0 sent before the first")
+                assert not begun and {p.dtype for p in model.parameters()} == {DTYPES[params]}
+        dist.all_reduce = real
+        assert all(at_rest[name] is parameter for name, parameter in model.named_parameters())
+        for name, parameter in model.named_parameters():
+            if not (parameter.requires_grad or parameter.grad is None):
+                seen.add(f"{name} is frozen and has a gradient")
+            if parameter.requires_grad and (parameter.grad is None or not torch.equal(parameter.grad, wanted[name])):
+                if parameter.grad is not None or wanted[name].any():
+                    seen.add(name)
+        seen.add(f"sent {begun}")
+        for name, parameter in twin.named_parameters():
+            parameter.grad = wanted.get(name)
+        twin_optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+BLOCK, TIED = WIDTH * WIDTH + WIDTH, 11 * WIDTH
+
+
+@pytest.mark.parametrize("params, reduce", [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
+def test_two_ranks_have_the_sums_made_by_hand(params, reduce):
+    """Also of a block that only one of them ran; its sum waits, and those after it, so that the order is one."""
+    first, second = run_world(2, compare, params, reduce)
+    sent = f"sent {[BLOCK, BLOCK, BLOCK, TIED]}"
+    assert first == {sent, "2 sent before the first"}
+    assert second == {sent, "1 sent before the first"}
+
+
+@pytest.mark.parametrize("params", ["fp32", "bf16"])
+def test_one_rank_has_its_own(params):
+    assert run_world(1, compare, params, "fp32") == [{"sent []", "0 sent before the first"}]
+
+
+def earlier_micros_are_lost(copies):
+    def add(part, number, gradient, dtype, real=copies.Part.add):
+        part.filled.discard(number)
+        real(part, number, gradient, dtype)
+
+    copies.Part.add = add
+
+
+def evaluation_stays(copies):
+    copies.Copies.free = lambda self: None
+
+
+def test_planted_bugs_turn_it_red():
+    found = run_world(2, compare, "fp32", "fp32", earlier_micros_are_lost)
+    assert "embed.weight" in found[0]
+    with pytest.raises(AssertionError):
+        run_world(2, compare, "bf16", "fp32", evaluation_stays)
+
+
+def train_alone(stage):
+    """What a rank alone sends and keeps under a stage that would shard."""
+    import torch.distributed as dist
+
+    from shardbook import shard_model
+    from shardbook.comm.ledger import Ledger
+    from shardbook.plan.formulas import predict_gathered_peak, predict_traffic
+    from shardbook.ranks.distributed import start_distributed
+
+    start_distributed()
+    model = made()
+    kept = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    sharded = shard_model(model, blocks=model.blocks, stage=stage)
+    with Ledger(sharded.layout.groups(0)) as ledger:
+        ledger.open()
+        with sharded.micro_batch(is_last=True):
+            loss_of(model, batches(0)[0], False).backward()
+            assert kept == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    assert dist.get_world_size() == 1 and predict_gathered_peak(sharded.layout) == 0
+    predicted = predict_traffic(sharded.layout, micros=1)
+    return ledger.traffic, {op for op, _ in predicted}
+
+
+@pytest.mark.parametrize("stage", ["ddp", "zero1", "zero3"])
+def test_a_rank_alone_copies_and_sends_nothing(stage):
+    assert run_world(1, train_alone, stage) == [({}, {"all_reduce"})]  # predicted: the loop's counts, which it has not
+
+
+def test_a_model_is_put_under_a_stage_once():
+    from shardbook.parallel.copies import COPIED
+    from shardbook.parallel.library import check_parameters
+    from shardbook.recipe import RecipeError
+
+    model = made()
+    COPIED.add(model)
+    with pytest.raises(RecipeError, match="the model is sharded already"):
+        check_parameters(model)
+
+
+def test_floats_are_cast_wherever_they_lie():
+    from shardbook.parallel.copies import _cast
+
+    @dataclasses.dataclass
+    class Other:
+        x: torch.Tensor
+
+    pair = nn.utils.rnn.PackedSequence(torch.ones(2), torch.tensor([1, 1]))
+    given = (torch.ones(1), [torch.ones(1, dtype=torch.int64), {"a": torch.ones(1)}], pair, Other(torch.ones(1)), None)
+    cast = _cast(given, torch.bfloat16)
+    assert cast[0].dtype == cast[1][1]["a"].dtype == cast[2].data.dtype == torch.bfloat16
+    assert cast[1][0].dtype == torch.int64 and cast[3].x.dtype == torch.float32 and cast[4] is None
