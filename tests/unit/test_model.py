@@ -12,6 +12,7 @@ from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model, count_flops, materialize
 from shardbook.model.families import load_config
 from shardbook.model.hub import model_folder, tokenizer_folder
+from shardbook.model.loss_head import LossHead
 from shardbook.model.weights import load_weights
 from shardbook.objectives import OBJECTIVES
 from shardbook.recipe import Model, RecipeError
@@ -102,6 +103,77 @@ def test_eager_attention_computes_the_same(folder):
 def test_the_loss_in_chunks_is_the_same(folder):
     whole, chunks = gradients(load(folder), micro(True)), gradients(load(folder, chunk=7), micro(True))
     assert_close(chunks, whole)
+
+
+def of_head(head, hidden, targets, summed):
+    head.weight.grad = hidden.grad = None
+    loss = head(hidden, targets, summed).sum() / 3
+    loss.backward()
+    return loss.detach(), hidden.grad, head.weight.grad
+
+
+def random_head(dtype=torch.float32, count=37):
+    torch.manual_seed(0)
+    head = LossHead(16, 101, bias=False).to(dtype)
+    hidden = torch.randn(count, 16).to(dtype).requires_grad_()
+    return head, hidden, torch.randint(0, 101, (count,))
+
+
+@pytest.mark.parametrize("chunk", [0, 8, 37, 100])
+def test_gradients_made_in_forward_are_those_of_cross_entropy(chunk):
+    head, hidden, targets = random_head()
+    plain = torch.nn.functional.cross_entropy(hidden.double() @ head.weight.double().t(), targets, reduction="sum") / 3
+    expected = plain, *torch.autograd.grad(plain, (hidden, head.weight))
+    head.chunk_tokens = chunk
+    for got, wanted in zip(of_head(head, hidden, targets, summed=True), expected, strict=True):
+        assert ((got - wanted).norm() / wanted.norm()).item() < 3e-7
+
+
+def test_64_chunks_in_bf16_add_up_in_fp32():
+    """Against fp64 of the same bf16 numbers: 64 sums in bf16 would be wrong by 1e-2, one rounding is 2^-9 at most."""
+    head, hidden, targets = random_head(torch.bfloat16, count=64 * 16)
+    wide, weight = hidden.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
+    plain = torch.nn.functional.cross_entropy(wide @ weight.t(), targets, reduction="sum") / 3
+    (wanted,) = torch.autograd.grad(plain, weight)
+    head.chunk_tokens = 16
+    got = of_head(head, hidden, targets, summed=True)[2]
+    per_token = of_head(head, hidden, targets, summed=False)[2]
+    error, other = (((found.double() - wanted).norm() / wanted.norm()).item() for found in (got, per_token))
+    assert error < 3e-3 and error < other / 2, (error, other)
+
+
+def test_a_lost_chunk_is_seen(monkeypatch):
+    from shardbook.model import loss_head
+
+    head, hidden, targets = random_head()
+    whole = of_head(head, hidden, targets, summed=True)[2]
+    head.chunk_tokens, real = 8, loss_head.add_product
+    monkeypatch.setattr(
+        loss_head, "add_product", lambda total, left, right, is_first: real(total, left, right, is_first=True)
+    )
+    lost = of_head(head, hidden, targets, summed=True)[2]
+    assert ((lost - whole).norm() / whole.norm()).item() > 0.1
+
+
+def test_an_evaluation_makes_no_gradient_and_a_frozen_head_none_of_its_own(monkeypatch):
+    from shardbook.model import loss_head
+
+    head, hidden, targets = random_head()
+    monkeypatch.setattr(loss_head, "add_product", lambda *given: pytest.fail("made a gradient of the weight"))
+    with torch.no_grad():
+        alone = head(hidden, targets, summed=True)
+    assert alone.item() == pytest.approx(head(hidden, targets).sum().item(), rel=1e-6)
+    head.weight.requires_grad_(False)
+    head(hidden, targets, summed=True).backward()
+    assert hidden.grad.any() and head.weight.grad is None
+
+
+def test_a_loss_goes_backward_once():
+    head, hidden, targets = random_head()
+    loss = head(hidden, targets, summed=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="went backward already"):
+        loss.backward()
 
 
 def test_no_rows_give_no_loss_and_zero_gradients(folder):

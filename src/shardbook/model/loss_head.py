@@ -1,5 +1,6 @@
 """The loss head: hidden states and targets become losses, never all logits at once."""
 
+import functools
 from typing import Any
 
 import torch
@@ -96,9 +97,12 @@ def score_plain(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, 
     return loss, slope
 
 
-# On a GPU one kernel in place of five passes over [rows, vocabulary]; the last chunk's length is another each time.
-score_compiled = torch.compile(score_plain, dynamic=True)
+@functools.cache
+def compiled() -> Any:
+    """One kernel in place of five passes over [rows, vocabulary]; dynamic: the last chunk's length differs each time.
+    Not at import, which would pull the compiler into every process."""
+    return torch.compile(score_plain, dynamic=True)
 
 
 def score(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
-    return (score_compiled if logits.is_cuda else score_plain)(logits, targets, trains)
+    return (compiled() if logits.is_cuda else score_plain)(logits, targets, trains)

@@ -1,0 +1,111 @@
+"""Steps made ahead are those that a run without a thread takes, after a stop too; their errors are the run's."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset
+
+from shardbook.data.loader import Batching, Loader
+from shardbook.data.tokenized import Documents
+from shardbook.ranks.exits import RunFailed
+from shardbook.run import ahead
+from shardbook.run.ahead import StepsAhead
+
+COUNT = 7
+
+
+def loader(rows=None):
+    rows = rows or [{"input_ids": [number] * (number + 2), "mask": [True] * (number + 2)} for number in range(COUNT)]
+    documents = Documents(Dataset.from_list(rows), [(number,) for number in range(len(rows))], 3.0, "")
+    return Loader(documents, Batching(None, 2, 0, 1), 2, 5)
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(ahead, "begin_sum", lambda *values: lambda: [float(value) for value in values])
+
+
+def ids(micros):
+    return [micro.input_ids.tolist() for micro in micros]
+
+
+def never():
+    return SimpleNamespace(asked=False)
+
+
+def taken(from_loader, steps):
+    found, run = [], StepsAhead(from_loader, never())
+    for _ in range(steps):
+        step = run.take()
+        assert step.tokens == sum(len(micro.targets) for micro in step.micros) and not step.stops
+        assert step.work == [sum(m.input_ids.numel() for m in step.micros), sum(m.pairs for m in step.micros)]
+        found.append((ids(step.micros), from_loader.state_dict()))
+        run.begin()
+    return found
+
+
+def test_steps_are_those_of_a_loader_without_a_thread():
+    plain, found = loader(), taken(loader(), 5)
+    for step, (micros, state) in enumerate(found):
+        assert micros == ids(plain.step_at(step * plain.rows_per_step))
+        assert state["consumed_rows"] == (step + 1) * plain.rows_per_step  # not what lies ready
+
+
+def continued(state):
+    again = loader()
+    again.load_state_dict(state)
+    return taken(again, 2)
+
+
+def test_a_resumed_run_goes_on_with_the_step_that_was_not_trained():
+    straight = taken(loader(), 5)
+    assert [micros for micros, _ in continued(straight[2][1])] == [micros for micros, _ in straight[3:]]
+
+
+def test_a_planted_stale_step_is_seen():
+    """As if what was made ahead had been saved as consumed: the resumed run would leave a step out."""
+    straight = taken(loader(), 5)
+    stale = straight[2][1] | {"consumed_rows": straight[2][1]["consumed_rows"] + 4}
+    assert [micros for micros, _ in continued(stale)] != [micros for micros, _ in straight[3:]]
+
+
+def test_who_is_asked_to_stop_has_not_taken_the_step():
+    here, stop = loader(), never()
+    run = StepsAhead(here, stop)
+    run.take()
+    stop.asked = True
+    run.begin()
+    assert run.take().stops == 1 and here.consumed_rows == here.rows_per_step
+
+
+def test_a_thread_makes_them_and_what_is_waited_for_is_told(monkeypatch):
+    here, threads = loader(), []
+    real = here.step_at
+    here.step_at = lambda start: (threads.append(threading.current_thread().name), real(start))[1]
+    run = StepsAhead(here, never())
+    run.take()
+    run.begin()
+    assert all(name.startswith("loader") for name in threads)
+    wait = run.take_wait()
+    assert list(wait) == ["perf/loader_wait_seconds"] and wait["perf/loader_wait_seconds"] >= 0
+    run.waited_seconds = 3.0
+    run.take()
+    run.take()
+    assert run.take_wait() == {"perf/loader_wait_seconds": 1.5}
+
+
+def test_an_error_of_the_thread_is_the_runs_with_its_rows():
+    good = {"input_ids": [1, 2], "mask": [True, True]}
+    here = loader([good] * 4)
+
+    class Encoded:
+        def __getitem__(self, number):
+            if number == 2:
+                raise OSError("Truncated file")
+            return good
+
+    here.documents = Documents(Encoded(), here.documents.rows, 3.0, "")  # type: ignore[arg-type]
+    message = r"data.train: rows [02] to [13] of the run \(documents (2, \d|\d, 2)\) cannot be read: OSError: Truncated"
+    with pytest.raises(RunFailed, match=message):
+        StepsAhead(here, never())
