@@ -274,12 +274,15 @@ def expected_traffic(case: Case, shapes: dict[str, torch.Size]) -> dict[tuple[st
     for name, shape in shapes.items():
         unit = name.split(".")[2] if ".layers." in name else "embedding" if case.tied or "embed" in name else "head"
         units.setdefault(unit, []).append(shape)
-    gathers = {"ddp": 0, "zero1": 1, "zero2": 1, "zero3": 2 * case.micros, "hsdp": 2 * case.micros}[case.stage]
+    # embedding and head once a micro-batch: a lookup's gradient needs no weight, and what forward ends with stays
+    frees = case.stage in ("zero3", "hsdp")
+    gathers = {unit: 1 if not frees else case.micros * (2 if unit.isdigit() else 1) for unit in units}
     scatters = {"ddp": 0, "zero1": 1, "zero2": case.micros, "zero3": case.micros, "hsdp": case.micros}[case.stage]
     n, found = case.shards, {}
-    padded = sum(-(-shape[0] // n) * n * shape[1:].numel() for shapes in units.values() for shape in shapes) * 4
+    sizes = {unit: 4 * sum(-(-s[0] // n) * n * s[1:].numel() for s in shapes) for unit, shapes in units.items()}
+    padded = sum(sizes.values())
     if n > 1:
-        found["all_gather", "dp_shard"] = (gathers * len(units), gathers * padded)
+        found["all_gather", "dp_shard"] = sum(gathers.values()), sum(gathers[unit] * sizes[unit] for unit in units)
         found["reduce_scatter", "dp_shard"] = (scatters * len(units), scatters * padded)
         found["all_reduce", "dp_shard"] = (1, 8)  # the norm
     if case.replicas > 1:

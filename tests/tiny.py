@@ -87,7 +87,7 @@ max_length = 128
 skip_untrainable = true
 [optim]
 learning_rate = 3e-3
-eps = 1e-4
+eps = 1e-3
 weight_decay = 0.1
 max_grad_norm = 0
 lr_scheduler_type = "constant"

@@ -100,16 +100,21 @@ def numel(tied=True):
 
 
 def test_gathered_bytes_of_each_knob(outcomes):
-    """Two micro-batches: four gathers of what is freed, one of what is kept."""
+    """Two micro-batches: four gathers of a block, two of what forward ends with, one of what is kept."""
     block, outer = numel()
-    assert gathers(outcomes, "none") == (4 * 4, 4 * (3 * block + outer) * 4)
-    assert gathers(outcomes, "wrap-none") == (4 * 1, 4 * (3 * block + outer) * 4)
-    assert gathers(outcomes, "wrap-rest-to-root") == (4 * 1, 4 * (3 * block + outer) * 4)
+    norms = 3 * 2 * 32  # of blocks
+    usual = (3 * 4 + 2, (4 * 3 * block + 2 * outer) * 4)
+    assert gathers(outcomes, "none") == usual
+    assert gathers(outcomes, "wrap-none") == (2, 2 * (3 * block + outer) * 4)
+    assert gathers(outcomes, "wrap-rest-to-root") == (2, 2 * (3 * block + outer) * 4)
     # q, o, gate, up and down have 1,000 elements or more; k and v 512 each, so their attention is a unit with 1,024; two
     # norms of 32 are too few for their block and go to the root; the embedding is a unit with the last norm
-    assert gathers(outcomes, "wrap-matrices") == (4 * (3 * (5 + 1) + 1 + 1), 4 * (3 * block + outer) * 4)
-    assert gathers(outcomes, "wrap-halves") == (4 * (3 * 1 + 1 + 1), 4 * (3 * block + outer) * 4)
-    assert gathers(outcomes, "small-kept") == (3 + 4, (3 * block + 4 * outer) * 4)
+    assert gathers(outcomes, "wrap-matrices") == (
+        4 * 3 * (5 + 1) + 2 * 2,
+        (4 * (3 * block - norms) + 2 * (outer + norms)) * 4,
+    )
+    assert gathers(outcomes, "wrap-halves") == (4 * 3 + 2 * 2, 0)
+    assert gathers(outcomes, "small-kept") == (3 + 2, (3 * block + 2 * outer) * 4)
     assert gathers(outcomes, "root-kept") == (4 * 3 + 1, (4 * 3 * block + outer) * 4)
     block, outer = numel(tied=False)
     assert gathers(outcomes, "root-kept", False) == (4 * 3 + 2, (4 * 3 * block + outer) * 4)
@@ -160,10 +165,10 @@ class Deep(Toy):
 
 # f: the unit is about to run forward, b: backward, g: its all-gather is issued. The root unit is embedding, norm, head.
 ORDERS = {
-    (-1, -1): "froot groot f0 g0 f1 g1 f2 g2 f3 g3 broot groot g3 b3 g2 b2 g1 b1 g0 b0",
-    (0, 0): "froot groot f0 g0 f1 g1 f2 g2 f3 g3 broot groot b3 g3 b2 g2 b1 g1 b0 g0",
-    (1, 1): "froot groot g0 f0 g1 f1 g2 f2 g3 f3 broot groot g3 b3 g2 b2 g1 b1 g0 b0",
-    (2, 3): "froot groot g0 g1 f0 g2 f1 g3 f2 f3 broot groot g3 g2 g1 b3 g0 b2 b1 b0",
+    (-1, -1): "froot groot f0 g0 f1 g1 f2 g2 f3 g3 broot g3 b3 g2 b2 g1 b1 g0 b0",
+    (0, 0): "froot groot f0 g0 f1 g1 f2 g2 f3 g3 broot b3 g3 b2 g2 b1 g1 b0 g0",
+    (1, 1): "froot groot g0 f0 g1 f1 g2 f2 g3 f3 broot g3 b3 g2 b2 g1 b1 g0 b0",
+    (2, 3): "froot groot g0 g1 f0 g2 f1 g3 f2 f3 broot g3 g2 g1 b3 g0 b2 b1 b0",
 }
 
 

@@ -204,7 +204,7 @@ def test_bytes_by_hand(outcomes):
     measured = {key: (v.calls, v.payload_bytes) for key, v in outcomes["all"][0].traffic[0].items()}
     assert measured == {
         ("all_gather", "dp_shard"): (4 * 3, 3 * 4 * sum(n * (128 + 4) for n in rows)),
-        ("all_gather", "dp_shard_inside"): (4 * 3, 3 * 4 * (3 * block + outer)),  # backward: fp32, inside a node
+        ("all_gather", "dp_shard_inside"): (3 * 3, 3 * 4 * 3 * block),  # backward: fp32, inside a node
         ("all_to_all", "dp_shard_inside"): (4 * 3, 3 * 4 * sum(n * (128 + 4) for n in rows)),
         ("all_to_all", "dp_shard_across"): (4 * 3, 3 * 2 * sum(n * (64 + 4) for n in rows)),
         ("all_reduce", "dp_shard"): (2, 40),
@@ -252,9 +252,10 @@ def test_bytes_of_secondary_shards_after_a_forward_and_of_error_feedback():
     """By hand, of Toy over four ranks as two nodes. A block has matrices of 2, 8 and 8 rows (2 become 4) of 8, 2 and 8,
     and biases of 2 (4), 8 and 8; the rest 257 (260) rows of 8 and two vectors of 8."""
     block, outer = 4 * 8 + 8 * 2 + 8 * 8 + 4 + 8 + 8, 260 * 8 + 8 + 8
-    half = (2 * block + outer) // 2 * 4  # of one of two ranks that share everything, or of what crosses to two nodes
+    shared = 2 * block // 2 * 4  # of one of two ranks that share the blocks; the rest stays whole for its backward
+    sent = (2 * block + outer) // 2 * 4  # what crosses to two nodes
     for secondary, residual, groups in run_world(4, switched_bytes, environment={"LOCAL_WORLD_SIZE": "2"}):
-        assert secondary == (half, half) and residual == (half, half)
+        assert secondary == (shared, shared) and residual == (sent, sent)
         assert groups == 2  # of secondary shards, and across them; of all units together
 
 
@@ -277,7 +278,7 @@ def switched_bytes():
     groups = len(dist.distributed_c10d._world.pg_map) - before - (before - hops[0])
     with torch.no_grad():
         model(torch.arange(9), True)
-    kept = [p.to_local().untyped_storage().nbytes() for p in model.parameters()]
+    kept = [p.to_local().untyped_storage().nbytes() for block in model.layers for p in block.parameters()]
     residuals = [tensor.untyped_storage().nbytes() for tensor in sharded.residuals.values()]
     return [(sum(kept), predict_secondary(layout)), (sum(residuals), predict_residual(layout)), groups]
 

@@ -81,9 +81,9 @@ def test_what_does_not_fit_is_left_out_with_its_reason(tmp_path):
     (tmp_path / "bench.toml").write_text("[train]\nsteps = 1\n")
     (tmp_path / "tokenizer").mkdir()
     large = left_out(Case("8b", 8192, 1, checkpointing="full"), tmp_path, "cuda", 80 * 10**9)
-    # 16 bytes for each of 8.03e9 parameters, and the head, gathered in bf16 with its norm: 1.05 GB
-    assert large == ("needs 132 GB at least (130 of state and gathered units, 2 of activations), the device has 80")
-    assert left_out(Case("8b", 8192, 1, checkpointing="full"), tmp_path, "cuda", 140 * 10**9) is None
+    # 16 bytes for each of 8.03e9 parameters, and 2 for the copy that computes
+    assert large == ("needs 147 GB at least (145 of state and gathered units, 2 of activations), the device has 80")
+    assert left_out(Case("8b", 8192, 1, checkpointing="full"), tmp_path, "cuda", 150 * 10**9) is None
     assert left_out(Case("1b", 4096, 4), tmp_path, "cuda", 80 * 10**9) is None
     assert left_out(Case("tiny", 128, 2), tmp_path, "cpu", None) is None
 
