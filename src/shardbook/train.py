@@ -8,13 +8,12 @@ the loop, it belongs in a module.
 import math
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from shardbook.comm.ledger import Ledger
-from shardbook.data.loader import Loader, MicroBatch, choose_batching, eval_micro_batches
+from shardbook.data.loader import Loader, choose_batching, eval_micro_batches
 from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.attention import choose_attention
@@ -22,11 +21,11 @@ from shardbook.model.causal_lm import apply_compile, build_model, count_flops, m
 from shardbook.model.families import load_config
 from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
 from shardbook.model.weights import full_tensors, init_weights, load_weights, save_weights
-from shardbook.objectives import OBJECTIVES, Objective
+from shardbook.objectives import OBJECTIVES
 from shardbook.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from shardbook.parallel.layout import DTYPES, build_layout
 from shardbook.parallel.mesh import build_mesh
-from shardbook.parallel.sharding import ShardedModel, apply_stage
+from shardbook.parallel.sharding import apply_stage
 from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
 from shardbook.plan.peak import predict_peak
 from shardbook.ranks.distributed import (
@@ -38,7 +37,6 @@ from shardbook.ranks.distributed import (
     local_main_process_first,
     start_distributed,
     stop_distributed,
-    sum_over_ranks,
     watch_steps,
 )
 from shardbook.ranks.exits import DONE, FAILED, PREEMPTED, WRONG, RunFailed, exit_rank, report_error
@@ -49,6 +47,7 @@ from shardbook.run.ahead import StepsAhead
 from shardbook.run.checkpoint import TrainState, load_checkpoint, newest_checkpoint, save_checkpoint
 from shardbook.run.console import Console
 from shardbook.run.directory import check_shared, environment, open_run
+from shardbook.run.evaluation import evaluate
 from shardbook.run.garbage import collected_together
 from shardbook.run.metrics import Metrics, Pace, Recorder, memory_metrics, peak_metrics, read_loss
 from shardbook.run.out_of_memory import OutOfMemory
@@ -215,20 +214,6 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         run.finish(steps)
     console.print(f"done     {steps} steps, {state.tokens:,} trained tokens")
     return DONE
-
-
-@torch.no_grad()
-def evaluate(sharded: ShardedModel, objective: Objective, micros: Iterable[MicroBatch], ranks: Ranks) -> float:
-    """Mean loss of the held-out trained tokens, over all ranks. Collective."""
-    model = sharded.model.eval()
-    loss, tokens = torch.zeros((), device=ranks.device), 0
-    for micro in marked(micros, "held-out micro-batch"):
-        loss += objective(model, micro.to(ranks.device))
-        tokens += len(micro.targets)
-    sharded.reshard()
-    model.train()
-    total, count = sum_over_ranks(loss.item(), tokens)
-    return total / count
 
 
 def is_due(step: int, every: int) -> bool:
