@@ -4,6 +4,7 @@ from inspect import signature
 
 import pytest
 import torch
+from live import allocated
 from tiny import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
@@ -11,10 +12,11 @@ from torch.nn.attention.varlen import varlen_attn
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model, count_flops
+from shardbook.model.loss_head import LossHead
 from shardbook.parallel.layout import build_layout
-from shardbook.plan.peak import kept_by_a_block, predict_peak, read_widths, smallest_change
+from shardbook.plan.peak import kept_by_a_block, loss_bytes, predict_peak, read_widths, smallest_change
 from shardbook.plan.speed import predict_mfu
-from shardbook.recipe import Activation, Parallel, Precision, Recipe
+from shardbook.recipe import Activation, Parallel, Precision, Recipe, Train
 
 ROWS, LENGTH = 2, 128
 LLAMA_8B = {
@@ -160,3 +162,24 @@ def test_mfu_by_arithmetic():
     full = recipe.model_copy(update={"activation": Activation(checkpointing="full")})
     assert 0.45 < plain < 0.55
     assert 0.75 < predict_mfu(layout, made, full, flops, 1200) / plain < 0.82
+
+
+def test_the_loss_needs_no_more_than_it_says():
+    """By the CPU allocator, forward and backward in chunks: the gradients, and one chunk's logits above them."""
+    tokens, chunk, vocabulary, width = 96, 16, 1000, 24
+    for dtype in (torch.float32, torch.bfloat16):
+        head = LossHead(width, vocabulary, bias=False).to(dtype)
+        head.chunk_tokens = chunk
+        hidden = torch.randn(tokens, width, dtype=dtype).requires_grad_()
+        targets = torch.zeros(tokens, dtype=torch.int64)
+        # of hidden states the gradient alone: they lie there before
+        predicted = sum(loss_bytes(tokens, chunk, vocabulary, width, dtype.itemsize)) - tokens * width * dtype.itemsize
+        most, _ = allocated(lambda head=head, hidden=hidden, targets=targets: head(hidden, targets, True).backward())
+        assert 0.9 * predicted < most <= predicted + 1024
+
+
+def test_logits_of_a_long_batch_take_a_gibibyte_at_most():
+    """8 rows of 8,192 tokens and a vocabulary of 128,256, in the chunks that recipes have."""
+    chunk = Train(steps=1).loss_chunk_tokens
+    assert loss_bytes(8 * 8192, chunk, 128_256, 4096, 2)[0] <= 2**30
+    assert loss_bytes(8 * 8192, 8 * 8192, 128_256, 4096, 2)[0] > 60 * 2**30  # without chunks

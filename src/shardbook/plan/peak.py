@@ -64,6 +64,18 @@ def kept_by_a_block(kind: str, of: Widths, itemsize: int) -> int:
     return 2 * norm(of.hidden, 1) + attention + 4 * of.inner * itemsize + by_head * of.head_norms
 
 
+def loss_bytes(tokens: int, chunk: int, vocabulary: int, hidden: int, itemsize: int) -> tuple[int, int]:
+    """Bytes that the loss needs: of a chunk's logits, and of the gradients it makes, all `tokens` trained.
+
+    Logits, their log-softmax in fp32 which becomes their gradient, and that in the dtype of compute. The head's
+    gradient added up in fp32, and one chunk's product or the result in the dtype of compute; hidden states of trained
+    positions and their gradient.
+    """
+    is_cast = itemsize != FP32
+    logits = chunk * vocabulary * (itemsize + FP32 + itemsize * is_cast)
+    return logits, vocabulary * hidden * (FP32 + itemsize * is_cast) + 2 * tokens * hidden * itemsize
+
+
 @dataclass(frozen=True)
 class Peak:
     """Bytes of one rank at the fullest moment of a step."""
@@ -118,8 +130,7 @@ def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Pe
     # of a block in backward: what it holds, made again, and gradients of the MLP's three
     block = tokens * ((kept["none"] if again else 0) + 3 * of.inner * itemsize)
     chunk = min(recipe.train.loss_chunk_tokens or tokens, tokens)
-    # log-softmax and its gradient in fp32, logits' gradient; the head's gradient, of this chunk and of those before
-    loss = config.vocab_size * (chunk * (2 * FP32 + itemsize) + 2 * of.hidden * itemsize)
+    loss = sum(loss_bytes(tokens, chunk, config.vocab_size, of.hidden, itemsize))
     return Peak(
         params=int(state.params_bytes),
         grads=int(state.grads_bytes) + predict_residual(layout) + unreduced,
