@@ -29,26 +29,33 @@ OURS = {ours for ours, _ in PAIRS} | {"padded"}
 OTHER_ROWS = {"packed", "padded"}  # their losses are compared with nothing
 
 
-def judge(contenders: dict[str, dict], tolerance: float = TOLERANCE) -> dict[str, dict]:
-    """`contenders`, each with its largest relative difference of a loss from the median of those that are not ours,
+Group = dict[str, dict]  # what stepped in turn: a row a contender
+
+
+def judge(groups: list[Group], tolerance: float = TOLERANCE) -> list[Group]:
+    """`groups`, each row with its largest relative difference of a loss from the median of those that are not ours,
     step by step; beyond `tolerance` it is `wrong`, with the step. Without any of the others: from the median of ours.
     """
-    measured = {name: row for name, row in contenders.items() if "losses" in row and name not in OTHER_ROWS}
-    referees = [row["losses"] for name, row in measured.items() if name not in OURS]
-    referees = referees or [row["losses"] for row in measured.values()]
-    if not referees:
-        return contenders
+    measured = [(name, row) for group in groups for name, row in group.items() if is_compared(name, row)]
+    referees = [row["losses"] for name, row in measured if name not in OURS] or [row["losses"] for _, row in measured]
     expected = [statistics.median(losses) for losses in zip(*referees, strict=True)]
-    judged = dict(contenders)
-    for name, row in measured.items():
+
+    def judge_row(row: dict) -> dict:
         off = [abs(loss / other - 1) for loss, other in zip(row["losses"], expected, strict=True)]
         # written so that a loss that is not a number is wrong
         first = next((step for step, each in enumerate(off, 1) if not each <= tolerance), None)
-        judged[name] = row | {"largest_difference": max(off)}
-        if first:
-            loss, other = row["losses"][first - 1], expected[first - 1]
-            judged[name]["wrong"] = f"loss of step {first} is {loss:.6f}, the others' {other:.6f}"
-    return judged
+        if not first:
+            return row | {"largest_difference": max(off)}
+        loss, other = row["losses"][first - 1], expected[first - 1]
+        return row | {"wrong": f"loss of step {first} is {loss:.6f}, the others' {other:.6f}"}
+
+    return [
+        {name: judge_row(row) if is_compared(name, row) else row for name, row in group.items()} for group in groups
+    ]
+
+
+def is_compared(name: str, row: dict) -> bool:
+    return "losses" in row and name not in OTHER_ROWS
 
 
 def rates(row: dict, warmup: int) -> list[float]:
@@ -57,16 +64,16 @@ def rates(row: dict, warmup: int) -> list[float]:
     return [tokens / seconds for tokens, seconds in pairs]
 
 
-def compare(contenders: dict[str, dict], warmup: int) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Of each pair that was measured: the median over rounds of our tokens/s divided by theirs in the same round, and
-    the lower and upper quartile."""
+def compare(groups: list[Group], warmup: int) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Of each pair that was measured in one group: the median over rounds of our tokens/s divided by theirs in the same
+    round, and the lower and upper quartile."""
     medians, quartiles = {}, {}
     for ours, theirs in PAIRS:
-        rows = [contenders.get(name, {}) for name in (ours, theirs)]
-        if all("seconds" in row and "wrong" not in row for row in rows):
-            found = [our / their for our, their in zip(*(rates(row, warmup) for row in rows), strict=True)]
-            low, middle, high = statistics.quantiles(found, n=4, method="inclusive") if found[1:] else found * 3
-            medians[f"{ours} / {theirs}"], quartiles[f"{ours} / {theirs}"] = middle, [low, high]
+        for rows in [[group.get(name, {}) for name in (ours, theirs)] for group in groups]:
+            if all("losses" in row and "wrong" not in row for row in rows):
+                found = [our / their for our, their in zip(*(rates(row, warmup) for row in rows), strict=True)]
+                low, middle, high = statistics.quantiles(found, n=4, method="inclusive") if found[1:] else found * 3
+                medians[f"{ours} / {theirs}"], quartiles[f"{ours} / {theirs}"] = middle, [low, high]
     return medians, quartiles
 
 
@@ -76,7 +83,7 @@ def tabulate(data: dict) -> str:
     from page import table
 
     lines = []
-    for name, row in data["contenders"].items():
+    for name, row in [pair for group in data["groups"] for pair in group.items()]:
         reason = next((f"{kind.replace('_', ' ')}: {row[kind]}" for kind in ("left_out", "wrong") if kind in row), None)
         if reason:
             lines.append([name, reason, "", "", ""])

@@ -27,14 +27,17 @@ from peer_loops import CONTENDERS, exchanges, full_rows, recipe_words
 from peer_report import DOCS, TOLERANCE, compare, judge, show
 
 ROOT = Path(__file__).parents[2]
-GROUPS = [  # what stands in memory together, and steps in turn
-    ["ddp", "bare DDP", "HF Trainer"],
-    ["zero1", "zero2", "bare fully_shard, gathered", "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2"],
+GROUPS = [  # what stands in memory together, and steps in turn: 24 GB hold two of the first kind, four of the others
+    ["ddp", "bare DDP"],
+    ["ddp", "HF Trainer"],
+    ["zero1", "bare fully_shard, gathered", "DeepSpeed ZeRO-1"],
+    ["zero2", "bare fully_shard, gathered", "DeepSpeed ZeRO-2"],
     ["zero3", "bare fully_shard", "transformers, sharded on load", "DeepSpeed ZeRO-3"],
     ["packed", "padded"],
 ]
 RANKS = 2
 EXCHANGES = 6000  # some 400 packed rows
+NEEDED_BYTES = {"tiny": 1.5e9, "smollm2": 6.5e9}  # of the ranks of one contender, all together
 SECONDS = 600  # for a step, or for everything before the second one
 OPTIM = {"learning_rate": 2e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0}
 PACKAGES = ("transformers", "accelerate")
@@ -137,7 +140,12 @@ def run_group(names: list[str], folder: Path, site: Path, settings: dict) -> dic
 
     try:
         for name in names:
-            began = time.perf_counter()
+            began, free = time.perf_counter(), free_bytes()
+            if free < settings["needed_bytes"]:  # else the kernel would end one, of whomever
+                why = f"needs {settings['needed_bytes'] / 1e9:.0f} GB of memory, {free / 1e9:.0f} are free"
+                rows[name] = {"left_out": why}
+                print(f"{name:32} left out: {why}", flush=True)
+                continue
             worlds[name] = World(name, folder, site)
             rows[name] = {"seconds": [], "idle_share": 0.0}
             try:
@@ -168,7 +176,13 @@ def run_group(names: list[str], folder: Path, site: Path, settings: dict) -> dic
     finally:
         for world in worlds.values():
             world.end()
+        shutil.rmtree(folder / "runs", ignore_errors=True)  # the next group's run of this name begins anew
     return rows
+
+
+def free_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
 def finish(name: str, said: list[dict], settings: dict) -> dict:
@@ -279,27 +293,26 @@ def main(words: list[str] | None = None) -> int:
             "batch": 4,
             "length": 128,
             "dtype": "fp32",
+            "needed_bytes": NEEDED_BYTES["tiny" if asked.tiny else "smollm2"],
             "optim": OPTIM,
             "warmup": asked.warmup,
             "steps": 1 + asked.warmup + asked.rounds,
         }
         prepare(folder, settings)
-        contenders: dict[str, dict] = {}
-        for group in groups:
-            contenders |= run_group(group, folder, asked.site, settings)
+        measured = [run_group(group, folder, asked.site, settings) for group in groups if group]
     finally:
         shutil.rmtree(folder)
-    contenders = judge(contenders)
-    ratios, quartiles = compare(contenders, asked.warmup)
+    judged = judge(measured)
+    ratios, quartiles = compare(judged, asked.warmup)
     settings["model"] = "tiny" if asked.tiny else "SmolLM2-135M-Instruct"
     data = facts(asked.site) | {"settings": settings, "tolerance": TOLERANCE, "ratios": ratios, "quartiles": quartiles}
     out = asked.out or DOCS
     out.mkdir(parents=True, exist_ok=True)
-    data |= {"contenders": contenders}
+    data |= {"groups": judged}
     (out / "peers.json").write_text(json.dumps(data, indent=1) + "\n")
     for pair, middle in ratios.items():
         print(f"{pair:48} {middle:.3f}  ({quartiles[pair][0]:.3f} to {quartiles[pair][1]:.3f})")
-    for name, row in contenders.items():
+    for name, row in [pair for group in judged for pair in group.items()]:
         print(
             f"{name:32}", *(f"{key}: {row[key]}" for key in ("left_out", "wrong", "largest_difference") if key in row)
         )

@@ -30,11 +30,11 @@ def measured() -> dict[str, dict]:
 
 def test_a_ratio_is_of_rounds_and_of_tokens():
     """Not of two medians, 3 and 3.5 seconds; warm-up apart; with as many tokens theirs / ours in seconds."""
-    medians, quartiles = compare(judge(measured()), warmup=1)
+    medians, quartiles = compare(judge([measured()]), warmup=1)
     assert medians == {"ddp / bare DDP": 1.0, "packed / padded": pytest.approx(3.0)}  # of 1 / 2 and 6 / 4
     assert quartiles["ddp / bare DDP"] == [0.75, 1.25]
     assert rates(measured()["ddp"], 1) == [500.0, 250.0]
-    medians, quartiles = compare(judge(measured()), warmup=2)
+    medians, quartiles = compare(judge([measured()]), warmup=2)
     assert medians["ddp / bare DDP"] == 1.5 and quartiles["ddp / bare DDP"] == [1.5, 1.5]  # one round has no spread
 
 
@@ -43,28 +43,28 @@ def test_other_losses_are_wrong_and_have_no_ratio():
     found["HF Trainer"] = row([0.1, 0.1, 0.1], [3.0, 2.5, 2.25 * 1.0002, 2.0])
     found["zero3"] = row([0.1, 0.1, 0.1], [3.0, 2.5, 2.25, float("nan")])
     found["bare fully_shard"] = found["DeepSpeed ZeRO-3"] = row([2.0, 2.0, 2.0])
-    judged = judge(found, 1e-4)
+    [judged] = judge([found], 1e-4)
     assert judged["HF Trainer"]["wrong"] == "loss of step 3 is 2.250450, the others' 2.250000"
     assert "step 4 is nan" in judged["zero3"]["wrong"]
-    assert set(compare(judged, 1)[0]) == {"ddp / bare DDP", "packed / padded"}
+    assert set(compare([judged], 1)[0]) == {"ddp / bare DDP", "packed / padded"}
     assert judged["ddp"]["largest_difference"] == 0 and "wrong" not in judged["bare DDP"]
     assert "largest_difference" not in judged["packed"]  # other rows
-    assert "wrong" not in judge(found, 3e-4)["HF Trainer"]
+    assert "wrong" not in judge([found], 3e-4)[0]["HF Trainer"]
 
 
 def test_ours_are_held_to_the_others():
     """However many of ours agree with each other."""
     found = {name: row([1.0] * 3, [loss * 1.01 for loss in LOSSES]) for name in ("ddp", "zero1", "zero2", "zero3")}
-    judged = judge(found | {"bare DDP": row([1.0] * 3)})
-    assert [name for name, each in judged.items() if "wrong" in each] == list(found)
-    assert not any("wrong" in each for each in judge(found).values())  # alone: with each other
+    judged = judge([found, {"bare DDP": row([1.0] * 3)}])  # in whichever group
+    assert [name for group in judged for name, each in group.items() if "wrong" in each] == list(found)
+    assert not any("wrong" in each for each in judge([found])[0].values())  # alone: with each other
 
 
 def data_of(found: dict[str, dict]) -> dict:
-    judged = judge(found)
+    judged = judge([found])
     medians, quartiles = compare(judged, 1)
     facts = {"cpu": "a CPU", "torch": "2.13.0", "commit": "0123456789abcdef", "settings": {"ranks": 2, "warmup": 1}}
-    return facts | {"ratios": medians, "quartiles": quartiles, "contenders": judged}
+    return facts | {"ratios": medians, "quartiles": quartiles, "groups": judged}
 
 
 def test_the_page_says_what_was_measured_and_why_not(tmp_path):
@@ -81,11 +81,11 @@ def test_the_page_says_what_was_measured_and_why_not(tmp_path):
     assert (tmp_path / "peers.md").read_text() == page  # written again it does not grow
 
 
-def test_every_contender_stands_in_one_group_with_whom_it_is_compared():
-    group_of = {name: number for number, group in enumerate(peers.GROUPS) for name in group}
-    assert sorted(group_of) == sorted(CONTENDERS) == sorted({name for pair in PAIRS for name in pair})
-    assert sum(map(len, peers.GROUPS)) == len(CONTENDERS)
-    assert all(group_of[ours] == group_of[theirs] for ours, theirs in PAIRS)
+def test_every_pair_steps_in_turn():
+    assert {name for group in peers.GROUPS for name in group} == set(CONTENDERS)
+    assert {name for pair in PAIRS for name in pair} == set(CONTENDERS)
+    for pair in PAIRS:
+        assert sum(set(pair) <= set(group) for group in peers.GROUPS) == 1, pair
     assert OTHER_ROWS < OURS < set(CONTENDERS)
 
 
@@ -102,8 +102,8 @@ def test_the_bench_runs(tmp_path, monkeypatch):
     assert peers.main(["--tiny", "--rounds", "2", "--warmup", "0", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "peers.json").read_text())
     assert set(found["ratios"]) == {"ddp / bare DDP", "zero3 / bare fully_shard"}
-    assert found["contenders"].pop("megatron")["left_out"] == "exit code 1: KeyError: 'megatron'"
-    for each in found["contenders"].values():
+    assert found["groups"][0].pop("megatron")["left_out"] == "exit code 1: KeyError: 'megatron'"
+    for each in [row for group in found["groups"] for row in group.values()]:
         assert len(each["losses"]) == 3 and len(each["seconds"]) == 2 and min(each["seconds"]) > 0
-        assert each["largest_difference"] < 1e-5 and each["idle_share"] < 0.2
+        assert each["largest_difference"] < 1e-5
         assert each["useful_tokens"] == [2 * 4 * 127] * 2
