@@ -95,7 +95,7 @@ bench-convergence: $(DEV)  ## ZeRO++ and zero3 on the same data: held-out loss o
 	$(PYTHON3) tests/bench/convergence.py
 	$(PYTHON3) tests/bench/page.py
 
-bench-peers: $(DEV) $(PEERS)  ## a step beside bare loops, HF Trainer and DeepSpeed, in turn: two CPU ranks (some twenty minutes)
+bench-peers: $(DEV) $(PEERS)  ## a step beside bare loops, HF Trainer and DeepSpeed, in turn: two CPU ranks (half an hour)
 	$(PYTHON3) tests/bench/peers.py $(ARGS)
 
 lint: $(DEV)  ## formatting, lint and types
