@@ -25,6 +25,7 @@ else
 BIN := .venv/bin
 RUN := .venv/.run
 DEV := .venv/.dev
+PEERS := .venv/peers/.made
 SHARDBOOK := $(BIN)/shardbook
 endif
 PYTHON3 := $(BIN)/python3
@@ -35,7 +36,7 @@ LAUNCH = $(TRAIN) --nodes $(NODES) --node-rank $(NODE_RANK) --head $(HEAD)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .DEFAULT_GOAL := help
 .PHONY: help train launch compare recipes test test-slow test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-link \
-	bench-convergence lint format clean
+	bench-convergence bench-peers lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -94,6 +95,9 @@ bench-convergence: $(DEV)  ## ZeRO++ and zero3 on the same data: held-out loss o
 	$(PYTHON3) tests/bench/convergence.py
 	$(PYTHON3) tests/bench/page.py
 
+bench-peers: $(DEV) $(PEERS)  ## a step beside bare loops, HF Trainer and DeepSpeed, in turn: two CPU ranks (half an hour)
+	$(PYTHON3) tests/bench/peers.py $(ARGS)
+
 lint: $(DEV)  ## formatting, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -119,4 +123,12 @@ $(RUN): pyproject.toml constraints.txt
 $(DEV): $(RUN)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
+
+# In a folder of its own: what can be imported transformers imports, in every run. DeepSpeed's setup imports torch, so it is
+# built where torch is, with no extension compiled. Where that fails the bench leaves it out, and the next call tries again.
+$(PEERS): $(DEV)
+	$(BIN)/pip install --quiet setuptools && \
+		DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/pip install --quiet --constraint constraints.txt --target $(dir $@) \
+		--upgrade --no-deps --no-build-isolation deepspeed einops hjson msgpack ninja py-cpuinfo && touch $@ || \
+		echo "bench-peers: DeepSpeed could not be installed and is left out" >&2
 endif

@@ -1,0 +1,254 @@
+"""One rank of one contender of bench-peers: built, its first step taken, then a step each time that it is told to.
+
+    python tests/bench/peer_loops.py NAME FOLDER CONNECTION
+
+FOLDER holds what peers.py prepared: settings.json, rows.pt. CONNECTION is the descriptor of a pipe to peers.py: a
+message after each step, and one answer that lets the next begin; between the two this process is blocked in a read.
+Ours is `shardbook.train` itself, whole, seen from outside as watch.py sees it: nothing of it is copied here. So what
+it does between steps of its optimizer is in its time, and what changes in it needs no change here.
+"""
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+RECIPE = "smollm2-135m-fsdp"
+PACKED_LENGTH = 256  # of the rows that hold whole exchanges
+
+
+@dataclass
+class Bench:
+    """What a contender is given. `losses`: of this rank's rows, one a step."""
+
+    name: str
+    folder: Path
+    connection: Connection
+    settings: dict
+    rank: int = field(default_factory=lambda: int(os.environ["RANK"]))
+    losses: list[float] = field(default_factory=list)
+    done: int = 0
+
+    def rows(self) -> torch.Tensor:
+        """[steps, batch, length] int64: this rank's, in the order in which our loader gives them."""
+        return torch.load(self.folder / "rows.pt")[:, self.rank]
+
+    def step_done(self, *_) -> None:
+        """Say so, and wait to be told to go on; after the last step only say so."""
+        self.done += 1
+        self.connection.send("step")
+        if self.done < self.settings["steps"]:
+            self.connection.recv()
+
+    def load_model(self, **named):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.settings["model"], dtype=torch.float32, **named)
+        model.config.use_cache = False
+        return model.train()
+
+    def build_optimizer(self, model) -> torch.optim.Optimizer:
+        """As ours: matrices decay, vectors do not."""
+        asked = self.settings["optim"]
+        decays = [p for p in model.parameters() if p.ndim >= 2]
+        others = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": decays, "weight_decay": asked["weight_decay"]}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(
+            groups, lr=asked["learning_rate"], betas=tuple(asked["betas"]), eps=asked["eps"], fused=True
+        )
+
+    def loop(self, model) -> None:
+        """The loop that one would write: the ranks' mean gradient, since all have as many tokens."""
+        optimizer = self.build_optimizer(model)
+        for ids in self.rows():
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), self.settings["optim"]["max_grad_norm"])
+            optimizer.step()
+            optimizer.zero_grad()
+            self.losses.append(loss.item())
+            self.step_done()
+
+
+def recipe_words(settings: dict, folder: Path, name: str, rows: dict) -> list[str]:
+    """The command line of our run `name`; `rows`: the keys of stage and data."""
+    fixed = {
+        "model.path": settings["model"],
+        "data.eval_size": 0,
+        **{f"optim.{key}": value for key, value in settings["optim"].items()},
+        "optim.lr_scheduler_type": "constant",
+        "optim.warmup_steps": 0,
+        "train.steps": settings["steps"],
+        "train.logging_steps": 1,
+        "train.export": "false",
+        "run.dir": folder / "runs",
+        "run.name": name,
+        "run.report_to": "none",
+        # while the others step this one stands still, and is not lost
+        "run.lost_seconds": 36_000,
+        "run.hang_seconds": 36_000,
+    }
+    return [RECIPE, *(f"{key}={value}" for key, value in (fixed | rows).items())]
+
+
+def full_rows(settings: dict, folder: Path, stage: str) -> dict:
+    return {
+        "parallel.stage": stage,
+        "data.train": folder / "full.jsonl",
+        "data.max_length": settings["length"],
+        "data.packing": "false",  # one document fills a row: what packing does is measured apart
+        "train.per_device_train_batch_size": settings["batch"],
+    }
+
+
+def exchanges(settings: dict, folder: Path, packing: bool) -> dict:
+    """ChitChat's exchanges: about as many tokens, padding among them, in a step of either kind of rows."""
+    return {
+        "parallel.stage": "zero3",
+        "data.train": folder / "exchanges.jsonl",
+        "data.max_length": PACKED_LENGTH,
+        "data.packing": str(packing).lower(),
+        "data.skip_untrainable": "true",
+        "train.per_device_train_batch_size": settings["batch"] * (1 if packing else 2),
+    }
+
+
+def run_ours(bench: Bench, rows: Callable[[dict, Path], dict]) -> dict:
+    """A run of `shardbook.train`, cut after each step of its optimizer."""
+    from shardbook.train import main
+
+    register_optimizer_step_post_hook(bench.step_done)
+    code = main(recipe_words(bench.settings, bench.folder, bench.name, rows(bench.settings, bench.folder)))
+    if code:
+        sys.exit(code)
+    file = bench.folder / "runs" / bench.name / "metrics.jsonl"
+    logged = [json.loads(line) for line in file.read_text().splitlines()]
+    bench.losses = [row["train/loss"] for row in logged]
+    total = [0, *(row["train/tokens"] for row in logged)]
+    return {"trained_tokens": [after - before for before, after in itertools.pairwise(total)]}
+
+
+def run_ddp(bench: Bench) -> None:
+    dist.init_process_group("gloo")
+    bench.loop(DistributedDataParallel(bench.load_model()))
+
+
+def run_fully_shard(bench: Bench, reshards: bool) -> None:
+    dist.init_process_group("gloo")
+    model = bench.load_model()
+    for block in model.model.layers:
+        fully_shard(block, reshard_after_forward=reshards)
+    bench.loop(fully_shard(model, reshard_after_forward=reshards))
+
+
+def run_shard_on_load(bench: Bench) -> None:
+    """Where the ranks do not divide the vocabulary, 5.23 lets tied embedding and head drift apart from the first step:
+    the tiny model's losses are others."""
+    from transformers.distributed import DistributedConfig
+
+    bench.loop(bench.load_model(distributed_config=DistributedConfig(fsdp_size=int(os.environ["WORLD_SIZE"]))))
+
+
+def run_trainer(bench: Bench) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            bench.step_done()
+
+    class Noted(Trainer):
+        def training_step(self, *anything, **named):
+            loss = super().training_step(*anything, **named)
+            bench.losses.append(loss.item())
+            return loss
+
+    asked, settings = bench.settings["optim"], bench.settings
+    arguments = TrainingArguments(
+        output_dir=str(bench.folder / "trainer"),
+        use_cpu=True,
+        ddp_backend="gloo",
+        per_device_train_batch_size=settings["batch"],
+        max_steps=settings["steps"],
+        train_sampling_strategy="sequential",
+        optim="adamw_torch_fused",
+        learning_rate=asked["learning_rate"],
+        adam_beta1=asked["betas"][0],
+        adam_beta2=asked["betas"][1],
+        adam_epsilon=asked["eps"],
+        weight_decay=asked["weight_decay"],
+        max_grad_norm=asked["max_grad_norm"],
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    # batch after batch, rank after rank, is how the Trainer deals them out
+    ids = torch.load(bench.folder / "rows.pt").flatten(0, 2)
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    Noted(model=bench.load_model(), args=arguments, train_dataset=rows, callbacks=[Steps()]).train()
+
+
+def run_deepspeed(bench: Bench, stage: int) -> None:
+    import deepspeed
+
+    # its collectives through shared memory are compiled when first used, which takes a compiler and minutes
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    model = bench.load_model()
+    config = {
+        "train_micro_batch_size_per_gpu": bench.settings["batch"],
+        "gradient_clipping": bench.settings["optim"]["max_grad_norm"],
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,  # torch's fused AdamW, as all others have
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=bench.build_optimizer(model), config=config)
+    for ids in bench.rows():
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        bench.losses.append(loss.item())
+        bench.step_done()
+
+
+CONTENDERS: dict[str, Callable[[Bench], dict | None]] = {
+    **{stage: partial(run_ours, rows=partial(full_rows, stage=stage)) for stage in ("ddp", "zero1", "zero2", "zero3")},
+    "packed": partial(run_ours, rows=partial(exchanges, packing=True)),
+    "padded": partial(run_ours, rows=partial(exchanges, packing=False)),
+    "bare DDP": run_ddp,
+    "bare fully_shard, gathered": partial(run_fully_shard, reshards=False),
+    "bare fully_shard": partial(run_fully_shard, reshards=True),
+    "HF Trainer": run_trainer,
+    "transformers, sharded on load": run_shard_on_load,
+    "DeepSpeed ZeRO-1": partial(run_deepspeed, stage=1),
+    "DeepSpeed ZeRO-2": partial(run_deepspeed, stage=2),
+    "DeepSpeed ZeRO-3": partial(run_deepspeed, stage=3),
+}
+
+
+def main(name: str, folder: str, descriptor: str) -> None:
+    connection = Connection(int(descriptor))
+    bench = Bench(name, Path(folder), connection, json.loads((Path(folder) / "settings.json").read_text()))
+    facts = CONTENDERS[name](bench) or {}
+    # getrusage would give the parent's, where that is larger
+    status = Path("/proc/self/status").read_text().splitlines()
+    peak = 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    connection.send({"losses": bench.losses, "peak_resident_bytes": peak} | facts)
+    sys.stdout.flush()
+    os._exit(0)  # what native threads do at an interpreter's end is not measured
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

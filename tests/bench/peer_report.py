@@ -1,0 +1,137 @@
+"""What bench-peers makes of its measurements: who computed the same, ratios with their spread, table and plot.
+
+Pure functions of docs/benchmarks/peers.json; `show` writes peers.md's table and peers.svg.
+
+    python tests/bench/peer_report.py                        # again, from the data
+"""
+
+import json
+import statistics
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
+# Relative. Contenders add in unlike orders, which AdamW enlarges step by step; the page says what was seen, and what
+# mistakes give.
+TOLERANCE = 1e-4
+PAIRS = [  # ours, theirs
+    ("ddp", "bare DDP"),
+    ("ddp", "HF Trainer"),
+    ("zero1", "bare fully_shard, gathered"),  # with one micro-batch a step zero1 and zero2 send the same
+    ("zero1", "DeepSpeed ZeRO-1"),
+    ("zero2", "bare fully_shard, gathered"),
+    ("zero2", "DeepSpeed ZeRO-2"),
+    ("zero3", "bare fully_shard"),
+    ("zero3", "transformers, sharded on load"),
+    ("zero3", "DeepSpeed ZeRO-3"),
+    ("packed", "padded"),
+]
+OURS = {ours for ours, _ in PAIRS} | {"padded"}
+OTHER_ROWS = {"packed", "padded"}  # their losses are compared with nothing
+
+
+Group = dict[str, dict]  # what stepped in turn: a row a contender
+
+
+def judge(groups: list[Group], tolerance: float = TOLERANCE) -> list[Group]:
+    """`groups`, each row with its largest relative difference of a loss from the median of those that are not ours,
+    step by step; beyond `tolerance` it is `wrong`, with the step. Without any of the others: from the median of ours.
+    """
+    measured = [(name, row) for group in groups for name, row in group.items() if is_compared(name, row)]
+    referees = [row["losses"] for name, row in measured if name not in OURS] or [row["losses"] for _, row in measured]
+    expected = [statistics.median(losses) for losses in zip(*referees, strict=True)]
+
+    def judge_row(row: dict) -> dict:
+        off = [abs(loss / other - 1) for loss, other in zip(row["losses"], expected, strict=True)]
+        # written so that a loss that is not a number is wrong
+        first = next((step for step, each in enumerate(off, 1) if not each <= tolerance), None)
+        if not first:
+            return row | {"largest_difference": max(off)}
+        loss, other = row["losses"][first - 1], expected[first - 1]
+        return row | {"wrong": f"loss of step {first} is {loss:.6f}, the others' {other:.6f}"}
+
+    return [
+        {name: judge_row(row) if is_compared(name, row) else row for name, row in group.items()} for group in groups
+    ]
+
+
+def is_compared(name: str, row: dict) -> bool:
+    return "losses" in row and name not in OTHER_ROWS
+
+
+def rates(row: dict, warmup: int) -> list[float]:
+    """Useful tokens a second of all ranks, in each step after the first `warmup`."""
+    pairs = list(zip(row["useful_tokens"], row["seconds"], strict=True))[warmup:]
+    return [tokens / seconds for tokens, seconds in pairs]
+
+
+def compare(groups: list[Group], warmup: int) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Of each pair that was measured in one group: the median over rounds of our tokens/s divided by theirs in the same
+    round, and the lower and upper quartile."""
+    medians, quartiles = {}, {}
+    for ours, theirs in PAIRS:
+        for rows in [[group.get(name, {}) for name in (ours, theirs)] for group in groups]:
+            if all("losses" in row and "wrong" not in row for row in rows):
+                found = [our / their for our, their in zip(*(rates(row, warmup) for row in rows), strict=True)]
+                low, middle, high = statistics.quantiles(found, n=4, method="inclusive") if found[1:] else found * 3
+                medians[f"{ours} / {theirs}"], quartiles[f"{ours} / {theirs}"] = middle, [low, high]
+    return medians, quartiles
+
+
+def tabulate(data: dict) -> str:
+    """A line a contender: seconds a step, tokens/s, peak memory, how far its losses are off; or why it has none. Then a
+    line a ratio."""
+    from page import table
+
+    lines = []
+    for name, row in [pair for group in data["groups"] for pair in group.items()]:
+        reason = next((f"{kind.replace('_', ' ')}: {row[kind]}" for kind in ("left_out", "wrong") if kind in row), None)
+        if reason:
+            lines.append([name, reason, "", "", ""])
+            continue
+        seconds = row["seconds"][data["settings"]["warmup"] :]
+        off = f"{row['largest_difference']:.1e}" if "largest_difference" in row else ""
+        speed = statistics.median(rates(row, data["settings"]["warmup"]))
+        memory = f"{row['peak_resident_bytes'] / 1e9:.1f}"
+        lines.append([name, f"{statistics.median(seconds):.2f}", f"{speed:.0f}", memory, off])
+    head = ["contender", "seconds a step", "useful tokens/s", "peak resident GB, a rank", "losses off by at most"]
+    ratios = []
+    for pair, middle in data["ratios"].items():
+        low, high = data["quartiles"][pair]
+        ratios.append([pair, f"{middle:.3f}", f"{low:.3f} to {high:.3f}"])
+    return table(["ours / theirs", "tokens/s, median", "quartiles"], ratios) + "\n\n" + table(head, lines)
+
+
+def draw(data: dict, out: Path) -> None:
+    """A bar a ratio, with its quartiles; bare loops in grey."""
+    import matplotlib.pyplot as plt
+    from page import COLOURS, PLAIN
+
+    with plt.rc_context(PLAIN):
+        figure, axes = plt.subplots(figsize=(8.4, 0.8 + 0.4 * len(data["ratios"])), layout="constrained")
+        for place, (pair, middle) in enumerate(data["ratios"].items()):
+            low, high = data["quartiles"][pair]
+            colour = COLOURS[0] if "bare" in pair else COLOURS[1]
+            axes.barh(place, middle, color=colour, xerr=[[middle - low], [high - middle]], ecolor="#24292f")
+            axes.text(0.02, place, f"{middle:.2f}", va="center", color="white", fontsize=9)
+        axes.axvline(1, color="#24292f", linewidth=1)
+        axes.set_yticks(range(len(data["ratios"])), list(data["ratios"]))
+        axes.invert_yaxis()
+        axes.set_xlabel("tokens/s, ours / theirs: median and quartiles of rounds")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(out, metadata={"Date": None})
+        plt.close(figure)
+
+
+def show(data: dict, folder: Path = DOCS) -> None:
+    """Write the table into peers.md, between its marks, and the plot beside it."""
+    page = folder / "peers.md"
+    before, _, rest = page.read_text().partition("<!-- measured -->")
+    _, _, after = rest.partition("<!-- end -->")
+    where = f"{data['settings']['ranks']} ranks on {data['cpu']}, torch {data['torch']}, commit {data['commit'][:12]}"
+    shown = f"{where}.\n\n![ratios](peers.svg)\n\n{tabulate(data)}"
+    page.write_text(f"{before}<!-- measured -->\n\n{shown}\n\n<!-- end -->{after}")
+    draw(data, folder / "peers.svg")
+
+
+if __name__ == "__main__":
+    show(json.loads((DOCS / "peers.json").read_text()))

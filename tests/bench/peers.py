@@ -1,0 +1,329 @@
+"""Shardbook beside its peers: the same model, rows and optimizer, steps in turn, in one run.
+
+Every contender is a world of processes of its own, blocked in a read while another one steps; a round is one step of
+each of a group, in an order that turns from round to round, so that what else the machine does hits all alike. Groups
+are what memory holds; ratios are of contenders of one group. Writes docs/benchmarks/peers.json, the table in
+peers.md and peers.svg.
+
+    make bench-peers                                         # half an hour on two cores
+    python tests/bench/peers.py --tiny --rounds 2 --out x    # a tiny model: is everything there? no figures
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, distributions, version
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+
+from peer_loops import CONTENDERS, exchanges, full_rows, recipe_words
+from peer_report import DOCS, TOLERANCE, compare, judge, show
+
+ROOT = Path(__file__).parents[2]
+GROUPS = [  # what stands in memory together, and steps in turn: each takes 6 to 7 GB, and malloc keeps it between steps
+    ["ddp", "bare DDP"],
+    ["ddp", "HF Trainer"],
+    ["zero1", "bare fully_shard, gathered"],
+    ["zero1", "DeepSpeed ZeRO-1"],
+    ["zero2", "bare fully_shard, gathered"],
+    ["zero2", "DeepSpeed ZeRO-2"],
+    ["zero3", "bare fully_shard"],
+    ["zero3", "transformers, sharded on load"],
+    ["zero3", "DeepSpeed ZeRO-3"],
+    ["packed", "padded"],
+]
+RANKS = 2
+EXCHANGES = 6000  # some 400 packed rows
+NEEDED_BYTES = {"tiny": 1.5e9, "smollm2": 7.5e9}  # of the ranks of one contender, all together
+SECONDS = 600  # for a step, or for everything before the second one
+OPTIM = {"learning_rate": 2e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0}
+PACKAGES = ("transformers", "accelerate")
+
+
+class LeftOut(Exception):
+    """Why a contender has no figures."""
+
+
+class World:
+    """The ranks of one contender."""
+
+    def __init__(self, name: str, folder: Path, site: Path):
+        from shardbook.ranks.distributed import free_port
+
+        self.name, self.said = name, [folder / f"{name}.{rank}.txt" for rank in range(RANKS)]
+        self.pipes: list[Connection] = []
+        self.processes: list[subprocess.Popen] = []
+        shared = {
+            "WORLD_SIZE": str(RANKS),
+            "LOCAL_WORLD_SIZE": str(RANKS),
+            "LOCAL_SIZE": str(RANKS),  # DeepSpeed's
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // RANKS)),
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if name.startswith("DeepSpeed"):  # where it can be imported transformers imports it, in every contender
+            paths = [str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+            shared |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        for rank in range(RANKS):
+            here, there = Pipe()
+            command = [sys.executable, str(Path(__file__).with_name("peer_loops.py")), name, str(folder)]
+            with self.said[rank].open("w") as said:
+                process = subprocess.Popen(
+                    [*command, str(there.fileno())],
+                    env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    pass_fds=[there.fileno()],
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                )
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def hear(self) -> list:
+        """What each rank says next. Raises LeftOut."""
+        heard: dict[Connection, object] = {}
+        while len(heard) < RANKS:
+            ready = wait([pipe for pipe in self.pipes if pipe not in heard], SECONDS)
+            if not ready:
+                raise LeftOut(f"said nothing for {SECONDS} s")
+            for pipe in ready:
+                try:
+                    heard[pipe] = pipe.recv()
+                except (EOFError, ConnectionError):
+                    raise LeftOut(self.reason(self.pipes.index(pipe))) from None
+        return [heard[pipe] for pipe in self.pipes]
+
+    def step(self) -> float:
+        """One step of all ranks, in seconds of wall time. Raises LeftOut."""
+        began = time.perf_counter()
+        for pipe in self.pipes:
+            with contextlib.suppress(BrokenPipeError):  # `hear` says why
+                pipe.send("go")
+        self.hear()
+        return time.perf_counter() - began
+
+    def reason(self, rank: int) -> str:
+        from gpu import reason
+
+        code = self.processes[rank].wait(30)
+        return reason(self.said[rank].read_text(), code)
+
+    def cpu_seconds(self) -> float:
+        """Of all threads of its processes."""
+        ticks = 0
+        for process in self.processes:
+            with contextlib.suppress(FileNotFoundError):
+                words = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(words[11]) + int(words[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def run_group(names: list[str], folder: Path, site: Path, settings: dict) -> dict[str, dict]:
+    """A row a contender: seconds of each step after the first, losses of all; or `left_out`."""
+    rows: dict[str, dict] = {}
+    worlds: dict[str, World] = {}
+
+    def leave(name: str, why: LeftOut) -> None:
+        worlds.pop(name).end()
+        rows[name] = {"left_out": str(why)}
+        print(f"{name:32} left out: {why}", flush=True)
+
+    try:
+        for name in names:
+            began, free = time.perf_counter(), free_bytes()
+            if free < settings["needed_bytes"]:  # else the kernel would end one, of whomever
+                why = f"needs {settings['needed_bytes'] / 1e9:.0f} GB of memory, {free / 1e9:.0f} are free"
+                rows[name] = {"left_out": why}
+                print(f"{name:32} left out: {why}", flush=True)
+                continue
+            worlds[name] = World(name, folder, site)
+            rows[name] = {"seconds": [], "idle_share": 0.0}
+            try:
+                worlds[name].hear()
+                print(f"{name:32} stands after {time.perf_counter() - began:.0f} s", flush=True)
+            except LeftOut as why:
+                leave(name, why)
+        for round_ in range(settings["steps"] - 1):
+            turn = round_ % len(names)
+            for name in [each for each in names[turn:] + names[:turn] if each in worlds]:
+                before = {other: world.cpu_seconds() for other, world in worlds.items()}
+                try:
+                    seconds = worlds[name].step()
+                except LeftOut as why:
+                    leave(name, why)
+                    continue
+                rows[name]["seconds"].append(seconds)
+                print(f"{name:32} step {round_ + 2}: {seconds:.2f} s", flush=True)
+                for other, world in worlds.items():
+                    if other != name:  # its share of one core while it should be doing nothing
+                        idle = (world.cpu_seconds() - before[other]) / seconds
+                        rows[other]["idle_share"] = max(rows[other]["idle_share"], idle)
+        for name, world in list(worlds.items()):
+            try:
+                rows[name] |= finish(name, world.hear(), settings)
+            except LeftOut as why:
+                leave(name, why)
+    finally:
+        for world in worlds.values():
+            world.end()
+        shutil.rmtree(folder / "runs", ignore_errors=True)  # the next group's run of this name begins anew
+    return rows
+
+
+def free_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+
+
+def finish(name: str, said: list[dict], settings: dict) -> dict:
+    """What the ranks of `name` said at their end, as one row. All have as many tokens, so losses are their mean."""
+    losses = [sum(each) / RANKS for each in zip(*(rank["losses"] for rank in said), strict=True)]
+    if len(losses) != settings["steps"]:
+        raise LeftOut(f"{len(losses)} losses of {settings['steps']} steps")
+    full = RANKS * settings["batch"] * (settings["length"] - 1)  # the first token of a row is not predicted
+    useful = said[0].get("trained_tokens", [full] * settings["steps"])
+    return {
+        "losses": losses,
+        "useful_tokens": useful[1:],
+        "peak_resident_bytes": max(rank["peak_resident_bytes"] for rank in said),
+    }
+
+
+def prepare(folder: Path, settings: dict) -> None:
+    """Rows of ChitChat: exchanges, and documents that fill a row; the order in which our loader gives those."""
+    import torch
+
+    from shardbook.data.chitchat import chitchat_file
+    from shardbook.data.loader import Loader, choose_batching
+    from shardbook.data.tokenized import build_documents, load_tokenizer
+    from shardbook.recipe import find_recipe, load_recipe
+
+    tokenizer = load_tokenizer(Path(settings["model"]), "model.path")
+    chats = [json.loads(line)["messages"] for line in chitchat_file().read_text().splitlines()]
+    # no more than is used: a row and its tokens need not be made ten times over
+    texts = ["\n".join(message["content"] for message in chat)[: 10 * settings["length"]] for chat in chats]
+    texts = [text for text in texts if len(text) == 10 * settings["length"]][: 8 * RANKS * settings["steps"]]
+    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    full = [text for text, length in zip(texts, lengths, strict=True) if length >= settings["length"]]
+    pairs = [pair for chat in chats for pair in zip(chat[::2], chat[1::2], strict=False)][:EXCHANGES]
+    write(folder / "full.jsonl", [{"text": text} for text in full])
+    write(folder / "exchanges.jsonl", [{"prompt": a["content"] + "\n", "completion": b["content"]} for a, b in pairs])
+    for rows in (full_rows(settings, folder, "ddp"), exchanges(settings, folder, packing=False)):
+        name, *words = recipe_words(settings, folder, "rows", rows)
+        recipe = load_recipe(find_recipe(name), words)
+        documents, _ = build_documents(recipe.data, tokenizer, Path(settings["model"]))  # tokenised here, once
+        if recipe.data.max_length == settings["length"]:
+            batchings = [
+                choose_batching(recipe.data, recipe.train, (rank, RANKS), "cpu", documents) for rank in range(RANKS)
+            ]
+            loaders = [Loader(documents, batching, 1, recipe.train.seed) for batching in batchings]
+            steps = [[loader.next_step()[0].input_ids for loader in loaders] for _ in range(settings["steps"])]
+            torch.save(torch.stack([torch.stack(step) for step in steps]), folder / "rows.pt")
+    (folder / "settings.json").write_text(json.dumps(settings))
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def model_of(folder: Path, tiny: bool) -> Path:
+    from shardbook.model.embedded import smollm2_folder
+
+    if not tiny:
+        return smollm2_folder()
+    sys.path.append(str(ROOT / "tests"))
+    import tiny as small
+
+    return small.write_model(folder / "model", max_position_embeddings=512)
+
+
+def facts(site: Path) -> dict:
+    import torch
+
+    cpu = platform.processor()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    found = {"commit": commit, "torch": torch.__version__, "cpu": cpu, "cores": os.cpu_count()}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found | {each.name: each.version for each in distributions(name="deepspeed", path=[str(site)])}
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=6, help="steps of each contender that count")
+    parser.add_argument("--warmup", type=int, default=1, help="rounds before them, beside the step at the start")
+    parser.add_argument("--only", nargs="*", default=[], help="contenders whose name holds one of these words")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model with random weights, only to see that it runs"
+    )
+    parser.add_argument("--site", type=Path, default=ROOT / ".venv" / "peers", help="folder that DeepSpeed is in")
+    parser.add_argument("--out", type=Path, help="folder for peers.json alone (the repository's data stays as it is)")
+    asked = parser.parse_args(words)
+    if asked.rounds < 1 or asked.warmup < 0:
+        print(f"--rounds {asked.rounds} --warmup {asked.warmup}: must be at least 1 and 0", file=sys.stderr)
+        return 2
+    groups = [
+        [name for name in group if not asked.only or any(word in name for word in asked.only)] for group in GROUPS
+    ]
+    if not any(groups):
+        print(f"--only {asked.only}: no contender; there are", *CONTENDERS, sep="\n  ", file=sys.stderr)
+        return 2
+    if (asked.tiny or asked.only) and not asked.out:
+        print("--tiny and --only need --out: what they give is no data of the repository", file=sys.stderr)
+        return 2
+    folder = Path(tempfile.mkdtemp(prefix="peers-"))
+    try:
+        settings = {
+            "model": str(model_of(folder, asked.tiny)),
+            "ranks": RANKS,
+            "batch": 4,
+            "length": 128,
+            "dtype": "fp32",
+            "needed_bytes": NEEDED_BYTES["tiny" if asked.tiny else "smollm2"],
+            "optim": OPTIM,
+            "warmup": asked.warmup,
+            "steps": 1 + asked.warmup + asked.rounds,
+        }
+        prepare(folder, settings)
+        measured = [run_group(group, folder, asked.site, settings) for group in groups if group]
+    finally:
+        shutil.rmtree(folder)
+    judged = judge(measured)
+    ratios, quartiles = compare(judged, asked.warmup)
+    settings["model"] = "tiny" if asked.tiny else "SmolLM2-135M-Instruct"
+    data = facts(asked.site) | {"settings": settings, "tolerance": TOLERANCE, "ratios": ratios, "quartiles": quartiles}
+    out = asked.out or DOCS
+    out.mkdir(parents=True, exist_ok=True)
+    data |= {"groups": judged}
+    (out / "peers.json").write_text(json.dumps(data, indent=1) + "\n")
+    for pair, middle in ratios.items():
+        print(f"{pair:48} {middle:.3f}  ({quartiles[pair][0]:.3f} to {quartiles[pair][1]:.3f})")
+    for name, row in [pair for group in judged for pair in group.items()]:
+        print(
+            f"{name:32}", *(f"{key}: {row[key]}" for key in ("left_out", "wrong", "largest_difference") if key in row)
+        )
+    if not asked.out:
+        show(data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

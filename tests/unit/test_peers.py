@@ -1,0 +1,109 @@
+"""What bench-peers makes of its measurements, on made-up ones: ratios, who is wrong, what is left out, the table."""
+
+import json
+import shutil
+
+import peer_report
+import peers
+import pytest
+from peer_loops import CONTENDERS
+from peer_report import OTHER_ROWS, OURS, PAIRS, compare, judge, rates
+
+LOSSES = [3.0, 2.5, 2.25, 2.0]
+
+
+def row(seconds: list[float], losses: list[float] = LOSSES, tokens: float = 1000.0) -> dict:
+    """Three timed steps after the one at the start."""
+    memory = {"peak_resident_bytes": 2_100_000_000}
+    return {"seconds": seconds, "losses": losses, "useful_tokens": [tokens] * len(seconds)} | memory
+
+
+def measured() -> dict[str, dict]:
+    return {
+        "ddp": row([50.0, 2.0, 4.0]),
+        "bare DDP": row([1.0, 1.0, 6.0]),
+        "HF Trainer": {"left_out": "exit code 1: ModuleNotFoundError: No module named 'accelerate'"},
+        "packed": row([8.0, 2.0, 2.0], [9.0] * 4, 900.0),
+        "padded": row([8.0, 2.0, 2.0], [7.0] * 4, 300.0),
+    }
+
+
+def test_a_ratio_is_of_rounds_and_of_tokens():
+    """Not of two medians, 3 and 3.5 seconds; warm-up apart; with as many tokens theirs / ours in seconds."""
+    medians, quartiles = compare(judge([measured()]), warmup=1)
+    assert medians == {"ddp / bare DDP": 1.0, "packed / padded": pytest.approx(3.0)}  # of 1 / 2 and 6 / 4
+    assert quartiles["ddp / bare DDP"] == [0.75, 1.25]
+    assert rates(measured()["ddp"], 1) == [500.0, 250.0]
+    medians, quartiles = compare(judge([measured()]), warmup=2)
+    assert medians["ddp / bare DDP"] == 1.5 and quartiles["ddp / bare DDP"] == [1.5, 1.5]  # one round has no spread
+
+
+def test_other_losses_are_wrong_and_have_no_ratio():
+    found = measured()
+    found["HF Trainer"] = row([0.1, 0.1, 0.1], [3.0, 2.5, 2.25 * 1.0002, 2.0])
+    found["zero3"] = row([0.1, 0.1, 0.1], [3.0, 2.5, 2.25, float("nan")])
+    found["bare fully_shard"] = found["DeepSpeed ZeRO-3"] = row([2.0, 2.0, 2.0])
+    [judged] = judge([found], 1e-4)
+    assert judged["HF Trainer"]["wrong"] == "loss of step 3 is 2.250450, the others' 2.250000"
+    assert "step 4 is nan" in judged["zero3"]["wrong"]
+    assert set(compare([judged], 1)[0]) == {"ddp / bare DDP", "packed / padded"}
+    assert judged["ddp"]["largest_difference"] == 0 and "wrong" not in judged["bare DDP"]
+    assert "largest_difference" not in judged["packed"]  # other rows
+    assert "wrong" not in judge([found], 3e-4)[0]["HF Trainer"]
+
+
+def test_ours_are_held_to_the_others():
+    """However many of ours agree with each other."""
+    found = {name: row([1.0] * 3, [loss * 1.01 for loss in LOSSES]) for name in ("ddp", "zero1", "zero2", "zero3")}
+    judged = judge([found, {"bare DDP": row([1.0] * 3)}])  # in whichever group
+    assert [name for group in judged for name, each in group.items() if "wrong" in each] == list(found)
+    assert not any("wrong" in each for each in judge([found])[0].values())  # alone: with each other
+
+
+def data_of(found: dict[str, dict]) -> dict:
+    judged = judge([found])
+    medians, quartiles = compare(judged, 1)
+    facts = {"cpu": "a CPU", "torch": "2.13.0", "commit": "0123456789abcdef", "settings": {"ranks": 2, "warmup": 1}}
+    return facts | {"ratios": medians, "quartiles": quartiles, "groups": judged}
+
+
+def test_the_page_says_what_was_measured_and_why_not(tmp_path):
+    shutil.copy(peer_report.DOCS / "peers.md", tmp_path)
+    found = measured() | {"zero3": row([1.0] * 3, [3.0, 2.5, 2.0, 2.0])}
+    peer_report.show(data_of(found), tmp_path)
+    page = (tmp_path / "peers.md").read_text()
+    assert "| ddp / bare DDP | 1.000 | 0.750 to 1.250 |" in page
+    assert "| ddp | 3.00 | 375 | 2.1 | 0.0e+00 |" in page
+    assert "| HF Trainer | left out: exit code 1: ModuleNotFoundError: No module named 'accelerate' |" in page
+    assert "| zero3 | wrong: loss of step 3 is 2.000000, the others' 2.250000 |" in page
+    assert "ddp / bare DDP" in (tmp_path / "peers.svg").read_text()
+    peer_report.show(data_of(found), tmp_path)
+    assert (tmp_path / "peers.md").read_text() == page  # written again it does not grow
+
+
+def test_every_pair_steps_in_turn():
+    assert {name for group in peers.GROUPS for name in group} == set(CONTENDERS)
+    assert {name for pair in PAIRS for name in pair} == set(CONTENDERS)
+    for pair in PAIRS:
+        assert sum(set(pair) <= set(group) for group in peers.GROUPS) == 1, pair
+    assert OTHER_ROWS < OURS < set(CONTENDERS)
+
+
+def test_bad_words(tmp_path, capsys):
+    assert peers.main(["--rounds", "0"]) == 2 and "--rounds 0" in capsys.readouterr().err
+    assert peers.main(["--only", "megatron"]) == 2 and "DeepSpeed ZeRO-1" in capsys.readouterr().err
+    assert peers.main(["--tiny"]) == 2 and "--out" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_bench_runs(tmp_path, monkeypatch):
+    """A tiny model: ours and bare loops compute the same; one that does not start is left out, with its reason."""
+    monkeypatch.setattr(peers, "GROUPS", [["ddp", "bare DDP", "megatron"], ["zero3", "bare fully_shard"]])
+    assert peers.main(["--tiny", "--rounds", "2", "--warmup", "0", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "peers.json").read_text())
+    assert set(found["ratios"]) == {"ddp / bare DDP", "zero3 / bare fully_shard"}
+    assert found["groups"][0].pop("megatron")["left_out"] == "exit code 1: KeyError: 'megatron'"
+    for each in [row for group in found["groups"] for row in group.values()]:
+        assert len(each["losses"]) == 3 and len(each["seconds"]) == 2 and min(each["seconds"]) > 0
+        assert each["largest_difference"] < 1e-5
+        assert each["useful_tokens"] == [2 * 4 * 127] * 2
