@@ -231,7 +231,10 @@ def prepare(folder: Path, settings: dict) -> None:
                 choose_batching(recipe.data, recipe.train, (rank, RANKS), "cpu", documents) for rank in range(RANKS)
             ]
             loaders = [Loader(documents, batching, 1, recipe.train.seed) for batching in batchings]
-            steps = [[loader.next_step()[0].input_ids for loader in loaders] for _ in range(settings["steps"])]
+            steps = [
+                [loader.step_at(step * loader.rows_per_step)[0].input_ids for loader in loaders]
+                for step in range(settings["steps"])
+            ]
             torch.save(torch.stack([torch.stack(step) for step in steps]), folder / "rows.pt")
     (folder / "settings.json").write_text(json.dumps(settings))
 

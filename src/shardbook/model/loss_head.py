@@ -57,6 +57,7 @@ class _SummedLoss(torch.autograd.Function):
                 torch.mm(slope, weight, out=of_hidden[here])
             if of_weight is not None:
                 add_product(of_weight, slope.t(), hidden[here], is_first=not first)
+            del slope  # before the next chunk's logits
         ctx.gradients, ctx.dtype = [of_hidden, of_weight], weight.dtype
         return total
 
