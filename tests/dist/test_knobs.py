@@ -113,7 +113,8 @@ def test_gathered_bytes_of_each_knob(outcomes):
         4 * 3 * (5 + 1) + 2 * 2,
         (4 * (3 * block - norms) + 2 * (outer + norms)) * 4,
     )
-    assert gathers(outcomes, "wrap-halves") == (4 * 3 + 2 * 2, 0)
+    mlp = 3 * 32 * 48
+    assert gathers(outcomes, "wrap-halves") == (4 * 3 + 2 * 2, (4 * 3 * mlp + 2 * (outer + 3 * (block - mlp))) * 4)
     assert gathers(outcomes, "small-kept") == (3 + 2, (3 * block + 2 * outer) * 4)
     assert gathers(outcomes, "root-kept") == (4 * 3 + 1, (4 * 3 * block + outer) * 4)
     block, outer = numel(tied=False)
