@@ -92,7 +92,7 @@ def update_shard(flat: list[Tensor], numbers: Tensor, step: int, number: int, fi
     device, length = flat[0].device, flat[0].numel()
     pieces = -(-(first + length) // PIECE) - first // PIECE
     keys = draw_keys(step, number, first // PIECE, pieces, device)
-    places = torch.arange(PIECE, dtype=torch.int32, device=device)
+    places = places_on(device)
     for begin, count, width in runs(first, length, RUN.get(device.type, 1)):
         piece, place = (first + begin) // PIECE - first // PIECE, (first + begin) % PIECE
         views = (tensor[begin : begin + count * width].view(count, width) for tensor in flat)
@@ -113,7 +113,7 @@ def runs(first: int, length: int, most: int) -> Iterator[tuple[int, int, int]]:
 def update(
     weights: Tensor, gradients: Tensor, first: Tensor, second: Tensor, keys: Tensor, places: Tensor, numbers: Tensor
 ) -> None:
-    """AdamW in place on `(pieces, width)` elements; `keys` as `draw_keys` gives, `places` within a piece, int32.
+    """AdamW in place on `(pieces, width)` elements; `keys` as `draw_keys` gives, `places` of `places_on`.
 
     Only single additions, products, quotients and roots: a CPU may fuse two of them in the middle of a tensor and not
     at its end, and then a shard's bits would depend on where it was cut.
@@ -142,18 +142,29 @@ def rounded(values: Tensor, keys: Tensor, places: Tensor) -> Tensor:
     that are cut off, else towards it. What bf16 has stays, and so do infinities and NaN.
 
     The 16 bits added are the upper half of a * place + b: uniform, and those of any two places of a piece independent,
-    over random 32-bit a and b (Dietzfelbinger; Thorup, arXiv 1504.06804, section 3.3).
+    over random 32-bit a and b, so sums have the variance of independent ones (Dietzfelbinger, STACS 1996; Thorup,
+    arXiv 1504.06804, section 3.3).
     """
     noise = (places * keys[:, :1]).add_(keys[:, 1:]).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
     bits = values.view(torch.int32).clamp_(max=NAN).add_(noise).bitwise_and_(-(2**16))
     return bits.view(torch.float32)
 
 
+@functools.cache
+def places_on(device: torch.device) -> Tensor:
+    """The places of a piece's elements, int32: numbers from 0 shuffled, else noise would run evenly from one element to
+    the next. Each step is a bijection of 16 bits."""
+    places = torch.arange(PIECE, dtype=torch.int32, device=device)
+    for shift, factor in ((8, 0x88B5), (7, 0xDB2D), (9, 1)):
+        places = ((places ^ places >> shift) * factor).bitwise_and_(PIECE - 1)
+    return places
+
+
 def draw_keys(step: int, number: int, first: int, count: int, device: torch.device) -> Tensor:
     """Keys of the pieces `first` to `first + count` of parameter `number` at `step`: int32 of shape (count, KEYS), the
     lower halves of splitmix64 (Steele et al., OOPSLA 2014) begun at a hash of step and parameter."""
     seed = mix((mix(step) + number) & ALL)
-    state = torch.arange(first * KEYS, (first + count) * KEYS, device=device)
+    state = torch.arange(first * KEYS + 1, (first + count) * KEYS + 1, device=device)
     state = state.mul_(_signed(0x9E3779B97F4A7C15)).add_(_signed(seed))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         state = (state ^ (state >> shift & 2 ** (64 - shift) - 1)).mul_(_signed(factor))  # >> copies the sign
