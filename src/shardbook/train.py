@@ -98,8 +98,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     run.check_goes_on(steps, newest)
 
     # Checkpointing -> compile -> stage -> memory.
-    peak = predict_peak(layout, config, recipe)
-    predicted = predict_traffic(layout, loader.accumulation)
+    peak, predicted = predict_peak(layout, config, recipe), predict_traffic(layout, loader.accumulation)
     forecast = predict_memory_metrics(layout, recipe.optim.name, peak.total)
     apply_checkpointing(model.blocks, recipe.activation)
     if recipe.train.compile:

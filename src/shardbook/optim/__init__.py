@@ -55,6 +55,7 @@ def check_optimizer(optim: Optim, device_type: str) -> None:
             "optim.name = 'adamw_8bit': compiles its step, and Triton is absent; set optim.name=adamw_bf16"
         )
 
+
 NORM_PIECE = 2**16  # elements of a gradient that are squared together on a CPU
 
 
