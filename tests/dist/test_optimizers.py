@@ -87,7 +87,7 @@ def train_8bit(build, vocab, stage):
     return found | {"losses": result.losses, "weights": {name: w.tolist() for name, w in result.weights.items()}}
 
 
-@pytest.mark.parametrize("build, vocab", [(Large, 256), (Uneven, 127)])
+@pytest.mark.parametrize("build, vocab", [pytest.param(Large, 256, marks=pytest.mark.slow), (Uneven, 127)])
 def test_8_bits_in_every_stage(build, vocab, torchao):
     """Blocks are of shards, so layouts differ; each is near fp32's: a moment is off by 1/64 of its block's largest."""
     want = Scenario(build=build, vocab=vocab).reference(2, 5, 0.0)
