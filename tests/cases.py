@@ -170,13 +170,14 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
     model, layout = seen["model"], seen["layout"]
     assert layout.sizes == {"dp_replicate": case.replicas, "dp_shard": case.shards}
     coordinates = tuple(seen["mesh"].get_local_rank(axis) for axis in layout.sizes)
-    kept = predict_resident(layout, ranks.rank)
+    kept = predict_resident(layout, ranks.rank, settings.optim.name)
     memory = (kept.params_bytes, kept.grads_bytes, kept.optimizer_bytes)
     groups = layout.groups(ranks.rank) | {WORLD: list(range(case.world))}
     inter_node = sent_between_nodes(seen["traffic"][1], groups, ranks.rank, 2)
     weights = {name: whole(p) for name, p in model.named_parameters()}
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    digest = hashlib.sha256(b"".join(part.detach().cpu().numpy().tobytes() for part in local)).hexdigest()
+    local_bytes = (part.detach().cpu().flatten().view(torch.uint8).numpy().tobytes() for part in local)
+    digest = hashlib.sha256(b"".join(local_bytes)).hexdigest()
     result = None
     if ranks.is_main:
         rows = [

@@ -109,6 +109,7 @@ class Scenario:
     micros: int = 2
     parallel: dict = field(default_factory=dict)  # further keys of [parallel]
     precision: dict = field(default_factory=dict)
+    optimizer: str = "adamw"
 
     def model(self) -> nn.Module:
         model = self.build()
@@ -175,7 +176,8 @@ def train_toy(
     layout = scenario.layout(model, stage, replicas, shards)
     rank, ranks = layout.data_rank(dist.get_rank())
     sharded = apply_stage(model, layout, build_mesh(layout.sizes, device))
-    optimizer = build_optimizer(model, Optim(learning_rate=RATE, weight_decay=DECAY, eps=reference.EPS))
+    settings = Optim(name=scenario.optimizer, learning_rate=RATE, weight_decay=DECAY, eps=reference.EPS)
+    optimizer = build_optimizer(model, settings)
     result, seen = reference.Result([], [], [], {}), None
     for step in range(steps):
         context = watch(layout) if watch and step == 1 else contextlib.nullcontext()

@@ -22,7 +22,7 @@ from shardbook.model.families import load_config
 from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
 from shardbook.model.weights import full_tensors, init_weights, load_weights, save_weights
 from shardbook.objectives import OBJECTIVES
-from shardbook.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from shardbook.optim import build_optimizer, check_optimizer, clip_gradients, learning_rate, set_learning_rate
 from shardbook.parallel.layout import DTYPES, build_layout
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
@@ -61,6 +61,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     console = Console(ranks.is_main)
     recipe = resolve_precision(recipe, ranks.device.type)
     check_alike(environment() | flatten_recipe(recipe) | {"ranks of a node": ranks.ranks_per_node})
+    check_optimizer(recipe.optim, ranks.device.type)
     use_deterministic(recipe.train.deterministic)
     torch.manual_seed(recipe.train.seed)
     objective = OBJECTIVES[recipe.method]
@@ -97,8 +98,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     run.check_goes_on(steps, newest)
 
     # Checkpointing -> compile -> stage -> memory.
-    peak = predict_peak(layout, config, recipe)
-    predicted, forecast = predict_traffic(layout, loader.accumulation), predict_memory_metrics(layout, peak.total)
+    peak, predicted = predict_peak(layout, config, recipe), predict_traffic(layout, loader.accumulation)
+    forecast = predict_memory_metrics(layout, recipe.optim.name, peak.total)
     apply_checkpointing(model.blocks, recipe.activation)
     if recipe.train.compile:
         apply_compile(model)

@@ -98,13 +98,13 @@ def cases_of(cuda: bool) -> list[Case]:
     first = [
         Case("1b", 4096, 4),
         Case("8b", 8192, 1, checkpointing="full"),
-        Case("8b", 8192, 1, checkpointing="full", master="bf16"),  # speed only: such weights hardly move
+        Case("8b", 8192, 1, checkpointing="full", master="bf16", optimizer="adamw_bf16"),
         Case("1b", 4096, 4, attention="sdpa"),  # a dense mask for the same rows
-        Case("8b", 8192, 1, checkpointing="full", master="bf16", attention="sdpa"),
+        Case("8b", 8192, 1, checkpointing="full", master="bf16", optimizer="adamw_bf16", attention="sdpa"),
         Case("1b", 4096, 4, "whole"),
         Case("1b", 4096, 4, "whole", loop="bare"),
         Case("3b", 8192, 1, checkpointing="selective"),
-        Case("8b", 8192, 1, checkpointing="selective", master="bf16"),
+        Case("8b", 8192, 1, checkpointing="selective", master="bf16", optimizer="adamw_bf16"),
         Case("3b", 8192, 1, "whole", "full", loop="bare"),
         Case("3b", 8192, 1, "whole", "full"),
         Case("1b", 4096, 4, stage="zero2"),
@@ -172,9 +172,7 @@ def left_out(case: Case, folder: Path, device: str, memory_bytes: int | None) ->
     shape = case.shape_folder(folder)
     model = build_model(load_config(recipe.model, shape, case.length), case.master, recipe.train.loss_chunk_tokens)
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, 1, 1)
-    state = predict_gathered_peak(layout)
-    if case.optimizer == "adamw":  # the formula's
-        state += predict_resident(layout, 0).total_bytes
+    state = predict_gathered_peak(layout) + predict_resident(layout, 0, case.optimizer).total_bytes
     kept = kept_values(json.loads((shape / "config.json").read_text()), case.checkpointing)
     activations = kept * case.batch * case.length * layout.dtype("params").itemsize
     if state + activations <= memory_bytes:

@@ -1,4 +1,4 @@
-"""The plots and tables of docs/zeropp.md, from docs/benchmarks/*.json: the last thing that the benches do.
+"""The plots and tables of pages, from docs/benchmarks/*.json: the last thing that the benches do.
 
 python tests/bench/page.py
 """
@@ -17,19 +17,21 @@ PLAIN = {"svg.fonttype": "none", "svg.hashsalt": "shardbook", "font.family": "sa
 
 
 def main() -> None:
-    page = DOCS / "zeropp.md"
-    for name, (draw, tabulate) in SHOWN.items():
+    for name, (title, draw, tabulate) in SHOWN.items():
+        page = DOCS / f"{title}.md"
+        if not (DOCS / "benchmarks" / f"{name}.json").is_file():
+            continue  # not yet measured
         data = json.loads((DOCS / "benchmarks" / f"{name}.json").read_text())
         with plt.rc_context(PLAIN):
             figure, axes = plt.subplots(figsize=(8.4, 4.4), layout="constrained")
             draw(axes, data)
             axes.spines[["top", "right"]].set_visible(False)
-            figure.savefig(DOCS / f"zeropp-{name}.svg", metadata={"Date": None})
+            figure.savefig(DOCS / f"{title}-{name}.svg" if title != name else f"{name}.svg", metadata={"Date": None})
             plt.close(figure)
         before, _, rest = page.read_text().partition(f"<!-- {name} -->")
         _, _, after = rest.partition("<!-- end -->")
         page.write_text(f"{before}<!-- {name} -->\n\n{tabulate(data)}\n\n<!-- end -->{after}")
-    print(page)
+        print(page)
 
 
 def draw_link(axes, data: dict) -> None:
@@ -80,20 +82,27 @@ def tabulate_link(data: dict) -> str:
 
 
 def tabulate_convergence(data: dict) -> str:
-    base = data["variants"]["zero3"]["eval"][-1]
+    first_name = next(iter(data["variants"]))
+    base = data["variants"][first_name]["eval"][-1]
     rows = []
     for name, found in data["variants"].items():
         first, last = found["eval"][0], found["eval"][-1]
-        off = "" if name == "zero3" else f"{round(100 * (last / base - 1), 2) + 0.0:+.2f}%"  # never -0.00
+        off = "" if name == first_name else f"{round(100 * (last / base - 1), 2) + 0.0:+.2f}%"  # never -0.00
         rows.append([name, f"2 x {found['ranks_of_a_node']}", f"{first:.4f}", f"{last:.4f}", off])
-    return table(["variant", "nodes x ranks", "held out before", f"after {data['steps']} steps", "against zero3"], rows)
+    return table(
+        ["variant", "nodes x ranks", "held out before", f"after {data['steps']} steps", f"against {first_name}"], rows
+    )
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
 
 
-SHOWN = {"link": (draw_link, tabulate_link), "convergence": (draw_convergence, tabulate_convergence)}
+SHOWN = {  # by name of the data: the page, and what it shows
+    "link": ("zeropp", draw_link, tabulate_link),
+    "convergence": ("zeropp", draw_convergence, tabulate_convergence),
+    "optimizers": ("optimizers", draw_convergence, tabulate_convergence),
+}
 
 if __name__ == "__main__":
     main()

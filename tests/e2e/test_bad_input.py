@@ -82,6 +82,28 @@ def test_refused_with_exit_code_2(place, name):
     assert not (place / name / "metrics.jsonl").exists()
 
 
+def without_torchao(version, words):
+    """A rank of a machine that has no torchao, or this version of it."""
+    import sys
+    from importlib import metadata
+    from types import SimpleNamespace
+
+    sys.modules["torchao"] = sys.modules["torchao.optim"] = None
+    if version:
+        sys.modules["torchao.optim"] = SimpleNamespace(AdamW8bit=None)
+        real = metadata.version
+        metadata.version = lambda package: version if package == "torchao" else real(package)
+    return train_rank(words)
+
+
+@pytest.mark.parametrize("version, said", [("", "torchao cannot be used ("), ("0.9.1", "torchao is 0.9.1")])
+def test_an_optimizer_that_is_not_installed(place, version, said):
+    """Before anything is fetched: the model does not exist either."""
+    words = [str(place / "tiny.toml"), "optim.name=adamw_8bit", f"model.path={place}/nowhere"]
+    parts = ["optim.name = 'adamw_8bit'", said, "pip install 'torchao>=0.18'", "or set optim.name=adamw_bf16"]
+    check(run_world(2, without_torchao, version, words), parts)
+
+
 def test_every_rank_refuses(place):
     words = [str(place / "tiny.toml"), "run.name=two", f"model.path={place}/misshapen"]
     check(run_world(2, train_rank, words), ["model.norm.weight has shape [7]"])

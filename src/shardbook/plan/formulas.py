@@ -12,6 +12,7 @@ from math import prod
 from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, WORLD
 from shardbook.comm.ledger import Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
+from shardbook.optim import state_bytes
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.stages import Stage
@@ -19,7 +20,6 @@ from shardbook.parallel.units import Unit, backward_order
 
 COUNTS_BYTES = 4 * 8  # the step's counts and stop flags: four fp64 numbers summed over all ranks
 NORM_BYTES = 8  # the squared gradient norm, one fp64 number
-STEP_BYTES = 4  # AdamW's step count of one parameter
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,17 @@ def predict_traffic(layout: Layout, micros: int) -> Traffic:
     return traffic
 
 
-def predict_resident(layout: Layout, rank: int) -> Resident:
-    """What the global `rank` keeps. Parameters and gradients lie in padded storage; AdamW's two moments have the true
-    rows of the rank, and one step count a parameter."""
+def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -> Resident:
+    """What the global `rank` keeps. Parameters and gradients lie in padded storage; the moments of `optimizer_name`, as
+    optim.name has it, have the true rows of the rank."""
     shards, master, shard = layout.shards, layout.dtype("master").itemsize, rank_along(layout.sizes, DP_SHARD, rank)
     params = grads = optimizer = 0
     for unit in layout.units:
         params += unit.padded_numel(shards) // shards * master
         grads += unit.padded_numel(shards, trained_only=True) // shards * master
         for shape in compress(unit.shapes, unit.trained):
-            optimizer += 2 * shard_rows(shape[0], shards, shard) * prod(shape[1:]) * master + STEP_BYTES
+            numel = shard_rows(shape[0], shards, shard) * prod(shape[1:])
+            optimizer += state_bytes(optimizer_name, numel, master)
     return Resident(params, grads, optimizer)
 
 
@@ -120,11 +121,12 @@ def paper_resident(stage: Stage, parameters: int, ranks: int) -> Resident:
     )
 
 
-def predict_memory_metrics(layout: Layout, peak_bytes: int) -> dict[str, float]:
+def predict_memory_metrics(layout: Layout, optimizer_name: str, peak_bytes: int) -> dict[str, float]:
     """The metrics `predicted/memory/<what>_bytes` of the first rank, and `paper/memory/<what>_bytes` beside them."""
     count = sum(unit.numel for unit in layout.units)
     paper = asdict(paper_resident(layout.stage, count, layout.shards))
-    metrics = {f"predicted/memory/{what}": value for what, value in asdict(predict_resident(layout, rank=0)).items()}
+    kept = asdict(predict_resident(layout, 0, optimizer_name))
+    metrics = {f"predicted/memory/{what}": value for what, value in kept.items()}
     metrics |= {f"paper/memory/{what}": value for what, value in paper.items()}
     if residual := predict_residual(layout):
         metrics["predicted/memory/residual_bytes"] = residual

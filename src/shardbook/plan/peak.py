@@ -120,7 +120,7 @@ def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Pe
     if config._attn_implementation in ("sdpa", "eager") and recipe.data.packing:
         # of bool, for all blocks; and in the dtype of compute, which each holds that is not run again
         dense = rows * recipe.data.max_length**2 * (1 + itemsize * max(1, layers - again))
-    state = predict_resident(layout, rank=0)
+    state = predict_resident(layout, 0, recipe.optim.name)
     largest = max(unit.padded_numel(layout.shards) for unit in layout.units)
     # gradients of a unit in the dtype of compute, then in that of the reduction
     reducing = largest * (itemsize + layout.dtype("reduce").itemsize) * (layout.world_size > 1)

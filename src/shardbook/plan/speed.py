@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from shardbook.model.causal_lm import Flops
+from shardbook.optim import state_bytes
 from shardbook.parallel.layout import Layout
 from shardbook.plan.peak import read_widths
 from shardbook.recipe import Recipe
@@ -51,7 +52,9 @@ def predict_mfu(
     # casts, copies in and out of a gather, and of a reduction, of each parameter; AdamW, norm and clipping of a shard
     numel = sum(unit.numel for unit in layout.units)
     copies = numel * (2 * 2 * itemsize + itemsize + 2 * 4) / rates.memory_bytes
-    optimizer = numel / layout.shards * 56 / rates.memory_bytes
+    shard, master = numel // layout.shards, layout.dtype("master").itemsize
+    moments = 2 * state_bytes(recipe.optim.name, shard, master)  # read and written
+    optimizer = (shard * 10 * master + moments) / rates.memory_bytes
     link = LINK_SHARE * (products + attention) * (layout.world_size > 1)
     seconds = micros * (products + attention + memory + copies + link) + optimizer
     return micros * flops.of(tokens, pairs) / seconds / rates.peak_flops

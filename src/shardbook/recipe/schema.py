@@ -124,7 +124,9 @@ class Precision(Section):
     )
     reduce: Literal["fp32", "bf16"] = key("fp32", "Dtype in which gradients are summed across ranks.")
     output: Literal["fp32", "bf16"] = key("fp32", "Dtype of what the model returns: the loss of each trained token.")
-    master: Literal["fp32", "bf16"] = key("fp32", "Dtype of the sharded weights and the optimizer state.")
+    master: Literal["fp32", "bf16"] = key(
+        "fp32", "Dtype of the sharded weights and their gradients; bf16 needs optim.name=adamw_bf16."
+    )
 
     def on(self, device_type: str) -> "Precision":
         """This, with `auto` replaced by what it means on `device_type` (`cuda`, `cpu`)."""
@@ -148,7 +150,10 @@ class Activation(Section):
 
 
 class Optim(Section):
-    name: Literal["adamw"] = key("adamw", "The optimizer (torch's fused AdamW).")
+    name: Literal["adamw", "adamw_bf16", "adamw_8bit"] = key(
+        "adamw",
+        "AdamW with moments in precision.master, in bf16 (stochastic rounding), or in 8 bits (torchao, extra `8bit`).",
+    )
     learning_rate: float = key(2e-5, "Peak learning rate.", gt=0)
     weight_decay: float = key(0.0, "Decoupled weight decay of matrices; vectors (norms, biases) have none.", ge=0)
     betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates.", min_length=2, max_length=2)
@@ -267,6 +272,16 @@ class Recipe(Section):
     def something_to_evaluate(self) -> "Recipe":
         if self.train.eval_steps and not (self.data.eval or self.data.eval_size):
             raise ValueError(f"train.eval_steps = {self.train.eval_steps}: needs data.eval or data.eval_size")
+        return self
+
+    @model_validator(mode="after")
+    def weights_that_move(self) -> "Recipe":
+        if self.precision.master == "bf16" and self.optim.name != "adamw_bf16":
+            raise ValueError(
+                f"precision.master = 'bf16' and optim.name = {self.optim.name!r}: rounded to the nearest, most bf16 "
+                "weights never move at the usual rates; set optim.name=adamw_bf16 (stochastic rounding), or "
+                "precision.master=fp32"
+            )
         return self
 
     @model_validator(mode="after")

@@ -23,8 +23,9 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
+from shardbook.optim import state_kind
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.progress import long_phase
@@ -33,6 +34,7 @@ from shardbook.run.save_plan import Planned, PlanOnce
 
 MARKER = "COMPLETE"
 STATE = "state.json"
+OPTIMIZER = "optimizer"  # what the optimizer's state is of; absent in checkpoints of versions before 0.2: AdamW
 RESIDUAL, EARLIER_RESIDUAL = "residual", "unsent"  # the second in checkpoints of versions before 0.2
 # one flat key a tensor and moment: names, not parameter numbers, so another grouping or layout still matches
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -83,6 +85,7 @@ def save_checkpoint(
             "tokens": state.tokens,
             "loader": state.loader,
             "ranks": _ranks(sharded),
+            OPTIMIZER: state_kind(optimizer, sharded.layout.shards),
             RESIDUAL: list(sharded.residuals),
         }
         (path / STATE).write_text(json.dumps(facts | {"shapes": _shapes(sharded.model)}, indent=1))
@@ -95,8 +98,8 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> tuple[TrainState, str]:
-    """Fill model and optimizer from a complete checkpoint, and what is this rank's own where the ranks are the same:
-    random state, and residuals where they belong to the same exchanges.
+    """Fill the model from a complete checkpoint, the optimizer where the state there is of its kind, and what is this
+    rank's own where the ranks are the same: random state, and residuals where they belong to the same exchanges.
 
     Returns where the run stands, and what was not taken over, for people: empty where everything was. Raises
     RecipeError where the checkpoint is incomplete or of another model. Collective.
@@ -113,8 +116,9 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
         raise RecipeError(
             f"checkpoint {path} is of another model ({len(differ)} parameters differ; {'; '.join(differ[:3])})"
         )
-    tensors = _tensors(model, optimizer)
-    read = _saved(tensors)
+    kind, there_kind = state_kind(optimizer, sharded.layout.shards), state.get(OPTIMIZER, "AdamW")
+    same_kind = kind == there_kind
+    read = _saved(_tensors(model, optimizer)) if same_kind else {"model": _parameters(model)}
     key = EARLIER_RESIDUAL if EARLIER_RESIDUAL in state else RESIDUAL
     there_kept = state.get(key, [])
     same_world, same_exchanges = state["ranks"] == _ranks(sharded), there_kept == list(residuals)
@@ -122,11 +126,11 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
         read[_own_key()] = _rng_state() | (_numbered(residuals, key) if same_exchanges else {})
     with _readable(path):
         state_dict_loader.load(read, checkpoint_id=path)
-    # `tensors` has this run's rates and decays: a checkpoint's, which earlier versions wrote, would undo an override
-    set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=FLAT)
     if same_world:
         _set_rng_state(read[_own_key()])
     lost = [] if same_world else ["random state: other ranks"]
+    if not same_kind:
+        lost.append(f"optimizer state: of {there_kind}, here {kind}")
     if (there_kept or residuals) and not (same_world and same_exchanges):
         lost.append("residuals of error feedback: other exchanges")
     return TrainState(state["step"], state["tokens"], state["loader"]), "; ".join(lost)
@@ -198,9 +202,14 @@ def _step_of(path: Path) -> int:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    # Of the optimizer they are its own tensors too: DCP loads into them, and no rate or decay of a checkpoint's comes
+    # along. torch's set_optimizer_state_dict would cast each to the dtype of its parameter on the way.
+    return {"model": _parameters(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT)}
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
     # Parameters, not the module's state dict: that lists a tied weight twice. DCP loads into these same tensors.
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {"model": parameters, "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT)}
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def _saved(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ A progress bar on a terminal, plain lines elsewhere (a log file, CI), the same c
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple
 
 import rich.console
 from rich.filesize import pick_unit_and_suffix
@@ -76,7 +75,8 @@ class Console:
         table.add_row("parameters", f"{sum(unit.numel for unit in own):,}")
         computed = f"computed {precision.params}, reduced {precision.reduce}, returned {precision.output}"
         table.add_row("dtypes", f"kept {precision.master}, {computed}")
-        params, grads, optimizer = map(readable_bytes, astuple(predict_resident(layout, rank=0)))
+        state = predict_resident(layout, rank=0)  # the optimizer's is the recipe's, which the peak knows
+        params, grads, optimizer = map(readable_bytes, (state.params_bytes, state.grads_bytes, peak.optimizer))
         table.add_row("a rank keeps", f"{params} parameters, {grads} reduced gradients, {optimizer} optimizer state")
         parts = (peak.params + peak.grads + peak.optimizer, peak.gathered, peak.activations, peak.working)
         kept, gathered, held, work = map(readable_bytes, parts)

@@ -112,10 +112,21 @@ def kept_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes that this rank keeps for `tensors`: its own shards, padding included, each storage once."""
     storages = {}
     for tensor in tensors:
-        if tensor is not None:
-            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+        for part in _plain(tensor) if tensor is not None else ():
+            storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     return sum(storages.values())
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that `tensor` is made of: a DTensor's shard, codes and scales of a quantised one. torch's protocol
+    for tensors around tensors, as torch.compile uses it: the outer one's own storage is empty."""
+    if isinstance(tensor, DTensor):
+        yield from _plain(tensor.to_local())
+    elif hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain(getattr(tensor, name))
+    else:
+        yield tensor
 
 
 def memory_metrics(sharded: ShardedModel, optimizer: torch.optim.Optimizer | None) -> Metrics:

@@ -1,10 +1,13 @@
-"""The optimizer, its learning rate and the gradient norm.
+"""The optimizers, what each keeps, the learning rate and the gradient norm.
 
 Invariant: the learning rate is a pure function of the step, so a schedule has no state to save; the norm is that of
 the full gradient, the same on every rank and in every layout.
 """
 
+import importlib.metadata
+import importlib.util
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,22 +16,75 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardbook.recipe import Optim
+from shardbook.optim.adamw_bf16 import AdamWBf16
+from shardbook.recipe import Optim, RecipeError, first_line
+
+STEP_BYTES = 4  # the step count of one parameter
+BLOCK, LEAST = 256, 4096  # torchao quantises blocks of so many elements, in shards that have whole ones and this many
+TORCHAO = "0.18"  # the first that was tried here, on torch 2.13
+
+
+def state_bytes(name: str, numel: int, itemsize: int) -> int:
+    """Bytes that the optimizer `name` (as optim.name) keeps for one parameter, of which a rank has `numel` elements of
+    `itemsize` bytes: two moments and a step count."""
+    match name:
+        case "adamw_bf16":
+            return 2 * numel * 2 + STEP_BYTES
+        case "adamw_8bit" if numel >= LEAST and numel % BLOCK == 0:
+            return 2 * (numel + numel // BLOCK * 4 + 256 * 4) + STEP_BYTES  # codes, a scale a block, what codes mean
+        case _:
+            return 2 * numel * itemsize + STEP_BYTES
+
+
+def check_optimizer(optim: Optim, device_type: str) -> None:
+    """Raise RecipeError where this machine lacks what optim.name needs on `device_type`. Fetches and builds nothing."""
+    if optim.name != "adamw_8bit":
+        return
+    way_out = f"pip install 'torchao>={TORCHAO}' (the extra `8bit`), or set optim.name=adamw_bf16"
+    try:
+        from torchao.optim import AdamW8bit  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        raise RecipeError(
+            f"optim.name = 'adamw_8bit': torchao cannot be used ({first_line(error)}); {way_out}"
+        ) from error
+    version = importlib.metadata.version("torchao")
+    if [int(part) for part in re.findall(r"\d+", version)[:2]] < [int(part) for part in TORCHAO.split(".")]:
+        raise RecipeError(f"optim.name = 'adamw_8bit': torchao is {version}; {way_out}")
+    if device_type == "cuda" and not importlib.util.find_spec("triton"):
+        raise RecipeError(
+            "optim.name = 'adamw_8bit': compiles its step, and Triton is absent; set optim.name=adamw_bf16"
+        )
+
 
 NORM_PIECE = 2**16  # elements of a gradient that are squared together on a CPU
 
 
 def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """Fused AdamW over the sharded parameters; matrices decay, vectors do not (as the Hugging Face Trainer has it)."""
+    """The optimizer optim.name over the sharded parameters: torch's fused AdamW, ours with bf16 moments, or torchao's
+    with 8-bit moments. Matrices decay, vectors do not (as the Hugging Face Trainer has it)."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    first, second = optim.betas
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=optim.learning_rate, betas=(first, second), eps=optim.eps, fused=True
-    )
+    groups, (first, second) = [g for g in groups if g["params"]], optim.betas
+    settings: dict[str, Any] = {"lr": optim.learning_rate, "betas": (first, second), "eps": optim.eps}
+    match optim.name:
+        case "adamw":
+            return torch.optim.AdamW(groups, fused=True, **settings)
+        case "adamw_bf16":
+            return AdamWBf16(groups, **settings)
+        case "adamw_8bit":
+            from torchao.optim import AdamW8bit
+
+            return AdamW8bit(groups, **settings)
+
+
+def state_kind(optimizer: torch.optim.Optimizer, shards: int) -> str:
+    """What saved state must be of for `optimizer` to go on with it. 8-bit blocks cannot be cut anew, so it belongs to a
+    number of shards."""
+    name = type(optimizer).__name__
+    return f"{name} over {shards} shards" if name == "AdamW8bit" else name
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
@@ -51,7 +107,10 @@ def learning_rate(optim: Optim, step: int, steps: int) -> float:
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        if isinstance(group["lr"], Tensor):  # torchao's: a number would be compiled in, for each step anew
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 @torch.no_grad()

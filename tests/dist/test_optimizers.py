@@ -1,0 +1,173 @@
+"""Optimizers whose state is smaller, over ranks: the same bits in every stage and on every replica, exact bytes, a resume
+to the bit, and what a checkpoint of another optimizer does."""
+
+import shutil
+
+import pytest
+import torch
+from cases import Case, assert_exact_bytes, assert_replicas_agree, outcomes_of, relative_error, run_cases, same_bits
+from safetensors.torch import load_file
+from tiny import write_model
+from toys import Scenario, Toy, train_toy
+from world import losses, metrics, run_world, train_rank
+
+OURS, EIGHT = ("optim.name=adamw_bf16",), ("optim.name=adamw_8bit",)
+LOW = (*OURS, "precision.master=bf16")
+STAGES = [("ddp", 2, 1), ("zero1", 1, 2), ("zero2", 1, 2), ("zero3", 1, 2)]
+SAVING = ("train.steps=4", "train.save_steps=2", "optim.max_grad_norm=0.5")
+
+
+@pytest.fixture
+def torchao():
+    pytest.importorskip("torchao", reason="the extra `8bit` is not installed")
+
+
+@pytest.mark.parametrize("extra", [OURS, LOW], ids=["moments", "weights-too"])
+def test_every_stage_has_the_same_bits(extra, recipe, tiny, tmp_path, wanted):
+    cases = [Case(*layout, tied=False, extra=extra) for layout in STAGES]  # 287 rows: shards are cut within a row of 8
+    assert run_world(2, run_cases, recipe, tiny, cases, tmp_path) == [[], []]
+    found = [outcomes_of(case, tmp_path) for case in cases]
+    for outcomes in found:
+        assert_exact_bytes(outcomes)
+        assert_replicas_agree(outcomes)
+        assert same_bits(outcomes[0].result, found[0][0].result)
+    # near the plain process in fp32: its losses to the rounding of moments, and of weights at 2^-9 of each
+    want, got = wanted(cases[0]), found[0][0].result
+    assert got.losses == pytest.approx(want.losses, rel=2e-4 if extra is OURS else 5e-3) and got.losses != want.losses
+    errors = {name: relative_error(got.weights[name].float(), want.weights[name]) for name in want.weights}
+    assert max(errors.values()) < (2e-3 if extra is OURS else 1e-2), errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [OURS, LOW], ids=["moments", "weights-too"])
+def test_replicas_of_shards_have_the_same_bits(extra, recipe, tiny, tmp_path):
+    case = Case("hsdp", 2, 2, micros=3, clips=True, extra=extra)
+    assert run_world(4, run_cases, recipe, tiny, [case], tmp_path) == [[]] * 4
+    assert_exact_bytes(outcomes_of(case, tmp_path))
+    assert_replicas_agree(outcomes_of(case, tmp_path))
+
+
+class Large(Toy):
+    """An embedding of which two ranks have quantised state, 64 rows of 64 and more, and blocks too small for it."""
+
+    def __init__(self, vocab=256):
+        super().__init__(vocab=vocab, width=64)
+
+
+class Uneven(Large):
+    """The first rank has 64 rows, which are quantised, the second 63, which are not."""
+
+    def __init__(self):
+        super().__init__(vocab=127)
+
+
+def train_8bit(build, vocab, stage):
+    from shardbook.plan.formulas import predict_resident
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.run.metrics import memory_metrics
+
+    rank, found = start_distributed().rank, {}
+    torch.compiler.set_stance("force_eager")
+
+    def note(sharded, optimizer):
+        memory = memory_metrics(sharded, optimizer)
+        kept = predict_resident(sharded.layout, rank, "adamw_8bit")
+        found["memory"] = [memory[f"memory/{kind}_bytes"] for kind in ("params", "grads", "optimizer")]
+        found["predicted"] = [kept.params_bytes, kept.grads_bytes, kept.optimizer_bytes]
+
+    result, _ = train_toy(
+        Scenario(build=build, vocab=vocab, optimizer="adamw_8bit"),
+        stage,
+        *((2, 1) if stage == "ddp" else (1, 2)),
+        5,
+        0.0,
+        note=note,
+    )
+    # as lists: a tensor in a pipe is gone with its rank
+    return found | {"losses": result.losses, "weights": {name: w.tolist() for name, w in result.weights.items()}}
+
+
+@pytest.mark.parametrize("build, vocab", [pytest.param(Large, 256, marks=pytest.mark.slow), (Uneven, 127)])
+def test_8_bits_in_every_stage(build, vocab, torchao):
+    """Blocks are of shards, so layouts differ; each is near fp32's: a moment is off by 1/64 of its block's largest."""
+    want = Scenario(build=build, vocab=vocab).reference(2, 5, 0.0)
+    for stage, *_ in STAGES:
+        ranks = run_world(2, train_8bit, build, vocab, stage)
+        for rank in ranks:
+            assert rank["memory"] == rank["predicted"]
+            assert rank["losses"] == pytest.approx(want.losses, rel=1e-3) and rank["losses"] != want.losses
+            weights = {name: torch.tensor(weight) for name, weight in rank["weights"].items()}
+            assert max(relative_error(weights[name], want.weights[name]) for name in weights) < 2e-2
+        assert ranks[0]["weights"] == ranks[1]["weights"] and ranks[0]["losses"] == ranks[1]["losses"]
+
+
+@pytest.fixture(scope="module")
+def large(tiny):
+    """A model of which some state is quantised on two ranks."""
+    return f"model.path={write_model(tiny / 'large', vocab=320, hidden_size=64, intermediate_size=128, num_hidden_layers=1)}"
+
+
+def train_eager(words):
+    """torchao compiles its step, shape by shape: not in a test of what it computes."""
+    torch.compiler.set_stance("force_eager")
+    return train_rank(words)
+
+
+def run(size, recipe, name, *words):
+    results = run_world(size, train_eager, [str(recipe), f"run.name={name}", *words])
+    assert [code for code, _, _ in results] == [0] * size, results
+    return recipe.parent / name, results[0][1]
+
+
+@pytest.fixture(scope="module")
+def trained(recipe, large):
+    """Four steps on two ranks, saved at 2 and 4, by the words of the optimizer; made once."""
+    made = {}
+
+    def train(extra):
+        if extra not in made:
+            made[extra], _ = run(2, recipe, f"straight-{len(made)}", *SAVING, large, *extra)
+        return made[extra]
+
+    return train
+
+
+def resumed(trained, extra, recipe, name, size, *words):
+    """A run that goes on from step 2 of the one trained with `extra`, and what it printed."""
+    folder = recipe.parent / name
+    shutil.copytree(trained(extra), folder, ignore=shutil.ignore_patterns("export", "step-000004", "run.json"))
+    return run(size, recipe, name, *SAVING, *words)
+
+
+@pytest.mark.parametrize("extra", [OURS, LOW, EIGHT], ids=["moments", "weights-too", "8-bit"])
+def test_a_resumed_run_has_the_same_bits(extra, trained, recipe, large, request):
+    if extra is EIGHT:
+        request.getfixturevalue("torchao")
+    folder, printed = resumed(trained, extra, recipe, f"again-{extra[-1].replace('=', '-')}", 2, large, *extra)
+    assert "begun anew" not in printed and losses(folder) == losses(trained(extra))
+    ours, theirs = (load_file(one / "export" / "model.safetensors") for one in (folder, trained(extra)))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    kept = [metrics(one)[-1]["memory/optimizer_bytes"] for one in (folder, trained(extra))]
+    assert kept[0] == kept[1]
+
+
+def test_ours_goes_on_with_other_ranks(trained, recipe, large):
+    folder, printed = resumed(
+        trained, OURS, recipe, "other-ranks", 1, large, *OURS, "train.gradient_accumulation_steps=2"
+    )
+    assert "begun anew: random state: other ranks)" in printed
+    assert losses(folder) == pytest.approx(losses(trained(OURS)), rel=1e-6)
+
+
+def test_another_optimizer_begins_its_state_anew(trained, recipe, large):
+    folder, printed = resumed(trained, (), recipe, "to-bf16", 2, large, *OURS)
+    assert "(begun anew: optimizer state: of AdamW, here AdamWBf16)" in printed
+    assert losses(folder)[:2] == losses(trained(()))[:2] and len(losses(folder)) == 4
+    _, printed = resumed(trained, OURS, recipe, "to-fp32", 2, large)
+    assert "(begun anew: optimizer state: of AdamWBf16, here AdamW)" in printed
+
+
+def test_8_bit_blocks_are_not_cut_anew(trained, recipe, large, torchao):
+    folder, printed = resumed(trained, EIGHT, recipe, "blocks", 1, large, *EIGHT, "train.gradient_accumulation_steps=2")
+    assert "optimizer state: of AdamW8bit over 2 shards, here AdamW8bit over 1 shards" in printed
+    assert len(losses(folder)) == 4
