@@ -45,6 +45,8 @@ class Gathered(TorchDispatchMode):
     def __init__(self, units, other_bytes=0):
         super().__init__()
         self.units = [unit for unit in units if unit.shapes]
+        # what lies there before the step is at rest, also where it is no DTensor
+        self.at_rest = {p for unit in self.units for p in own_parameters(unit, self.units)}
         self.other_bytes = other_bytes
         self.most_units = self.most_bytes = self.most_total = 0
         self.flying: list[torch.Tensor] = []
@@ -62,7 +64,8 @@ class Gathered(TorchDispatchMode):
         return result
 
     def look(self, result) -> None:
-        sizes = [sum(map(bytes_of, own_parameters(unit, self.units))) for unit in self.units]
+        own = [[p for p in own_parameters(unit, self.units) if p not in self.at_rest] for unit in self.units]
+        sizes = [sum(map(bytes_of, parameters)) for parameters in own]
         waiting = [tensor.untyped_storage().nbytes() for tensor in self.flying]
         present = [size for size in sizes + waiting if size not in (0, self.other_bytes)]
         self.most_units = max(self.most_units, len(present))

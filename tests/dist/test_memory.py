@@ -116,8 +116,7 @@ def test_a_planted_bug_turns_it_red():
 
 
 def step_peak(stage):
-    """Most bytes of a rank in a step of three micro-batches, with AdamW's state and its shard of the parameters, where
-    it does not have all of them."""
+    """Most bytes of a rank in a step of three micro-batches, with the parameters and AdamW's state that it keeps."""
     from shardbook.plan.formulas import predict_resident
     from shardbook.ranks.distributed import start_distributed
 
@@ -130,7 +129,7 @@ def step_peak(stage):
 
     sizes = (2, 1) if stage == "ddp" else (1, 2)
     peak = train_toy(Scenario(build=WideToy, micros=3), stage, *sizes, 2, 0.0, watch)[1].most_total
-    return peak + seen[0].optimizer_bytes + (seen[0].params_bytes if stage != "ddp" else 0)
+    return peak + seen[0].optimizer_bytes + seen[0].params_bytes
 
 
 def test_peaks_fall_from_stage_to_stage():
