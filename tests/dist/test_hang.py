@@ -26,12 +26,13 @@ def stop_in(place, ranks):
 
     if int(os.environ["RANK"]) not in ranks:
         return
-    owner, name = (train.Loader, "next_step") if place == "next_step" else (train, place)
+    owner, name = (train.Loader, place) if place == "step_at" else (train, place)
     real, calls = getattr(owner, name), []
+    last = STEP + (place == "step_at")  # a thread makes those of the next step
 
     def stopping(*words):
         calls.append(1)
-        if len(calls) == STEP:
+        if len(calls) == last:
             stand_still()
         return real(*words)
 
@@ -39,7 +40,7 @@ def stop_in(place, ranks):
 
 
 def rank_1_at_its_rows():
-    stop_in("next_step", [1])
+    stop_in("step_at", [1])
 
 
 def rank_1_in_the_clip():
@@ -82,7 +83,7 @@ RANK_1 = rf"rank 1 \(host {HOST}\) has"
 WAIT = "; the others wait for it"
 ALL = ": a collective on the device that does not end, or a disk that does not answer"
 CASES = [
-    (rank_1_at_its_rows, 2, RANK_1, "before its micro-batches", WAIT),
+    (rank_1_at_its_rows, 2, RANK_1, "at the rows of its next step", WAIT),
     # both have made the same marks: that rank 0 waits in a collective tells them apart
     (rank_1_in_the_clip, 2, RANK_1, "after its last micro-batch", WAIT),
     (ranks_1_and_2_in_the_clip, 3, rf"ranks 1, 2 \(host {HOST}\) have", "after its last micro-batch", "; the others wait"),
@@ -124,7 +125,7 @@ def test_a_stopped_rank_that_nobody_names_turns_it_red(recipe, tmp_path):
     codes, said, run = hang(recipe, tmp_path, 2, positions_are_not_compared)
     assert codes == [1, 1] and "all 2 ranks have stood still" in said[0].splitlines()[-1], said
     with pytest.raises(AssertionError, match="all 2 ranks have stood still"):
-        assert_named(codes, said, run, RANK_1, "before its micro-batches", WAIT)
+        assert_named(codes, said, run, RANK_1, "at the rows of its next step", WAIT)
 
 
 def take_long():

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from shardbook.data.loader import Loader, MicroBatch, RowError, count_work
 from shardbook.ranks.distributed import StopFlag, begin_sum
 from shardbook.ranks.exits import RunFailed
+from shardbook.ranks.progress import HERE
 
 
 class Step(NamedTuple):
@@ -37,10 +38,12 @@ class StepsAhead:
         """Begin the counts of the step that `take` returns next, and the micro-batches of the one after it. Call it
         when all of the running step's work is on its way."""
         began = time.perf_counter()
+        HERE.mark("at the rows of its next step")
         try:
             micros = self._made.result()
         except RowError as error:
             raise RunFailed(str(error)) from error
+        HERE.mark("after its last micro-batch")
         self.waited_seconds += time.perf_counter() - began
         self._made = self._make()
         trained = sum(len(micro.targets) for micro in micros)
