@@ -35,6 +35,27 @@ def mean_of_means(train):
     train.OBJECTIVES["sft"] = lambda model, micro: real_objective(model, micro) / max(1, len(micro.targets))
 
 
+@planted_in("zero2", 1, 2)
+def count_of_the_step_before(train):
+    from shardbook.run import ahead
+
+    real, begun = ahead.begin_sum, []
+
+    def begin_sum(*values):
+        begun.append(values)
+        return real(*begun[-2:][0])
+
+    ahead.begin_sum = begin_sum
+
+
+@planted_in("zero3", 1, 2, extra=("train.loss_chunk_tokens=16",))
+def head_loses_a_chunk(train):
+    from shardbook.model import loss_head
+
+    real = loss_head.add_product
+    loss_head.add_product = lambda total, left, right, is_first: real(total, left, right, is_first=True)
+
+
 @planted_in("zero3", 1, 2)
 def average_in_place_of_sum(train):
     after_applying(train, lambda units: [unit.handle.set_gradient_divide_factor(2.0) for unit in units])
@@ -78,8 +99,10 @@ def sync_on_every_micro_in_zero1(train):
 
 @planted_in("zero1", 1, 2)
 def no_sync_on_the_last_micro(train):
-    real = train.ShardedModel.micro_batch
-    train.ShardedModel.micro_batch = lambda sharded, is_last: real(sharded, is_last=False)
+    from shardbook.parallel.sharding import ShardedModel
+
+    real = ShardedModel.micro_batch
+    ShardedModel.micro_batch = lambda sharded, is_last: real(sharded, is_last=False)
 
 
 @planted_in("zero3", 1, 2, clips=True)
@@ -122,7 +145,9 @@ def stale_gathered_weights(train):
 
 @planted_in("zero2", 1, 2)
 def evaluation_leaves_weights_gathered(train):
-    train.ShardedModel.reshard = lambda sharded: None
+    from shardbook.parallel.sharding import ShardedModel
+
+    ShardedModel.reshard = lambda sharded: None
 
 
 @planted_in("zero3", 1, 3, refused="already managed by another FSDP group")
@@ -171,7 +196,7 @@ def replicas_drift(train):
         def drifting():
             step()
             with torch.no_grad():
-                next(model.parameters()).to_local().mul_(1 + 2e-7 * dist.get_rank())
+                next(model.parameters()).mul_(1 + 2e-7 * dist.get_rank())
 
         optimizer.step = drifting
         return optimizer
@@ -221,7 +246,9 @@ def after_applying(train, change):
 
 def in_each_micro_batch(train, change):
     """`change(units)` in every micro-batch, when its schedule has been set."""
-    real = train.ShardedModel.micro_batch
+    from shardbook.parallel.sharding import ShardedModel
+
+    real = ShardedModel.micro_batch
 
     @contextlib.contextmanager
     def micro_batch(sharded, is_last):
@@ -229,7 +256,7 @@ def in_each_micro_batch(train, change):
             change(sharded.layout.units)
             yield
 
-    train.ShardedModel.micro_batch = micro_batch
+    ShardedModel.micro_batch = micro_batch
 
 
 def with_other_units(train, change):
