@@ -99,7 +99,7 @@ bench-peers: $(DEV) $(PEERS)  ## a step beside bare loops, HF Trainer and DeepSp
 	$(PYTHON3) tests/bench/peers.py $(ARGS)
 
 bench-optimizers: $(DEV)  ## AdamW with moments in fp32, bf16 and 8 bits, weights in bf16: held-out loss (an hour on two cores)
-	$(PYTHON3) tests/bench/convergence.py --of optimizers
+	PYTHONPATH=$(PYTHONPATH):$(BIN)/../8bit $(PYTHON3) tests/bench/convergence.py --of optimizers
 	$(PYTHON3) tests/bench/page.py
 
 lint: $(DEV)  ## formatting, lint and types
@@ -126,6 +126,7 @@ $(RUN): pyproject.toml constraints.txt
 
 $(DEV): $(RUN)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps --upgrade --target $(BIN)/../8bit torchao
 	@touch $@
 
 # In a folder of its own: what can be imported transformers imports, in every run. DeepSpeed's setup imports torch, so it is

@@ -3,12 +3,15 @@ to the bit, and what a checkpoint of another optimizer does."""
 
 import shutil
 
+import importlib.util
+
 import pytest
 import torch
 from cases import Case, assert_exact_bytes, assert_replicas_agree, outcomes_of, relative_error, run_cases, same_bits
 from safetensors.torch import load_file
 from tiny import write_model
 from toys import Scenario, Toy, train_toy
+from eight_bit import FOLDER, add_torchao
 from world import losses, metrics, run_world, train_rank
 
 OURS, EIGHT = ("optim.name=adamw_bf16",), ("optim.name=adamw_8bit",)
@@ -19,7 +22,8 @@ SAVING = ("train.steps=4", "train.save_steps=2", "optim.max_grad_norm=0.5")
 
 @pytest.fixture
 def torchao():
-    pytest.importorskip("torchao", reason="the extra `8bit` is not installed")
+    if not (FOLDER.is_dir() or importlib.util.find_spec("torchao")):
+        pytest.skip("the extra `8bit` is not installed")
 
 
 @pytest.mark.parametrize("extra", [OURS, LOW], ids=["moments", "weights-too"])
@@ -62,6 +66,7 @@ class Uneven(Large):
 
 
 def train_8bit(build, vocab, stage):
+    add_torchao()
     from shardbook.plan.formulas import predict_resident
     from shardbook.ranks.distributed import start_distributed
     from shardbook.run.metrics import memory_metrics
@@ -109,6 +114,7 @@ def large(tiny):
 
 def train_eager(words):
     """torchao compiles its step, shape by shape: not in a test of what it computes."""
+    add_torchao()
     torch.compiler.set_stance("force_eager")
     return train_rank(words)
 
