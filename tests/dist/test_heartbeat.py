@@ -60,6 +60,7 @@ def dawdle():
     train.clip_gradients, rundir.RunDirectory.finish = clip_late, finish_late
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_each_other_are_alive(recipe, tmp_path):
     words = [str(recipe), "run.name=slow", f"run.lost_seconds={PATIENT_SECONDS}"]
     ranks = start_ranks(2, words, tmp_path, dawdle)
