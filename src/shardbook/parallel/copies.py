@@ -29,39 +29,44 @@ class Part:
 
     masters: list[nn.Parameter]
     flat: Tensor | None = None  # this rank's sum since the last reduction, in the dtype of the wire
+    views: list[Tensor] = field(default_factory=list)  # into it, one for each of `masters`
     filled: set[int] = field(default_factory=set)  # those of `masters` whose gradient is in it
     arrived: set[int] = field(default_factory=set)  # those whose gradient came in this backward
     sent: list[tuple[Tensor, dist.Work | None]] = field(default_factory=list)
 
-    def views(self, flat: Tensor) -> list[Tensor]:
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        """The piece of `flat` that belongs to each of `masters`, in its shape."""
         pieces = flat.split([master.numel() for master in self.masters])
         return [piece.view_as(master) for piece, master in zip(pieces, self.masters, strict=True)]
 
+    def make_flat(self, dtype: torch.dtype) -> Tensor:
+        flat = self.masters[0].new_empty(sum(master.numel() for master in self.masters), dtype=dtype)
+        self.flat, self.views = flat, self.cut(flat)
+        return flat
+
     def add(self, number: int, gradient: Tensor, dtype: torch.dtype) -> None:
         if self.flat is None:
-            self.flat = gradient.new_empty(sum(master.numel() for master in self.masters), dtype=dtype)
-        view = self.views(self.flat)[number]
+            self.make_flat(dtype)
         if number in self.filled:
-            view.add_(gradient)
+            self.views[number].add_(gradient)
         else:
-            view.copy_(gradient)
+            self.views[number].copy_(gradient)
         self.filled.add(number)
         self.arrived.add(number)
 
     def send(self, replicas: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
         """Begin the sum over `replicas`. What no backward reached counts as zeros, else ranks would sum unlike
         buffers; with one rank a unit that was not reached has no gradient."""
-        if self.flat is None:
-            if replicas is None:
-                return
-            self.flat = self.masters[0].new_empty(sum(master.numel() for master in self.masters), dtype=dtype)
-        for number, view in enumerate(self.views(self.flat)):
+        if self.flat is None and replicas is None:
+            return
+        flat = self.make_flat(dtype) if self.flat is None else self.flat
+        for number, view in enumerate(self.views):
             if number not in self.filled:
                 view.zero_()
         # looked up at each call: the ledger stands in for it while it is open
-        work = dist.all_reduce(self.flat, group=replicas, async_op=True) if replicas else None
-        self.sent.append((self.flat, work))
-        self.flat = None
+        work = dist.all_reduce(flat, group=replicas, async_op=True) if replicas else None
+        self.sent.append((flat, work))
+        self.flat, self.views = None, []
         self.filled.clear()
 
     def receive(self) -> None:
@@ -69,7 +74,7 @@ class Part:
         for flat, work in self.sent:
             if work is not None:
                 work.wait()
-            for master, summed in zip(self.masters, self.views(flat.to(self.masters[0].dtype)), strict=True):
+            for master, summed in zip(self.masters, self.cut(flat.to(self.masters[0].dtype)), strict=True):
                 if master.grad is None:
                     master.grad = summed
                 else:
