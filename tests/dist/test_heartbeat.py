@@ -99,10 +99,23 @@ def test_rank_0_stays_for_those_who_are_not_done(recipe, tmp_path):
     assert [rank.exitcode for rank in ranks] == [0, 0], [read(tmp_path / str(rank)) for rank in range(2)]
 
 
+def build_late():
+    """Rank 1 finds out a second later than rank 0 what is wrong."""
+    import shardbook.train as train
+
+    build = train.build_layout
+
+    def build_layout(*words):
+        time.sleep(int(os.environ["RANK"]))
+        return build(*words)
+
+    train.build_layout = build_layout
+
+
 def test_a_refused_recipe_stays_one_line(recipe, tmp_path):
-    """Rank 0 leaves first, and the store with it; rank 1, which says the same two seconds later, must not beat on it."""
-    words = [str(recipe), "run.name=refused", "parallel.dp_shard_size=3", "run.lost_seconds=2"]
-    ranks = start_ranks(2, words, tmp_path)
+    """Rank 0 says it first, and the store ends with it: not before rank 1, which is late, no longer beats on it."""
+    words = [str(recipe), "run.name=refused", "parallel.dp_shard_size=3", "run.lost_seconds=8"]
+    ranks = start_ranks(2, words, tmp_path, build_late)
     for rank in ranks:
         rank.join(60)
     assert [rank.exitcode for rank in ranks] == [2, 2]

@@ -22,6 +22,7 @@ DONE, FAILED, WRONG, PREEMPTED = 0, 1, 2, 75  # exit codes of a rank, and of a r
 EXIT_FILE = "SHARDBOOK_EXIT_FILE"
 LEAVING = threading.Event()  # set when this rank knows that it ends: its heartbeat stops and waits for nobody
 LAST_WORDS: list[Callable[[str], None]] = []  # who is told why this rank failed: its heartbeat passes it on
+GOODBYES: list[Callable[[], None]] = []  # how this rank leaves others who leave as well: its heartbeat says so
 PEER_SECONDS = 5.0  # in which a rank that lost its peer may hear why
 
 
@@ -40,7 +41,10 @@ def report_error(error: BaseException, code: int) -> int:
     if lost_peer:
         time.sleep(PEER_SECONDS)
     LEAVING.set()
+    refused = code == WRONG  # which every rank finds out by itself
     turn = (os.environ.get("RANK", "0") != "0") + (os.environ.get("LOCAL_RANK", "0") != "0")
+    if refused and turn:
+        say_goodbye()  # rank 0, with whom the store may end, waits for that
     time.sleep(0 if lost_peer else (0, 2, 3)[turn])
     if lost_peer and (broke := re.search(r"Connection \w+ by peer( \[[^]]+])?", str(error))):
         error = RunFailed(f"another rank ended, and said why where it ran ({broke[0]}); run the same command again")
@@ -49,7 +53,9 @@ def report_error(error: BaseException, code: int) -> int:
         traceback.print_exception(error)
     reason = " ".join(f"{f'run failed: {type(error).__name__}: ' * ours}{error}".split())
     print(f"shardbook: {reason}", file=sys.stderr, flush=True)
-    if code == FAILED and not lost_peer:  # what is wrong (2) every rank finds out by itself
+    if refused and not turn:
+        say_goodbye()
+    elif not refused and not lost_peer:
         tell_others(reason.removeprefix("run failed: "))
     return code
 
@@ -58,6 +64,11 @@ def tell_others(reason: str) -> None:
     """Say in every other rank's last line why this one ends."""
     for tell in LAST_WORDS:
         tell(reason)
+
+
+def say_goodbye() -> None:
+    for say in GOODBYES:
+        say()
 
 
 def exit_rank(code: int) -> NoReturn:

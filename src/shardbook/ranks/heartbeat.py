@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but mypy does not see it
 
-from shardbook.ranks.exits import FAILED, LAST_WORDS, LEAVING, exit_rank, tell_others
+from shardbook.ranks.exits import FAILED, GOODBYES, LAST_WORDS, LEAVING, exit_rank, tell_others
 from shardbook.ranks.join import Rendezvous, Store, name_ranks, open_store, read_member
 from shardbook.ranks.progress import HERE, Standing, find_behind
 from shardbook.recipe import RecipeError
@@ -29,6 +29,7 @@ from shardbook.recipe import RecipeError
 LAUNCHER = "SHARDBOOK_LAUNCHER"  # the pid of what started this process: a rank, or a run of a comparison
 BEAT_SECONDS = 2.0  # at most: an eighth of the shorter limit where that is less
 STAY_SECONDS = 30.0  # of rank 0 at its end, for ranks that are not yet there
+REFUSED_SECONDS = 5.0  # the same where the run is refused, which every rank finds out at about the same moment
 GONE_SECONDS = 10.0  # that a rank still has when rank 0 has ended: it may end too, and know why
 EVIDENCE_SECONDS = 10.0  # for writing stacks: the disk may be what hangs
 LEFT = b"left"
@@ -57,20 +58,21 @@ class Heartbeat:
         self.unanswered = 0.0
         self.ending = threading.Lock()
         LAST_WORDS[:] = [self.pass_on]
+        GOODBYES[:] = [lambda: self.leave(REFUSED_SECONDS)]
         self.beating = _start(self._beat)
         _start(self._count_unanswered)
 
-    def leave(self) -> None:
-        """Say that this rank ends, well; from here on the others' fate is not its own. Rank 0 stays a little for those
-        who are not so far, since the store may end with it."""
+    def leave(self, seconds: float = STAY_SECONDS) -> None:
+        """Say that this rank ends, and that nobody is to end for it; from here on the others' fate is not its own. Rank
+        0 stays up to `seconds` for those who are not so far, since the store may end with it."""
         LEAVING.set()
         LAST_WORDS.clear()
-        self.beating.join(min(STAY_SECONDS, self.seconds))
+        self.beating.join(min(seconds, self.seconds))
         if self.beating.is_alive():
             return
         with contextlib.suppress(dist.DistError):  # rank 0 did not stay so long
             self.store.set(f"beat/{self.place.rank}", LEFT.decode())
-            until = time.monotonic() + min(STAY_SECONDS, self.seconds)
+            until = time.monotonic() + min(seconds, self.seconds)
             while self.place.rank == 0 and time.monotonic() < until:
                 if all(counter == LEFT for counter in self.store.multi_get(self.names)):
                     return
