@@ -1,11 +1,12 @@
 """The loss mask against golden text: exactly the assistant's words and its end-of-turn mark."""
 
 import itertools
+import random
 
 import pytest
 from tiny import CHATML, tokenizer
 
-from shardbook.data.chat import encode_row
+from shardbook.data.chat import Encoder, encode_row
 from shardbook.recipe import RecipeError
 
 LLAMA3 = (
@@ -77,6 +78,55 @@ def test_whitespace_after_an_answer_does_not_lose_its_end_of_turn(template, answ
     chat = [CHAT[0], {"role": "assistant", "content": answer}, CHAT[2], {"role": "assistant", "content": "fine"}]
     first, last = trained_text({"messages": chat}, template)
     assert first == answer + "<|im_end|>" and last.endswith("fine<|im_end|>")
+
+
+STRIPPING = CHATML.replace("message['content']", "message['content'].split('</think>')[-1].strip()")
+FORGETFUL = THINKING.replace(
+    "m['content'] }}<", "'' if m['role'] == 'assistant' and not loop.last else m['content'] }}<"
+)
+WORDS = (
+    "ok",
+    " ok",
+    "ok\n",
+    "",
+    "  ",
+    "ünï 🙂",
+    "<|im_start|>assistant\nok<|im_end|>",
+    "a</think>b",
+    "<think>\n\n</think>",
+    "[/INST]",
+)
+
+
+def said_of(encoder: Encoder, messages: list) -> object:
+    try:
+        ((ids, mask),) = encoder.encode([{"messages": messages}], ["row 7"])
+        return ids.tolist(), mask.tolist()
+    except RecipeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, THINKING, MISTRAL, DEFAULT_SYSTEM, STRIPPING, FORGETFUL])
+def test_a_conversation_rendered_once_gives_what_each_header_rendered_alone_gives(template):
+    quick, slow = Encoder(tokenizer(template)), Encoder(tokenizer(template))
+    slow.shape = lambda roles: None
+    chance, encoded = random.Random(7), 0
+    for _ in range(150):
+        roles = chance.choices(("user", "assistant", "system"), (4, 5, 1), k=chance.randrange(1, 7))
+        chat = [{"role": role, "content": "".join(chance.choices(WORDS, k=2))} for role in roles]
+        said = said_of(quick, chat)
+        assert said == said_of(slow, chat), chat
+        encoded += isinstance(said, tuple)
+    assert encoded > 20 or template == FORGETFUL
+
+
+def test_a_conversation_is_rendered_once(monkeypatch):
+    encoder, rows = Encoder(tokenizer()), [{"messages": CHAT * 5}] * 3
+    encoder.encode(rows[:1], ["row 0"])
+    calls, render = [], encoder._render
+    monkeypatch.setattr(encoder, "_render", lambda *words, **more: calls.append(1) or render(*words, **more))
+    encoder.encode(rows, ["row 0", "row 1", "row 2"])
+    assert len(calls) == len(rows)
 
 
 def test_prompt_and_completion():

@@ -91,7 +91,7 @@ def test_messages_need_a_template(folder):
 def test_encoding_is_cached(folder, monkeypatch):
     write_chats(folder / "a.jsonl", 6)
     first, _ = build(folder, train=str(folder / "a.jsonl"))
-    monkeypatch.setattr(tokenized, "encode_row", None)  # a second encoding would fail
+    monkeypatch.setattr(tokenized, "_cached_encoder", None)  # a second encoding would fail
     again, _ = build(folder, train=str(folder / "a.jsonl"))
     assert again.encoded.to_list() == first.encoded.to_list()
     with pytest.raises(TypeError):

@@ -5,8 +5,12 @@ characters lie inside an assistant's answer, its end-of-turn mark included. Inva
 the rendered conversation, so training sees what inference will.
 """
 
-from typing import Any
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from shardbook.recipe import RecipeError, first_line
@@ -15,101 +19,195 @@ Spans = list[tuple[int, int]]
 # what may stand between header and answer: Qwen3 writes an empty thought before the last
 BETWEEN = ("", "<think>\n\n</think>")
 PLACEHOLDER = "\u2063placeholder\u2063"  # occurs in no template and no conversation
+PLAIN = ("role", "content")
+SHAPES_KEPT = 4096  # of conversations by their roles
+_SPACE = re.compile(r"\s*")
 SHAPES = "messages, prompt and completion, or text"
 
 
 def encode_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: str) -> tuple[list[int], list[bool]]:
-    """Token ids and trained mask of one row, uncut. `where` names the row in errors. Raises RecipeError.
-
-    `messages`: loss on the assistant's tokens. `prompt` and `completion`: as messages where they are lists, else plain
-    text with loss on the completion. `text`: loss on every token. Plain text ends with the end-of-sequence token.
-    """
-    match row:
-        case {"messages": list(messages)}:
-            return _encode_chat(messages, tokenizer, where)
-        case {"prompt": list(prompt), "completion": list(completion)}:
-            return _encode_chat(prompt + completion, tokenizer, where, first_trained=len(prompt))
-        case {"prompt": str(prompt), "completion": str(completion)}:
-            if not completion.strip():
-                raise RecipeError(f"{where}: completion is empty")
-            text = prompt + completion + (tokenizer.eos_token or "")
-            return _encode_text(text, [(len(prompt), len(text))], tokenizer, True)
-        case {"text": str(text)}:
-            if not text.strip():
-                raise RecipeError(f"{where}: text is empty")
-            text += tokenizer.eos_token or ""
-            return _encode_text(text, [(0, len(text))], tokenizer, True)
-    fields = ", ".join(name for name, value in row.items() if value is not None)
-    raise RecipeError(f"{where}: has the fields {fields or 'none'}; needs {SHAPES}")
+    """Token ids and trained mask of one row, uncut; see `Encoder.encode`."""
+    ((ids, mask),) = Encoder(tokenizer).encode([row], [where])
+    return ids.tolist(), mask.tolist()
 
 
-def _encode_chat(
-    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str, first_trained: int = 0
-) -> tuple[list[int], list[bool]]:
-    for number, message in enumerate(messages):
-        if not (isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))):
-            raise RecipeError(f"{where}: message {number} needs a string role and a string content")
-    text = _render(messages, tokenizer, where)
-    mark = _end_of_turn(tokenizer)
-    spans = [
-        _answer_span(messages, number, text, mark, tokenizer, where)
-        for number, message in enumerate(messages)
-        if number >= first_trained and message["role"] == "assistant" and message["content"].strip()
-    ]
-    if not spans:
-        raise RecipeError(f"{where}: no assistant text, so nothing to train on")
-    return _encode_text(text, spans, tokenizer, False)  # the template writes its own special tokens
+class Encoder:
+    """Rows to tokens with one tokenizer. Remembers how its template writes conversations of the same roles, so that a
+    row of n messages is rendered once and not n times."""
 
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        self.end_of_turn = functools.cache(self._find_end_of_turn)
+        self.header = functools.lru_cache(SHAPES_KEPT)(self._render_header)
+        self.shape = functools.lru_cache(SHAPES_KEPT)(self._find_shape)
 
-def _answer_span(
-    messages: list[dict[str, Any]], number: int, text: str, mark: str, tokenizer: PreTrainedTokenizerBase, where: str
-) -> tuple[int, int]:
-    """Characters of one answer in the rendered conversation: from after its header to its end-of-turn mark."""
-    answer = messages[number]["content"].strip()
-    if number:
-        header = _render(messages[:number], tokenizer, where, add_generation_prompt=True)
-    else:  # some templates refuse an empty list: the header of an opening answer is what stands before any content
+    def encode(self, rows: Sequence[dict[str, Any]], wheres: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Token ids (int64) and trained mask (bool) of each row, uncut. `wheres` name the rows in errors. Raises
+        RecipeError.
+
+        `messages`: loss on the assistant's tokens. `prompt` and `completion`: as messages where they are lists, else
+        plain text with loss on the completion. `text`: loss on every token. Plain text ends with the end-of-sequence
+        token.
+        """
+        rendered = [self._render_row(row, where) for row, where in zip(rows, wheres, strict=True)]
+        found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for special in (False, True):
+            if numbers := [number for number, text in enumerate(rendered) if text.special is special]:
+                encoded = self.tokenizer(
+                    [rendered[number].text for number in numbers],
+                    add_special_tokens=special,
+                    return_attention_mask=False,
+                    return_token_type_ids=False,
+                    return_offsets_mapping=True,
+                    verbose=False,
+                )
+                for number, ids, offsets in zip(numbers, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+                    found[number] = np.array(ids, dtype=np.int64), _mark(offsets, rendered[number].spans)
+        return [found[number] for number in range(len(rendered))]
+
+    def _render_row(self, row: dict[str, Any], where: str) -> "Rendered":
+        match row:
+            case {"messages": list(messages)}:
+                return self._render_chat(messages, where)
+            case {"prompt": list(prompt), "completion": list(completion)}:
+                return self._render_chat(prompt + completion, where, first_trained=len(prompt))
+            case {"prompt": str(prompt), "completion": str(completion)}:
+                if not completion.strip():
+                    raise RecipeError(f"{where}: completion is empty")
+                text = prompt + completion + (self.tokenizer.eos_token or "")
+                return Rendered(text, [(len(prompt), len(text))], True)
+            case {"text": str(text)}:
+                if not text.strip():
+                    raise RecipeError(f"{where}: text is empty")
+                text += self.tokenizer.eos_token or ""
+                return Rendered(text, [(0, len(text))], True)
+        fields = ", ".join(name for name, value in row.items() if value is not None)
+        raise RecipeError(f"{where}: has the fields {fields or 'none'}; needs {SHAPES}")
+
+    def _render_chat(self, messages: list[dict[str, Any]], where: str, first_trained: int = 0) -> "Rendered":
+        for number, message in enumerate(messages):
+            if not (isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))):
+                raise RecipeError(f"{where}: message {number} needs a string role and a string content")
+        text = self._render(messages, where)
+        headers = self._find_headers(messages, text)
+        spans = [
+            self._answer_span(messages, number, text, headers[number] if headers else None, where)
+            for number, message in enumerate(messages)
+            if number >= first_trained and message["role"] == "assistant" and message["content"].strip()
+        ]
+        if not spans:
+            raise RecipeError(f"{where}: no assistant text, so nothing to train on")
+        return Rendered(text, spans, False)  # the template writes its own special tokens
+
+    def _answer_span(
+        self, messages: list[dict[str, Any]], number: int, text: str, header: int | None, where: str
+    ) -> tuple[int, int]:
+        """Characters of one answer in the rendered conversation: from after its header, which ends at `header` where
+        that is known, to its end-of-turn mark."""
+        answer = messages[number]["content"].strip()
+        if header is None:
+            alone = self._render_before(messages, number, where)
+            header = len(alone) if text.startswith(alone) else -1
+        start = text.find(answer, header)
+        if header < 0 or start < 0 or text[header:start].strip() not in BETWEEN:
+            unlike = f"renders message {number} differently in the conversation than alone"
+            raise RecipeError(f"{where}: the chat template {unlike}")
+        end = start + len(answer)
+        # whitespace at the answer's end, which we stripped and the template may keep, stands before the mark
+        after = _SPACE.match(text, end).end()  # type: ignore[union-attr]  # it matches nothing, too
+        mark = self.end_of_turn()
+        if not text.startswith(mark, after):
+            unlike = f"does not end message {number} with {mark!r}, as it ends a last one"
+            raise RecipeError(f"{where}: the chat template {unlike}")
+        return header, after + len(mark) if mark else end
+
+    def _find_headers(self, messages: list[dict[str, Any]], text: str) -> list[int] | None:
+        """Where the header of each message ends in `text`, or None where the template does not write these messages as
+        it writes placeholders of the same roles: then each answer's header is rendered by itself."""
+        if any(value is not None for message in messages for key, value in message.items() if key not in PLAIN):
+            return None
+        shape = self.shape(tuple(message["role"] for message in messages))
+        if shape is None or not text.startswith(shape[0][0] + shape[0][1]):
+            return None
+        headers, at = [], 0
+        for (header, thought), (after, thought_after), message in zip(shape, shape[1:], messages, strict=False):
+            headers.append(at + len(header))
+            at, follows = at + len(header) + len(thought), after + thought_after
+            for content in (message["content"], message["content"].strip()):
+                if text.startswith(content, at) and text.startswith(follows, at + len(content)):
+                    at += len(content)
+                    break
+            else:
+                return None
+        return headers if at + len(shape[-1][0]) == len(text) else None
+
+    def _find_shape(self, roles: tuple[str, ...]) -> list[tuple[str, str]] | None:
+        """What the template writes before each message of a conversation of `roles`, in two parts: its header, and what
+        may stand between that and an answer; then what it writes after the last one. None where an answer's header is
+        not what is written before it alone, with any content."""
+        messages = _placeholders(roles)
+        try:
+            text = self._render(messages, "")
+            shape, at = [], 0
+            for number, message in enumerate(messages):
+                before, found, _ = text[at:].partition(message["content"])
+                header, thought = before, ""
+                if message["role"] == "assistant" and number:
+                    alone = self.header(roles[:number])
+                    header, thought = alone[at:], text[len(alone) : at + len(before)]
+                    if not text.startswith(alone) or at + len(before) < len(alone) or thought.strip() not in BETWEEN:
+                        return None
+                if not found or text.count(message["content"]) > 1:
+                    return None
+                shape.append((header, thought))
+                at += len(before) + len(found)
+        except RecipeError:  # what the template refuses it refuses in the conversation too, which says so
+            return None
+        return [*shape, (text[at:], "")]
+
+    def _render_header(self, roles: tuple[str, ...]) -> str:
+        return self._render_before([*_placeholders(roles), {"role": "assistant", "content": ""}], len(roles), "")
+
+    def _render_before(self, messages: list[dict[str, Any]], number: int, where: str) -> str:
+        """What the model has read when it begins to write message `number`."""
+        if number:
+            return self._render(messages[:number], where, add_generation_prompt=True)
+        # some templates refuse an empty list: the header of an opening answer is what stands before any content
         opening = {**messages[0], "content": PLACEHOLDER}
-        header = _render([opening, *messages[1:]], tokenizer, where).partition(PLACEHOLDER)[0]
-    start = text.find(answer, len(header))
-    if not text.startswith(header) or start < 0 or text[len(header) : start].strip() not in BETWEEN:
-        unlike = f"renders message {number} differently in the conversation than alone"
-        raise RecipeError(f"{where}: the chat template {unlike}")
-    end = start + len(answer)
-    # whitespace at the answer's end, which we stripped and the template may keep, stands before the mark
-    after = len(text) - len(text[end:].lstrip())
-    if not text.startswith(mark, after):
-        unlike = f"does not end message {number} with {mark!r}, as it ends a last one"
-        raise RecipeError(f"{where}: the chat template {unlike}")
-    return len(header), after + len(mark) if mark else end
+        return self._render([opening, *messages[1:]], where).partition(PLACEHOLDER)[0]
+
+    def _find_end_of_turn(self) -> str:
+        """What the template puts after an answer, without the newline that some add before the next header."""
+        probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        return self._render(probe, "the chat template").rpartition("answer")[2].rstrip()
+
+    def _render(self, messages: list[dict[str, Any]], where: str, add_generation_prompt: bool = False) -> str:
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # jinja's errors, and whatever a template raises by itself
+            raise RecipeError(f"{where}: the chat template refuses it ({first_line(error)})") from None
+        assert isinstance(rendered, str)
+        return rendered
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the template puts after an answer, without the newline that some add before the next header."""
-    probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-    return _render(probe, tokenizer, "the chat template").rpartition("answer")[2].rstrip()
+class Rendered(NamedTuple):
+    """The text of a row, the characters of it that are trained, and whether the tokenizer adds its special tokens."""
+
+    text: str
+    spans: Spans
+    special: bool
 
 
-def _render(
-    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str, add_generation_prompt: bool = False
-) -> str:
-    try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except Exception as error:  # jinja's errors, and whatever a template raises by itself
-        raise RecipeError(f"{where}: the chat template refuses it ({first_line(error)})") from None
-    assert isinstance(rendered, str)
-    return rendered
+def _placeholders(roles: Sequence[str]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": f"{PLACEHOLDER}{number}."} for number, role in enumerate(roles)]
 
 
-def _encode_text(
-    text: str, spans: Spans, tokenizer: PreTrainedTokenizerBase, special: bool
-) -> tuple[list[int], list[bool]]:
-    encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
-    ids: list[int] = encoded["input_ids"]
-    mask, at = [False] * len(ids), 0
-    for position, (start, end) in enumerate(encoded["offset_mapping"]):
-        while at < len(spans) and spans[at][1] <= start:
-            at += 1
-        # a token that begins before its span belongs to the header; (0, 0) is a special token the tokenizer added
-        mask[position] = end > start and at < len(spans) and spans[at][0] <= start
-    return ids, mask
+def _mark(offsets: list[tuple[int, int]], spans: Spans) -> np.ndarray:
+    """Which tokens begin inside one of `spans`, which are in order and apart: one that begins before belongs to the
+    header; (0, 0) is a special token that the tokenizer added."""
+    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    first, last = np.array([*spans, (np.iinfo(np.int64).max,) * 2]).T
+    nearest = np.searchsorted(last, starts, side="right")  # the span that ends after the token begins
+    return (ends > starts) & (first[nearest] <= starts)

@@ -15,11 +15,12 @@ import numpy as np
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from shardbook.data.chat import encode_row
+from shardbook.data.chat import Encoder
 from shardbook.data.sources import load_source
 from shardbook.recipe import Data, RecipeError, first_line
 
-ENCODING_VERSION = 1  # raise it when encode_row changes what it returns: the cache is keyed by it
+ENCODING_VERSION = 1  # raise it when an Encoder returns something else: the cache is keyed by it
+ENCODED_TOGETHER = 64  # rows: offsets of a token are two Python integers for a while
 SPLIT_SEED = 0  # of the held-out rows: the same for every train.seed, else another seed would train on them
 Row = tuple[int, ...]
 
@@ -97,6 +98,8 @@ def _encode_source(
         encoded = raw.map(
             _encode,
             with_indices=True,
+            batched=True,
+            batch_size=ENCODED_TOGETHER,
             fn_kwargs={"encoding": Encoding(str(folder), _digest(tokenizer), data.max_length, what)},
             remove_columns=raw.column_names,
             num_proc=data.num_proc if data.num_proc > 1 else None,
@@ -156,22 +159,25 @@ def pack(documents: list[int], lengths: list[int], capacity: int) -> list[Row]:
     return [tuple(content) for content in bins]
 
 
-def _encode(row: dict[str, Any], index: int, encoding: Encoding) -> dict[str, Any]:
-    ids, mask = encode_row(row, _cached_tokenizer(encoding.folder), f"{encoding.what}: row {index}")
-    kept = mask[: encoding.max_length]
-    # the first token of a document is never predicted, so it is never trained
+def _encode(rows: dict[str, list[Any]], indices: list[int], encoding: Encoding) -> dict[str, list[Any]]:
+    """A batch of raw rows, by columns, as encoded ones."""
+    raw = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+    encoder = _cached_encoder(encoding.folder)
+    encoded = encoder.encode(raw, [f"{encoding.what}: row {index}" for index in indices])
+    kept = [(ids[: encoding.max_length], mask[: encoding.max_length]) for ids, mask in encoded]
     return {
-        "input_ids": ids[: encoding.max_length],
-        "mask": kept,
-        "length": len(kept),
-        "trained": sum(kept[1:]),
-        "cut": len(ids) > len(kept),
+        "input_ids": [ids for ids, _ in kept],
+        "mask": [mask for _, mask in kept],
+        "length": [len(ids) for ids, _ in kept],
+        # the first token of a document is never predicted, so it is never trained
+        "trained": [int(mask[1:].sum()) for _, mask in kept],
+        "cut": [len(ids) > encoding.max_length for ids, _ in encoded],
     }
 
 
 @functools.lru_cache(maxsize=2)
-def _cached_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    return load_tokenizer(Path(folder), "model.tokenizer")
+def _cached_encoder(folder: str) -> Encoder:
+    return Encoder(load_tokenizer(Path(folder), "model.tokenizer"))
 
 
 def _digest(tokenizer: Any) -> str:
