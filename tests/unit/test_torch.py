@@ -47,3 +47,20 @@ def test_the_groups_and_their_backends_are_where_we_set_limits():
 def test_the_record_of_collectives_can_be_asked_for():
     assert isinstance(_distributed_c10d._dump_fr_trace(), bytes)
     assert hasattr(_distributed_c10d, "_dump_nccl_trace") == torch.distributed.is_nccl_available()
+
+
+def test_a_backward_calls_back_at_its_end():
+    leaf, order = torch.ones(2, requires_grad=True), []
+    leaf.register_hook(
+        lambda gradient: torch.autograd.Variable._execution_engine.queue_callback(lambda: order.append(1))
+    )
+    (leaf * 2).sum().backward()
+    assert order == [1]
+
+
+def test_norms_of_several_tensors_add_up_in_the_dtype_that_is_asked_for():
+    tensors = [torch.full((3,), 1e30), torch.full((5,), 2.0)]
+    norms = torch._foreach_norm(tensors, 2, torch.float64)
+    assert [norm.dtype for norm in norms] == [torch.float64] * 2
+    for norm, part in zip(norms, tensors, strict=True):
+        assert abs(float(norm) / float(part.double().norm()) - 1) < 1e-15
