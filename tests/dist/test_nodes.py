@@ -44,7 +44,7 @@ def end_two_nodes(folder, failing, how):
     (folder / "shardbook" / "__init__.py").write_text(PACKAGE)
     (folder / "shardbook" / "train.py").write_text(PROGRAM)
     head = f"127.0.0.1:{free_port()}"
-    environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT / 'src'}"}
+    environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     nodes = [
         subprocess.Popen([sys.executable, "-c", LAUNCH, str(node), head, failing, how], env=environment, **pipes)
