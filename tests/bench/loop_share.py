@@ -8,6 +8,7 @@ micro-batches and their counts, metrics, the ledger, the console. Writes docs/be
 """
 
 import gzip
+import itertools
 import json
 import os
 import shutil
@@ -78,7 +79,7 @@ def read(events: list[dict]) -> dict:
     )
     ends = [end for _, end, name in spans if name == "optimizer"]
     steps = []
-    for begin, end in zip(ends, ends[1:], strict=False):
+    for begin, end in itertools.pairwise(ends):
         parts = dict.fromkeys(kinds, 0.0)
         for start, stop, name in spans:
             if begin <= start and stop <= end:
