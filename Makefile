@@ -9,6 +9,10 @@ NODES ?=
 NODE_RANK ?=
 HEAD ?=
 
+# What make plan plans for: how many GPUs, and of which kind.
+GPUS ?= 8
+GPU ?= h100-80gb
+
 # What make compare runs: stages, each with overrides behind a comma.
 STAGES ?=
 
@@ -35,7 +39,7 @@ LAUNCH = $(TRAIN) --nodes $(NODES) --node-rank $(NODE_RANK) --head $(HEAD)
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .DEFAULT_GOAL := help
-.PHONY: help train launch compare recipes test test-slow test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-link \
+.PHONY: help train launch plan compare recipes test test-slow test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-link \
 	bench-convergence bench-optimizers bench-peers lint format clean
 
 help:  ## list the targets
@@ -50,6 +54,9 @@ launch: $(RUN)  ## a recipe on several machines; on each: make launch NODES=2 NO
 		{ echo "make launch needs NODES=, NODE_RANK= and HEAD=, on each machine" >&2; exit 2; }
 	$(if $(and $(NODES),$(NODE_RANK),$(HEAD)),$(info $(LAUNCH)))
 	@exec $(LAUNCH)
+
+plan: $(RUN)  ## what a recipe takes on a cluster, stage by stage: make plan RECIPE=llama70b-fsdp GPUS=64 GPU=h100-80gb
+	@exec $(SHARDBOOK) plan $(RECIPE) $(ARGS) --gpus $(GPUS) --gpu $(GPU)
 
 compare: $(RUN)  ## a recipe under several stages, and a page: make compare STAGES="ddp zero3 zero3,train.compile=true"
 	@exec $(SHARDBOOK) compare $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC)) --stages "$(STAGES)"

@@ -1,10 +1,22 @@
-"""The console command `shardbook`: train, compare, export, recipes, translate. What a run is, is said elsewhere."""
+"""The console command `shardbook`: what it takes, and whom it calls. What a run is, is said elsewhere."""
 
 import argparse
 import sys
 from pathlib import Path
 
 from shardbook.recipe import RecipeError, describe_keys, find_recipe, list_recipes, load_recipe, parse_recipe
+
+# What --model stands for: the recipes' settings on GPUs.
+PLAIN = """
+[data]
+max_length = 8192
+[activation]
+checkpointing = "selective"
+[train]
+epochs = 1
+per_device_train_batch_size = 1
+compile = true
+"""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -29,6 +41,7 @@ def main(words: list[str] | None = None) -> int:
     add("--stages", default="", help=f"variants apart by spaces, each a stage and overrides: {example}")
     add("--nproc", type=int, help="ranks of every variant (default: as for train)")
     add("--publish", action="store_true", help="send runs, view and report to wandb (needs a key)")
+    _add_plan(commands.add_parser("plan", help="what a recipe takes on a cluster, stage by stage; needs no GPU"))
     export = commands.add_parser("export", help="write a checkpoint of a run as Hugging Face safetensors")
     add = export.add_argument
     add("run", type=Path, help="a run directory")
@@ -42,7 +55,9 @@ def main(words: list[str] | None = None) -> int:
     add("--out", type=Path, help="recipe to write (default: standard output)")
     add("--without-refused", action="store_true", help="leave out what has no counterpart")
     asked, rest = parser.parse_known_args(words)
-    if rest and not (asked.command in ("train", "compare") and all("=" in word and word[0] != "-" for word in rest)):
+    if rest and not (
+        asked.command in ("train", "plan", "compare") and all("=" in word and word[0] != "-" for word in rest)
+    ):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         match asked.command:
@@ -51,6 +66,8 @@ def main(words: list[str] | None = None) -> int:
                 return run_train(asked.recipe, asked.overrides + rest, asked.nproc, nodes)
             case "compare":
                 return run_compare(asked.recipe, asked.overrides + rest, asked.stages, asked.nproc, asked.publish)
+            case "plan":
+                return run_plan(asked, rest)
             case "export":
                 return run_export(asked.run, asked.checkpoint, asked.out, asked.dtype)
             case "translate":
@@ -100,6 +117,41 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
 
     check_memory(recipe, path, nodes=1)
     return compare(path, stages, overrides, choose_nproc(recipe, nproc), recipe.run, publishes)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("recipe", nargs="?", default="", help="a name (see `shardbook recipes`) or a .toml file; may be left out")
+    add("overrides", nargs="*", metavar="section.key=value", help="keys to change")
+    add("--model", default="", help="a model by name (llama-3.1-8b), hub id or directory, in place of the recipe's")
+    add("--gpus", type=int, default=8, help="GPUs of the cluster (default: 8)")
+    add("--gpu", default="h100-80gb", help="their kind (default: h100-80gb)")
+    add("--per-node", type=int, default=0, help="GPUs of a node (default: as that kind usually comes)")
+    add("--network", type=float, default=0, help="Gbit/s of a node to the others (default: as usual)")
+    add("--document-tokens", type=float, default=1200, help="tokens of a document, for attention (default: 1,200)")
+    add("--json", action="store_true", help="one JSON object on standard output, and nothing else there")
+    add("--write", type=Path, help="recipe to write as advised")
+
+
+def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
+    """Print what each stage takes, and advice. Allocates nothing and fetches nothing."""
+    words = [*asked.overrides, *rest]
+    if "=" in asked.recipe:  # the first of the overrides, where --model stands for the recipe
+        words, asked.recipe = [asked.recipe, *words], ""
+    if not (asked.recipe or asked.model):
+        raise RecipeError("plan: needs a recipe, or --model with a model's name, hub id or directory")
+    if asked.write and asked.write.exists():
+        raise RecipeError(f"--write {asked.write}: exists; name a new file")
+    from shardbook.model.shapes import hub_id
+    from shardbook.plan.report import make_report, show_report, write_advised
+
+    words += [f"model.path={hub_id(asked.model)}"] if asked.model else []
+    recipe = load_recipe(find_recipe(asked.recipe), words) if asked.recipe else parse_recipe(PLAIN, "--model", words)
+    report = make_report(recipe, asked.gpu, asked.gpus, asked.network, asked.per_node, asked.document_tokens)
+    show_report(report, asked.json)
+    if asked.write:
+        write_advised(report, asked.write)
+    return 0
 
 
 def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str | None) -> int:

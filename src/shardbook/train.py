@@ -8,6 +8,7 @@ the loop, it belongs in a module.
 import math
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -99,7 +100,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
 
     # Checkpointing -> compile -> stage -> memory.
     peak, predicted = predict_peak(layout, config, recipe), predict_traffic(layout, loader.accumulation)
-    forecast = predict_memory_metrics(layout, recipe.optim.name, peak.total)
+    forecast = predict_memory_metrics(layout, recipe.optim.name, asdict(peak))
     apply_checkpointing(model.blocks, recipe.activation)
     if recipe.train.compile:
         apply_compile(model)

@@ -47,6 +47,9 @@ MEMORY = {f"memory/{kind}_bytes" for kind in ("params", "grads", "optimizer")}
 # counted, and said beforehand, once
 FIRST_KEYS = COMM_KEYS | AXIS_KEYS | {f"predicted/{key}" for key in COMM_KEYS | AXIS_KEYS | MEMORY}
 FIRST_KEYS |= {f"paper/{key}" for key in MEMORY} | {"predicted/memory/peak_bytes"}
+PEAK_KEYS = {
+    f"predicted/peak/{term}_bytes" for term in ("params", "grads", "optimizer", "gathered", "activations", "working")
+}
 
 
 def shardbook(*words, **more) -> subprocess.CompletedProcess:
@@ -98,13 +101,14 @@ def test_metrics(first):
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert set(rows[0]) == {"step", "eval/loss"}
     assert [("eval/loss" in row) for row in rows] == [True, False, True, False, True, True]
-    assert set(rows[1]) == STEP_KEYS | FIRST_KEYS  # counted on the first step; absent where it was not
+    assert set(rows[1]) == STEP_KEYS | FIRST_KEYS | PEAK_KEYS  # counted on the first step; absent where it was not
     for key in FIRST_KEYS:
         if (
             key.startswith("predicted/") and key != "predicted/memory/peak_bytes"
         ):  # which only a GPU's allocator measures
             assert rows[1][key] == rows[1][key.removeprefix("predicted/")], key
     assert all(set(row) - {"eval/loss"} == STEP_KEYS for row in rows[2:])
+    assert rows[1]["predicted/memory/peak_bytes"] == sum(rows[1][key] for key in PEAK_KEYS)
     tokens = [row["train/tokens"] for row in rows[1:]]
     assert tokens == sorted(set(tokens))
     # fp32 over 2 ranks: half each, odd rows padded; AdamW keeps two of them and a step count a tensor

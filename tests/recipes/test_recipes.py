@@ -55,6 +55,12 @@ CONFIGS = {
         LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
         70_553_706_496,
     ),
+    "meta-llama/Llama-3.1-405B-Instruct": (
+        "llama",
+        LLAMA
+        | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
+        405_853_388_800,
+    ),
     "Qwen/Qwen3-8B": (
         "qwen3",
         {
@@ -77,7 +83,7 @@ HEADER = re.compile(r"# .+\.\n# run:      (.+)\n# hardware: (\d+) .+\n(?:# predi
 def test_there_are_recipes():
     expected = {f"smollm2-135m-{stage}" for stage in ("fsdp", "ddp", "zero1", "zero2", "hsdp", "zeropp")}
     expected |= {"llama8b-zero2", "llama8b-fsdp", "llama70b-fsdp", "llama70b-hsdp", "qwen3-8b-fsdp"}
-    expected |= {"llama8b-zeropp", "llama70b-zeropp", "llama8b-1gpu"}
+    expected |= {"llama8b-zeropp", "llama70b-zeropp", "llama8b-1gpu", "llama405b-fsdp"}
     assert expected <= set(list_recipes())
 
 

@@ -1,6 +1,7 @@
 """What the comparison says of two runs, from their numbers; and of a run directory that is not whole."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -32,6 +33,16 @@ BASE = outcome("ddp", [1, 2, 3], [4.0, 2.0, 1.0])
 )
 def test_verdicts(one, verdict):
     assert judge(one, BASE).startswith(verdict)
+
+
+def test_the_peak_of_a_step_tells_apart_what_is_kept_alike():
+    base = replace(BASE, peak={"params": 60.0, "gathered": 40.0})
+    zero2, zero3 = (replace(BASE, name=name, peak={"params": 15.0, "gathered": gathered}) for name, gathered in
+                    (("zero2", 40.0), ("zero3", 5.0)))  # fmt: skip
+    assert "; same memory; 45% lower peak by formula; same traffic" in judge(zero2, base)
+    assert "; 80% lower peak by formula; " in judge(zero3, base)
+    assert "; 20% higher peak; " in judge(replace(zero3, peak_bytes=120.0), replace(base, peak_bytes=100.0))
+    assert "peak" not in judge(replace(zero3, peak_bytes=120.0), base)  # a measurement is not held against a formula
 
 
 def test_a_loss_of_nothing_is_no_division_by_zero():

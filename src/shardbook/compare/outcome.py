@@ -18,6 +18,7 @@ CATEGORIES = ("params", "grads", "optimizer", "residual")  # of memory/<what>_by
 ROUNDING = 1e-5  # another order of additions: stages agree to 1e-6 in a step, and steps add up
 PREFIXES = {"paper": "paper/", "predicted": "predicted/", "measured": ""}  # source -> of its metrics' names
 SOURCES = tuple(PREFIXES)
+PEAK = "predicted/peak/"  # of the metrics' names
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,13 @@ class Outcome:
     step_seconds: list[float] = field(default_factory=list)  # without the first, which makes what is made once
     tokens_per_second: float | None = None  # of a device, median
     mfu: float | None = None
-    peak_bytes: float | None = None
+    peak: dict[str, float] = field(default_factory=dict)  # of a step, by formula: term -> bytes
+    peak_bytes: float | None = None  # measured, on a GPU
+
+    @property
+    def fullest_bytes(self) -> float:
+        """The peak of a step: as measured, else by formula; 0 in runs that knew neither."""
+        return self.peak_bytes or sum(self.peak.values())
 
     @property
     def resident_bytes(self) -> float:
@@ -89,6 +96,11 @@ def _read_run(run: Path, name: str) -> Outcome:
             source: {what: counted[key] for what in CATEGORIES if (key := f"{prefix}memory/{what}_bytes") in counted}
             for source, prefix in PREFIXES.items()
         },
+        peak={
+            key.removeprefix(PEAK).removesuffix("_bytes"): value
+            for key, value in counted.items()
+            if key.startswith(PEAK)
+        },
         traffic={
             source: {
                 f"{parts[2].removesuffix('_bytes')} over {parts[1]}": value
@@ -129,7 +141,8 @@ def first_difference(one: Outcome, other: Outcome) -> int | None:
 
 
 def judge(one: Outcome, base: Outcome) -> str:
-    """`same losses bitwise; 38% less memory; 1.5x traffic`, against `base`."""
+    """`same losses bitwise; 38% less memory; 20% lower peak by formula; 1.5x traffic`, against `base`. Memory: what is
+    kept from step to step; peak: what a step needs at its fullest moment."""
     if not one.finished:
         return one.note
     if one is base:
@@ -148,10 +161,18 @@ def judge(one: Outcome, base: Outcome) -> str:
     if base.resident_bytes:
         less = 1 - one.resident_bytes / base.resident_bytes
         words.append("same memory" if abs(less) < 0.005 else f"{abs(less):.0%} {'less' if less > 0 else 'more'} memory")
+    if base.fullest_bytes and one.fullest_bytes and bool(base.peak_bytes) == bool(one.peak_bytes):
+        less = 1 - one.fullest_bytes / base.fullest_bytes
+        how = "" if one.peak_bytes else " by formula"
+        words.append(f"same peak{how}" if abs(less) < 0.005 else f"{_higher(-less)} peak{how}")
     if base.sent_bytes and one.sent_bytes is not None:
         ratio = one.sent_bytes / base.sent_bytes
         words.append("same traffic" if abs(ratio - 1) < 0.005 else f"{_short(ratio)}x traffic")
     return "; ".join(words)
+
+
+def _higher(share: float) -> str:
+    return f"{abs(share):.0%} {'higher' if share > 0 else 'lower'}"
 
 
 def _short(value: float) -> str:

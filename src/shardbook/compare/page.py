@@ -30,6 +30,7 @@ def write_page(path: Path, title: str, outcomes: list[Outcome]) -> None:
         "loss": draw_losses(finished),
         "difference": draw_differences(finished),
         "memory": draw_memory(finished),
+        "peak": draw_peak(finished),
         "traffic": draw_traffic(finished),
         "throughput": draw_throughput(finished),
         "mfu": draw_mfu(finished),
@@ -89,7 +90,9 @@ def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[str]], word
 def summary_rows(outcomes: list[Outcome]) -> list[list[str]]:
     """The table of the page and of the terminal, its heading first."""
     base = outcomes[0]
-    rows = [["variant", "verdict", "replicas x shards", "last loss", "held-out", "kept", "sent a step", "tokens/s"]]
+    rows = [
+        ["variant", "verdict", "replicas x shards", "last loss", "held-out", "kept", "peak", "sent a step", "tokens/s"]
+    ]
     for one in outcomes:
         row = [
             one.name,
@@ -98,6 +101,7 @@ def summary_rows(outcomes: list[Outcome]) -> list[list[str]]:
             f"{one.losses[-1]:.4f}" if one.losses else "",
             f"{one.eval_losses[-1]:.4f}" if one.eval_losses else "",
             readable_bytes(one.resident_bytes) if one.memory else "",
+            readable_bytes(one.fullest_bytes) if one.fullest_bytes else "",
             "" if one.sent_bytes is None else readable_bytes(one.sent_bytes),
             "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
         ]
@@ -207,6 +211,25 @@ def draw_memory(outcomes: list[Outcome]) -> Panel:
         "1910.02054), for bf16 copies of weights and gradients beside fp32 states. Predicted: what this program must "
         "keep, by formula. Measured: what it kept.",
         *draw_stacks(outcomes, lambda one: one.memory, SOURCES, "Bytes that the first rank keeps"),
+    )
+
+
+def draw_peak(outcomes: list[Outcome]) -> Panel | None:
+    """None for runs of before there was a formula."""
+
+    def of(one: Outcome) -> dict[str, dict[str, float]]:
+        measured = {"measured": {"allocated": one.peak_bytes}} if one.peak_bytes else {}
+        return {"predicted": one.peak} | measured
+
+    if not all(one.peak for one in outcomes):
+        return None
+    sources = ("predicted", "measured") if any(one.peak_bytes for one in outcomes) else ("predicted",)
+    return (
+        "Peak of a step",
+        "What a rank must have at the fullest moment of a step, by formula: what it keeps, parameters gathered, "
+        "activations held for backward, and the work of a block, the loss or a reduction. On a GPU also as its "
+        "allocator measured it; a CPU does not.",
+        *draw_stacks(outcomes, of, sources, "Bytes of a rank at the peak of a step"),
     )
 
 

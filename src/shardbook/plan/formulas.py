@@ -41,14 +41,48 @@ def shard_rows(rows: int, ranks: int, rank: int) -> int:
     return max(0, min(padded, rows - rank * padded))
 
 
+Volumes = list[tuple[str, str, int]]  # operation, mesh axis, payload bytes
+
+
+def forward_gather(layout: Layout, unit: Unit) -> tuple[str, int]:
+    """Axis and payload of the all-gather of `unit` in forward: its parameters in the dtype of compute, or quantised."""
+    whole, switches = unit.padded_numel(layout.shards), layout.switches
+    if switches.weights_bits and switches.quantizes(unit.numel):
+        return DP_SHARD, layout.shards * buffer_bytes(whole // layout.shards, switches.weights_bits, switches.block)
+    return DP_SHARD, whole * layout.dtype("params").itemsize
+
+
+def backward_gather(layout: Layout, unit: Unit) -> tuple[str, int]:
+    """The same in backward; with secondary shards it stays inside, unquantised."""
+    if layout.switches.secondary:
+        return INSIDE, unit.padded_numel(layout.shards) * layout.dtype("params").itemsize
+    return forward_gather(layout, unit)
+
+
+def reduction(layout: Layout, unit: Unit) -> Volumes:
+    """What reduces the gradients of `unit` over its shards: a reduce-scatter, or qgZ's hops."""
+    shards, switches = layout.shards, layout.switches
+    trained = unit.padded_numel(shards, trained_only=True)
+    if not (layout.hops and trained and switches.quantizes(unit.numel)):
+        return [("reduce_scatter", DP_SHARD, trained * layout.dtype("reduce").itemsize)]
+    hops, slices = Volumes(), shards
+    for axis, ranks, bits in layout.hops:  # each leaves a rank with one slice of every `ranks`
+        hops.append(("all_to_all", axis, slices * buffer_bytes(trained // shards, bits, switches.block)))
+        slices //= ranks
+    return hops
+
+
+def replica_bytes(layout: Layout, unit: Unit) -> int:
+    """Payload of the all-reduce of `unit` across replicas, of a rank's shard."""
+    return unit.padded_numel(layout.shards, trained_only=True) // layout.shards * layout.dtype("reduce").itemsize
+
+
 def predict_traffic(layout: Layout, micros: int) -> Traffic:
     """Calls and payload bytes of one optimizer step of one rank, by operation and mesh axis.
 
     A group of one rank gathers and reduces nothing. Every unit is taken to run forward and backward in each of the
     step's `micros` micro-batches.
     """
-    shards, switches = layout.shards, layout.switches
-    wire, reduced = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
     reductions = sum(layout.stage.syncs(is_last_micro=micro == micros - 1) for micro in range(micros))
     traffic: Traffic = {}
 
@@ -57,30 +91,24 @@ def predict_traffic(layout: Layout, micros: int) -> Traffic:
             traffic[op, axis] = traffic.get((op, axis), Volume()) + Volume(calls, calls * payload_bytes)
 
     for unit in layout.units:
-        whole, trained = unit.padded_numel(shards), unit.padded_numel(shards, trained_only=True)
-        if shards > 1:
-            quantized = switches.quantizes(unit.numel)
-            gathers = unit.gathers(micros)
-            full = whole * wire
-            if quantized and switches.weights_bits:
-                full = shards * buffer_bytes(whole // shards, switches.weights_bits, switches.block)
-            if switches.secondary and unit.gathers_again:  # backward's half stays inside, unquantised
-                add("all_gather", INSIDE, micros, whole * wire)
-                gathers -= micros
-            add("all_gather", DP_SHARD, gathers, full)
-            hops, slices = layout.hops if quantized and trained else [], shards
-            for axis, ranks, bits in hops:  # each leaves a rank with one slice of every `ranks`
-                add("all_to_all", axis, reductions, slices * buffer_bytes(trained // shards, bits, switches.block))
-                slices //= ranks
-            if not hops:
-                add("reduce_scatter", DP_SHARD, reductions, trained * reduced)
-        if layout.replicas > 1:  # once a step, of a rank's shard
-            add("all_reduce", DP_REPLICATE, 1, trained // shards * reduced)
-    if shards > 1:
+        if layout.shards > 1:
+            again = micros if unit.frees and unit.gathers_again else 0
+            add("all_gather", *_called(unit.gathers(micros) - again, forward_gather(layout, unit)))
+            add("all_gather", *_called(again, backward_gather(layout, unit)))
+            for op, axis, payload in reduction(layout, unit):
+                add(op, axis, reductions, payload)
+        if layout.replicas > 1:  # once a step
+            add("all_reduce", DP_REPLICATE, 1, replica_bytes(layout, unit))
+    if layout.shards > 1:
         add("all_reduce", DP_SHARD, 1, NORM_BYTES)
     everyone = next((axis for axis, size in layout.sizes.items() if size == layout.world_size), WORLD)
     add("all_reduce", everyone, 1, COUNTS_BYTES)
     return traffic
+
+
+def _called(calls: int, gather: tuple[str, int]) -> tuple[str, int, int]:
+    axis, payload = gather
+    return axis, calls, payload
 
 
 def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -> Resident:
@@ -121,16 +149,18 @@ def paper_resident(stage: Stage, parameters: int, ranks: int) -> Resident:
     )
 
 
-def predict_memory_metrics(layout: Layout, optimizer_name: str, peak_bytes: int) -> dict[str, float]:
-    """The metrics `predicted/memory/<what>_bytes` of the first rank, and `paper/memory/<what>_bytes` beside them."""
+def predict_memory_metrics(layout: Layout, optimizer_name: str, peak: dict[str, int]) -> dict[str, float]:
+    """The metrics `predicted/memory/<what>_bytes` of the first rank, `paper/memory/<what>_bytes` beside them, and the
+    terms of a step's peak, `predicted/peak/<term>_bytes`."""
     count = sum(unit.numel for unit in layout.units)
     paper = asdict(paper_resident(layout.stage, count, layout.shards))
     kept = asdict(predict_resident(layout, 0, optimizer_name))
     metrics = {f"predicted/memory/{what}": value for what, value in kept.items()}
     metrics |= {f"paper/memory/{what}": value for what, value in paper.items()}
+    metrics |= {f"predicted/peak/{term}_bytes": value for term, value in peak.items()}
     if residual := predict_residual(layout):
         metrics["predicted/memory/residual_bytes"] = residual
-    return metrics | {"predicted/memory/peak_bytes": peak_bytes}
+    return metrics | {"predicted/memory/peak_bytes": sum(peak.values())}
 
 
 def predict_gathered_peak(layout: Layout) -> int:
@@ -141,14 +171,17 @@ def predict_gathered_peak(layout: Layout) -> int:
         return sum(unit.numel for unit in layout.units) * layout.dtype("params").itemsize * is_cast
     kept = {unit for unit in layout.units if unit.spans or not unit.frees}
 
+    sizes = {id(unit): unit.padded_numel(layout.shards) for unit in layout.units}
+
     def size(live: set[Unit]) -> int:
-        return sum(unit.padded_numel(layout.shards) for unit in live) * layout.dtype("params").itemsize
+        return sum(sizes[id(unit)] for unit in live) * layout.dtype("params").itemsize
 
     peak = size(kept)
     order = [unit for unit in layout.units if not unit.spans]
     back = [unit for unit in backward_order(order) if unit.read_in_backward]
+    inside = {unit: set(unit.modules[0].modules()) for unit in order}
     for run, ahead in ((order, layout.forward_prefetch), (back, layout.backward_prefetch)):
         for number, running in enumerate(run):
-            around = {unit for unit in run if running.modules[0] in set(unit.modules[0].modules())}  # itself too
+            around = {unit for unit in run if running.modules[0] in inside[unit]}  # itself too
             peak = max(peak, size(kept | around | set(run[number : number + 1 + ahead])))
     return peak

@@ -1,16 +1,21 @@
-"""The speed of a step on one kind of GPU, by arithmetic: products, attention, what goes through memory, the optimizer.
+"""The time of a step on a cluster, by arithmetic: products, attention, what goes through memory, the optimizer, and the
+gathers and reductions that nothing hides.
 
-Invariant: an estimate for a recipe's header and for advice, never a measurement: two rates of the GPU, and every term a
-count. What is not counted: gathers and reductions that take longer than what they hide behind.
+Invariant: an estimate for a recipe's header and for advice, never a measurement: a few rates of the GPU and of its
+links, and every term a count. Roofline: Williams et al., CACM 52(4), 2009; alpha-beta: Hockney, 1994.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedConfig
 
+from shardbook.axes import DP_REPLICATE
 from shardbook.model.causal_lm import Flops
 from shardbook.optim import state_bytes
 from shardbook.parallel.layout import Layout
+from shardbook.parallel.units import Unit, backward_order
+from shardbook.plan.formulas import backward_gather, forward_gather, reduction, replica_bytes
+from shardbook.plan.hardware import ATTENTION, GPUS, MEMORY, PRODUCTS, Cluster, Gpu
 from shardbook.plan.peak import read_widths
 from shardbook.recipe import Recipe
 
@@ -25,16 +30,42 @@ class Rates:
     peak_flops: float  # of the data sheet, which MFU is a share of
 
 
-# 640 of 989 TFLOP/s and 3.0 of 3.35 TB/s: what large products inside a step and large copies attain there
-H100 = Rates(product_flops=640e12, attention_flops=250e12, memory_bytes=3.0e12, peak_flops=989e12)
+def rates_of(gpu: Gpu) -> Rates:
+    """The shares of its data sheet that large products inside a step, attention and large copies attain on an H100."""
+    return Rates(PRODUCTS * gpu.flops, ATTENTION * gpu.flops, MEMORY * gpu.memory, gpu.flops)
+
+
+H100 = rates_of(GPUS["h100-80gb"])
 PASSES = 3.5  # over what a block reads and writes beside its products: once forward, and backward twice and a half
 LINK_SHARE = 0.04  # of products' time: SMs and bandwidth that collectives take, hidden though they are
 
 
-def predict_mfu(
-    layout: Layout, config: PreTrainedConfig, recipe: Recipe, flops: Flops, document_tokens: float, rates: Rates = H100
-) -> float:
-    """Model FLOPs over the peak's for a step of full rows of documents of `document_tokens` each, compiled."""
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step."""
+
+    products: float
+    attention: float
+    memory: float  # norms, sums, gates, the loss; casts and copies of parameters and gradients
+    link: float  # what collectives take of the GPU while they are hidden
+    optimizer: float
+    exposed: float  # collectives that nothing hides
+
+    @property
+    def seconds(self) -> float:
+        return sum(asdict(self).values())
+
+
+def predict_step(
+    layout: Layout,
+    config: PreTrainedConfig,
+    recipe: Recipe,
+    flops: Flops,
+    document_tokens: float,
+    rates: Rates = H100,
+    cluster: Cluster | None = None,
+) -> StepTime:
+    """A step of full rows of documents of `document_tokens` each, compiled; without `cluster` all collectives hide."""
     of, itemsize = read_widths(config), layout.dtype("params").itemsize
     micros = recipe.train.gradient_accumulation_steps
     tokens = recipe.train.per_device_train_batch_size * recipe.data.max_length  # of a micro-batch
@@ -56,5 +87,111 @@ def predict_mfu(
     moments = 2 * state_bytes(recipe.optim.name, shard, master)  # read and written
     optimizer = (shard * 10 * master + moments) / rates.memory_bytes
     link = LINK_SHARE * (products + attention) * (layout.world_size > 1)
-    seconds = micros * (products + attention + memory + copies + link) + optimizer
-    return micros * flops.of(tokens, pairs) / seconds / rates.peak_flops
+    exposed = 0.0
+    if cluster:
+        micro = products + attention + memory + copies + link
+        exposed = exposed_seconds(layout, cluster, micros, micro / (3 + again), micro * (2 + again) / (3 + again))
+    return StepTime(
+        micros * products, micros * attention, micros * (memory + copies), micros * link, optimizer, exposed
+    )
+
+
+def predict_mfu(
+    layout: Layout,
+    config: PreTrainedConfig,
+    recipe: Recipe,
+    flops: Flops,
+    document_tokens: float,
+    rates: Rates = H100,
+    cluster: Cluster | None = None,
+) -> float:
+    """Model FLOPs over the peak's for such a step."""
+    step = predict_step(layout, config, recipe, flops, document_tokens, rates, cluster)
+    tokens = recipe.train.per_device_train_batch_size * recipe.data.max_length
+    counted = flops.of(tokens, tokens * min(document_tokens, recipe.data.max_length))
+    return recipe.train.gradient_accumulation_steps * counted / step.seconds / rates.peak_flops
+
+
+def exposed_seconds(layout: Layout, cluster: Cluster, micros: int, forward: float, backward: float) -> float:
+    """Seconds of a step in which the GPU waits for collectives, which run one after another beside the computing.
+
+    `forward`, `backward`: computing of one micro-batch, shared among units by their parameters. A unit's gather begins
+    as many units ahead as are prefetched, one at least (the host runs ahead of the device); its reduction when its
+    backward is over, sums across replicas after it in the step's last backward.
+    """
+    groups = layout.groups(0)
+    computing = [unit for unit in layout.units if unit.numel and unit.read_in_backward]
+    whole = sum(unit.numel for unit in computing)
+
+    def share(unit: Unit) -> float:
+        return unit.numel / whole if unit.read_in_backward else 0.0
+
+    def seconds(axis: str, payload: int) -> float:
+        return cluster.ring_seconds(payload, groups[axis]) if payload else 0.0
+
+    # what spans the pass has its computing, the head's, at forward's end
+    order = sorted((unit for unit in layout.units if unit.numel), key=lambda unit: unit.spans)
+    back = [unit for unit in backward_order(layout.units) if unit.numel]
+    first = [(seconds(*forward_gather(layout, unit)), unit.frees, forward * share(unit)) for unit in order]
+    reductions = [sum(seconds(axis, size) for _, axis, size in reduction(layout, unit)) for unit in back]
+    sums = [2 * seconds(DP_REPLICATE, replica_bytes(layout, unit)) for unit in back]
+    clock = _Clock()
+    for micro in range(micros):
+        is_last = micro == micros - 1
+        reduces = layout.stage.syncs(is_last)
+        forwards = [(gather if frees or not micro else 0.0, work, 0.0) for gather, frees, work in first]
+        clock.run(forwards, max(1, layout.forward_prefetch))
+        backwards = []
+        for unit, reducing, summing in zip(back, reductions, sums, strict=True):
+            again = seconds(*backward_gather(layout, unit)) if unit.frees and unit.gathers_again else 0.0
+            after = reducing * reduces + summing * is_last
+            backwards.append((again, backward * share(unit), after))
+        clock.run(backwards, max(1, layout.backward_prefetch))
+    return max(clock.link, clock.gpu) - micros * (forward + backward)
+
+
+@dataclass
+class _Clock:
+    """When the GPU, and the link beside it, are free again."""
+
+    gpu: float = 0.0
+    link: float = 0.0
+
+    def run(self, work: list[tuple[float, float, float]], ahead: int) -> None:
+        """`work`: of each unit the seconds of its gather, its computing and its reduction. Gathers are asked for
+        `ahead` units before, reductions when their computing is over, and the link serves who asked first."""
+        begun, gathered = [], [0.0] * len(work)
+        asked = 0
+
+        def ask(until: int, now: float) -> None:
+            nonlocal asked
+            while asked < min(until, len(work)):
+                if seconds := work[asked][0]:
+                    self.link = max(self.link, now) + seconds
+                    gathered[asked] = self.link
+                asked += 1
+
+        ask(1, self.gpu)
+        for number, (_, computing, reducing) in enumerate(work):
+            begin = max(self.gpu, gathered[number])
+            begun.append(begin)
+            ask(number + 1 + ahead, begin)
+            self.gpu = begin + computing
+            if reducing:
+                self.link = max(self.link, self.gpu) + reducing
+
+
+def break_even_micro_batch(
+    parameters: float, layers: int, length: int, alpha: float, beta: float, flops: float, share: float = 0.05
+) -> float:
+    """Rows of a micro-batch from which zero3's three collectives a layer (two gathers, one reduction, 2 bytes a
+    parameter, `alpha` seconds and `beta` bytes a second) take at most `share` of its computing (6 FLOPs a parameter and
+    token at `flops` a second): ZeRO-Infinity, arXiv 2104.07857, section 4, for the idea."""
+    layer = parameters / layers
+    return 3 * (alpha + 2 * layer / beta) / (share * 6 * layer * length / flops)
+
+
+def prefetch_depth(parameters: float, beta: float, computing: float) -> int:
+    """k* = ceil(T_gather / T_compute): units to gather ahead so that a unit of `parameters`, 2 bytes each, is there in
+    time over a link of `beta` bytes a second, where computing one takes `computing` seconds."""
+    return -int(-(2 * parameters / beta) // computing)

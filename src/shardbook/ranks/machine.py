@@ -41,7 +41,7 @@ def choose_nproc(recipe: Recipe, asked: int | None = None, nodes: int = 1) -> in
 
 
 def check_memory(recipe: Recipe, recipe_path: Path, nodes: int) -> None:
-    """Raise RecipeError, in three lines, where `nodes` machines like this one have less memory than the recipe says
+    """Raise RecipeError, in four lines, where `nodes` machines like this one have less memory than the recipe says
     that its state alone takes: before hours of download, not after."""
     gpus = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
     here = sum(gpus) if gpus else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -56,6 +56,7 @@ def check_memory(recipe: Recipe, recipe_path: Path, nodes: int) -> None:
         f"{recipe_path.stem} needs {recipe.hardware.memory_gb:,.0f} GB for weights, gradients and optimizer state alone"
         + f" (sized for{sized})" * bool(sized)
         + f"\n  here: {machines} {what} {here / GB:,.0f} GB of memory; hardware.memory_gb=0 tries nevertheless\n"
+        f"  what each stage takes on how many GPUs: make plan RECIPE={recipe_path.stem} GPUS=64 GPU=h100-80gb\n"
         f"  on a cluster, on each machine: make launch NODES={count[1] if count else 2} NODE_RANK=0 HEAD=first-machine "
         f"RECIPE={recipe_path.stem}"
     )

@@ -1,0 +1,43 @@
+"""Well-known models by their shapes alone: what a plan needs of them, without a hub, a licence or a download."""
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from shardbook.model import embedded
+from shardbook.model.families import load_config
+from shardbook.recipe import Model, RecipeError, nearest
+
+
+@cache
+def known_shapes() -> dict[str, dict[str, Any]]:
+    """shapes.toml: by name `ids` (of the hub), `family` and `config`."""
+    return tomllib.loads((files("shardbook.model") / "shapes.toml").read_text())
+
+
+def shape_config(path: str, max_length: int) -> PreTrainedConfig:
+    """The config of `path`: a local directory (or its config.json), a name of shapes.toml or a hub id that stands
+    there. Fetches nothing. Raises RecipeError for any other, with the nearest that is known."""
+    local = Path(path).parent if path.endswith("config.json") else Path(path)
+    if local.is_dir():
+        return load_config(Model(path=str(local)), local, max_length)
+    for name, known in known_shapes().items():
+        if path == name or path in known["ids"]:
+            config = known["config"]
+            if max_length > (longest := config["max_position_embeddings"]):
+                raise RecipeError(f"data.max_length = {max_length}: {path} sees at most {longest} tokens")
+            return AutoConfig.for_model(known["family"], **config)
+    names = [word for name, known in known_shapes().items() for word in (name, *known["ids"])]
+    raise RecipeError(
+        f"model.path = {path!r}: not a directory, and its shape is not known here; known are "
+        f"{', '.join(known_shapes())}{nearest(path, names)} (any other: give a directory with its config.json)"
+    )
+
+
+def hub_id(name: str) -> str:
+    """The hub id that a run would fetch for a name of shapes.toml; anything else is what it is."""
+    return name if name == embedded.MODEL or name not in known_shapes() else str(known_shapes()[name]["ids"][0])

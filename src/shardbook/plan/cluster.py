@@ -1,0 +1,229 @@
+"""A recipe on a cluster: each stage's memory, traffic and time there, which fit, and the fastest that does.
+
+Invariant: all numbers are of `Layout` values, which a run of the same recipe builds too; nothing is allocated and no
+process group made, so a laptop answers for any number of GPUs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from shardbook.model.attention import KERNELS
+from shardbook.model.causal_lm import CausalLM, build_model, count_flops
+from shardbook.model.shapes import shape_config
+from shardbook.parallel.layout import Layout, build_layout
+from shardbook.parallel.mesh import describe_sizes
+from shardbook.parallel.stages import STAGES, find_stage
+from shardbook.plan.formulas import Resident, paper_resident, predict_resident, predict_traffic
+from shardbook.plan.hardware import GPUS, Cluster
+from shardbook.plan.peak import Peak, predict_peak
+from shardbook.plan.speed import StepTime, predict_step, rates_of
+from shardbook.recipe import Parallel, Recipe, RecipeError, resolve_precision
+
+KINDS = ("none", "selective", "full")  # of checkpointing, the cheapest in time first
+DOCUMENT_TOKENS = 1200  # of documents in packed rows, where nothing else is said
+WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe's settings, laid out on the cluster."""
+
+    recipe: Recipe
+    layout: Layout
+    peak: Peak
+    time: StepTime
+    room_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        return self.peak.total <= self.room_bytes
+
+    @property
+    def limit(self) -> str:
+        """The largest term of the peak."""
+        terms = asdict(self.peak)
+        return max(terms, key=lambda name: terms[name])
+
+    @property
+    def paper(self) -> Resident:
+        count = sum(unit.numel for unit in self.layout.units)
+        return paper_resident(self.layout.stage, count, self.layout.shards)
+
+    @property
+    def resident(self) -> Resident:
+        return predict_resident(self.layout, 0, self.recipe.optim.name)
+
+    @property
+    def comm(self) -> dict[str, int]:
+        """Payload bytes of a step of one rank, `<op>_bytes`, over all axes."""
+        sums: dict[str, int] = {}
+        for (op, _), volume in predict_traffic(self.layout, self.recipe.train.gradient_accumulation_steps).items():
+            sums[f"{op}_bytes"] = sums.get(f"{op}_bytes", 0) + volume.payload_bytes
+        return sums
+
+    @property
+    def tokens(self) -> int:
+        """Of a step of all ranks, rows full."""
+        train = self.recipe.train
+        rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
+        return rows * self.recipe.data.max_length * self.layout.world_size
+
+    def words(self) -> str:
+        train, mesh = self.recipe.train, describe_sizes(self.layout.sizes)
+        return (
+            f"{self.layout.stage.name} ({mesh}), checkpointing {self.recipe.activation.checkpointing}, "
+            f"{train.per_device_train_batch_size} rows x {train.gradient_accumulation_steps}"
+        )
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Lays a recipe out on clusters."""
+
+    recipe: Recipe  # without `auto`: for a GPU
+    config: PreTrainedConfig
+    model: CausalLM
+    document_tokens: float = DOCUMENT_TOKENS
+    made: dict[tuple[str, int, int], Layout] = field(default_factory=dict)
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:
+        """Raises RecipeError where the recipe's mesh does not fit the cluster."""
+        key = (recipe.parallel.model_dump_json(), cluster.gpus, cluster.a_node)
+        if key not in self.made:
+            model, world = self.model, (cluster.gpus, cluster.a_node)
+            self.made[key] = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world)
+        layout, rates = self.made[key], rates_of(cluster.gpu)
+        peak = predict_peak(layout, self.config, recipe)
+        flops = count_flops(self.model)
+        time = predict_step(layout, self.config, recipe, flops, self.document_tokens, rates, cluster)
+        return Candidate(recipe, layout, peak, time, cluster.room_bytes)
+
+    def mfu(self, candidate: Candidate, cluster: Cluster) -> float:
+        """Model FLOPs over the GPUs' peak."""
+        per_rank = candidate.tokens / candidate.layout.world_size
+        pairs = per_rank * min(self.document_tokens, self.recipe.data.max_length)
+        return count_flops(self.model).of(per_rank, pairs) / candidate.time.seconds / cluster.gpu.flops
+
+    def stages(self, cluster: Cluster) -> dict[str, Candidate]:
+        """The recipe under each stage: its own as it is, the others as a user would first set them."""
+        own = find_stage(self.recipe.parallel.stage).name
+        found = {}
+        for name in STAGES:
+            parallel = self.recipe.parallel if name == own else stage_settings(name, self.recipe.parallel, cluster)
+            if parallel:
+                found[name] = self.lay_out(self.recipe.model_copy(update={"parallel": parallel}), cluster)
+        return found
+
+    def fewest(self, stage: str, cluster: Cluster) -> int | None:
+        """The fewest GPUs on which the recipe fits under `stage`, its micro-batch as it is; None: more than 4,096, or
+        no number."""
+        for world in WORLDS:
+            a_node = min(cluster.gpu.a_node, world)
+            smaller = replace(cluster, gpus=world, a_node=a_node)
+            parallel = stage_settings(stage, self.recipe.parallel, smaller)
+            if parallel and self.lay_out(self.recipe.model_copy(update={"parallel": parallel}), smaller).fits:
+                return world
+        return None
+
+    def candidates(self, cluster: Cluster) -> Iterator[Candidate]:
+        """Every stage, checkpointing and micro-batch whose steps have as many rows as the recipe's."""
+        train = self.recipe.train
+        rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
+        for name in ("ddp", "zero1", "zero2", "zero3", "hsdp"):
+            if not (parallel := stage_settings(name, self.recipe.parallel, cluster)):
+                continue
+            for kind in KINDS:
+                for batch in (size for size in range(1, rows + 1) if rows % size == 0):
+                    changes = {
+                        "parallel": parallel,
+                        "activation": self.recipe.activation.model_copy(update={"checkpointing": kind}),
+                        "train": train.model_copy(
+                            update={"per_device_train_batch_size": batch, "gradient_accumulation_steps": rows // batch}
+                        ),
+                    }
+                    yield self.lay_out(self.recipe.model_copy(update=changes), cluster)
+
+
+def stage_settings(name: str, parallel: Parallel, cluster: Cluster) -> Parallel | None:
+    """`[parallel]` for a stage as a user would first set it on the cluster; None where it would be another one."""
+    settings: dict[str, Any] = {"stage": name, "wrap": parallel.wrap}
+    if name != "ddp":
+        settings["forward_prefetch"] = parallel.forward_prefetch
+    if name == "hsdp":
+        settings["dp_shard_size"] = cluster.a_node
+    if name == "zeropp":
+        settings |= {"quantize_weights": 8, "quantize_gradients": [8, 4], "secondary_shard": "node"}
+    if name in ("hsdp", "zeropp") and cluster.nodes == 1:
+        return None
+    return Parallel.model_validate(settings)
+
+
+def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> Planner:
+    """A planner for `recipe` on GPUs. Reads shapes alone. Raises RecipeError where the model's are not known."""
+    recipe = resolve_precision(recipe, "cuda")
+    config = shape_config(recipe.model.path, recipe.data.max_length)
+    model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens, KERNELS["varlen"])
+    return Planner(recipe, config, model, min(document_tokens, recipe.data.max_length))
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The fastest of what fits, and why not the others."""
+
+    best: Candidate | None
+    why: str
+    refused: list[tuple[Candidate, str]]  # one for each stage that nothing saves, and what stands in its way
+
+
+def advise(planner: Planner, cluster: Cluster) -> Advice:
+    """The fastest candidate that fits the cluster; ties go to the simpler stage, which stands first."""
+    everything = list(planner.candidates(cluster))
+    fitting = [candidate for candidate in everything if candidate.fits]
+    refused = []
+    for name in dict.fromkeys(candidate.layout.stage.name for candidate in everything):
+        own = [candidate for candidate in everything if candidate.layout.stage.name == name]
+        if not any(candidate.fits for candidate in own):
+            least = min(own, key=lambda candidate: candidate.peak.total)
+            over = (least.peak.total - cluster.room_bytes) / 1e9
+            refused.append((least, f"{least.limit} {asdict(least.peak)[least.limit] / 1e9:.1f} GB: {over:.1f} GB over"))
+    if not fitting:
+        return Advice(None, _where_it_fits(planner, cluster, everything), refused)
+    best = min(fitting, key=lambda candidate: candidate.time.seconds)
+    return Advice(best, _reason(best, refused, cluster), refused)
+
+
+def _reason(best: Candidate, refused: list[tuple[Candidate, str]], cluster: Cluster) -> str:
+    name = best.layout.stage.name
+    left = (cluster.room_bytes - best.peak.total) / 1e9
+    because = f"{name}: {left:.1f} GB of {cluster.room_bytes / 1e9:.0f} to spare"
+    if refused:
+        because += "; " + ", ".join(f"{found.layout.stage.name} does not fit ({why})" for found, why in refused)
+    exposed = best.time.exposed / best.time.seconds
+    return because + f"; {exposed:.0%} of the step waits for the network"
+
+
+def _where_it_fits(planner: Planner, cluster: Cluster, everything: list[Candidate]) -> str:
+    least = min(everything, key=lambda candidate: candidate.peak.total)
+    for world in (size for size in WORLDS if size > cluster.gpus):
+        larger = replace(cluster, gpus=world, a_node=min(cluster.gpu.a_node, world))
+        if any(candidate.fits for candidate in planner.candidates(larger)):
+            return f"fits nowhere here; the smallest cluster of these GPUs where it does has {world}"
+    larger_gpus = [name for name, gpu in GPUS.items() if gpu.gb > cluster.gpu.gb]
+    other = f"larger GPUs ({', '.join(larger_gpus)}), or " if larger_gpus else ""
+    return f"fits on no number of these GPUs ({least.limit} is the largest term): {other}shorter rows (data.max_length)"
+
+
+def check_fits(candidate: Candidate) -> None:
+    """Raise RecipeError where a candidate needs more memory than there is."""
+    if not candidate.fits:
+        raise RecipeError(
+            f"{candidate.words()}: {candidate.peak}; {candidate.room_bytes / 1e9:.0f} GB of the GPU can be used"
+        )

@@ -1,0 +1,96 @@
+"""Hardware that a plan is made for: GPUs, the links inside a node and between nodes, as data sheets give them.
+
+Invariant: every figure is the maker's, with its sheet; what a step attains of it is said once, in ATTAINED, and is an
+assumption until a run has calibrated it.
+"""
+
+from dataclasses import dataclass
+
+from shardbook.recipe import RecipeError, nearest
+
+GBIT = 1e9 / 8
+PRODUCTS, ATTENTION, MEMORY = 640 / 989, 250 / 989, 3.0 / 3.35  # shares attained in a step; those seen on an H100
+INSIDE, ACROSS = 0.8, 0.9  # of a link's rate that long collectives attain, inside a node and between nodes
+INSIDE_SECONDS, ACROSS_SECONDS = 3e-6, 10e-6  # of one hop of a ring
+ROOM = 0.92  # of a GPU's memory: contexts of CUDA and NCCL, and what an allocator cannot use, take the rest
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU, as it is usually built into nodes."""
+
+    gb: float  # of memory, 10^9 bytes
+    flops: float  # dense bf16, per second
+    memory: float  # bytes a second
+    a_node: int  # GPUs of a node
+    link: float  # bytes a second, each way, from one GPU to the others of its node
+    nics: float  # Gbit/s of a node to the others, each way
+    source: str
+
+
+# fmt: off
+GPUS = {
+    "a100-40gb": Gpu(40, 312e12, 1.555e12, 8, 300e9, 1600, "NVIDIA A100 SXM data sheet; DGX A100: 8 x 200 Gbit/s"),
+    "a100-80gb": Gpu(80, 312e12, 2.039e12, 8, 300e9, 1600, "NVIDIA A100 SXM data sheet; DGX A100: 8 x 200 Gbit/s"),
+    "h100-80gb": Gpu(80, 989e12, 3.35e12, 8, 450e9, 3200, "NVIDIA H100 SXM data sheet; DGX H100: 8 x 400 Gbit/s"),
+    "h200-141gb": Gpu(141, 989e12, 4.8e12, 8, 450e9, 3200, "NVIDIA H200 SXM data sheet; DGX H200: 8 x 400 Gbit/s"),
+    "b200-180gb": Gpu(180, 2250e12, 8.0e12, 8, 900e9, 3200, "NVIDIA DGX B200 data sheet: 1,440 GB, 72 PFLOP/s fp8"),
+    "rtx4090-24gb": Gpu(24, 165e12, 1.008e12, 8, 32e9, 100, "NVIDIA Ada architecture paper; PCIe 4.0 x16, 100 Gbit/s"),
+    "l40s-48gb": Gpu(48, 362e12, 0.864e12, 8, 32e9, 400, "NVIDIA L40S data sheet; PCIe 4.0 x16, 400 Gbit/s"),
+}
+# fmt: on
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of that name, or of the only name that begins with it. Raises RecipeError with the nearest."""
+    found = [gpu for known, gpu in GPUS.items() if known == name] or [
+        gpu for known, gpu in GPUS.items() if known.startswith(f"{name.lower()}-")
+    ]
+    if len(found) == 1:
+        return found[0]
+    raise RecipeError(f"--gpu {name}: must be one of {', '.join(GPUS)}{nearest(name, list(GPUS))}")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`gpus` of one kind in nodes of `a_node`, the last axis of a mesh inside a node first."""
+
+    gpu: Gpu
+    gpus: int
+    a_node: int
+    nics: float  # Gbit/s of a node
+
+    @property
+    def nodes(self) -> int:
+        return self.gpus // self.a_node
+
+    @property
+    def room_bytes(self) -> float:
+        return ROOM * self.gpu.gb * 1e9
+
+    def ring_seconds(self, payload_bytes: float, ranks: list[int]) -> float:
+        """Of an all-gather or a reduce-scatter of so many bytes, whole, in a ring over `ranks`; an all-reduce is two.
+
+        What a rank sends is payload x (n - 1) / n, over its link inside the node, and over the node's cards, which all
+        groups share that cross the same way. A hop has its own seconds (the alpha of alpha-beta).
+        """
+        count, nodes = len(ranks), len({rank // self.a_node for rank in ranks})
+        if count == 1:
+            return 0.0
+        sent = payload_bytes * (count - 1) / count
+        inside = sent / (INSIDE * self.gpu.link) if count > nodes else 0.0
+        groups = self.a_node * nodes / count  # that cross between the same nodes at once
+        across = sent * groups / (ACROSS * self.nics * GBIT) if nodes > 1 else 0.0
+        return max(inside, across) + (nodes - 1) * ACROSS_SECONDS + (count - nodes) * INSIDE_SECONDS
+
+
+def build_cluster(gpu_name: str, gpus: int, nics: float = 0, a_node: int = 0) -> Cluster:
+    """`gpus` of that kind; `nics` Gbit/s and `a_node` GPUs of each node where they are not the usual ones. Raises
+    RecipeError where they make no whole nodes."""
+    gpu = find_gpu(gpu_name)
+    if gpus < 1:
+        raise RecipeError(f"--gpus {gpus}: must be at least 1")
+    a_node = a_node or min(gpu.a_node, gpus)
+    if gpus % a_node:
+        raise RecipeError(f"--gpus {gpus}: must be whole nodes of {a_node}; a multiple of {a_node}, or set --per-node")
+    return Cluster(gpu, gpus, a_node, nics or gpu.nics)

@@ -1,0 +1,206 @@
+"""What a plan says: a table for people, JSON for programs (DESIGN: one object, `stages` and `advice`)."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardbook.plan.cluster import DOCUMENT_TOKENS, Advice, Candidate, Planner, advise, build_planner
+from shardbook.plan.formulas import Resident
+from shardbook.plan.hardware import ROOM, Cluster, build_cluster
+from shardbook.recipe import Recipe, RecipeError, dump_recipe
+
+GB = 1e9
+HOUR = 3600.0
+TOKENS = 1e9  # that cost is said for
+COLUMNS = "kept", "gathered", "activations", "work", "peak GB", "sent GB", "step s", "waits", "tok/s/GPU", "MFU", "GPUs"
+
+
+@dataclass(frozen=True)
+class Report:
+    """A recipe under every stage on one cluster, and what to take."""
+
+    planner: Planner
+    cluster: Cluster
+    gpu_name: str
+    stages: dict[str, Candidate]
+    fewest: dict[str, int | None]
+    advice: Advice
+
+
+def make_report(
+    recipe: Recipe, gpu: str, gpus: int, nics: float = 0, a_node: int = 0, document_tokens: float = DOCUMENT_TOKENS
+) -> Report:
+    """`recipe` on `gpus` of the kind `gpu` (hardware.py), `a_node` of them a node with `nics` Gbit/s to the others (0:
+    as usual). Raises RecipeError for a kind or a model that is not known, or a cluster that is no whole nodes."""
+    cluster = build_cluster(gpu, gpus, nics, a_node)
+    if document_tokens < 1:
+        raise RecipeError(f"--document-tokens {document_tokens:g}: must be at least 1")
+    planner = build_planner(recipe, document_tokens)
+    stages = planner.stages(cluster)
+    fewest = {stage: planner.fewest(stage, cluster) for stage in stages}
+    return Report(planner, cluster, gpu, stages, fewest, advise(planner, cluster))
+
+
+def show_report(report: Report, is_json: bool) -> None:
+    """On standard output."""
+    if is_json:
+        print(json.dumps(as_json(report), indent=1))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 140  # a log file has no edge to wrap at
+    console.print(as_table(report))
+    console.print(
+        "GB of a rank: kept, gathered, activations, work; sent in a step. GPUs: the fewest on which it fits\n"
+    )
+    for line in describe_advice(report):
+        console.print(line, markup=False)
+
+
+def write_advised(report: Report, path: Path) -> None:
+    """Write the advised recipe to `path`. Raises RecipeError where nothing fits, or it cannot be written."""
+    if report.advice.best is None:
+        raise RecipeError(f"--write {path}: {report.advice.why}")
+    model, cluster = report.planner.recipe.model.path, report.cluster
+    header = f"# {model}: the fastest that fits {cluster.gpus} x {report.gpu_name}, as `shardbook plan` has it.\n"
+    try:
+        path.write_text(header + dump_recipe(report.advice.best.recipe))
+    except OSError as error:
+        raise RecipeError(f"--write {path}: cannot be written ({error.strerror})") from None
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Numbers only: bytes of one rank, seconds of a step, tokens a second of one GPU."""
+    best = report.advice.best
+    return {
+        "model": report.planner.recipe.model.path,
+        "parameters": report.planner.parameters,
+        "gpus": report.cluster.gpus,
+        "gpu": report.gpu_name,
+        "gpus_a_node": report.cluster.a_node,
+        "nics_gbit": report.cluster.nics,
+        "room_bytes": report.cluster.room_bytes,
+        "document_tokens": report.planner.document_tokens,
+        "stages": [
+            _row(report, candidate) | {"min_gpus": report.fewest[name]} for name, candidate in report.stages.items()
+        ],
+        "advice": {
+            "fits": best is not None,
+            "why": report.advice.why,
+            "refused": {found.layout.stage.name: why for found, why in report.advice.refused},
+            **({"take": _row(report, best), "recipe": _settings(best)} if best else {}),
+        },
+    }
+
+
+def _row(report: Report, candidate: Candidate) -> dict[str, Any]:
+    time, cluster = candidate.time, report.cluster
+    train = candidate.recipe.train
+    return {
+        "stage": candidate.layout.stage.name,
+        "mesh": candidate.layout.sizes,
+        "checkpointing": candidate.recipe.activation.checkpointing,
+        "per_device_train_batch_size": train.per_device_train_batch_size,
+        "gradient_accumulation_steps": train.gradient_accumulation_steps,
+        "paper": _resident(candidate.paper),
+        "resident": _resident(candidate.resident),
+        "comm": candidate.comm,
+        "peak": asdict(candidate.peak),
+        "peak_bytes": candidate.peak.total,
+        "fits": candidate.fits,
+        "limit": candidate.limit,
+        "step": asdict(time),
+        "step_seconds": time.seconds,
+        "tokens_per_second_per_device": candidate.tokens / time.seconds / cluster.gpus,
+        "mfu": report.planner.mfu(candidate, cluster),
+        "gpu_hours_per_billion_tokens": gpu_hours(candidate, cluster, TOKENS),
+    }
+
+
+def _resident(resident: Resident) -> dict[str, float]:
+    return asdict(resident) | {"total_bytes": resident.total_bytes}
+
+
+def _settings(candidate: Candidate) -> dict[str, Any]:
+    """The keys that the advice would change, as overrides."""
+    recipe, train = candidate.recipe, candidate.recipe.train
+    others = recipe.parallel.model_dump(exclude_defaults=True, exclude={"stage"})
+    return {
+        "parallel.stage": candidate.layout.stage.name,
+        **{f"parallel.{key}": value for key, value in others.items()},
+        "activation.checkpointing": recipe.activation.checkpointing,
+        "train.per_device_train_batch_size": train.per_device_train_batch_size,
+        "train.gradient_accumulation_steps": train.gradient_accumulation_steps,
+    }
+
+
+def gpu_hours(candidate: Candidate, cluster: Cluster, tokens: float) -> float:
+    """GPU-hours of so many tokens, padding among them."""
+    return tokens / candidate.tokens * candidate.time.seconds * cluster.gpus / HOUR
+
+
+def as_table(report: Report) -> Table:
+    cluster, recipe = report.cluster, report.planner.recipe
+    train, count = recipe.train, report.planner.parameters / GB
+    nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.a_node}, {cluster.nics:g} Gbit/s a node"
+    room = f"{cluster.room_bytes / GB:.0f} of {cluster.gpu.gb:g} GB can be used ({ROOM:.0%})"
+    steps = f"{train.per_device_train_batch_size} rows of {recipe.data.max_length} tokens x "
+    steps += (
+        f"{train.gradient_accumulation_steps}, checkpointing {recipe.activation.checkpointing}, {recipe.optim.name}"
+    )
+    title = f"{recipe.model.path} ({count:.2f} B) on {cluster.gpus} x {report.gpu_name}: {nodes}; {room}\n{steps}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("stage")
+    for name in COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, candidate in report.stages.items():
+        table.add_row(*_cells(report, candidate, report.fewest[name]))
+    return table
+
+
+def _cells(report: Report, candidate: Candidate, fewest: int | None) -> list[str | Text]:
+    peak, time = candidate.peak, candidate.time
+    groups = {
+        "kept": peak.params + peak.grads + peak.optimizer,
+        "gathered": peak.gathered,
+        "activations": peak.activations,
+        "working": peak.working,
+    }
+    limit = max(groups, key=lambda name: groups[name])
+    total = Text(f"{peak.total / GB:,.1f}", style="green" if candidate.fits else "red")
+    parts = [
+        Text(f"{size / GB:,.1f}", style="red" if name == limit and not candidate.fits else "")
+        for name, size in groups.items()
+    ]
+    return [
+        candidate.layout.stage.name,
+        *parts,
+        total,
+        f"{sum(candidate.comm.values()) / GB:,.1f}",
+        f"{time.seconds:.2f}",
+        f"{time.exposed / time.seconds:.0%}",
+        f"{candidate.tokens / time.seconds / report.cluster.gpus:,.0f}",
+        f"{report.planner.mfu(candidate, report.cluster):.2f}",
+        str(fewest) if fewest else "-",
+    ]
+
+
+def describe_advice(report: Report) -> list[str]:
+    """The advice in lines, and how to say it to a run."""
+    best, cluster = report.advice.best, report.cluster
+    if best is None:
+        return [f"advice   {report.advice.why}"]
+    said = f"{best.time.seconds:.2f} s a step, MFU {report.planner.mfu(best, cluster):.2f}"
+    hours = gpu_hours(best, cluster, TOKENS)
+    words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in _settings(best).items())
+    return [
+        f"advice   {best.words()}: {best.peak.total / GB:.1f} GB, {said}, {hours:,.0f} GPU-hours for a billion tokens",
+        f"because  {report.advice.why}",
+        f"set      {words}",
+    ]

@@ -1,0 +1,234 @@
+"""The planner: the literature's figures, times of known networks, what fits, and what is asked wrongly."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from shardbook.cli import main
+from shardbook.parallel.stages import STAGES
+from shardbook.plan.cluster import advise, build_planner, stage_settings
+from shardbook.plan.formulas import paper_resident
+from shardbook.plan.hardware import ACROSS, ACROSS_SECONDS, GBIT, GPUS, INSIDE, INSIDE_SECONDS, build_cluster
+from shardbook.plan.report import as_json, make_report
+from shardbook.plan.speed import break_even_micro_batch, exposed_seconds, prefetch_depth
+from shardbook.recipe import Parallel, Recipe, find_recipe, load_recipe
+
+ORDER = ["ddp", "zero1", "zero2", "zero3"]
+
+
+def paper(stage, billions, ranks):
+    """GB by the ZeRO paper's count."""
+    return paper_resident(STAGES[stage], int(billions * 1e9), ranks).total_bytes / 1e9
+
+
+def test_the_papers_figure_1():
+    assert [round(paper(stage, 7.5, 64), 1) for stage in ORDER] == [120.0, 31.4, 16.6, 1.9]
+
+
+@pytest.mark.parametrize(
+    ("stage", "sizes"),
+    [
+        ("ddp", {4: 112, 8: 112, 64: 112, 256: 112}),
+        ("zero1", {4: 49, 8: 38.5, 64: 29.3125, 256: 28.328125}),
+        ("zero2", {4: 38.5, 8: 26.25, 64: 15.53125, 256: 14.3828125}),
+        ("zero3", {4: 28, 8: 14, 64: 1.75, 256: 0.4375}),
+    ],
+)
+def test_seven_billion_parameters(stage, sizes):
+    assert {ranks: paper(stage, 7, ranks) for ranks in sizes} == sizes
+
+
+def test_larger_models_by_state_alone():
+    assert (paper("ddp", 13, 8), paper("zero2", 13, 8), paper("zero3", 13, 32)) == (208, 48.75, 6.5)
+    assert paper("ddp", 70, 1) == 1120 and paper("zero3", 70, 64) == 17.5
+    assert math.ceil(paper("ddp", 70, 1) / 80) == 14 and math.ceil(paper("ddp", 405, 1) / 80) == 81
+    assert paper("ddp", 405, 1) == 6480 and paper("zero3", 405, 128) == 50.625
+    assert round(paper("zero3", 405, 128) / 8, 1) == 6.3  # each of eight tensor-parallel ranks has an eighth
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
+def test_how_many_times_less_than_all(ranks):
+    """16 P over 4 + 12/N, 2 + 14/N, 16/N: 4N/(N+3), 8N/(N+7), N."""
+    whole = paper("ddp", 1, ranks)
+    factors = [whole / paper(stage, 1, ranks) for stage in ORDER[1:]]
+    assert factors == pytest.approx([4 * ranks / (ranks + 3), 8 * ranks / (ranks + 7), ranks], rel=1e-12)
+
+
+def test_traffic_in_units_of_the_parameters():
+    """A reduce-scatter or an all-gather is one unit, an all-reduce two: 2, 2, 2, 3, with bf16 on every wire."""
+    recipe = plan_of("llama-3.1-8b", "precision.reduce=bf16")
+    stages = build_planner(recipe).stages(build_cluster("h100", 8))
+    units = {}
+    for name in ORDER:
+        unit = 2 * sum(unit.numel for unit in stages[name].layout.units)
+        sent = stages[name].comm
+        times = (
+            2 * sent.get("all_reduce_bytes", 0) + sent.get("all_gather_bytes", 0) + sent.get("reduce_scatter_bytes", 0)
+        )
+        units[name] = times / unit
+    # zero3: embedding and head, an eighth of the model, are gathered once in a step
+    assert units == pytest.approx(
+        {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3 - 2 * 128_256 * 4096 / 8_030_261_248}, abs=1e-4
+    )
+
+
+def test_break_even_and_prefetch_depth():
+    rows = break_even_micro_batch(7e9, 32, 2048, alpha=10e-6, beta=100e9, flops=150e12)
+    assert round(rows, 1) == 14.7 and math.ceil(rows) == 15
+    assert [prefetch_depth(200e6, rate * 1e9, 10e-3) for rate in (50, 100, 200, 25)] == [1, 1, 1, 2]
+
+
+def plan_of(model, *words):
+    from shardbook.cli import PLAIN
+    from shardbook.recipe import parse_recipe
+
+    return parse_recipe(PLAIN, "test", [f"model.path={model}", *words])
+
+
+def test_a_ring_inside_a_node_and_between_nodes():
+    inside = build_cluster("h100", 8)
+    sent = 8e9 * 7 / 8
+    assert inside.ring_seconds(8e9, list(range(8))) == sent / (INSIDE * 450e9) + 7 * INSIDE_SECONDS
+    assert inside.ring_seconds(8e9, [0]) == 0
+    across = build_cluster("h100", 16)
+    hops = ACROSS_SECONDS + 14 * INSIDE_SECONDS
+    assert across.ring_seconds(16e9, list(range(16))) == pytest.approx(15e9 / (ACROSS * 3200 * GBIT) + hops)
+    # one rank of each node: the eight groups of a node share its cards
+    pair = across.ring_seconds(2e9, [0, 8])
+    assert pair == pytest.approx(8 * 1e9 / (ACROSS * 3200 * GBIT) + ACROSS_SECONDS)
+
+
+def candidate(stage, gpus=16, nics=0.0, **parallel):
+    cluster = build_cluster("h100", gpus, nics)
+    planner = build_planner(plan_of("llama-3.2-1b"))
+    settings = stage_settings(stage, planner.recipe.parallel, cluster)
+    settings = settings.model_copy(update=parallel)
+    return planner.lay_out(planner.recipe.model_copy(update={"parallel": settings}), cluster), cluster
+
+
+def test_nothing_waits_where_the_network_is_endless():
+    """But for the first gather and the last reduction, and hops."""
+    found, cluster = candidate("zero3", 16)
+    endless = replace(cluster, nics=1e9, gpu=replace(cluster.gpu, link=1e18))
+    hops = ACROSS_SECONDS + 14 * INSIDE_SECONDS
+    first, backward = 0.05, 0.1
+    waits = exposed_seconds(found.layout, endless, 1, first, backward)
+    assert 2 * hops < waits < 4 * hops
+
+
+@pytest.mark.parametrize("stage", ["ddp", "zero1", "zero2", "zero3", "hsdp"])
+def test_what_waits_is_all_where_the_gpu_takes_no_time(stage):
+    """Every collective in turn, each counted once."""
+    found, cluster = candidate(stage, 16, 100.0)
+    layout, groups = found.layout, found.layout.groups(0)
+    seconds = 0.0
+    for unit in layout.units:
+        gathers = unit.gathers(1) if layout.shards > 1 else 0
+        seconds += gathers * cluster.ring_seconds(unit.numel * 2, groups["dp_shard"]) * (unit.numel > 0)
+        seconds += cluster.ring_seconds(unit.numel * 4, groups["dp_shard"]) * (unit.numel > 0)
+        seconds += 2 * cluster.ring_seconds(unit.numel * 4 / layout.shards, groups["dp_replicate"]) * (unit.numel > 0)
+    assert exposed_seconds(layout, cluster, 1, 0.0, 0.0) == pytest.approx(seconds)
+
+
+def test_slower_cards_wait_longer_and_quantised_bytes_less():
+    waits = [candidate("zero3", 16, nics)[0].time.exposed for nics in (3200, 400, 100, 25)]
+    assert waits == sorted(waits) and waits[-1] > 10 * waits[0]
+    assert candidate("zeropp", 16, 25)[0].time.exposed < 0.5 * waits[-1]
+
+
+def test_advice_takes_what_fits_and_says_why_not():
+    planner = build_planner(load_recipe(find_recipe("llama8b-fsdp")))
+    cluster = build_cluster("h100", 8)
+    advice = advise(planner, cluster)
+    everything = list(planner.candidates(cluster))
+    assert advice.best and advice.best.fits
+    assert advice.best.time.seconds == min(found.time.seconds for found in everything if found.fits)
+    assert [found.layout.stage.name for found, _ in advice.refused] == ["ddp"]
+    assert "ddp does not fit (optimizer 64.2 GB" in advice.why
+    rows = {
+        found.recipe.train.per_device_train_batch_size * found.recipe.train.gradient_accumulation_steps
+        for found in everything
+    }
+    assert rows == {2}
+
+
+def test_what_fits_nowhere_names_the_smallest_cluster():
+    planner = build_planner(load_recipe(find_recipe("llama70b-fsdp")))
+    advice = advise(planner, build_cluster("h100", 8))
+    assert advice.best is None
+    assert advice.why == "fits nowhere here; the smallest cluster of these GPUs where it does has 32"
+    assert planner.fewest("zero3", build_cluster("h100", 64)) == 32
+    never = build_planner(plan_of("llama-3.1-405b", "data.max_length=131072"))
+    assert "fits on no number of these GPUs (activations" in advise(never, build_cluster("rtx4090", 8)).why
+
+
+def test_the_contract_of_the_json():
+    report = as_json(make_report(load_recipe(find_recipe("llama70b-hsdp")), "h100-80gb", 64))
+    for row in report["stages"]:
+        for what in ("paper", "resident"):
+            sizes = row[what]
+            parts = [sizes[f"{name}_bytes"] for name in ("params", "grads", "optimizer")]
+            assert sizes["total_bytes"] == sum(parts)
+        assert row["peak_bytes"] == sum(row["peak"].values())
+        assert row["step_seconds"] == pytest.approx(sum(row["step"].values()))
+        assert row["fits"] == (row["peak_bytes"] <= report["room_bytes"])
+    hsdp = next(row for row in report["stages"] if row["stage"] == "hsdp")
+    assert hsdp["mesh"] == {"dp_replicate": 2, "dp_shard": 32}  # the recipe's own, not a guess
+    assert [row["stage"] for row in report["stages"]] == list(STAGES)
+    assert (
+        report["advice"]["fits"] and report["advice"]["recipe"]["parallel.stage"] == report["advice"]["take"]["stage"]
+    )
+
+
+def test_the_command_prints_json_alone(capsys):
+    assert main(["plan", "llama8b-fsdp", "--gpus", "8", "--json", "optim.name=adamw_bf16"]) == 0
+    out = capsys.readouterr().out
+    kept = next(row for row in json.loads(out)["stages"] if row["stage"] == "ddp")["resident"]
+    assert kept["optimizer_bytes"] == pytest.approx(4 * 8_030_261_248, rel=1e-6)
+
+
+def test_the_table_names_each_stage(capsys):
+    assert main(["plan", "--model", "qwen3-0.6b", "data.max_length=2048", "--gpus", "2", "--gpu", "rtx4090"]) == 0
+    said = capsys.readouterr().out
+    assert "Qwen/Qwen3-0.6B (0.60 B) on 2 x rtx4090" in said
+    assert [line.split()[0] for line in said.splitlines() if line.strip().startswith(tuple(ORDER))] == ORDER
+    assert "hsdp" not in said  # one node
+    assert "advice   " in said and "set      parallel.stage=" in said
+
+
+def test_what_is_advised_is_a_recipe(tmp_path, capsys):
+    out = tmp_path / "advised.toml"
+    assert main(["plan", "llama8b-fsdp", "--gpus", "8", "--write", str(out)]) == 0
+    recipe = load_recipe(out)
+    assert isinstance(recipe, Recipe) and recipe.parallel == Parallel(stage=recipe.parallel.stage)
+    assert f"parallel.stage={recipe.parallel.stage}" in capsys.readouterr().out
+    assert main(["plan", "llama8b-fsdp", "--write", str(out)]) == 2
+    assert "exists; name a new file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["llama8b-fsdp", "--gpu", "h1000"], "--gpu h1000: must be one of a100-40gb"),
+        (["llama8b-fsdp", "--gpu", "a100"], "--gpu a100: must be one of a100-40gb"),  # two are called so
+        (["llama8b-fsdp", "--gpus", "12"], "--gpus 12: must be whole nodes of 8"),
+        (["llama8b-fsdp", "--gpus", "0"], "--gpus 0: must be at least 1"),
+        (["--model", "llama-3.1-8c"], "its shape is not known here"),
+        (["--model", "llama-3.1-8c"], "did you mean llama-3.1-8b?"),
+        (["--model", "qwen3-8b", "data.max_length=50000"], "sees at most 40960 tokens"),
+        ([], "plan: needs a recipe, or --model"),
+        (["llama70b-fsdp", "--gpus", "8", "--write", "none.toml"], "--write none.toml: fits nowhere here"),
+        (["llama70b-hsdp", "--gpus", "24"], "needs 64 ranks, the world has 24"),
+        (["llama8b-fsdp", "--document-tokens", "0"], "--document-tokens 0: must be at least 1"),
+    ],
+)
+def test_what_is_asked_wrongly(words, said, capsys):
+    assert main(["plan", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("shardbook: ")
+
+
+def test_every_gpu_has_its_source():
+    assert all(gpu.source and gpu.gb and gpu.flops > gpu.memory for gpu in GPUS.values())
