@@ -130,6 +130,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--network", type=float, default=0, help="Gbit/s of a node to the others (default: as usual)")
     add("--document-tokens", type=float, default=1200, help="tokens of a document, for attention (default: 1,200)")
     add("--json", action="store_true", help="one JSON object on standard output, and nothing else there")
+    add("--html", type=Path, help="page to write, with charts")
     add("--write", type=Path, help="recipe to write as advised")
 
 
@@ -140,8 +141,10 @@ def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
         words, asked.recipe = [asked.recipe, *words], ""
     if not (asked.recipe or asked.model):
         raise RecipeError("plan: needs a recipe, or --model with a model's name, hub id or directory")
-    if asked.write and asked.write.exists():
-        raise RecipeError(f"--write {asked.write}: exists; name a new file")
+    for option, file in (("--write", asked.write), ("--html", asked.html)):
+        if file and (file.exists() or not file.parent.is_dir()):
+            what = "exists; name a new file" if file.exists() else "there is no such directory"
+            raise RecipeError(f"{option} {file}: {what}")
     from shardbook.model.shapes import hub_id
     from shardbook.plan.report import make_report, show_report, write_advised
 
@@ -149,6 +152,10 @@ def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
     recipe = load_recipe(find_recipe(asked.recipe), words) if asked.recipe else parse_recipe(PLAIN, "--model", words)
     report = make_report(recipe, asked.gpu, asked.gpus, asked.network, asked.per_node, asked.document_tokens)
     show_report(report, asked.json)
+    if asked.html:
+        from shardbook.compare.plan_page import write_plan_page
+
+        write_plan_page(asked.html, report)
     if asked.write:
         write_advised(report, asked.write)
     return 0

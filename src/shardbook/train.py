@@ -29,6 +29,7 @@ from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
 from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
 from shardbook.plan.peak import predict_peak
+from shardbook.plan.speed import predict_perf_metrics
 from shardbook.ranks.distributed import (
     Ranks,
     StopFlag,
@@ -101,11 +102,14 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     # Checkpointing -> compile -> stage -> memory.
     peak, predicted = predict_peak(layout, config, recipe), predict_traffic(layout, loader.accumulation)
     forecast = predict_memory_metrics(layout, recipe.optim.name, asdict(peak))
+    flops, on = count_flops(model), torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
+    forecast |= predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, on)
     apply_checkpointing(model.blocks, recipe.activation)
     if recipe.train.compile:
         apply_compile(model)
     recomputed = recipe.activation.checkpointing + ", compiled" * recipe.train.compile
     console.show_layout(layout, attention, recomputed, peak, loader, steps)
+    console.show_forecast(forecast)
     sharded = apply_stage(model, layout, build_mesh(layout.sizes, ranks.device.type))
     fits = OutOfMemory(sharded, config, recipe)
     with fits:
@@ -154,7 +158,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             console.show_step(0, before)
         ahead, kept = StepsAhead(loader, stop), Metrics()
         ledger.open()  # for one step; the others send the same
-        pace = Pace(ranks.world_size, count_flops(model))
+        pace = Pace(ranks.world_size, flops)
         while state.step < steps:
             step, metrics = state.step + 1, Metrics()
             profile.advance(step)

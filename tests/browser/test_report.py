@@ -11,8 +11,12 @@ from playwright.sync_api import sync_playwright
 
 from shardbook.compare.outcome import Outcome
 from shardbook.compare.page import write_page
+from shardbook.compare.plan_page import write_plan_page
+from shardbook.plan.report import make_report
+from shardbook.recipe import find_recipe, load_recipe
 
 KEPT = Path(__file__).parents[2] / "docs" / "compare.html"
+PLAN_PANELS = ["Memory", "Traffic", "Time", "Scaling"]
 PANELS = ["Loss", "Difference from ddp", "Memory", "Traffic", "Throughput"]
 
 
@@ -177,3 +181,14 @@ def test_equal_losses_have_no_panel_of_differences(opened, tmp_path):
     page = opened(tmp_path / "report.html")
     check_panels(page, ["Loss", "Memory", "Traffic", "Throughput", "MFU"])
     assert "same losses bitwise; same memory; same traffic" in page.inner_text("#verdicts")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_of_a_plan(opened, scheme, tmp_path):
+    report = make_report(load_recipe(find_recipe("llama8b-fsdp")), "h100-80gb", 16)
+    write_plan_page(tmp_path / "plan.html", report)
+    for width in (1200, 390):
+        page = opened(tmp_path / "plan.html", color_scheme=scheme, viewport={"width": width, "height": 900})
+        check_panels(page, PLAN_PANELS)
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert "zero3" in page.inner_text("#verdicts") and "does not fit" in page.inner_text("#verdicts")

@@ -7,13 +7,16 @@ from dataclasses import replace
 import pytest
 
 from shardbook.cli import main
+from shardbook.model.causal_lm import count_flops
+from shardbook.model.shapes import hub_id, known_shapes
 from shardbook.parallel.stages import STAGES
 from shardbook.plan.cluster import advise, build_planner, stage_settings
 from shardbook.plan.formulas import paper_resident
-from shardbook.plan.hardware import ACROSS, ACROSS_SECONDS, GBIT, GPUS, INSIDE, INSIDE_SECONDS, build_cluster
+from shardbook.plan.hardware import ACROSS, ACROSS_SECONDS, GBIT, GPUS, INSIDE, INSIDE_SECONDS, build_cluster, gpu_of
 from shardbook.plan.report import as_json, make_report
-from shardbook.plan.speed import break_even_micro_batch, exposed_seconds, prefetch_depth
+from shardbook.plan.speed import break_even_micro_batch, exposed_seconds, predict_perf_metrics, prefetch_depth
 from shardbook.recipe import Parallel, Recipe, find_recipe, load_recipe
+from shardbook.run.console import describe_peak
 
 ORDER = ["ddp", "zero1", "zero2", "zero3"]
 
@@ -208,6 +211,30 @@ def test_what_is_advised_is_a_recipe(tmp_path, capsys):
     assert "exists; name a new file" in capsys.readouterr().err
 
 
+def test_the_page_draws_the_report(tmp_path, capsys):
+    page = tmp_path / "plan.html"
+    assert main(["plan", "llama8b-fsdp", "--gpus", "16", "--json", "--html", str(page)]) == 0
+    report, text = json.loads(capsys.readouterr().out), page.read_text()
+    figures = json.JSONDecoder().raw_decode(text, text.index('{"plot-memory"'))[0]
+    assert list(figures) == [f"plot-{name}" for name in ("memory", "traffic", "time", "scaling")]
+    for name, key, unit in (("memory", "peak", 1e9), ("time", "step", 1.0)):
+        drawn = {
+            (trace["name"], y): x
+            for trace in figures[f"plot-{name}"]["data"]
+            for y, x in zip(trace["y"], trace["x"], strict=True)
+        }
+        told = {(term, row["stage"]): value / unit for row in report["stages"] for term, value in row[key].items()}
+        assert drawn == told
+    speeds = {
+        trace["name"]: dict(zip(trace["x"], trace["y"], strict=True)) for trace in figures["plot-scaling"]["data"]
+    }
+    for row in report["stages"]:
+        assert speeds[row["stage"]][16] == pytest.approx(row["tokens_per_second_per_device"])
+    assert speeds["hsdp"][8] is None  # one node
+    assert main(["plan", "llama8b-fsdp", "--html", str(page)]) == 2
+    assert main(["plan", "llama8b-fsdp", "--html", str(tmp_path / "none" / "page.html")]) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -228,6 +255,68 @@ def test_what_is_asked_wrongly(words, said, capsys):
     assert main(["plan", *words]) == 2
     error = capsys.readouterr().err
     assert said in error and error.startswith("shardbook: ")
+
+
+@pytest.mark.parametrize(
+    ("device_name", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H200", "h200-141gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA B200", "b200-180gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090-24gb"),
+        ("NVIDIA L40S", "l40s-48gb"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA L40", None),
+        ("NVIDIA GB200", None),
+        ("CPU", None),
+    ],
+)
+def test_the_gpu_that_cuda_names(device_name, name):
+    assert gpu_of(device_name) == (name and GPUS[name])
+
+
+def test_a_run_on_known_hardware_forecasts_a_step():
+    planner = build_planner(load_recipe(find_recipe("llama8b-fsdp")))
+    found = planner.lay_out(planner.recipe, build_cluster("h100", 8))
+    words = (found.layout, planner.config, planner.recipe, count_flops(planner.model), planner.document_tokens)
+    told = predict_perf_metrics(*words, "NVIDIA H100 80GB HBM3")
+    assert told == {"predicted/perf/step_seconds": found.time.seconds}
+    assert predict_perf_metrics(*words, "CPU") == {}
+
+
+def test_a_peak_that_is_off_is_said():
+    def said(measured):
+        return describe_peak({"memory/peak_bytes": measured, "predicted/memory/peak_bytes": 100 * 2**30})
+
+    assert said(104 * 2**30) == said(96 * 2**30) == "" == describe_peak({"memory/peak_bytes": 1.0})
+    assert said(80 * 2**30) == "peak     80.0 GiB measured, 100.0 GiB predicted: +25%"
+
+
+PARAMETERS = {  # as the models' cards and papers round them
+    "smollm2-135m": 134_515_008,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "mistral-7b": 7_248_023_552,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+def test_the_shapes_have_the_parameters_of_the_published_models():
+    found = {name: build_planner(plan_of(name, "data.max_length=1024")).parameters for name in known_shapes()}
+    assert found == PARAMETERS
+    assert all(hub_id(name) in known["ids"] for name, known in known_shapes().items() if name != "smollm2-135m")
 
 
 def test_every_gpu_has_its_source():

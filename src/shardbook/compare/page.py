@@ -35,7 +35,13 @@ def write_page(path: Path, title: str, outcomes: list[Outcome]) -> None:
         "throughput": draw_throughput(finished),
         "mfu": draw_mfu(finished),
     }
-    panels = {name: panel for name, panel in drawn.items() if panel}
+    head, *rows = summary_rows(outcomes)
+    verdicts = table(f"Each variant beside {outcomes[0].name}", head, rows, words=1)
+    render(path, title, describe(finished[0]), verdicts, {name: panel for name, panel in drawn.items() if panel})
+
+
+def render(path: Path, title: str, about: str, verdicts: str, panels: dict[str, Panel]) -> None:
+    """Write a page: `verdicts`, a table, stand first; then each panel, by the name of its place on the page."""
     sections = "\n".join(
         f'<section id="{name}"><h2>{escape(heading)}</h2><p>{escape(words)}</p>'
         f'<div class="plot" id="plot-{name}" role="img" aria-label="{escape(heading)}; in numbers below"></div>'
@@ -43,13 +49,12 @@ def write_page(path: Path, title: str, outcomes: list[Outcome]) -> None:
         for name, (heading, words, _, numbers) in panels.items()
     )
     links = " ".join(f'<a href="#{name}">{escape(panel[0])}</a>' for name, panel in panels.items())
-    head, *rows = summary_rows(outcomes)
     figures = {f"plot-{name}": panel[2] for name, panel in panels.items()}
     page = Template(Path(__file__).with_name("report.html").read_text()).substitute(
         title=escape(title),
-        about=escape(describe(finished[0])),
+        about=escape(about),
         links=links,
-        verdicts=table(f"Each variant beside {outcomes[0].name}", head, rows, words=1),
+        verdicts=verdicts,
         panels=sections,
         library=get_plotlyjs(),
         figures=json.dumps(figures).replace("</", "<\\/"),

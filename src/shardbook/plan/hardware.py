@@ -51,6 +51,27 @@ def find_gpu(name: str) -> Gpu:
     raise RecipeError(f"--gpu {name}: must be one of {', '.join(GPUS)}{nearest(name, list(GPUS))}")
 
 
+# What CUDA calls those of them that it names apart, and words of its kin's names that are other cards.
+CUDA_NAMES = {
+    "A100": "a100-80gb",
+    "H100": "h100-80gb",
+    "H200": "h200-141gb",
+    "B200": "b200-180gb",
+    "4090": "rtx4090-24gb",
+    "L40S": "l40s-48gb",
+}
+OTHERS = {"PCIe", "NVL", "D", "Laptop", "A100-SXM4-40GB", "A100-SXM-40GB", "A100-PCIE-40GB", "A100-PCIE-80GB"}
+
+
+def gpu_of(device_name: str) -> Gpu | None:
+    """The GPU that CUDA calls `device_name` (`NVIDIA H100 80GB HBM3`); None where it is not one of GPUS."""
+    words = set(device_name.split())
+    if words & OTHERS:
+        return None
+    found = (GPUS[name] for word, name in CUDA_NAMES.items() if any(w.partition("-")[0] == word for w in words))
+    return next(found, None)
+
+
 @dataclass(frozen=True)
 class Cluster:
     """`gpus` of one kind in nodes of `a_node`, the last axis of a mesh inside a node first."""

@@ -15,7 +15,7 @@ from shardbook.optim import state_bytes
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import Unit, backward_order
 from shardbook.plan.formulas import backward_gather, forward_gather, reduction, replica_bytes
-from shardbook.plan.hardware import ATTENTION, GPUS, MEMORY, PRODUCTS, Cluster, Gpu
+from shardbook.plan.hardware import ATTENTION, GPUS, MEMORY, PRODUCTS, Cluster, Gpu, gpu_of
 from shardbook.plan.peak import read_widths
 from shardbook.recipe import Recipe
 
@@ -110,6 +110,18 @@ def predict_mfu(
     tokens = recipe.train.per_device_train_batch_size * recipe.data.max_length
     counted = flops.of(tokens, tokens * min(document_tokens, recipe.data.max_length))
     return recipe.train.gradient_accumulation_steps * counted / step.seconds / rates.peak_flops
+
+
+def predict_perf_metrics(
+    layout: Layout, config: PreTrainedConfig, recipe: Recipe, flops: Flops, document_tokens: float, device_name: str
+) -> dict[str, float]:
+    """The metric `predicted/perf/step_seconds` on what CUDA calls `device_name`, in nodes as they usually come; nothing
+    where that hardware is not known, or blocks are not compiled."""
+    if (gpu := gpu_of(device_name)) is None or not recipe.train.compile:
+        return {}
+    cluster = Cluster(gpu, layout.world_size, layout.ranks_per_node, gpu.nics)
+    step = predict_step(layout, config, recipe, flops, document_tokens, rates_of(gpu), cluster)
+    return {"predicted/perf/step_seconds": step.seconds}
 
 
 def exposed_seconds(layout: Layout, cluster: Cluster, micros: int, forward: float, backward: float) -> float:

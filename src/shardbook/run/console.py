@@ -22,6 +22,7 @@ from shardbook.plan.formulas import predict_gathered_peak, predict_resident, pre
 from shardbook.plan.peak import Peak
 from shardbook.run.metrics import Metrics
 
+PEAK_OFF = 0.05  # of a predicted peak, that is said
 UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
 
 
@@ -86,6 +87,11 @@ class Console:
         table.add_row("a step", f"{loader.rows_per_step} rows: {micros}; {steps} steps")
         self.output.print(table)
 
+    def show_forecast(self, forecast: Metrics) -> None:
+        """What a step will take, where the hardware is known."""
+        if seconds := forecast.get("predicted/perf/step_seconds"):
+            self.print(f"forecast {seconds:.2f} s a step of full rows (arithmetic: docs/planning.md)")
+
     def show_traffic(self, measured: Traffic, predicted: Traffic) -> None:
         """What the first step sent, and whether the formulas had said so."""
 
@@ -112,6 +118,8 @@ class Console:
     def show_step(self, step: int, metrics: Metrics) -> None:
         """Show a finished step; without its metrics (not a logging step) only a progress bar moves."""
         parts = []
+        if said := describe_peak(metrics):
+            self.print(said)
         if "train/loss" in metrics:
             parts.append(f"loss {metrics['train/loss']:.4f}")
         if "eval/loss" in metrics:
@@ -126,6 +134,15 @@ class Console:
             left = (self.steps - step) * metrics.get("perf/step_seconds", 0)
             eta = f"  ETA {int(left // 60)}:{int(left % 60):02d}" if left else ""
             self.print(f"step {step}/{self.steps}  " + "  ".join(parts) + eta)
+
+
+def describe_peak(metrics: Metrics) -> str:
+    """Where `metrics` hold a measured peak and a predicted one that is more than 5% off, a line that says so."""
+    measured, predicted = metrics.get("memory/peak_bytes"), metrics.get("predicted/memory/peak_bytes")
+    if not (measured and predicted) or abs(predicted / measured - 1) <= PEAK_OFF:
+        return ""
+    said = f"{readable_bytes(measured)} measured, {readable_bytes(predicted)} predicted"
+    return f"peak     {said}: {predicted / measured - 1:+.0%}"
 
 
 def describe_switches(layout: Layout) -> str:
