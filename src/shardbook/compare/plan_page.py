@@ -3,7 +3,7 @@
 Invariant: it draws a `Report` and counts nothing itself.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def draw_scaling(report: Report) -> Panel:
     for number, name in enumerate(report.stages):
         speeds: list[float | None] = []
         for world, row in zip(WORLDS, rows, strict=True):
-            larger = replace(cluster, gpus=world, a_node=min(cluster.gpu.a_node, world))
+            larger = cluster.resized(world)
             parallel = stage_settings(name, planner.recipe.parallel, larger)
             found = parallel and planner.lay_out(planner.recipe.model_copy(update={"parallel": parallel}), larger)
             speeds.append(found.tokens / found.time.seconds / world if found else None)

@@ -5,7 +5,7 @@ process group made, so a laptop answers for any number of GPUs.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,7 @@ from shardbook.plan.formulas import Resident, paper_resident, predict_resident, 
 from shardbook.plan.hardware import GPUS, Cluster
 from shardbook.plan.peak import Peak, predict_peak
 from shardbook.plan.speed import StepTime, predict_step, rates_of
-from shardbook.recipe import Parallel, Recipe, RecipeError, resolve_precision
+from shardbook.recipe import Parallel, Recipe, resolve_precision
 
 KINDS = ("none", "selective", "full")  # of checkpointing, the cheapest in time first
 DOCUMENT_TOKENS = 1200  # of documents in packed rows, where nothing else is said
@@ -126,8 +126,7 @@ class Planner:
         """The fewest GPUs on which the recipe fits under `stage`, its micro-batch as it is; None: more than 4,096, or
         no number."""
         for world in WORLDS:
-            a_node = min(cluster.gpu.a_node, world)
-            smaller = replace(cluster, gpus=world, a_node=a_node)
+            smaller = cluster.resized(world)
             parallel = stage_settings(stage, self.recipe.parallel, smaller)
             if parallel and self.lay_out(self.recipe.model_copy(update={"parallel": parallel}), smaller).fits:
                 return world
@@ -213,17 +212,9 @@ def _reason(best: Candidate, refused: list[tuple[Candidate, str]], cluster: Clus
 def _where_it_fits(planner: Planner, cluster: Cluster, everything: list[Candidate]) -> str:
     least = min(everything, key=lambda candidate: candidate.peak.total)
     for world in (size for size in WORLDS if size > cluster.gpus):
-        larger = replace(cluster, gpus=world, a_node=min(cluster.gpu.a_node, world))
+        larger = cluster.resized(world)
         if any(candidate.fits for candidate in planner.candidates(larger)):
             return f"fits nowhere here; the smallest cluster of these GPUs where it does has {world}"
     larger_gpus = [name for name, gpu in GPUS.items() if gpu.gb > cluster.gpu.gb]
     other = f"larger GPUs ({', '.join(larger_gpus)}), or " if larger_gpus else ""
     return f"fits on no number of these GPUs ({least.limit} is the largest term): {other}shorter rows (data.max_length)"
-
-
-def check_fits(candidate: Candidate) -> None:
-    """Raise RecipeError where a candidate needs more memory than there is."""
-    if not candidate.fits:
-        raise RecipeError(
-            f"{candidate.words()}: {candidate.peak}; {candidate.room_bytes / 1e9:.0f} GB of the GPU can be used"
-        )

@@ -4,7 +4,7 @@ Invariant: every figure is the maker's, with its sheet; what a step attains of i
 assumption until a run has calibrated it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardbook.recipe import RecipeError, nearest
 
@@ -88,6 +88,11 @@ class Cluster:
     @property
     def room_bytes(self) -> float:
         return ROOM * self.gpu.gb * 1e9
+
+    def resized(self, gpus: int) -> "Cluster":
+        """So many of the same GPUs, in nodes of the same size where there is more than one."""
+        whole = self.a_node if self.nodes > 1 else max(self.a_node, self.gpu.a_node)
+        return replace(self, gpus=gpus, a_node=min(whole, gpus))
 
     def ring_seconds(self, payload_bytes: float, ranks: list[int]) -> float:
         """Of an all-gather or a reduce-scatter of so many bytes, whole, in a ring over `ranks`; an all-reduce is two.
