@@ -129,6 +129,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--per-node", type=int, default=0, help="GPUs of a node (default: as that kind usually comes)")
     add("--network", type=float, default=0, help="Gbit/s of a node to the others (default: as usual)")
     add("--document-tokens", type=float, default=1200, help="tokens of a document, for attention (default: 1,200)")
+    add("--simulate", action="store_true", help="also run a step of the recipe's stage on fake tensors (half a minute)")
     add("--json", action="store_true", help="one JSON object on standard output, and nothing else there")
     add("--html", type=Path, help="page to write, with charts")
     add("--write", type=Path, help="recipe to write as advised")
@@ -150,7 +151,8 @@ def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
 
     words += [f"model.path={hub_id(asked.model)}"] if asked.model else []
     recipe = load_recipe(find_recipe(asked.recipe), words) if asked.recipe else parse_recipe(PLAIN, "--model", words)
-    report = make_report(recipe, asked.gpu, asked.gpus, asked.network, asked.per_node, asked.document_tokens)
+    cluster = (asked.gpu, asked.gpus, asked.network, asked.per_node)
+    report = make_report(recipe, *cluster, asked.document_tokens, asked.simulate)
     show_report(report, asked.json)
     if asked.html:
         from shardbook.compare.plan_page import write_plan_page

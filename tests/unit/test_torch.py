@@ -64,3 +64,15 @@ def test_norms_of_several_tensors_add_up_in_the_dtype_that_is_asked_for():
     assert [norm.dtype for norm in norms] == [torch.float64] * 2
     for norm, part in zip(norms, tensors, strict=True):
         assert abs(float(norm) / float(part.double().norm()) - 1) < 1e-15
+
+
+def test_a_fake_world_and_the_size_of_a_storage_that_may_be_gone():
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert FakeStore()
+    tensor = torch.zeros(10)
+    kept = StorageWeakRef(tensor.untyped_storage())
+    assert torch.UntypedStorage._new_with_weak_ptr(kept.cdata).nbytes() == 40
+    del tensor
+    assert torch.UntypedStorage._new_with_weak_ptr(kept.cdata) is None

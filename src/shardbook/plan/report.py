@@ -3,17 +3,21 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardbook.parallel.stages import find_stage
 from shardbook.plan.cluster import DOCUMENT_TOKENS, Advice, Candidate, Planner, advise, build_planner
 from shardbook.plan.formulas import Resident
 from shardbook.plan.hardware import ROOM, Cluster, build_cluster
 from shardbook.recipe import Recipe, RecipeError, dump_recipe
+
+if TYPE_CHECKING:
+    from shardbook.plan.simulate import Simulated
 
 GB = 1e9
 HOUR = 3600.0
@@ -31,20 +35,33 @@ class Report:
     stages: dict[str, Candidate]
     fewest: dict[str, int | None]
     advice: Advice
+    simulated: "Simulated | None" = None  # of the recipe's own stage
 
 
 def make_report(
-    recipe: Recipe, gpu: str, gpus: int, nics: float = 0, a_node: int = 0, document_tokens: float = DOCUMENT_TOKENS
+    recipe: Recipe,
+    gpu: str,
+    gpus: int,
+    nics: float = 0,
+    a_node: int = 0,
+    document_tokens: float = DOCUMENT_TOKENS,
+    simulates: bool = False,
 ) -> Report:
     """`recipe` on `gpus` of the kind `gpu` (hardware.py), `a_node` of them a node with `nics` Gbit/s to the others (0:
-    as usual). Raises RecipeError for a kind or a model that is not known, or a cluster that is no whole nodes."""
+    as usual). `simulates` a step of its own stage too, in this process. Raises RecipeError for a kind or a model that
+    is not known, or a cluster that is no whole nodes."""
     cluster = build_cluster(gpu, gpus, nics, a_node)
     if document_tokens < 1:
         raise RecipeError(f"--document-tokens {document_tokens:g}: must be at least 1")
     planner = build_planner(recipe, document_tokens)
     stages = planner.stages(cluster)
     fewest = {stage: planner.fewest(stage, cluster) for stage in stages}
-    return Report(planner, cluster, gpu, stages, fewest, advise(planner, cluster))
+    found = None
+    if simulates:
+        from shardbook.plan.simulate import simulate_step  # makes a process group, and loads what fakes tensors
+
+        found = simulate_step(planner.recipe, planner.config, cluster.gpus, cluster.a_node)
+    return Report(planner, cluster, gpu, stages, fewest, advise(planner, cluster), found)
 
 
 def show_report(report: Report, is_json: bool) -> None:
@@ -59,7 +76,7 @@ def show_report(report: Report, is_json: bool) -> None:
     console.print(
         "GB of a rank: kept, gathered, activations, work; sent in a step. GPUs: the fewest on which it fits\n"
     )
-    for line in describe_advice(report):
+    for line in describe_simulated(report) + describe_advice(report):
         console.print(line, markup=False)
 
 
@@ -90,6 +107,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "stages": [
             _row(report, candidate) | {"min_gpus": report.fewest[name]} for name, candidate in report.stages.items()
         ],
+        **({"simulated": asdict(report.simulated)} if report.simulated else {}),
         "advice": {
             "fits": best is not None,
             "why": report.advice.why,
@@ -189,6 +207,16 @@ def _cells(report: Report, candidate: Candidate, fewest: int | None) -> list[str
         f"{report.planner.mfu(candidate, report.cluster):.2f}",
         str(fewest) if fewest else "-",
     ]
+
+
+def describe_simulated(report: Report) -> list[str]:
+    """What a simulated step came to, beside the formula."""
+    if (found := report.simulated) is None:
+        return []
+    name = find_stage(report.planner.recipe.parallel.stage).name
+    formula = report.stages[name].peak.total
+    said = f"{name}: {found.peak_bytes / GB:.1f} GB at its fullest, in {found.moment}"
+    return [f"simulated {said}; by formula {formula / GB:.1f} ({formula / found.peak_bytes - 1:+.0%})"]
 
 
 def describe_advice(report: Report) -> list[str]:

@@ -1,0 +1,145 @@
+"""A step at full cluster size on one CPU, allocating nothing: the run's own model, stage and optimizer on fake tensors,
+in a fake process group, with every storage counted from its making to its end.
+
+Invariant: what is counted is what the code does, not what a formula says of it; formulas are held against it. A GPU's
+kernels are taken to keep what their fake forms keep, and its allocator to waste nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# Private, and torch's own way to be one of many ranks alone; tests/unit/test_torch.py notices when it moves.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig
+
+from shardbook.data.loader import MicroBatch
+from shardbook.memory.activation import apply_checkpointing
+from shardbook.model.attention import KERNELS
+from shardbook.model.causal_lm import build_model, materialize
+from shardbook.objectives import OBJECTIVES
+from shardbook.optim import build_optimizer
+from shardbook.parallel.layout import build_layout
+from shardbook.parallel.mesh import build_mesh
+from shardbook.parallel.sharding import apply_stage
+from shardbook.recipe import Recipe
+
+LAYERS = (3, 4)  # blocks are alike: from these two any number follows
+DOCUMENTS = 8  # boundaries of a row that attention is told of
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The fullest moment of a step that finds its optimizer state there, on the first rank."""
+
+    peak_bytes: int
+    moment: str  # forward, backward or optimizer
+    kept_bytes: int  # between two steps: parameters and optimizer state
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations make, while any tensor refers to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, StorageWeakRef] = {}
+        self.moment, self.most, self.most_moment = "", 0, ""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # whose making is not seen
+                storage = local.untyped_storage()
+                self.made.setdefault(storage._cdata, StorageWeakRef(storage))
+        if (held := self.count()) > self.most:
+            self.most, self.most_moment = held, self.moment
+        return result
+
+    def count(self) -> int:
+        """Bytes that are there now."""
+        total = 0
+        for key, kept in list(self.made.items()):
+            # private: a storage's size may change (gathered parameters are freed by that), and only itself knows it
+            storage = torch.UntypedStorage._new_with_weak_ptr(kept.cdata)
+            if storage is None:
+                del self.made[key]
+            else:
+                total += storage.nbytes()
+        return total
+
+
+@contextmanager
+def fake_world(world_size: int) -> Iterator[None]:
+    """This process as rank 0 of so many, whose collectives send nothing. No process group may be there already."""
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def simulate_step(recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_per_node: int) -> Simulated:
+    """Two steps of `recipe` (without `auto`) with a model of `config`, rows full and every token but the first trained;
+    the second is counted. Attention by `varlen`. Raises RecipeError where the mesh does not fit."""
+    layers = config.num_hidden_layers
+    if layers <= max(LAYERS):
+        return _simulate(recipe, config, world_size, ranks_per_node)
+    few, more = (_simulate(recipe, _with_layers(config, count), world_size, ranks_per_node) for count in LAYERS)
+    times = layers - LAYERS[1]
+    return Simulated(
+        more.peak_bytes + times * (more.peak_bytes - few.peak_bytes),
+        more.moment,
+        more.kept_bytes + times * (more.kept_bytes - few.kept_bytes),
+    )
+
+
+def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    words = config.to_dict() | {"num_hidden_layers": layers}
+    words.pop("layer_types", None)  # one a layer, made anew
+    return type(config)(**words)
+
+
+def _simulate(recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_per_node: int) -> Simulated:
+    with fake_world(world_size):
+        model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens, KERNELS["varlen"])
+        world = (world_size, ranks_per_node)
+        layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world)
+        apply_checkpointing(model.blocks, recipe.activation)
+        sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
+        micros, live = recipe.train.gradient_accumulation_steps, LiveBytes()
+        with FakeTensorMode(allow_non_fake_inputs=True), live:
+            materialize(model, torch.device("cpu"))
+            optimizer = build_optimizer(model, recipe.optim)
+            kept = 0
+            for _ in range(2):
+                kept, live.most = live.count(), 0
+                for micro in range(micros):
+                    batch = _full_rows(recipe)
+                    with sharded.micro_batch(is_last=micro == micros - 1):
+                        live.moment = "forward"
+                        loss = OBJECTIVES[recipe.method](model, batch) / len(batch.targets)
+                        live.moment = "backward"
+                        loss.backward()
+                live.moment = "optimizer"
+                optimizer.step()
+                optimizer.zero_grad()
+                del loss, batch
+        return Simulated(live.most, live.most_moment, kept)
+
+
+def _full_rows(recipe: Recipe) -> MicroBatch:
+    rows, length = recipe.train.per_device_train_batch_size, recipe.data.max_length
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    boundaries = torch.zeros(rows * (DOCUMENTS + 1) + 1, dtype=torch.int32)
+    positions = torch.zeros(rows * (length - 1), dtype=torch.int64)
+    return MicroBatch(ids, ids.clone(), boundaries, positions, positions.clone(), packed=True, pairs=0)
