@@ -356,16 +356,17 @@ def test_ranks_of_a_fixed_mesh(recipe):
         chosen("parallel.stage=hsdp", "parallel.dp_replicate_size=64", "parallel.dp_shard_size=64")
 
 
-def test_a_machine_that_cannot_run_it_says_so_in_three_lines(capsys):
+def test_a_machine_that_cannot_run_it_says_so_in_four_lines(capsys):
     assert cli.main(["train", "llama70b-fsdp", "hardware.memory_gb=1129000000"]) == 2
     result = capsys.readouterr()
     assert not result.out
-    needs, here, way_out = result.err.splitlines()
+    needs, here, plan, way_out = result.err.splitlines()
     assert needs.startswith(
         "shardbook: llama70b-fsdp needs 1,129,000,000 GB for weights, gradients and optimizer state"
     )
     assert needs.endswith("(sized for 64 GPUs: 8 nodes of 8, 80 GB each)")
     assert here.startswith("  here: this machine has ") and "hardware.memory_gb=0 tries nevertheless" in here
+    assert plan.endswith("make plan RECIPE=llama70b-fsdp GPUS=64 GPU=h100-80gb")
     assert way_out.endswith("make launch NODES=8 NODE_RANK=0 HEAD=first-machine RECIPE=llama70b-fsdp")
 
 
