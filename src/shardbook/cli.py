@@ -142,6 +142,9 @@ def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
         words, asked.recipe = [asked.recipe, *words], ""
     if not (asked.recipe or asked.model):
         raise RecipeError("plan: needs a recipe, or --model with a model's name, hub id or directory")
+    for option, number in (("--network", asked.network), ("--per-node", asked.per_node)):
+        if number < 0:
+            raise RecipeError(f"{option} {number:g}: must be above 0, or 0 for what is usual")
     for option, file in (("--write", asked.write), ("--html", asked.html)):
         if file and (file.exists() or not file.parent.is_dir()):
             what = "exists; name a new file" if file.exists() else "there is no such directory"

@@ -248,6 +248,8 @@ def test_the_page_draws_the_report(tmp_path, capsys):
         ([], "plan: needs a recipe, or --model"),
         (["llama70b-fsdp", "--gpus", "8", "--write", "none.toml"], "--write none.toml: fits nowhere here"),
         (["llama70b-hsdp", "--gpus", "24"], "needs 64 ranks, the world has 24"),
+        (["llama8b-fsdp", "--network", "-5"], "--network -5: must be above 0"),
+        (["llama8b-fsdp", "--per-node", "-1"], "--per-node -1: must be above 0"),
         (["llama8b-fsdp", "--document-tokens", "0"], "--document-tokens 0: must be at least 1"),
     ],
 )

@@ -9,16 +9,16 @@ GB = 1e9
 WORLD = 8
 
 
-def settings(stage, checkpointing, micros):
+def settings(stage, checkpointing, micros, *more):
     from shardbook.cli import PLAIN
     from shardbook.recipe import parse_recipe, resolve_precision
 
     words = ["model.path=llama-3.1-8b", "data.max_length=1024", f"parallel.stage={stage}"]
     words += [f"activation.checkpointing={checkpointing}", f"train.gradient_accumulation_steps={micros}"]
-    return resolve_precision(parse_recipe(PLAIN, "test", words), "cuda")
+    return resolve_precision(parse_recipe(PLAIN, "test", [*words, *more]), "cuda")
 
 
-def simulated(stage, checkpointing, micros, layers, whole=False):
+def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, more=()):
     """(simulated peak, kept), (the formula's peak, kept). `whole`: all layers, none by extrapolation."""
     import shardbook.plan.simulate as simulate
     from shardbook.model.attention import KERNELS
@@ -28,13 +28,13 @@ def simulated(stage, checkpointing, micros, layers, whole=False):
     from shardbook.plan.formulas import predict_resident
     from shardbook.plan.peak import predict_peak
 
-    recipe = settings(stage, checkpointing, micros)
+    recipe = settings(stage, checkpointing, micros, *more)
     config = simulate._with_layers(shape_config("llama-3.1-8b", 1024), layers)
     run = simulate._simulate if whole else simulate.simulate_step
-    found = run(recipe, config, WORLD, WORLD)
-    model = build_model(config, "fp32", 1024, KERNELS["varlen"])
-    layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, WORLD, WORLD)
-    kept = predict_resident(layout, 0)
+    found = run(recipe, config, world, world)
+    model = build_model(config, recipe.precision.master, 1024, KERNELS["varlen"])
+    layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, world, world)
+    kept = predict_resident(layout, 0, recipe.optim.name)
     peak = predict_peak(layout, config, recipe).total
     return (found.peak_bytes, found.kept_bytes), (peak, kept.params_bytes + kept.optimizer_bytes)
 
@@ -62,6 +62,14 @@ def test_the_formula_is_no_less_than_what_a_step_makes(alone, stage, checkpointi
     (peak, kept), (formula, resident) = alone(stage, checkpointing, micros, 3)
     assert 0 <= kept - resident < 1024
     assert 1.0 <= formula / peak < 1.33, (formula / GB, peak / GB)
+
+
+def test_one_gpu_adds_gradients_up_in_the_dtype_they_are_kept_in(alone):
+    """In fp32 beside bf16 they would be 4 bytes a parameter more, of 8, and an 8B would not fit into 80 GB."""
+    low = ("precision.master=bf16", "optim.name=adamw_bf16")
+    (peak, kept), (formula, resident) = alone("zero3", "full", 3, 3, False, 1, low)
+    assert 0 <= kept - resident < 1024 and 1.0 <= formula / peak < 1.2
+    assert alone("zero3", "full", 3, 3, False, 1, (*low, "precision.reduce=bf16"))[0] == (peak, kept)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ class Part:
     """The trained parameters of one unit, at rest, and what this rank has of their gradients."""
 
     masters: list[nn.Parameter]
-    flat: Tensor | None = None  # this rank's sum since the last reduction, in the dtype of the wire
+    flat: Tensor | None = None  # this rank's sum since the last reduction, in the layout's dtype of sums
     views: list[Tensor] = field(default_factory=list)  # into it, one for each of `masters`
     filled: set[int] = field(default_factory=set)  # those of `masters` whose gradient is in it
     arrived: set[int] = field(default_factory=set)  # those whose gradient came in this backward
@@ -160,7 +160,7 @@ class Copies:
             self._running, self._unsent = True, 0
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
-        part.add(number, gradient, self.layout.dtype("reduce"))
+        part.add(number, gradient, self.layout.sum_dtype)
         if self.is_last:
             while self._unsent < len(self.parts) and self._is_complete(self.parts[self._unsent]):
                 self._send_next()
@@ -169,7 +169,7 @@ class Copies:
         return len(part.arrived) == len(part.masters)
 
     def _send_next(self) -> None:
-        self.parts[self._unsent].send(self.replicas, self.layout.dtype("reduce"))
+        self.parts[self._unsent].send(self.replicas, self.layout.sum_dtype)
         self._unsent += 1
 
     def _finish(self) -> None:

@@ -57,6 +57,13 @@ class Layout:
         return DTYPES[getattr(self.precision, what)]
 
     @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of the sums of gradients that a rank holds through a step where one shard is all (copies.py): what it sends,
+        or, where it sends nothing and its stage would reduce at each micro-batch, what they are kept in."""
+        sends = self.replicas > 1 or not self.stage.reduce_every_micro
+        return self.dtype("reduce" if sends else "master")
+
+    @property
     def forward_prefetch(self) -> int:
         """Units gathered ahead of the running one in forward."""
         return max(0, self.parallel.forward_prefetch)

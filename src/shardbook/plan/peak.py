@@ -124,9 +124,11 @@ def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Pe
     largest = max(unit.padded_numel(layout.shards) for unit in layout.units)
     # gradients of a unit in the dtype of compute, then in that of the reduction
     reducing = largest * (itemsize + layout.dtype("reduce").itemsize) * (layout.world_size > 1)
-    unreduced = 0
-    if not layout.stage.reduce_every_micro and recipe.train.gradient_accumulation_steps > 1:
-        unreduced = sum(unit.padded_numel(layout.shards) for unit in layout.units) * layout.dtype("reduce").itemsize
+    whole, unreduced = sum(unit.padded_numel(layout.shards) for unit in layout.units), 0
+    if layout.shards == 1:  # sums become the gradients in place, or make place for them unit by unit
+        unreduced = whole * max(0, layout.sum_dtype.itemsize - layout.dtype("master").itemsize)
+    elif not layout.stage.reduce_every_micro and recipe.train.gradient_accumulation_steps > 1:
+        unreduced = whole * layout.dtype("reduce").itemsize
     # of a block in backward: what it holds, made again, and gradients of the MLP's three
     block = tokens * ((kept["none"] if again else 0) + 3 * of.inner * itemsize)
     chunk = min(recipe.train.loss_chunk_tokens or tokens, tokens)

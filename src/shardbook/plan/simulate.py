@@ -1,4 +1,4 @@
-"""A step at full cluster size on one CPU, allocating nothing: the run's own model, stage and optimizer on fake tensors,
+"""A step at full cluster size on one CPU, allocating nothing: the run's own model and stage on fake tensors,
 in a fake process group, with every storage counted from its making to its end.
 
 Invariant: what is counted is what the code does, not what a formula says of it; formulas are held against it. A GPU's
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,7 +28,7 @@ from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.objectives import OBJECTIVES
-from shardbook.optim import build_optimizer
+from shardbook.optim import state_bytes
 from shardbook.parallel.layout import build_layout
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
@@ -39,10 +40,10 @@ DOCUMENTS = 8  # boundaries of a row that attention is told of
 
 @dataclass(frozen=True)
 class Simulated:
-    """The fullest moment of a step that finds its optimizer state there, on the first rank."""
+    """The fullest moment of forward and backward, with the optimizer's state there, on the first rank."""
 
     peak_bytes: int
-    moment: str  # forward, backward or optimizer
+    moment: str  # forward or backward
     kept_bytes: int  # between two steps: parameters and optimizer state
 
 
@@ -119,10 +120,10 @@ def _simulate(recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_p
         micros, live = recipe.train.gradient_accumulation_steps, LiveBytes()
         with FakeTensorMode(allow_non_fake_inputs=True), live:
             materialize(model, torch.device("cpu"))
-            optimizer = build_optimizer(model, recipe.optim)
-            kept = 0
+            state = _optimizer_state(model, recipe.optim.name)
+            kept, live.most = live.count(), 0
             for _ in range(2):
-                kept, live.most = live.count(), 0
+                live.most = 0
                 for micro in range(micros):
                     batch = _full_rows(recipe)
                     with sharded.micro_batch(is_last=micro == micros - 1):
@@ -130,11 +131,17 @@ def _simulate(recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_p
                         loss = OBJECTIVES[recipe.method](model, batch) / len(batch.targets)
                         live.moment = "backward"
                         loss.backward()
-                live.moment = "optimizer"
-                optimizer.step()
-                optimizer.zero_grad()
+                model.zero_grad()
                 del loss, batch
+            del state
         return Simulated(live.most, live.most_moment, kept)
+
+
+def _optimizer_state(model: nn.Module, name: str) -> list[torch.Tensor]:
+    """As many bytes as the optimizer keeps: not every one of them takes a step on fake tensors. What a step itself
+    needs is less than a backward does, whose activations are gone by then."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters() if p.requires_grad]
+    return [torch.empty(state_bytes(name, p.numel(), p.element_size()), dtype=torch.uint8) for p in local]
 
 
 def _full_rows(recipe: Recipe) -> MicroBatch:
