@@ -5,9 +5,10 @@ Invariant: what is counted is what the code does, not what a formula says of it;
 kernels are taken to keep what their fake forms keep, and its allocator to waste nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,10 @@ from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
 from shardbook.recipe import Recipe
 
-LAYERS = (3, 4)  # blocks are alike: from these two any number follows
+LAYERS = (4, 5)  # blocks are alike: from these two any number follows
+Moment = tuple[
+    int, str, int | str
+]  # micro-batch, forward or backward, and where: a block by its nearer end, or not in one
 DOCUMENTS = 8  # boundaries of a row that attention is told of
 
 
@@ -53,7 +57,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.made: dict[int, StorageWeakRef] = {}
-        self.moment, self.most, self.most_moment = "", 0, ""
+        self.moment: Moment = (0, "forward", "before")
+        self.most: dict[Moment, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -62,9 +67,27 @@ class LiveBytes(TorchDispatchMode):
                 local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # whose making is not seen
                 storage = local.untyped_storage()
                 self.made.setdefault(storage._cdata, StorageWeakRef(storage))
-        if (held := self.count()) > self.most:
-            self.most, self.most_moment = held, self.moment
+        self.most[self.moment] = max(self.most.get(self.moment, 0), self.count())
         return result
+
+    def follow(self, blocks: Sequence[nn.Module]) -> None:
+        """Have the moment change with each of `blocks`, in forward and in backward."""
+        last = len(blocks) - 1
+
+        def enter(number: int, *_: Any) -> None:
+            micro, phase = self.moment[:2]
+            self.moment = (micro, phase, number if number < 2 else max(number - last - 1, -3))
+
+        def leave(number: int, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            micro, phase = self.moment[:2]
+            if phase == "forward":
+                output.register_hook(lambda gradient: enter(number))  # its backward begins
+                if number == last:
+                    self.moment = (micro, phase, "after")
+
+        for number, block in enumerate(blocks):
+            block.register_forward_pre_hook(partial(enter, number))
+            block.register_forward_hook(partial(leave, number))
 
     def count(self) -> int:
         """Bytes that are there now."""
@@ -94,14 +117,17 @@ def simulate_step(recipe: Recipe, config: PreTrainedConfig, world_size: int, ran
     the second is counted. Attention by `varlen`. Raises RecipeError where the mesh does not fit."""
     layers = config.num_hidden_layers
     if layers <= max(LAYERS):
-        return _simulate(recipe, config, world_size, ranks_per_node)
+        return _fullest(*_simulate(recipe, config, world_size, ranks_per_node))
     few, more = (_simulate(recipe, _with_layers(config, count), world_size, ranks_per_node) for count in LAYERS)
     times = layers - LAYERS[1]
-    return Simulated(
-        more.peak_bytes + times * (more.peak_bytes - few.peak_bytes),
-        more.moment,
-        more.kept_bytes + times * (more.kept_bytes - few.kept_bytes),
-    )
+    # each moment grows by the same with each layer, and blocks between the two ends stand between them
+    most = {moment: size + times * (size - few[0].get(moment, size)) for moment, size in more[0].items()}
+    return _fullest(most, more[1] + times * (more[1] - few[1]))
+
+
+def _fullest(most: dict[Moment, int], kept: int) -> Simulated:
+    moment = max(most, key=lambda moment: most[moment])
+    return Simulated(most[moment], moment[1], kept)
 
 
 def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
@@ -110,7 +136,10 @@ def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     return type(config)(**words)
 
 
-def _simulate(recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_per_node: int) -> Simulated:
+def _simulate(
+    recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_per_node: int
+) -> tuple[dict[Moment, int], int]:
+    """Most bytes at each moment of the second step, and bytes kept."""
     with fake_world(world_size):
         model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens, KERNELS["varlen"])
         world = (world_size, ranks_per_node)
@@ -121,20 +150,21 @@ def _simulate(recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_p
         with FakeTensorMode(allow_non_fake_inputs=True), live:
             materialize(model, torch.device("cpu"))
             state = _optimizer_state(model, recipe.optim.name)
-            kept, live.most = live.count(), 0
+            live.follow(model.blocks)
+            kept = live.count()
             for _ in range(2):
-                live.most = 0
+                live.most = {}
                 for micro in range(micros):
                     batch = _full_rows(recipe)
                     with sharded.micro_batch(is_last=micro == micros - 1):
-                        live.moment = "forward"
+                        live.moment = (micro, "forward", "before")
                         loss = OBJECTIVES[recipe.method](model, batch) / len(batch.targets)
-                        live.moment = "backward"
+                        live.moment = (micro, "backward", "before")
                         loss.backward()
                 model.zero_grad()
                 del loss, batch
             del state
-        return Simulated(live.most, live.most_moment, kept)
+        return live.most, kept
 
 
 def _optimizer_state(model: nn.Module, name: str) -> list[torch.Tensor]:
