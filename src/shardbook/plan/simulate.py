@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# Private, and torch's own way to be one of many ranks alone; tests/unit/test_torch.py notices when it moves.
+# Private (fake tensors too), and torch's own way to be one of many ranks alone; tests/unit/test_torch.py notices when
+# it moves.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
