@@ -206,6 +206,7 @@ def test_what_is_advised_is_a_recipe(tmp_path, capsys):
     assert main(["plan", "llama8b-fsdp", "--gpus", "8", "--write", str(out)]) == 0
     recipe = load_recipe(out)
     assert isinstance(recipe, Recipe) and recipe.parallel == Parallel(stage=recipe.parallel.stage)
+    assert recipe.precision == load_recipe(find_recipe("llama8b-fsdp")).precision
     assert f"parallel.stage={recipe.parallel.stage}" in capsys.readouterr().out
     assert main(["plan", "llama8b-fsdp", "--write", str(out)]) == 2
     assert "exists; name a new file" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from shardbook.parallel.stages import find_stage
 from shardbook.plan.cluster import DOCUMENT_TOKENS, Advice, Candidate, Planner, advise, build_planner
 from shardbook.plan.formulas import Resident
 from shardbook.plan.hardware import ROOM, Cluster, build_cluster
-from shardbook.recipe import Recipe, RecipeError, dump_recipe
+from shardbook.recipe import Precision, Recipe, RecipeError, dump_recipe
 
 if TYPE_CHECKING:
     from shardbook.plan.simulate import Simulated
@@ -30,6 +30,7 @@ class Report:
     """A recipe under every stage on one cluster, and what to take."""
 
     planner: Planner
+    asked: Precision  # as the recipe has it
     cluster: Cluster
     gpu_name: str
     stages: dict[str, Candidate]
@@ -61,7 +62,7 @@ def make_report(
         from shardbook.plan.simulate import simulate_step  # makes a process group, and loads what fakes tensors
 
         found = simulate_step(planner.recipe, planner.config, cluster.gpus, cluster.a_node)
-    return Report(planner, cluster, gpu, stages, fewest, advise(planner, cluster), found)
+    return Report(planner, recipe.precision, cluster, gpu, stages, fewest, advise(planner, cluster), found)
 
 
 def show_report(report: Report, is_json: bool) -> None:
@@ -85,9 +86,10 @@ def write_advised(report: Report, path: Path) -> None:
     if report.advice.best is None:
         raise RecipeError(f"--write {path}: {report.advice.why}")
     model, cluster = report.planner.recipe.model.path, report.cluster
+    recipe = report.advice.best.recipe.model_copy(update={"precision": report.asked})  # with its `auto`
     header = f"# {model}: the fastest that fits {cluster.gpus} x {report.gpu_name}, as `shardbook plan` has it.\n"
     try:
-        path.write_text(header + dump_recipe(report.advice.best.recipe))
+        path.write_text(header + dump_recipe(recipe))
     except OSError as error:
         raise RecipeError(f"--write {path}: cannot be written ({error.strerror})") from None
 
