@@ -10,6 +10,7 @@ from shardbook.recipe import RecipeError, describe_keys, find_recipe, list_recip
 PLAIN = """
 [data]
 max_length = 8192
+skip_untrainable = true
 [activation]
 checkpointing = "selective"
 [train]
