@@ -151,12 +151,14 @@ def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
             what = "exists; name a new file" if file.exists() else "there is no such directory"
             raise RecipeError(f"{option} {file}: {what}")
     from shardbook.model.shapes import hub_id
+    from shardbook.objectives import OBJECTIVES
     from shardbook.plan.report import make_report, show_report, write_advised
 
     words += [f"model.path={hub_id(asked.model)}"] if asked.model else []
     recipe = load_recipe(find_recipe(asked.recipe), words) if asked.recipe else parse_recipe(PLAIN, "--model", words)
     cluster = (asked.gpu, asked.gpus, asked.network, asked.per_node)
-    report = make_report(recipe, *cluster, asked.document_tokens, asked.simulate)
+    objective = OBJECTIVES[recipe.method] if asked.simulate else None
+    report = make_report(recipe, *cluster, asked.document_tokens, objective)
     show_report(report, asked.json)
     if asked.html:
         from shardbook.compare.plan_page import write_plan_page

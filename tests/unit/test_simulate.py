@@ -24,6 +24,7 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
     from shardbook.model.attention import KERNELS
     from shardbook.model.causal_lm import build_model
     from shardbook.model.shapes import shape_config
+    from shardbook.objectives import OBJECTIVES
     from shardbook.parallel.layout import build_layout
     from shardbook.plan.formulas import predict_resident
     from shardbook.plan.peak import predict_peak
@@ -32,7 +33,7 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
     config = simulate._with_layers(shape_config("llama-3.1-8b", 1024), layers)
     simulate.LAYERS = (layers, layers) if whole else (4, 5)
     run = simulate.simulate_step
-    found = run(recipe, config, world, world)
+    found = run(recipe, config, world, world, OBJECTIVES[recipe.method])
     model = build_model(config, recipe.precision.master, 1024, KERNELS["varlen"])
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, world, world)
     kept = predict_resident(layout, 0, recipe.optim.name)

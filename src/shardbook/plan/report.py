@@ -17,7 +17,7 @@ from shardbook.plan.hardware import ROOM, Cluster, build_cluster
 from shardbook.recipe import Precision, Recipe, RecipeError, dump_recipe
 
 if TYPE_CHECKING:
-    from shardbook.plan.simulate import Simulated
+    from shardbook.plan.simulate import Objective, Simulated
 
 GB = 1e9
 HOUR = 3600.0
@@ -46,11 +46,11 @@ def make_report(
     nics: float = 0,
     a_node: int = 0,
     document_tokens: float = DOCUMENT_TOKENS,
-    simulates: bool = False,
+    objective: "Objective | None" = None,
 ) -> Report:
     """`recipe` on `gpus` of the kind `gpu` (hardware.py), `a_node` of them a node with `nics` Gbit/s to the others (0:
-    as usual). `simulates` a step of its own stage too, in this process. Raises RecipeError for a kind or a model that
-    is not known, or a cluster that is no whole nodes."""
+    as usual). With an `objective` a step of it under its own stage is simulated too, in this process. Raises
+    RecipeError for a kind or a model that is not known, or a cluster that is no whole nodes."""
     cluster = build_cluster(gpu, gpus, nics, a_node)
     if document_tokens < 1:
         raise RecipeError(f"--document-tokens {document_tokens:g}: must be at least 1")
@@ -58,10 +58,10 @@ def make_report(
     stages = planner.stages(cluster)
     fewest = {stage: planner.fewest(stage, cluster) for stage in stages}
     found = None
-    if simulates:
+    if objective:
         from shardbook.plan.simulate import simulate_step  # makes a process group, and loads what fakes tensors
 
-        found = simulate_step(planner.recipe, planner.config, cluster.gpus, cluster.a_node)
+        found = simulate_step(planner.recipe, planner.config, cluster.gpus, cluster.a_node, objective)
     return Report(planner, recipe.precision, cluster, gpu, stages, fewest, advise(planner, cluster), found)
 
 

@@ -5,7 +5,7 @@ Invariant: what is counted is what the code does, not what a formula says of it;
 kernels are taken to keep what their fake forms keep, and its allocator to waste nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,6 @@ from shardbook.data.loader import MicroBatch
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model, materialize
-from shardbook.objectives import OBJECTIVES
 from shardbook.optim import state_bytes
 from shardbook.parallel.layout import build_layout
 from shardbook.parallel.mesh import build_mesh
@@ -40,6 +39,7 @@ LAYERS = (4, 5)  # blocks are alike: from these two any number follows
 Moment = tuple[
     int, str, int | str
 ]  # micro-batch, forward or backward, and where: a block by its nearer end, or not in one
+Objective = Callable[[Any, MicroBatch], torch.Tensor]  # a sum over trained tokens, as in objectives/
 DOCUMENTS = 8  # boundaries of a row that attention is told of
 
 
@@ -113,13 +113,17 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def simulate_step(recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_per_node: int) -> Simulated:
+def simulate_step(
+    recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_per_node: int, objective: Objective
+) -> Simulated:
     """Two steps of `recipe` (without `auto`) with a model of `config`, rows full and every token but the first trained;
     the second is counted. Attention by `varlen`. Raises RecipeError where the mesh does not fit."""
     layers = config.num_hidden_layers
     if layers <= max(LAYERS):
-        return _fullest(*_simulate(recipe, config, world_size, ranks_per_node))
-    few, more = (_simulate(recipe, _with_layers(config, count), world_size, ranks_per_node) for count in LAYERS)
+        return _fullest(*_simulate(recipe, config, world_size, ranks_per_node, objective))
+    few, more = (
+        _simulate(recipe, _with_layers(config, count), world_size, ranks_per_node, objective) for count in LAYERS
+    )
     times = layers - LAYERS[1]
     # each moment grows by the same with each layer, and blocks between the two ends stand between them
     most = {moment: size + times * (size - few[0].get(moment, size)) for moment, size in more[0].items()}
@@ -138,7 +142,7 @@ def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 
 def _simulate(
-    recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_per_node: int
+    recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_per_node: int, objective: Objective
 ) -> tuple[dict[Moment, int], int]:
     """Most bytes at each moment of the second step, and bytes kept."""
     with fake_world(world_size):
@@ -159,7 +163,7 @@ def _simulate(
                     batch = _full_rows(recipe)
                     with sharded.micro_batch(is_last=micro == micros - 1):
                         live.moment = (micro, "forward", "before")
-                        loss = OBJECTIVES[recipe.method](model, batch) / len(batch.targets)
+                        loss = objective(model, batch) / len(batch.targets)
                         live.moment = (micro, "backward", "before")
                         loss.backward()
                 model.zero_grad()
