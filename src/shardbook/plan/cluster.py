@@ -20,7 +20,7 @@ from shardbook.parallel.stages import STAGES, find_stage
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident, predict_traffic
 from shardbook.plan.hardware import GPUS, Cluster
 from shardbook.plan.peak import Peak, predict_peak
-from shardbook.plan.speed import StepTime, predict_step, rates_of
+from shardbook.plan.speed import StepTime, model_flops, predict_step, rates_of
 from shardbook.recipe import Parallel, Recipe, resolve_precision
 
 KINDS = ("none", "selective", "full")  # of checkpointing, the cheapest in time first
@@ -108,9 +108,8 @@ class Planner:
 
     def mfu(self, candidate: Candidate, cluster: Cluster) -> float:
         """Model FLOPs over the GPUs' peak."""
-        per_rank = candidate.tokens / candidate.layout.world_size
-        pairs = per_rank * min(self.document_tokens, self.recipe.data.max_length)
-        return count_flops(self.model).of(per_rank, pairs) / candidate.time.seconds / cluster.gpu.flops
+        counted = model_flops(candidate.recipe, count_flops(self.model), self.document_tokens)
+        return counted / candidate.time.seconds / cluster.gpu.flops
 
     def stages(self, cluster: Cluster) -> dict[str, Candidate]:
         """The recipe under each stage: its own as it is, the others as a user would first set them."""

@@ -1,7 +1,7 @@
 """Hardware that a plan is made for: GPUs, the links inside a node and between nodes, as data sheets give them.
 
-Invariant: every figure is the maker's, with its sheet; what a step attains of it is said once, in ATTAINED, and is an
-assumption until a run has calibrated it.
+Invariant: every figure is the maker's, with its sheet; what a step attains of it are the shares below, assumptions until
+a run has calibrated them.
 """
 
 from dataclasses import dataclass, replace

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# Private (fake tensors too), and torch's own way to be one of many ranks alone; tests/unit/test_torch.py notices when
-# it moves.
+# Private (fake tensors, and a DTensor's part of this rank, too), and torch's own way to be one of many ranks alone;
+# tests/unit/test_torch.py notices when it moves.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,9 +36,8 @@ from shardbook.parallel.sharding import apply_stage
 from shardbook.recipe import Recipe
 
 LAYERS = (4, 5)  # blocks are alike: from these two any number follows
-Moment = tuple[
-    int, str, int | str
-]  # micro-batch, forward or backward, and where: a block by its nearer end, or not in one
+# Micro-batch, forward or backward, and where in it: a block, counted from its nearer end, or before or after them.
+Moment = tuple[int, str, int | str]
 Objective = Callable[[Any, MicroBatch], torch.Tensor]  # a sum over trained tokens, as in objectives/
 DOCUMENTS = 8  # boundaries of a row that attention is told of
 

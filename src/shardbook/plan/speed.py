@@ -96,20 +96,19 @@ def predict_step(
     )
 
 
+def model_flops(recipe: Recipe, flops: Flops, document_tokens: float) -> float:
+    """Model FLOPs of one rank in such a step."""
+    train = recipe.train
+    tokens = train.per_device_train_batch_size * train.gradient_accumulation_steps * recipe.data.max_length
+    return flops.of(tokens, tokens * min(document_tokens, recipe.data.max_length))
+
+
 def predict_mfu(
-    layout: Layout,
-    config: PreTrainedConfig,
-    recipe: Recipe,
-    flops: Flops,
-    document_tokens: float,
-    rates: Rates = H100,
-    cluster: Cluster | None = None,
+    layout: Layout, config: PreTrainedConfig, recipe: Recipe, flops: Flops, document_tokens: float
 ) -> float:
-    """Model FLOPs over the peak's for such a step."""
-    step = predict_step(layout, config, recipe, flops, document_tokens, rates, cluster)
-    tokens = recipe.train.per_device_train_batch_size * recipe.data.max_length
-    counted = flops.of(tokens, tokens * min(document_tokens, recipe.data.max_length))
-    return recipe.train.gradient_accumulation_steps * counted / step.seconds / rates.peak_flops
+    """Model FLOPs over an H100's peak, for such a step whose collectives all hide: what recipes' headers say."""
+    step = predict_step(layout, config, recipe, flops, document_tokens)
+    return model_flops(recipe, flops, document_tokens) / step.seconds / H100.peak_flops
 
 
 def predict_perf_metrics(
@@ -172,8 +171,7 @@ class _Clock:
     def run(self, work: list[tuple[float, float, float]], ahead: int) -> None:
         """`work`: of each unit the seconds of its gather, its computing and its reduction. Gathers are asked for
         `ahead` units before, reductions when their computing is over, and the link serves who asked first."""
-        begun, gathered = [], [0.0] * len(work)
-        asked = 0
+        gathered, asked = [0.0] * len(work), 0
 
         def ask(until: int, now: float) -> None:
             nonlocal asked
@@ -186,7 +184,6 @@ class _Clock:
         ask(1, self.gpu)
         for number, (_, computing, reducing) in enumerate(work):
             begin = max(self.gpu, gathered[number])
-            begun.append(begin)
             ask(number + 1 + ahead, begin)
             self.gpu = begin + computing
             if reducing:
