@@ -1,7 +1,7 @@
 """Hardware that a plan is made for: GPUs, the links inside a node and between nodes, as data sheets give them.
 
-Invariant: every figure is the maker's, with its sheet; what a step attains of it are the shares below, assumptions until
-a run has calibrated them.
+Invariant: every figure is the maker's, with its sheet; the shares of it that a step attains stand below, assumptions
+until a run has calibrated them.
 """
 
 from dataclasses import dataclass, replace
