@@ -129,6 +129,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--gpu", default="h100-80gb", help="their kind (default: h100-80gb)")
     add("--per-node", type=int, default=0, help="GPUs of a node (default: as that kind usually comes)")
     add("--network", type=float, default=0, help="Gbit/s of a node to the others (default: as usual)")
+    add("--host-gb", type=float, default=0, help="GB of a node's memory, for offload (default: as usual)")
     add("--document-tokens", type=float, default=1200, help="tokens of a document, for attention (default: 1,200)")
     add("--simulate", action="store_true", help="also run a step of the recipe's stage on fake tensors (half a minute)")
     add("--json", action="store_true", help="one JSON object on standard output, and nothing else there")
@@ -143,7 +144,7 @@ def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
         words, asked.recipe = [asked.recipe, *words], ""
     if not (asked.recipe or asked.model):
         raise RecipeError("plan: needs a recipe, or --model with a model's name, hub id or directory")
-    for option, number in (("--network", asked.network), ("--per-node", asked.per_node)):
+    for option, number in (("--network", asked.network), ("--per-node", asked.per_node), ("--host-gb", asked.host_gb)):
         if number < 0:
             raise RecipeError(f"{option} {number:g}: must be above 0, or 0 for what is usual")
     for option, file in (("--write", asked.write), ("--html", asked.html)):
@@ -158,7 +159,7 @@ def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
     recipe = load_recipe(find_recipe(asked.recipe), words) if asked.recipe else parse_recipe(PLAIN, "--model", words)
     cluster = (asked.gpu, asked.gpus, asked.network, asked.per_node)
     objective = OBJECTIVES[recipe.method] if asked.simulate else None
-    report = make_report(recipe, *cluster, asked.document_tokens, objective)
+    report = make_report(recipe, *cluster, asked.document_tokens, objective, asked.host_gb)
     show_report(report, asked.json)
     if asked.html:
         from shardbook.compare.plan_page import write_plan_page

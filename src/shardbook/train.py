@@ -7,7 +7,6 @@ the loop, it belongs in a module.
 
 import math
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,13 +16,15 @@ from shardbook.comm.ledger import Ledger
 from shardbook.data.loader import Loader, choose_batching, eval_micro_batches
 from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
 from shardbook.memory.activation import apply_checkpointing
+from shardbook.memory.block_inputs import send_inputs
+from shardbook.memory.offload import settle
 from shardbook.model.attention import choose_attention
-from shardbook.model.causal_lm import apply_compile, build_model, count_flops, materialize
+from shardbook.model.causal_lm import apply_compile, build_model, count_flops
 from shardbook.model.families import load_config
 from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
-from shardbook.model.weights import full_tensors, init_weights, load_weights, save_weights
+from shardbook.model.weights import full_tensors, save_weights
 from shardbook.objectives import OBJECTIVES
-from shardbook.optim import build_optimizer, check_optimizer, clip_gradients, learning_rate, set_learning_rate
+from shardbook.optim import check_optimizer, clip_gradients, learning_rate, set_learning_rate
 from shardbook.parallel.layout import DTYPES, build_layout
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
@@ -46,7 +47,7 @@ from shardbook.ranks.progress import marked
 from shardbook.ranks.settings import use_deterministic
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe, resolve_precision
 from shardbook.run.ahead import StepsAhead
-from shardbook.run.checkpoint import TrainState, load_checkpoint, newest_checkpoint, save_checkpoint
+from shardbook.run.checkpoint import TrainState, newest_checkpoint, save_checkpoint
 from shardbook.run.console import Console
 from shardbook.run.directory import check_shared, environment, open_run
 from shardbook.run.evaluation import evaluate
@@ -54,6 +55,7 @@ from shardbook.run.garbage import collected_together
 from shardbook.run.metrics import Metrics, Pace, Recorder, memory_metrics, peak_metrics, read_loss
 from shardbook.run.out_of_memory import OutOfMemory
 from shardbook.run.profile import Profile
+from shardbook.run.start import start_from
 from shardbook.run.trackers import flat_config
 
 
@@ -71,9 +73,9 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     with local_main_process_first(ranks):
         config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
     attention = choose_attention(recipe.model.attention, config, ranks.device, DTYPES[recipe.precision.params])
-    model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens, attention)
+    model = build_model(config, recipe.at_rest, recipe.train.loss_chunk_tokens, attention)
     world = (ranks.world_size, ranks.ranks_per_node)
-    layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world)
+    layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world, recipe.offload)
 
     # The directory, and what this run goes on from.
     run = broadcast_from_main(lambda: open_run(recipe.run, recipe_path))
@@ -101,10 +103,10 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
 
     # Checkpointing -> compile -> stage -> memory.
     peak, predicted = predict_peak(layout, config, recipe), predict_traffic(layout, loader.accumulation)
-    forecast = predict_memory_metrics(layout, recipe.optim.name, asdict(peak))
+    forecast = predict_memory_metrics(layout, recipe.optim.name, asdict(peak), loader.accumulation)
     flops, on = count_flops(model), torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
     forecast |= predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, on)
-    apply_checkpointing(model.blocks, recipe.activation)
+    send_inputs(model, apply_checkpointing(model.blocks, recipe.activation), recipe.offload)
     if recipe.train.compile:
         apply_compile(model)
     recomputed = recipe.activation.checkpointing + ", compiled" * recipe.train.compile
@@ -113,28 +115,12 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     sharded = apply_stage(model, layout, build_mesh(layout.sizes, ranks.device.type))
     fits = OutOfMemory(sharded, config, recipe)
     with fits:
-        materialize(model, ranks.device)
-    optimizer = fits.optimizer = build_optimizer(model, recipe.optim)
+        optimizer = fits.optimizer = settle(model, sharded, recipe.optim, ranks.device)
 
     # Where to start: this run's newest checkpoint, else the one the recipe names, else pretrained weights, else random.
-    began = time.perf_counter()
-    state = TrainState(step=0, tokens=0, loader=loader.state_dict())
-    saved_step = 0
-    if newest or recipe.train.resume_from_checkpoint:
-        source = str(newest or recipe.train.resume_from_checkpoint)
-        state, lost = load_checkpoint(Path(source), sharded, optimizer)
-        loader.load_state_dict(state.loader)
-        if state.step > steps:
-            raise RecipeError(f"checkpoint {source} is at step {state.step}, the recipe ends at step {steps}")
-        saved_step = state.step
-        source += f" (begun anew: {lost})" if lost else ""
-    elif recipe.model.init == "pretrained":
-        source = str(folder)
-        load_weights(model, folder)
-    else:
-        source = "random"
-        init_weights(model, recipe.train.seed)
-    console.print(f"weights  {source}, {time.perf_counter() - began:.1f} s, at step {state.step} of {steps}")
+    state, source = start_from(newest, recipe, sharded, optimizer, loader, folder, steps)
+    saved_step = state.step
+    console.print(f"weights  {source}, at step {state.step} of {steps}")
 
     if ranks.is_main:
         run.record(recipe_path, recipe, {"world_size": ranks.world_size, "mesh": layout.sizes})
@@ -166,15 +152,15 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             if stops:
                 break
             pace.add(*work)
+            rate = learning_rate(recipe.optim, step, steps)
+            set_learning_rate(optimizer, rate)  # here: off the device a unit may be stepped in backward
             loss = torch.zeros((), device=ranks.device)
             for micro in marked(micros, "micro-batch"):
                 with sharded.micro_batch(is_last=micro is micros[-1]):
                     part = objective(model, micro.to(ranks.device)) / tokens
                     part.backward()
                 loss += part.detach()
-            norm = clip_gradients(model.parameters(), recipe.optim.max_grad_norm)
-            rate = learning_rate(recipe.optim, step, steps)
-            set_learning_rate(optimizer, rate)
+            norm = clip_gradients(sharded.gradients, recipe.optim.max_grad_norm)
             optimizer.step()
             state = TrainState(step, state.tokens + int(tokens), loader.state_dict())
             ahead.begin()
@@ -187,7 +173,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             if logs:
                 metrics = measured | {"train/learning_rate": rate, "train/tokens": state.tokens}
                 kept = kept or memory_metrics(sharded, optimizer)  # the same in every step
-                metrics |= pace.take() | kept | peak_metrics() | ahead.take_wait()
+                metrics |= pace.take() | kept | peak_metrics() | ahead.take_wait() | sharded.take_metrics()
                 metrics |= ledger.take_metrics(ranks.ranks_per_node, predicted, forecast)
             optimizer.zero_grad()
             if held_out and (is_due(step, recipe.train.eval_steps) or step == steps):
@@ -214,7 +200,9 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     if recipe.train.export:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         dtype = recipe.train.export_dtype
-        save_weights(run.export, full_tensors(model, dtype), shapes, config, tokenizer, folder, dtype, ranks.is_main)
+        save_weights(
+            run.export, full_tensors(sharded.masters, dtype), shapes, config, tokenizer, folder, dtype, ranks.is_main
+        )
         console.print(f"export   {run.export}")
     if ranks.is_main:
         run.finish(steps)

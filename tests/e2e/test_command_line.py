@@ -48,7 +48,8 @@ MEMORY = {f"memory/{kind}_bytes" for kind in ("params", "grads", "optimizer")}
 FIRST_KEYS = COMM_KEYS | AXIS_KEYS | {f"predicted/{key}" for key in COMM_KEYS | AXIS_KEYS | MEMORY}
 FIRST_KEYS |= {f"paper/{key}" for key in MEMORY} | {"predicted/memory/peak_bytes"}
 PEAK_KEYS = {
-    f"predicted/peak/{term}_bytes" for term in ("params", "grads", "optimizer", "gathered", "activations", "working")
+    f"predicted/peak/{term}_bytes"
+    for term in ("params", "grads", "optimizer", "gathered", "buffers", "activations", "working")
 }
 
 

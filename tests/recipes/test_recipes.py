@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from world import context
 
 from shardbook.memory.activation import apply_checkpointing
+from shardbook.memory.shelf import shelf_sizes
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model, count_flops
 from shardbook.model.families import load_config
@@ -77,6 +78,7 @@ CONFIGS = {
         8_190_735_360,
     ),
 }
+AWAY = re.compile(r"^# predicted: (\d+) GB at a rank's peak, (\d+) GB of host memory(?: and (\d+) GB of disk)?", re.M)
 HEADER = re.compile(r"# .+\.\n# run:      (.+)\n# hardware: (\d+) .+\n(?:# predicted: .+\n)?# measured: (.+)\n\[")
 
 
@@ -84,6 +86,13 @@ def test_there_are_recipes():
     expected = {f"smollm2-135m-{stage}" for stage in ("fsdp", "ddp", "zero1", "zero2", "hsdp", "zeropp")}
     expected |= {"llama8b-zero2", "llama8b-fsdp", "llama70b-fsdp", "llama70b-hsdp", "qwen3-8b-fsdp"}
     expected |= {"llama8b-zeropp", "llama70b-zeropp", "llama8b-1gpu", "llama405b-fsdp"}
+    expected |= {
+        "smollm2-135m-offload",
+        "smollm2-135m-nvme",
+        "llama8b-offload-1gpu",
+        "llama70b-offload",
+        "llama70b-nvme",
+    }
     assert expected <= set(list_recipes())
 
 
@@ -96,7 +105,9 @@ def test_recipe(name, tmp_path):
     assert f"RECIPE={name}" in command or f"recipes/{name}.toml" in command or name == "smollm2-135m-fsdp"
     assert measured == "not yet measured" or re.search(r"\d", measured)
     recipe = load_recipe(path)
-    assert recipe.parallel.stage == {"fsdp": "zero3", "1gpu": "zero3"}.get(last := name.rsplit("-", 1)[1], last)
+    assert recipe.parallel.stage == {**dict.fromkeys(("fsdp", "1gpu", "offload", "nvme"), "zero3")}.get(
+        last := name.rsplit("-", 1)[1], last
+    )
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(dump_recipe(recipe))
     assert load_recipe(resolved) == recipe
@@ -115,13 +126,20 @@ def wrap(path, folder, world, count):
     dist.init_process_group("fake", rank=world - 1, world_size=world)
     recipe = resolve_precision(load_recipe(path), "cuda")
     config = load_config(recipe.model, folder, recipe.data.max_length)
-    model = build_model(config, recipe.precision.master, attention=KERNELS["varlen"])
+    model = build_model(config, recipe.at_rest, attention=KERNELS["varlen"])
     assert sum(parameter.numel() for parameter in model.parameters()) == count
-    layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, world, 8)
+    own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)
+    layout = build_layout(*own, world, min(8, world), recipe.offload)
+    away = shelf_sizes(layout, 0) if recipe.offload.optimizer != "none" else {}
     if said := re.search(r"^# predicted: (\d+) GB .* MFU (0\.\d+) ", path.read_text(), re.MULTILINE):
         peak, mfu = predict_peak(layout, config, recipe), predict_mfu(layout, config, recipe, count_flops(model), 1200)
         assert (said[1], said[2]) == (f"{peak.total / 1e9:.0f}", f"{mfu:.2f}"), (peak, mfu)
         assert peak.total < 0.92 * 80e9, "does not fit"
+    elif said := AWAY.search(path.read_text()):
+        peak = predict_peak(layout, config, recipe)
+        found = (f"{peak.total / 1e9:.0f}", *(f"{away.get(where, 0) / 1e9:.0f}" for where in ("host", "disk")))
+        assert said.groups("0") == found, (said.groups("0"), found)
+        assert peak.total < 0.92 * (24e9 if "24 GB" in path.read_text() else 80e9), "does not fit"
     else:
         assert count < 10**9, "a recipe for GPUs says what it will take"
     apply_checkpointing(model.blocks, recipe.activation)
@@ -129,14 +147,14 @@ def wrap(path, folder, world, count):
     shard = layout.shards
     placed = [Replicate(), Shard(0)] if "dp_replicate" in layout.stage.axes else [Shard(0)]
     for name, parameter in model.named_parameters():
-        assert parameter.is_meta and parameter.dtype == DTYPES[recipe.precision.master]
-        if shard > 1:
+        assert parameter.is_meta and parameter.dtype == DTYPES[recipe.at_rest]
+        if not layout.copies:
             assert isinstance(parameter, DTensor) and list(parameter.placements) == placed, name
             assert -(-len(parameter) // shard) >= len(parameter.to_local())
     modules = {module for module in model.modules() if isinstance(module, FSDPModule)}
-    assert modules == ({module for part in model.parts for module in part} | {model} if shard > 1 else set())
+    assert modules == (set() if layout.copies else {module for part in model.parts for module in part} | {model})
     # what a rank keeps is its share: every matrix of these models divides evenly, so exactly
-    kept = sum((p.to_local() if shard > 1 else p).numel() for p in model.parameters())
+    kept = sum((p if layout.copies else p.to_local()).numel() for p in model.parameters())
     if all(len(parameter) % shard == 0 for parameter in model.parameters()):
         assert kept == count // shard
     assert kept_bytes(()) == 0

@@ -95,7 +95,7 @@ def test_the_smallest_change_that_fits():
     layout, made = lay_out(recipe)
     whole = predict_peak(layout, made, recipe)
     assert whole.total == sum(
-        (whole.params, whole.grads, whole.optimizer, whole.gathered, whole.activations, whole.working)
+        (whole.params, whole.grads, whole.optimizer, whole.gathered, whole.buffers, whole.activations, whole.working)
     )
     found = [smallest_change(layout, made, recipe, share * whole.total) for share in (0.9, 0.3, 0.001)]
     assert found[0] == "train.per_device_train_batch_size=4 train.gradient_accumulation_steps=2"
@@ -175,7 +175,8 @@ def test_the_loss_needs_no_more_than_it_says():
         # of hidden states the gradient alone: they lie there before
         predicted = sum(loss_bytes(tokens, chunk, vocabulary, width, dtype.itemsize)) - tokens * width * dtype.itemsize
         most, _ = allocated(lambda head=head, hidden=hidden, targets=targets: head(hidden, targets, True).backward())
-        assert 0.9 * predicted < most <= predicted + 1024
+        scratch = (vocabulary * width * 4) * (dtype is torch.bfloat16)  # a CPU's products in bf16 are made in fp32
+        assert 0.9 * predicted < most <= predicted + scratch + 1024
 
 
 def test_logits_of_a_long_batch_take_a_gibibyte_at_most():

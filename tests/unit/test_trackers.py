@@ -4,7 +4,7 @@ import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from shardbook.recipe import Recipe, RecipeError, Run, Train, flatten_recipe
-from shardbook.recipe.schema import TRACKERS
+from shardbook.recipe.sections import TRACKERS
 from shardbook.run.directory import open_run
 from shardbook.run.trackers import Trackers, flat_config
 

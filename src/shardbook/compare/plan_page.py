@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardbook.compare.page import Figure, Panel, bars, colour, figure, render, table
+from shardbook.parallel.stages import find_stage
 from shardbook.plan.cluster import Candidate, stage_settings
 from shardbook.plan.report import Report, describe_advice, gpu_hours
 
@@ -39,6 +40,7 @@ def write_plan_page(path: Path, report: Report) -> None:
     rows = [[name, *_verdict(report, name, candidate)] for name, candidate in report.stages.items()]
     panels = {
         "memory": draw_memory(report),
+        "step": draw_step(report),
         "traffic": draw_traffic(report),
         "time": draw_time(report),
         "scaling": draw_scaling(report),
@@ -47,12 +49,9 @@ def write_plan_page(path: Path, report: Report) -> None:
 
 
 def _verdict(report: Report, name: str, candidate: Candidate) -> list[str]:
-    over = (candidate.peak.total - report.cluster.room_bytes) / GB
-    said = (
-        f"fits, {-over:.1f} GB to spare"
-        if candidate.fits
-        else f"does not fit: {over:,.1f} GB over, most {candidate.limit}"
-    )
+    left = (report.cluster.room_bytes - candidate.peak.total) / GB
+    over = ", ".join(f"{count:,.1f} GB over, most {what}" for what, count in candidate.over.items())
+    said = f"does not fit: {over}" if over else f"fits, {left:.1f} GB to spare"
     return [
         said,
         f"{candidate.peak.total / GB:,.1f}",
@@ -96,6 +95,19 @@ def draw_memory(report: Report) -> Panel:
     return "Memory", words, chart, numbers
 
 
+def draw_step(report: Report) -> Panel:
+    """The recipe's own stage, moment by moment."""
+    planner, room = report.planner, report.cluster.room_bytes / GB
+    name = find_stage(planner.recipe.parallel.stage).name
+    moments = report.stages[name].moments(planner.config)
+    rows = {moment: {term: size / GB for term, size in asdict(peak).items()} for moment, peak in moments.items()}
+    chart, numbers = _stacked(rows, "GB", f"GB of a rank under {name}, by moment", 1)
+    words = (
+        f"{name}, from top to bottom: the moments where a step can be fullest, of its first and its last micro-batch. "
+    )
+    return "Memory over the step", words + f"{room:.0f} GB can be used.", chart, numbers
+
+
 def draw_traffic(report: Report) -> Panel:
     rows = {
         name: {op.removesuffix("_bytes"): size / GB for op, size in candidate.comm.items()}
@@ -121,7 +133,7 @@ def draw_scaling(report: Report) -> Panel:
         for world, row in zip(WORLDS, rows, strict=True):
             larger = cluster.resized(world)
             parallel = stage_settings(name, planner.recipe.parallel, larger)
-            found = parallel and planner.lay_out(planner.recipe.model_copy(update={"parallel": parallel}), larger)
+            found = parallel and planner.lay_out(planner.under(parallel), larger)
             speeds.append(found.tokens / found.time.seconds / world if found else None)
             row.append(f"{speeds[-1]:,.0f}{'' if found.fits else ' (does not fit)'}" if found else "")
         line = {"color": colour(number), "width": 2.5 if report.fewest[name] else 1}

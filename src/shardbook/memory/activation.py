@@ -30,8 +30,8 @@ SAVED_OPS = {
 }
 
 
-def apply_checkpointing(blocks: list[nn.Module], activation: Activation) -> None:
-    """Make blocks recompute in backward (non-reentrant), as `activation.checkpointing` says.
+def apply_checkpointing(blocks: list[nn.Module], activation: Activation) -> list[int]:
+    """Make blocks recompute in backward (non-reentrant), as `activation.checkpointing` says. Returns their numbers.
 
     `none`: keep everything. `full`: keep a block's input. `every:<n>`: full, on blocks 0, n, 2n, ... `selective`: keep
     a block's input and the outputs of SAVED_OPS. `budget:<b>`: torch.compile keeps what recomputes dearest, within b
@@ -39,17 +39,18 @@ def apply_checkpointing(blocks: list[nn.Module], activation: Activation) -> None
     """
     kind, _, amount = activation.checkpointing.partition(":")
     torch._functorch.config.activation_memory_budget = 1.0 if activation.budget is None else activation.budget
+    numbers = range(0, len(blocks), int(amount) if kind == "every" else 1)
     match kind:
         case "none" | "budget":
-            return
+            return []
         case "full" | "every":
             if int(amount or 1) > len(blocks):
                 raise RecipeError(
                     f"activation.checkpointing = {activation.checkpointing!r}: the model has {len(blocks)} blocks; "
                     f"must be every:1 to every:{len(blocks)}, or none"
                 )
-            for block in blocks[:: int(amount or 1)]:
-                block.forward = recomputed(block.forward)
+            for number in numbers:
+                blocks[number].forward = recomputed(blocks[number].forward)
         case "selective":
             for block in blocks:
                 block.forward = recomputed(
@@ -57,6 +58,7 @@ def apply_checkpointing(blocks: list[nn.Module], activation: Activation) -> None
                 )
         case other:
             raise ValueError(f"activation.checkpointing = {other!r} is not known")
+    return list(numbers)
 
 
 def keep_saved_ops(context: Any, op: Any, *positional: Any, **named: Any) -> CheckpointPolicy:

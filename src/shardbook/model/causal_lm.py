@@ -7,7 +7,10 @@ Does no IO: weights are filled in by weights.py.
 """
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +22,12 @@ from shardbook.parallel.layout import DTYPES
 
 
 class CausalLM(nn.Module):
-    """A decoder-only transformer whose output is the loss of chosen positions."""
+    """A decoder-only transformer whose output is the loss of chosen positions.
+
+    `around_block`: from a block's number and input, the context that its forward runs in.
+    """
+
+    around_block: Callable[[int, Tensor], AbstractContextManager[Any]] = staticmethod(lambda *_: nullcontext())
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype):
         super().__init__()
@@ -71,8 +79,9 @@ class CausalLM(nn.Module):
         rotary = self.model.rotary_emb(hidden, position_ids=position_ids)
         kernel = self.config._attn_implementation
         mask = attention_mask(kernel, boundaries, input_ids.shape, packed, hidden.dtype)
-        for block in self.model.layers:
-            hidden = block(hidden, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
+        for number, block in enumerate(self.model.layers):
+            with self.around_block(number, hidden):
+                hidden = block(hidden, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
         hidden = self.model.norm(hidden)
         return self.lm_head(hidden.flatten(0, 1)[positions], targets, summed)
 

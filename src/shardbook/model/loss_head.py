@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+PRODUCT_ROWS = 32_768  # of the head's gradient, made at once
+
 
 class LossHead(nn.Linear):
     """The language-model head as a loss: hidden [n, hidden] and targets [n], int64 -> negative log-likelihood, fp32.
@@ -79,20 +81,25 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> N
     """`total` [m, n], fp32, plus left [m, k] @ right [k, n]; the first is written over whatever it holds."""
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, beta=0 if is_first else 1, out=total)
-    elif is_first:
-        total.copy_(left @ right)
-    else:
-        total += left @ right
+        return
+    for first in range(0, len(total), PRODUCT_ROWS):  # not at once: a product of a whole vocabulary is gigabytes
+        here = slice(first, first + PRODUCT_ROWS)
+        if is_first:
+            total[here].copy_(left[here] @ right)
+        else:
+            total[here] += left[here] @ right
 
 
 def score_plain(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
     """Of logits [n, V] the sum of losses, an fp32 scalar, and its gradient [n, V] in their dtype (not `trains`: no
-    more than what lies there)."""
-    slope = F.log_softmax(logits, dim=-1, dtype=torch.float32)
-    where = targets[:, None]
-    loss = -slope.gather(1, where).sum()
+    more than what lies there). One fp32 tensor of their size is made, or none: logits in fp32 are written over."""
+    slope, where = logits.float(), targets[:, None]
+    slope -= slope.amax(-1, keepdim=True)
+    picked = slope.gather(1, where)
+    sums = slope.exp_().sum(-1, keepdim=True)
+    loss = (sums.log() - picked).sum()
     if trains:
-        slope = slope.exp_()
+        slope /= sums
         slope.scatter_add_(1, where, torch.full_like(where, -1, dtype=slope.dtype))
         slope = slope.to(logits.dtype)
     return loss, slope

@@ -9,14 +9,14 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from shardbook.model.causal_lm import CausalLM
 from shardbook.model.families import FAMILIES
 from shardbook.model.stored import FLOATS, INDEX, open_tensors
 from shardbook.parallel.layout import DTYPES
@@ -25,7 +25,7 @@ from shardbook.recipe import RecipeError
 SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
 
 
-def load_weights(model: CausalLM, folder: Path) -> None:
+def load_weights(model: nn.Module, folder: Path) -> None:
     """Fill the materialised, sharded parameters of `model` from the safetensors of `folder`. Raises RecipeError.
 
     Values are cast to the parameter's dtype. A tied head is skipped if present. All missing, unexpected, misshapen
@@ -33,7 +33,8 @@ def load_weights(model: CausalLM, folder: Path) -> None:
     """
     wanted = dict(model.named_parameters())  # a tied weight appears once, under its embedding's name
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - wanted.keys()
-    ignored = FAMILIES[model.config.model_type].ignored_suffixes
+    config: Any = model.config
+    ignored = FAMILIES[config.model_type].ignored_suffixes
     with open_tensors(folder) as stored:
         problems = [f"missing {name}" for name in wanted if name not in stored]
         problems += [
@@ -55,12 +56,13 @@ def load_weights(model: CausalLM, folder: Path) -> None:
                 local.copy_(stored[name].read_rows(rows))
 
 
-def init_weights(model: CausalLM, seed: int) -> None:
+def init_weights(model: nn.Module, seed: int) -> None:
     """Random weights: matrices normal with the config's initializer_range, norms 1, biases 0.
 
     A pure function of (seed, parameter, device type): each full tensor is drawn and cut, so every world size and
     stage starts from the same numbers.
     """
+    config: Any = model.config
     for index, (name, parameter) in enumerate(model.named_parameters()):
         local, rows = local_rows(parameter)
         with torch.no_grad():
@@ -69,7 +71,7 @@ def init_weights(model: CausalLM, seed: int) -> None:
                 continue
             generator = torch.Generator(local.device).manual_seed(seed * 100_003 + index)
             full = torch.empty(parameter.shape, device=local.device)
-            full.normal_(0.0, model.config.initializer_range, generator=generator)
+            full.normal_(0.0, config.initializer_range, generator=generator)
             local.copy_(full[rows])
 
 
@@ -93,7 +95,7 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, slice]:
     return local, rows
 
 
-def full_tensors(model: CausalLM, dtype: str) -> Iterator[tuple[str, Tensor]]:
+def full_tensors(model: nn.Module, dtype: str) -> Iterator[tuple[str, Tensor]]:
     """`(name, full tensor in dtype)` of every parameter, one at a time. Collective: every rank must consume all of it.
 
     Each rank casts its shard before the gather: the values are the same, since a cast looks at one value alone, and

@@ -9,7 +9,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -56,16 +56,25 @@ def check_optimizer(optim: Optim, device_type: str) -> None:
         )
 
 
-def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """The optimizer optim.name over the sharded parameters: torch's fused AdamW, ours with bf16 moments, or torchao's
-    with 8-bit moments. Matrices decay, vectors do not (as the Hugging Face Trainer has it)."""
+def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
+    """What is trained: matrices, which decay, and vectors, which do not (as the Hugging Face Trainer has it)."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups, (first, second) = [g for g in groups if g["params"]], optim.betas
-    settings: dict[str, Any] = {"lr": optim.learning_rate, "betas": (first, second), "eps": optim.eps}
+    return [group for group in groups if group["params"]]
+
+
+def adamw_settings(optim: Optim) -> dict[str, Any]:
+    first, second = optim.betas
+    return {"lr": optim.learning_rate, "betas": (first, second), "eps": optim.eps}
+
+
+def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
+    """The optimizer optim.name over the sharded parameters: torch's fused AdamW, ours with bf16 moments, or torchao's
+    with 8-bit moments."""
+    groups, settings = parameter_groups(model, optim), adamw_settings(optim)
     match optim.name:
         case "adamw":
             return torch.optim.AdamW(groups, fused=True, **settings)
@@ -80,7 +89,7 @@ def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
 def state_kind(optimizer: torch.optim.Optimizer, shards: int) -> str:
     """What saved state must be of for `optimizer` to go on with it. 8-bit blocks cannot be cut anew, so it belongs to a
     number of shards."""
-    name = type(optimizer).__name__
+    name = getattr(optimizer, "kind", type(optimizer).__name__)
     return f"{name} over {shards} shards" if name == "AdamW8bit" else name
 
 
@@ -110,10 +119,18 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
+class Clips(Protocol):
+    """What has the gradients itself, and scales them when it comes to them."""
+
+    def clip(self, max_norm: float) -> Tensor: ...
+
+
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients so that their norm is at most `max_norm` (0: leave them). Returns the norm before, an fp32
-    scalar on the device: no host sync. Collective."""
+def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float) -> Tensor:
+    """Scale the gradients of `parameters` so that their norm is at most `max_norm` (0: leave them). Returns the norm
+    before, an fp32 scalar where they are: no host sync. Collective."""
+    if not isinstance(parameters, Iterable):
+        return parameters.clip(max_norm)
     parameters = [p for p in parameters if p.grad is not None]
     norm = gradient_norm([p.grad for p in parameters if p.grad is not None])
     # on a CPU one may look, and what is not too large need not be multiplied by one
@@ -122,20 +139,22 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     return norm
 
 
-def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """2-norm of all gradients together, sharded or not, as an fp32 scalar, the same on every rank. Collective.
+def gradient_norm(gradients: list[Tensor], known: list[Tensor] | None = None) -> Tensor:
+    """2-norm of all gradients together, sharded or not, as an fp32 scalar, the same on every rank. `known`: their
+    squares_of, where they were taken already. Collective.
 
     Rows are summed in fp64: in fp32 a tensor of 28M elements already gives another norm whole than in halves (1.4e-5
     on SmolLM2), so that clipping would tell the layouts apart.
     """
     pieces: dict[Any, list[Tensor]] = {}
-    for gradient in gradients:
+    for number, gradient in enumerate(gradients):
         where, local = None, gradient
         if isinstance(gradient, DTensor):
             where, local = (gradient.device_mesh, gradient.placements), gradient.to_local()
-        pieces.setdefault(where, []).append(local)
-    squares = {where: _squares(parts) for where, parts in pieces.items()}
-    total = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
+        pieces.setdefault(where, []).append(known[number] if known else local)
+    squares = {where: parts if known else squares_of(parts) for where, parts in pieces.items()}
+    device = next((parts[0].device for parts in squares.values()), None)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for where, parts in squares.items():
         part = torch.stack(parts).sum()
         if where is not None:  # summed along the axes that shard; along those that replicate it is equal already
@@ -147,7 +166,7 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
     return total.sqrt().float()
 
 
-def _squares(parts: list[Tensor]) -> list[Tensor]:
+def squares_of(parts: list[Tensor]) -> list[Tensor]:
     """The sum of the squares of each of `parts`, which lie on one device, in fp64."""
     if not parts[0].is_cpu:
         # private: all tensors in few launches and without fp64 copies, which vector_norm makes of each;

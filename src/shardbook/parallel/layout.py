@@ -15,11 +15,12 @@ from torch import nn
 from shardbook.axes import DATA_AXES, DP_REPLICATE, DP_SHARD
 from shardbook.comm.collectives import ZeroppSwitches
 from shardbook.parallel.mesh import axis_groups, rank_along, resolve_sizes
-from shardbook.parallel.stages import Stage, check_stage, read_switches
+from shardbook.parallel.stages import Stage, check_offload, check_stage, read_switches
 from shardbook.parallel.units import Unit, choose_units
-from shardbook.recipe import Parallel, Precision, RecipeError
+from shardbook.recipe import Offload, Parallel, Precision, RecipeError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the names that a recipe has for them
+ON_DEVICE = Offload()
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Layout:
     precision: Precision  # without `auto`
     switches: ZeroppSwitches
     ranks_per_node: int
+    offload: Offload = ON_DEVICE  # where what is kept lies
 
     @property
     def world_size(self) -> int:
@@ -55,6 +57,11 @@ class Layout:
         """Of gathered parameters and compute; of gradients on the wire and their sum; of what the model returns; of
         parameters at rest, reduced gradients and optimizer state."""
         return DTYPES[getattr(self.precision, what)]
+
+    @property
+    def copies(self) -> bool:
+        """Whether ranks hold the whole model on their devices (copies.py): nothing is gathered, nothing away."""
+        return self.shards == 1 and self.offload.optimizer == "none"
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -106,6 +113,7 @@ def build_layout(
     blocks: Sequence[nn.Module],
     world_size: int,
     ranks_per_node: int,
+    offload: Offload = ON_DEVICE,
 ) -> Layout:
     """The layout of `model` over `world_size` ranks, `ranks_per_node` of them on each node. `parts`: groups of modules
     to gather together, in forward order; `blocks`: those of them that are blocks (see choose_units).
@@ -122,4 +130,5 @@ def build_layout(
             f"parallel.quantize_min_params = {switches.min_params}: leaves every unit unquantised (the largest has "
             f"{largest:,} parameters); must be less"
         )
-    return Layout(stage, sizes, units, parallel, precision, switches, ranks_per_node)
+    check_offload(offload, stage, switches)
+    return Layout(stage, sizes, units, parallel, precision, switches, ranks_per_node, offload)

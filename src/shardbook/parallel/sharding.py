@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from shardbook.parallel.mesh import build_node_mesh, describe_sizes
 from shardbook.parallel.units import Unit, backward_order
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardedModel:
     """A model under its stage. Every parameter is a DTensor, Shard(0) along dp_shard and Replicate along dp_replicate;
     or a plain tensor, where dp_shard has one rank: `copies` is set."""
@@ -34,13 +35,35 @@ class ShardedModel:
     # the name is the same; empty where nothing keeps any
     residuals: dict[str, Tensor]
     copies: Copies | None = None
+    offloaded: Any = None  # memory/offload.py's, where masters are not on the device
+
+    @property
+    def masters(self) -> nn.Module:
+        """What has the parameters at rest, in the dtype of masters, by the model's names. All steps are done."""
+        return self.offloaded.masters() if self.offloaded else self.model
+
+    @property
+    def gradients(self) -> Any:
+        """What has them after a step's last backward: the parameters, or what took them off the device."""
+        return self.offloaded.optimizer if self.offloaded else self.model.parameters()
+
+    def take_metrics(self) -> dict[str, float]:
+        """What moved between the device and elsewhere; nothing where nothing does."""
+        return self.offloaded.take_metrics() if self.offloaded else {}
+
+    def spread(self) -> None:
+        """What was loaded into `masters` goes to where it is used."""
+        if self.offloaded:
+            self.offloaded.spread()
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
         """Around forward and backward of one micro-batch: what its backward reduces and which parameters it frees.
         `is_last`: of the optimizer step."""
+        for other in (self.copies, self.offloaded):
+            if other:
+                other.begin(is_last)
         if self.copies:
-            self.copies.begin(is_last)
             yield
             return
         stage, units = self.layout.stage, self.layout.units
@@ -67,7 +90,7 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedMo
 
     Where there is more than one shard each unit is wrapped with fully_shard, inner before outer, the root last.
     """
-    if layout.shards == 1:
+    if layout.copies:
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(mesh.device_type)

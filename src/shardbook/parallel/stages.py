@@ -10,7 +10,7 @@ from typing import Literal
 
 from shardbook.axes import DP_REPLICATE, DP_SHARD
 from shardbook.comm.collectives import ZeroppSwitches
-from shardbook.recipe import Parallel, RecipeError, nearest
+from shardbook.recipe import Offload, Parallel, RecipeError, nearest
 
 
 @dataclass(frozen=True)
@@ -137,3 +137,25 @@ def read_switches(parallel: Parallel, shards: int, ranks_per_node: int) -> Zerop
         min_params=parallel.quantize_min_params,
         error_feedback=parallel.quantize_error_feedback,
     )
+
+
+def check_offload(offload: Offload, stage: Stage, switches: ZeroppSwitches) -> None:
+    """Raise RecipeError where tiers contradict the stage."""
+    where = f"offload.optimizer = {offload.optimizer!r} and"
+    if offload.optimizer == "none":
+        return
+    if not stage.shards:
+        raise RecipeError(
+            f"{where} parallel.stage = {stage.name!r}: every rank would step all of it on the host; set "
+            "parallel.stage=zero1"
+        )
+    if offload.params != "none" and not stage.reshard_after_forward:
+        raise RecipeError(
+            f"offload.params = {offload.params!r} and parallel.stage = {stage.name!r}: it keeps every parameter "
+            "gathered through a step; set parallel.stage=zero3, or offload.params=none"
+        )
+    if switches.secondary:
+        raise RecipeError(
+            f"{where} parallel.secondary_shard = {switches.secondary}: secondary shards stay on the device; leave one "
+            "of the two out"
+        )

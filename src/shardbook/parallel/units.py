@@ -54,6 +54,12 @@ class Unit:
         return module
 
 
+def shard_rows(rows: int, ranks: int, rank: int) -> int:
+    """Rows of dim 0 that shard `rank` of `ranks` really has: the last ones may be shorter, or empty."""
+    padded = -(-rows // ranks)
+    return max(0, min(padded, rows - rank * padded))
+
+
 def choose_units(
     model: nn.Module, parts: Sequence[Sequence[nn.Module]], blocks: Sequence[nn.Module], frees: bool, parallel: Parallel
 ) -> tuple[Unit, ...]:

@@ -7,10 +7,12 @@ process group made, so a laptop answers for any number of GPUs.
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from shardbook.memory.shelf import shelf_sizes
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import CausalLM, build_model, count_flops
 from shardbook.model.shapes import shape_config
@@ -19,9 +21,9 @@ from shardbook.parallel.mesh import describe_sizes
 from shardbook.parallel.stages import STAGES, find_stage
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident, predict_traffic
 from shardbook.plan.hardware import GPUS, Cluster
-from shardbook.plan.peak import Peak, predict_peak
+from shardbook.plan.peak import Peak, predict_moments, predict_peak
 from shardbook.plan.speed import StepTime, model_flops, predict_step, rates_of
-from shardbook.recipe import Parallel, Recipe, resolve_precision
+from shardbook.recipe import Offload, Parallel, Recipe, resolve_precision
 
 KINDS = ("none", "selective", "full")  # of checkpointing, the cheapest in time first
 DOCUMENT_TOKENS = 1200  # of documents in packed rows, where nothing else is said
@@ -36,17 +38,33 @@ class Candidate:
     layout: Layout
     peak: Peak
     time: StepTime
-    room_bytes: float
+    cluster: Cluster
+
+    @property
+    def away(self) -> dict[str, int]:
+        """Bytes of one rank on the `host` and on the `disk`, where something is."""
+        return shelf_sizes(self.layout, 0) if self.layout.offload.optimizer != "none" else {}
+
+    @property
+    def over(self) -> dict[str, float]:
+        """GB that are missing, by the largest term of the peak or `host`."""
+        terms, found = asdict(self.peak), dict[str, float]()
+        if self.peak.total > self.cluster.room_bytes:
+            found[max(terms, key=lambda name: terms[name])] = (self.peak.total - self.cluster.room_bytes) / 1e9
+        needed = self.away.get("host", 0) * self.cluster.a_node
+        if needed > self.cluster.host_bytes:
+            found["host"] = (needed - self.cluster.host_bytes) / 1e9
+        return found
 
     @property
     def fits(self) -> bool:
-        return self.peak.total <= self.room_bytes
+        return not self.over
 
     @property
     def limit(self) -> str:
-        """The largest term of the peak."""
+        """What is missing, or else the largest term of the peak."""
         terms = asdict(self.peak)
-        return max(terms, key=lambda name: terms[name])
+        return next(iter(self.over), max(terms, key=lambda name: terms[name]))
 
     @property
     def paper(self) -> Resident:
@@ -72,12 +90,22 @@ class Candidate:
         rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
         return rows * self.recipe.data.max_length * self.layout.world_size
 
+    def moments(self, config: PreTrainedConfig) -> dict[str, Peak]:
+        """The step's fullest moments, in order."""
+        return predict_moments(self.layout, config, self.recipe)
+
     def words(self) -> str:
         train, mesh = self.recipe.train, describe_sizes(self.layout.sizes)
         return (
             f"{self.layout.stage.name} ({mesh}), checkpointing {self.recipe.activation.checkpointing}, "
-            f"{train.per_device_train_batch_size} rows x {train.gradient_accumulation_steps}"
+            f"{train.per_device_train_batch_size} rows x {train.gradient_accumulation_steps}" + self._tiers()
         )
+
+    def _tiers(self) -> str:
+        offload = self.recipe.offload
+        away = [f"{what} on {tier}" for what in ("optimizer", "params") if (tier := getattr(offload, what)) != "none"]
+        sizes = [f"{size / 1e9:,.0f} GB of {where} a rank" for where, size in self.away.items()]
+        return f", {', '.join(away)} ({', '.join(sizes)})" if away else ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +116,7 @@ class Planner:
     config: PreTrainedConfig
     model: CausalLM
     document_tokens: float = DOCUMENT_TOKENS
-    made: dict[tuple[str, int, int], Layout] = field(default_factory=dict)
+    made: dict[tuple[str, str, int, int], Layout] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> int:
@@ -96,15 +124,17 @@ class Planner:
 
     def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:
         """Raises RecipeError where the recipe's mesh does not fit the cluster."""
-        key = (recipe.parallel.model_dump_json(), cluster.gpus, cluster.a_node)
+        offload = recipe.offload
+        key = (recipe.parallel.model_dump_json(), offload.model_dump_json(), cluster.gpus, cluster.a_node)
         if key not in self.made:
             model, world = self.model, (cluster.gpus, cluster.a_node)
-            self.made[key] = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world)
+            own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)
+            self.made[key] = build_layout(*own, *world, offload)
         layout, rates = self.made[key], rates_of(cluster.gpu)
         peak = predict_peak(layout, self.config, recipe)
         flops = count_flops(self.model)
         time = predict_step(layout, self.config, recipe, flops, self.document_tokens, rates, cluster)
-        return Candidate(recipe, layout, peak, time, cluster.room_bytes)
+        return Candidate(recipe, layout, peak, time, cluster)
 
     def mfu(self, candidate: Candidate, cluster: Cluster) -> float:
         """Model FLOPs over the GPUs' peak."""
@@ -118,8 +148,16 @@ class Planner:
         for name in STAGES:
             parallel = self.recipe.parallel if name == own else stage_settings(name, self.recipe.parallel, cluster)
             if parallel:
-                found[name] = self.lay_out(self.recipe.model_copy(update={"parallel": parallel}), cluster)
+                found[name] = self.lay_out(self.under(parallel), cluster)
         return found
+
+    def under(self, parallel: Parallel) -> Recipe:
+        """The recipe with other `[parallel]`, and those of its tiers that go with it."""
+        stage, offload = STAGES[find_stage(parallel.stage).name], self.recipe.offload
+        gone = {"optimizer": "none", "params": "none", "path": ""} if not stage.shards else {}
+        if offload.params != "none" and not stage.reshard_after_forward:
+            gone = gone or {"params": "none"}
+        return self.recipe.model_copy(update={"parallel": parallel, "offload": offload.model_copy(update=gone)})
 
     def fewest(self, stage: str, cluster: Cluster) -> int | None:
         """The fewest GPUs on which the recipe fits under `stage`, its micro-batch as it is; None: more than 4,096, or
@@ -127,27 +165,42 @@ class Planner:
         for world in WORLDS:
             smaller = cluster.resized(world)
             parallel = stage_settings(stage, self.recipe.parallel, smaller)
-            if parallel and self.lay_out(self.recipe.model_copy(update={"parallel": parallel}), smaller).fits:
+            if parallel and self.lay_out(self.under(parallel), smaller).fits:
                 return world
         return None
 
-    def candidates(self, cluster: Cluster) -> Iterator[Candidate]:
-        """Every stage, checkpointing and micro-batch whose steps have as many rows as the recipe's."""
+    def candidates(self, cluster: Cluster, tier: str = "none") -> Iterator[Candidate]:
+        """Every stage, checkpointing and micro-batch whose steps have as many rows as the recipe's, with state at
+        `tier`, and with parameters there too."""
         train = self.recipe.train
         rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
         for name in ("ddp", "zero1", "zero2", "zero3", "hsdp"):
             if not (parallel := stage_settings(name, self.recipe.parallel, cluster)):
                 continue
             for kind in KINDS:
-                for batch in (size for size in range(1, rows + 1) if rows % size == 0):
+                sizes = [size for size in range(1, rows + 1) if rows % size == 0]
+                for batch, offload in product(sizes, _tiers(self.under(parallel).offload, tier, name)):
                     changes = {
                         "parallel": parallel,
+                        "offload": offload,
                         "activation": self.recipe.activation.model_copy(update={"checkpointing": kind}),
                         "train": train.model_copy(
                             update={"per_device_train_batch_size": batch, "gradient_accumulation_steps": rows // batch}
                         ),
                     }
                     yield self.lay_out(self.recipe.model_copy(update=changes), cluster)
+
+
+def _tiers(offload: Offload, tier: str, stage: str) -> list[Offload]:
+    """`[offload]` with the optimizer at `tier`, and, where `stage` can, with parameters there."""
+    if tier == "none":
+        return [offload]
+    if not STAGES[stage].shards:
+        return []
+    path = {"path": offload.path or "/scratch"} if tier == "nvme" else {}
+    changes = [{"optimizer": tier, **path}]
+    changes += [{"optimizer": tier, "params": tier, **path}] * STAGES[stage].reshard_after_forward
+    return [Offload.model_validate(offload.model_dump() | change) for change in changes]
 
 
 def stage_settings(name: str, parallel: Parallel, cluster: Cluster) -> Parallel | None:
@@ -168,7 +221,7 @@ def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> P
     """A planner for `recipe` on GPUs. Reads shapes alone. Raises RecipeError where the model's are not known."""
     recipe = resolve_precision(recipe, "cuda")
     config = shape_config(recipe.model.path, recipe.data.max_length)
-    model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens, KERNELS["varlen"])
+    model = build_model(config, recipe.at_rest, recipe.train.loss_chunk_tokens, KERNELS["varlen"])
     return Planner(recipe, config, model, min(document_tokens, recipe.data.max_length))
 
 
@@ -183,15 +236,20 @@ class Advice:
 
 def advise(planner: Planner, cluster: Cluster) -> Advice:
     """The fastest candidate that fits the cluster; ties go to the simpler stage, which stands first."""
-    everything = list(planner.candidates(cluster))
-    fitting = [candidate for candidate in everything if candidate.fits]
+    # a recipe with tiers says itself which; other optimizers have none
+    is_fixed = planner.recipe.offload.optimizer != "none" or planner.recipe.optim.name != "adamw"
+    everything = list[Candidate]()
+    for tier in ("none",) if is_fixed else ("none", "cpu", "nvme"):  # each slower than the one before
+        everything += planner.candidates(cluster, tier)
+        if fitting := [candidate for candidate in everything if candidate.fits]:
+            break
     refused = []
     for name in dict.fromkeys(candidate.layout.stage.name for candidate in everything):
         own = [candidate for candidate in everything if candidate.layout.stage.name == name]
         if not any(candidate.fits for candidate in own):
             least = min(own, key=lambda candidate: candidate.peak.total)
-            over = (least.peak.total - cluster.room_bytes) / 1e9
-            refused.append((least, f"{least.limit} {asdict(least.peak)[least.limit] / 1e9:.1f} GB: {over:.1f} GB over"))
+            over = ", ".join(f"{count:,.1f} GB over, most {what}" for what, count in least.over.items())
+            refused.append((least, over))
     if not fitting:
         return Advice(None, _where_it_fits(planner, cluster, everything), refused)
     best = min(fitting, key=lambda candidate: candidate.time.seconds)

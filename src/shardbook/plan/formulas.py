@@ -12,11 +12,12 @@ from math import prod
 from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, WORLD
 from shardbook.comm.ledger import Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
+from shardbook.memory.shelf import shelf_sizes, step_bytes
 from shardbook.optim import state_bytes
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.stages import Stage
-from shardbook.parallel.units import Unit, backward_order
+from shardbook.parallel.units import Unit, backward_order, shard_rows
 
 COUNTS_BYTES = 4 * 8  # the step's counts and stop flags: four fp64 numbers summed over all ranks
 NORM_BYTES = 8  # the squared gradient norm, one fp64 number
@@ -33,12 +34,6 @@ class Resident:
     @property
     def total_bytes(self) -> float:
         return self.params_bytes + self.grads_bytes + self.optimizer_bytes
-
-
-def shard_rows(rows: int, ranks: int, rank: int) -> int:
-    """Rows of dim 0 that shard `rank` of `ranks` really has: the last ones may be shorter, or empty."""
-    padded = -(-rows // ranks)
-    return max(0, min(padded, rows - rank * padded))
 
 
 Volumes = list[tuple[str, str, int]]  # operation, mesh axis, payload bytes
@@ -112,10 +107,13 @@ def _called(calls: int, gather: tuple[str, int]) -> tuple[str, int, int]:
 
 
 def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -> Resident:
-    """What the global `rank` keeps. Parameters and gradients lie in padded storage; the moments of `optimizer_name`, as
-    optim.name has it, have the true rows of the rank."""
+    """What the global `rank` keeps on its device. Parameters and gradients lie in padded storage; the moments of
+    `optimizer_name`, as optim.name has it, have the true rows of the rank."""
     shards, master, shard = layout.shards, layout.dtype("master").itemsize, rank_along(layout.sizes, DP_SHARD, rank)
     params = grads = optimizer = 0
+    if layout.offload.optimizer != "none":  # what is on the device are copies in the dtype of compute, or nothing
+        at_rest = layout.dtype("params").itemsize * (layout.offload.params == "none")
+        return Resident(sum(unit.padded_numel(shards) for unit in layout.units) // shards * at_rest, 0, 0)
     for unit in layout.units:
         params += unit.padded_numel(shards) // shards * master
         grads += unit.padded_numel(shards, trained_only=True) // shards * master
@@ -149,9 +147,9 @@ def paper_resident(stage: Stage, parameters: int, ranks: int) -> Resident:
     )
 
 
-def predict_memory_metrics(layout: Layout, optimizer_name: str, peak: dict[str, int]) -> dict[str, float]:
+def predict_memory_metrics(layout: Layout, optimizer_name: str, peak: dict[str, int], micros: int) -> dict[str, float]:
     """The metrics `predicted/memory/<what>_bytes` of the first rank, `paper/memory/<what>_bytes` beside them, and the
-    terms of a step's peak, `predicted/peak/<term>_bytes`."""
+    terms of a step's peak, `predicted/peak/<term>_bytes`; off the device also what a step of `micros` moves."""
     count = sum(unit.numel for unit in layout.units)
     paper = asdict(paper_resident(layout.stage, count, layout.shards))
     kept = asdict(predict_resident(layout, 0, optimizer_name))
@@ -160,13 +158,16 @@ def predict_memory_metrics(layout: Layout, optimizer_name: str, peak: dict[str, 
     metrics |= {f"predicted/peak/{term}_bytes": value for term, value in peak.items()}
     if residual := predict_residual(layout):
         metrics["predicted/memory/residual_bytes"] = residual
+    if layout.offload.optimizer != "none":
+        metrics |= {f"predicted/memory/{where}_bytes": size for where, size in shelf_sizes(layout, 0).items()}
+        metrics |= {f"predicted/offload/{what}_bytes": size for what, size in step_bytes(layout, 0, micros).items()}
     return metrics | {"predicted/memory/peak_bytes": sum(peak.values())}
 
 
 def predict_gathered_peak(layout: Layout) -> int:
     """Most bytes of gathered parameters that exist at once: those never freed inside a pass, the running unit, and as
     many units ahead of it as are prefetched. (A gather in flight holds its output buffer as long again.)"""
-    if layout.shards == 1:  # nothing is gathered: the whole model in the dtype of compute, or as it is at rest
+    if layout.copies:  # nothing is gathered: the whole model in the dtype of compute, or as it is at rest
         is_cast = layout.dtype("params") != layout.dtype("master")
         return sum(unit.numel for unit in layout.units) * layout.dtype("params").itemsize * is_cast
     kept = {unit for unit in layout.units if unit.spans or not unit.frees}

@@ -25,18 +25,25 @@ class Gpu:
     a_node: int  # GPUs of a node
     link: float  # bytes a second, each way, from one GPU to the others of its node
     nics: float  # Gbit/s of a node to the others, each way
+    pcie: float  # bytes a second, each way, from one GPU to its node's memory
+    host_gb: float  # of a node's memory, for each of its GPUs
     source: str
 
 
+# Of a node: memory (16 channels of DDR5-4800) and four PCIe 5.0 drives, bytes a second; DeepNVMe measured those on an
+# ND-H200 (DeepSpeed's blog, June 2025). Shares: what torch's fused AdamW gets of a copy's rate, long copies of PCIe's.
+DRAM, ADAMW_SHARE, DISK_READ, DISK_WRITE, PCIE_SHARE = 614e9, 0.65, 27e9, 11e9, 0.8
+HOST_ROOM = 0.95  # of a node's memory
+
 # fmt: off
 GPUS = {
-    "a100-40gb": Gpu(40, 312e12, 1.555e12, 8, 300e9, 1600, "NVIDIA A100 SXM data sheet; DGX A100: 8 x 200 Gbit/s"),
-    "a100-80gb": Gpu(80, 312e12, 2.039e12, 8, 300e9, 1600, "NVIDIA A100 SXM data sheet; DGX A100: 8 x 200 Gbit/s"),
-    "h100-80gb": Gpu(80, 989e12, 3.35e12, 8, 450e9, 3200, "NVIDIA H100 SXM data sheet; DGX H100: 8 x 400 Gbit/s"),
-    "h200-141gb": Gpu(141, 989e12, 4.8e12, 8, 450e9, 3200, "NVIDIA H200 SXM data sheet; DGX H200: 8 x 400 Gbit/s"),
-    "b200-180gb": Gpu(180, 2250e12, 8.0e12, 8, 900e9, 3200, "NVIDIA DGX B200 data sheet: 1,440 GB, 72 PFLOP/s fp8"),
-    "rtx4090-24gb": Gpu(24, 165e12, 1.008e12, 8, 32e9, 100, "NVIDIA Ada architecture paper; PCIe 4.0 x16, 100 Gbit/s"),
-    "l40s-48gb": Gpu(48, 362e12, 0.864e12, 8, 32e9, 400, "NVIDIA L40S data sheet; PCIe 4.0 x16, 400 Gbit/s"),
+    "a100-40gb": Gpu(40, 312e12, 1.555e12, 8, 300e9, 1600, 32e9, 128, "NVIDIA A100 SXM; DGX A100: 8 x 200 Gbit/s"),
+    "a100-80gb": Gpu(80, 312e12, 2.039e12, 8, 300e9, 1600, 32e9, 256, "NVIDIA A100 SXM; DGX A100: 8 x 200 Gbit/s"),
+    "h100-80gb": Gpu(80, 989e12, 3.35e12, 8, 450e9, 3200, 64e9, 256, "NVIDIA H100 SXM; DGX H100: 8 x 400 Gbit/s"),
+    "h200-141gb": Gpu(141, 989e12, 4.8e12, 8, 450e9, 3200, 64e9, 256, "NVIDIA H200 SXM; DGX H200: 8 x 400 Gbit/s"),
+    "b200-180gb": Gpu(180, 2250e12, 8.0e12, 8, 900e9, 3200, 64e9, 256, "NVIDIA DGX B200: 1,440 GB, 72 PFLOP/s fp8"),
+    "rtx4090-24gb": Gpu(24, 165e12, 1.008e12, 8, 32e9, 100, 32e9, 160, "NVIDIA Ada architecture; PCIe 4.0 x16"),
+    "l40s-48gb": Gpu(48, 362e12, 0.864e12, 8, 32e9, 400, 32e9, 128, "NVIDIA L40S; PCIe 4.0 x16, 400 Gbit/s"),
 }
 # fmt: on
 
@@ -80,6 +87,17 @@ class Cluster:
     gpus: int
     a_node: int
     nics: float  # Gbit/s of a node
+    host_gb: float = 0  # of a node's memory; 0: as usual
+
+    @property
+    def host_bytes(self) -> float:
+        """Of a node's memory, that its ranks can use."""
+        return HOST_ROOM * (self.host_gb or self.gpu.host_gb * self.a_node) * 1e9
+
+    def step_seconds(self, elements: float, read: float, written: float) -> float:
+        """Of one rank's part of AdamW on the host, while all ranks of its node do theirs: 28 bytes an element of
+        masters, moments and gradients, and what comes from and goes to disk."""
+        return self.a_node * max(28 * elements / (ADAMW_SHARE * DRAM), read / DISK_READ, written / DISK_WRITE)
 
     @property
     def nodes(self) -> int:
@@ -110,13 +128,13 @@ class Cluster:
         return max(inside, across) + (nodes - 1) * ACROSS_SECONDS + (count - nodes) * INSIDE_SECONDS
 
 
-def build_cluster(gpu_name: str, gpus: int, nics: float = 0, a_node: int = 0) -> Cluster:
-    """`gpus` of that kind; `nics` Gbit/s and `a_node` GPUs of each node where they are not the usual ones. Raises
-    RecipeError where they make no whole nodes."""
+def build_cluster(gpu_name: str, gpus: int, nics: float = 0, a_node: int = 0, host_gb: float = 0) -> Cluster:
+    """`gpus` of that kind; `nics` Gbit/s, `a_node` GPUs and `host_gb` of memory of each node where they are not the
+    usual ones. Raises RecipeError where they make no whole nodes."""
     gpu = find_gpu(gpu_name)
     if gpus < 1:
         raise RecipeError(f"--gpus {gpus}: must be at least 1")
     a_node = a_node or min(gpu.a_node, gpus)
     if gpus % a_node:
         raise RecipeError(f"--gpus {gpus}: must be whole nodes of {a_node}; a multiple of {a_node}, or set --per-node")
-    return Cluster(gpu, gpus, a_node, nics or gpu.nics)
+    return Cluster(gpu, gpus, a_node, nics or gpu.nics, host_gb)

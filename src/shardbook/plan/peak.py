@@ -1,21 +1,26 @@
-"""The peak of a step's memory on a GPU, by category; and what to change where it does not fit.
+"""The peak of a step's memory, by category and moment; and what to change where it does not fit.
 
-Invariant: what a rank keeps, gathers and holds for backward is exact (tests count it). The work of one block, the loss
-and the reduction on top of it are upper estimates: allocators and compilers reuse some of that. Sources of the counts:
-what autograd saves of transformers' blocks; Korthikanti et al., arXiv 2205.05198, section 4, for the idea.
+Invariant: a step is fullest at one of a few moments, and each is a sum of counts: what a rank keeps, gathers, sends and
+holds for backward, and what the loss or one block needs on top. plan/simulate.py counts the same from the code itself,
+and tests hold the two together. Sources of the counts: what autograd saves of transformers' blocks, and what
+fully_shard holds; Korthikanti et al., arXiv 2205.05198, section 4, for the idea.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import compress
+from math import prod
 
 from transformers import PreTrainedConfig
 
 from shardbook.axes import DP_SHARD
 from shardbook.model.attention import head_size
 from shardbook.model.families import FAMILIES
+from shardbook.model.loss_head import PRODUCT_ROWS
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.stages import find_stage
-from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual, predict_secondary
+from shardbook.parallel.units import Unit, backward_order
+from shardbook.plan.formulas import predict_resident, predict_residual, predict_secondary
 from shardbook.recipe import Recipe
 
 FP32 = 4
@@ -65,27 +70,29 @@ def kept_by_a_block(kind: str, of: Widths, itemsize: int) -> int:
 
 
 def loss_bytes(tokens: int, chunk: int, vocabulary: int, hidden: int, itemsize: int) -> tuple[int, int]:
-    """Bytes that the loss needs: of a chunk's logits, and of the gradients it makes, all `tokens` trained.
+    """Bytes that the loss needs: of a chunk, and of the gradients it makes, all `tokens` trained.
 
-    Logits, their log-softmax in fp32 which becomes their gradient, and that in the dtype of compute. The head's
-    gradient added up in fp32, and one chunk's product or the result in the dtype of compute; hidden states of trained
-    positions and their gradient.
+    Of a chunk the larger of two moments: its logits, their softmax in fp32, which becomes their gradient, and that in
+    the dtype of compute (all one, where that is fp32); or the last of these and the product that is added to the head's
+    gradient, which is in fp32. Hidden states of trained positions and their gradient.
     """
     is_cast = itemsize != FP32
-    logits = chunk * vocabulary * (itemsize + FP32 + itemsize * is_cast)
-    return logits, vocabulary * hidden * (FP32 + itemsize * is_cast) + 2 * tokens * hidden * itemsize
+    logits = chunk * vocabulary * (FP32 + 2 * itemsize * is_cast)
+    product = chunk * vocabulary * itemsize + min(vocabulary, PRODUCT_ROWS) * hidden * itemsize * is_cast
+    return max(logits, product), vocabulary * hidden * FP32 + 2 * tokens * hidden * itemsize
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of one rank at the fullest moment of a step."""
+    """Bytes of one rank at a moment of a step."""
 
     params: int
-    grads: int
+    grads: int  # sums: reduced, or waiting to be
     optimizer: int
-    gathered: int  # parameters in the dtype of compute, one gather in flight, hpZ's secondary shards
+    gathered: int  # parameters in the dtype of compute, hpZ's secondary shards
+    buffers: int  # of gathers in flight and of a reduction's input
     activations: int  # what all blocks hold for backward
-    working: int  # more that one block, the loss or a reduction needs
+    working: int  # what the loss or one block needs beside, and its gradients before they are reduced
 
     @property
     def total(self) -> int:
@@ -96,51 +103,168 @@ class Peak:
         return f"{self.total / GB:.1f} GB ({parts})"
 
 
-def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Peak:
-    """The peak under `layout` of a model of `config`, for the micro-batches, checkpointing and loss of `recipe`.
+@dataclass(frozen=True)
+class Work:
+    """Bytes of a micro-batch that no stage changes."""
 
-    Rows count as full (data.max_length). With a budget, and compiled, blocks keep less than is said here.
-    """
+    held: int  # what all blocks hold for backward
+    layers: int
+    before_blocks: int  # the batch, rotation
+    loss: int
+    head_gradient: int  # in the dtype of compute
+    gate: int  # what a block's backward needs at its MLP, with the gradient of its largest matrix
+    norm: int  # the same at its first norm, with none
+
+
+def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work:
+    """Rows count as full (data.max_length). With a budget, and compiled, blocks keep less than is said here."""
     of, itemsize = read_widths(config), layout.dtype("params").itemsize
     rows, layers = recipe.train.per_device_train_batch_size, config.num_hidden_layers
     tokens = rows * recipe.data.max_length
     kind, _, amount = recipe.activation.checkpointing.partition(":")
     kept = {name: kept_by_a_block(name, of, itemsize) for name in ("none", "full", "selective")}
-    match kind:  # blocks that backward runs again
-        case "none" | "budget":
-            again = 0
-        case "every":
-            again = -(-layers // int(amount))
-        case _:
-            again = layers
-    held = again * kept["selective" if kind == "selective" else "full"] + (layers - again) * kept["none"]
+    again = {"none": 0, "budget": 0, "every": -(-layers // int(amount or 1))}.get(kind, layers)  # run in backward again
+    of_again = kept["selective" if kind == "selective" else "full"]
+    held = again * of_again + (layers - again) * kept["none"]
+    if recipe.offload.activations != "none":  # all inputs leave but the last; two are back at once
+        held -= max(0, again - 3) * kept["full"]
     if kind == "budget":
         held = int(layers * max(kept["full"], float(amount) * kept["none"]))
     dense = 0
     if config._attn_implementation in ("sdpa", "eager") and recipe.data.packing:
         # of bool, for all blocks; and in the dtype of compute, which each holds that is not run again
         dense = rows * recipe.data.max_length**2 * (1 + itemsize * max(1, layers - again))
-    state = predict_resident(layout, 0, recipe.optim.name)
-    largest = max(unit.padded_numel(layout.shards) for unit in layout.units)
-    # gradients of a unit in the dtype of compute, then in that of the reduction
-    reducing = largest * (itemsize + layout.dtype("reduce").itemsize) * (layout.world_size > 1)
-    whole, unreduced = sum(unit.padded_numel(layout.shards) for unit in layout.units), 0
-    if layout.shards == 1:  # sums become the gradients in place, or make place for them unit by unit
-        unreduced = whole * max(0, layout.sum_dtype.itemsize - layout.dtype("master").itemsize)
-    elif not layout.stage.reduce_every_micro and recipe.train.gradient_accumulation_steps > 1:
-        unreduced = whole * layout.dtype("reduce").itemsize
-    # of a block in backward: what it holds, made again, and gradients of the MLP's three
-    block = tokens * ((kept["none"] if again else 0) + 3 * of.inner * itemsize)
+    # backward of a gate: its three gradients, when the product's input, one of what was held, is gone; two of hidden
+    gate = (2 * of.inner + 2 * of.hidden) * itemsize + (kept["none"] - of_again + kept["full"] if again else 0)
     chunk = min(recipe.train.loss_chunk_tokens or tokens, tokens)
-    loss = sum(loss_bytes(tokens, chunk, config.vocab_size, of.hidden, itemsize))
-    return Peak(
-        params=int(state.params_bytes),
-        grads=int(state.grads_bytes) + predict_residual(layout) + unreduced,
-        optimizer=int(state.optimizer_bytes),
-        gathered=predict_gathered_peak(layout) + largest * itemsize * (layout.shards > 1) + predict_secondary(layout),
-        activations=held * tokens + dense,
-        working=max(loss, block + reducing),
+    # the last norm's input in fp32, its result before and after its weight
+    last = tokens * of.hidden * (FP32 + 2 * itemsize)
+    return Work(
+        held=held * tokens + dense,
+        layers=layers,
+        before_blocks=tokens * (2 * head_size(config) * itemsize + 5 * 8),
+        loss=last + sum(loss_bytes(tokens, chunk, config.vocab_size, of.hidden, itemsize)),
+        head_gradient=config.vocab_size * of.hidden * itemsize,
+        gate=gate * tokens + of.inner * of.hidden * itemsize,
+        norm=tokens * of.hidden * (6 * FP32 + itemsize),  # its backward, step by step, in fp32
     )
+
+
+class _Sharded:
+    """What a rank has of parameters and gradients where units are gathered and reduced: fully_shard's doing."""
+
+    def __init__(self, layout: Layout, micros: int):
+        self.layout, self.micros = layout, micros
+        self.order = [unit for unit in layout.units if unit.numel]
+        self.spanning = [unit for unit in self.order if unit.spans]
+        self.back = [unit for unit in backward_order(self.order) if not unit.spans]
+        self.compute, self.reduce = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
+        self.master = layout.dtype("master").itemsize
+        self.stays = layout.offload.optimizer == "none"  # what is reduced, on the device
+
+    def at(self, micro: int, phase: str, running: Unit, done: Sequence[Unit]) -> tuple[int, int, int, int]:
+        """Bytes of sums, of gathered parameters, of buffers, and of gradients of `running` that are not summed yet, in
+        micro-batch `micro`. `phase`: forward, backward, backward done (all its gradients are there) or reduction of
+        `running`; the backward of the units in `done` is over."""
+        layout, is_last = self.layout, micro == self.micros - 1
+        reduces, is_forward = layout.stage.syncs(is_last), phase == "forward"
+        kept = {unit for unit in self.order if unit.spans or not unit.frees}
+        if is_last:
+            kept -= set(done)
+        gathered = kept | {running}
+        if phase == "reduction" and (running.frees or is_last):
+            gathered.remove(running)
+        if is_forward:  # fully_shard holds the last gather's output until the next one
+            last = [unit for unit in self.order if not unit.spans and (unit.frees or not micro)][-1:]
+        else:
+            after = self.back.index(running) + 1 if running in self.back else len(self.back)
+            ahead = self.back[after : after + layout.backward_prefetch]
+            last = [unit for unit in ahead if unit.frees and unit.gathers_again]
+        reducing = [running] if phase == "reduction" else [] if is_forward else list(done[-1:])
+        buffers = (
+            self._whole(last) * self.compute * (layout.shards > 1) + self._whole(reducing, True) * self.reduce * reduces
+        )
+        if layout.offload.params != "none":  # shards of the unit that is gathered
+            buffers += max(self._whole([unit]) for unit in self.order) // layout.shards * self.compute
+        own = self._whole([running], True) * self.compute * (phase in ("backward done", "reduction"))
+        if reduces and (layout.stage.reduce_every_micro or self.micros == 1):
+            shards = self._whole(self.order if micro else done, True) // layout.shards * self.stays
+            # across replicas sums wait in the dtype of reduction
+            sums = shards * (self.reduce if layout.replicas > 1 and not is_last else self.master)
+            if layout.replicas > 1 and is_last and self.reduce != self.master:
+                sums += self._whole(done, True) // layout.shards * self.reduce
+        elif not micro:  # first gradients become sums, one unit after the other
+            sums = self._whole([*done, *[running] * (phase == "reduction")], True) * self.reduce
+            own *= self.reduce != self.compute or phase != "reduction"
+        else:
+            waiting = [unit for unit in self.order if unit not in done]
+            sums = (
+                self._whole(waiting, True) * self.reduce
+                + self._whole(done, True) // layout.shards * self.master * self.stays
+            )
+            own *= phase != "reduction"
+        if phase == "reduction" and reduces:
+            sums += self._whole([running], True) // layout.shards * self.reduce
+        return sums, self._whole(gathered) * self.compute, buffers, own
+
+    def _whole(self, units: Iterable[Unit], trained_only: bool = False) -> int:
+        return sum(unit.padded_numel(self.layout.shards, trained_only) for unit in units)
+
+
+class _Copied(_Sharded):
+    """The same where one shard is all: parallel/copies.py."""
+
+    def at(self, micro: int, phase: str, running: Unit, done: Sequence[Unit]) -> tuple[int, int, int, int]:
+        layout = self.layout
+        begun = self.order if micro else [*done, *[running] * (phase != "forward")]
+        gathered = self._whole(self.order) * self.compute * (self.compute != self.master)
+        sums = self._whole(begun, True) * layout.sum_dtype.itemsize
+        if phase == "reduction" and len(done) == len(self.order) - 1 and layout.sum_dtype.itemsize != self.master:
+            sums += max(self._whole([unit], True) for unit in self.order) * self.master
+        own = max((prod(shape) for shape in compress(running.shapes, running.trained)), default=0) * self.compute
+        return sums, gathered, 0, own * (phase == "reduction")
+
+
+def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> dict[str, Peak]:
+    """A step in the moments where it can be fullest, in their order, by name: of its first and its last micro-batch the
+    loss, and the backward of the head, of the last block, of the first block, and of what comes last."""
+    work, state = count_work(layout, config, recipe), predict_resident(layout, 0, recipe.optim.name)
+    micros = recipe.train.gradient_accumulation_steps
+    lies = (_Copied if layout.copies else _Sharded)(layout, micros)
+    by_head = [unit for unit in lies.back[:1] if any(shape[0] == config.vocab_size for shape in unit.shapes)]
+    blocks = [unit for unit in lies.back if unit not in by_head and unit.read_in_backward]
+    tied = 0 if by_head else work.head_gradient  # waits for the embedding's
+    visits = [("loss", "forward", [*by_head, *lies.spanning, *lies.back][0], work.held, work.loss)]
+    visits += [("head", "reduction", unit, work.held, 0) for unit in by_head]
+    for name, number in {"last block": 0, "last block but one": 1, "first block": len(blocks) - 1}.items():
+        for unit in blocks[number : number + 1]:
+            held, own = work.held * (len(blocks) - number) // len(blocks), work.held // work.layers
+            visits.append((f"{name}, MLP", "backward", unit, held, work.gate + tied))
+            visits.append((f"{name}, norm", "backward done", unit, held - own, work.norm + tied))
+            visits.append((f"{name}, reduced", "reduction", unit, held - own, tied))
+    outer = [unit for unit in [*lies.back, *lies.spanning] if unit not in by_head and unit not in blocks]
+    visits += [("end", "reduction", unit, 0, 0) for unit in outer[-1:]]
+    moments = {}
+    for micro in sorted({0, micros - 1}):
+        for name, phase, unit, held, working in visits:
+            order = [*lies.back, *lies.spanning]
+            done = order[: order.index(unit)] if phase != "forward" else []
+            sums, gathered, buffers, own = lies.at(micro, phase, unit, done)
+            moments[f"micro-batch {micro + 1}, {name}"] = Peak(
+                params=int(state.params_bytes),
+                grads=sums + predict_residual(layout),
+                optimizer=int(state.optimizer_bytes),
+                gathered=gathered + predict_secondary(layout),
+                buffers=buffers,
+                activations=held + work.before_blocks,
+                working=working + own,
+            )
+    return moments
+
+
+def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Peak:
+    """The fullest of them, of a model of `config`, for the micro-batches, checkpointing and loss of `recipe`."""
+    return max(predict_moments(layout, config, recipe).values(), key=lambda moment: moment.total)
 
 
 def smallest_change(layout: Layout, config: PreTrainedConfig, recipe: Recipe, room: float) -> str:

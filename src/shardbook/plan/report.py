@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardbook.memory.shelf import step_bytes
 from shardbook.parallel.stages import find_stage
 from shardbook.plan.cluster import DOCUMENT_TOKENS, Advice, Candidate, Planner, advise, build_planner
 from shardbook.plan.formulas import Resident
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 GB = 1e9
 HOUR = 3600.0
 TOKENS = 1e9  # that cost is said for
-COLUMNS = "kept", "gathered", "activations", "work", "peak GB", "sent GB", "step s", "waits", "tok/s/GPU", "MFU", "GPUs"
+COLUMNS = "kept", "gathered", "buffers", "activations", "work", "peak GB", "step s", "waits", "tok/s/GPU", "MFU", "GPUs"
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,12 @@ def make_report(
     a_node: int = 0,
     document_tokens: float = DOCUMENT_TOKENS,
     objective: "Objective | None" = None,
+    host_gb: float = 0,
 ) -> Report:
-    """`recipe` on `gpus` of the kind `gpu` (hardware.py), `a_node` of them a node with `nics` Gbit/s to the others (0:
-    as usual). With an `objective` a step of it under its own stage is simulated too, in this process. Raises
-    RecipeError for a kind or a model that is not known, or a cluster that is no whole nodes."""
-    cluster = build_cluster(gpu, gpus, nics, a_node)
+    """`recipe` on `gpus` of the kind `gpu` (hardware.py), `a_node` of them a node with `nics` Gbit/s to the others and
+    `host_gb` of memory (0: as usual). With an `objective` a step of it under its own stage is simulated too, in this
+    process. Raises RecipeError for a kind or a model that is not known, or a cluster that is no whole nodes."""
+    cluster = build_cluster(gpu, gpus, nics, a_node, host_gb)
     if document_tokens < 1:
         raise RecipeError(f"--document-tokens {document_tokens:g}: must be at least 1")
     planner = build_planner(recipe, document_tokens)
@@ -133,6 +135,7 @@ def _row(report: Report, candidate: Candidate) -> dict[str, Any]:
         "comm": candidate.comm,
         "peak": asdict(candidate.peak),
         "peak_bytes": candidate.peak.total,
+        **{f"{where}_bytes": size for where, size in candidate.away.items()},
         "fits": candidate.fits,
         "limit": candidate.limit,
         "step": asdict(time),
@@ -154,6 +157,7 @@ def _settings(candidate: Candidate) -> dict[str, Any]:
     return {
         "parallel.stage": candidate.layout.stage.name,
         **{f"parallel.{key}": value for key, value in others.items()},
+        **{f"offload.{key}": value for key, value in recipe.offload.model_dump(exclude_defaults=True).items()},
         "activation.checkpointing": recipe.activation.checkpointing,
         "train.per_device_train_batch_size": train.per_device_train_batch_size,
         "train.gradient_accumulation_steps": train.gradient_accumulation_steps,
@@ -189,6 +193,7 @@ def _cells(report: Report, candidate: Candidate, fewest: int | None) -> list[str
     groups = {
         "kept": peak.params + peak.grads + peak.optimizer,
         "gathered": peak.gathered,
+        "buffers": peak.buffers,
         "activations": peak.activations,
         "working": peak.working,
     }
@@ -202,7 +207,6 @@ def _cells(report: Report, candidate: Candidate, fewest: int | None) -> list[str
         candidate.layout.stage.name,
         *parts,
         total,
-        f"{sum(candidate.comm.values()) / GB:,.1f}",
         f"{time.seconds:.2f}",
         f"{time.exposed / time.seconds:.0%}",
         f"{candidate.tokens / time.seconds / report.cluster.gpus:,.0f}",
@@ -221,6 +225,29 @@ def describe_simulated(report: Report) -> list[str]:
     return [f"simulated {said}; by formula {formula / GB:.1f} ({formula / found.peak_bytes - 1:+.0%})"]
 
 
+def describe_offload(report: Report, candidate: Candidate) -> list[str]:
+    """What a step moves off the device and back, from how many tokens on that is hidden, and what disks must bear."""
+    if not candidate.away:
+        return []
+    moved = step_bytes(candidate.layout, 0, candidate.recipe.train.gradient_accumulation_steps)
+    said = ", ".join(f"{what.replace('_', ' ')} {size / GB:,.1f}" for what, size in moved.items() if size)
+    time, larger = candidate.time, candidate
+    while (
+        larger.time.offload > 0 and larger.tokens < 1000 * candidate.tokens
+    ):  # larger micro-batches: one forward hides
+        train = larger.recipe.train
+        batch = {"per_device_train_batch_size": 2 * train.per_device_train_batch_size}
+        recipe = larger.recipe.model_copy(update={"train": train.model_copy(update=batch)})
+        larger = report.planner.lay_out(recipe, report.cluster)
+    hidden = f"{time.offload:.1f} s of {time.seconds:.1f} nothing hides"
+    if time.offload > 0 and larger.time.offload == 0:
+        hidden += f"; from {larger.tokens:,} tokens a step on all of it is hidden"
+    lines = [f"offload  GB of a rank and step: {said}; {hidden}"]
+    if written := moved["disk_written"] * report.cluster.a_node / 1e12:
+        lines.append(f"disk     {written:,.2f} TB written in a node each step, {written:,.1f} PB in 1,000 steps")
+    return lines
+
+
 def describe_advice(report: Report) -> list[str]:
     """The advice in lines, and how to say it to a run."""
     best, cluster = report.advice.best, report.cluster
@@ -232,5 +259,6 @@ def describe_advice(report: Report) -> list[str]:
     return [
         f"advice   {best.words()}: {best.peak.total / GB:.1f} GB, {said}, {hours:,.0f} GPU-hours for a billion tokens",
         f"because  {report.advice.why}",
+        *describe_offload(report, best),
         f"set      {words}",
     ]

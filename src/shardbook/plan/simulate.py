@@ -145,7 +145,7 @@ def _simulate(
 ) -> tuple[dict[Moment, int], int]:
     """Most bytes at each moment of the second step, and bytes kept."""
     with fake_world(world_size):
-        model = build_model(config, recipe.precision.master, recipe.train.loss_chunk_tokens, KERNELS["varlen"])
+        model = build_model(config, recipe.at_rest, recipe.train.loss_chunk_tokens, KERNELS["varlen"])
         world = (world_size, ranks_per_node)
         layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world)
         apply_checkpointing(model.blocks, recipe.activation)

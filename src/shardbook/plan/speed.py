@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass
 from transformers import PreTrainedConfig
 
 from shardbook.axes import DP_REPLICATE
+from shardbook.memory.shelf import plan_shelf, step_bytes
 from shardbook.model.causal_lm import Flops
 from shardbook.optim import state_bytes
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import Unit, backward_order
 from shardbook.plan.formulas import backward_gather, forward_gather, reduction, replica_bytes
-from shardbook.plan.hardware import ATTENTION, GPUS, MEMORY, PRODUCTS, Cluster, Gpu, gpu_of
+from shardbook.plan.hardware import ATTENTION, DISK_READ, GPUS, MEMORY, PCIE_SHARE, PRODUCTS, Cluster, Gpu, gpu_of
 from shardbook.plan.peak import read_widths
 from shardbook.recipe import Recipe
 
@@ -50,6 +51,7 @@ class StepTime:
     link: float  # what collectives take of the GPU while they are hidden
     optimizer: float
     exposed: float  # collectives that nothing hides
+    offload: float = 0.0  # steps on the host, and transfers, that nothing hides
 
     @property
     def seconds(self) -> float:
@@ -85,15 +87,35 @@ def predict_step(
     copies = numel * (2 * 2 * itemsize + itemsize + 2 * 4) / rates.memory_bytes
     shard, master = numel // layout.shards, layout.dtype("master").itemsize
     moments = 2 * state_bytes(recipe.optim.name, shard, master)  # read and written
-    optimizer = (shard * 10 * master + moments) / rates.memory_bytes
+    is_here = layout.offload.optimizer == "none"
+    optimizer = (shard * 10 * master + moments) / rates.memory_bytes * is_here
     link = LINK_SHARE * (products + attention) * (layout.world_size > 1)
-    exposed = 0.0
+    exposed = away = 0.0
     if cluster:
         micro = products + attention + memory + copies + link
-        exposed = exposed_seconds(layout, cluster, micros, micro / (3 + again), micro * (2 + again) / (3 + again))
+        passes = micro / (3 + again), micro * (2 + again) / (3 + again)
+        exposed = exposed_seconds(layout, cluster, micros, *passes)
+        away = offload_seconds(layout, cluster, micros, *passes, clips=bool(recipe.optim.max_grad_norm))
     return StepTime(
-        micros * products, micros * attention, micros * (memory + copies), micros * link, optimizer, exposed
+        micros * products, micros * attention, micros * (memory + copies), micros * link, optimizer, exposed, away
     )
+
+
+def offload_seconds(
+    layout: Layout, cluster: Cluster, micros: int, forward: float, backward: float, clips: bool
+) -> float:
+    """Seconds of a step in which the GPU waits for its host: of AdamW there what one forward does not hide (without
+    clipping one backward too), and of transfers what is longer than all computing."""
+    if layout.offload.optimizer == "none":
+        return 0.0
+    moved, numel = step_bytes(layout, 0, micros), sum(unit.numel for unit in layout.units) / layout.shards
+    gathers = sum(unit.gathers(micros) * plan_shelf(layout, unit, 0).wire for unit in layout.units)
+    paged = gathers * layout.dtype("params").itemsize * (layout.offload.params == "nvme")
+    host = cluster.step_seconds(numel, moved["disk_read"] - paged, moved["disk_written"])
+    hidden = forward + (not clips) * backward
+    rate = PCIE_SHARE * cluster.gpu.pcie
+    transfers = max(moved["to_host"] / rate, moved["to_device"] / rate, cluster.a_node * paged / DISK_READ)
+    return max(0.0, host - hidden) + max(0.0, transfers - micros * (forward + backward))
 
 
 def model_flops(recipe: Recipe, flops: Flops, document_tokens: float) -> float:
@@ -158,7 +180,7 @@ def exposed_seconds(layout: Layout, cluster: Cluster, micros: int, forward: floa
             after = reducing * reduces + summing * is_last
             backwards.append((again, backward * share(unit), after))
         clock.run(backwards, max(1, layout.backward_prefetch))
-    return max(clock.link, clock.gpu) - micros * (forward + backward)
+    return max(0.0, max(clock.link, clock.gpu) - micros * (forward + backward))
 
 
 @dataclass

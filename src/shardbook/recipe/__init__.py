@@ -14,14 +14,15 @@ from shardbook.recipe.files import (
     parse_recipe,
     resolve_precision,
 )
-from shardbook.recipe.schema import (
+from shardbook.recipe.schema import Recipe
+from shardbook.recipe.sections import (
     Activation,
     Data,
     Model,
+    Offload,
     Optim,
     Parallel,
     Precision,
-    Recipe,
     RecipeError,
     Run,
     Section,

@@ -9,7 +9,8 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
-from shardbook.recipe.schema import FORMS, Recipe, RecipeError, Section, nearest
+from shardbook.recipe.schema import Recipe
+from shardbook.recipe.sections import FORMS, RecipeError, Section, nearest
 
 
 @cache

@@ -69,7 +69,7 @@ def save_checkpoint(
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
     own = {_own_key(): _rng_state() | _numbered(sharded.residuals, RESIDUAL)}
-    tensors = _saved(_tensors(sharded.model, optimizer)) | own
+    tensors = _saved(_tensors(sharded.masters, optimizer)) | own
     planner = PlanOnce(tensors, _plans.pop(optimizer, None))  # waits for all: nobody writes into what rank 0 removes
     try:
         state_dict_saver.save(tensors, checkpoint_id=path, planner=planner)
@@ -104,7 +104,7 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
     Returns where the run stands, and what was not taken over, for people: empty where everything was. Raises
     RecipeError where the checkpoint is incomplete or of another model. Collective.
     """
-    model, residuals = sharded.model, sharded.residuals
+    model, residuals = sharded.masters, sharded.residuals
     with _readable(path):
         state = _read_state(path)
         here, there = _shapes(model), state["shapes"]

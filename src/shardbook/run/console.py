@@ -15,6 +15,7 @@ from rich.table import Table
 from shardbook.comm.ledger import Traffic
 from shardbook.data.loader import Loader
 from shardbook.data.tokenized import Documents
+from shardbook.memory.shelf import shelf_sizes
 from shardbook.model.attention import Kernel
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
@@ -79,9 +80,12 @@ class Console:
         state = predict_resident(layout, rank=0)  # the optimizer's is the recipe's, which the peak knows
         params, grads, optimizer = map(readable_bytes, (state.params_bytes, state.grads_bytes, peak.optimizer))
         table.add_row("a rank keeps", f"{params} parameters, {grads} reduced gradients, {optimizer} optimizer state")
-        parts = (peak.params + peak.grads + peak.optimizer, peak.gathered, peak.activations, peak.working)
-        kept, gathered, held, work = map(readable_bytes, parts)
-        more = f"{kept} kept, {gathered} gathered, {held} of activations, {work} of work"
+        if layout.offload.optimizer != "none":
+            away = [f"{readable_bytes(size)} of {where}" for where, size in shelf_sizes(layout, 0).items()]
+            table.add_row("off the device", f"{', '.join(away)}: masters, moments, sums of gradients")
+        parts = (peak.params + peak.grads + peak.optimizer, peak.gathered, peak.buffers, peak.activations, peak.working)
+        kept, gathered, buffers, held, work = map(readable_bytes, parts)
+        more = f"{kept} kept, {gathered} gathered, {buffers} on the wire, {held} of activations, {work} of work"
         table.add_row("at its peak", f"{readable_bytes(peak.total)} (on a GPU, predicted): {more}")
         micros = f"{batching.ranks} ranks x {loader.accumulation} micro-batches x {batching.batch_size}"
         table.add_row("a step", f"{loader.rows_per_step} rows: {micros}; {steps} steps")

@@ -99,7 +99,7 @@ def read_loss(loss: Tensor, norm: Tensor, step: int) -> Metrics:
     Raises RunFailed where one is not finite: to train on would only save broken weights.
     """
     dist.all_reduce(loss)
-    values = torch.stack([loss, norm]).tolist()
+    values = torch.stack([loss, norm.to(loss.device)]).tolist()
     if not all(map(math.isfinite, values)):
         raise RunFailed(
             f"step {step}: train/loss is {values[0]} and train/grad_norm {values[1]}; "
@@ -132,7 +132,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 def memory_metrics(sharded: ShardedModel, optimizer: torch.optim.Optimizer | None) -> Metrics:
     """Persistent bytes of this rank by category, the same in every step. Call it before gradients are freed. Residuals
     of error feedback are absent where there are none."""
-    kept = optimizer.state.values() if optimizer else ()
+    kept = optimizer.state.values() if optimizer and not sharded.offloaded else ()
     states = [value for state in kept for value in state.values() if isinstance(value, Tensor)]
     measured: Metrics = {
         "memory/params_bytes": kept_bytes(sharded.model.parameters()),
@@ -141,6 +141,8 @@ def memory_metrics(sharded: ShardedModel, optimizer: torch.optim.Optimizer | Non
     }
     if residual := kept_bytes(sharded.residuals.values()):
         measured["memory/residual_bytes"] = residual
+    if sharded.offloaded:
+        measured |= {f"memory/{where}_bytes": count for where, count in sharded.offloaded.bytes().items()}
     return measured
 
 

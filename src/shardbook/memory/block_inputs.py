@@ -1,0 +1,94 @@
+"""Inputs of recomputed blocks wait on the host for backward, which fetches each one block ahead.
+
+Only these leave: they are what full checkpointing keeps, layers times tokens times hidden numbers (the idea of
+ZeRO-Infinity, arXiv 2104.07857, section 5.1.2). Invariant: the same bits come back; one buffer a block, made once.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardbook.model.causal_lm import CausalLM
+from shardbook.recipe import Offload
+
+
+def send_inputs(model: CausalLM, recomputed: Sequence[int], offload: Offload) -> None:
+    """Have inputs of the blocks that are `recomputed` leave, where offload.activations says so."""
+    if offload.activations == "cpu":
+        model.around_block = HostInputs(recomputed)
+
+
+class HostInputs:
+    """A context around the forward of each block. `recomputed`: numbers of the blocks that run again in backward; the
+    last one's input stays, since backward begins with it."""
+
+    def __init__(self, recomputed: Sequence[int]):
+        self.leaving = list(recomputed[:-1])
+        self.buffers: dict[int, Tensor] = {}
+        self.copied: dict[int, Any] = {}  # events: the copy to the host is over
+        self.fetched: dict[int, tuple[Tensor, Any]] = {}
+        self.streams: list[Any] = []
+
+    def __call__(self, number: int, hidden: Tensor) -> contextlib.AbstractContextManager[Any]:
+        """Around the forward of block `number`, whose input is `hidden`."""
+        if number not in self.leaving or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        begin, device = hidden.data_ptr(), hidden.device
+
+        def pack(tensor: Tensor) -> Tensor | None:
+            if tensor.data_ptr() != begin or tensor.shape != hidden_shape:
+                return tensor
+            self._send(number, tensor)
+            return None
+
+        def unpack(kept: Tensor | None) -> Tensor:
+            return self._fetch(number, device) if kept is None else kept
+
+        hidden_shape = hidden.shape
+        return saved_tensors_hooks(pack, unpack)
+
+    def bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def _send(self, number: int, tensor: Tensor) -> None:
+        buffer = self.buffers.get(number)
+        if buffer is None or buffer.shape != tensor.shape:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self.buffers[number] = buffer
+        if not tensor.is_cuda:
+            buffer.copy_(tensor.detach())
+            return
+        out, _ = self._streams()
+        out.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(out):
+            buffer.copy_(tensor.detach(), non_blocking=True)
+            self.copied[number] = out.record_event()
+        tensor.record_stream(out)
+
+    def _fetch(self, number: int, device: torch.device) -> Tensor:
+        tensor, event = self.fetched.pop(number) if number in self.fetched else self._load(number, device)
+        before = self.leaving.index(number) - 1
+        if before >= 0:
+            self.fetched[self.leaving[before]] = self._load(self.leaving[before], device)
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+            tensor.record_stream(torch.cuda.current_stream())
+        return tensor
+
+    def _load(self, number: int, device: torch.device) -> tuple[Tensor, Any]:
+        if device.type != "cuda":
+            return self.buffers[number], None
+        _, back = self._streams()
+        with torch.cuda.stream(back):
+            back.wait_event(self.copied[number])
+            return self.buffers[number].to(device, non_blocking=True), back.record_event()
+
+    def _streams(self) -> list[Any]:
+        """Out and back: made once, since each has memory of its own."""
+        if not self.streams:
+            self.streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        return self.streams

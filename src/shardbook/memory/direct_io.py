@@ -1,0 +1,127 @@
+"""A file without a name on a disk of ours: read and written past the page cache, by several threads at once.
+
+Invariant: the kernel frees it when the process ends, however it ends. Reading and writing are direct (O_DIRECT) or
+refused: a silent buffered mode would fill the host's memory, which is what the disk is there to save.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardbook.ranks.exits import RunFailed
+from shardbook.recipe import RecipeError
+
+PAGE = 4096
+PART = 4 * 2**20  # bytes of one transfer
+THREADS = 8
+MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}  # file systems by statfs's f_type: statfs(2)
+REMOTE = {0x6969: "NFS", 0xFF534D42: "CIFS", 0x0BD00BD0: "Lustre", 0x65735546: "FUSE", 0x47504653: "GPFS"}
+
+
+def aligned(numel_bytes: int) -> int:
+    return -(-numel_bytes // PAGE) * PAGE
+
+
+def page_buffer(size: int, pin: bool = False) -> Tensor:
+    """`size` bytes, uint8, at a page's beginning; `pin`: registered with CUDA, so that copies need no other buffer."""
+    buffer = torch.frombuffer(mmap.mmap(-1, max(size, PAGE)), dtype=torch.uint8)[:size]
+    if pin:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
+    return buffer
+
+
+class DirectFile:
+    """`size` bytes on the disk of `folder`, reserved at once. Raises RecipeError where the folder cannot serve."""
+
+    def __init__(self, folder: Path, size: int):
+        self.folder, self.size = folder, aligned(size)
+        check_folder(folder)
+        try:
+            self.fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
+            os.posix_fallocate(self.fd, 0, max(self.size, PAGE))
+            os.pwritev(self.fd, [memoryview(mmap.mmap(-1, PAGE))], 0)
+        except OSError as error:
+            raise RecipeError(f"offload.path = {str(folder)!r}: {_explain(error, folder, self.size)}") from error
+        self.pool = ThreadPoolExecutor(THREADS, "disk")
+        self._mapped: Tensor | None = None
+
+    def map(self) -> Tensor:
+        """All of it as memory, uint8. What is written there has to be flushed before it is read directly."""
+        if self._mapped is None:
+            self._map = mmap.mmap(self.fd, max(self.size, PAGE))
+            self._mapped = torch.frombuffer(self._map, dtype=torch.uint8)
+        return self._mapped
+
+    def flush(self) -> None:
+        """What was written into the mapping goes to the disk, and its pages leave the memory."""
+        if self._mapped is not None:
+            self._map.flush()
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def read(self, into: Tensor, offset: int) -> None:
+        """Fill `into`, uint8 at a page's beginning, from `offset`."""
+        self._transfer(os.preadv, into, offset, "read")
+
+    def write(self, source: Tensor, offset: int) -> None:
+        self._transfer(os.pwritev, source, offset, "written")
+
+    def _transfer(self, call, buffer: Tensor, offset: int, done: str) -> None:  # type: ignore[no-untyped-def]
+        view = memoryview((ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())).cast("B")
+
+        def part(first: int) -> None:
+            last = min(first + PART, len(view))
+            while first < last:
+                try:
+                    count = call(self.fd, [view[first:last]], offset + first)
+                except OSError as error:
+                    raise RunFailed(
+                        f"{self.folder}: {errno.errorcode[error.errno or 0]} at {offset + first}"
+                    ) from error
+                if count <= 0 or count % PAGE:
+                    raise RunFailed(f"{self.folder}: {count} of {last - first} bytes {done} at {offset + first}")
+                first += count
+
+        parts: list[Future[None]] = [self.pool.submit(part, first) for first in range(0, len(view), PART)]
+        for future in parts:
+            future.result()
+
+
+def check_folder(folder: Path) -> None:
+    """Raise RecipeError where `folder` is no directory, or lies in memory or on another machine."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise RecipeError(f"offload.path = {str(folder)!r}: {what}; must be a directory on a local disk")
+    kind = file_system(folder)
+    if kind in MEMORY:
+        raise RecipeError(
+            f"offload.path = {str(folder)!r}: lies on {MEMORY[kind]}, which is memory; must be on a disk, or set "
+            "offload.optimizer=cpu"
+        )
+    if kind in REMOTE:
+        raise RecipeError(f"offload.path = {str(folder)!r}: lies on {REMOTE[kind]}; must be on a disk of this machine")
+
+
+def file_system(folder: Path) -> int:
+    """statfs's f_type, the first number of the structure; 0 where it cannot be asked for."""
+    box = (ctypes.c_long * 32)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    return box[0] if libc.statfs(os.fsencode(folder), ctypes.byref(box)) == 0 else 0
+
+
+def free_bytes(folder: Path) -> int:
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize
+
+
+def _explain(error: OSError, folder: Path, size: int) -> str:
+    if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        return f"{size / 1e9:.1f} GB are needed there and {free_bytes(folder) / 1e9:.1f} are free"
+    if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+        return f"its file system has no direct unnamed files ({error.strerror}); must be a local disk (ext4, xfs)"
+    return f"{error.strerror}; must be a directory on a local disk that can be written"

@@ -1,0 +1,260 @@
+"""AdamW on the host: masters, moments and sums of gradients lie there or on a disk, and a thread of its own steps them
+while the device goes on (ZeRO-Offload, arXiv 2101.06840, section 4; ZeRO-Infinity, arXiv 2104.07857, section 5).
+
+Invariant: the bits of torch's fused AdamW over the same shards on a CPU. A unit is stepped once its gradient, and where
+gradients are clipped the norm of all of them, is known; whoever gathers a unit waits for that unit alone.
+"""
+
+import time
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from shardbook.memory.direct_io import page_buffer
+from shardbook.memory.homes import Homes
+from shardbook.memory.shelf import ALIGN, FP32, Held, Place, stepped_bytes
+from shardbook.optim import gradient_norm, squares_of
+from shardbook.parallel.layout import Layout
+from shardbook.ranks.exits import RunFailed
+
+
+class HostAdamW(torch.optim.Optimizer):
+    """AdamW over `units`, whose steps run in a thread. Whoever reads masters or moments calls `wait` before."""
+
+    kind = "AdamW"  # what its state is of, for checkpoints
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        settings: dict[str, Any],
+        units: list[Held],
+        homes: Homes,
+        order: list[nn.Parameter],
+        layout: Layout,
+        clips: bool,
+        threads: int,
+    ):
+        """`order`: all masters in the model's order, in which norms are summed."""
+        super().__init__(groups, settings)
+        self.layout, offload = layout, layout.offload
+        self.moved, self.seconds = Counter[str](), 0.0  # of this step; of the host's steps
+        self.units, self.homes, self.clips, self.is_last, self.coefficient = units, homes, clips, True, 1.0
+        self.order = {master: number for number, master in enumerate(order)}
+        self.file = homes.file if offload.optimizer == "nvme" else None
+        self.bucket = max(ALIGN, offload.bucket_mb * 2**20 // (3 * FP32) // ALIGN * ALIGN)
+        own = torch.get_num_threads()
+        self.worker = ThreadPoolExecutor(1, "host-adamw", lambda: self._begin(threads))
+        self.worker.submit(int).result()
+        torch.set_num_threads(own)  # a thread's first setting is everyone's who has none yet
+        if self.file is not None:
+            self.slots = [page_buffer(3 * self.bucket * FP32) for _ in range(offload.ring)]
+            self.reader, self.writer = ThreadPoolExecutor(1, "reads"), ThreadPoolExecutor(1, "writes")
+        for unit in units:
+            moments = zip(unit.shelf.views(unit.shelf.first), unit.shelf.views(unit.shelf.second), strict=True)
+            params = homes.params[unit.number]
+            for master, param, (first, second) in zip(unit.masters, params, moments, strict=True):
+                if master.requires_grad:
+                    self.state[master] = {
+                        "step": torch.zeros(()),
+                        "exp_avg": param.to_sharded_dtensor(first),
+                        "exp_avg_sq": param.to_sharded_dtensor(second),
+                    }
+
+    def _begin(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        if self.homes.device.type == "cuda":
+            torch.cuda.set_device(self.homes.device)
+            torch.cuda.set_stream(torch.cuda.Stream())
+
+    # ---- gradients come
+
+    def arrive(self, unit: Held, flat: Tensor) -> None:
+        """A micro-batch's reduced gradients of `unit`, as fully_shard has them: padded, of what is trained."""
+        wanted = unit.shelf.plan.reduced
+        if flat.numel() != wanted:  # torch before 2.13 leaves out what no rank used
+            raise RunFailed(
+                f"offload.optimizer: {flat.numel():,} of {wanted:,} gradients of a unit came: a trained parameter was "
+                "used by no rank; freeze it, or use torch 2.13"
+            )
+        unit.arrivals += 1
+        self.moved["to_host"] += flat.nbytes
+        local = flat.to("cpu", non_blocking=True)
+        landed = torch.cuda.current_stream().record_event() if flat.is_cuda else None
+        is_first, is_last = unit.arrivals == 1, self.is_last
+        unit.arrived = self.worker.submit(self._take_in, unit, local, landed, is_first, is_last)
+        if is_last and not self.clips:
+            self._submit(unit)
+
+    @torch.no_grad()
+    def _take_in(self, unit: Held, flat: Tensor, landed: Any, is_first: bool, is_last: bool) -> None:
+        if landed is not None:
+            landed.synchronize()
+        for number, place in enumerate(unit.shelf.plan.places):
+            if place.reduced < 0:
+                continue
+            total = unit.shelf.gradients[place.start : place.start + place.numel]
+            came = flat[place.reduced : place.reduced + place.numel]
+            if is_first:
+                total.copy_(came)
+            else:
+                total += came
+            if is_last:
+                unit.squares[number] = squares_of([total.view(place.shape)])[0]
+
+    # ---- the step
+
+    def clip(self, max_norm: float) -> Tensor:
+        """The norm of all gradients, an fp32 scalar on the host; what is larger than `max_norm` (0: nothing) is scaled
+        where it is stepped. Collective."""
+        for unit in self.units:
+            if unit.arrived is not None:
+                unit.arrived.result()
+        found = [
+            (master, unit.squares[number])
+            for unit in self.units
+            for number, master in enumerate(unit.masters)
+            if number in unit.squares
+        ]
+        found.sort(key=lambda pair: self.order[pair[0]])
+        norm = gradient_norm([master for master, _ in found], [squares for _, squares in found])
+        self.coefficient = 1.0
+        if max_norm and self.clips:
+            self.coefficient = min(1.0, float(max_norm / (norm + 1e-6)))
+            if not torch.isfinite(norm):
+                raise RunFailed(f"train/grad_norm is {norm.item()}; lower optim.learning_rate, or look at its rows")
+        return norm
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Begin the step of every unit that has gradients, in forward order; without clipping each has begun."""
+        for unit in self.units:
+            if unit.arrivals and self.clips:
+                self._submit(unit)
+
+    def _submit(self, unit: Held) -> None:
+        unit.version += 1
+        self.moved.update(stepped_bytes(self.layout, unit.shelf.plan))
+        unit.ready = self.worker.submit(self._step, unit, self._rates(), self.coefficient)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The next gradients that come are the first of a step."""
+        for unit in self.units:
+            unit.arrivals, unit.arrived, unit.squares = 0, None, {}
+
+    def wait(self) -> None:
+        """Until every step that began is done, on the device too. Raises what went wrong in one."""
+        for unit in self.units:
+            if unit.ready is not None:
+                unit.ready.result()
+
+    def _rates(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Each master's settings as they are now: a step that runs later takes these."""
+        keys = ("lr", "betas", "eps", "weight_decay")
+        groups = [({key: group[key] for key in keys}, group["params"]) for group in self.param_groups]
+        return {master: settings for settings, masters in groups for master in masters}
+
+    @torch.no_grad()
+    def _step(self, unit: Held, rates: dict[nn.Parameter, dict[str, Any]], coefficient: float) -> None:
+        shelf, end = unit.shelf, unit.shelf.plan.trained
+        trained = [
+            (place, rates[master], self.state[master]["step"])
+            for place, master in zip(shelf.plan.places, unit.masters, strict=True)
+            if master.requires_grad
+        ]
+
+        def update(first: int, last: int, flats: list[Tensor]) -> None:
+            """`flats`: masters and moments from `first` to `last`."""
+            flats = [*flats, shelf.gradients[first:last]]
+            if coefficient != 1.0:
+                flats[3].mul_(coefficient)
+            for decay in {settings["weight_decay"] for _, settings, _ in trained}:
+                cut = [
+                    (*span, step)
+                    for place, settings, step in trained
+                    if settings["weight_decay"] == decay and (span := _overlap(place, first, last))
+                ]
+                if cut:
+                    settings = next(other for _, other, _ in trained if other["weight_decay"] == decay)
+                    _adamw(
+                        [[flat[a:b] for a, b, _ in cut] for flat in flats], [step.clone() for *_, step in cut], settings
+                    )
+            self.homes.put(unit, first, last, flats[0])
+
+        began = time.perf_counter()
+        self.homes.begin(unit)
+        spans = [(first, min(first + self.bucket, end)) for first in range(0, end, self.bucket)]
+        if self.file is None:
+            for first, last in spans:
+                update(first, last, [flat[first:last] for flat in (shelf.masters, shelf.first, shelf.second)])
+        else:
+            self._through_disk(unit, spans, update)
+        self.homes.seal(unit)
+        for *_, step in trained:
+            step += 1
+        self.seconds += time.perf_counter() - began
+
+    def _through_disk(self, unit: Held, spans: list[tuple[int, int]], update: Any) -> None:
+        """Read bucket i + 2 while i is stepped and i - 1 is written. A slot holds three parts of a bucket."""
+        file, names, size = self.file, ("masters", "first", "second"), self.bucket * FP32
+        assert file is not None
+
+        def parts(slot: Tensor, first: int, last: int) -> list[tuple[Tensor, int]]:
+            count = (last - first) * FP32
+            return [
+                (slot[n * size : n * size + count], unit.shelf.offsets[name] + first * FP32)
+                for n, name in enumerate(names)
+            ]
+
+        def read(number: int) -> None:
+            if (before := number - len(self.slots)) >= 0:
+                written[before].result()
+            for buffer, offset in parts(self.slots[number % len(self.slots)], *spans[number]):
+                file.read(buffer, offset)
+
+        def write(number: int) -> None:
+            for buffer, offset in parts(self.slots[number % len(self.slots)], *spans[number]):
+                file.write(buffer, offset)
+
+        written: list[Future[None]] = []
+        ahead = len(self.slots) - 1
+        reads = {number: self.reader.submit(read, number) for number in range(min(ahead, len(spans)))}
+        for number, (first, last) in enumerate(spans):
+            reads.pop(number).result()
+            slot = self.slots[number % len(self.slots)]
+            update(first, last, [buffer.view(torch.float32) for buffer, _ in parts(slot, first, last)])
+            written.append(self.writer.submit(write, number))
+            if number + ahead < len(spans):
+                reads[number + ahead] = self.reader.submit(read, number + ahead)
+        for future in written:
+            future.result()
+
+
+def _overlap(place: Place, first: int, last: int) -> tuple[int, int] | tuple[()]:
+    """What of `place` lies between `first` and `last`, counted from `first`; nothing: an empty tuple."""
+    begin, end = max(place.start, first), min(place.start + place.numel, last)
+    return (begin - first, end - first) if begin < end else ()
+
+
+def _adamw(flats: list[list[Tensor]], steps: list[Tensor], settings: dict[str, Any]) -> None:
+    """torch's fused AdamW over views: masters, moments, gradients. `steps`: copies, since each call counts one up."""
+    masters, first, second, gradients = flats
+    beta1, beta2 = settings["betas"]
+    adamw(
+        masters,
+        gradients,
+        first,
+        second,
+        [],
+        steps,
+        fused=True,
+        amsgrad=False,
+        maximize=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=settings["lr"],
+        weight_decay=settings["weight_decay"],
+        eps=settings["eps"],
+    )

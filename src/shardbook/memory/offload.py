@@ -1,0 +1,193 @@
+"""Offload: puts a sharded model's masters, moments and shards where `[offload]` says, before anything is loaded.
+
+Invariant: a tier changes where bytes lie and who waits for whom, never a number: every tier gives the bits of none on a
+CPU. What cannot be is refused before any memory is taken.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardbook.memory.direct_io import DirectFile, check_folder, free_bytes
+from shardbook.memory.homes import Homes, masters_tree
+from shardbook.memory.host_adamw import HostAdamW
+from shardbook.memory.shelf import Held, allocate_shelves, gathered_bytes, shelf_sizes
+from shardbook.model.causal_lm import CausalLM, materialize
+from shardbook.optim import adamw_settings, build_optimizer, parameter_groups
+from shardbook.parallel.layout import Layout
+from shardbook.parallel.sharding import ShardedModel
+from shardbook.recipe import Optim, RecipeError
+
+GB = 1e9
+RESERVE = 0.05  # of the memory that is there: loading, transfers, the rest of the process
+
+
+def settle(model: CausalLM, sharded: ShardedModel, optim: Optim, device: torch.device) -> torch.optim.Optimizer:
+    """Give the model memory, on the device and wherever its layout's offload says, and return its optimizer. Nothing
+    is in it yet: what is loaded goes into `sharded.masters`, and `sharded.spread()` brings it to where it is used.
+
+    Raises RecipeError where host or disk have too little room.
+    """
+    layout = sharded.layout
+    if layout.offload.optimizer == "none":
+        materialize(model, device)
+        return build_optimizer(model, optim)
+    sizes, here = shelf_sizes(layout, dist.get_rank()), layout.ranks_per_node
+    check_room(layout, here)
+    folder = Path(layout.offload.path)
+    file = DirectFile(folder, sizes["disk"]) if "disk" in sizes else None
+    materialize(model, device)
+    sharded.offloaded = Offloaded(model, layout, optim, device, file)
+    return sharded.offloaded.optimizer
+
+
+class Offloaded:
+    """What is off the device: masters by name, the optimizer that steps them, and the way back."""
+
+    def __init__(self, model: CausalLM, layout: Layout, optim: Optim, device: torch.device, file: DirectFile | None):
+        self.layout, self.was_last = layout, True
+        root = layout.units[-1].handle
+        root._get_fsdp_state()._lazy_init()  # private: pads shards, which must lie there when it does
+        params = {number: _params_of(unit) for number, unit in enumerate(layout.units) if unit.shapes}
+        named = {parameter: name for name, parameter in model.named_parameters()}
+        self.homes = Homes(params, layout.offload.params, file, device)
+        self.file, self.units, masters = file, list[Held](), dict[nn.Parameter, nn.Parameter]()
+        shelves = allocate_shelves(layout, dist.get_rank(), file, pin=device.type == "cuda")
+        for number, (unit, shelf) in enumerate(zip(layout.units, shelves, strict=True)):
+            if not unit.shapes:
+                continue
+            assert [param._orig_size for param in params[number]] == list(unit.shapes), "fully_shard's order moved"
+            own = []
+            for param, view in zip(params[number], shelf.views(shelf.masters), strict=True):
+                trains = param.sharded_param.requires_grad
+                own.append(nn.Parameter(param.to_sharded_dtensor(view), requires_grad=trains))
+                masters[param.sharded_param] = own[-1]
+            self.units.append(Held(number, shelf, own))
+        assert masters.keys() == named.keys()
+        self.tree = masters_tree(model, masters)
+        self.optimizer = HostAdamW(
+            parameter_groups(self.tree, optim),
+            adamw_settings(optim),
+            self.units,
+            self.homes,
+            list(self.tree.parameters()),
+            layout,
+            clips=bool(optim.max_grad_norm),
+            threads=layout.offload.threads or share_of_cores(layout.ranks_per_node, device.type),
+        )
+        for held in self.units:
+            layout.units[held.number].handle.set_all_reduce_hook(_hook(self.optimizer, held))
+            for param in params[held.number]:
+                if param.sharded_param.requires_grad:
+                    param.sharded_param.register_post_accumulate_grad_hook(_drop)
+        self.homes.settle(self.units)
+
+    def masters(self) -> nn.Module:
+        """Parameters at rest, fp32, by the model's names. Every step that began is done."""
+        self.optimizer.wait()
+        return self.tree
+
+    def spread(self) -> None:
+        """What was loaded into masters and moments goes to where it is used."""
+        self.optimizer.wait()
+        if self.file is not None:
+            self.file.flush()
+        for unit in self.units:
+            unit.version += 1
+            self.homes.begin(unit)
+            self.homes.put(unit, 0, unit.shelf.plan.masters, unit.shelf.masters)
+            self.homes.seal(unit)
+        if self.file is not None:
+            self.file.flush()
+
+    def begin(self, is_last: bool) -> None:
+        """A micro-batch begins, the `is_last` of its step."""
+        if self.was_last:
+            self.optimizer.moved.clear()
+            self.homes.gathered.clear()
+        self.optimizer.is_last = self.was_last = is_last
+
+    def take_metrics(self) -> dict[str, float]:
+        """Bytes that the last step moved; seconds, since they were asked for last, that gathers waited for the host's
+        steps, and that these took. Read between a step and its zero_grad."""
+        moved = self.optimizer.moved.copy()
+        for unit in self.homes.gathered:
+            moved.update(gathered_bytes(self.layout, unit.shelf.plan))
+        seconds = {"wait": self.homes.waited, "step": self.optimizer.seconds}
+        self.homes.waited = self.optimizer.seconds = 0.0
+        found = {f"perf/offload_{what}_seconds": value for what, value in seconds.items()}
+        return found | {f"offload/{what}_bytes": float(count) for what, count in moved.items()}
+
+    def bytes(self) -> dict[str, int]:
+        """What lies where, measured: of the host's memory, and of the disk."""
+        flats = [
+            flat
+            for unit in self.units
+            for flat in (unit.shelf.masters, unit.shelf.first, unit.shelf.second, unit.shelf.gradients, unit.shelf.wire)
+            if flat is not None
+        ]
+        if self.file is None:
+            return {"host": sum(flat.nbytes for flat in flats)}
+        mapped = self.file.map().untyped_storage().data_ptr()
+        on_disk = [flat.untyped_storage().data_ptr() == mapped for flat in flats]
+        sums = {"host": 0, "disk": self.file.size}
+        sums["host"] = sum(flat.nbytes for flat, is_there in zip(flats, on_disk, strict=True) if not is_there)
+        return sums
+
+
+def _params_of(unit: Any) -> list[Any]:
+    return list(unit.handle._get_fsdp_state()._fsdp_param_groups[0].fsdp_params)
+
+
+def _hook(optimizer: HostAdamW, unit: Held) -> Any:
+    return lambda flat: optimizer.arrive(unit, flat)
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    """The device's copy of a gradient, rounded to the shard's dtype: the host has it already, unrounded."""
+    parameter.grad = None
+
+
+def share_of_cores(ranks_here: int, device_type: str) -> int:
+    """Cores of a rank; on a CPU less those that it computes with."""
+    cores = len(os.sched_getaffinity(0)) // ranks_here
+    return max(1, cores - torch.get_num_threads() if device_type == "cpu" else cores)
+
+
+def check_room(layout: Layout, ranks_here: int) -> None:
+    """Raise RecipeError, on every rank alike, where this machine's memory or disk cannot hold what its ranks need."""
+    sizes = shelf_sizes(layout, 0)  # no rank has more
+    needed, there = sizes["host"] * ranks_here, available_memory() * (1 - RESERVE)
+    if needed > there:
+        further = "nvme (and offload.path)" if layout.offload.optimizer == "cpu" else "more ranks"
+        raise RecipeError(
+            f"offload.optimizer = {layout.offload.optimizer!r}: {needed / GB:.1f} GB of this machine's memory are "
+            f"needed for {ranks_here} ranks and {there / GB:.1f} can be had; set offload.optimizer to {further}"
+        )
+    if "disk" in sizes:
+        folder = Path(layout.offload.path)
+        check_folder(folder)
+        if sizes["disk"] * ranks_here > free_bytes(folder):
+            raise RecipeError(
+                f"offload.path = {layout.offload.path!r}: {sizes['disk'] * ranks_here / GB:.1f} GB are needed for "
+                f"{ranks_here} ranks and {free_bytes(folder) / GB:.1f} are free; choose another disk, or more ranks"
+            )
+
+
+def available_memory() -> int:
+    """Bytes that this process may take: what the kernel says is available, less where a control group allows less."""
+    text = Path("/proc/meminfo").read_text()
+    there = next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("MemAvailable"))
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            there = min(there, int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # none, or `max`
+            continue
+    return there

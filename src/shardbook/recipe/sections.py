@@ -1,0 +1,284 @@
+"""The sections of a recipe: every key with its type, default, limits and one line of help.
+
+Invariant: a section that loads has no unknown key, no wrong type and no contradiction inside itself.
+"""
+
+import difflib
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+
+
+class RecipeError(ValueError):
+    """The recipe, the command line, an argument or something they name is wrong. One line; a command exits with 2."""
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """`; did you mean x?` for the known spelling nearest to `word`, or nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+WRAPS = r"^(block|none|size:[1-9]\d*)$"
+CHECKPOINTINGS = r"^(none|full|selective|every:[1-9]\d*|budget:(0(\.\d+)?|1(\.0+)?))$"
+FORMS = {  # what a pattern allows, for people
+    WRAPS: ["block", "none", "size:<whole number>"],
+    CHECKPOINTINGS: ["none", "full", "selective", "every:<whole number>", "budget:<0.0 to 1.0>"],
+}
+
+TRACKERS = ["wandb", "tensorboard", "trackio", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "none"]
+
+
+def key(default: Any, help: str, **limits: Any) -> Any:
+    return Field(default, description=help, **limits)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Model(Section):
+    path: str = key(
+        "smollm2-135m", "Hub id, local directory, or smollm2-135m (the weights embedded in the extra `demo`)."
+    )
+    revision: str = key("main", "Branch, tag or commit, where path is a hub id.")
+    tokenizer: str = key("", "Hub id or directory of the tokenizer; empty: the model's own.")
+    init: Literal["pretrained", "random"] = key(
+        "pretrained", "Where weights come from; random needs only a config.json and is for benchmarks."
+    )
+    attention: Literal["auto", "varlen", "flex", "sdpa", "eager"] = key(
+        "auto",
+        "Attention kernel: varlen or flex (GPU, without dense masks), sdpa or eager; auto: the first that can run.",
+    )
+
+
+class Data(Section):
+    train: str | list[str] = key(
+        "chitchat", "Hub id with an optional :split, directory, .jsonl, .parquet, or chitchat; a list joins several."
+    )
+    eval: str | list[str] = key("", "Held-out data, named as in train; empty: see eval_size.")
+    eval_size: int | float = key(
+        0, "Without eval: rows of train to hold out, a count, or a share below 1 (0: none).", ge=0
+    )
+    max_length: int = key(1024, "Longest sequence in tokens; longer ones are cut, and how many is printed.", ge=2)
+    packing: bool = key(
+        True, "Put several documents in one row of max_length; attention never crosses from one to another."
+    )
+    skip_untrainable: bool = key(
+        False, "Drop rows that max_length leaves without a trained token, and print how many (false: an error)."
+    )
+    num_proc: int = key(1, "Processes that tokenise.", ge=1)
+
+    @model_validator(mode="after")
+    def one_evaluation(self) -> "Data":
+        if self.eval and self.eval_size:
+            raise ValueError(f"eval = {self.eval!r} and eval_size = {self.eval_size}: set one of the two")
+        if self.eval_size != int(self.eval_size) and self.eval_size > 1:
+            raise ValueError(f"eval_size = {self.eval_size}: a count of rows is a whole number, a share is below 1")
+        return self
+
+
+class Parallel(Section):
+    stage: str = key("zero3", "What a data-parallel rank keeps: ddp, zero1, zero2, zero3 (or fsdp), hsdp, zeropp.")
+    dp_replicate_size: int = key(
+        -1, "Ranks that hold copies of each other (ddp, hsdp); -1: what the other axis leaves.", ge=-1
+    )
+    dp_shard_size: int = key(
+        -1, "Ranks that split one copy (zero1, zero2, zero3, hsdp, zeropp); -1: what the other axis leaves.", ge=-1
+    )
+    wrap: str = key(
+        "block", "What is gathered together: block, none (everything at once), or size:<parameters>.", pattern=WRAPS
+    )
+    reshard_min_params: int = key(
+        0, "With zero3, hsdp or zeropp: units of fewer parameters stay gathered through a step, as in zero2.", ge=0
+    )
+    reshard_root: bool = key(
+        True,
+        "With zero3, hsdp or zeropp: free embedding, norm and head after each backward (false: each step).",
+    )
+    forward_prefetch: int = key(
+        -1, "Units gathered ahead of the running one in forward; -1: each as it is reached.", ge=-1
+    )
+    backward_prefetch: int = key(-1, "Units gathered ahead of the running one in backward; -1: one.", ge=-1)
+    quantize_weights: Literal[0, 8, 4] = key(
+        0, "ZeRO++ qwZ: bits of weights on the wire in forward (0: not quantised)."
+    )
+    quantize_gradients: list[Literal[8, 4]] = key(
+        [], "ZeRO++ qgZ: bits of gradients on the wire, inside a node and across; [8, 4] ([]: off)."
+    )
+    secondary_shard: Annotated[int, Field(ge=0)] | Literal["node"] = key(
+        0,
+        "ZeRO++ hpZ: backward gathers among so many ranks (a node to quantize_gradients), or a node's (0: among all).",
+    )
+    quantize_error_feedback: bool = key(
+        False, "Add what qgZ's last exchange rounds off to the next reduction; costs memory, which is printed."
+    )
+    quantize_block: Literal[64, 128, 256] = key(128, "Elements that share a scale.")
+    quantize_min_params: int = key(0, "Units of fewer parameters travel unquantised; which is printed.", ge=0)
+
+
+class Precision(Section):
+    params: Literal["auto", "fp32", "bf16"] = key(
+        "auto", "Compute and all-gather dtype; auto: bf16 on a GPU, fp32 on a CPU."
+    )
+    reduce: Literal["fp32", "bf16"] = key("fp32", "Dtype in which gradients are summed across ranks.")
+    output: Literal["fp32", "bf16"] = key("fp32", "Dtype of what the model returns: the loss of each trained token.")
+    master: Literal["fp32", "bf16"] = key(
+        "fp32", "Dtype of the sharded weights and their gradients; bf16 needs optim.name=adamw_bf16."
+    )
+
+    def on(self, device_type: str) -> "Precision":
+        """This, with `auto` replaced by what it means on `device_type` (`cuda`, `cpu`)."""
+        if self.params != "auto":
+            return self
+        return self.model_copy(update={"params": "bf16" if device_type == "cuda" else "fp32"})
+
+
+class Activation(Section):
+    checkpointing: str = key(
+        "none",
+        "Recompute in backward: none, full, every:<n> (one block in n), selective (not matmuls), or budget:<0..1>.",
+        pattern=CHECKPOINTINGS,
+    )
+
+    @property
+    def budget(self) -> float | None:
+        """The share of `budget:<0..1>`, else None."""
+        kind, _, amount = self.checkpointing.partition(":")
+        return float(amount) if kind == "budget" else None
+
+
+class Offload(Section):
+    optimizer: Literal["none", "cpu", "nvme"] = key(
+        "none", "Where masters and moments lie, and AdamW runs on the host: none (the device), cpu, or nvme (path)."
+    )
+    params: Literal["none", "cpu", "nvme"] = key(
+        "none", "Where a unit's shard lies while it is not needed: none (the device), cpu, or nvme; zero3 and its kin."
+    )
+    activations: Literal["none", "cpu"] = key(
+        "none", "Where the inputs of recomputed blocks wait for backward: none (the device) or cpu."
+    )
+    path: str = key("", "Directory on the disk that nvme uses; nothing is left in it.")
+    threads: int = key(0, "Threads of the host's AdamW in each rank (0: its share of the cores).", ge=0)
+    bucket_mb: int = key(48, "MiB of state that AdamW takes at once.", ge=1)
+    ring: int = key(4, "Buckets in flight between disk and AdamW.", ge=2)
+
+    @model_validator(mode="after")
+    def tiers_that_fit(self) -> "Offload":
+        tiers = ["none", "cpu", "nvme"]
+        if tiers.index(self.params) > tiers.index(self.optimizer):
+            raise ValueError(
+                f"params = {self.params!r}: lies further out than optimizer = {self.optimizer!r}, whose masters it is "
+                f"made of; set offload.optimizer={self.params}"
+            )
+        if ("nvme" in (self.optimizer, self.params)) != bool(self.path):
+            why = "needs a directory on a disk" if not self.path else "no tier is nvme; leave it out, or choose one"
+            raise ValueError(f"path = {self.path!r}: {why}")
+        return self
+
+
+class Optim(Section):
+    name: Literal["adamw", "adamw_bf16", "adamw_8bit"] = key(
+        "adamw",
+        "AdamW with moments in precision.master, in bf16 (stochastic rounding), or in 8 bits (torchao, extra `8bit`).",
+    )
+    learning_rate: float = key(2e-5, "Peak learning rate.", gt=0)
+    weight_decay: float = key(0.0, "Decoupled weight decay of matrices; vectors (norms, biases) have none.", ge=0)
+    betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates.", min_length=2, max_length=2)
+    eps: float = key(1e-8, "AdamW's epsilon.", gt=0)
+    max_grad_norm: float = key(1.0, "Clip the norm of the full gradient to this (0: off).", ge=0)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = key(
+        "cosine", "Shape of the learning rate after warm-up."
+    )
+    warmup_steps: int | float = Field(
+        default=0,
+        description="Steps of linear warm-up; below 1: a share of the run.",
+        ge=0,
+        validation_alias=AliasChoices("warmup_steps", "warmup_ratio"),
+    )
+
+    @model_validator(mode="after")
+    def possible_numbers(self) -> "Optim":
+        if self.warmup_steps != int(self.warmup_steps) and self.warmup_steps > 1:
+            raise ValueError(f"warmup_steps = {self.warmup_steps}: a count of steps is whole, a share is below 1")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {self.betas}: each must be at least 0 and below 1")
+        return self
+
+
+class Train(Section):
+    steps: int = key(0, "Optimizer steps (0: by epochs).", ge=0)
+    epochs: int | float = key(
+        0, "Passes over the training rows, the last step filled from the next pass (0: by steps).", ge=0
+    )
+    per_device_train_batch_size: int = key(1, "Rows in a micro-batch of one rank.", ge=1)
+    gradient_accumulation_steps: int = key(1, "Micro-batches of one rank in an optimizer step.", ge=1)
+    eval_steps: int = key(0, "Evaluate every so many steps (0: only before the first and after the last).", ge=0)
+    save_steps: int = key(
+        0, "Write a checkpoint every so many steps and after the last (0: only when preempted).", ge=0
+    )
+    save_total_limit: int = key(0, "Keep this many newest checkpoints (0: all).", ge=0)
+    logging_steps: int = key(1, "Log every so many steps (0: off).", ge=0)
+    resume_from_checkpoint: str = key("", "A checkpoint directory to start from when this run has none of its own.")
+    seed: int = key(42, "Seed of data order and random weights.", ge=0, lt=2**63)
+    profile_steps: list[int] = key(
+        [],
+        "First and last step to profile, [10, 12]: each rank's trace (.json.gz) and GPU memory, in profile/ of a run.",
+    )
+    compile: bool = key(False, "torch.compile each block in place.")
+    deterministic: bool = key(
+        False,
+        "On a GPU: kernels that give the same bits each time, as a CPU's do. Slower; how much is not yet measured.",
+    )
+    loss_chunk_tokens: int = key(1024, "Most trained tokens whose logits exist at once (0: all of them).", ge=0)
+    export: bool = key(True, "At the end write Hugging Face safetensors to export/ of the run directory.")
+    export_dtype: Literal["fp32", "bf16"] = key("fp32", "Dtype of the exported weights.")
+
+    @model_validator(mode="after")
+    def one_length(self) -> "Train":
+        if bool(self.steps) == bool(self.epochs):
+            raise ValueError(f"steps = {self.steps} and epochs = {self.epochs}: set exactly one of the two above 0")
+        return self
+
+    @model_validator(mode="after")
+    def steps_that_come(self) -> "Train":
+        asked = self.profile_steps
+        if asked and not (len(asked) == 2 and 1 <= asked[0] <= asked[1] <= (self.steps or asked[1])):
+            most = f", at most steps = {self.steps}" if self.steps else ""
+            raise ValueError(f"profile_steps = {asked}: must be two steps, the first and the last, from 1{most}")
+        return self
+
+
+class Hardware(Section):
+    memory_gb: int | float = key(
+        0, "GB (10^9 bytes) that weights, gradients and optimizer state take, all ranks together (0: not said).", ge=0
+    )
+
+
+class Run(Section):
+    name: str = key(
+        "", "Directory of the run; the same name continues it. Empty: recipe name and time.", pattern=r"^(\w[\w.-]*)?$"
+    )
+    dir: str = key("runs", "Where run directories are made.")
+    report_to: str | list[str] = key(
+        "wandb", "Trackers: wandb (offline without a key), another that accelerate knows (tensorboard, ...), or none."
+    )
+    project: str = key("shardbook", "The trackers' project name.")
+    group: str = key("", "What the run belongs to in the trackers: a comparison's name, or your own.")
+    lost_seconds: int | float = key(
+        120, "End the run when a rank has not been heard of for so long (0: off, and a lost node is waited for).", ge=0
+    )
+    hang_seconds: int | float = key(
+        300, "End the run when a rank stands still for so long, after its first step and but for files (0: off).", ge=0
+    )
+
+    @model_validator(mode="after")
+    def known_trackers(self) -> "Run":
+        if "none" in self.report_to and self.report_to not in ("none", ["none"]):
+            raise ValueError(f"report_to = {self.report_to!r}: none stands alone")
+        for tracker in [self.report_to] if isinstance(self.report_to, str) else self.report_to:
+            if tracker not in TRACKERS:
+                raise ValueError(
+                    f"report_to = {tracker!r}: must be of {', '.join(TRACKERS)}{nearest(tracker, TRACKERS)}"
+                )
+        return self

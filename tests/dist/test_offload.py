@@ -1,0 +1,283 @@
+"""Off the device: every tier gives the bits of none, in every stage; what lies where is predicted to the byte."""
+
+import hashlib
+import itertools
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from world import losses, metrics, run_train, run_world, start_ranks, train_rank
+
+STAGES = {
+    "zero1": ("parallel.stage=zero1",),
+    "zero2": ("parallel.stage=zero2",),
+    "zero3": ("parallel.stage=zero3",),
+    "hsdp": ("parallel.stage=hsdp", "parallel.dp_shard_size=1"),
+    "qwZ": ("parallel.stage=zeropp", "parallel.quantize_weights=8"),
+    "qgZ": ("parallel.stage=zeropp", "parallel.quantize_gradients=[8,4]"),
+}
+RUNS = {
+    "one": ("train.gradient_accumulation_steps=1", "optim.max_grad_norm=0.5"),
+    "three": ("train.gradient_accumulation_steps=3", "optim.max_grad_norm=0.5"),
+    "free": ("train.gradient_accumulation_steps=3", "optim.max_grad_norm=0"),
+    "bf16": ("train.gradient_accumulation_steps=3", "optim.max_grad_norm=0.5", "precision.params=bf16"),
+}
+
+
+def tiers(stage, disk):
+    """Every pair of optimizer and params that the stage may have."""
+    resharding = stage not in ("zero1", "zero2")
+    for optimizer, params in itertools.product(("cpu", "nvme"), ("none", "cpu", "nvme")):
+        if (params != "none" and not resharding) or (optimizer, params) == ("cpu", "nvme"):
+            continue
+        words = (f"offload.optimizer={optimizer}", f"offload.params={params}")
+        yield f"{optimizer}-{params}", (*words, *[f"offload.path={disk}"] * ("nvme" in (optimizer, params)))
+
+
+def train_all(recipe, runs, spy=None):
+    """On each rank: train each of `runs` (a name and words), and say what came of it."""
+    from shardbook import train
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.recipe import load_recipe
+
+    ranks, said = start_distributed(), {}
+    real = train.settle, train.memory_metrics
+    for name, words in runs.items():
+        seen = {}
+
+        def settle(model, sharded, optim, device, seen=seen):
+            seen["optimizer"], seen["sharded"] = real[0](model, sharded, optim, device), sharded
+            return seen["optimizer"]
+
+        def memory_metrics(*kept, seen=seen):
+            seen["memory"] = real[1](*kept)
+            return seen["memory"]
+
+        train.settle, train.memory_metrics = settle, memory_metrics
+        settings = load_recipe(recipe, [*words, f"run.name={name}", "train.export=false"])
+        undo = spy and spy(seen)
+        try:
+            assert train.train(settings, recipe, ranks) == 0
+        finally:
+            train.settle, train.memory_metrics = real
+            if undo:
+                undo()
+        said[name] = digest(seen["sharded"], seen["optimizer"]), seen["memory"], predicted(seen["sharded"], ranks.rank)
+    return said
+
+
+def digest(sharded, optimizer):
+    """Of this rank's masters and moments, by name."""
+    masters, words = sharded.masters, []
+    for name, parameter in masters.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        for tensor in (parameter, *(state[key] for key in sorted(state))):
+            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
+            words.append((name, hashlib.sha256(local.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()))
+    return words
+
+
+def predicted(sharded, rank):
+    from dataclasses import asdict
+
+    from shardbook.memory.shelf import shelf_sizes
+    from shardbook.plan.formulas import predict_resident
+
+    found = {f"memory/{what}": value for what, value in asdict(predict_resident(sharded.layout, rank)).items()}
+    if sharded.layout.offload.optimizer != "none":
+        found |= {f"memory/{where}_bytes": size for where, size in shelf_sizes(sharded.layout, rank).items()}
+    return found
+
+
+def rows(recipe, name):
+    keys = ("step", "train/loss", "train/grad_norm", "eval/loss", "train/learning_rate")
+    return [{key: row[key] for key in keys if key in row} for row in metrics(recipe.parent / name)]
+
+
+def first(recipe, name):
+    return next(row for row in metrics(recipe.parent / name) if "train/loss" in row)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    return folder
+
+
+MOVED = ("to_host", "to_device", "disk_read", "disk_written")
+COMMON = ("train.steps=4", "train.eval_steps=2", "optim.weight_decay=0.1", "offload.bucket_mb=1")
+
+
+@pytest.mark.parametrize("stage", [*STAGES])
+@pytest.mark.parametrize("run", ["three", *(pytest.param(run, marks=pytest.mark.slow) for run in ("one", "free", "bf16"))])
+def test_every_tier_gives_the_bits_of_none(recipe, disk, stage, run):
+    words = (*COMMON, *STAGES[stage], *RUNS[run])
+    none = f"{stage}-{run}-none"
+    runs = {none: [word for word in words if not word.startswith("offload")]}
+    runs |= {f"{stage}-{run}-{name}": [*words, *more] for name, more in tiers(stage, disk)}
+    results = run_world(2, train_all, recipe, runs)
+    for name in runs:
+        for of_none, of_tier in zip(*([result[other] for result in results] for other in (none, name)), strict=True):
+            assert of_tier[0] == of_none[0], f"{name}: masters or moments differ"
+            assert {key: of_tier[1][key] for key in of_tier[2]} == of_tier[2], f"{name}: bytes"
+        assert rows(recipe, name) == rows(recipe, none), name
+        if name != none:
+            moved = {key: value for key, value in first(recipe, name).items() if key.startswith("offload/")}
+            said = {f"offload/{what}_bytes": first(recipe, name)[f"predicted/offload/{what}_bytes"] for what in MOVED}
+            assert {**dict.fromkeys(said, 0), **moved} == said, name
+    assert not list(disk.iterdir())
+
+
+SAVING = ("train.steps=6", "train.save_steps=2", "optim.warmup_steps=2", "optim.lr_scheduler_type=constant")
+ON_HOST = ("offload.optimizer=cpu", "offload.params=cpu")
+
+
+def cut_back(straight, name, step):
+    """A copy of the run as it was on disk just after `step`."""
+    run = straight.parent / name
+    shutil.copytree(straight, run, ignore=shutil.ignore_patterns("export"))
+    for later in (run / "checkpoints").iterdir():
+        if int(later.name[5:]) > step:
+            shutil.rmtree(later)
+    (run / "run.json").unlink()
+    return run
+
+
+@pytest.fixture(scope="module")
+def straight(recipe):
+    """Six steps without a stop on 2 ranks under zero3, state on the device."""
+    return run_train(2, recipe, "offload-straight", *SAVING)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_checkpoint_knows_no_tier(recipe, straight, disk, tier):
+    """From the device to a tier, from there to the device and to another world: the straight run's losses and weights."""
+    words = (f"offload.optimizer={tier}", f"offload.params={tier}", *[f"offload.path={disk}"] * (tier == "nvme"))
+    run = cut_back(straight, f"to-{tier}", 2)
+    run_train(2, recipe, run.name, *SAVING, *words, "train.steps=4")
+    assert losses(run) == losses(straight)[:4]
+    back = cut_back(run, f"from-{tier}", 4)
+    run_train(2, recipe, back.name, *SAVING)
+    assert losses(back) == losses(straight)
+    mine, theirs = (load_file(one / "export" / "model.safetensors") for one in (back, straight))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    other = cut_back(run, f"alone-{tier}", 4)
+    run_train(1, recipe, other.name, *SAVING, *words, "train.gradient_accumulation_steps=2")
+    assert losses(other) == pytest.approx(losses(straight), rel=1e-6)
+
+
+def test_killed_in_mid_step_it_goes_on(recipe, straight, disk):
+    """SIGKILL while AdamW writes to the disk: nothing is left there, and the same command gives the straight run."""
+    words = ("offload.optimizer=nvme", "offload.params=nvme", f"offload.path={disk}")
+    run = cut_back(straight, "killed", 2)
+    processes = start_ranks(2, [str(recipe), f"run.name={run.name}", *SAVING, *words], disk.parent, die_in_a_write)
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes].count(-9) >= 1
+    assert not list(disk.iterdir()) and len(losses(run)) < 6
+    run_train(2, recipe, run.name, *SAVING, *words)
+    assert losses(run) == losses(straight)
+
+
+def die_in_a_write():
+    """Rank 1 is killed in the tenth write that its steps begin."""
+    import os
+    import signal
+
+    from shardbook.memory.direct_io import DirectFile
+
+    real, calls = DirectFile.write, []
+
+    def write(self, source, offset):
+        calls.append(offset)
+        if len(calls) == 40 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(self, source, offset)
+
+    DirectFile.write = write
+
+
+def test_the_gather_of_the_first_unit_waits_for_no_other(recipe):
+    """An event log: with clipping no step before the norm, and the next forward begins while later units are stepped."""
+    words = ["train.steps=4", "optim.max_grad_norm=0.5", "train.export=false", *ON_HOST]
+    events = run_world(1, logged, recipe, words)[0]
+    norms = [at for at, event in enumerate(events) if event == "norm"]
+    assert len(norms) == 4
+    for before, after in zip(norms, [*norms[1:], len(events)], strict=True):
+        own = events[before:after]
+        units = {event.split()[1] for event in own if event.startswith("stepped")}
+        assert len(units) == 4 and not any(event.startswith("stepped") for event in events[: norms[0]])
+        if after < len(events):
+            assert own.index("gathered 0") < max(own.index(f"stepped {unit}") for unit in units), own
+
+
+def logged(recipe, words):
+    import time
+
+    from shardbook import train
+    from shardbook.memory import homes, host_adamw
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.recipe import load_recipe
+
+    events, step, shard, clip = [], host_adamw.HostAdamW._step, homes.Homes.shard, host_adamw.HostAdamW.clip
+
+    def stepped(self, unit, *rest):
+        step(self, unit, *rest)
+        events.append(f"stepped {unit.number}")
+        time.sleep(0.4)
+
+    def gathered(self, unit, number):
+        found = shard(self, unit, number)
+        if number == 0:
+            events.append(f"gathered {unit.number}")
+        return found
+
+    def normed(self, limit):
+        found = clip(self, limit)
+        events.append("norm")
+        return found
+
+    host_adamw.HostAdamW._step, homes.Homes.shard, host_adamw.HostAdamW.clip = stepped, gathered, normed
+    ranks = start_distributed()
+    assert train.train(load_recipe(recipe, [*words, "run.name=logged"]), recipe, ranks) == 0
+    return events
+
+
+@pytest.mark.parametrize("kind", ["full", "every:2", pytest.param("selective", marks=pytest.mark.slow)])
+def test_inputs_of_blocks_come_back_as_they_were(recipe, kind):
+    words = ("train.steps=3", "train.gradient_accumulation_steps=2", f"activation.checkpointing={kind}")
+    name = kind.replace(":", "-")
+    here = run_train(2, recipe, f"inputs-{name}", *words)
+    away = run_train(2, recipe, f"inputs-{name}-away", *words, "offload.activations=cpu", *ON_HOST)
+    assert losses(away) == losses(here)
+    mine, theirs = (load_file(one / "export" / "model.safetensors") for one in (away, here))
+    assert all(torch.equal(mine[tensor], theirs[tensor]) for tensor in theirs)
+
+
+REFUSED = {
+    "ddp": (["parallel.stage=ddp", "offload.optimizer=cpu"], "offload.optimizer = 'cpu' and parallel.stage = 'ddp'"),
+    "zero2": (["parallel.stage=zero2", *ON_HOST], "offload.params = 'cpu' and parallel.stage = 'zero2'"),
+    "further": (["offload.params=cpu"], "params = 'cpu': lies further out than optimizer = 'none'"),
+    "no path": (["offload.optimizer=nvme"], "path = '': needs a directory on a disk"),
+    "path alone": (["offload.path=/tmp"], "no tier is nvme"),
+    "missing": (["offload.optimizer=nvme", "offload.path=/no/such"], "offload.path = '/no/such': does not exist"),
+    "a file": (["offload.optimizer=nvme", "offload.path=/etc/passwd"], "is a file"),
+    "memory": (["offload.optimizer=nvme", "offload.path=/dev/shm"], "tmpfs, which is memory"),
+    "whole": ([*ON_HOST, "parallel.wrap=none"], "parallel.wrap = 'none': one unit is everything"),
+    "other": (["offload.optimizer=cpu", "optim.name=adamw_bf16"], "optim.name = 'adamw_bf16': the host runs AdamW"),
+    "nothing recomputed": (["offload.activations=cpu"], "inputs of recomputed blocks leave, and none is"),
+    "secondary": (
+        ["parallel.stage=zeropp", "parallel.secondary_shard=1", "offload.optimizer=cpu"],
+        "parallel.secondary_shard",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*REFUSED])
+def test_what_cannot_be_is_refused_in_one_line(recipe, case):
+    words, said = REFUSED[case]
+    for code, _, error in run_world(2, train_rank, [str(recipe), f"run.name=refused-{case.replace(' ', '-')}", *words]):
+        assert code == 2 and said in error and len(error.strip().splitlines()) == 1, error
