@@ -40,7 +40,7 @@ LAUNCH = $(TRAIN) --nodes $(NODES) --node-rank $(NODE_RANK) --head $(HEAD)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .DEFAULT_GOAL := help
 .PHONY: help train launch plan compare recipes test test-slow test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-link \
-	bench-convergence bench-optimizers bench-peers lint format clean
+	bench-convergence bench-offload bench-optimizers bench-peers lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -104,6 +104,10 @@ bench-convergence: $(DEV)  ## ZeRO++ and zero3 on the same data: held-out loss o
 
 bench-peers: $(DEV) $(PEERS)  ## a step beside bare loops, HF Trainer and DeepSpeed, in turn: two CPU ranks (half an hour)
 	$(PYTHON3) tests/bench/peers.py $(ARGS)
+
+bench-offload: $(DEV)  ## AdamW on the host, the disk beside fio, their pipeline (fio: apt-get install fio; some five minutes)
+	$(PYTHON3) tests/bench/offload.py $(ARGS)
+	$(PYTHON3) tests/bench/page.py
 
 bench-optimizers: $(DEV)  ## AdamW with moments in fp32, bf16 and 8 bits, weights in bf16: held-out loss (an hour on two cores)
 	PYTHONPATH=$(PYTHONPATH):$(BIN)/../8bit $(PYTHON3) tests/bench/convergence.py --of optimizers

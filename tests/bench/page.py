@@ -5,6 +5,7 @@ python tests/bench/page.py
 
 import json
 from pathlib import Path
+from statistics import median
 
 import matplotlib
 
@@ -26,7 +27,7 @@ def main() -> None:
             figure, axes = plt.subplots(figsize=(8.4, 4.4), layout="constrained")
             draw(axes, data)
             axes.spines[["top", "right"]].set_visible(False)
-            figure.savefig(DOCS / f"{title}-{name}.svg" if title != name else f"{name}.svg", metadata={"Date": None})
+            figure.savefig(DOCS / (f"{title}-{name}.svg" if title != name else f"{name}.svg"), metadata={"Date": None})
             plt.close(figure)
         before, _, rest = page.read_text().partition(f"<!-- {name} -->")
         _, _, after = rest.partition("<!-- end -->")
@@ -98,9 +99,46 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
 
 
+def draw_host(axes, data: dict) -> None:
+    """Each part beside what bounds it."""
+    rows = [(name, ratio) for name, ratio, _ in ratios_of(data)]
+    axes.barh([name for name, _ in rows], [ratio for _, ratio in rows], color=COLOURS[1])
+    axes.axvline(1.0, color=COLOURS[0], linewidth=1)
+    axes.bar_label(axes.containers[0], fmt="%.2f", padding=3)
+    axes.invert_yaxis()
+    axes.set_xlabel("of the yardstick's rate (median of rounds in turn)")
+
+
+def ratios_of(data: dict) -> list[tuple[str, float, str]]:
+    """What is measured, over its yardstick, and both in words."""
+    adamw, disk, pipe = data["adamw"], data["disk"], data["pipeline"]
+    whole, pieces = median(adamw["whole"]), median(adamw["pieces"])
+    rows = [("AdamW in pieces / whole", pieces / whole, f"{pieces:,.0f} of {whole:,.0f} M parameters/s, one thread")]
+    for what in ("read", "write"):
+        if what in disk["fio"]:
+            ratio = median([a / b for a, b in zip(disk["ours"][what], disk["fio"][what], strict=True)])
+            said = f"{median(disk['ours'][what]):.2f} of {median(disk['fio'][what]):.2f} GB/s"
+            rows.append((f"{what} / best fio", ratio, said))
+    bound = [max(pair) for pair in zip(pipe["transfers"], pipe["adamw"], strict=True)]
+    ratio = median([limit / taken for limit, taken in zip(bound, pipe["ring"], strict=True)])
+    said = f"{median(bound):.2f} s of transfers or AdamW, {median(pipe['ring']):.2f} s in the ring"
+    rows.append(("ring: its slower half / itself", ratio, said))
+    hidden = median(data["hidden"]["hidden"])
+    rows.append(("host's step hidden behind a forward", hidden, "30 blocks, sleeps for compute"))
+    return rows
+
+
+def tabulate_host(data: dict) -> str:
+    lines = [f"{data['cores']} cores, torch {data['torch']}, commit {data['commit']}, load {data['load']:.1f}.", ""]
+    lines += ["![ratios](offload-host.svg)", "", "| part | of its yardstick | |", "| --- | --- | --- |"]
+    lines += [f"| {name} | {ratio:.2f} | {said} |" for name, ratio, said in ratios_of(data)]
+    return "\n".join(lines)
+
+
 SHOWN = {  # by name of the data: the page, and what it shows
     "link": ("zeropp", draw_link, tabulate_link),
     "convergence": ("zeropp", draw_convergence, tabulate_convergence),
+    "host": ("offload", draw_host, tabulate_host),
     "optimizers": ("optimizers", draw_convergence, tabulate_convergence),
 }
 

@@ -36,7 +36,7 @@ def tiers(stage, disk):
         yield f"{optimizer}-{params}", (*words, *[f"offload.path={disk}"] * ("nvme" in (optimizer, params)))
 
 
-def train_all(recipe, runs, spy=None):
+def train_all(recipe, runs):
     """On each rank: train each of `runs` (a name and words), and say what came of it."""
     from shardbook import train
     from shardbook.ranks.distributed import start_distributed
@@ -57,13 +57,10 @@ def train_all(recipe, runs, spy=None):
 
         train.settle, train.memory_metrics = settle, memory_metrics
         settings = load_recipe(recipe, [*words, f"run.name={name}", "train.export=false"])
-        undo = spy and spy(seen)
         try:
             assert train.train(settings, recipe, ranks) == 0
         finally:
             train.settle, train.memory_metrics = real
-            if undo:
-                undo()
         said[name] = digest(seen["sharded"], seen["optimizer"]), seen["memory"], predicted(seen["sharded"], ranks.rank)
     return said
 
@@ -281,3 +278,112 @@ def test_what_cannot_be_is_refused_in_one_line(recipe, case):
     words, said = REFUSED[case]
     for code, _, error in run_world(2, train_rank, [str(recipe), f"run.name=refused-{case.replace(' ', '-')}", *words]):
         assert code == 2 and said in error and len(error.strip().splitlines()) == 1, error
+
+
+def wire_of_the_step_before():
+    from shardbook.memory.host_adamw import HostAdamW
+
+    def submit(self, unit):
+        unit.ready = self.worker.submit(self._step, unit, self._rates(), self.coefficient)
+
+    HostAdamW._submit = submit
+
+
+def rate_of_the_step_before():
+    from shardbook.memory.host_adamw import HostAdamW
+
+    real, seen = HostAdamW._rates, {}
+
+    def rates(self):
+        now = real(self)
+        before = seen.setdefault(id(self), [now])
+        if next(iter(now.values()))["lr"] != next(iter(before[-1].values()))["lr"]:
+            before.append(now)
+        return before[-2] if len(before) > 1 else now
+
+    HostAdamW._rates = rates
+
+
+def cut_at_four_elements():
+    from shardbook.memory.host_adamw import HostAdamW
+
+    real = HostAdamW.__init__
+
+    def init(self, *words, **more):
+        real(self, *words, **more)
+        self.bucket = 1028
+
+    HostAdamW.__init__ = init
+
+
+def gradient_added_twice():
+    from shardbook.memory.host_adamw import HostAdamW
+
+    real = HostAdamW._take_in
+
+    def take_in(self, unit, flat, landed, is_first, is_last):
+        real(self, unit, flat, landed, is_first, is_last)
+        if not is_first:
+            real(self, unit, flat, landed, is_first, is_last)
+
+    HostAdamW._take_in = take_in
+
+
+def torn_bucket():
+    from shardbook.memory.direct_io import DirectFile
+
+    real = DirectFile.read
+
+    def read(self, into, offset):
+        half = len(into) // 2 // 4096 * 4096
+        real(self, into[: half or len(into)], offset)
+
+    DirectFile.read = read
+
+
+def gathered_before_it_was_written():
+    import time
+
+    from shardbook.memory.homes import Homes
+    from shardbook.memory.host_adamw import HostAdamW
+
+    shard, step = Homes.shard, HostAdamW._step
+
+    def stepped(self, *words):
+        time.sleep(0.2)
+        step(self, *words)
+
+    def impatient(self, unit, number):
+        ready, unit.ready = unit.ready, None
+        found = shard(self, unit, number)
+        unit.ready = ready
+        return found
+
+    Homes.shard, HostAdamW._step = impatient, stepped
+
+
+PLANTED = {
+    wire_of_the_step_before: "nvme-nvme",
+    rate_of_the_step_before: "cpu-cpu",
+    cut_at_four_elements: "cpu-none",
+    gradient_added_twice: "cpu-none",
+    torn_bucket: "nvme-none",
+    gathered_before_it_was_written: "cpu-cpu",
+}
+
+
+def train_planted(bug, recipe, runs):
+    bug()
+    return train_all(recipe, runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", [*PLANTED], ids=lambda bug: bug.__name__)
+def test_a_planted_bug_turns_it_red(recipe, disk, bug):
+    """And without it the same tier is green: the test above."""
+    words = (*COMMON, *STAGES["zero3"], *RUNS["three"], "optim.warmup_steps=3")
+    none, name = f"planted-{bug.__name__}-none", f"planted-{bug.__name__}"
+    runs = {none: [word for word in words if not word.startswith("offload")]}
+    of_none = run_world(2, train_all, recipe, runs)
+    of_tier = run_world(2, train_planted, bug, recipe, {name: [*words, *dict(tiers("zero3", disk))[PLANTED[bug]]]})
+    assert any(mine[name][0] != theirs[none][0] for mine, theirs in zip(of_tier, of_none, strict=True))

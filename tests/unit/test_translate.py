@@ -63,8 +63,8 @@ DEEPSPEED = {
             "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2},
             "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}, **BUCKETS},
         },
-        {"parallel.stage": "zero2"},
-        ["zero_optimization.offload_optimizer"],
+        {"parallel.stage": "zero2", "offload.optimizer": "cpu"},
+        [],
     ),
     "transformers, zero 3 without offload": (
         {
@@ -102,8 +102,13 @@ DEEPSPEED = {
             "aio": {"block_size": 262144, "queue_depth": 32},
             "bf16": {"enabled": True},
         },
-        {"parallel.stage": "zero3"},
-        ["zero_optimization.offload_optimizer", "zero_optimization.offload_param"],
+        {
+            "parallel.stage": "zero3",
+            "offload.optimizer": "nvme",
+            "offload.params": "nvme",
+            "offload.path": "/local_nvme",
+        },
+        [],
     ),
     "the configuration page, plain": (
         {
@@ -235,8 +240,8 @@ DEEPSPEED = {
                 "number_checkpoints": None,
             }
         },
-        {},
-        ["activation_checkpointing.partition_activations", "activation_checkpointing.cpu_checkpointing"],
+        {"offload.activations": "cpu", "activation.checkpointing": "full"},
+        ["activation_checkpointing.partition_activations"],
     ),
     "dtypes on the wire": (
         {"bf16": {"enabled": True}, "communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}},
@@ -333,8 +338,8 @@ ACCELERATE = {
             "distributed_type": "FSDP",
             "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2", "fsdp_offload_params": True},
         },
-        {},
-        ["fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_offload_params"],
+        {"offload.optimizer": "cpu", "offload.params": "cpu"},
+        ["fsdp_config.fsdp_sharding_strategy"],
     ),
     "deepspeed, inline": (
         {
@@ -438,7 +443,9 @@ def test_accelerate_that_names_a_deepspeed_file(tmp_path):
 
 def test_the_command(tmp_path, capsys):
     good = written(tmp_path, "good.json", DEEPSPEED["ZeRO++ tutorial"][0])
-    bad = written(tmp_path, "bad.json", DEEPSPEED["transformers, zero 3 with NVMe"][0])
+    partly = {"device": "cpu", "ratio": 0.5}
+    bad = {"zero_optimization": {"stage": 3, "offload_optimizer": partly, "offload_param": {"device": "tpu"}}}
+    bad = written(tmp_path, "bad.json", bad)
     assert main(["translate", str(good), "--out", str(tmp_path / "mine.toml")]) == 0
     assert parse_recipe((tmp_path / "mine.toml").read_text(), "mine").parallel.stage == "zeropp"
     assert main(["translate", str(good), "--out", str(tmp_path / "mine.toml")]) == 2  # exists

@@ -7,6 +7,7 @@ counts as given, where Shardbook's own default is another.
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -94,10 +95,33 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
         note("fsdp_backward_prefetch", None, {}, f"left out: {stage} gathers nothing in backward")
     if stage == "ddp" and settings.pop("parallel.forward_prefetch", None) is not None:
         note("fsdp_forward_prefetch", None, {}, "left out: ddp gathers nothing")
+    _settle_tiers(settings, note)
     if "train.steps" not in settings:
         said = "neither program's file says how long: set train.epochs or steps"
         note("(steps or epochs)", None, {"train.epochs": 1}, said)
     return settings
+
+
+def _settle_tiers(settings: Settings, note: Callable[..., None]) -> None:
+    """What tiers mean under the stage that is set, and for each other."""
+    order = ["none", "cpu", "nvme"]
+    stage, params = settings[STAGE], settings.get("offload.params", "none")
+    if params != "none" and stage not in ("zero3", "hsdp", "zeropp"):
+        del settings["offload.params"]
+        note("(offload of parameters)", None, {}, f"left out: {stage} keeps them gathered through a step")
+        params = "none"
+    if order.index(params) > order.index(settings.get("offload.optimizer", "none")):
+        note("(offload of parameters)", None, {"offload.optimizer": params}, "what they are made of goes with them")
+    away = settings.get("offload.optimizer", "none")
+    if away != "none" and (stage == "ddp" or "parallel.secondary_shard" in settings):
+        why = "every rank would step all of it; set stage 1" if stage == "ddp" else "hpZ's secondary shards stay"
+        for key in ("offload.optimizer", "offload.params", "offload.path"):
+            settings.pop(key, None)
+        note("(offload)", None, {}, why, refused=True)
+    elif away == "nvme" and "offload.path" not in settings:
+        note("(nvme_path)", None, {}, "names no directory: set offload.path", refused=True)
+    elif away != "nvme" and settings.pop("offload.path", None):
+        note("(nvme_path)", None, {}, "left out: nothing goes to a disk")
 
 
 def _assumed(whole: Settings) -> list[Entry]:

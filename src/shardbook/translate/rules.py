@@ -163,6 +163,45 @@ def compiler_of(value: Any) -> tuple[Settings, str]:
     return {"train.compile": True}, "each block is compiled in place, in torch.compile's default mode"
 
 
+def tier_of(what: str) -> Rule:
+    """The rule of a section, or of a device's name, that says where `what` (optimizer, params) lies."""
+    same = {"device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init"}
+    same |= {"pipeline_read", "pipeline_write", "ratio"}
+
+    def rule(value: Any) -> tuple[Settings, str]:
+        section = value if isinstance(value, dict) else {"device": value}
+        device = str(section.get("device") or "none").lower()
+        if device == "none":
+            return {}, "off"
+        if device not in ("cpu", "nvme"):
+            raise Refused("device must be none, cpu or nvme")
+        if section.get("ratio", 1) != 1:
+            raise Refused(f"ratio {section['ratio']}: all of it or nothing")
+        if other := [name for name in section if name not in same]:
+            raise Refused(f"{', '.join(other)}: has no counterpart")
+        path = {"offload.path": section["nvme_path"]} if section.get("nvme_path") and device == "nvme" else {}
+        return {f"offload.{what}": device} | path, "memory is pinned, and transfers overlap, always"
+
+    return rule
+
+
+def both_of(value: Any) -> tuple[Settings, str]:
+    return ({"offload.optimizer": "cpu", "offload.params": "cpu"}, "") if value else ({}, "off")
+
+
+def inputs_of(value: Any) -> tuple[Settings, str]:
+    sets = {"offload.activations": "cpu", "activation.checkpointing": "full"}
+    return (sets, "inputs of blocks") if value else ({}, "off")
+
+
+def path_of(value: Any) -> tuple[Settings, str]:
+    return ({"offload.path": value}, "") if value and value != "none" else ({}, "off")
+
+
+def either(what: str) -> Rule:
+    return lambda value: ({f"offload.{what}": "cpu"}, "") if value else ({}, "off")
+
+
 ACCUMULATION = to("train.gradient_accumulation_steps", whole)
 CLIPPING = to("optim.max_grad_norm", float)
 DEEPSPEED: dict[str, Rule] = tables("deepspeed") | {
@@ -178,9 +217,15 @@ DEEPSPEED: dict[str, Rule] = tables("deepspeed") | {
     "zero_optimization.mics_shard_size": lambda value: (
         ({STAGE: "hsdp", "parallel.dp_shard_size": whole(value)}, "MiCS is hybrid shard") if value > 0 else ({}, "off")
     ),
+    "zero_optimization.offload_optimizer": tier_of("optimizer"),
+    "zero_optimization.offload_param": tier_of("params"),
+    "zero_optimization.cpu_offload": either("optimizer"),
+    "zero_optimization.cpu_offload_params": either("params"),
+    "activation_checkpointing.cpu_checkpointing": inputs_of,
     "wandb": tracker_of,
 }
 FSDP: dict[str, Rule] = tables("fsdp") | {
+    "fsdp_offload_params": both_of,
     "fsdp_min_num_params": lambda value: ({"parallel.wrap": f"size:{whole(value)}"} if whole(value) else {}, ""),
 }
 ACCELERATE: dict[str, Rule] = tables("accelerate") | {
@@ -188,6 +233,10 @@ ACCELERATE: dict[str, Rule] = tables("accelerate") | {
     "dynamo_config": compiler_of,
     **{f"fsdp_config.{name}": rule for name, rule in FSDP.items()},
     "deepspeed_config.gradient_accumulation_steps": ACCUMULATION,
+    "deepspeed_config.offload_optimizer_device": tier_of("optimizer"),
+    "deepspeed_config.offload_param_device": tier_of("params"),
+    "deepspeed_config.offload_optimizer_nvme_path": path_of,
+    "deepspeed_config.offload_param_nvme_path": path_of,
     "deepspeed_config.gradient_clipping": CLIPPING,
     "parallelism_config.parallelism_config_dp_replicate_size": to("parallel.dp_replicate_size", whole),
     "parallelism_config.parallelism_config_dp_shard_size": to("parallel.dp_shard_size", whole),

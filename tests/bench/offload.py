@@ -1,0 +1,189 @@
+"""Offload, part by part, each as a ratio inside one run: AdamW in pieces against whole, our reads and writes against
+fio's, the pipeline of the disk against its slower half, and the share of the host's step that a forward hides.
+
+python tests/bench/offload.py [--folder DIRECTORY ON A DISK] [--rounds 5]
+
+Writes docs/benchmarks/host.json. Without fio its rows are absent.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch.optim.adamw import adamw
+
+from shardbook.memory.direct_io import DirectFile, page_buffer
+from shardbook.memory.host_adamw import _adamw
+
+ROOT = Path(__file__).parents[2]
+PARAMETERS = 32 * 2**20
+BUCKET = 4 * 2**20  # elements: the default 48 MiB of masters and moments
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def seconds(work) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def in_turn(rounds: int, **works) -> dict[str, list[float]]:
+    """Seconds of each, one after the other in every round, the first of which warms up."""
+    found = {name: [] for name in works}
+    for number in range(rounds + 1):
+        for name, work in works.items():
+            taken = seconds(work)
+            if number:
+                found[name].append(taken)
+    return found
+
+
+def bench_adamw(rounds: int) -> dict:
+    """Million parameters a second of one thread: whole tensors, and pieces of a bucket."""
+    torch.set_num_threads(1)
+    master, gradient, first, second = (torch.rand(PARAMETERS) for _ in range(4))
+
+    def whole():
+        betas = {"beta1": 0.9, "beta2": 0.999, "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}
+        same = {"amsgrad": False, "maximize": False, "fused": True}
+        adamw([master], [gradient], [first], [second], [], [torch.tensor(3.0)], **betas, **same)
+
+    def pieces():
+        for begin in range(0, PARAMETERS, BUCKET):
+            cut = slice(begin, begin + BUCKET)
+            _adamw([[flat[cut]] for flat in (master, first, second, gradient)], [torch.tensor(3.0)], SETTINGS)
+
+    taken = in_turn(rounds, whole=whole, pieces=pieces)
+    return {name: [PARAMETERS / one / 1e6 for one in values] for name, values in taken.items()}
+
+
+def bench_disk(folder: Path, rounds: int) -> dict:
+    """GB/s of 1 GiB: ours, and fio's best of psync (4 jobs) and libaio (queue of 16)."""
+    size = 2**30
+    file, buffer = DirectFile(folder, size), page_buffer(64 * 2**20)
+    buffer.random_(255)
+
+    def ours(call):
+        for offset in range(0, size, len(buffer)):
+            call(buffer, offset)
+
+    works = {"write": lambda: ours(file.write), "read": lambda: ours(file.read)}
+    found = {name: [] for name in works}
+    fio = {name: [] for name in works} if shutil.which("fio") else {}
+    for number in range(rounds + 1):
+        for name, work in works.items():
+            rate = size / seconds(work) / 1e9
+            best = max(fio_rate(folder, name, size, engine) for engine in ("psync", "libaio")) if fio else 0.0
+            if number:
+                found[name].append(rate)
+                if fio:
+                    fio[name].append(best)
+    return {"ours": found, "fio": fio}
+
+
+def fio_rate(folder: Path, what: str, size: int, engine: str) -> float:
+    jobs = ["--numjobs=4", f"--size={size // 4}"] if engine == "psync" else ["--iodepth=16", f"--size={size}"]
+    words = [f"--rw={what}", f"--ioengine={engine}", "--direct=1", "--bs=4M", "--group_reporting", *jobs]
+    words += ["--name=bench", f"--directory={folder}", "--output-format=json", "--unlink=1"]
+    said = subprocess.run(["fio", *words], capture_output=True, text=True, check=True).stdout
+    return json.loads(said[said.index("{") :])["jobs"][0][what]["bw_bytes"] / 1e9
+
+
+def bench_pipeline(folder: Path, rounds: int) -> dict:
+    """Seconds of AdamW through a file: in a ring of four, against its transfers and its arithmetic alone."""
+    parts, size = PARAMETERS // BUCKET, 3 * BUCKET * 4
+    file = DirectFile(folder, parts * size)
+    slots, gradient = [page_buffer(size) for _ in range(4)], torch.rand(BUCKET)
+    reader, writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+
+    def step(slot):
+        flats = list(slot.view(torch.float32).split(BUCKET))
+        _adamw([[flat] for flat in (*flats, gradient)], [torch.tensor(3.0)], SETTINGS)
+
+    def transfers():
+        reads = reader.submit(lambda: [file.read(slots[0], n * size) for n in range(parts)])
+        writes = writer.submit(lambda: [file.write(slots[1], n * size) for n in range(parts)])
+        reads.result(), writes.result()
+
+    def ring():
+        written = []
+
+        def read(number):
+            if number >= 4:
+                written[number - 4].result()
+            file.read(slots[number % 4], number * size)
+
+        reads = {number: reader.submit(read, number) for number in range(3)}
+        for number in range(parts):
+            reads.pop(number).result()
+            step(slots[number % 4])
+            written.append(writer.submit(file.write, slots[number % 4], number * size))
+            if number + 3 < parts:
+                reads[number + 3] = reader.submit(read, number + 3)
+        for future in written:
+            future.result()
+
+    return in_turn(rounds, transfers=transfers, adamw=lambda: [step(slots[0]) for _ in range(parts)], ring=ring)
+
+
+def bench_hidden(rounds: int) -> dict:
+    """Seconds of a step of SmolLM2's size with sleeps for compute (30 blocks, forward 0.05 s each): what waits for the
+    host when gathers wait for their own unit, and when the next forward waits for all."""
+    blocks, forward, host = 30, 0.05, 0.045
+    worker = ThreadPoolExecutor(1)
+
+    def overlapped():
+        ready = [worker.submit(time.sleep, host) for _ in range(blocks)]
+        for unit in ready:
+            unit.result()
+            time.sleep(forward)
+
+    def in_order():
+        for _ in range(blocks):
+            time.sleep(host)
+        for _ in range(blocks):
+            time.sleep(forward)
+
+    found = in_turn(min(rounds, 3), overlapped=overlapped, in_order=in_order)
+    alone = blocks * forward
+    return found | {"hidden": [1 - (one - alone) / (blocks * host) for one in found["overlapped"]]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, default=ROOT)
+    parser.add_argument("--rounds", type=int, default=5)
+    asked = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
+    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+        data = {
+            "torch": torch.__version__,
+            "commit": commit.strip(),
+            "cores": os.cpu_count(),
+            "load": os.getloadavg()[0],
+            "adamw": bench_adamw(asked.rounds),
+            "disk": bench_disk(Path(folder), asked.rounds),
+            "pipeline": bench_pipeline(Path(folder), asked.rounds),
+            "hidden": bench_hidden(asked.rounds),
+        }
+    (ROOT / "docs" / "benchmarks" / "host.json").write_text(json.dumps(data, indent=1) + "\n")
+    for name, part in data.items():
+        print(name, part if not isinstance(part, dict) else {key: summary(value) for key, value in part.items()})
+
+
+def summary(value):
+    if isinstance(value, dict):
+        return {key: summary(inner) for key, inner in value.items()}
+    return round(statistics.median(value), 3)
+
+
+if __name__ == "__main__":
+    main()
