@@ -13,7 +13,7 @@ from shardbook.parallel.stages import STAGES
 from shardbook.plan.cluster import advise, build_planner, stage_settings
 from shardbook.plan.formulas import paper_resident
 from shardbook.plan.hardware import ACROSS, ACROSS_SECONDS, GBIT, GPUS, INSIDE, INSIDE_SECONDS, build_cluster, gpu_of
-from shardbook.plan.report import as_json, make_report
+from shardbook.plan.report import as_json, describe_advice, make_report
 from shardbook.plan.speed import break_even_micro_batch, exposed_seconds, predict_perf_metrics, prefetch_depth
 from shardbook.recipe import Parallel, Recipe, find_recipe, load_recipe
 from shardbook.run.console import describe_peak
@@ -149,7 +149,7 @@ def test_advice_takes_what_fits_and_says_why_not():
     assert advice.best and advice.best.fits
     assert advice.best.time.seconds == min(found.time.seconds for found in everything if found.fits)
     assert [found.layout.stage.name for found, _ in advice.refused] == ["ddp"]
-    assert "ddp does not fit (optimizer 64.2 GB" in advice.why
+    assert "ddp does not fit (most optimizer; 73.6 GB over)" in advice.why
     rows = {
         found.recipe.train.per_device_train_batch_size * found.recipe.train.gradient_accumulation_steps
         for found in everything
@@ -159,12 +159,31 @@ def test_advice_takes_what_fits_and_says_why_not():
 
 def test_what_fits_nowhere_names_the_smallest_cluster():
     planner = build_planner(load_recipe(find_recipe("llama70b-fsdp")))
-    advice = advise(planner, build_cluster("h100", 8))
+    small = build_cluster("h100", 8, host_gb=32)
+    small = replace(small, gpu=replace(small.gpu, gb=40))  # nor can the host's memory, or a GPU all that disks leave it
+    advice = advise(planner, small)
     assert advice.best is None
-    assert advice.why == "fits nowhere here; the smallest cluster of these GPUs where it does has 32"
+    assert advice.why == "fits nowhere here; the smallest cluster of these GPUs where it does has 64"
     assert planner.fewest("zero3", build_cluster("h100", 64)) == 32
     never = build_planner(plan_of("llama-3.1-405b", "data.max_length=131072"))
     assert "fits on no number of these GPUs (activations" in advise(never, build_cluster("rtx4090", 8)).why
+
+
+def test_where_devices_are_too_small_tiers_are_advised():
+    """A 70B on one node: the host's memory where it is enough, else disks; and from how many tokens on it is hidden."""
+    recipe = load_recipe(find_recipe("llama70b-fsdp"))
+    report = make_report(recipe, "h100-80gb", 8)
+    best = report.advice.best
+    assert best.recipe.offload.optimizer == "cpu" and best.fits and best.away.keys() == {"host"}
+    assert best.away["host"] * 8 == pytest.approx(16 * report.planner.parameters, rel=1e-3)
+    said = "\n".join(describe_advice(report))
+    assert "optimizer on cpu (141 GB of host a rank)" in said and "tokens a step on all of it is hidden" in said
+    assert report.advice.best.time.offload > 0 and as_json(report)["advice"]["recipe"]["offload.optimizer"] == "cpu"
+    from_disk = make_report(recipe, "h100-80gb", 8, host_gb=512)
+    best = from_disk.advice.best
+    assert best.recipe.offload.optimizer == "nvme" and best.away["disk"] == pytest.approx(1.5 * 70.55e9, rel=1e-3)
+    assert "0.85 TB written in a node each step" in "\n".join(describe_advice(from_disk))
+    assert best.time.seconds > report.advice.best.time.seconds
 
 
 def test_the_contract_of_the_json():
@@ -247,7 +266,10 @@ def test_the_page_draws_the_report(tmp_path, capsys):
         (["--model", "llama-3.1-8c"], "did you mean llama-3.1-8b?"),
         (["--model", "qwen3-8b", "data.max_length=50000"], "sees at most 40960 tokens"),
         ([], "plan: needs a recipe, or --model"),
-        (["llama70b-fsdp", "--gpus", "8", "--write", "none.toml"], "--write none.toml: fits nowhere here"),
+        (
+            ["llama70b-fsdp", "--gpus", "8", "--gpu", "a100-40gb", "--host-gb", "32", "--write", "none.toml"],
+            "--write none.toml: fits nowhere here",
+        ),
         (["llama70b-hsdp", "--gpus", "24"], "needs 64 ranks, the world has 24"),
         (["llama8b-fsdp", "--network", "-5"], "--network -5: must be above 0"),
         (["llama8b-fsdp", "--per-node", "-1"], "--per-node -1: must be above 0"),

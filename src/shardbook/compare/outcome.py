@@ -45,6 +45,7 @@ class Outcome:
     mfu: float | None = None
     peak: dict[str, float] = field(default_factory=dict)  # of a step, by formula: term -> bytes
     peak_bytes: float | None = None  # measured, on a GPU
+    away: dict[str, float] = field(default_factory=dict)  # of a rank's state, off its device: host, disk -> bytes
 
     @property
     def fullest_bytes(self) -> float:
@@ -101,6 +102,7 @@ def _read_run(run: Path, name: str) -> Outcome:
             for key, value in counted.items()
             if key.startswith(PEAK)
         },
+        away={what: counted[key] for what in ("host", "disk") if (key := f"memory/{what}_bytes") in counted},
         traffic={
             source: {
                 f"{parts[2].removesuffix('_bytes')} over {parts[1]}": value
@@ -161,6 +163,9 @@ def judge(one: Outcome, base: Outcome) -> str:
     if base.resident_bytes:
         less = 1 - one.resident_bytes / base.resident_bytes
         words.append("same memory" if abs(less) < 0.005 else f"{abs(less):.0%} {'less' if less > 0 else 'more'} memory")
+    if one.away != base.away:
+        said = [f"{readable_bytes(size)} on {what}" for what, size in one.away.items()]
+        words.append(" and ".join(said) or "nothing off the device")
     if base.fullest_bytes and one.fullest_bytes and bool(base.peak_bytes) == bool(one.peak_bytes):
         less = 1 - one.fullest_bytes / base.fullest_bytes
         how = "" if one.peak_bytes else " by formula"

@@ -248,7 +248,7 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
         own = [candidate for candidate in everything if candidate.layout.stage.name == name]
         if not any(candidate.fits for candidate in own):
             least = min(own, key=lambda candidate: candidate.peak.total)
-            over = ", ".join(f"{count:,.1f} GB over, most {what}" for what, count in least.over.items())
+            over = ", ".join(f"most {what}; {count:,.1f} GB over" for what, count in least.over.items())
             refused.append((least, over))
     if not fitting:
         return Advice(None, _where_it_fits(planner, cluster, everything), refused)

@@ -76,9 +76,7 @@ def show_report(report: Report, is_json: bool) -> None:
     if not console.is_terminal:
         console.width = 140  # a log file has no edge to wrap at
     console.print(as_table(report))
-    console.print(
-        "GB of a rank: kept, gathered, activations, work; sent in a step. GPUs: the fewest on which it fits\n"
-    )
+    console.print("GB of a rank: kept, gathered, buffers, activations, work. GPUs: the fewest on which it fits\n")
     for line in describe_simulated(report) + describe_advice(report):
         console.print(line, markup=False)
 
