@@ -124,7 +124,7 @@ def ratios_of(data: dict) -> list[tuple[str, float, str]]:
     said = f"{median(bound):.2f} s of transfers or AdamW, {median(pipe['ring']):.2f} s in the ring"
     rows.append(("ring: its slower half / itself", ratio, said))
     hidden = median(data["hidden"]["hidden"])
-    rows.append(("host's step hidden behind a forward", hidden, "30 blocks, sleeps for compute"))
+    rows.append(("host's step hidden behind a forward", hidden, "12 blocks, sleeps for compute"))
     return rows
 
 
