@@ -128,6 +128,62 @@ def test_every_tier_gives_the_bits_of_none(recipe, disk, stage, run):
     assert not list(disk.iterdir())
 
 
+def train_partly(recipe, runs):
+    """The same with a matrix of the first block frozen, and one in the second that is trained and never used."""
+    from shardbook import train
+
+    real = train.build_model
+
+    def build_model(*words):
+        model = real(*words)
+        first, second = model.blocks[:2]
+        first.mlp.down_proj.weight.requires_grad_(False)
+        weight = first.mlp.down_proj.weight
+        second.register_parameter("unused", torch.nn.Parameter(torch.empty(5, 7, dtype=weight.dtype, device="meta")))
+        return model
+
+    train.build_model = build_model
+    return train_all(recipe, runs)
+
+
+def test_what_is_frozen_stays_and_what_is_unused_decays(recipe, disk):
+    words = (*COMMON, *STAGES["zero3"], *RUNS["bf16"], "model.init=random")
+    runs = {"partly-none": [word for word in words if not word.startswith("offload")]}
+    runs |= {f"partly-{name}": [*words, *more] for name, more in tiers("zero3", disk)}
+    for result in run_world(2, train_partly, recipe, runs):
+        for name in runs:
+            if name != "partly-none":
+                mine, theirs = dict(result[name][0]), dict(result["partly-none"][0])
+                assert mine == theirs and "model.layers.1.unused" in mine, name
+                assert {key: result[name][1][key] for key in result[name][2]} == result[name][2], name
+
+
+def test_a_disk_that_fails_in_mid_run_is_named(recipe, disk):
+    """Exit code 1, the folder and the error in one line, and the checkpoint before it is whole."""
+    words = ("train.steps=6", "train.save_steps=2", "offload.optimizer=nvme", f"offload.path={disk}")
+    [(code, _, error)] = run_world(1, train_on_a_failing_disk, [str(recipe), "run.name=failing", *words])
+    assert code == 1 and f"{disk}: EIO at" in error.strip().splitlines()[-1], error
+    assert (recipe.parent / "failing" / "checkpoints" / "step-000002" / "COMPLETE").exists()
+    run_train(1, recipe, "failing", *words)
+    assert len(losses(recipe.parent / "failing")) == 6
+
+
+def train_on_a_failing_disk(words):
+    import errno
+    import os
+
+    real, calls = os.pwritev, []
+
+    def pwritev(*what):
+        calls.append(what)
+        if len(calls) > 3 * 4 * 3:  # four units of three parts each: in the fourth step
+            raise OSError(errno.EIO, "planted")
+        return real(*what)
+
+    os.pwritev = pwritev
+    return train_rank(words)
+
+
 SAVING = ("train.steps=6", "train.save_steps=2", "optim.warmup_steps=2", "optim.lr_scheduler_type=constant")
 ON_HOST = ("offload.optimizer=cpu", "offload.params=cpu")
 

@@ -54,15 +54,11 @@ class HostAdamW(torch.optim.Optimizer):
             self.slots = [page_buffer(3 * self.bucket * FP32) for _ in range(offload.ring)]
             self.reader, self.writer = ThreadPoolExecutor(1, "reads"), ThreadPoolExecutor(1, "writes")
         for unit in units:
-            moments = zip(unit.shelf.views(unit.shelf.first), unit.shelf.views(unit.shelf.second), strict=True)
-            params = homes.params[unit.number]
-            for master, param, (first, second) in zip(unit.masters, params, moments, strict=True):
+            for number, (master, param) in enumerate(zip(unit.masters, homes.params[unit.number], strict=True)):
                 if master.requires_grad:
-                    self.state[master] = {
-                        "step": torch.zeros(()),
-                        "exp_avg": param.to_sharded_dtensor(first),
-                        "exp_avg_sq": param.to_sharded_dtensor(second),
-                    }
+                    moments = (unit.shelf.view(flat, number) for flat in (unit.shelf.first, unit.shelf.second))
+                    first, second = map(param.to_sharded_dtensor, moments)
+                    self.state[master] = {"step": torch.zeros(()), "exp_avg": first, "exp_avg_sq": second}
 
     def _begin(self, threads: int) -> None:
         torch.set_num_threads(threads)

@@ -5,6 +5,7 @@ CPU. What cannot be is refused before any memory is taken.
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardbook.model.causal_lm import CausalLM, materialize
 from shardbook.optim import adamw_settings, build_optimizer, parameter_groups
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.sharding import ShardedModel
+from shardbook.parallel.units import Unit
 from shardbook.recipe import Optim, RecipeError
 
 GB = 1e9
@@ -56,15 +58,15 @@ class Offloaded:
         named = {parameter: name for name, parameter in model.named_parameters()}
         self.homes = Homes(params, layout.offload.params, file, device)
         self.file, self.units, masters = file, list[Held](), dict[nn.Parameter, nn.Parameter]()
-        shelves = allocate_shelves(layout, dist.get_rank(), file, pin=device.type == "cuda")
-        for number, (unit, shelf) in enumerate(zip(layout.units, shelves, strict=True)):
+        units = [_as_reduced(unit, params.get(number, [])) for number, unit in enumerate(layout.units)]
+        shelves = allocate_shelves(layout, units, dist.get_rank(), file, pin=device.type == "cuda")
+        for number, (unit, shelf) in enumerate(zip(units, shelves, strict=True)):
             if not unit.shapes:
                 continue
-            assert [param._orig_size for param in params[number]] == list(unit.shapes), "fully_shard's order moved"
             own = []
-            for param, view in zip(params[number], shelf.views(shelf.masters), strict=True):
-                trains = param.sharded_param.requires_grad
-                own.append(nn.Parameter(param.to_sharded_dtensor(view), requires_grad=trains))
+            for place, param in enumerate(params[number]):
+                master = param.to_sharded_dtensor(shelf.view(shelf.masters, place))
+                own.append(nn.Parameter(master, requires_grad=param.sharded_param.requires_grad))
                 masters[param.sharded_param] = own[-1]
             self.units.append(Held(number, shelf, own))
         assert masters.keys() == named.keys()
@@ -141,6 +143,13 @@ class Offloaded:
 
 def _params_of(unit: Any) -> list[Any]:
     return list(unit.handle._get_fsdp_state()._fsdp_param_groups[0].fsdp_params)
+
+
+def _as_reduced(unit: Unit, params: list[Any]) -> Unit:
+    """`unit` with its parameters in the order in which fully_shard has them side by side."""
+    shapes, trained = (tuple(found) for found in ([p._orig_size for p in params], [p.sharded_param for p in params]))
+    assert sorted(shapes) == sorted(unit.shapes), "a unit is another one under fully_shard"
+    return replace(unit, shapes=shapes, trained=tuple(parameter.requires_grad for parameter in trained))
 
 
 def _hook(optimizer: HostAdamW, unit: Held) -> Any:

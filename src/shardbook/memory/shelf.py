@@ -4,7 +4,7 @@ Invariant: a parameter begins at a multiple of ALIGN elements, so that AdamW in 
 AdamW over the whole (its kernel works in vectors), and a piece on the disk begins at a page.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import compress
@@ -83,9 +83,10 @@ class Shelf:
     wire: Tensor | None  # padded shards as they are gathered, where these do not lie on the device
     offsets: dict[str, int] = field(default_factory=dict)
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's part of `flat`, in its shape."""
-        return [flat[p.start : p.start + p.numel].view(p.shape) for p in self.plan.places]
+    def view(self, flat: Tensor, number: int) -> Tensor:
+        """The part of `flat` that belongs to the unit's parameter of that number, in its shape."""
+        place = self.plan.places[number]
+        return flat[place.start : place.start + place.numel].view(place.shape)
 
 
 @dataclass(eq=False)
@@ -155,8 +156,10 @@ def stepped_bytes(layout: Layout, plan: Plan) -> dict[str, int]:
     return {"to_device": to_device, "disk_read": state + wire, "disk_written": state + wire}
 
 
-def allocate_shelves(layout: Layout, rank: int, file: DirectFile | None, pin: bool) -> Iterator[Shelf]:
-    """A shelf for each unit. `file`: of shelf_sizes' disk bytes."""
+def allocate_shelves(
+    layout: Layout, units: Sequence[Unit], rank: int, file: DirectFile | None, pin: bool
+) -> Iterator[Shelf]:
+    """A shelf for each of `units`. `file`: of shelf_sizes' disk bytes."""
     offset, offload, dtype = 0, layout.offload, layout.dtype("params")
 
     def take(size: int, tier: str) -> tuple[Tensor, int]:
@@ -167,7 +170,7 @@ def allocate_shelves(layout: Layout, rank: int, file: DirectFile | None, pin: bo
         offset += size
         return file.map()[offset - size : offset], offset - size
 
-    for unit in layout.units:
+    for unit in units:
         plan = plan_shelf(layout, unit, rank)
         flats, offsets = dict[str, Tensor](), dict[str, int]()
         sizes = {"masters": plan.masters, "first": plan.trained, "second": plan.trained}
