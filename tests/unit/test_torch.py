@@ -76,3 +76,16 @@ def test_a_fake_world_and_the_size_of_a_storage_that_may_be_gone():
     assert torch.UntypedStorage._new_with_weak_ptr(kept.cdata).nbytes() == 40
     del tensor
     assert torch.UntypedStorage._new_with_weak_ptr(kept.cdata) is None
+
+
+def test_fully_shard_s_own_parameters_have_what_offload_asks_of_them():
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    for name in ("all_gather_inputs", "_init_extensions", "to_sharded_dtensor", "init_unsharded_param"):
+        assert hasattr(FSDPParam, name), name
+    source = inspect.getsource(FSDPParam)
+    for name in ("_sharded_param_data", "padded_sharded_param_size", "_orig_size", "fsdp_pre_all_gather"):
+        assert name in source, name
+    assert callable(FSDPState._lazy_init) and "_fsdp_param_group" in inspect.getsource(FSDPState)
+    assert list(inspect.signature(FSDPModule.set_all_reduce_hook).parameters)[:2] == ["self", "hook"]

@@ -123,6 +123,8 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     tokens = rows * recipe.data.max_length
     kind, _, amount = recipe.activation.checkpointing.partition(":")
     kept = {name: kept_by_a_block(name, of, itemsize) for name in ("none", "full", "selective")}
+    if config._attn_implementation == "sdpa":  # its result by head, and by token for the product that follows
+        kept["none"] += of.queries * itemsize
     again = {"none": 0, "budget": 0, "every": -(-layers // int(amount or 1))}.get(kind, layers)  # run in backward again
     of_again = kept["selective" if kind == "selective" else "full"]
     held = again * of_again + (layers - again) * kept["none"]
@@ -243,7 +245,9 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
             visits.append((f"{name}, norm", "backward done", unit, held - own, work.norm + tied))
             visits.append((f"{name}, reduced", "reduction", unit, held - own, tied))
     outer = [unit for unit in [*lies.back, *lies.spanning] if unit not in by_head and unit not in blocks]
-    visits += [("end", "reduction", unit, 0, 0) for unit in outer[-1:]]
+    for unit in outer[-1:]:
+        # a tied weight's two gradients and, for a moment, their sum
+        visits += [("end", "backward", unit, 0, 3 * tied), ("end, reduced", "reduction", unit, 0, 0)]
     moments = {}
     for micro in sorted({0, micros - 1}):
         for name, phase, unit, held, working in visits:
