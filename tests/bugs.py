@@ -187,7 +187,9 @@ def replicas_drift(train):
     import torch
     import torch.distributed as dist
 
-    real = train.build_optimizer
+    from shardbook.memory import offload
+
+    real = offload.build_optimizer
 
     def build_optimizer(model, optim):
         optimizer = real(model, optim)
@@ -201,19 +203,21 @@ def replicas_drift(train):
         optimizer.step = drifting
         return optimizer
 
-    train.build_optimizer = build_optimizer
+    offload.build_optimizer = build_optimizer
 
 
 @planted_in("ddp", 2, 1)
 def gradients_never_zeroed(train):
-    real = train.build_optimizer
+    from shardbook.memory import offload
+
+    real = offload.build_optimizer
 
     def build_optimizer(model, optim):
         optimizer = real(model, optim)
         optimizer.zero_grad = lambda: None
         return optimizer
 
-    train.build_optimizer = build_optimizer
+    offload.build_optimizer = build_optimizer
 
 
 @planted_in("zero1", 1, 3, tied=False)

@@ -318,11 +318,11 @@ SAVING = ("train.steps=4", "train.save_steps=2", "parallel.stage=zeropp", "optim
 
 def train_on(source, words, forgets):
     """A rank that goes on from checkpoint `source`; with `forgets` it loads no error feedback: a planted bug."""
-    from shardbook import train
+    from shardbook.run import start
 
     if forgets:
-        real = train.load_checkpoint
-        train.load_checkpoint = lambda path, sharded, optimizer: real(
+        real = start.load_checkpoint
+        start.load_checkpoint = lambda path, sharded, optimizer: real(
             path, dataclasses.replace(sharded, residuals={}), optimizer
         )
     return train_rank([*words, f"train.resume_from_checkpoint={source}"])
