@@ -109,8 +109,19 @@ MOVED = ("to_host", "to_device", "disk_read", "disk_written")
 COMMON = ("train.steps=4", "train.eval_steps=2", "optim.weight_decay=0.1", "offload.bucket_mb=1")
 
 
-@pytest.mark.parametrize("stage", [*STAGES])
-@pytest.mark.parametrize("run", ["three", *(pytest.param(run, marks=pytest.mark.slow) for run in ("one", "free", "bf16"))])
+IN_MAKE_TEST = [("zero1", "three"), ("zero3", "three"), ("qgZ", "bf16")]
+IN_SLOW = [("zero2", "three"), ("hsdp", "free"), ("qwZ", "one"), ("zero3", "free"), ("zero3", "bf16"), ("zero1", "bf16")]
+
+
+def pytest_generate_tests(metafunc):
+    """With --everything each stage under each of RUNS; else a covering part."""
+    if {"stage", "run"} <= set(metafunc.fixturenames):
+        slow = [pytest.param(*case, marks=pytest.mark.slow) for case in IN_SLOW]
+        everything = list(itertools.product(STAGES, RUNS))
+        whole = metafunc.config.getoption("everything")
+        metafunc.parametrize(("stage", "run"), everything if whole else IN_MAKE_TEST + slow)
+
+
 def test_every_tier_gives_the_bits_of_none(recipe, disk, stage, run):
     words = (*COMMON, *STAGES[stage], *RUNS[run])
     none = f"{stage}-{run}-none"
