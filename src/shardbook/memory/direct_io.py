@@ -8,6 +8,7 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -71,7 +72,9 @@ class DirectFile:
     def write(self, source: Tensor, offset: int) -> None:
         self._transfer(os.pwritev, source, offset, "written")
 
-    def _transfer(self, call, buffer: Tensor, offset: int, done: str) -> None:  # type: ignore[no-untyped-def]
+    def _transfer(
+        self, call: Callable[[int, list[memoryview], int], int], buffer: Tensor, offset: int, done: str
+    ) -> None:
         view = memoryview((ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())).cast("B")
 
         def part(first: int) -> None:
