@@ -34,6 +34,7 @@ def main(words: list[str] | None = None) -> int:
     add("--nodes", type=int, default=1, help="machines that start this command, each once (default: 1)")
     add("--node-rank", type=int, default=0, help="which of them this is, from 0 (default: 0)")
     add("--head", default="", help="the first machine, host or host:port (default port: 29500)")
+    add("--dry-run", action="store_true", help="check it at --nproc x --nodes ranks, and allocate nothing")
     compare = commands.add_parser("compare", help="the same recipe under several stages, and a page that compares them")
     add = compare.add_argument
     add("recipe", help="a recipe, or the directory of a comparison: then only its report is made anew")
@@ -64,7 +65,7 @@ def main(words: list[str] | None = None) -> int:
         match asked.command:
             case "train":
                 nodes = (asked.nodes, asked.node_rank, asked.head)
-                return run_train(asked.recipe, asked.overrides + rest, asked.nproc, nodes)
+                return run_train(asked.recipe, asked.overrides + rest, asked.nproc, nodes, asked.dry_run)
             case "compare":
                 return run_compare(asked.recipe, asked.overrides + rest, asked.stages, asked.nproc, asked.publish)
             case "plan":
@@ -86,16 +87,27 @@ def main(words: list[str] | None = None) -> int:
         return 1
 
 
-def run_train(name: str, overrides: list[str], nproc: int | None, node: tuple[int, int, str] = (1, 0, "")) -> int:
+def run_train(
+    name: str, overrides: list[str], nproc: int | None, node: tuple[int, int, str] = (1, 0, ""), is_dry: bool = False
+) -> int:
     if nproc is not None and nproc < 1:
         raise RecipeError(f"--nproc {nproc}: must be at least 1")
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)  # refused here before a process is started
     from shardbook.ranks.launch import Nodes, launch_ranks
-    from shardbook.ranks.machine import check_memory, choose_nproc
+    from shardbook.ranks.machine import choose_nproc
 
+    if is_dry:
+        from shardbook.run.rehearsal import rehearse
+
+        nproc = nproc or choose_nproc(recipe, None, node[0])
+        rehearse(recipe, nproc * node[0], nproc)
+        return 0
     nodes = Nodes(*node)
-    check_memory(recipe, path, nodes.count)
+    if recipe.hardware.memory_gb:
+        from shardbook.run.rehearsal import check_memory
+
+        check_memory(recipe, path, nodes.count)
     return launch_ranks(choose_nproc(recipe, nproc, nodes.count), [str(path), *overrides], nodes)
 
 
@@ -114,7 +126,8 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)
     from shardbook.compare import compare
-    from shardbook.ranks.machine import check_memory, choose_nproc
+    from shardbook.ranks.machine import choose_nproc
+    from shardbook.run.rehearsal import check_memory
 
     check_memory(recipe, path, nodes=1)
     return compare(path, stages, overrides, choose_nproc(recipe, nproc), recipe.run, publishes)
@@ -131,6 +144,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--network", type=float, default=0, help="Gbit/s of a node to the others (default: as usual)")
     add("--host-gb", type=float, default=0, help="GB of a node's memory, for offload (default: as usual)")
     add("--document-tokens", type=float, default=1200, help="tokens of a document, for attention (default: 1,200)")
+    add("--calibrate", type=Path, nargs="+", metavar="RUN", help="run directories, to fit the time's constants to")
     add("--simulate", action="store_true", help="also run a step of the recipe's stage on fake tensors (half a minute)")
     add("--json", action="store_true", help="one JSON object on standard output, and nothing else there")
     add("--html", type=Path, help="page to write, with charts")
@@ -154,12 +168,15 @@ def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
     from shardbook.model.shapes import hub_id
     from shardbook.objectives import OBJECTIVES
     from shardbook.plan.report import make_report, show_report, write_advised
+    from shardbook.run.measured import read_sample
 
     words += [f"model.path={hub_id(asked.model)}"] if asked.model else []
     recipe = load_recipe(find_recipe(asked.recipe), words) if asked.recipe else parse_recipe(PLAIN, "--model", words)
     cluster = (asked.gpu, asked.gpus, asked.network, asked.per_node)
     objective = OBJECTIVES[recipe.method] if asked.simulate else None
-    report = make_report(recipe, *cluster, asked.document_tokens, objective, asked.host_gb)
+    read = (recipe.model.path, asked.gpu, asked.document_tokens)
+    samples = [read_sample(run, *read) for run in asked.calibrate or ()]
+    report = make_report(recipe, *cluster, asked.document_tokens, objective, asked.host_gb, samples)
     show_report(report, asked.json)
     if asked.html:
         from shardbook.compare.plan_page import write_plan_page

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from statistics import median
 
+import link_fit
 import matplotlib
 
 matplotlib.use("svg")
@@ -20,9 +21,9 @@ PLAIN = {"svg.fonttype": "none", "svg.hashsalt": "shardbook", "font.family": "sa
 def main() -> None:
     for name, (title, draw, tabulate) in SHOWN.items():
         page = DOCS / f"{title}.md"
-        if not (DOCS / "benchmarks" / f"{name}.json").is_file():
+        if not source_of(name).is_file():
             continue  # not yet measured
-        data = json.loads((DOCS / "benchmarks" / f"{name}.json").read_text())
+        data = json.loads(source_of(name).read_text())
         with plt.rc_context(PLAIN):
             figure, axes = plt.subplots(figsize=(8.4, 4.4), layout="constrained")
             draw(axes, data)
@@ -33,6 +34,11 @@ def main() -> None:
         _, _, after = rest.partition("<!-- end -->")
         page.write_text(f"{before}<!-- {name} -->\n\n{tabulate(data)}\n\n<!-- end -->{after}")
         print(page)
+
+
+def source_of(name: str) -> Path:
+    """The data of what is shown."""
+    return DOCS / "benchmarks" / f"{FROM.get(name, name)}.json"
 
 
 def draw_link(axes, data: dict) -> None:
@@ -135,12 +141,41 @@ def tabulate_host(data: dict) -> str:
     return "\n".join(lines)
 
 
+def draw_forecast(axes, data: dict) -> None:
+    """Predicted against measured, a point a variant and rate."""
+    predicted, medians = link_fit.predict(data["medians"]), data["medians"]
+    for number, (rate, found) in enumerate(medians.items()):
+        measured = [row["seconds"] for row in found.values()]
+        axes.plot(measured, [predicted[rate][name] for name in found], "o", color=COLOURS[number], label=rate)
+    ends = [0.8, 50]
+    axes.plot(ends, ends, color=COLOURS[0], linewidth=1)
+    for share in (0.85, 1.15):
+        axes.plot(ends, [share * end for end in ends], color=COLOURS[0], linewidth=0.6, linestyle="--")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("measured, seconds a step (dashed: 15% off)")
+    axes.set_ylabel("predicted")
+    axes.legend(frameon=False)
+
+
+def tabulate_forecast(data: dict) -> str:
+    predicted, medians = link_fit.predict(data["medians"]), data["medians"]
+    variants = list(next(iter(medians.values())))
+    rows = []
+    for rate, found in medians.items():
+        pairs = [(predicted[rate][name], found[name]["seconds"]) for name in variants]
+        rows.append([rate.replace("bit", "bit/s"), *(f"{said:.2f} s, {said / was - 1:+.0%}" for said, was in pairs)])
+    return table(["link", *variants], rows)
+
+
 SHOWN = {  # by name of the data: the page, and what it shows
     "link": ("zeropp", draw_link, tabulate_link),
     "convergence": ("zeropp", draw_convergence, tabulate_convergence),
     "host": ("offload", draw_host, tabulate_host),
     "optimizers": ("optimizers", draw_convergence, tabulate_convergence),
+    "forecast": ("planning", draw_forecast, tabulate_forecast),
 }
+FROM = {"forecast": "link"}
 
 if __name__ == "__main__":
     main()

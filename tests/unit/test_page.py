@@ -4,18 +4,19 @@ import json
 import re
 from pathlib import Path
 
+import link_fit
 import page
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
-MEASURED = [name for name in page.SHOWN if (ROOT / "docs" / "benchmarks" / f"{name}.json").is_file()]
+MEASURED = [name for name in page.SHOWN if page.source_of(name).is_file()]
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_tables_are_those_of_the_data(name):
-    data = json.loads((ROOT / "docs" / "benchmarks" / f"{name}.json").read_text())
+    data = json.loads(page.source_of(name).read_text())
     title, _, tabulate = page.SHOWN[name]
     assert tabulate(data) in (ROOT / "docs" / f"{title}.md").read_text()
 
@@ -30,7 +31,7 @@ def test_what_zeropp_promises_holds_in_the_data():
     assert medians["unlimited"]["zero3"]["seconds"] >= 0.9 * medians["unlimited"]["zeropp"]["seconds"]
 
 
-@pytest.mark.parametrize("study", [name for name in MEASURED if name not in ("link", "host")])
+@pytest.mark.parametrize("study", [name for name in MEASURED if name not in ("link", "host", "forecast")])
 def test_what_is_rounded_learns_as_well(study):
     """Held out, after as many steps, within 0.5% of the first variant, which rounds nothing."""
     runs = json.loads((ROOT / "docs" / "benchmarks" / f"{study}.json").read_text())
@@ -48,3 +49,13 @@ def test_what_offload_asks_of_a_host_holds_in_the_data():
     for name, ratio in parts.items():
         assert ratio >= least[re.match(r"\w+", name)[0]], (name, ratio)
     assert len(parts) == 5
+
+
+def test_the_plans_time_holds_on_the_links_of_the_bench():
+    """Two variants at one rate calibrate it; every other one, at every rate, is within 15%."""
+    medians = json.loads(page.source_of("forecast").read_text())["medians"]
+    predicted = link_fit.predict(medians)
+    for rate, found in medians.items():
+        for name, row in found.items():
+            assert abs(predicted[rate][name] / row["seconds"] - 1) <= 0.15, (rate, name)
+    assert sum(map(len, predicted.values())) == 20

@@ -10,13 +10,15 @@ from shardbook.cli import main
 from shardbook.model.causal_lm import count_flops
 from shardbook.model.shapes import hub_id, known_shapes
 from shardbook.parallel.stages import STAGES
+from shardbook.plan.calibrate import calibrate
 from shardbook.plan.cluster import advise, build_planner, stage_settings
 from shardbook.plan.formulas import paper_resident
 from shardbook.plan.hardware import ACROSS, ACROSS_SECONDS, GBIT, GPUS, INSIDE, INSIDE_SECONDS, build_cluster, gpu_of
-from shardbook.plan.report import as_json, describe_advice, make_report
+from shardbook.plan.report import as_json, describe_advice, describe_calibrated, make_report
 from shardbook.plan.speed import break_even_micro_batch, exposed_seconds, predict_perf_metrics, prefetch_depth
-from shardbook.recipe import Parallel, Recipe, find_recipe, load_recipe
+from shardbook.recipe import Parallel, Recipe, dump_recipe, find_recipe, load_recipe
 from shardbook.run.console import describe_peak
+from shardbook.run.measured import read_sample
 
 ORDER = ["ddp", "zero1", "zero2", "zero3"]
 
@@ -346,3 +348,53 @@ def test_the_shapes_have_the_parameters_of_the_published_models():
 
 def test_every_gpu_has_its_source():
     assert all(gpu.source and gpu.gb and gpu.flops > gpu.memory for gpu in GPUS.values())
+
+
+def ran(folder, recipe, facts, seconds):
+    """A run directory, as one leaves it."""
+    folder.mkdir()
+    (folder / "resolved.toml").write_text(dump_recipe(recipe))
+    (folder / "run.json").write_text(json.dumps(facts))
+    rows = [{"step": 0, "eval/loss": 1.0}, *({"step": n, "perf/step_seconds": 9.0} for n in (1, 2, 3))]
+    rows += [{"step": 4 + n, "perf/step_seconds": found} for n, found in enumerate(seconds)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_runs_calibrate_a_plan(tmp_path):
+    """Two runs of a cluster that computes at 1/1.3 of the data sheet's shares and sends at 35% of its cards' rate."""
+    planner = build_planner(load_recipe(find_recipe("llama8b-fsdp")))
+    truth = replace(build_cluster("h100", 64, 400), slowness=1.3, across=0.35)
+    facts = {"world_size": 64, "gpu": "NVIDIA H100 80GB HBM3"}
+    runs = []
+    for stage, batch in (("zero3", 1), ("ddp", 4)):
+        train = planner.recipe.train.model_copy(update={"per_device_train_batch_size": batch})
+        settings = {"parallel": stage_settings(stage, planner.recipe.parallel, truth), "train": train}
+        recipe = planner.recipe.model_copy(update=settings)
+        seconds = planner.lay_out(recipe, truth).time.seconds
+        runs.append(ran(tmp_path / stage, recipe, facts, [seconds, 0.9 * seconds, 7 * seconds]))
+    samples = [read_sample(run, planner.recipe.model.path, "h100", 1200) for run in runs]
+    found = calibrate(build_cluster("h100", 64, 400), samples)
+    assert (found.slowness, found.across) == (pytest.approx(1.3, rel=0.02), pytest.approx(0.35, rel=0.02))
+    alone = calibrate(build_cluster("h100", 64, 400), samples[:1])
+    assert alone.across == ACROSS and samples[0].predict(alone) == pytest.approx(samples[0].seconds, rel=1e-3)
+    report = make_report(planner.recipe, "h100", 64, 400, samples=samples)
+    assert describe_calibrated(report)[0].startswith("measured computing takes 1.3")
+    assert not describe_calibrated(make_report(planner.recipe, "h100", 8))
+
+
+def test_runs_that_calibrate_nothing_are_refused(tmp_path, capsys):
+    recipe = load_recipe(find_recipe("llama8b-fsdp"))
+    gpu = {"world_size": 8, "gpu": "NVIDIA H100 80GB HBM3"}
+    other = load_recipe(find_recipe("smollm2-135m-fsdp"))
+    cases = {
+        "empty": (tmp_path, "not a run directory"),
+        "model": (ran(tmp_path / "model", other, gpu, [1.0]), "a run of"),
+        "kind": (ran(tmp_path / "kind", recipe, gpu | {"gpu": "NVIDIA L40S"}, [1.0]), "a run on NVIDIA L40S"),
+        "cpu": (ran(tmp_path / "cpu", recipe, {"world_size": 2}, [1.0]), "a run on a CPU"),
+        "short": (ran(tmp_path / "short", recipe, gpu, []), "needs more than 3 logged steps"),
+    }
+    for path, said in cases.values():
+        assert main(["plan", "llama8b-fsdp", "--calibrate", str(path), "--json"]) == 2
+        out, err = capsys.readouterr()
+        assert not out and said in err and err.count("\n") == 1

@@ -88,6 +88,11 @@ class Cluster:
     a_node: int
     nics: float  # Gbit/s of a node
     host_gb: float = 0  # of a node's memory; 0: as usual
+    slowness: float = 1.0  # computing takes so many times what the shares above say
+    across: float = ACROSS  # of the cards' rate that collectives attain between nodes
+    # Where ranks compute and send with the same cores (gloo), neither hides the other: a step takes the sum of both to
+    # this power, and its root. 0: they do not, and collectives hide as speed.py's clock says.
+    sharing: float = 0.0
 
     @property
     def host_bytes(self) -> float:
@@ -124,7 +129,7 @@ class Cluster:
         sent = payload_bytes * (count - 1) / count
         inside = sent / (INSIDE * self.gpu.link) if count > nodes else 0.0
         groups = self.a_node * nodes / count  # that cross between the same nodes at once
-        across = sent * groups / (ACROSS * self.nics * GBIT) if nodes > 1 else 0.0
+        across = sent * groups / (self.across * self.nics * GBIT) if nodes > 1 else 0.0
         return max(inside, across) + (nodes - 1) * ACROSS_SECONDS + (count - nodes) * INSIDE_SECONDS
 
 

@@ -1,6 +1,7 @@
 """What a plan says: a table for people, JSON for programs (DESIGN: one object, `stages` and `advice`)."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,10 @@ from rich.text import Text
 
 from shardbook.memory.shelf import step_bytes
 from shardbook.parallel.stages import find_stage
+from shardbook.plan.calibrate import Sample, calibrate
 from shardbook.plan.cluster import DOCUMENT_TOKENS, Advice, Candidate, Planner, advise, build_planner
 from shardbook.plan.formulas import Resident
-from shardbook.plan.hardware import ROOM, Cluster, build_cluster
+from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
 from shardbook.recipe import Precision, Recipe, RecipeError, dump_recipe
 
 if TYPE_CHECKING:
@@ -49,11 +51,13 @@ def make_report(
     document_tokens: float = DOCUMENT_TOKENS,
     objective: "Objective | None" = None,
     host_gb: float = 0,
+    samples: Sequence[Sample] = (),
 ) -> Report:
     """`recipe` on `gpus` of the kind `gpu` (hardware.py), `a_node` of them a node with `nics` Gbit/s to the others and
-    `host_gb` of memory (0: as usual). With an `objective` a step of it under its own stage is simulated too, in this
+    `host_gb` of memory (0: as usual), as `samples` of measured steps calibrate it. With an `objective` a step of it under its own stage is simulated too, in this
     process. Raises RecipeError for a kind or a model that is not known, or a cluster that is no whole nodes."""
     cluster = build_cluster(gpu, gpus, nics, a_node, host_gb)
+    cluster = calibrate(cluster, samples) if samples else cluster
     if document_tokens < 1:
         raise RecipeError(f"--document-tokens {document_tokens:g}: must be at least 1")
     planner = build_planner(recipe, document_tokens)
@@ -77,7 +81,7 @@ def show_report(report: Report, is_json: bool) -> None:
         console.width = 140  # a log file has no edge to wrap at
     console.print(as_table(report))
     console.print("GB of a rank: kept, gathered, buffers, activations, work. GPUs: the fewest on which it fits\n")
-    for line in describe_simulated(report) + describe_advice(report):
+    for line in describe_calibrated(report) + describe_simulated(report) + describe_advice(report):
         console.print(line, markup=False)
 
 
@@ -104,6 +108,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "gpu": report.gpu_name,
         "gpus_a_node": report.cluster.a_node,
         "nics_gbit": report.cluster.nics,
+        "slowness": report.cluster.slowness,
+        "across": report.cluster.across,
         "room_bytes": report.cluster.room_bytes,
         "document_tokens": report.planner.document_tokens,
         "stages": [
@@ -211,6 +217,15 @@ def _cells(report: Report, candidate: Candidate, fewest: int | None) -> list[str
         f"{report.planner.mfu(candidate, report.cluster):.2f}",
         str(fewest) if fewest else "-",
     ]
+
+
+def describe_calibrated(report: Report) -> list[str]:
+    """What runs have said of the plan's constants."""
+    cluster = report.cluster
+    if (cluster.slowness, cluster.across) == (1.0, ACROSS):
+        return []
+    network = f"; the network gives {cluster.across:.0%} of its rate, not {ACROSS:.0%}" * (cluster.across != ACROSS)
+    return [f"measured computing takes {cluster.slowness:.2f} times what data sheets' shares say{network}"]
 
 
 def describe_simulated(report: Report) -> list[str]:

@@ -92,6 +92,9 @@ def predict_step(
     link = LINK_SHARE * (products + attention) * (layout.world_size > 1)
     exposed = away = 0.0
     if cluster:
+        products, attention, memory, copies, link, optimizer = (
+            term * cluster.slowness for term in (products, attention, memory, copies, link, optimizer)
+        )
         micro = products + attention + memory + copies + link
         passes = micro / (3 + again), micro * (2 + again) / (3 + again)
         exposed = exposed_seconds(layout, cluster, micros, *passes)
@@ -180,15 +183,19 @@ def exposed_seconds(layout: Layout, cluster: Cluster, micros: int, forward: floa
             after = reducing * reduces + summing * is_last
             backwards.append((again, backward * share(unit), after))
         clock.run(backwards, max(1, layout.backward_prefetch))
-    return max(0.0, max(clock.link, clock.gpu) - micros * (forward + backward))
+    whole_pass, power = micros * (forward + backward), cluster.sharing
+    if power:
+        return (whole_pass**power + clock.busy**power) ** (1 / power) - whole_pass
+    return max(0.0, max(clock.link, clock.gpu) - whole_pass)
 
 
 @dataclass
 class _Clock:
-    """When the GPU, and the link beside it, are free again."""
+    """When the GPU, and the link beside it, are free again; for how long the link was not."""
 
     gpu: float = 0.0
     link: float = 0.0
+    busy: float = 0.0
 
     def run(self, work: list[tuple[float, float, float]], ahead: int) -> None:
         """`work`: of each unit the seconds of its gather, its computing and its reduction. Gathers are asked for
@@ -200,6 +207,7 @@ class _Clock:
             while asked < min(until, len(work)):
                 if seconds := work[asked][0]:
                     self.link = max(self.link, now) + seconds
+                    self.busy += seconds
                     gathered[asked] = self.link
                 asked += 1
 
@@ -210,6 +218,7 @@ class _Clock:
             self.gpu = begin + computing
             if reducing:
                 self.link = max(self.link, self.gpu) + reducing
+                self.busy += reducing
 
 
 def break_even_micro_batch(

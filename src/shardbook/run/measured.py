@@ -1,0 +1,42 @@
+"""Steps that runs took, as a plan is calibrated with them."""
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+from shardbook.model.causal_lm import count_flops
+from shardbook.plan.calibrate import Sample
+from shardbook.plan.cluster import build_planner
+from shardbook.plan.hardware import Cluster, find_gpu, gpu_of
+from shardbook.plan.speed import predict_step, rates_of
+from shardbook.recipe import RecipeError, first_line, load_recipe
+from shardbook.run.directory import read_facts
+
+SKIPPED = 3  # first steps: compilation, caches
+
+
+def read_sample(run: Path, model_path: str, gpu_name: str, document_tokens: float) -> Sample:
+    """The median step of a run directory, with the recipe it ran. Raises RecipeError for a directory that is no run, a
+    run of another model or on another kind of GPU, or one without steps enough."""
+    said = f"--calibrate {run}"
+    if not (run / "resolved.toml").is_file():
+        raise RecipeError(f"{said}: not a run directory (no resolved.toml in it)")
+    recipe, facts = load_recipe(run / "resolved.toml"), read_facts(run)
+    if recipe.model.path != model_path:
+        raise RecipeError(f"{said}: a run of {recipe.model.path}, and the plan is for {model_path}")
+    device = facts.get("gpu", "a CPU")
+    if gpu_of(device) != find_gpu(gpu_name):
+        raise RecipeError(f"{said}: a run on {device}, and the plan is for {gpu_name}")
+    try:
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        seconds = [row["perf/step_seconds"] for row in rows if "perf/step_seconds" in row][SKIPPED:]
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{said}: its metrics.jsonl cannot be read ({first_line(error)})") from None
+    if not seconds:
+        raise RecipeError(f"{said}: needs more than {SKIPPED} logged steps")
+    planner, gpu, world = build_planner(recipe, document_tokens), find_gpu(gpu_name), facts["world_size"]
+    size = {"gpus": world, "a_node": min(gpu.a_node, world)}
+    layout = planner.lay_out(planner.recipe, Cluster(gpu, nics=gpu.nics, **size)).layout
+    step = (layout, planner.config, planner.recipe, count_flops(planner.model), planner.document_tokens, rates_of(gpu))
+    return Sample(statistics.median(seconds), lambda cluster: predict_step(*step, replace(cluster, **size)).seconds)

@@ -1,0 +1,92 @@
+"""What a run does before its first step, and one step, with nothing allocated: `shardbook train --dry-run`, and whether
+this machine has the memory at all."""
+
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from shardbook.data.loader import Loader, choose_batching
+from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
+from shardbook.model.attention import KERNELS
+from shardbook.model.causal_lm import build_model
+from shardbook.model.families import load_config
+from shardbook.model.hub import config_folder, tokenizer_folder
+from shardbook.objectives import OBJECTIVES
+from shardbook.optim import check_optimizer
+from shardbook.parallel.layout import build_layout
+from shardbook.plan.cluster import build_planner
+from shardbook.plan.hardware import ROOM, build_cluster
+from shardbook.plan.peak import predict_peak
+from shardbook.recipe import Recipe, RecipeError, resolve_precision
+from shardbook.run.console import Console, readable_bytes
+
+GB = 10**9
+
+
+def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
+    """Take `recipe` as that many ranks on GPUs would, up to its weights: config, layout, optimizer, tokenizer, every row
+    of the data, and one step on fake tensors. Raises RecipeError where the run would."""
+    console = Console(is_main=True)
+    recipe = resolve_precision(recipe, "cuda")
+    check_optimizer(recipe.optim, "cuda")
+    config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
+    attention = KERNELS["varlen"]
+    model = build_model(config, recipe.at_rest, recipe.train.loss_chunk_tokens, attention)
+    world = (world_size, ranks_per_node)
+    layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world, recipe.offload)
+    folder = tokenizer_folder(recipe.model)
+    tokenizer = load_tokenizer(folder, "model.tokenizer")
+    check_vocabulary(tokenizer, config)
+    documents, held_out = build_documents(recipe.data, tokenizer, folder)
+    console.show_data(documents, held_out)
+    batching = choose_batching(recipe.data, recipe.train, layout.data_rank(0), "cuda", documents, held_out)
+    loader = Loader(documents, batching, recipe.train.gradient_accumulation_steps, recipe.train.seed)
+    steps = recipe.train.steps or -int(-recipe.train.epochs * len(documents.rows) // loader.rows_per_step)
+    peak = predict_peak(layout, config, recipe)
+    recomputed = recipe.activation.checkpointing + ", compiled" * recipe.train.compile
+    console.show_layout(layout, attention, recomputed, peak, loader, steps)
+    from shardbook.plan.simulate import simulate_step  # makes a process group, and loads what fakes tensors
+
+    if recipe.offload.optimizer == "none":
+        found = simulate_step(recipe, config, *world, OBJECTIVES[recipe.method])
+        console.print(f"a step   on fake tensors: {readable_bytes(found.peak_bytes)} at its peak, in {found.moment}")
+    console.print("dry run  done: config, layout, data and a step; not looked at: weights, processes, links")
+
+
+def check_memory(recipe: Recipe, recipe_path: Path, nodes: int) -> None:
+    """Raise RecipeError, in four lines, where `nodes` machines like this one have less memory than a step of a recipe
+    that says its size needs at its peak: before hours of download, not after."""
+    if not recipe.hardware.memory_gb:
+        return
+    gpus = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
+    here = sum(gpus) if gpus else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    ranks = nodes * (len(gpus) or 2)
+    room = ROOM * min(gpus) if gpus else here * nodes / ranks
+    peak = _peak_bytes(recipe, ranks, ranks // nodes)
+    if here * nodes >= recipe.hardware.memory_gb * GB and room >= peak:
+        return
+    lines = recipe_path.read_text().splitlines()
+    sized = next((line.partition(":")[2] for line in lines if line.startswith("# hardware:")), "")
+    count = re.search(r"(\d+) nodes", sized)
+    what = f"{len(gpus)} GPUs with" if gpus else "no GPU,"
+    machines = "this machine has" if nodes == 1 else f"each of {nodes} machines like this one has"
+    step = f", and {peak / GB:,.0f} GB on each of {ranks} ranks at the peak of a step" if peak else ""
+    raise RecipeError(
+        f"{recipe_path.stem} needs {recipe.hardware.memory_gb:,.0f} GB for its state{step}"
+        + f" (sized for{sized})" * bool(sized)
+        + f"\n  here: {machines} {what} {here / GB:,.0f} GB of memory; hardware.memory_gb=0 tries nevertheless\n"
+        f"  what each stage takes on how many GPUs: make plan RECIPE={recipe_path.stem} GPUS=64 GPU=h100-80gb\n"
+        f"  on a cluster, on each machine: make launch NODES={count[1] if count else 2} NODE_RANK=0 HEAD=first-machine "
+        f"RECIPE={recipe_path.stem}"
+    )
+
+
+def _peak_bytes(recipe: Recipe, ranks: int, ranks_per_node: int) -> int:
+    """Of a rank; 0 where the model's shape is not known here, or its mesh has another size: then state alone judges."""
+    try:
+        planner = build_planner(recipe)
+        return planner.lay_out(planner.recipe, build_cluster("h100-80gb", ranks, a_node=ranks_per_node)).peak.total
+    except RecipeError:
+        return 0
