@@ -39,7 +39,7 @@ LAUNCH = $(TRAIN) --nodes $(NODES) --node-rank $(NODE_RANK) --head $(HEAD)
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .DEFAULT_GOAL := help
-.PHONY: help train launch plan compare recipes test test-slow test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-link \
+.PHONY: help train launch plan compare recipes test test-slow test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-plan bench-link \
 	bench-convergence bench-offload bench-optimizers bench-peers lint format clean
 
 help:  ## list the targets
@@ -93,6 +93,9 @@ test-cluster: $(DEV)  ## two network namespaces as nodes, through every launcher
 
 bench-gpu: $(RUN)  ## speed and memory on one GPU, beside a bare loop, kept under docs/benchmarks/ (under ten minutes)
 	$(PYTHON3) tests/bench/gpu.py $(ARGS)
+
+bench-plan: $(RUN)  ## six peaks on one GPU beside the plan's, kept with bench-gpu's data
+	$(PYTHON3) tests/bench/gpu.py --plan $(ARGS)
 
 bench-link: $(DEV)  ## ZeRO++ against zero3 over a slow link: two network namespaces as nodes (root, ip, tc)
 	$(PYTHON3) tests/bench/link.py

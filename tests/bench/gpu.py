@@ -24,7 +24,16 @@ from pathlib import Path
 
 import attention_kernels
 import torch
-from gpu_cases import Case, cases_of, left_out, mean_attended, model_flops, write_documents
+from gpu_cases import (
+    Case,
+    cases_of,
+    left_out,
+    mean_attended,
+    model_flops,
+    plan_cases,
+    predicted_peak,
+    write_documents,
+)
 
 from shardbook.run.directory import environment
 from shardbook.run.metrics import peak_flops
@@ -40,6 +49,7 @@ COLUMNS = {  # of the table: key, unit
     "MFU": ("mfu", 100, ".1f"),
     "step s": ("step_seconds", 1, ".3f"),
     "peak GB": ("allocated_peak_bytes", 1e-9, ".1f"),
+    "plan GB": ("predicted_peak_bytes", 1e-9, ".1f"),
     "reserved": ("reserved_peak_bytes", 1e-9, ".1f"),
     "retries": ("alloc_retries", 1, ".0f"),
     "gemm %": ("gemm", 100, ".0f"),
@@ -100,6 +110,8 @@ def run_case(case: Case, folder: Path, steps: int, seconds: float) -> dict:
     flops = model_flops(json.loads((case.shape_folder(folder) / "config.json").read_text()), attended)
     speed = case.batch * case.length / seen["step_seconds"]
     row = {"case": asdict(case), "tokens_per_second": speed, "flops_per_token": flops}
+    if not case.compiled:
+        row["predicted_peak_bytes"] = predicted_peak(case, folder, "cuda" if torch.cuda.is_available() else "cpu")
     if torch.cuda.is_available() and (peak := peak_flops(torch.cuda.get_device_name())):
         row["mfu"] = speed * flops / peak
     return row | seen.pop("shares", {}) | seen
@@ -151,6 +163,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=9.5, help="end by then; run again for the rest")
     parser.add_argument("--cases", nargs="*", default=[], help="only cases whose name holds one of these words")
+    parser.add_argument("--plan", action="store_true", help="the six whose peaks are held against the plan's")
     parser.add_argument("--any-device", action="store_true", help="without a GPU: a tiny shape")
     parser.add_argument("--anew", action="store_true", help="measure again what an earlier call measured")
     parser.add_argument("--out", type=Path)
@@ -159,9 +172,10 @@ def main(words: list[str] | None = None) -> int:
     if not cuda and not asked.any_device:
         print("bench-gpu needs a CUDA device; there is none here", file=sys.stderr)
         return 2
-    cases = [case for case in cases_of(cuda) if not asked.cases or any(word in case.name for word in asked.cases)]
+    known = plan_cases(cuda) if asked.plan else cases_of(cuda)
+    cases = [case for case in known if not asked.cases or any(word in case.name for word in asked.cases)]
     if not cases:
-        print(f"--cases {asked.cases}: no case; there are", *(case.name for case in cases_of(cuda)), sep="\n  ")
+        print(f"--cases {asked.cases}: no case; there are", *(case.name for case in known), sep="\n  ")
         return 2
     deadline = time.monotonic() + 60 * asked.minutes
     facts = (
@@ -183,7 +197,7 @@ def main(words: list[str] | None = None) -> int:
         found.update(rows)
         out.write_text(json.dumps(found, indent=1) + "\n")
 
-    if not found["attention"]:
+    if not found["attention"] and not asked.plan:
         keep(attention=attention_kernels.main("cuda" if cuda else "cpu", attention_kernels.ROUNDS if cuda else 2))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -199,9 +213,18 @@ def main(words: list[str] | None = None) -> int:
                 row = run_case(case, folder, STEPS if cuda else TINY_STEPS, left())
             keep(cases=found["cases"] | {case.name: row})
             print(table({case.name: row}).splitlines()[-1], flush=True)
-        if cuda and not asked.cases and due(found.get("quantisation", {})) and left() >= LEAST_SECONDS:
+        if (
+            cuda
+            and not asked.cases
+            and not asked.plan
+            and due(found.get("quantisation", {}))
+            and left() >= LEAST_SECONDS
+        ):
             keep(quantisation=run_quantisation(folder, left()))
     print(table(found["cases"]), out, sep="\n")
+    for name, row in found["cases"].items():
+        if row.get("allocated_peak_bytes") and (said := row.get("predicted_peak_bytes")):
+            print(f"{name}: predicted {said / row['allocated_peak_bytes'] - 1:+.1%} of what was measured (asked: 5%)")
     return 0
 
 

@@ -6,16 +6,18 @@ Pure of a GPU: everything here runs on a laptop.
 import json
 import random
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
 import torch
 
+from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model
 from shardbook.model.families import load_config
 from shardbook.parallel.layout import build_layout
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident
+from shardbook.plan.peak import predict_peak
 from shardbook.recipe import Optim, load_recipe, resolve_precision
 
 HERE = Path(__file__).parent
@@ -37,10 +39,11 @@ class Case:
     master: str = "fp32"
     optimizer: str = "adamw"
     attention: str = "auto"
+    compiled: bool = True
 
     @property
     def name(self) -> str:
-        usual = {"stage": "zero3", "master": "fp32", "optimizer": "adamw", "attention": "auto"}
+        usual = {"stage": "zero3", "master": "fp32", "optimizer": "adamw", "attention": "auto", "compiled": True}
         odd = [f"{key}={getattr(self, key)}" for key, value in usual.items() if getattr(self, key) != value]
         loop = ["bare loop"] if self.loop == "bare" else []
         return " ".join([self.shape, f"{self.batch}x{self.length}", self.rows, self.checkpointing, *odd, *loop])
@@ -54,7 +57,7 @@ class Case:
 
     def overrides(self, folder: Path) -> list[str]:
         """The recipe's keys. Logged every ten steps, so that the clock holds what a run pays."""
-        compiles = torch.cuda.is_available()
+        compiles = self.compiled and torch.cuda.is_available()
         return [
             f"model.path={self.shape_folder(folder)}",
             f"model.tokenizer={folder}/tokenizer",
@@ -124,6 +127,32 @@ def cases_of(cuda: bool) -> list[Case]:
     ]
     bare = [Case("8b", 8192, 1, "whole", "full"), Case("8b", 8192, 1, "whole", "full", loop="bare")]
     return list(dict.fromkeys([*first, *others, *grid, *bare]))
+
+
+def plan_cases(cuda: bool) -> list[Case]:
+    """Whose peaks are held against the plan's, which knows of no compiler."""
+    if not cuda:
+        return [Case("tiny", 128, 2, compiled=False)]
+    small = {"master": "bf16", "optimizer": "adamw_bf16"}
+    cases = [
+        Case("1b", 4096, 4),
+        Case("1b", 4096, 4, checkpointing="full"),
+        Case("1b", 8192, 2, checkpointing="selective", stage="ddp"),
+        Case("3b", 8192, 1, checkpointing="selective"),
+        Case("8b", 8192, 1, checkpointing="full", **small),
+        Case("8b", 4096, 1, checkpointing="selective", **small),
+    ]
+    return [replace(case, compiled=False) for case in cases]
+
+
+def predicted_peak(case: Case, folder: Path, device: str) -> int:
+    """Bytes, by the plan's formula, which counts varlen attention."""
+    recipe = resolve_precision(load_recipe(folder / "bench.toml", case.overrides(folder)), device)
+    config = load_config(recipe.model, case.shape_folder(folder), case.length)
+    attention = KERNELS["varlen" if device == "cuda" else "sdpa"]
+    model = build_model(config, recipe.at_rest, recipe.train.loss_chunk_tokens, attention)
+    layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, 1, 1)
+    return predict_peak(layout, config, recipe).total
 
 
 def write_documents(path: Path, kind: str, length: int, tokens: int) -> None:

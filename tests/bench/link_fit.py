@@ -1,8 +1,8 @@
-"""The planner's time, calibrated on two variants of the link bench at one rate, and what it then says of all the others.
+"""The planner's time, calibrated on two variants of the link bench at one rate, and what it says of all the others.
 
-A rank's computing is one number that no variant changes, and what crosses the link is the planner's own: `Layout`, rings,
-calls. Ranks of one node share its cores with gloo, hence `sharing`; that power, and which two variants tell most, were
-chosen when the data were known.
+A rank's computing is one number that no variant changes, and what crosses the link is the planner's own: `Layout`,
+rings, calls. Ranks of one node share its cores with gloo, hence `sharing`; that power, and which two variants tell
+most, were chosen when the data were known.
 """
 
 from dataclasses import replace

@@ -363,13 +363,24 @@ def test_a_machine_that_cannot_run_it_says_so_in_four_lines(capsys):
     assert not result.out
     needs, here, plan, way_out = result.err.splitlines()
     assert re.match(
-        r"shardbook: llama70b-fsdp needs 1,129,000,000 GB for its state, and [\d,]+ GB on each of \d+ ranks at the peak",
+        r"shardbook: llama70b-fsdp needs 1,129,000,000 GB for its state, and [\d,]+ GB on each of \d+ ranks at the ",
         needs,
     )
     assert needs.endswith("(sized for 64 GPUs: 8 nodes of 8, 80 GB each)")
     assert here.startswith("  here: this machine has ") and "hardware.memory_gb=0 tries nevertheless" in here
     assert plan.endswith("make plan RECIPE=llama70b-fsdp GPUS=64 GPU=h100-80gb")
     assert way_out.endswith("make launch NODES=8 NODE_RANK=0 HEAD=first-machine RECIPE=llama70b-fsdp")
+
+
+def test_a_dry_run_checks_a_recipe_at_its_world_size(recipe, capsys):
+    before, hsdp = set(recipe.parent.iterdir()), ["parallel.stage=hsdp", "parallel.dp_shard_size=4"]
+    assert cli.main(["train", str(recipe), "--dry-run", "--nproc", "4", "--nodes", "2", *hsdp]) == 0
+    said = capsys.readouterr().out
+    assert "dp_replicate 2 x dp_shard 4" in said and "a step   on fake tensors: " in said and "dry run  done" in said
+    assert cli.main(["train", str(recipe), "--dry-run", "--nproc", "3", "parallel.dp_shard_size=2"]) == 2
+    assert cli.main(["train", str(recipe), "--dry-run", "data.train=/nowhere.jsonl"]) == 2
+    assert "data.train = '/nowhere.jsonl': no such file" in capsys.readouterr().err
+    assert set(recipe.parent.iterdir()) == before  # no run directory
 
 
 @pytest.mark.slow

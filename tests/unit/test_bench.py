@@ -5,7 +5,18 @@ import json
 import gpu
 import pytest
 import torch
-from gpu_cases import SHAPES, Case, cases_of, kept_values, left_out, mean_attended, model_flops, write_documents
+from gpu_cases import (
+    SHAPES,
+    Case,
+    cases_of,
+    kept_values,
+    left_out,
+    mean_attended,
+    model_flops,
+    plan_cases,
+    predicted_peak,
+    write_documents,
+)
 from watch import busy, kind_of, shares, watch
 
 HOPPER = [  # a block's step, abridged: name, start, end in microseconds
@@ -173,3 +184,19 @@ def test_the_bench_runs_and_goes_on(tmp_path, capsys):
     assert "the model has 3 blocks" in gpu.run_case(broken, folder, gpu.TINY_STEPS, 120)["failed"]
     assert gpu.run_case(broken, folder, gpu.TINY_STEPS, 0.1) == {"unfinished": "ended after 0 s"}
     assert gpu.main(["--any-device", "--cases", "70b"]) == 2 and "tiny 2x128 packed none" in capsys.readouterr().out
+
+
+def test_what_the_plan_is_held_to_fits_a_gpu_of_80_gb(tmp_path):
+    (tmp_path / "bench.toml").write_text("[train]\nsteps = 1\n")
+    (tmp_path / "tokenizer").mkdir()
+    cases = plan_cases(cuda=True)
+    peaks = {case.name: predicted_peak(case, tmp_path, "cuda") / 1e9 for case in cases}
+    assert len(peaks) == 6 and all("compiled=False" in name for name in peaks)
+    assert all(8 < peak < 0.92 * 80 for peak in peaks.values()), peaks
+
+
+def test_a_case_of_the_plan_runs_here(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert gpu.main(["--plan", "--any-device", "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["cases"].values()
+    assert row["predicted_peak_bytes"] > 10**6 and "plan GB" in capsys.readouterr().out

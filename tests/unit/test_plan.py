@@ -13,12 +13,23 @@ from shardbook.parallel.stages import STAGES
 from shardbook.plan.calibrate import calibrate
 from shardbook.plan.cluster import advise, build_planner, stage_settings
 from shardbook.plan.formulas import paper_resident
-from shardbook.plan.hardware import ACROSS, ACROSS_SECONDS, GBIT, GPUS, INSIDE, INSIDE_SECONDS, build_cluster, gpu_of
+from shardbook.plan.hardware import (
+    ACROSS,
+    ACROSS_SECONDS,
+    CUDA_NAMES,
+    GBIT,
+    GPUS,
+    INSIDE,
+    INSIDE_SECONDS,
+    build_cluster,
+    gpu_of,
+)
 from shardbook.plan.report import as_json, describe_advice, describe_calibrated, make_report
 from shardbook.plan.speed import break_even_micro_batch, exposed_seconds, predict_perf_metrics, prefetch_depth
 from shardbook.recipe import Parallel, Recipe, dump_recipe, find_recipe, load_recipe
 from shardbook.run.console import describe_peak
 from shardbook.run.measured import read_sample
+from shardbook.run.metrics import peak_flops
 
 ORDER = ["ddp", "zero1", "zero2", "zero3"]
 
@@ -398,3 +409,24 @@ def test_runs_that_calibrate_nothing_are_refused(tmp_path, capsys):
         assert main(["plan", "llama8b-fsdp", "--calibrate", str(path), "--json"]) == 2
         out, err = capsys.readouterr()
         assert not out and said in err and err.count("\n") == 1
+
+
+def test_scaling_as_the_page_has_it():
+    recipe = load_recipe(find_recipe("llama8b-fsdp"))
+    planner = build_planner(recipe)
+
+    def found(gpus, stage, nics=0):
+        cluster = build_cluster("h100", gpus, nics)
+        settings = stage_settings(stage, planner.recipe.parallel, cluster)
+        return planner.lay_out(planner.under(settings), cluster).time
+
+    waits = [found(gpus, "zero3") for gpus in (8, 64, 512)]
+    assert [f"{time.exposed / time.seconds:.1%}" for time in waits] == ["1.4%", "1.7%", "2.6%"]
+    assert [f"{waits[0].seconds / time.seconds:.0%}" for time in waits] == ["100%", "101%", "100%"]
+    slow = [waits[0].seconds / found(gpus, stage, 400).seconds for stage in ("zero3", "hsdp") for gpus in (64, 512)]
+    assert [f"{share:.0%}" for share in slow] == ["56%", "49%", "64%", "60%"]
+
+
+def test_gpus_of_the_plan_and_of_a_runs_mfu_have_one_peak():
+    for word, name in CUDA_NAMES.items():
+        assert peak_flops(f"NVIDIA {word}") in (None, GPUS[name].flops)

@@ -1,5 +1,5 @@
-"""A plan's constants, fitted to steps that were taken: how slow computing is, and what share of its cards' rate a network
-gives.
+"""A plan's constants, fitted to steps that were taken: how slow computing is, and what share of its cards' rate a
+network gives.
 
 Invariant: only what the measurements tell apart is fitted. One run, or runs that never waited for the network, give the
 first constant alone.
@@ -8,6 +8,7 @@ first constant alone.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardbook.plan.hardware import Cluster
 
@@ -24,7 +25,7 @@ class Sample:
 
 
 def calibrate(cluster: Cluster, samples: Sequence[Sample]) -> Cluster:
-    """`cluster` with the constants whose predictions are nearest to `samples`, by the squares of logarithms of ratios."""
+    """`cluster` with the constants whose predictions are nearest to `samples`: least squares of ratios' logarithms."""
 
     def miss(found: Cluster) -> float:
         return sum(math.log(sample.predict(found) / sample.seconds) ** 2 for sample in samples)
@@ -45,7 +46,8 @@ def _nearest(cluster: Cluster, name: str, miss: Callable[[Cluster], float]) -> C
     low, high = math.log(LOWEST), math.log(HIGHEST)
 
     def at(place: float) -> Cluster:
-        return replace(cluster, **{name: math.exp(place)})
+        value: Any = math.exp(place)
+        return replace(cluster, **{name: value})
 
     left, right = high - golden * (high - low), low + golden * (high - low)
     of_left, of_right = miss(at(left)), miss(at(right))

@@ -134,20 +134,21 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
         held = int(layers * max(kept["full"], float(amount) * kept["none"]))
     dense = 0
     if config._attn_implementation in ("sdpa", "eager") and recipe.data.packing:
-        # of bool, for all blocks; and in the dtype of compute, which each holds that is not run again
-        dense = rows * recipe.data.max_length**2 * (1 + itemsize * max(1, layers - again))
+        dense = rows * recipe.data.max_length**2  # of bool, for all blocks; each has its own in the dtype of compute
     # backward of a gate: its three gradients, when the product's input, one of what was held, is gone; two of hidden
-    gate = (2 * of.inner + 2 * of.hidden) * itemsize + (kept["none"] - of_again + kept["full"] if again else 0)
+    # (in fp32 the checkpoint itself is what a block's first norm keeps)
+    alone = of_again - kept["full"] * (itemsize != FP32)
+    gate = (2 * of.inner + 2 * of.hidden) * itemsize + (kept["none"] - alone if again else 0)
     chunk = min(recipe.train.loss_chunk_tokens or tokens, tokens)
     # the last norm's input in fp32, its result before and after its weight
     last = tokens * of.hidden * (FP32 + 2 * itemsize)
     return Work(
-        held=held * tokens + dense,
+        held=held * tokens + dense * (1 + itemsize * (layers - again)),
         layers=layers,
         before_blocks=tokens * (2 * head_size(config) * itemsize + 5 * 8),
         loss=last + sum(loss_bytes(tokens, chunk, config.vocab_size, of.hidden, itemsize)),
         head_gradient=config.vocab_size * of.hidden * itemsize,
-        gate=gate * tokens + of.inner * of.hidden * itemsize,
+        gate=gate * tokens + of.inner * of.hidden * itemsize + dense * itemsize * bool(again),
         norm=tokens * of.hidden * (6 * FP32 + itemsize),  # its backward, step by step, in fp32
     )
 
@@ -195,6 +196,9 @@ class _Sharded:
             sums = shards * (self.reduce if layout.replicas > 1 and not is_last else self.master)
             if layout.replicas > 1 and is_last and self.reduce != self.master:
                 sums += self._whole(done, True) // layout.shards * self.reduce
+        elif micro and not is_last:
+            sums = self._whole(self.order, True) * self.reduce
+            own *= phase != "reduction"
         elif not micro:  # first gradients become sums, one unit after the other
             sums = self._whole([*done, *[running] * (phase == "reduction")], True) * self.reduce
             own *= self.reduce != self.compute or phase != "reduction"
@@ -228,8 +232,8 @@ class _Copied(_Sharded):
 
 
 def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> dict[str, Peak]:
-    """A step in the moments where it can be fullest, in their order, by name: of its first and its last micro-batch the
-    loss, and the backward of the head, of the last block, of the first block, and of what comes last."""
+    """A step in the moments where it can be fullest, in their order, by name: of its first two micro-batches and its
+    last the loss, and the backward of the head, of the last block, of the first block, and of what comes last."""
     work, state = count_work(layout, config, recipe), predict_resident(layout, 0, recipe.optim.name)
     micros = recipe.train.gradient_accumulation_steps
     lies = (_Copied if layout.copies else _Sharded)(layout, micros)
@@ -249,7 +253,7 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
         # a tied weight's two gradients and, for a moment, their sum
         visits += [("end", "backward", unit, 0, 3 * tied), ("end, reduced", "reduction", unit, 0, 0)]
     moments = {}
-    for micro in sorted({0, micros - 1}):
+    for micro in sorted({0, min(1, micros - 1), micros - 1}):
         for name, phase, unit, held, working in visits:
             order = [*lies.back, *lies.spanning]
             done = order[: order.index(unit)] if phase != "forward" else []

@@ -54,8 +54,9 @@ def make_report(
     samples: Sequence[Sample] = (),
 ) -> Report:
     """`recipe` on `gpus` of the kind `gpu` (hardware.py), `a_node` of them a node with `nics` Gbit/s to the others and
-    `host_gb` of memory (0: as usual), as `samples` of measured steps calibrate it. With an `objective` a step of it under its own stage is simulated too, in this
-    process. Raises RecipeError for a kind or a model that is not known, or a cluster that is no whole nodes."""
+    `host_gb` of memory (0: as usual), as `samples` of measured steps calibrate it. With an `objective` a step of it
+    under its own stage is simulated too, in this process. Raises RecipeError for a kind or a model that is not known,
+    or a cluster that is no whole nodes."""
     cluster = build_cluster(gpu, gpus, nics, a_node, host_gb)
     cluster = calibrate(cluster, samples) if samples else cluster
     if document_tokens < 1:

@@ -26,8 +26,8 @@ GB = 10**9
 
 
 def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
-    """Take `recipe` as that many ranks on GPUs would, up to its weights: config, layout, optimizer, tokenizer, every row
-    of the data, and one step on fake tensors. Raises RecipeError where the run would."""
+    """Take `recipe` as that many ranks on GPUs would, up to its weights: config, layout, optimizer, tokenizer, every
+    row of the data, and one step on fake tensors. Raises RecipeError where the run would."""
     console = Console(is_main=True)
     recipe = resolve_precision(recipe, "cuda")
     check_optimizer(recipe.optim, "cuda")
