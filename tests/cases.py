@@ -268,26 +268,35 @@ def assert_replicas_agree(outcomes: list[Outcome]) -> None:
         assert digests.setdefault(outcome.coordinates[1], outcome.digest) == outcome.digest, "replicas drifted apart"
 
 
-def expected_traffic(case: Case, shapes: dict[str, torch.Size]) -> dict[tuple[str, str], tuple[int, int]]:
+def expected_traffic(
+    case: Case, shapes: dict[str, torch.Size], trained: set[str]
+) -> dict[tuple[str, str], tuple[int, int]]:
     """The stage table in bytes, from Hugging Face's parameter names, without the code under test: fp32, a unit a
-    block, tied weights and the last norm in one unit with the embedding."""
+    block, tied weights and the last norm in one unit with the embedding. What is not `trained` is never summed."""
     units: dict[str, list[torch.Size]] = {}
+    summed: dict[str, list[torch.Size]] = {}
     for name, shape in shapes.items():
         unit = name.split(".")[2] if ".layers." in name else "embedding" if case.tied or "embed" in name else "head"
         units.setdefault(unit, []).append(shape)
+        if name in trained:
+            summed.setdefault(unit, []).append(shape)
     # embedding and head once a micro-batch: a lookup's gradient needs no weight, and what forward ends with stays
     frees = case.stage in ("zero3", "hsdp")
     gathers = {unit: 1 if not frees else case.micros * (2 if unit.isdigit() else 1) for unit in units}
     scatters = {"ddp": 0, "zero1": 1, "zero2": case.micros, "zero3": case.micros, "hsdp": case.micros}[case.stage]
     n, found = case.shards, {}
-    sizes = {unit: 4 * sum(-(-s[0] // n) * n * s[1:].numel() for s in shapes) for unit, shapes in units.items()}
-    padded = sum(sizes.values())
+
+    def padded_bytes(shapes: list[torch.Size]) -> int:
+        return 4 * sum(-(-s[0] // n) * n * s[1:].numel() for s in shapes)
+
+    sizes = {unit: padded_bytes(shapes) for unit, shapes in units.items()}
+    padded = sum(padded_bytes(shapes) for shapes in summed.values())
     if n > 1:
         found["all_gather", "dp_shard"] = sum(gathers.values()), sum(gathers[unit] * sizes[unit] for unit in units)
-        found["reduce_scatter", "dp_shard"] = (scatters * len(units), scatters * padded)
+        found["reduce_scatter", "dp_shard"] = (scatters * len(summed), scatters * padded)
         found["all_reduce", "dp_shard"] = (1, 8)  # the norm
     if case.replicas > 1:
-        found["all_reduce", "dp_replicate"] = (len(units), padded // n)
+        found["all_reduce", "dp_replicate"] = (len(summed), padded // n)
     axis = "dp_replicate" if n == 1 else "dp_shard" if case.replicas == 1 else "world"
     calls, size = found.get(("all_reduce", axis), (0, 0))
     found["all_reduce", axis] = (calls + 1, size + 32)  # four counts
@@ -300,7 +309,8 @@ def assert_case(case: Case, outcomes: list[Outcome], want: reference.Result) -> 
     assert_replicas_agree(outcomes)
     assert_exact_bytes(outcomes)
     measured = {key: (volume.calls, volume.payload_bytes) for key, volume in outcomes[0].traffic[0].items()}
-    expected = expected_traffic(case, {name: weight.shape for name, weight in want.weights.items()})
+    shapes = {name: weight.shape for name, weight in want.weights.items()}
+    expected = expected_traffic(case, shapes, set(want.gradients[0]))
     assert measured == expected, f"traffic is not that of {case.stage}: measured {measured}, the table has {expected}"
     return worst
 

@@ -50,6 +50,7 @@ def main(words: list[str] | None = None) -> int:
     add("--checkpoint", type=Path, help="a checkpoint directory (default: the run's newest)")
     add("--out", type=Path, help="directory to write (default: export/ of the run)")
     add("--dtype", choices=("fp32", "bf16"), help="dtype of the weights (default: the recipe's train.export_dtype)")
+    add("--merge", action="store_true", help="of a run with LoRA: the whole model, adapters added to its weights")
     commands.add_parser("recipes", help="list the recipes")
     became = "a recipe from a DeepSpeed JSON or an accelerate YAML, and what became of each key"
     add = commands.add_parser("translate", help=became).add_argument
@@ -71,7 +72,7 @@ def main(words: list[str] | None = None) -> int:
             case "plan":
                 return run_plan(asked, rest)
             case "export":
-                return run_export(asked.run, asked.checkpoint, asked.out, asked.dtype)
+                return run_export(asked.run, asked.checkpoint, asked.out, asked.dtype, asked.merge)
             case "translate":
                 return run_translate(asked.file, asked.out, asked.without_refused)
             case _:
@@ -187,7 +188,7 @@ def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str | None) -> int:
+def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str | None, merges: bool = False) -> int:
     """Write a checkpoint as a Hugging Face directory, one 5 GB file in memory at a time, without a process group."""
     if not (run / "resolved.toml").is_file():
         raise RecipeError(f"{run}: not a run directory (no resolved.toml in it)")
@@ -195,9 +196,9 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
     from shardbook.data.tokenized import load_tokenizer
     from shardbook.model.families import load_config
     from shardbook.model.hub import model_folder, tokenizer_folder
-    from shardbook.model.weights import save_weights
-    from shardbook.run.checkpoint import checkpoint_shapes, newest_checkpoint, read_parameters
+    from shardbook.run.checkpoint import newest_checkpoint
     from shardbook.run.directory import read_facts
+    from shardbook.run.export import export_checkpoint
 
     source = checkpoint or newest_checkpoint(run / "checkpoints")
     finished = read_facts(run).get("finished_steps")
@@ -207,7 +208,6 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
     if finished and not checkpoint and source.name != f"step-{finished:06d}":
         newest = f"its newest checkpoint is {source.name}{result}"
         raise RecipeError(f"{run}: {newest}; for that step name it with --checkpoint")
-    shapes = checkpoint_shapes(source)
     folder = model_folder(recipe.model)
     config = load_config(recipe.model, folder, recipe.data.max_length)
     tokenizer = load_tokenizer(tokenizer_folder(recipe.model), "model.tokenizer")
@@ -216,7 +216,7 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
         raise RecipeError(f"--out {out}: exists and is not empty; name a new directory")
     dtype = dtype or recipe.train.export_dtype
     try:
-        save_weights(target, read_parameters(source, shapes), shapes, config, tokenizer, folder, dtype)
+        export_checkpoint(source, target, recipe, config, tokenizer, folder, dtype, merges)
     except OSError as error:
         raise RecipeError(f"--out {target}: cannot be written ({error.strerror})") from None
     print(f"{source} -> {target}")

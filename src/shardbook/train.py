@@ -18,11 +18,11 @@ from shardbook.data.tokenized import build_documents, check_vocabulary, load_tok
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.memory.block_inputs import send_inputs
 from shardbook.memory.offload import settle
+from shardbook.model.adapters import build_adapted
 from shardbook.model.attention import choose_attention
-from shardbook.model.causal_lm import apply_compile, build_model, count_flops
+from shardbook.model.causal_lm import apply_compile, count_flops
 from shardbook.model.families import load_config
 from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
-from shardbook.model.weights import full_tensors, save_weights
 from shardbook.objectives import OBJECTIVES
 from shardbook.optim import check_optimizer, clip_gradients, learning_rate, set_learning_rate
 from shardbook.parallel.layout import DTYPES, build_layout
@@ -51,6 +51,7 @@ from shardbook.run.checkpoint import TrainState, newest_checkpoint, save_checkpo
 from shardbook.run.console import Console
 from shardbook.run.directory import check_shared, environment, open_run
 from shardbook.run.evaluation import evaluate
+from shardbook.run.export import export_result
 from shardbook.run.garbage import collected_together
 from shardbook.run.metrics import Metrics, Pace, Recorder, memory_metrics, peak_metrics, read_loss
 from shardbook.run.out_of_memory import OutOfMemory
@@ -67,13 +68,13 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     check_alike(environment() | flatten_recipe(recipe) | {"ranks of a node": ranks.ranks_per_node})
     check_optimizer(recipe.optim, ranks.device.type)
     use_deterministic(recipe.train.deterministic)
-    torch.manual_seed(recipe.train.seed)
+    torch.manual_seed(recipe.train.seed + ranks.rank)  # of lora_dropout: each rank drops its own
     objective = OBJECTIVES[recipe.method]
     stop = StopFlag().listen()
     with local_main_process_first(ranks):
         config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
     attention = choose_attention(recipe.model.attention, config, ranks.device, DTYPES[recipe.precision.params])
-    model = build_model(config, recipe.at_rest, recipe.train.loss_chunk_tokens, attention)
+    model = build_adapted(recipe, config, attention)
     world = (ranks.world_size, ranks.ranks_per_node)
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world, recipe.offload)
 
@@ -106,7 +107,9 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     forecast = predict_memory_metrics(layout, recipe.optim.name, asdict(peak), loader.accumulation)
     flops, on = count_flops(model), torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
     forecast |= predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, on)
-    send_inputs(model, apply_checkpointing(model.blocks, recipe.activation), recipe.offload)
+    send_inputs(
+        model, apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0), recipe.offload
+    )
     if recipe.train.compile:
         apply_compile(model)
     recomputed = recipe.activation.checkpointing + ", compiled" * recipe.train.compile
@@ -198,11 +201,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         console.print(f"stopped  {saved}; continue with run.name={run.name}")
         return PREEMPTED
     if recipe.train.export:
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        dtype = recipe.train.export_dtype
-        save_weights(
-            run.export, full_tensors(sharded.masters, dtype), shapes, config, tokenizer, folder, dtype, ranks.is_main
-        )
+        export_result(run.export, sharded, recipe, config, tokenizer, folder, ranks.is_main)
         console.print(f"export   {run.export}")
     if ranks.is_main:
         run.finish(steps)

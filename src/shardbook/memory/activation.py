@@ -30,12 +30,13 @@ SAVED_OPS = {
 }
 
 
-def apply_checkpointing(blocks: list[nn.Module], activation: Activation) -> list[int]:
+def apply_checkpointing(blocks: list[nn.Module], activation: Activation, is_random: bool = False) -> list[int]:
     """Make blocks recompute in backward (non-reentrant), as `activation.checkpointing` says. Returns their numbers.
 
     `none`: keep everything. `full`: keep a block's input. `every:<n>`: full, on blocks 0, n, 2n, ... `selective`: keep
     a block's input and the outputs of SAVED_OPS. `budget:<b>`: torch.compile keeps what recomputes dearest, within b
-    times what it would keep by itself; for the whole process, of what is compiled afterwards.
+    times what it would keep by itself; for the whole process, of what is compiled afterwards. `is_random`: blocks drop
+    something, and what is run again must drop the same.
     """
     kind, _, amount = activation.checkpointing.partition(":")
     torch._functorch.config.activation_memory_budget = 1.0 if activation.budget is None else activation.budget
@@ -50,11 +51,11 @@ def apply_checkpointing(blocks: list[nn.Module], activation: Activation) -> list
                     f"must be every:1 to every:{len(blocks)}, or none"
                 )
             for number in numbers:
-                blocks[number].forward = recomputed(blocks[number].forward)
+                blocks[number].forward = recomputed(blocks[number].forward, is_random)
         case "selective":
             for block in blocks:
                 block.forward = recomputed(
-                    block.forward, context_fn=partial(create_selective_checkpoint_contexts, keep_saved_ops)
+                    block.forward, is_random, context_fn=partial(create_selective_checkpoint_contexts, keep_saved_ops)
                 )
         case other:
             raise ValueError(f"activation.checkpointing = {other!r} is not known")
@@ -65,12 +66,12 @@ def keep_saved_ops(context: Any, op: Any, *positional: Any, **named: Any) -> Che
     return CheckpointPolicy.MUST_SAVE if str(op) in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recomputed(forward: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+def recomputed(forward: Callable[..., Tensor], is_random: bool = False, **options: Any) -> Callable[..., Tensor]:
     """`forward`, run again in backward instead of keeping its activations. `options` go to torch's checkpoint."""
 
     # a function of its own: torch.compile steps over functools.partial(checkpoint, ...) and compiles nothing, silently
     def recomputing(*positional: Any, **named: Any) -> Tensor:
-        # nothing random runs in these blocks (a config with dropout is refused), so no random state to put back
-        return checkpoint(forward, *positional, use_reentrant=False, preserve_rng_state=False, **options, **named)
+        # where nothing random runs (a config with dropout is refused, lora_dropout is not) no state is put back
+        return checkpoint(forward, *positional, use_reentrant=False, preserve_rng_state=is_random, **options, **named)
 
     return recomputing

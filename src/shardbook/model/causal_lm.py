@@ -6,7 +6,6 @@ made once and without a host sync, the head sees only trained positions and neve
 Does no IO: weights are filled in by weights.py.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ class CausalLM(nn.Module):
 
     `around_block`: from a block's number and input, the context that its forward runs in.
     """
+
+    is_adapted = False  # adapters.py: what is not trained is in no checkpoint
 
     around_block: Callable[[int, Tensor], AbstractContextManager[Any]] = staticmethod(lambda *_: nullcontext())
 
@@ -118,20 +119,26 @@ class Flops:
 
     per_token: int
     per_pair: int
+    block: int = 0  # elements of the blocks' matrices
+    block_trained: int = 0  # those that get a gradient
 
     def of(self, tokens: float, pairs: float) -> float:
         return self.per_token * tokens + self.per_pair * pairs
 
 
 def count_flops(model: CausalLM) -> Flops:
-    """What it takes to train `model`: 6 for each token and matrix parameter, and causal attention within documents.
+    """What it takes to train `model`: 6 for each token and matrix parameter, 4 for a frozen one (it has no gradient),
+    and causal attention within documents.
 
     Attention by the count of PaLM, arXiv 2204.02311, appendix B (12 * layers * heads * head_dim * length for a token),
     halved since half of the scores are masked. The embedding lookup is no matmul; a tied head counts once;
     recomputation and padding's own attention do not count.
     """
     config = model.config
-    matrices = sum(p.numel() for block in model.blocks for p in block.parameters() if p.ndim == 2) + math.prod(
-        model.lm_head.weight.shape
-    )
-    return Flops(6 * matrices, 6 * config.num_hidden_layers * config.num_attention_heads * head_size(config))
+    matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
+    block = sum(p.numel() for p in matrices)
+    trained = sum(p.numel() for p in matrices if p.requires_grad)
+    head = model.lm_head.weight.numel()
+    per_token = 4 * (block + head) + 2 * (trained + head * model.lm_head.weight.requires_grad)
+    per_pair = 6 * config.num_hidden_layers * config.num_attention_heads * head_size(config)
+    return Flops(per_token, per_pair, block, trained)

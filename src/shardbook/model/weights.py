@@ -23,6 +23,12 @@ from shardbook.parallel.layout import DTYPES
 from shardbook.recipe import RecipeError
 
 SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
+ADAPTERS = LOW, HIGH, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of that name is no base model's (adapters.py)."""
+    return any(word in ADAPTERS for word in name.split("."))
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
@@ -31,8 +37,9 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     Values are cast to the parameter's dtype. A tied head is skipped if present. All missing, unexpected, misshapen
     and non-float entries are named in one error, before anything is read.
     """
-    wanted = dict(model.named_parameters())  # a tied weight appears once, under its embedding's name
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - wanted.keys()
+    named = dict(model.named_parameters())  # a tied weight appears once, under its embedding's name
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - named.keys()
+    wanted = {name: parameter for name, parameter in named.items() if not is_adapter(name)}
     config: Any = model.config
     ignored = FAMILIES[config.model_type].ignored_suffixes
     with open_tensors(folder) as stored:
@@ -63,7 +70,8 @@ def init_weights(model: nn.Module, seed: int) -> None:
     stage starts from the same numbers.
     """
     config: Any = model.config
-    for index, (name, parameter) in enumerate(model.named_parameters()):
+    base = [(name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name)]
+    for index, (name, parameter) in enumerate(base):
         local, rows = local_rows(parameter)
         with torch.no_grad():
             if parameter.ndim == 1:

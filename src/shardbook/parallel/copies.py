@@ -93,7 +93,8 @@ class Copies:
         self.copies: list[tuple[nn.Parameter, nn.Parameter, list[tuple[nn.Module, str]]]] = []
         self._found = self._gathered = self._running = False
         self._unsent = 0  # the first of `parts` that is not sent in this backward
-        compute, is_cast = layout.dtype("params"), layout.dtype("params") != layout.dtype("master")
+        compute = layout.dtype("params")
+        is_cast = any(unit.cast_numel(compute.itemsize) for unit in layout.units)
         COPIED.add(model)
         model.register_forward_hook(lambda module, inputs, output: _cast(output, layout.dtype("output")))
         for module in {module: None for unit in layout.units for module in unit.modules} if is_cast else ():
@@ -133,6 +134,8 @@ class Copies:
             places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
             for module in self.model.modules():
                 for name, parameter in module.named_parameters(recurse=False):
+                    if parameter.dtype == self.layout.dtype("params"):
+                        continue  # frozen, and at rest as it computes
                     places.setdefault(parameter, []).append((module, name))
             for parameter, found in places.items():
                 copy = nn.Parameter(

@@ -23,6 +23,7 @@ class Unit:
     modules: tuple[nn.Module, ...]
     shapes: tuple[torch.Size, ...]  # of its own parameters: those in no unit inside it; a tied one once
     trained: tuple[bool, ...]  # whether each of them gets a gradient
+    itemsizes: tuple[int, ...]  # bytes of an element of each at rest
     frees: bool  # after each backward, or kept gathered until the step's last one
     reshard_after_forward: bool  # freed there too; not what forward ends with, whose backward comes next
     read_in_backward: bool  # gathered for it; a lookup's gradient needs no weight
@@ -36,6 +37,17 @@ class Unit:
         """Elements of all `shards` shards together, each tensor's as long as its longest."""
         shapes = compress(self.shapes, self.trained) if trained_only else self.shapes
         return sum(-(-shape[0] // shards) * shards * prod(shape[1:]) for shape in shapes)
+
+    def rest_bytes(self, shards: int, master: int) -> int:
+        """Bytes of one shard at rest, padded: what is trained in `master` bytes an element, what is frozen as it is."""
+        each = zip(self.shapes, self.trained, self.itemsizes, strict=True)
+        return sum(
+            -(-shape[0] // shards) * prod(shape[1:]) * (master if trained else size) for shape, trained, size in each
+        )
+
+    def cast_numel(self, compute: int) -> int:
+        """Elements of what lies at rest in another dtype than one of `compute` bytes."""
+        return sum(prod(shape) for shape, size in zip(self.shapes, self.itemsizes, strict=True) if size != compute)
 
     def gathers(self, micros: int) -> int:
         """All-gathers in a step of `micros` micro-batches."""
@@ -91,6 +103,7 @@ def choose_units(
                 modules=tuple(modules),
                 shapes=tuple(p.shape for p in own),
                 trained=tuple(p.requires_grad for p in own),
+                itemsizes=tuple(p.element_size() for p in own),
                 frees=frees and not is_kept,
                 reshard_after_forward=frees and not is_kept and not spans and modules not in outer[-1:],
                 read_in_backward=not all(isinstance(module, nn.Embedding) for module in modules),

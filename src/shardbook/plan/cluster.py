@@ -13,8 +13,9 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from shardbook.memory.shelf import shelf_sizes
+from shardbook.model.adapters import build_adapted
 from shardbook.model.attention import KERNELS
-from shardbook.model.causal_lm import CausalLM, build_model, count_flops
+from shardbook.model.causal_lm import CausalLM, count_flops
 from shardbook.model.shapes import shape_config
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.mesh import describe_sizes
@@ -221,7 +222,7 @@ def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> P
     """A planner for `recipe` on GPUs. Reads shapes alone. Raises RecipeError where the model's are not known."""
     recipe = resolve_precision(recipe, "cuda")
     config = shape_config(recipe.model.path, recipe.data.max_length)
-    model = build_model(config, recipe.at_rest, recipe.train.loss_chunk_tokens, KERNELS["varlen"])
+    model = build_adapted(recipe, config, KERNELS["varlen"])
     return Planner(recipe, config, model, min(document_tokens, recipe.data.max_length))
 
 

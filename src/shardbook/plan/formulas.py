@@ -115,7 +115,7 @@ def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -
         at_rest = layout.dtype("params").itemsize * (layout.offload.params == "none")
         return Resident(sum(unit.padded_numel(shards) for unit in layout.units) // shards * at_rest, 0, 0)
     for unit in layout.units:
-        params += unit.padded_numel(shards) // shards * master
+        params += unit.rest_bytes(shards, master)
         grads += unit.padded_numel(shards, trained_only=True) // shards * master
         for shape in compress(unit.shapes, unit.trained):
             numel = shard_rows(shape[0], shards, shard) * prod(shape[1:])
@@ -168,8 +168,8 @@ def predict_gathered_peak(layout: Layout) -> int:
     """Most bytes of gathered parameters that exist at once: those never freed inside a pass, the running unit, and as
     many units ahead of it as are prefetched. (A gather in flight holds its output buffer as long again.)"""
     if layout.copies:  # nothing is gathered: the whole model in the dtype of compute, or as it is at rest
-        is_cast = layout.dtype("params") != layout.dtype("master")
-        return sum(unit.numel for unit in layout.units) * layout.dtype("params").itemsize * is_cast
+        compute = layout.dtype("params").itemsize
+        return sum(unit.cast_numel(compute) for unit in layout.units) * compute
     kept = {unit for unit in layout.units if unit.spans or not unit.frees}
 
     sizes = {id(unit): unit.padded_numel(layout.shards) for unit in layout.units}

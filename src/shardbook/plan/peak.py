@@ -223,7 +223,7 @@ class _Copied(_Sharded):
     def at(self, micro: int, phase: str, running: Unit, done: Sequence[Unit]) -> tuple[int, int, int, int]:
         layout = self.layout
         begun = self.order if micro else [*done, *[running] * (phase != "forward")]
-        gathered = self._whole(self.order) * self.compute * (self.compute != self.master)
+        gathered = sum(unit.cast_numel(self.compute) for unit in self.order) * self.compute
         sums = self._whole(begun, True) * layout.sum_dtype.itemsize
         if phase == "reduction" and len(done) == len(self.order) - 1 and layout.sum_dtype.itemsize != self.master:
             sums += max(self._whole([unit], True) for unit in self.order) * self.master

@@ -27,8 +27,9 @@ from transformers import PreTrainedConfig
 
 from shardbook.data.loader import MicroBatch
 from shardbook.memory.activation import apply_checkpointing
+from shardbook.model.adapters import build_adapted
 from shardbook.model.attention import KERNELS
-from shardbook.model.causal_lm import build_model, materialize
+from shardbook.model.causal_lm import materialize
 from shardbook.optim import state_bytes
 from shardbook.parallel.layout import build_layout
 from shardbook.parallel.mesh import build_mesh
@@ -145,10 +146,10 @@ def _simulate(
 ) -> tuple[dict[Moment, int], int]:
     """Most bytes at each moment of the second step, and bytes kept."""
     with fake_world(world_size):
-        model = build_model(config, recipe.at_rest, recipe.train.loss_chunk_tokens, KERNELS["varlen"])
+        model = build_adapted(recipe, config, KERNELS["varlen"])
         world = (world_size, ranks_per_node)
         layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world)
-        apply_checkpointing(model.blocks, recipe.activation)
+        apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)
         sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
         micros, live = recipe.train.gradient_accumulation_steps, LiveBytes()
         with FakeTensorMode(allow_non_fake_inputs=True), live:

@@ -75,8 +75,15 @@ def predict_step(
     head = config.vocab_size * of.hidden
     kind = recipe.activation.checkpointing
     again = {"full": 1.0}.get(kind, 0.0)  # forward products that backward makes again
-    blocks = (flops.per_token / 6 - head) * tokens  # multiply-adds of one forward
-    products = 2 * blocks * (3 + again) / rates.product_flops + 2 * head * tokens * 4 / rates.product_flops
+    # multiply-adds: forward, and the gradient of what went in; of weights where they are trained
+    blocks = flops.block * (2 + again) + flops.block_trained
+    passes_of_head = 3 + any(
+        unit.trained[number]
+        for unit in layout.units
+        for number, shape in enumerate(unit.shapes)
+        if shape[0] == config.vocab_size
+    )
+    products = 2 * tokens * (blocks + head * passes_of_head) / rates.product_flops
     attention = flops.per_pair * pairs * (1 + again / 3) / rates.attention_flops
     # two norms (read, write), two sums, the rotation, the gate; the loss: fp32 logits five times
     wide = 10 * of.hidden + 2 * (of.queries + of.keys) + 3 * of.inner

@@ -18,6 +18,7 @@ from shardbook.recipe.schema import Recipe
 from shardbook.recipe.sections import (
     Activation,
     Data,
+    Lora,
     Model,
     Offload,
     Optim,

@@ -1,6 +1,7 @@
 """Recipes as files: found by name, loaded with `section.key=value` overrides, written out, and explained when wrong."""
 
 import difflib
+import re
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,10 @@ def other_words() -> dict[str, str]:
     """Another program's word -> the key that it is here."""
     table = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
     return {word: key for key, words in table.items() for word in words}
+
+
+# Names of one key, each allowed: transformers' and its older one, peft's and TRL's.
+TWO_NAMES = [("warmup_steps", "warmup_ratio"), ("r", "lora_r"), ("target_modules", "lora_target_modules")]
 
 
 def first_line(error: BaseException) -> str:
@@ -106,16 +111,19 @@ def _override(given: dict[str, Any], word: str) -> None:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text  # a bare string: run.name=first needs no quotes in a shell
+        # bare strings: run.name=first and lora.target_modules=[q_proj,v_proj] need no quotes in a shell
+        is_list = re.fullmatch(r"\[\s*[\w.-]+(\s*,\s*[\w.-]+)*\s*\]", text)
+        value = re.findall(r"[\w.-]+", text) if is_list else text
     *sections, last = name.strip().split(".")
     table = given
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise RecipeError(f"override {word!r}: {section} is a key, not a section")
-    if last in ("warmup_steps", "warmup_ratio"):  # two names of one key: what the file says must not compete
-        table.pop("warmup_steps", None)
-        table.pop("warmup_ratio", None)
+    for names in TWO_NAMES:  # what the file says must not compete
+        if last in names:
+            for name in names:
+                table.pop(name, None)
     table[last] = value
 
 

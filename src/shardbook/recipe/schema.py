@@ -12,6 +12,7 @@ from shardbook.recipe.sections import (
     Activation,
     Data,
     Hardware,
+    Lora,
     Model,
     Offload,
     Optim,
@@ -27,6 +28,7 @@ from shardbook.recipe.sections import (
 class Recipe(Section):
     method: Literal["sft"] = key("sft", "What is minimised: sft, the loss of the assistant's tokens.")
     model: Model = Model()
+    lora: Lora = Lora()
     data: Data = Data()
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
@@ -50,6 +52,19 @@ class Recipe(Section):
                 f"precision.master = 'bf16' and optim.name = {self.optim.name!r}: rounded to the nearest, most bf16 "
                 "weights never move at the usual rates; set optim.name=adamw_bf16 (stochastic rounding), or "
                 "precision.master=fp32"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def adapters_that_fit(self) -> "Recipe":
+        if self.lora.r and self.offload.optimizer != "none":
+            raise ValueError(
+                f"lora.r = {self.lora.r} and offload.optimizer = {self.offload.optimizer!r}: the state of adapters is "
+                "small, and stays on the device; set offload.optimizer=none and offload.params=none"
+            )
+        if self.precision.frozen != "auto" and not self.lora.r and self.precision.frozen != self.precision.params:
+            raise ValueError(
+                f"precision.frozen = {self.precision.frozen!r}: nothing is frozen; set lora.r, or leave it out"
             )
         return self
 

@@ -127,11 +127,14 @@ class Precision(Section):
         "fp32", "Dtype of the sharded weights and their gradients; bf16 needs optim.name=adamw_bf16."
     )
 
+    frozen: Literal["auto", "fp32", "bf16"] = key(
+        "auto", "Dtype of weights at rest that are not trained (LoRA's base); auto: as params."
+    )
+
     def on(self, device_type: str) -> "Precision":
         """This, with `auto` replaced by what it means on `device_type` (`cuda`, `cpu`)."""
-        if self.params != "auto":
-            return self
-        return self.model_copy(update={"params": "bf16" if device_type == "cuda" else "fp32"})
+        params = self.params if self.params != "auto" else "bf16" if device_type == "cuda" else "fp32"
+        return self.model_copy(update={"params": params, "frozen": params if self.frozen == "auto" else self.frozen})
 
 
 class Activation(Section):
@@ -174,6 +177,35 @@ class Offload(Section):
         if ("nvme" in (self.optimizer, self.params)) != bool(self.path):
             why = "needs a directory on a disk" if not self.path else "no tier is nvme; leave it out, or choose one"
             raise ValueError(f"path = {self.path!r}: {why}")
+        return self
+
+
+class Lora(Section):
+    r: int = Field(
+        default=0,
+        description="Rank of LoRA's updates (0: the whole model is trained).",
+        ge=0,
+        validation_alias=AliasChoices("r", "lora_r"),
+    )
+    lora_alpha: int | float = key(16, "Updates are scaled by lora_alpha / r.", gt=0)
+    lora_dropout: float = key(0.0, "Share of an update's inputs that is dropped; layouts then differ.", ge=0, lt=1)
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        default="all-linear",
+        description="What is adapted: all-linear (every matrix of a block), or last names: [q_proj, v_proj].",
+        validation_alias=AliasChoices("target_modules", "lora_target_modules"),
+    )
+    use_rslora: bool = key(False, "Scale by lora_alpha / sqrt(r).")
+    use_dora: bool = key(False, "Train the length of each row of a matrix beside its direction (DoRA).")
+    modules_to_save: list[str] = key([], "What is trained whole beside: embed_tokens, lm_head, norm.")
+    adapter: str = key("", "A directory, as peft writes it, whose adapter is gone on with.")
+
+    @model_validator(mode="after")
+    def something_to_set(self) -> "Lora":
+        if not self.r and (changed := self.model_dump(exclude_defaults=True)):
+            name = sorted(changed)[0]
+            raise ValueError(f"r = 0 and {name} is set: nothing is adapted; set lora.r=16, or leave {name} out")
+        if self.target_modules == []:
+            raise ValueError("target_modules = []: names nothing; set lora.target_modules=all-linear")
         return self
 
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
+from shardbook.model.adapters import base_identity, kept_parameters
 from shardbook.optim import state_kind
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.exits import RunFailed
@@ -36,6 +37,7 @@ MARKER = "COMPLETE"
 STATE = "state.json"
 OPTIMIZER = "optimizer"  # what the optimizer's state is of; absent in checkpoints of versions before 0.2: AdamW
 RESIDUAL, EARLIER_RESIDUAL = "residual", "unsent"  # the second in checkpoints of versions before 0.2
+BASE = "base"  # digest of what adapters belong to; absent or empty where the checkpoint has every parameter
 # one flat key a tensor and moment: names, not parameter numbers, so another grouping or layout still matches
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 HYPERPARAMETERS = "param_groups."  # what begins with it in the optimizer's flat state
@@ -87,6 +89,7 @@ def save_checkpoint(
             "ranks": _ranks(sharded),
             OPTIMIZER: state_kind(optimizer, sharded.layout.shards),
             RESIDUAL: list(sharded.residuals),
+            BASE: base_identity(sharded.model),
         }
         (path / STATE).write_text(json.dumps(facts | {"shapes": _shapes(sharded.model)}, indent=1))
         (path / MARKER).touch()
@@ -115,6 +118,12 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
     ]:
         raise RecipeError(
             f"checkpoint {path} is of another model ({len(differ)} parameters differ; {'; '.join(differ[:3])})"
+        )
+    base, there_base = base_identity(sharded.model), state.get(BASE, "")
+    if base != there_base:
+        raise RecipeError(
+            f"checkpoint {path}: holds adapters of another base model ({there_base or 'none'} there, {base or 'none'} "
+            "here); set model.path and model.revision to what the run began with"
         )
     kind, there_kind = state_kind(optimizer, sharded.layout.shards), state.get(OPTIMIZER, "AdamW")
     same_kind = kind == there_kind
@@ -209,7 +218,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
     # Parameters, not the module's state dict: that lists a tied weight twice. DCP loads into these same tensors.
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach() for name, parameter in kept_parameters(model).items()}
 
 
 def _saved(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +229,7 @@ def _saved(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shapes(model: nn.Module) -> dict[str, list[int]]:
-    return {name: list(p.shape) for name, p in model.named_parameters()}
+    return {name: list(p.shape) for name, p in kept_parameters(model).items()}
 
 
 def _ranks(sharded: ShardedModel) -> list[Any]:

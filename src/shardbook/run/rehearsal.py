@@ -9,8 +9,8 @@ import torch
 
 from shardbook.data.loader import Loader, choose_batching
 from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
+from shardbook.model.adapters import build_adapted
 from shardbook.model.attention import KERNELS
-from shardbook.model.causal_lm import build_model
 from shardbook.model.families import load_config
 from shardbook.model.hub import config_folder, tokenizer_folder
 from shardbook.objectives import OBJECTIVES
@@ -33,7 +33,7 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     check_optimizer(recipe.optim, "cuda")
     config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
     attention = KERNELS["varlen"]
-    model = build_model(config, recipe.at_rest, recipe.train.loss_chunk_tokens, attention)
+    model = build_adapted(recipe, config, attention)
     world = (world_size, ranks_per_node)
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world, recipe.offload)
     folder = tokenizer_folder(recipe.model)

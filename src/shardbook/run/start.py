@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from shardbook.data.loader import Loader
+from shardbook.model.adapters import init_adapters, load_adapter, remember_base
 from shardbook.model.weights import init_weights, load_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
@@ -29,18 +30,29 @@ def start_from(
     """
     began = time.perf_counter()
     state = TrainState(step=0, tokens=0, loader=loader.state_dict())
-    if newest or recipe.train.resume_from_checkpoint:
-        source = str(newest or recipe.train.resume_from_checkpoint)
+    earlier = newest or recipe.train.resume_from_checkpoint
+    source = _load_base(recipe, sharded, folder) if recipe.lora.r or not earlier else ""
+    if earlier:
+        source = str(earlier)
         state, lost = load_checkpoint(Path(source), sharded, optimizer)
         loader.load_state_dict(state.loader)
         if state.step > steps:
             raise RecipeError(f"checkpoint {source} is at step {state.step}, the recipe ends at step {steps}")
         source += f" (begun anew: {lost})" if lost else ""
-    elif recipe.model.init == "pretrained":
-        source = str(folder)
-        load_weights(sharded.masters, folder)
-    else:
-        source = "random"
-        init_weights(sharded.masters, recipe.train.seed)
+    elif recipe.lora.adapter:
+        source += f" and {recipe.lora.adapter}"
+        load_adapter(sharded.model, Path(recipe.lora.adapter).expanduser(), recipe.lora)
     sharded.spread()
     return state, f"{source}, {time.perf_counter() - began:.1f} s"
+
+
+def _load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:
+    """Every parameter that no adapter adds, from `folder` or random, and adapters as they begin. Returns from where."""
+    is_random, seed = recipe.model.init == "random", recipe.train.seed
+    if is_random:
+        init_weights(sharded.masters, seed)
+    else:
+        load_weights(sharded.masters, folder)
+    remember_base(sharded.model, None if is_random else folder, seed)
+    init_adapters(sharded.model, seed)
+    return "random" if is_random else str(folder)

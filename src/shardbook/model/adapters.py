@@ -1,0 +1,282 @@
+"""LoRA: low-rank updates of frozen matrices (Hu et al., arXiv 2106.09685; rsLoRA, 2312.03732; DoRA, 2402.09353), as
+part of the model that is built, so that stages, formulas and checkpoints meet them as they meet any parameter.
+
+Invariant: a base parameter keeps its name and its bits; an adapter's name is peft's behind `base_model.model.`. Applied
+on the meta device, before checkpointing, compile and stage. Base and adapters of a block share its unit: they travel in
+one gather.
+"""
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from shardbook.model.attention import KERNELS, Kernel
+from shardbook.model.causal_lm import CausalLM, build_model
+from shardbook.model.stored import Stored
+from shardbook.model.weights import HIGH, LOW, MAGNITUDE, local_rows
+from shardbook.parallel.layout import DTYPES
+from shardbook.recipe import Lora, Recipe, RecipeError, first_line, nearest
+
+WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."  # peft's
+EDGE = 2**20
+
+
+class LoraLinear(nn.Linear):
+    """A frozen linear map and its update: x W^T + scaling * dropout(x) A^T B^T, A [r, in] and B [out, r]; with DoRA all
+    of it times magnitude / |W + scaling * B A|, by row, whose gradient is not followed (2402.09353, section 4.3)."""
+
+    scaling: float
+    dropout: float
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+    lora_magnitude_vector: nn.Parameter | None
+
+    def adapt(self, lora: Lora, dtype: torch.dtype) -> None:
+        """Give a linear map, whose class was just set to this one, what it has to learn."""
+        place: dict[str, Any] = {"device": self.weight.device, "dtype": dtype}
+        self.scaling = lora.lora_alpha / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
+        self.dropout = lora.lora_dropout
+        self.lora_A = nn.Linear(self.in_features, lora.r, bias=False, **place)
+        self.lora_B = nn.Linear(lora.r, self.out_features, bias=False, **place)
+        magnitude = nn.Parameter(torch.empty(self.out_features, **place)) if lora.use_dora else None
+        self.register_parameter(MAGNITUDE, magnitude)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.lora_magnitude_vector is not None:
+            return self._decomposed(input, self.lora_magnitude_vector)
+        update = self.lora_B(self.lora_A(F.dropout(input, self.dropout, self.training)))
+        return F.linear(input, self.weight, self.bias) + update * self.scaling
+
+    def _decomposed(self, input: Tensor, magnitude: Tensor) -> Tensor:
+        kept = F.dropout(input, self.dropout, self.training)
+        scale = magnitude / self.row_norms()
+        plain = F.linear(input, self.weight)
+        shown = plain if kept is input else F.linear(kept, self.weight)
+        out = plain + (scale - 1) * shown + scale * self.lora_B(self.lora_A(kept)) * self.scaling
+        return out if self.bias is None else out + self.bias
+
+    @torch.no_grad()
+    def row_norms(self) -> Tensor:
+        """|W + scaling * B A| of each row, [out]."""
+        return torch.linalg.vector_norm(self.weight + self.scaling * (self.lora_B.weight @ self.lora_A.weight), dim=1)
+
+
+def build_adapted(recipe: Recipe, config: PreTrainedConfig, attention: Kernel = KERNELS["sdpa"]) -> CausalLM:
+    """The model of a recipe (without `auto`) on the meta device: build_model, and adapters where it asks for them.
+    Raises RecipeError where these do not fit the model."""
+    model = build_model(config, recipe.at_rest, recipe.train.loss_chunk_tokens, attention)
+    if recipe.lora.r:
+        apply_lora(model, recipe.lora, DTYPES[recipe.precision.frozen])
+    return model
+
+
+def apply_lora(model: CausalLM, lora: Lora, frozen: torch.dtype) -> None:
+    """Freeze everything, in `frozen`; then train `modules_to_save` in the dtype they had, and adapters in it."""
+    dtype = model.lm_head.weight.dtype
+    targets, saved = find_targets(model, lora), find_saved(model, lora)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            is_trained = any(parameter is other for kept in saved for other in kept.parameters())
+            if not is_trained:
+                setattr(module, name, nn.Parameter(parameter.to(frozen), requires_grad=False))
+    model.tie()
+    for target in targets:
+        target.__class__ = LoraLinear
+        assert isinstance(target, LoraLinear)
+        target.adapt(lora, dtype)
+    model.is_adapted = True
+
+
+def find_targets(model: CausalLM, lora: Lora) -> list[nn.Linear]:
+    """The linear maps inside blocks that `target_modules` names. Raises RecipeError where a name finds none."""
+    found = [(name, module) for name, module in _linear_maps(model) if ".layers." in f".{name}"]
+    names = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in found))
+    asked = names if lora.target_modules == "all-linear" else lora.target_modules
+    for name in asked:
+        if name not in names:
+            outside = [word for word in ("lm_head", "embed_tokens") if name == word]
+            said = "; train it whole with lora.modules_to_save" if outside else nearest(name, names)
+            raise RecipeError(f"lora.target_modules: {name!r} is no linear map of a block; there are {names}{said}")
+    return [module for name, module in found if name.rpartition(".")[2] in asked]
+
+
+def find_saved(model: CausalLM, lora: Lora) -> list[nn.Module]:
+    """The modules that `modules_to_save` names. Raises RecipeError where a name finds none, or one of two that are
+    tied: peft would untie them."""
+    outer = {"embed_tokens": model.model.embed_tokens, "lm_head": model.lm_head, "norm": model.model.norm}
+    for name in lora.modules_to_save:
+        if name not in outer:
+            raise RecipeError(
+                f"lora.modules_to_save: {name!r} must be one of {list(outer)}{nearest(name, list(outer))}"
+            )
+        if model.config.tie_word_embeddings and name != "norm":
+            raise RecipeError(
+                f"lora.modules_to_save: {name!r} is tied to another in this model, and cannot be trained apart"
+            )
+    return [outer[name] for name in lora.modules_to_save]
+
+
+def _linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+
+
+def kept_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What a checkpoint and an export hold: everything, or, with adapters, what is trained."""
+    named = model.named_parameters()
+    is_adapted = getattr(model, "is_adapted", False)
+    return {name: parameter for name, parameter in named if parameter.requires_grad or not is_adapted}
+
+
+def remember_base(model: nn.Module, folder: Path | None, seed: int) -> None:
+    """Note what the frozen parameters are: files of `folder`, or (None) random ones of `seed`. A digest of every file's
+    header, size and first and last megabyte: what a moved branch or another export changes, without reading all."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")) if folder else []:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size} ".encode() + file.read(EDGE))
+            file.seek(max(0, size - EDGE))
+            digest.update(file.read(EDGE))
+    model.base = digest.hexdigest()[:16] if folder else f"random, seed {seed}"  # type: ignore[assignment]
+
+
+def base_identity(model: nn.Module) -> str:
+    """What remember_base noted; empty where every parameter is in a checkpoint."""
+    return str(getattr(model, "base", "")) if getattr(model, "is_adapted", False) else ""
+
+
+def init_adapters(model: nn.Module, seed: int) -> None:
+    """A uniform within 1 / sqrt(in), B zero, magnitudes the rows' norms: the update begins at nothing, as peft's does.
+
+    A pure function of (seed, name, device type): full tensors are drawn and cut. The base is loaded.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLinear):
+            continue
+        with torch.no_grad():
+            low, rows = local_rows(module.lora_A.weight)
+            number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
+            generator = torch.Generator(low.device).manual_seed(number)
+            full = torch.empty(module.lora_A.weight.shape, device=low.device)
+            bound = 1 / math.sqrt(module.in_features)
+            low.copy_(full.uniform_(-bound, bound, generator=generator)[rows])
+            local_rows(module.lora_B.weight)[0].zero_()
+            if module.lora_magnitude_vector is not None:  # cut along the rows, as the weight is
+                weight = local_rows(module.weight)[0].float()
+                local_rows(module.lora_magnitude_vector)[0].copy_(torch.linalg.vector_norm(weight, dim=1))
+
+
+def load_adapter(model: nn.Module, folder: Path, lora: Lora) -> None:
+    """Fill what is trained from a directory as peft writes it. Raises RecipeError where it is of another kind."""
+    try:
+        settings = json.loads((folder / CONFIG).read_text())
+        stored = load_file(folder / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise RecipeError(
+            f"lora.adapter = {str(folder)!r}: no adapter can be read there ({first_line(error)})"
+        ) from None
+    for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
+        here, there = getattr(lora, key), settings.get(key, Lora.model_fields[key].default)
+        if here != there:
+            raise RecipeError(f"lora.{key} = {here}: the adapter in {folder} has {there}; set lora.{key}={there}")
+    wanted = {PREFIX + name: parameter for name, parameter in kept_parameters(model).items()}
+    problems = [f"missing {name}" for name in wanted.keys() - stored.keys()]
+    problems += [f"unexpected {name}" for name in stored.keys() - wanted.keys()]
+    shared = wanted.keys() & stored.keys()
+    problems += [
+        f"{name} has shape {list(stored[name].shape)}" for name in shared if stored[name].shape != wanted[name].shape
+    ]
+    if problems:
+        said = "; ".join(sorted(problems)[:3])
+        raise RecipeError(f"lora.adapter = {str(folder)!r}: does not fit ({len(problems)} tensors: {said})")
+    for name, parameter in wanted.items():
+        local, rows = local_rows(parameter)
+        with torch.no_grad():
+            local.copy_(stored[name][rows])
+
+
+def adapter_config(model_path: str, revision: str, lora: Lora, names: Iterable[str]) -> dict[str, Any]:
+    """adapter_config.json for adapters of those `names`."""
+    targets = sorted({name.split(".")[-3] for name in names if name.endswith(f"{LOW}.weight")})
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model_path,
+        "revision": revision,
+        "r": lora.r,
+        "lora_alpha": lora.lora_alpha,
+        "lora_dropout": lora.lora_dropout,
+        "target_modules": targets,
+        "modules_to_save": lora.modules_to_save or None,
+        "use_rslora": lora.use_rslora,
+        "use_dora": lora.use_dora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def merge(weight: Tensor, low: Tensor, high: Tensor, magnitude: Tensor | None, lora: Lora) -> Tensor:
+    """The matrix, fp32 [out, in], that does what `weight` and its update do together."""
+    scaling = lora.lora_alpha / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
+    merged = weight.float() + scaling * (high.float() @ low.float())
+    if magnitude is None:
+        return merged
+    return merged * (magnitude.float() / torch.linalg.vector_norm(merged, dim=1))[:, None]
+
+
+def full_trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`(peft's name, full tensor in fp32)` of what is trained, one at a time. Collective."""
+    for name, parameter in kept_parameters(model).items():
+        value = parameter.detach().float()
+        yield PREFIX + name, value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def save_adapter(
+    out: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    settings: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    write: bool = True,
+) -> None:
+    """Write a directory that `PeftModel.from_pretrained` loads: `tensors` by peft's names, in fp32, and `settings`
+    (adapter_config). With `write` False only consumes `tensors` (the other ranks of a collective)."""
+    found = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors if write}
+    if not write:
+        return
+    side = out.with_name(out.name + ".partial")
+    shutil.rmtree(side, ignore_errors=True)
+    side.mkdir(parents=True)
+    save_file(found, side / WEIGHTS, metadata={"format": "pt"})
+    (side / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+    tokenizer.save_pretrained(side)
+    shutil.rmtree(out, ignore_errors=True)
+    side.rename(out)
+
+
+def merged_tensors(
+    base: Mapping[str, Stored], trained: Mapping[str, Tensor], names: Iterable[str], lora: Lora
+) -> Iterator[tuple[str, Tensor]]:
+    """`(name, full tensor)` of the base model's `names`, each with its update in it, one at a time. `trained`: by our
+    names, in fp32."""
+    for name in names:
+        stem = name.removesuffix("weight")
+        weight = trained.get(name)
+        if weight is None:
+            weight = base[name].read_rows(slice(0, base[name].shape[0]))
+        if (low := trained.get(f"{stem}{LOW}.weight")) is not None:
+            weight = merge(weight, low, trained[f"{stem}{HIGH}.weight"], trained.get(stem + MAGNITUDE), lora)
+        yield name, weight
