@@ -12,9 +12,11 @@ from world import context
 
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.memory.shelf import shelf_sizes
+from shardbook.model.adapters import build_adapted
 from shardbook.model.attention import KERNELS
-from shardbook.model.causal_lm import build_model, count_flops
+from shardbook.model.causal_lm import count_flops
 from shardbook.model.families import load_config
+from shardbook.model.weights import is_adapter
 from shardbook.parallel.layout import DTYPES, build_layout
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
@@ -105,9 +107,9 @@ def test_recipe(name, tmp_path):
     assert f"RECIPE={name}" in command or f"recipes/{name}.toml" in command or name == "smollm2-135m-fsdp"
     assert measured == "not yet measured" or re.search(r"\d", measured)
     recipe = load_recipe(path)
-    assert recipe.parallel.stage == {**dict.fromkeys(("fsdp", "1gpu", "offload", "nvme"), "zero3")}.get(
-        last := name.rsplit("-", 1)[1], last
-    )
+    last = name.rsplit("-", 1)[1]
+    stages = dict.fromkeys(("fsdp", "1gpu", "offload", "nvme"), "zero3") | {"lora": recipe.parallel.stage}
+    assert recipe.parallel.stage == stages.get(last, last) and bool(recipe.lora.r) == (last == "lora")
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(dump_recipe(recipe))
     assert load_recipe(resolved) == recipe
@@ -126,8 +128,10 @@ def wrap(path, folder, world, count):
     dist.init_process_group("fake", rank=world - 1, world_size=world)
     recipe = resolve_precision(load_recipe(path), "cuda")
     config = load_config(recipe.model, folder, recipe.data.max_length)
-    model = build_model(config, recipe.at_rest, attention=KERNELS["varlen"])
-    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    model = build_adapted(recipe, config, KERNELS["varlen"])
+    added = sum(parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name))
+    assert sum(parameter.numel() for parameter in model.parameters()) == count + added
+    assert bool(added) == bool(recipe.lora.r)
     own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)
     layout = build_layout(*own, world, min(8, world), recipe.offload)
     away = shelf_sizes(layout, 0) if recipe.offload.optimizer != "none" else {}
@@ -147,7 +151,8 @@ def wrap(path, folder, world, count):
     shard = layout.shards
     placed = [Replicate(), Shard(0)] if "dp_replicate" in layout.stage.axes else [Shard(0)]
     for name, parameter in model.named_parameters():
-        assert parameter.is_meta and parameter.dtype == DTYPES[recipe.at_rest]
+        assert parameter.is_meta
+        assert parameter.dtype == DTYPES[recipe.at_rest if parameter.requires_grad else recipe.precision.frozen]
         if not layout.copies:
             assert isinstance(parameter, DTensor) and list(parameter.placements) == placed, name
             assert -(-len(parameter) // shard) >= len(parameter.to_local())
@@ -156,7 +161,7 @@ def wrap(path, folder, world, count):
     # what a rank keeps is its share: every matrix of these models divides evenly, so exactly
     kept = sum((p if layout.copies else p.to_local()).numel() for p in model.parameters())
     if all(len(parameter) % shard == 0 for parameter in model.parameters()):
-        assert kept == count // shard
+        assert kept == (count + added) // shard
     assert kept_bytes(()) == 0
     # what the recipe says it needs is what its layout keeps, over all ranks
     needs = sum(predict_resident(layout, rank, recipe.optim.name).total_bytes for rank in range(world))

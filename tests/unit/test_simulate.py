@@ -23,8 +23,8 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
     """(simulated peak, kept), (the formula's peak, kept). `whole`: all layers, none by extrapolation. `stage` may be a
     recipe's path, which says all the rest."""
     import shardbook.plan.simulate as simulate
+    from shardbook.model.adapters import build_adapted
     from shardbook.model.attention import KERNELS
-    from shardbook.model.causal_lm import build_model
     from shardbook.model.shapes import shape_config
     from shardbook.objectives import OBJECTIVES
     from shardbook.parallel.layout import build_layout
@@ -41,7 +41,7 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
     simulate.LAYERS = (layers, layers) if whole else (4, 5)
     run, here = simulate.simulate_step, min(8, world)
     found = run(recipe, config, world, here, OBJECTIVES[recipe.method])
-    model = build_model(config, recipe.precision.master, 1024, KERNELS["varlen"])
+    model = build_adapted(recipe, config, KERNELS["varlen"])
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, world, here)
     kept = predict_resident(layout, 0, recipe.optim.name)
     peak = predict_peak(layout, config, recipe).total
@@ -103,3 +103,18 @@ def test_one_gpu_adds_gradients_up_in_the_dtype_they_are_kept_in(alone):
 @pytest.mark.parametrize("stage", ["ddp", "zero2", "zero3"])
 def test_two_small_models_tell_of_a_deep_one_exactly(alone, stage):
     assert alone(stage, "selective", 2, 9)[0] == alone(stage, "selective", 2, 9, True)[0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "checkpointing", "words"),
+    [
+        ("zero3", "selective", ("lora.r=16",)),
+        ("ddp", "none", ("lora.r=16", "lora.target_modules=[q_proj,v_proj]")),
+        pytest.param("zero2", "full", ("lora.r=64",), marks=pytest.mark.slow),
+        pytest.param("ddp", "selective", ("lora.r=16", "lora.target_modules=[gate_proj]"), marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_on_a_frozen_base(alone, stage, checkpointing, words):
+    (peak, kept), (formula, resident) = alone(stage, checkpointing, 2, 3, False, WORLD, words)
+    assert 0 <= kept - resident < 1024
+    assert formula / peak == pytest.approx(1, abs=0.02), (formula / GB, peak / GB)

@@ -63,7 +63,16 @@ def apply_checkpointing(blocks: list[nn.Module], activation: Activation, is_rand
 
 
 def keep_saved_ops(context: Any, op: Any, *positional: Any, **named: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if str(op) in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    is_saved = str(op) in SAVED_OPS
+    if is_saved and str(op) == "aten.mm.default":
+        left, right = positional[:2]
+        is_saved = not is_thin(left.shape[1], right.shape[1])
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_thin(depth: int, width: int) -> bool:
+    """Whether a product over `depth` makes so much more than it takes (an adapter's second) that it is made again."""
+    return 8 * depth <= width
 
 
 def recomputed(forward: Callable[..., Tensor], is_random: bool = False, **options: Any) -> Callable[..., Tensor]:

@@ -56,8 +56,8 @@ class LoraLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if self.lora_magnitude_vector is not None:
             return self._decomposed(input, self.lora_magnitude_vector)
-        update = self.lora_B(self.lora_A(F.dropout(input, self.dropout, self.training)))
-        return F.linear(input, self.weight, self.bias) + update * self.scaling
+        low = self.lora_A(F.dropout(input, self.dropout, self.training)) * self.scaling
+        return F.linear(input, self.weight, self.bias) + self.lora_B(low)
 
     def _decomposed(self, input: Tensor, magnitude: Tensor) -> Tensor:
         kept = F.dropout(input, self.dropout, self.training)

@@ -90,9 +90,11 @@ def predict_step(
     passes = (PASSES + (kind in ("full", "selective"))) * wide * config.num_hidden_layers * itemsize
     memory = tokens * (passes + config.vocab_size * 5 * 4) / rates.memory_bytes
     # casts, copies in and out of a gather, and of a reduction, of each parameter; AdamW, norm and clipping of a shard
-    numel = sum(unit.numel for unit in layout.units)
-    copies = numel * (2 * 2 * itemsize + itemsize + 2 * 4) / rates.memory_bytes
-    shard, master = numel // layout.shards, layout.dtype("master").itemsize
+    sharded = layout.shards > 1
+    moved = sum(unit.numel if sharded else unit.cast_numel(itemsize) for unit in layout.units)
+    trained = sum(unit.padded_numel(1, trained_only=True) for unit in layout.units)
+    copies = (moved * 2 * 2 * itemsize + trained * (itemsize + 2 * 4)) / rates.memory_bytes
+    shard, master = trained // layout.shards, layout.dtype("master").itemsize
     moments = 2 * state_bytes(recipe.optim.name, shard, master)  # read and written
     is_here = layout.offload.optimizer == "none"
     optimizer = (shard * 10 * master + moments) / rates.memory_bytes * is_here
