@@ -228,3 +228,86 @@ def test_what_cannot_be_is_refused_in_one_line(words, recipe):
 def test_an_adapter_of_another_rank_names_the_key(recipe, adapters):
     words = [word for word in words_of("all", adapters) if "lora.r=" not in word]
     assert "set lora.r=4" in refusal(recipe, "lora.r=8", *words)
+
+
+def alpha_alone():
+    from shardbook.model.adapters import LoraLinear
+
+    right = LoraLinear.adapt
+
+    def adapt(self, lora, dtype):
+        right(self, lora, dtype)
+        self.scaling = lora.lora_alpha
+
+    LoraLinear.adapt = adapt
+
+
+def swapped_in_export():
+    from shardbook.run import export
+
+    right = export.full_trained
+
+    def swapped(model):
+        for name, tensor in right(model):
+            other = {"lora_A": "lora_B", "lora_B": "lora_A"}
+            word = next((word for word in other if word in name), None)
+            yield (name.replace(word, other[word]), tensor.T) if word else (name, tensor)
+
+    export.full_trained = swapped
+
+
+def dropped_anew():
+    from shardbook import train
+    from shardbook.memory.activation import apply_checkpointing
+
+    train.apply_checkpointing = lambda blocks, activation, is_random: apply_checkpointing(blocks, activation, False)
+
+
+def any_base():
+    from shardbook.model import adapters
+    from shardbook.run import checkpoint
+
+    adapters.base_identity = checkpoint.base_identity = lambda model: ""
+
+
+def planted(bug, calls):
+    """One rank, with the bug: what run_cases, or train_rank, makes of each of `calls`."""
+    bug()
+    return [call(*words) for call, *words in calls]
+
+
+def test_planted_alpha_in_place_of_its_share(recipe, tiny, adapters, tmp_path, wanted_of):
+    case = Case("zero3", 1, 1, extra=words_of("all", adapters))
+    run_world(1, planted, alpha_alone, [(run_cases, recipe, tiny, [case], tmp_path)])
+    with pytest.raises(AssertionError, match="e-|losses|gradient"):
+        assert_case(case, outcomes_of(case, tmp_path), wanted_of(case, "all"))
+
+
+def test_planted_swap_in_export(recipe, tiny, adapters):
+    words = [str(recipe), "run.name=swapped", "train.steps=1", "train.export=true", *words_of("all", adapters)]
+    run_world(1, planted, swapped_in_export, [(train_rank, words)])
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        peft.PeftModel.from_pretrained(plain_model(tiny, "all"), recipe.parent / "swapped" / "export")
+
+
+def test_planted_dropout_without_its_random_state(recipe, tiny, adapters, tmp_path):
+    extra = (*words_of("all", adapters), "lora.lora_dropout=0.5")
+    cases = [Case("zero3", 1, 1, checkpointing=kind, extra=extra) for kind in ("none", "full")]
+    assert run_world(1, run_cases, recipe, tiny, cases, tmp_path) == [[]]
+    kept, recomputed = (outcomes_of(case, tmp_path)[0].result for case in cases)
+    assert same_bits(kept, recomputed)
+    (tmp_path / "planted").mkdir()
+    run_world(1, planted, dropped_anew, [(run_cases, recipe, tiny, cases[1:], tmp_path / "planted")])
+    assert not same_bits(kept, outcomes_of(cases[1], tmp_path / "planted")[0].result)
+
+
+def test_planted_resume_on_any_base(recipe, tiny, tmp_path):
+    """It goes on, where the test of the refusal wants exit code 2."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny / "model", base)
+    words = [str(recipe), "run.name=any", "lora.r=4", f"model.path={base}", "train.save_steps=1"]
+    for steps in (1, 2):
+        (((code, _, _),),) = run_world(1, planted, any_base, [(train_rank, [*words, f"train.steps={steps}"])])
+        assert code == 0
+        weights = next(base.glob("*.safetensors"))
+        weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")

@@ -74,7 +74,10 @@ class Console:
             table.add_row("ZeRO++", describe_switches(layout))
         table.add_row("attention", f"{attention.name}, told of documents by {attention.told}")
         table.add_row("recomputed", recomputed)
-        table.add_row("parameters", f"{sum(unit.numel for unit in own):,}")
+        trained = sum(unit.padded_numel(1, trained_only=True) for unit in own)
+        count = sum(unit.numel for unit in own)
+        frozen = f"; {trained:,} of them trained, the others at rest in {precision.frozen}" * (trained < count)
+        table.add_row("parameters", f"{count:,}{frozen}")
         computed = f"computed {precision.params}, reduced {precision.reduce}, returned {precision.output}"
         table.add_row("dtypes", f"kept {precision.master}, {computed}")
         state = predict_resident(layout, rank=0)  # the optimizer's is the recipe's, which the peak knows
