@@ -311,3 +311,19 @@ def test_planted_resume_on_any_base(recipe, tiny, tmp_path):
         assert code == 0
         weights = next(base.glob("*.safetensors"))
         weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+
+
+def test_secondary_shards_and_a_base_in_another_dtype(recipe, tiny, adapters, tmp_path):
+    """hpZ is zero3 bit for bit; a bf16 base under fp32 compute is the same on every stage."""
+    words = words_of("all", adapters)
+    hpz = Case("zeropp", 1, 4, 3, extra=(*words, "parallel.secondary_shard=2"))
+    plain = Case("zero3", 1, 4, 3, extra=words)
+    assert run_world(4, run_cases, recipe, tiny, [hpz, plain], tmp_path) == [[]] * 4
+    assert same_bits(outcomes_of(hpz, tmp_path)[0].result, outcomes_of(plain, tmp_path)[0].result)
+    low = (*words, "precision.frozen=bf16")
+    cases = [Case(stage, *((2, 1) if stage == "ddp" else (1, 2)), extra=low) for stage in ("ddp", "zero2", "zero3")]
+    assert run_world(2, run_cases, recipe, tiny, cases, tmp_path) == [[], []]
+    first, *others = [outcomes_of(case, tmp_path)[0] for case in cases]
+    assert all(same_bits(first.result, other.result) for other in others)
+    for outcome in (first, *others):
+        assert outcome.traffic[0] == outcome.traffic[1] and outcome.memory[0] == outcome.memory[1]

@@ -25,7 +25,7 @@ def write_plan_page(path: Path, report: Report) -> None:
         f"{word.capitalize()}: {rest.strip()}"
         for word, _, rest in (line.partition(" ") for line in describe_advice(report))
     ]
-    nodes = f"{cluster.nodes} nodes of {cluster.a_node}, {cluster.nics:g} Gbit/s a node"
+    nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.a_node}, {cluster.nics:g} Gbit/s a node"
     room = f"{cluster.room_bytes / GB:.0f} of {cluster.gpu.gb:g} GB of a GPU can be used"
     about = f"{planner.parameters:,} parameters; {nodes}; {room}. By formula; nothing was run. {'. '.join(said)}"
     head = [
@@ -102,9 +102,8 @@ def draw_step(report: Report) -> Panel:
     moments = report.stages[name].moments(planner.config)
     rows = {moment: {term: size / GB for term, size in asdict(peak).items()} for moment, peak in moments.items()}
     chart, numbers = _stacked(rows, "GB", f"GB of a rank under {name}, by moment", 1)
-    words = (
-        f"{name}, from top to bottom: the moments where a step can be fullest, of its first and its last micro-batch. "
-    )
+    words = f"{name}, from top to bottom: the moments where a step can be fullest, of its first two micro-batches and "
+    words += "its last. "
     return "Memory over the step", words + f"{room:.0f} GB can be used.", chart, numbers
 
 
