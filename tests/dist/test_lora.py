@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from functools import cache
 
 import pytest
 import reference
@@ -29,6 +30,10 @@ KINDS = {  # peft's settings, and whether the model is tied
     "dora": ({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "use_dora": True}, False),
     "saved": ({"r": 4, "lora_alpha": 8, "target_modules": ["k_proj", "up_proj"], "modules_to_save": ["lm_head"]}, False),
 }
+
+
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
 
 
 def ours(name: str) -> str:
@@ -110,22 +115,31 @@ def cases_of(adapters) -> list[tuple[str, Case]]:
 @pytest.fixture(scope="module")
 def outcomes(recipe, tiny, adapters, tmp_path_factory):
     results = tmp_path_factory.mktemp("results")
-    for world in (1, 2):
-        chosen = [case for _, case in cases_of(adapters) if case.world == world]
-        assert run_world(world, run_cases, recipe, tiny, chosen, results, seconds=900) == [[]] * world
-    return lambda case: outcomes_of(case, results)
+
+    @cache
+    def run(kind: str) -> None:
+        for world in (1, 2):
+            chosen = [case for name, case in cases_of(adapters) if case.world == world and name == kind]
+            assert run_world(world, run_cases, recipe, tiny, chosen, results, seconds=900) == [[]] * world
+
+    def of(kind: str, case: Case):
+        run(kind)
+        return outcomes_of(case, results)
+
+    return of
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["all", slow("rslora"), "dora", slow("saved")])
 def test_every_stage_is_peft_to_a_millionth(kind, adapters, outcomes, wanted_of):
     for name, case in cases_of(adapters):
         if name == kind:
-            found, want = outcomes(case), wanted_of(case, kind)
+            found, want = outcomes(kind, case), wanted_of(case, kind)
             trained = {word for word in found[0].result.gradients[0]}
             assert any("lora_A" in word for word in trained) and not any("layernorm" in word for word in trained)
             assert_case(case, found, want)
 
 
+@pytest.mark.slow
 def test_two_ranks_bitwise(recipe, tiny, adapters, tmp_path):
     words = words_of("all", adapters)
     for micros, classes in ((1, [["ddp", "zero1", "zero2", "zero3"]]), (3, [["ddp", "zero1"], ["zero2", "zero3"]])):
@@ -136,7 +150,7 @@ def test_two_ranks_bitwise(recipe, tiny, adapters, tmp_path):
             assert all(same_bits(first, other) for other in others)
 
 
-@pytest.mark.parametrize("stage", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("stage", ["ddp", slow("zero2"), "zero3"])
 def test_a_bf16_base_keeps_and_sends_what_is_predicted(stage, recipe, tiny, adapters, tmp_path):
     extra = (*words_of("all", adapters), "precision.params=bf16")
     case = Case(stage, *((2, 1) if stage == "ddp" else (1, 2)), 3, extra=extra)
@@ -154,7 +168,7 @@ def logits_of(model, tiny) -> torch.Tensor:
         return model(input_ids=torch.arange(3, 60)[None]).logits
 
 
-@pytest.mark.parametrize("kind", ["all", "dora", "saved"])
+@pytest.mark.parametrize("kind", ["all", slow("dora"), slow("saved")])
 def test_files_go_both_ways(kind, recipe, tiny, adapters, tmp_path):
     """Ours is read by peft, what is merged by transformers, and a checkpoint has adapters alone."""
     from shardbook.cli import main
@@ -283,6 +297,7 @@ def test_planted_alpha_in_place_of_its_share(recipe, tiny, adapters, tmp_path, w
         assert_case(case, outcomes_of(case, tmp_path), wanted_of(case, "all"))
 
 
+@pytest.mark.slow
 def test_planted_swap_in_export(recipe, tiny, adapters):
     words = [str(recipe), "run.name=swapped", "train.steps=1", "train.export=true", *words_of("all", adapters)]
     run_world(1, planted, swapped_in_export, [(train_rank, words)])
@@ -290,6 +305,7 @@ def test_planted_swap_in_export(recipe, tiny, adapters):
         peft.PeftModel.from_pretrained(plain_model(tiny, "all"), recipe.parent / "swapped" / "export")
 
 
+@pytest.mark.slow
 def test_planted_dropout_without_its_random_state(recipe, tiny, adapters, tmp_path):
     extra = (*words_of("all", adapters), "lora.lora_dropout=0.5")
     cases = [Case("zero3", 1, 1, checkpointing=kind, extra=extra) for kind in ("none", "full")]
@@ -301,6 +317,7 @@ def test_planted_dropout_without_its_random_state(recipe, tiny, adapters, tmp_pa
     assert not same_bits(kept, outcomes_of(cases[1], tmp_path / "planted")[0].result)
 
 
+@pytest.mark.slow
 def test_planted_resume_on_any_base(recipe, tiny, tmp_path):
     """It goes on, where the test of the refusal wants exit code 2."""
     base = tmp_path / "base"
@@ -313,6 +330,7 @@ def test_planted_resume_on_any_base(recipe, tiny, tmp_path):
         weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
 
 
+@pytest.mark.slow
 def test_secondary_shards_and_a_base_in_another_dtype(recipe, tiny, adapters, tmp_path):
     """hpZ is zero3 bit for bit; a bf16 base under fp32 compute is the same on every stage."""
     words = words_of("all", adapters)

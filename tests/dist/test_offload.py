@@ -144,7 +144,7 @@ def train_partly(recipe, runs):
     """The same with a matrix of the first block frozen, and one in the second that is trained and never used."""
     from shardbook import train
 
-    real = train.build_model
+    real = train.build_adapted
 
     def build_model(*words):
         model = real(*words)
@@ -155,7 +155,7 @@ def train_partly(recipe, runs):
             second.register_parameter("unused", torch.nn.Parameter(torch.empty(5, 7, dtype=weight.dtype, device="meta")))
         return model
 
-    train.build_model = build_model
+    train.build_adapted = build_model
     return train_all(recipe, runs)
 
 
