@@ -89,8 +89,8 @@ def save_checkpoint(
             "ranks": _ranks(sharded),
             OPTIMIZER: state_kind(optimizer, sharded.layout.shards),
             RESIDUAL: list(sharded.residuals),
-            BASE: base_identity(sharded.model),
         }
+        facts |= {BASE: base} if (base := base_identity(sharded.model)) else {}
         (path / STATE).write_text(json.dumps(facts | {"shapes": _shapes(sharded.model)}, indent=1))
         (path / MARKER).touch()
         for old in sorted(_complete(folder), key=_step_of)[:-keep] if keep else []:
