@@ -31,6 +31,7 @@ from shardbook.recipe import Lora, Recipe, RecipeError, first_line, nearest
 
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."  # peft's
 EDGE = 2**20
+BASE = "base"  # of a model with adapters: what remember_base noted
 
 
 class LoraLinear(nn.Linear):
@@ -46,7 +47,7 @@ class LoraLinear(nn.Linear):
     def adapt(self, lora: Lora, dtype: torch.dtype) -> None:
         """Give a linear map, whose class was just set to this one, what it has to learn."""
         place: dict[str, Any] = {"device": self.weight.device, "dtype": dtype}
-        self.scaling = lora.lora_alpha / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
+        self.scaling = lora.scaling
         self.dropout = lora.lora_dropout
         self.lora_A = nn.Linear(self.in_features, lora.r, bias=False, **place)
         self.lora_B = nn.Linear(lora.r, self.out_features, bias=False, **place)
@@ -149,12 +150,12 @@ def remember_base(model: nn.Module, folder: Path | None, seed: int) -> None:
             digest.update(f"{path.name} {size} ".encode() + file.read(EDGE))
             file.seek(max(0, size - EDGE))
             digest.update(file.read(EDGE))
-    model.base = digest.hexdigest()[:16] if folder else f"random, seed {seed}"  # type: ignore[assignment]
+    setattr(model, BASE, digest.hexdigest()[:16] if folder else f"random, seed {seed}")
 
 
 def base_identity(model: nn.Module) -> str:
     """What remember_base noted; empty where every parameter is in a checkpoint."""
-    return str(getattr(model, "base", "")) if getattr(model, "is_adapted", False) else ""
+    return str(getattr(model, BASE, "")) if getattr(model, "is_adapted", False) else ""
 
 
 def init_adapters(model: nn.Module, seed: int) -> None:
@@ -231,8 +232,7 @@ def adapter_config(model_path: str, revision: str, lora: Lora, names: Iterable[s
 
 def merge(weight: Tensor, low: Tensor, high: Tensor, magnitude: Tensor | None, lora: Lora) -> Tensor:
     """The matrix, fp32 [out, in], that does what `weight` and its update do together."""
-    scaling = lora.lora_alpha / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
-    merged = weight.float() + scaling * (high.float() @ low.float())
+    merged = weight.float() + lora.scaling * (high.float() @ low.float())
     if magnitude is None:
         return merged
     return merged * (magnitude.float() / torch.linalg.vector_norm(merged, dim=1))[:, None]

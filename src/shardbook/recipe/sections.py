@@ -199,6 +199,11 @@ class Lora(Section):
     modules_to_save: list[str] = key([], "What is trained whole beside: embed_tokens, lm_head, norm.")
     adapter: str = key("", "A directory, as peft writes it, whose adapter is gone on with.")
 
+    @property
+    def scaling(self) -> float:
+        """What an update is multiplied by."""
+        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+
     @model_validator(mode="after")
     def something_to_set(self) -> "Lora":
         if not self.r and (changed := self.model_dump(exclude_defaults=True)):
