@@ -4,6 +4,8 @@ planned anew."""
 import contextlib
 import dataclasses
 import pickle
+import shutil
+import time
 
 import pytest
 from world import run_world
@@ -213,7 +215,21 @@ def after_a_failure(folder):
     def full(writer, plan, planner):
         raise OSError(28, "No space left on device")
 
+    usage, remove = shutil.disk_usage, shutil.rmtree
+
+    def late(folder):
+        time.sleep(1)  # rank 0 is through by then, and begins the same checkpoint again
+        return usage(folder)
+
+    def slow(*positional, **named):
+        remove(*positional, **named)
+        time.sleep(2)
+
     start_distributed()
+    if dist.get_rank() == 0:
+        shutil.rmtree = slow
+    else:
+        shutil.disk_usage = late
     with planned_items() as counts:
         sharded, optimizer, advance = start()
         advance(1)

@@ -76,7 +76,8 @@ def save_checkpoint(
     try:
         state_dict_saver.save(tensors, checkpoint_id=path, planner=planner)
     except (CheckpointException, OSError, RuntimeError) as error:
-        free = shutil.disk_usage(path).free / 10**9
+        there = next(each for each in path.absolute().parents if each.exists())  # rank 0 may have begun path anew
+        free = shutil.disk_usage(there).free / 10**9
         raise RunFailed(
             f"checkpoint {path}: cannot be written, {free:.1f} GB are free there ({_cause(error)})"
         ) from error
