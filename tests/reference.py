@@ -74,3 +74,17 @@ def descend(
         result.gradients.append({name: g.detach() for name, g in gradients.items()})
     result.weights = {name: p.detach() for name, p in model.named_parameters()}
     return result
+
+
+def nf4(full: Tensor) -> Tensor:
+    """What NF4 makes of a matrix, by appendix E of QLoRA (arXiv 2305.14314), number by number, in fp32."""
+
+    def quantiles(count: int) -> Tensor:
+        return torch.special.ndtri(torch.linspace(0.9677083, 0.5, count, dtype=torch.float64)[:-1])
+
+    codes = torch.cat([quantiles(9), torch.zeros(1, dtype=torch.float64), -quantiles(8)])
+    codes /= codes.max()
+    blocks = full.double().view(-1, 64)
+    absmax = blocks.abs().amax(1, keepdim=True)
+    nearest = (blocks[..., None] / absmax[..., None] - codes).abs().nan_to_num(0.0).argmin(-1)
+    return torch.where(absmax > 0, codes[nearest] * absmax, 0.0).view_as(full).float()

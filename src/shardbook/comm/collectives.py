@@ -66,6 +66,7 @@ class QuantizedAllGather(_Allocates, AllGather):
     ) -> None:
         """`input_tensor` [n] of this rank, a view into `output_tensor` [ranks * n], bf16 or fp32."""
         assert not async_op, "fully_shard gathers asynchronously only when asked to"
+        assert input_tensor.is_floating_point(), f"{input_tensor.dtype}: bytes are not numbers that can be rounded"
         if group.size() != self.ranks:
             all_gather(output_tensor, input_tensor, group)
             return

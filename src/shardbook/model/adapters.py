@@ -11,10 +11,12 @@ import json
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -24,13 +26,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.model.attention import KERNELS, Kernel
 from shardbook.model.causal_lm import CausalLM, build_model
-from shardbook.model.stored import Stored
-from shardbook.model.weights import HIGH, LOW, MAGNITUDE, local_rows
+from shardbook.model.nf4 import PackedLinear, pack_module, packed_product, unpacked_weight
+from shardbook.model.stored import Stored, digest_share
+from shardbook.model.weights import HIGH, LOW, MAGNITUDE, is_adapter, local_rows
 from shardbook.parallel.layout import DTYPES
 from shardbook.recipe import Lora, Recipe, RecipeError, first_line, nearest
 
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."  # peft's
-EDGE = 2**20
 BASE = "base"  # of a model with adapters: what remember_base noted
 
 
@@ -58,20 +60,39 @@ class LoraLinear(nn.Linear):
         if self.lora_magnitude_vector is not None:
             return self._decomposed(input, self.lora_magnitude_vector)
         low = self.lora_A(F.dropout(input, self.dropout, self.training)) * self.scaling
-        return F.linear(input, self.weight, self.bias) + self.lora_B(low)
+        return self.product(input, self.bias) + self.lora_B(low)
+
+    def product(self, input: Tensor, bias: Tensor | None = None) -> Tensor:
+        """What the base makes of `input`."""
+        return F.linear(input, self.weight, bias)
+
+    def base_rows(self, dtype: torch.dtype) -> Tensor:
+        """This rank's rows of the base's weight, or all of them where it is gathered."""
+        return local_rows(self.weight)[0].to(dtype)
 
     def _decomposed(self, input: Tensor, magnitude: Tensor) -> Tensor:
         kept = F.dropout(input, self.dropout, self.training)
         scale = magnitude / self.row_norms()
-        plain = F.linear(input, self.weight)
-        shown = plain if kept is input else F.linear(kept, self.weight)
+        plain = self.product(input)
+        shown = plain if kept is input else self.product(kept)
         out = plain + (scale - 1) * shown + scale * self.lora_B(self.lora_A(kept)) * self.scaling
         return out if self.bias is None else out + self.bias
 
     @torch.no_grad()
     def row_norms(self) -> Tensor:
         """|W + scaling * B A| of each row, [out]."""
-        return torch.linalg.vector_norm(self.weight + self.scaling * (self.lora_B.weight @ self.lora_A.weight), dim=1)
+        update = self.scaling * (self.lora_B.weight @ self.lora_A.weight)
+        return torch.linalg.vector_norm(self.base_rows(update.dtype) + update, dim=1)
+
+
+class PackedLoraLinear(LoraLinear):
+    """The same over a base in four bits."""
+
+    def product(self, input: Tensor, bias: Tensor | None = None) -> Tensor:
+        return packed_product(self, input, bias)
+
+    def base_rows(self, dtype: torch.dtype) -> Tensor:
+        return unpacked_weight(self, dtype)
 
 
 def build_adapted(recipe: Recipe, config: PreTrainedConfig, attention: Kernel = KERNELS["sdpa"]) -> CausalLM:
@@ -80,7 +101,17 @@ def build_adapted(recipe: Recipe, config: PreTrainedConfig, attention: Kernel = 
     model = build_model(config, recipe.at_rest, recipe.train.loss_chunk_tokens, attention)
     if recipe.lora.r:
         apply_lora(model, recipe.lora, DTYPES[recipe.precision.frozen])
+    if recipe.model.load_in_4bit:
+        pack_blocks(model, DTYPES[recipe.precision.params], recipe.model.bnb_4bit_use_double_quant)
     return model
+
+
+def pack_blocks(model: CausalLM, dtype: torch.dtype, nested: bool) -> None:
+    """Put every frozen matrix of a block in four bits, kept as `dtype`; embedding, norms and head stay."""
+    for name, module in list(_linear_maps(model)):
+        if ".layers." in f".{name}" and not is_adapter(name):
+            pack_module(module, name, dtype, nested)
+            module.__class__ = PackedLoraLinear if isinstance(module, LoraLinear) else PackedLinear
 
 
 def apply_lora(model: CausalLM, lora: Lora, frozen: torch.dtype) -> None:
@@ -140,17 +171,19 @@ def kept_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in named if parameter.requires_grad or not is_adapted}
 
 
-def remember_base(model: nn.Module, folder: Path | None, seed: int) -> None:
-    """Note what the frozen parameters are: files of `folder`, or (None) random ones of `seed`. A digest of every file's
-    header, size and first and last megabyte: what a moved branch or another export changes, without reading all."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")) if folder else []:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size} ".encode() + file.read(EDGE))
-            file.seek(max(0, size - EDGE))
-            digest.update(file.read(EDGE))
-    setattr(model, BASE, digest.hexdigest()[:16] if folder else f"random, seed {seed}")
+def remember_base(model: nn.Module, folder: Path | None, recipe: Recipe) -> None:
+    """Note what the frozen parameters are: every byte of the weights files of `folder`, or (None) random ones, and in
+    how many bits. Collective: each rank hashes its share of the files."""
+    named = f"random, seed {recipe.train.seed}"
+    if folder:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        shares: list[Any] = [None] * ranks
+        dist.all_gather_object(shares, digest_share(folder, rank, ranks))
+        digest = hashlib.sha256(b"".join(piece for pieces in zip_longest(*shares, fillvalue=b"") for piece in pieces))
+        named = digest.hexdigest()[:16]
+    if recipe.model.load_in_4bit:
+        named += ", nf4" + ", double" * recipe.model.bnb_4bit_use_double_quant
+    setattr(model, BASE, named)
 
 
 def base_identity(model: nn.Module) -> str:
@@ -175,8 +208,8 @@ def init_adapters(model: nn.Module, seed: int) -> None:
             low.copy_(full.uniform_(-bound, bound, generator=generator)[rows])
             local_rows(module.lora_B.weight)[0].zero_()
             if module.lora_magnitude_vector is not None:  # cut along the rows, as the weight is
-                weight = local_rows(module.weight)[0].float()
-                local_rows(module.lora_magnitude_vector)[0].copy_(torch.linalg.vector_norm(weight, dim=1))
+                norms = torch.linalg.vector_norm(module.base_rows(torch.float32), dim=1)
+                local_rows(module.lora_magnitude_vector)[0].copy_(norms)
 
 
 def load_adapter(model: nn.Module, folder: Path, lora: Lora) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from shardbook.model.attention import KERNELS, Kernel, attention_mask, head_size, use_attention
 from shardbook.model.loss_head import LossHead
 from shardbook.parallel.layout import DTYPES
+from shardbook.parallel.units import count_parameters
 
 
 class CausalLM(nn.Module):
@@ -136,8 +137,8 @@ def count_flops(model: CausalLM) -> Flops:
     """
     config = model.config
     matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
-    block = sum(p.numel() for p in matrices)
-    trained = sum(p.numel() for p in matrices if p.requires_grad)
+    block = count_parameters(matrices)
+    trained = count_parameters(p for p in matrices if p.requires_grad)
     head = model.lm_head.weight.numel()
     per_token = 4 * (block + head) + 2 * (trained + head * model.lm_head.weight.requires_grad)
     per_pair = 6 * config.num_hidden_layers * config.num_attention_heads * head_size(config)

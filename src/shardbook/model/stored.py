@@ -8,11 +8,13 @@ header (JSON: dtype, shape and place of each tensor), the tensors, row by row, w
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import math
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from shardbook.recipe import RecipeError
 
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PIECE = 32 * 2**20  # of a file that is hashed at once
 HEADER_BYTES = 100 * 10**6  # the library's own limit: what is longer is no header
 
 
@@ -49,20 +52,37 @@ class Stored:
         return read
 
 
+def weights_files(folder: Path) -> list[Path]:
+    """The weights files of a Hugging Face directory. Raises RecipeError where there is none."""
+    if (folder / INDEX).is_file():
+        names = json.loads((folder / INDEX).read_text())["weight_map"]
+        return sorted({folder / file for file in names.values()})
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    raise RecipeError(f"{folder}: no model.safetensors and no {INDEX} (pickled weights are not read)")
+
+
+def digest_share(folder: Path, rank: int, ranks: int) -> list[bytes]:
+    """Of every `ranks`th piece of the weights files, from the `rank`th on, a SHA-256."""
+
+    def digest(piece: tuple[Path, int]) -> bytes:
+        path, start = piece
+        with path.open("rb") as file:
+            file.seek(start)
+            return hashlib.sha256(file.read(PIECE)).digest()
+
+    pieces = [(path, start) for path in weights_files(folder) for start in range(0, path.stat().st_size, PIECE)]
+    with ThreadPoolExecutor(4) as threads:  # the hash runs beside Python
+        return list(threads.map(digest, pieces[rank::ranks]))
+
+
 @contextlib.contextmanager
 def open_tensors(folder: Path) -> Iterator[dict[str, Stored]]:
     """Every tensor of a Hugging Face directory by name, to be read while the context lasts. Opens each weights file
     once. Raises RecipeError where there is none, one is missing, or one is cut short."""
-    if (folder / INDEX).is_file():
-        names = json.loads((folder / INDEX).read_text())["weight_map"]
-        paths = sorted({folder / file for file in names.values()})
-    elif (folder / "model.safetensors").is_file():
-        paths = [folder / "model.safetensors"]
-    else:
-        raise RecipeError(f"{folder}: no model.safetensors and no {INDEX} (pickled weights are not read)")
     found: dict[str, Stored] = {}
     with contextlib.ExitStack() as files:
-        for path in paths:
+        for path in weights_files(folder):
             try:
                 file = files.enter_context(path.open("rb", buffering=0))
             except FileNotFoundError:

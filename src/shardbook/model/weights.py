@@ -7,7 +7,9 @@ byte is copied. Writing: one stream of full tensors into files of 5 GB, made in 
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.model.families import FAMILIES
+from shardbook.model.nf4 import ABSMAX, PACKED, fill_rows
 from shardbook.model.stored import FLOATS, INDEX, open_tensors
 from shardbook.parallel.layout import DTYPES
 from shardbook.recipe import RecipeError
@@ -34,12 +37,12 @@ def is_adapter(name: str) -> bool:
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Fill the materialised, sharded parameters of `model` from the safetensors of `folder`. Raises RecipeError.
 
-    Values are cast to the parameter's dtype. A tied head is skipped if present. All missing, unexpected, misshapen
-    and non-float entries are named in one error, before anything is read.
+    Values are cast to the parameter's dtype, or quantised to its bits. A tied head is skipped if present. All missing,
+    unexpected, misshapen and non-float entries are named in one error, before anything is read.
     """
     named = dict(model.named_parameters())  # a tied weight appears once, under its embedding's name
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - named.keys()
-    wanted = {name: parameter for name, parameter in named.items() if not is_adapter(name)}
+    wanted = places(model)
     config: Any = model.config
     ignored = FAMILIES[config.model_type].ignored_suffixes
     with open_tensors(folder) as stored:
@@ -57,10 +60,33 @@ def load_weights(model: nn.Module, folder: Path) -> None:
                 problems.append(f"{name} has dtype {dtype}, not a float")
         if problems:
             raise RecipeError(f"weights in {folder} do not fit the model: {'; '.join(problems)}")
-        for name, parameter in wanted.items():
-            local, rows = local_rows(parameter)
-            with torch.no_grad():
-                local.copy_(stored[name].read_rows(rows))
+        for name, place in wanted.items():
+            place.fill(stored[name].read_rows(place.rows))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of the weights files, of `shape`, goes on this rank: its `rows`, which `fill` takes."""
+
+    shape: torch.Size
+    rows: slice
+    fill: Callable[[Tensor], Any]
+
+
+def places(model: nn.Module) -> dict[str, Place]:
+    """By the files' names and in the model's order; adapters are in no file."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        stem, _, last = name.rpartition(".")
+        local, rows = local_rows(parameter.detach())
+        if last == PACKED:
+            module: Any = model.get_submodule(stem)
+            absmax, _ = local_rows(module.weight_absmax.detach())
+            shape = torch.Size((module.out_features, module.in_features))
+            found[f"{stem}.weight"] = Place(shape, rows, partial(fill_rows, local, absmax, nested=module.nested))
+        elif last != ABSMAX and not is_adapter(name):
+            found[name] = Place(parameter.shape, rows, local.copy_)
+    return found
 
 
 def init_weights(model: nn.Module, seed: int) -> None:
@@ -70,17 +96,15 @@ def init_weights(model: nn.Module, seed: int) -> None:
     stage starts from the same numbers.
     """
     config: Any = model.config
-    base = [(name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name)]
-    for index, (name, parameter) in enumerate(base):
-        local, rows = local_rows(parameter)
-        with torch.no_grad():
-            if parameter.ndim == 1:
-                local.fill_(0.0 if name.endswith("bias") else 1.0)
-                continue
-            generator = torch.Generator(local.device).manual_seed(seed * 100_003 + index)
-            full = torch.empty(parameter.shape, device=local.device)
-            full.normal_(0.0, config.initializer_range, generator=generator)
-            local.copy_(full[rows])
+    device = next(model.parameters()).device
+    for index, (name, place) in enumerate(places(model).items()):
+        if len(place.shape) == 1:
+            place.fill(torch.full(place.shape, 0.0 if name.endswith("bias") else 1.0, device=device)[place.rows])
+            continue
+        generator = torch.Generator(device).manual_seed(seed * 100_003 + index)
+        full = torch.empty(place.shape, device=device)
+        full.normal_(0.0, config.initializer_range, generator=generator)
+        place.fill(full[place.rows])
 
 
 def local_rows(parameter: Tensor) -> tuple[Tensor, slice]:

@@ -15,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardbook.recipe import Parallel, RecipeError
 
+STANDS_FOR = "stands_for"  # of a parameter that is packed: how many of the model's it is
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -24,6 +26,7 @@ class Unit:
     shapes: tuple[torch.Size, ...]  # of its own parameters: those in no unit inside it; a tied one once
     trained: tuple[bool, ...]  # whether each of them gets a gradient
     itemsizes: tuple[int, ...]  # bytes of an element of each at rest
+    parameters: int  # of the model: more than numel where a base is packed
     frees: bool  # after each backward, or kept gathered until the step's last one
     reshard_after_forward: bool  # freed there too; not what forward ends with, whose backward comes next
     read_in_backward: bool  # gathered for it; a lookup's gradient needs no weight
@@ -104,6 +107,7 @@ def choose_units(
                 shapes=tuple(p.shape for p in own),
                 trained=tuple(p.requires_grad for p in own),
                 itemsizes=tuple(p.element_size() for p in own),
+                parameters=count_parameters(own),
                 frees=frees and not is_kept,
                 reshard_after_forward=frees and not is_kept and not spans and modules not in outer[-1:],
                 read_in_backward=not all(isinstance(module, nn.Embedding) for module in modules),
@@ -153,6 +157,11 @@ def _modules_of_size(module: nn.Module, least: int) -> list[nn.Module]:
     left = sum(p.numel() for p in module.parameters() if p not in taken)
     is_norm = not list(module.children()) and all(p.ndim < 2 for p in module.parameters())
     return [module, *found] if left >= least and not is_norm else found
+
+
+def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
+    """How many of the model's they are."""
+    return sum(getattr(parameter, STANDS_FOR, parameter.numel()) for parameter in parameters)
 
 
 def backward_order(units: Sequence[Unit]) -> list[Unit]:

@@ -20,6 +20,7 @@ from shardbook.model.shapes import shape_config
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.mesh import describe_sizes
 from shardbook.parallel.stages import STAGES, find_stage
+from shardbook.parallel.units import count_parameters
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident, predict_traffic
 from shardbook.plan.hardware import GPUS, Cluster
 from shardbook.plan.peak import Peak, predict_moments, predict_peak
@@ -69,7 +70,7 @@ class Candidate:
 
     @property
     def paper(self) -> Resident:
-        count = sum(unit.numel for unit in self.layout.units)
+        count = sum(unit.parameters for unit in self.layout.units)
         return paper_resident(self.layout.stage, count, self.layout.shards)
 
     @property
@@ -121,7 +122,7 @@ class Planner:
 
     @cached_property
     def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return count_parameters(self.model.parameters())
 
     def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:
         """Raises RecipeError where the recipe's mesh does not fit the cluster."""

@@ -150,7 +150,7 @@ def paper_resident(stage: Stage, parameters: int, ranks: int) -> Resident:
 def predict_memory_metrics(layout: Layout, optimizer_name: str, peak: dict[str, int], micros: int) -> dict[str, float]:
     """The metrics `predicted/memory/<what>_bytes` of the first rank, `paper/memory/<what>_bytes` beside them, and the
     terms of a step's peak, `predicted/peak/<term>_bytes`; off the device also what a step of `micros` moves."""
-    count = sum(unit.numel for unit in layout.units)
+    count = sum(unit.parameters for unit in layout.units)
     paper = asdict(paper_resident(layout.stage, count, layout.shards))
     kept = asdict(predict_resident(layout, 0, optimizer_name))
     metrics = {f"predicted/memory/{what}": value for what, value in kept.items()}

@@ -166,10 +166,10 @@ def exposed_seconds(layout: Layout, cluster: Cluster, micros: int, forward: floa
     """
     groups = layout.groups(0)
     computing = [unit for unit in layout.units if unit.numel and unit.read_in_backward]
-    whole = sum(unit.numel for unit in computing)
+    whole = sum(unit.parameters for unit in computing)
 
     def share(unit: Unit) -> float:
-        return unit.numel / whole if unit.read_in_backward else 0.0
+        return unit.parameters / whole if unit.read_in_backward else 0.0
 
     def seconds(axis: str, payload: int) -> float:
         return cluster.ring_seconds(payload, groups[axis]) if payload else 0.0

@@ -68,6 +68,17 @@ class Recipe(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def bits_that_are_frozen(self) -> "Recipe":
+        if self.model.load_in_4bit and not self.lora.r:
+            raise ValueError("model.load_in_4bit = true: four bits cannot be trained; set lora.r=16, or leave it out")
+        if self.model.load_in_4bit and self.parallel.quantize_weights:
+            raise ValueError(
+                f"model.load_in_4bit = true and parallel.quantize_weights = {self.parallel.quantize_weights}: the base "
+                "travels in four bits already, and bytes cannot be rounded; leave parallel.quantize_weights out"
+            )
+        return self
+
     @property
     def at_rest(self) -> str:
         """Dtype of a rank's shards on its device: with masters on the host, what it computes in."""

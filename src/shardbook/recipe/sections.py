@@ -50,6 +50,17 @@ class Model(Section):
         "auto",
         "Attention kernel: varlen or flex (GPU, without dense masks), sdpa or eager; auto: the first that can run.",
     )
+    load_in_4bit: bool = key(False, "Keep the matrices of blocks, frozen under lora.r, in four bits (QLoRA).")
+    bnb_4bit_quant_type: Literal["nf4"] = key("nf4", "Which four bits: nf4, quantiles of a normal distribution.")
+    bnb_4bit_use_double_quant: bool = key(
+        False, "Scales of load_in_4bit in 8 bits with one fp32 a row, not fp32 a block of 64."
+    )
+
+    @model_validator(mode="after")
+    def bits_that_are_used(self) -> "Model":
+        if self.bnb_4bit_use_double_quant and not self.load_in_4bit:
+            raise ValueError("bnb_4bit_use_double_quant = true: nothing is in 4 bits; set model.load_in_4bit=true")
+        return self
 
 
 class Data(Section):

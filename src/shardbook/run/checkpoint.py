@@ -124,7 +124,7 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
     if base != there_base:
         raise RecipeError(
             f"checkpoint {path}: holds adapters of another base model ({there_base or 'none'} there, {base or 'none'} "
-            "here); set model.path and model.revision to what the run began with"
+            "here); set [model] to what the run began with"
         )
     kind, there_kind = state_kind(optimizer, sharded.layout.shards), state.get(OPTIMIZER, "AdamW")
     same_kind = kind == there_kind

@@ -75,7 +75,7 @@ class Console:
         table.add_row("attention", f"{attention.name}, told of documents by {attention.told}")
         table.add_row("recomputed", recomputed)
         trained = sum(unit.padded_numel(1, trained_only=True) for unit in own)
-        count = sum(unit.numel for unit in own)
+        count = sum(unit.parameters for unit in own)
         frozen = f"; {trained:,} of them trained, the others at rest in {precision.frozen}" * (trained < count)
         table.add_row("parameters", f"{count:,}{frozen}")
         computed = f"computed {precision.params}, reduced {precision.reduce}, returned {precision.output}"

@@ -53,6 +53,7 @@ def _load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:
         init_weights(sharded.masters, seed)
     else:
         load_weights(sharded.masters, folder)
-    remember_base(sharded.model, None if is_random else folder, seed)
+    if recipe.lora.r:
+        remember_base(sharded.model, None if is_random else folder, recipe)
     init_adapters(sharded.model, seed)
     return "random" if is_random else str(folder)

@@ -1,0 +1,177 @@
+"""A frozen base in four bits: NF4 (QLoRA, arXiv 2305.14314, section 3 and appendix E).
+
+Invariant: a block of 64 never crosses a row, so each rank quantises its own rows, and shards lie behind one another as
+the whole would. What is stored are bytes, in tensors of the dtype of compute, which is what fully_shard gathers without
+a cast (torch 2.11's takes no integers). For backward a product keeps these bytes: compiled too, where unpacking twice
+would become unpacking once and keeping that, were the two not different calls. Trains nothing of what it packs.
+"""
+
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardbook.parallel.units import STANDS_FOR
+from shardbook.recipe import RecipeError
+
+BLOCK = 64
+# appendix E: quantiles of a normal distribution, seven below zero and eight above, over the largest
+CODES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+PACKED, ABSMAX = "weight_packed", "weight_absmax"
+AT_ONCE = 2**22  # elements that are packed or unpacked at once, in fp32 or int32
+SCALE_BYTES = 4  # of an fp32 number
+
+
+class PackedLinear(nn.Linear):
+    """A frozen linear map whose weight [out, in] is `weight_packed`, out * in / 2 bytes by row, high nibble first, and
+    `weight_absmax`, by row the fp32 absmax of each block, or, `nested`, a byte each and one fp32 scale."""
+
+    nested: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        return packed_product(self, input, self.bias)
+
+
+def pack_module(module: nn.Linear, name: str, dtype: torch.dtype, nested: bool) -> None:
+    """Replace the weight of `module`, which lies on the meta device and is frozen, by what is packed, as `dtype`."""
+    out, width = module.weight.shape
+    if width % BLOCK:
+        raise RecipeError(
+            f"model.load_in_4bit = true: {name} takes {width} numbers; must be a multiple of {BLOCK}, the block of NF4"
+        )
+    others = dict(module._parameters)
+    del others["weight"]
+    module._parameters.clear()  # the weight stays first: random weights are numbered in this order
+    for key, size, count in (
+        (PACKED, width // 2, out * width),
+        (ABSMAX, absmax_bytes(width, nested), 0),
+    ):
+        empty = torch.empty(out, size // dtype.itemsize, dtype=dtype, device="meta")
+        parameter = nn.Parameter(empty, requires_grad=False)
+        setattr(parameter, STANDS_FOR, count)
+        module.register_parameter(key, parameter)
+    for key, value in others.items():
+        module.register_parameter(key, value)
+    module.nested = nested  # type: ignore[assignment]
+
+
+def absmax_bytes(width: int, nested: bool) -> int:
+    """Bytes of a row's scales: fp32 a block; nested a byte a block, in whole fp32, and the row's own."""
+    blocks = width // BLOCK
+    return -(-blocks // SCALE_BYTES) * SCALE_BYTES + SCALE_BYTES if nested else blocks * SCALE_BYTES
+
+
+def quantize_rows(rows: Tensor, nested: bool = False) -> tuple[Tensor, Tensor]:
+    """Weights [n, in], of any float dtype, as bytes: uint8 [n, in / 2] and uint8 [n, absmax_bytes]. A pure function of
+    each row. Not nested they are bitsandbytes' own bytes."""
+    count, width = rows.shape
+    packed = torch.empty(count, width // 2, dtype=torch.uint8, device=rows.device)
+    scales = torch.zeros(count, absmax_bytes(width, nested), dtype=torch.uint8, device=rows.device)
+    between = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(CODES)], device=rows.device)
+    for part in _parts(count, width):
+        blocks = rows[part].float().view(-1, width // BLOCK, BLOCK)
+        absmax = blocks.abs().amax(-1)
+        shares = blocks * (1 / absmax.where(absmax > 0, 1.0))[..., None]
+        codes = torch.bucketize(shares, between, out_int32=True).to(torch.uint8).view(-1, width)
+        packed[part] = codes[:, 0::2] << 4 | codes[:, 1::2]
+        if not nested:
+            scales[part] = absmax.view(torch.uint8)
+            continue
+        largest = absmax.amax(-1, keepdim=True)
+        bytes_ = (absmax / largest.where(largest > 0, 1.0) * 255).round().to(torch.uint8)
+        scales[part, : width // BLOCK] = bytes_
+        scales[part, -SCALE_BYTES:] = largest.view(torch.uint8)
+    return packed, scales
+
+
+def _parts(count: int, width: int) -> Iterator[slice]:
+    """`count` rows of `width`, so many at once that scratch stays small."""
+    each = max(1, AT_ONCE // width)
+    return (slice(first, min(first + each, count)) for first in range(0, count, each))
+
+
+def _read_scales(scales: Tensor, blocks: int, nested: bool) -> Tensor:
+    """fp32 [n, blocks]."""
+    if not nested:
+        return scales.view(torch.float32)
+    return scales[:, :blocks].float() * (scales[:, -SCALE_BYTES:].contiguous().view(torch.float32) / 255)
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """The two numbers of each byte, fp32 [256, 2]."""
+    codes = torch.tensor(CODES, device=device)
+    return torch.cartesian_prod(codes, codes)
+
+
+@cache
+def _has_kernel() -> bool:
+    """Whether bitsandbytes is there, whose one kernel does what the loop below does in five passes over memory."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return False
+    import bitsandbytes  # noqa: F401
+
+    return True
+
+
+@torch.library.custom_op("shardbook::unpack_nf4", mutates_args=())
+def unpack_nf4(packed: Tensor, absmax: Tensor, width: int, nested: bool, dtype: torch.dtype, again: bool) -> Tensor:
+    """The weights [n, width] in `dtype` that bytes stand for, code * absmax in fp32, rounded once. `again`: in
+    backward; it makes two calls out of what a compiler would take for one."""
+    values, scales = packed.view(torch.uint8), _read_scales(absmax.view(torch.uint8), width // BLOCK, nested)
+    if _has_kernel() and values.numel():
+        kernel = torch.ops.bitsandbytes.dequantize_4bit.default
+        return kernel(values.flatten(), scales.flatten(), BLOCK, "nf4", [len(values), width], dtype)
+    out = torch.empty(len(values), width, dtype=dtype, device=values.device)
+    for part in _parts(len(values), width):
+        numbers = F.embedding(values[part].int(), _pairs(values.device)).view(-1, width // BLOCK, BLOCK)
+        out[part] = numbers.mul_(scales[part, :, None]).view(-1, width)
+    return out
+
+
+@unpack_nf4.register_fake
+def _(packed: Tensor, absmax: Tensor, width: int, nested: bool, dtype: torch.dtype, again: bool) -> Tensor:
+    return packed.new_empty(packed.shape[0], width, dtype=dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, packed, absmax, nested):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(packed, absmax)
+        ctx.width, ctx.nested = input.shape[-1], nested
+        return F.linear(input, unpack_nf4(packed, absmax, ctx.width, nested, input.dtype, again=False))
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        weight = unpack_nf4(*ctx.saved_tensors, ctx.width, ctx.nested, gradient.dtype, again=True)
+        return gradient @ weight, None, None, None
+
+
+def packed_product(module: nn.Module, input: Tensor, bias: Tensor | None = None) -> Tensor:
+    """input [..., in] times the transposed weight of a packed `module`, plus `bias`."""
+    out: Tensor = _Product.apply(input, module.weight_packed, module.weight_absmax, module.nested)
+    return out if bias is None else out + bias
+
+
+def unpacked_weight(module: nn.Linear, dtype: torch.dtype) -> Tensor:
+    """What a packed `module` has of its weight, or of this rank's rows of it, in `dtype`."""
+    both: list[Any] = [module.weight_packed, module.weight_absmax]
+    packed, absmax = (each.to_local() if isinstance(each, DTensor) else each.detach() for each in both)
+    return unpack_nf4(packed, absmax, module.in_features, module.nested, dtype, again=False)
+
+
+def fill_rows(packed: Tensor, absmax: Tensor, rows: Tensor, nested: bool) -> None:
+    """Quantise `rows` into this rank's part of what is packed."""
+    for there, found in zip((packed, absmax), quantize_rows(rows.to(packed.device), nested), strict=True):
+        there.view(torch.uint8).copy_(found)
