@@ -8,6 +8,8 @@ from world import context
 
 GB = 1e9
 WORLD = 8
+FOUR = ("model.load_in_4bit=true", "model.bnb_4bit_use_double_quant=true")
+LONG = ("data.max_length=8192",)  # blocks count for more than the loss
 
 
 def settings(stage, checkpointing, micros, *more):
@@ -112,6 +114,12 @@ def test_two_small_models_tell_of_a_deep_one_exactly(alone, stage):
         ("ddp", "none", ("lora.r=16", "lora.target_modules=[q_proj,v_proj]")),
         pytest.param("zero2", "full", ("lora.r=64",), marks=pytest.mark.slow),
         pytest.param("ddp", "selective", ("lora.r=16", "lora.target_modules=[gate_proj]"), marks=pytest.mark.slow),
+        ("zero3", "selective", ("lora.r=16", *FOUR)),
+        pytest.param("ddp", "none", ("lora.r=16", *LONG, *FOUR), marks=pytest.mark.slow),
+        pytest.param("zero3", "selective", ("lora.r=16", *LONG, *FOUR), marks=pytest.mark.slow),
+        pytest.param("ddp", "none", ("lora.r=16", "lora.use_dora=true", *LONG), marks=pytest.mark.slow),
+        pytest.param("zero3", "full", ("lora.r=16", "lora.use_dora=true", *LONG), marks=pytest.mark.slow),
+        pytest.param("zero3", "selective", ("lora.r=16", "lora.use_dora=true", *LONG), marks=pytest.mark.slow),
     ],
 )
 def test_adapters_on_a_frozen_base(alone, stage, checkpointing, words):

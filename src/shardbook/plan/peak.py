@@ -174,6 +174,8 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     # (in fp32 the checkpoint itself is what a block's first norm keeps)
     alone = of_again - kept["full"] * (itemsize != FP32)
     gate = (2 * of.inner + 2 * of.hidden) * itemsize + (kept["none"] - alone if again else 0)
+    if again and adapted.decomposed and adapted.trains("down_proj"):
+        gate -= 2 * of.hidden * itemsize  # gone by then
     chunk = min(recipe.train.loss_chunk_tokens or tokens, tokens)
     # the last norm's input in fp32, its result before and after its weight
     last = tokens * of.hidden * (FP32 + (1 + (not adapted.r)) * itemsize)
@@ -183,7 +185,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
         before_blocks=tokens * (2 * head_size(config) * itemsize + 5 * 8),
         loss=last + sum(loss_bytes(tokens, chunk, config.vocab_size, of.hidden, itemsize, trains_head)),
         head_gradient=config.vocab_size * of.hidden * itemsize * trains_head,
-        gate=gate * tokens + of.inner * of.hidden * itemsize * (not adapted.r) + dense * itemsize * bool(again),
+        gate=gate * tokens + of.inner * of.hidden * itemsize * (not adapted.r or recipe.model.load_in_4bit) + dense * itemsize * bool(again),
         norm=tokens * of.hidden * (6 * FP32 + itemsize),  # its backward, step by step, in fp32
     )
 

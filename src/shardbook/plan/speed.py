@@ -88,7 +88,9 @@ def predict_step(
     # two norms (read, write), two sums, the rotation, the gate; the loss: fp32 logits five times
     wide = 10 * of.hidden + 2 * (of.queries + of.keys) + 3 * of.inner
     passes = (PASSES + (kind in ("full", "selective"))) * wide * config.num_hidden_layers * itemsize
-    memory = tokens * (passes + config.vocab_size * 5 * 4) / rates.memory_bytes
+    # a base in four bits is unpacked for each of its products, by one kernel
+    unpacked = flops.block * (2 + again) * (0.5 + itemsize) * recipe.model.load_in_4bit
+    memory = (tokens * (passes + config.vocab_size * 5 * 4) + unpacked) / rates.memory_bytes
     # casts, copies in and out of a gather, and of a reduction, of each parameter; AdamW, norm and clipping of a shard
     sharded = layout.shards > 1
     moved = sum(unit.numel if sharded else unit.cast_numel(itemsize) for unit in layout.units)
