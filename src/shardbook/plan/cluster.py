@@ -22,8 +22,8 @@ from shardbook.parallel.mesh import describe_sizes
 from shardbook.parallel.stages import STAGES, find_stage
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident, predict_traffic
 from shardbook.plan.hardware import GPUS, Cluster
-from shardbook.plan.peak import Peak, predict_moments, predict_peak
-from shardbook.plan.speed import StepTime, model_flops, predict_step, rates_of
+from shardbook.plan.peak import Peak, predict_peak
+from shardbook.plan.speed import StepTime, model_flops, predict_step
 from shardbook.recipe import Offload, Parallel, Recipe, resolve_precision
 
 KINDS = ("none", "selective", "full")  # of checkpointing, the cheapest in time first
@@ -47,15 +47,17 @@ class Candidate:
         return shelf_sizes(self.layout, 0) if self.layout.offload.optimizer != "none" else {}
 
     @property
+    def largest(self) -> str:
+        """The largest term of the peak."""
+        terms = asdict(self.peak)
+        return max(terms, key=lambda name: terms[name])
+
+    @property
     def over(self) -> dict[str, float]:
         """GB that are missing, by the largest term of the peak or `host`."""
-        terms, found = asdict(self.peak), dict[str, float]()
-        if self.peak.total > self.cluster.room_bytes:
-            found[max(terms, key=lambda name: terms[name])] = (self.peak.total - self.cluster.room_bytes) / 1e9
-        needed = self.away.get("host", 0) * self.cluster.a_node
-        if needed > self.cluster.host_bytes:
-            found["host"] = (needed - self.cluster.host_bytes) / 1e9
-        return found
+        on_host = self.away.get("host", 0) * self.cluster.a_node - self.cluster.host_bytes
+        missing = {self.largest: self.peak.total - self.cluster.room_bytes, "host": on_host}
+        return {what: size / 1e9 for what, size in missing.items() if size > 0}
 
     @property
     def fits(self) -> bool:
@@ -64,8 +66,7 @@ class Candidate:
     @property
     def limit(self) -> str:
         """What is missing, or else the largest term of the peak."""
-        terms = asdict(self.peak)
-        return next(iter(self.over), max(terms, key=lambda name: terms[name]))
+        return next(iter(self.over), self.largest)
 
     @property
     def paper(self) -> Resident:
@@ -91,22 +92,25 @@ class Candidate:
         rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
         return rows * self.recipe.data.max_length * self.layout.world_size
 
-    def moments(self, config: PreTrainedConfig) -> dict[str, Peak]:
-        """The step's fullest moments, in order."""
-        return predict_moments(self.layout, config, self.recipe)
+    @property
+    def speed(self) -> float:
+        """Tokens a second of one GPU."""
+        return self.tokens / self.time.seconds / self.cluster.gpus
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of a billion tokens, padding among them."""
+        return 1e9 / self.speed / 3600
 
     def words(self) -> str:
-        train, mesh = self.recipe.train, describe_sizes(self.layout.sizes)
-        return (
-            f"{self.layout.stage.name} ({mesh}), checkpointing {self.recipe.activation.checkpointing}, "
-            f"{train.per_device_train_batch_size} rows x {train.gradient_accumulation_steps}" + self._tiers()
-        )
-
-    def _tiers(self) -> str:
-        offload = self.recipe.offload
+        train, offload, mesh = self.recipe.train, self.recipe.offload, describe_sizes(self.layout.sizes)
         away = [f"{what} on {tier}" for what in ("optimizer", "params") if (tier := getattr(offload, what)) != "none"]
         sizes = [f"{size / 1e9:,.0f} GB of {where} a rank" for where, size in self.away.items()]
-        return f", {', '.join(away)} ({', '.join(sizes)})" if away else ""
+        return (
+            f"{self.layout.stage.name} ({mesh}), checkpointing {self.recipe.activation.checkpointing}, "
+            f"{train.per_device_train_batch_size} rows x {train.gradient_accumulation_steps}"
+            + (f", {', '.join(away)} ({', '.join(sizes)})" if away else "")
+        )
 
 
 @dataclass(frozen=True)
@@ -125,22 +129,20 @@ class Planner:
 
     def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:
         """Raises RecipeError where the recipe's mesh does not fit the cluster."""
-        offload = recipe.offload
-        key = (recipe.parallel.model_dump_json(), offload.model_dump_json(), cluster.gpus, cluster.a_node)
+        model, world = self.model, (cluster.gpus, cluster.a_node)
+        key = (recipe.parallel.model_dump_json(), recipe.offload.model_dump_json(), *world)
         if key not in self.made:
-            model, world = self.model, (cluster.gpus, cluster.a_node)
             own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)
-            self.made[key] = build_layout(*own, *world, offload)
-        layout, rates = self.made[key], rates_of(cluster.gpu)
+            self.made[key] = build_layout(*own, *world, recipe.offload)
+        layout = self.made[key]
         peak = predict_peak(layout, self.config, recipe)
-        flops = count_flops(self.model)
-        time = predict_step(layout, self.config, recipe, flops, self.document_tokens, rates, cluster)
+        time = predict_step(layout, self.config, recipe, count_flops(model), self.document_tokens, cluster)
         return Candidate(recipe, layout, peak, time, cluster)
 
-    def mfu(self, candidate: Candidate, cluster: Cluster) -> float:
+    def mfu(self, candidate: Candidate) -> float:
         """Model FLOPs over the GPUs' peak."""
         counted = model_flops(candidate.recipe, count_flops(self.model), self.document_tokens)
-        return counted / candidate.time.seconds / cluster.gpu.flops
+        return counted / candidate.time.seconds / candidate.cluster.gpu.flops
 
     def stages(self, cluster: Cluster) -> dict[str, Candidate]:
         """The recipe under each stage: its own as it is, the others as a user would first set them."""

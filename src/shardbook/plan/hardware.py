@@ -50,23 +50,14 @@ GPUS = {
 
 def find_gpu(name: str) -> Gpu:
     """The GPU of that name, or of the only name that begins with it. Raises RecipeError with the nearest."""
-    found = [gpu for known, gpu in GPUS.items() if known == name] or [
-        gpu for known, gpu in GPUS.items() if known.startswith(f"{name.lower()}-")
-    ]
+    found = [name] if name in GPUS else [known for known in GPUS if known.startswith(f"{name.lower()}-")]
     if len(found) == 1:
-        return found[0]
+        return GPUS[found[0]]
     raise RecipeError(f"--gpu {name}: must be one of {', '.join(GPUS)}{nearest(name, list(GPUS))}")
 
 
-# What CUDA calls those of them that it names apart, and words of its kin's names that are other cards.
-CUDA_NAMES = {
-    "A100": "a100-80gb",
-    "H100": "h100-80gb",
-    "H200": "h200-141gb",
-    "B200": "b200-180gb",
-    "4090": "rtx4090-24gb",
-    "L40S": "l40s-48gb",
-}
+# What CUDA calls each of them (A100: the last, of 80 GB), and words of its kin's names that are other cards.
+CUDA_NAMES = {name.partition("-")[0].removeprefix("rtx").upper(): name for name in GPUS}
 OTHERS = {"PCIe", "NVL", "D", "Laptop", "A100-SXM4-40GB", "A100-SXM-40GB", "A100-PCIE-40GB", "A100-PCIE-80GB"}
 
 
@@ -111,6 +102,9 @@ class Cluster:
     @property
     def room_bytes(self) -> float:
         return ROOM * self.gpu.gb * 1e9
+
+    def words(self) -> str:
+        return f"{self.nodes} node{'s' * (self.nodes > 1)} of {self.a_node}, {self.nics:g} Gbit/s a node"
 
     def resized(self, gpus: int) -> "Cluster":
         """So many of the same GPUs, in nodes of the same size where there is more than one."""
