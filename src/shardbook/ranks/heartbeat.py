@@ -81,11 +81,10 @@ class Heartbeat:
     def pass_on(self, reason: str) -> None:
         """Tell all ranks why this one fails, unless another has been first."""
         said = f"rank {self.place.rank} (host {self.hosts[self.place.rank]}) ended: {reason}"
-        if _soon(lambda: self.store.compare_set("lost", "", said)) and self._keeps_store_for_others():
-            time.sleep(2 * self.every)  # until they have read it
-
-    def _keeps_store_for_others(self) -> bool:
-        return self.place.rank == 0 and not self.place.hosted and self.place.world_size > self.place.ranks_per_node
+        keeps_store = self.place.rank == 0 and not self.place.hosted
+        is_told = _soon(lambda: self.store.compare_set("lost", "", said))
+        if is_told and keeps_store and self.place.world_size > self.place.ranks_per_node:
+            time.sleep(2 * self.every)  # until other nodes have read it
 
     def _beat(self) -> None:
         seen: dict[int, bytes] = {}
@@ -158,9 +157,7 @@ class Heartbeat:
         who = f"all {len(there)} ranks" if everyone else self._name(behind)
         have = "has" if len(behind) == 1 else "have"
         at = f"step {first.step}, {first.doing}" + f" ({first.line})" * bool(first.line)
-        others = (
-            "" if len(there) == len(behind) else "; the others wait for it" if len(behind) == 1 else "; the others wait"
-        )
+        others = ("; the others wait" + " for it" * (len(behind) == 1)) * (len(behind) < len(there))
         device = ": a collective on the device that does not end, or a disk that does not answer" * everyone
         where = f"; stacks and records of collectives are in {HERE.folder}" * bool(HERE.folder)
         return f"{who} {have} stood still for {first.seconds:.0f} s at {at}{device}{others}{where}; {AGAIN}"
