@@ -12,7 +12,7 @@ GBIT = 1e9 / 8
 PRODUCTS, ATTENTION, MEMORY = 640 / 989, 250 / 989, 3.0 / 3.35  # shares attained in a step; those seen on an H100
 INSIDE, ACROSS = 0.8, 0.9  # of a link's rate that long collectives attain, inside a node and between nodes
 INSIDE_SECONDS, ACROSS_SECONDS = 3e-6, 10e-6  # of one hop of a ring
-ROOM = 0.92  # of a GPU's memory: contexts of CUDA and NCCL, and what an allocator cannot use, take the rest
+ROOM = 0.92  # of a GPU's memory that torch can fill: contexts of CUDA and NCCL, and fragments, take the rest
 
 
 @dataclass(frozen=True)

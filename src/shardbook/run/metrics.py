@@ -22,6 +22,7 @@ from shardbook.model.causal_lm import Flops
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Run
+from shardbook.run.directory import write_whole
 from shardbook.run.trackers import Trackers
 
 Metrics = dict[str, float | int]
@@ -62,9 +63,7 @@ class Recorder:
         path = folder / "metrics.jsonl"
         # A run that died after its last checkpoint repeats steps; dropping what it wrote of them keeps steps unique.
         lines = path.read_text().splitlines() if done_steps and path.exists() else []
-        side = path.with_suffix(".partial")
-        side.write_text("".join(line + "\n" for line in lines if _step_of(line) <= done_steps))
-        side.replace(path)
+        write_whole(path, "".join(line + "\n" for line in lines if _step_of(line) <= done_steps))
         self.file = path.open("a")
         self.trackers = Trackers(folder, name, run, config)
 

@@ -5,12 +5,11 @@ from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 
 from shardbook.parallel.sharding import ShardedModel
+from shardbook.plan.hardware import ROOM
 from shardbook.plan.peak import GB, predict_peak, smallest_change
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Recipe
 from shardbook.run.metrics import memory_metrics, peak_metrics
-
-SHARE = 0.92  # of a GPU that torch can fill: the driver, NCCL and fragments take the rest
 
 
 class OutOfMemory:
@@ -34,7 +33,7 @@ class OutOfMemory:
         for name, count in (memory_metrics(self.sharded, self.optimizer) | peak_metrics()).items():
             measured[name.removeprefix("memory/").removesuffix("_bytes")] = count
         shown = ", ".join(f"{name} {count / GB:.1f}" for name, count in measured.items() if name != "alloc_retries")
-        change = smallest_change(layout, self.config, self.recipe, SHARE * total)
+        change = smallest_change(layout, self.config, self.recipe, ROOM * total)
         return (
             f"out of memory: {str(error).splitlines()[0]} Predicted at the peak: {predicted}. Measured in GB: {shown}. "
             + (f"The smallest change that would fit: {change}" if change else "No single change would fit")
