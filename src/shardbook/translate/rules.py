@@ -63,7 +63,6 @@ def pick(choices: dict[str, Settings], why: str, said: str, value: Any) -> tuple
     return choices[key], said if choices[key] or key != "false" else "off"
 
 
-HALF = "fp16 with loss scaling has no counterpart; use bf16 (precision.params=bf16)"
 STAGE = "parallel.stage"
 
 
@@ -78,20 +77,12 @@ def tables(program: str) -> dict[str, Rule]:
     return {key: rule for rule, keys in found for key in keys}
 
 
-def precision_of(value: Any) -> tuple[Settings, str]:
-    if value in ("no", None, False):
-        return {"precision.params": "fp32"}, ""
-    if value == "bf16":
-        return {"precision.params": "bf16"}, ""
-    raise Refused(HALF if value == "fp16" else f"{value} has no counterpart; precision.params is fp32 or bf16")
-
-
 def half_of(name: str, value: Any) -> tuple[Settings, str]:
     enabled = value.get("enabled", False)
     if enabled == "auto":
         return {}, "auto: Shardbook's default stays, bf16 on a GPU"
     if enabled and name == "fp16":
-        raise Refused(HALF)
+        raise Refused("fp16 with loss scaling has no counterpart; use bf16 (precision.params=bf16)")
     return ({"precision.params": "bf16"}, "masters stay fp32") if enabled else ({}, "off")
 
 
@@ -216,7 +207,6 @@ FSDP: dict[str, Rule] = tables("fsdp") | {
     "fsdp_min_num_params": lambda value: ({"parallel.wrap": f"size:{whole(value)}"} if whole(value) else {}, ""),
 }
 ACCELERATE: dict[str, Rule] = tables("accelerate") | {
-    "mixed_precision": precision_of,
     "dynamo_config": compiler_of,
     **{f"fsdp_config.{name}": rule for name, rule in FSDP.items()},
     "deepspeed_config.gradient_accumulation_steps": ACCUMULATION,
