@@ -260,13 +260,11 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
 
 
 def _reason(best: Candidate, refused: list[tuple[Candidate, str]], cluster: Cluster) -> str:
-    name = best.layout.stage.name
     left = (cluster.room_bytes - best.peak.total) / 1e9
-    because = f"{name}: {left:.1f} GB of {cluster.room_bytes / 1e9:.0f} to spare"
-    if refused:
-        because += "; " + ", ".join(f"{found.layout.stage.name} does not fit ({why})" for found, why in refused)
-    exposed = best.time.exposed / best.time.seconds
-    return because + f"; {exposed:.0%} of the step waits for the network"
+    because = f"{best.layout.stage.name}: {left:.1f} GB of {cluster.room_bytes / 1e9:.0f} to spare; "
+    others = ", ".join(f"{found.layout.stage.name} does not fit ({why})" for found, why in refused)
+    waits = f"{best.time.exposed / best.time.seconds:.0%} of the step waits for the network"
+    return because + (f"{others}; " if others else "") + waits
 
 
 def _where_it_fits(planner: Planner, cluster: Cluster, everything: list[Candidate]) -> str:

@@ -70,7 +70,10 @@ def open_run(run: Run, recipe_path: Path) -> RunDirectory:
     into it is not installed.
     """
     check_installed(run)
-    name = run.name or f"{_stem(recipe_path)}-{datetime.now():%Y%m%d-%H%M%S}"
+    stem = recipe_path.stem
+    if recipe_path.name == "resolved.toml":  # of an earlier run: that run's name without its time
+        stem = re.sub(r"-\d{8}-\d{6}$", "", recipe_path.resolve().parent.name)
+    name = run.name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
     path = Path(run.dir).expanduser() / name
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -106,13 +109,6 @@ def check_shared(run: RunDirectory) -> None:
         raise RecipeError(
             f"run directory {run.path}: not seen by every rank; set run.dir to a disk that all nodes share"
         )
-
-
-def _stem(recipe_path: Path) -> str:
-    """The recipe's name; for the resolved recipe of an earlier run that run's name without its time."""
-    if recipe_path.name != "resolved.toml":
-        return recipe_path.stem
-    return re.sub(r"-\d{8}-\d{6}$", "", recipe_path.resolve().parent.name)
 
 
 def environment() -> dict[str, Any]:

@@ -53,7 +53,7 @@ PEAK_FLOPS = {
 # fmt: on
 
 
-class Recorder:
+class Recorder(contextlib.AbstractContextManager["Recorder"]):
     """metrics.jsonl and the trackers of rank 0; on other ranks it does nothing."""
 
     def __init__(self, folder: Path, name: str, run: Run, config: dict[str, Any], is_main: bool, done_steps: int):
@@ -74,9 +74,6 @@ class Recorder:
         self.file.write(json.dumps({"step": step, **metrics}) + "\n")
         self.file.flush()
         self.trackers.log(step, metrics)
-
-    def __enter__(self) -> "Recorder":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Close the file and the trackers; a tracker learns whether the run failed."""

@@ -1,5 +1,7 @@
 """Out of memory on a GPU becomes one line: what was predicted, what was measured, and what to change."""
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig
@@ -12,15 +14,12 @@ from shardbook.recipe import Recipe
 from shardbook.run.metrics import memory_metrics, peak_metrics
 
 
-class OutOfMemory:
+class OutOfMemory(AbstractContextManager["OutOfMemory"]):
     """A context that raises RunFailed in place of torch.OutOfMemoryError; it can be entered again."""
 
     def __init__(self, sharded: ShardedModel, config: PreTrainedConfig, recipe: Recipe):
         self.sharded, self.config, self.recipe = sharded, config, recipe
         self.optimizer: Optimizer | None = None
-
-    def __enter__(self) -> "OutOfMemory":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, torch.OutOfMemoryError):
