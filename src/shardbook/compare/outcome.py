@@ -1,7 +1,6 @@
 """What a run came to, read from its directory, and how it stands against another.
 
-Invariant: what a run did not measure is absent here too. Reads files only: any run directory will do, of this machine
-or of a cluster.
+Invariant: what a run did not measure is absent here too. Reads files only: of this machine's runs or of a cluster's.
 """
 
 import json

@@ -20,7 +20,7 @@ from shardbook.model.shapes import shape_config
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.mesh import describe_sizes
 from shardbook.parallel.stages import STAGES, find_stage
-from shardbook.plan.formulas import Resident, paper_resident, predict_resident, predict_traffic
+from shardbook.plan.formulas import predict_traffic
 from shardbook.plan.hardware import GPUS, Cluster
 from shardbook.plan.peak import Peak, predict_peak
 from shardbook.plan.speed import StepTime, model_flops, predict_step
@@ -67,15 +67,6 @@ class Candidate:
     def limit(self) -> str:
         """What is missing, or else the largest term of the peak."""
         return next(iter(self.over), self.largest)
-
-    @property
-    def paper(self) -> Resident:
-        count = sum(unit.numel for unit in self.layout.units)
-        return paper_resident(self.layout.stage, count, self.layout.shards)
-
-    @property
-    def resident(self) -> Resident:
-        return predict_resident(self.layout, 0, self.recipe.optim.name)
 
     @property
     def comm(self) -> dict[str, int]:
@@ -163,8 +154,7 @@ class Planner:
         return self.recipe.model_copy(update={"parallel": parallel, "offload": offload.model_copy(update=gone)})
 
     def fewest(self, stage: str, cluster: Cluster) -> int | None:
-        """The fewest GPUs on which the recipe fits under `stage`, its micro-batch as it is; None: more than 4,096, or
-        no number."""
+        """The fewest GPUs on which the recipe fits under `stage`, its micro-batch as it is; None: not up to 4,096."""
         for world in WORLDS:
             smaller = cluster.resized(world)
             parallel = stage_settings(stage, self.recipe.parallel, smaller)

@@ -1,7 +1,6 @@
 """Hardware that a plan is made for: GPUs, the links inside a node and between nodes, as data sheets give them.
 
-Invariant: every figure is the maker's, with its sheet; the shares of it that a step attains stand below, assumptions
-until a run has calibrated them.
+Invariant: a figure is the maker's, with its sheet; the share that a step attains is assumed until a run calibrates it.
 """
 
 from dataclasses import dataclass, replace

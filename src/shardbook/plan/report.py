@@ -15,7 +15,7 @@ from shardbook.memory.shelf import step_bytes
 from shardbook.parallel.stages import find_stage
 from shardbook.plan.calibrate import Sample, calibrate
 from shardbook.plan.cluster import DOCUMENT_TOKENS, Advice, Candidate, Planner, advise, build_planner
-from shardbook.plan.formulas import Resident
+from shardbook.plan.formulas import Resident, paper_resident, predict_resident
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
 from shardbook.recipe import Precision, Recipe, RecipeError, dump_recipe
 
@@ -52,9 +52,8 @@ def make_report(
     samples: Sequence[Sample] = (),
 ) -> Report:
     """`recipe` on `gpus` of the kind `gpu` (hardware.py), `a_node` of them a node with `nics` Gbit/s to the others and
-    `host_gb` of memory (0: as usual), as `samples` of measured steps calibrate it. With an `objective` a step of it
-    under its own stage is simulated too, in this process. Raises RecipeError for a kind or a model that is not known,
-    or a cluster that is no whole nodes."""
+    `host_gb` of memory (0: as usual), as `samples` of measured steps calibrate it. With an `objective` a step of its
+    own stage is simulated too, here. Raises RecipeError for an unknown kind or model, or no whole nodes."""
     cluster = build_cluster(gpu, gpus, nics, a_node, host_gb)
     cluster = calibrate(cluster, samples) if samples else cluster
     if document_tokens < 1:
@@ -125,15 +124,16 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def _row(report: Report, candidate: Candidate) -> dict[str, Any]:
-    train = candidate.recipe.train
+    train, layout = candidate.recipe.train, candidate.layout
+    count = sum(unit.numel for unit in layout.units)
     return {
-        "stage": candidate.layout.stage.name,
-        "mesh": candidate.layout.sizes,
+        "stage": layout.stage.name,
+        "mesh": layout.sizes,
         "checkpointing": candidate.recipe.activation.checkpointing,
         "per_device_train_batch_size": train.per_device_train_batch_size,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
-        "paper": _resident(candidate.paper),
-        "resident": _resident(candidate.resident),
+        "paper": _resident(paper_resident(layout.stage, count, layout.shards)),
+        "resident": _resident(predict_resident(layout, 0, candidate.recipe.optim.name)),
         "comm": candidate.comm,
         "peak": asdict(candidate.peak),
         "peak_bytes": candidate.peak.total,

@@ -2,9 +2,8 @@
 it, and a launcher that is killed ends its ranks.
 
 A machine that loses its link or its power closes no connection, and NCCL notices no closed one, so the others would
-wait for their time limit. Invariant: a rank is lost, or stands still, only after a number of seconds in which its
-counter, or its progress, stood while the rank that counts was itself running; a rank that leaves says so. Knows nothing
-of what the ranks do.
+wait for their time limit. Invariant: a rank is lost, or stands still, only after seconds in which its counter, or its
+progress, stood while the rank that counts was running; one that leaves says so. Knows nothing of what ranks do.
 """
 
 import contextlib
@@ -203,8 +202,7 @@ def tell_run(place: Rendezvous, reason: str, keeps_store: bool) -> None:
 
 
 def watch_launcher() -> None:
-    """End this process when the launcher that started it is gone without having ended it (SIGKILL): an orphan would
-    hold the run, its memory and its GPU."""
+    """End this process when its launcher is gone without ending it (SIGKILL): an orphan holds run, memory and GPU."""
     if LAUNCHER not in os.environ:
         return
     launcher = int(os.environ[LAUNCHER])

@@ -64,11 +64,8 @@ class RunDirectory:
 
 
 def open_run(run: Run, recipe_path: Path) -> RunDirectory:
-    """Make or reopen the directory of a run, and hold it until this process ends. One rank calls it.
-
-    Raises RecipeError where the directory cannot be written, another process holds it, or a tracker that would write
-    into it is not installed.
-    """
+    """Make or reopen the directory of a run, and hold it until this process ends. One rank calls it. Raises RecipeError
+    where it cannot be written, another process holds it, or a tracker that would write into it is not installed."""
     check_installed(run)
     stem = recipe_path.stem
     if recipe_path.name == "resolved.toml":  # of an earlier run: that run's name without its time

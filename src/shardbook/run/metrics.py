@@ -1,7 +1,6 @@
 """Metrics: what a step was, written to metrics.jsonl and to the trackers, and the exact bytes that a rank keeps.
 
-Invariant: a metric that was not measured is absent, never zero. A tracker may fail; the run may not: the file comes
-first (trackers.py says the rest).
+Invariant: a metric that was not measured is absent, never zero. A tracker may fail (trackers.py): the file comes first.
 """
 
 import contextlib
@@ -191,8 +190,7 @@ class Pace:
             torch.cuda.reset_peak_memory_stats()
 
     def take(self) -> Metrics:
-        """The speed of the steps since the last call; call it when the device has finished them. MFU only on a GPU with
-        a known peak."""
+        """The speed of the steps since the last call, when the device has done them; MFU where its peak is known."""
         seconds = time.perf_counter() - self.began - self.paused_seconds
         measured: Metrics = {
             "perf/step_seconds": seconds / self.steps,
