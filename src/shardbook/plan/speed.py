@@ -6,6 +6,7 @@ links, and every term a count. Roofline: Williams et al., CACM 52(4), 2009; alph
 """
 
 from dataclasses import asdict, dataclass
+from itertools import compress
 
 from transformers import PreTrainedConfig
 
@@ -52,8 +53,8 @@ def predict_step(
 ) -> StepTime:
     """A step of full rows of documents of `document_tokens` each, compiled; without `cluster` on an H100 where all
     collectives hide."""
-    gpu = cluster.gpu if cluster else H100
-    memory_rate = MEMORY * gpu.memory  # bytes a second, read plus written
+    gpu, slowness = (cluster.gpu, cluster.slowness) if cluster else (H100, 1.0)
+    peak_flops, memory_rate = gpu.flops / slowness, MEMORY * gpu.memory / slowness  # of memory: read plus written
     of, itemsize = read_widths(config), layout.dtype("params").itemsize
     micros = recipe.train.gradient_accumulation_steps
     tokens = recipe.train.per_device_train_batch_size * recipe.data.max_length  # of a micro-batch
@@ -63,14 +64,10 @@ def predict_step(
     again = {"full": 1.0}.get(kind, 0.0)  # forward products that backward makes again
     # multiply-adds: forward, and the gradient of what went in; of weights where they are trained
     blocks = flops.block * (2 + again) + flops.block_trained
-    passes_of_head = 3 + any(
-        unit.trained[number]
-        for unit in layout.units
-        for number, shape in enumerate(unit.shapes)
-        if shape[0] == config.vocab_size
-    )
-    products = 2 * tokens * (blocks + head * passes_of_head) / (PRODUCTS * gpu.flops)
-    attention = flops.per_pair * pairs * (1 + again / 3) / (ATTENTION * gpu.flops)  # of what is not masked
+    shapes = (shape for unit in layout.units for shape in compress(unit.shapes, unit.trained))
+    passes_of_head = 3 + any(shape[0] == config.vocab_size for shape in shapes)
+    products = 2 * tokens * (blocks + head * passes_of_head) / (PRODUCTS * peak_flops)
+    attention = flops.per_pair * pairs * (1 + again / 3) / (ATTENTION * peak_flops)  # of what is not masked
     # two norms (read, write), two sums, the rotation, the gate; the loss: fp32 logits five times
     wide = 10 * of.hidden + 2 * (of.queries + of.keys) + 3 * of.inner
     passes = (PASSES + (kind in ("full", "selective"))) * wide * config.num_hidden_layers * itemsize
@@ -87,9 +84,6 @@ def predict_step(
     link = LINK_SHARE * (products + attention) * (layout.world_size > 1)
     exposed = away = 0.0
     if cluster:
-        products, attention, memory, copies, link, optimizer = (
-            term * cluster.slowness for term in (products, attention, memory, copies, link, optimizer)
-        )
         micro = products + attention + memory + copies + link
         passes = micro / (3 + again), micro * (2 + again) / (3 + again)
         exposed = exposed_seconds(layout, cluster, micros, *passes)

@@ -146,23 +146,22 @@ class Heartbeat:
     def _explain(self, lost: list[int]) -> str:
         """`lost` [0] on rank 0 itself: where the launcher's agent keeps the store, and is gone."""
         agent = lost == [0] and self.place.rank == 0
-        who = f"the launcher at {self.place.address}" if agent else self._name(lost)
-        have = "has" if len(lost) == 1 else "have"
-        return f"{who} {have} not been heard of for {self.seconds:g} s; {AGAIN}"
+        who_has = f"the launcher at {self.place.address} has" if agent else self._who_has(lost)
+        return f"{who_has} not been heard of for {self.seconds:g} s; {AGAIN}"
 
     def _explain_hang(self, there: dict[int, Standing], behind: list[int]) -> str:
         first = there[behind[0]]
         everyone = len(behind) == len(there) > 1
-        who = f"all {len(there)} ranks" if everyone else self._name(behind)
-        have = "has" if len(behind) == 1 else "have"
+        who_has = f"all {len(there)} ranks have" if everyone else self._who_has(behind)
         at = f"step {first.step}, {first.doing}" + f" ({first.line})" * bool(first.line)
         others = ("; the others wait" + " for it" * (len(behind) == 1)) * (len(behind) < len(there))
         device = ": a collective on the device that does not end, or a disk that does not answer" * everyone
         where = f"; stacks and records of collectives are in {HERE.folder}" * bool(HERE.folder)
-        return f"{who} {have} stood still for {first.seconds:.0f} s at {at}{device}{others}{where}; {AGAIN}"
+        return f"{who_has} stood still for {first.seconds:.0f} s at {at}{device}{others}{where}; {AGAIN}"
 
-    def _name(self, ranks: list[int]) -> str:
-        return f"{name_ranks(ranks)} (host {' and '.join(dict.fromkeys(self.hosts[rank] for rank in ranks))})"
+    def _who_has(self, ranks: list[int]) -> str:
+        hosts = " and ".join(dict.fromkeys(self.hosts[rank] for rank in ranks))
+        return f"{name_ranks(ranks)} (host {hosts}) {'has' if len(ranks) == 1 else 'have'}"
 
     def _end(self, reason: str, hangs: bool = False) -> None:
         with self.ending:  # one of the two threads speaks
