@@ -26,7 +26,9 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shardbook", description=description)
     commands = parser.add_subparsers(dest="command", required=True)
     raw = argparse.RawDescriptionHelpFormatter
-    train = commands.add_parser("train", help="run a recipe on this machine", formatter_class=raw, epilog=_keys())
+    keys = (f"\n  {name} = {default}\n      {help}" for name, default, help in describe_keys())
+    train = commands.add_parser("train", help="run a recipe on this machine", formatter_class=raw)
+    train.epilog = f"keys of a recipe:{''.join(keys)}"
     add = train.add_argument
     add("recipe", help="a name (see `shardbook recipes`) or a .toml file")
     add("overrides", nargs="*", metavar="section.key=value", help="keys to change, e.g. optim.learning_rate=1e-5")
@@ -43,7 +45,22 @@ def main(words: list[str] | None = None) -> int:
     add("--stages", default="", help=f"variants apart by spaces, each a stage and overrides: {example}")
     add("--nproc", type=int, help="ranks of every variant (default: as for train)")
     add("--publish", action="store_true", help="send runs, view and report to wandb (needs a key)")
-    _add_plan(commands.add_parser("plan", help="what a recipe takes on a cluster, stage by stage; needs no GPU"))
+    plan = commands.add_parser("plan", help="what a recipe takes on a cluster, stage by stage; needs no GPU")
+    add = plan.add_argument
+    add("recipe", nargs="?", default="", help="a name (see `shardbook recipes`) or a .toml file; may be left out")
+    add("overrides", nargs="*", metavar="section.key=value", help="keys to change")
+    add("--model", default="", help="a model by name (llama-3.1-8b), hub id or directory, in place of the recipe's")
+    add("--gpus", type=int, default=8, help="GPUs of the cluster (default: 8)")
+    add("--gpu", default="h100-80gb", help="their kind (default: h100-80gb)")
+    add("--per-node", type=int, default=0, help="GPUs of a node (default: as that kind usually comes)")
+    add("--network", type=float, default=0, help="Gbit/s of a node to the others (default: as usual)")
+    add("--host-gb", type=float, default=0, help="GB of a node's memory, for offload (default: as usual)")
+    add("--document-tokens", type=float, default=1200, help="tokens of a document, for attention (default: 1,200)")
+    add("--calibrate", type=Path, nargs="+", metavar="RUN", help="run directories, to fit the time's constants to")
+    add("--simulate", action="store_true", help="also run a step of the recipe's stage on fake tensors (half a minute)")
+    add("--json", action="store_true", help="one JSON object on standard output, and nothing else there")
+    add("--html", type=Path, help="page to write, with charts")
+    add("--write", type=Path, help="recipe to write as advised")
     export = commands.add_parser("export", help="write a checkpoint of a run as Hugging Face safetensors")
     add = export.add_argument
     add("run", type=Path, help="a run directory")
@@ -63,6 +80,8 @@ def main(words: list[str] | None = None) -> int:
     ):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
+        if (nproc := vars(asked).get("nproc")) is not None and nproc < 1:
+            raise RecipeError(f"--nproc {nproc}: must be at least 1")
         match asked.command:
             case "train":
                 nodes = (asked.nodes, asked.node_rank, asked.head)
@@ -91,8 +110,6 @@ def main(words: list[str] | None = None) -> int:
 def run_train(
     name: str, overrides: list[str], nproc: int | None, node: tuple[int, int, str] = (1, 0, ""), is_dry: bool = False
 ) -> int:
-    if nproc is not None and nproc < 1:
-        raise RecipeError(f"--nproc {nproc}: must be at least 1")
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)  # refused here before a process is started
     from shardbook.ranks.launch import Nodes, launch_ranks
@@ -114,8 +131,6 @@ def run_train(
 
 def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None, publishes: bool) -> int:
     """Run the variants, unless `name` is a comparison that was run already; then its report."""
-    if nproc is not None and nproc < 1:
-        raise RecipeError(f"--nproc {nproc}: must be at least 1")
     if Path(name).is_dir():
         if stages or overrides or nproc:
             said = "only its report is made anew; leave out --stages, --nproc and keys"
@@ -132,24 +147,6 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
 
     check_memory(recipe, path, nodes=1)
     return compare(path, stages, overrides, choose_nproc(recipe, nproc), recipe.run, publishes)
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("recipe", nargs="?", default="", help="a name (see `shardbook recipes`) or a .toml file; may be left out")
-    add("overrides", nargs="*", metavar="section.key=value", help="keys to change")
-    add("--model", default="", help="a model by name (llama-3.1-8b), hub id or directory, in place of the recipe's")
-    add("--gpus", type=int, default=8, help="GPUs of the cluster (default: 8)")
-    add("--gpu", default="h100-80gb", help="their kind (default: h100-80gb)")
-    add("--per-node", type=int, default=0, help="GPUs of a node (default: as that kind usually comes)")
-    add("--network", type=float, default=0, help="Gbit/s of a node to the others (default: as usual)")
-    add("--host-gb", type=float, default=0, help="GB of a node's memory, for offload (default: as usual)")
-    add("--document-tokens", type=float, default=1200, help="tokens of a document, for attention (default: 1,200)")
-    add("--calibrate", type=Path, nargs="+", metavar="RUN", help="run directories, to fit the time's constants to")
-    add("--simulate", action="store_true", help="also run a step of the recipe's stage on fake tensors (half a minute)")
-    add("--json", action="store_true", help="one JSON object on standard output, and nothing else there")
-    add("--html", type=Path, help="page to write, with charts")
-    add("--write", type=Path, help="recipe to write as advised")
 
 
 def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
@@ -254,11 +251,6 @@ def show_recipes() -> int:
     for name, path in recipes.items():
         print(f"{name:<{width}}  {path.read_text().splitlines()[0].removeprefix('#').strip()}")
     return 0
-
-
-def _keys() -> str:
-    rows = describe_keys()
-    return "keys of a recipe:\n" + "\n".join(f"  {name} = {default}\n      {help}" for name, default, help in rows)
 
 
 if __name__ == "__main__":

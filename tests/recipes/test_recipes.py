@@ -154,7 +154,7 @@ def wrap(path, folder, world, count):
     placed = [Replicate(), Shard(0)] if "dp_replicate" in layout.stage.axes else [Shard(0)]
     for name, parameter in model.named_parameters():
         assert parameter.is_meta
-        assert parameter.dtype == DTYPES[recipe.at_rest if parameter.requires_grad else recipe.precision.frozen]  # packed too
+        assert parameter.dtype == DTYPES[recipe.at_rest if parameter.requires_grad else recipe.precision.frozen]
         if not layout.copies:
             assert isinstance(parameter, DTensor) and list(parameter.placements) == placed, name
             assert -(-len(parameter) // shard) >= len(parameter.to_local())

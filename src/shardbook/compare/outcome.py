@@ -1,7 +1,6 @@
 """What a run came to, read from its directory, and how it stands against another.
 
-Invariant: what a run did not measure is absent here too. Reads files only: any run directory will do, of this machine
-or of a cluster.
+Invariant: what a run did not measure is absent here too. Reads files only: of this machine's runs or of a cluster's.
 """
 
 import json
@@ -161,23 +160,22 @@ def judge(one: Outcome, base: Outcome) -> str:
     else:
         words = [f"losses differ from step {step}, by {_short(100 * largest)}% at most"]
     if base.resident_bytes:
-        less = 1 - one.resident_bytes / base.resident_bytes
-        words.append("same memory" if abs(less) < 0.005 else f"{abs(less):.0%} {'less' if less > 0 else 'more'} memory")
+        words.append(f"{_beside(one.resident_bytes, base.resident_bytes, 'less', 'more')} memory")
     if one.away != base.away:
         said = [f"{readable_bytes(size)} on {what}" for what, size in one.away.items()]
         words.append(" and ".join(said) or "nothing off the device")
     if base.fullest_bytes and one.fullest_bytes and bool(base.peak_bytes) == bool(one.peak_bytes):
-        less = 1 - one.fullest_bytes / base.fullest_bytes
-        how = "" if one.peak_bytes else " by formula"
-        words.append(f"same peak{how}" if abs(less) < 0.005 else f"{_higher(-less)} peak{how}")
+        apart = _beside(one.fullest_bytes, base.fullest_bytes, "lower", "higher")
+        words.append(f"{apart} peak" + " by formula" * (not one.peak_bytes))
     if base.sent_bytes and one.sent_bytes is not None:
         ratio = one.sent_bytes / base.sent_bytes
         words.append("same traffic" if abs(ratio - 1) < 0.005 else f"{_short(ratio)}x traffic")
     return "; ".join(words)
 
 
-def _higher(share: float) -> str:
-    return f"{abs(share):.0%} {'higher' if share > 0 else 'lower'}"
+def _beside(count: float, base: float, below: str, above: str) -> str:
+    share = count / base - 1
+    return "same" if abs(share) < 0.005 else f"{abs(share):.0%} {above if share > 0 else below}"
 
 
 def _short(value: float) -> str:

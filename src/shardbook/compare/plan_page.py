@@ -10,7 +10,8 @@ from typing import Any
 from shardbook.compare.page import Figure, Panel, bars, colour, figure, render, table
 from shardbook.parallel.stages import find_stage
 from shardbook.plan.cluster import Candidate, stage_settings
-from shardbook.plan.report import Report, describe_advice, gpu_hours
+from shardbook.plan.peak import predict_moments
+from shardbook.plan.report import Report, describe_advice
 
 GB = 1e9
 AT_MOST = 3.0  # times what can be used: more is not drawn, else what fits could not be read
@@ -21,22 +22,11 @@ def write_plan_page(path: Path, report: Report) -> None:
     """Write the page of `report`."""
     planner, cluster = report.planner, report.cluster
     title = f"{planner.recipe.model.path} on {cluster.gpus} x {report.gpu_name}"
-    said = [
-        f"{word.capitalize()}: {rest.strip()}"
-        for word, _, rest in (line.partition(" ") for line in describe_advice(report))
-    ]
-    nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.a_node}, {cluster.nics:g} Gbit/s a node"
+    advice = (line.partition(" ") for line in describe_advice(report))
+    said = ". ".join(f"{word.capitalize()}: {rest.strip()}" for word, _, rest in advice)
     room = f"{cluster.room_bytes / GB:.0f} of {cluster.gpu.gb:g} GB of a GPU can be used"
-    about = f"{planner.parameters:,} parameters; {nodes}; {room}. By formula; nothing was run. {'. '.join(said)}"
-    head = [
-        "stage",
-        "verdict",
-        "GB at the peak",
-        "s a step",
-        "tokens/s a GPU",
-        "GPU-h a B tokens",
-        "GPUs",
-    ]
+    about = f"{planner.parameters:,} parameters; {cluster.words()}; {room}. By formula; nothing was run. {said}"
+    head = ["stage", "verdict", "GB at the peak", "s a step", "tokens/s a GPU", "GPU-h a B tokens", "GPUs"]
     rows = [[name, *_verdict(report, name, candidate)] for name, candidate in report.stages.items()]
     panels = {
         "memory": draw_memory(report),
@@ -51,13 +41,12 @@ def write_plan_page(path: Path, report: Report) -> None:
 def _verdict(report: Report, name: str, candidate: Candidate) -> list[str]:
     left = (report.cluster.room_bytes - candidate.peak.total) / GB
     over = ", ".join(f"{count:,.1f} GB over, most {what}" for what, count in candidate.over.items())
-    said = f"does not fit: {over}" if over else f"fits, {left:.1f} GB to spare"
     return [
-        said,
+        f"does not fit: {over}" if over else f"fits, {left:.1f} GB to spare",
         f"{candidate.peak.total / GB:,.1f}",
         f"{candidate.time.seconds:.2f}",
-        f"{candidate.tokens / candidate.time.seconds / report.cluster.gpus:,.0f}",
-        f"{gpu_hours(candidate, report.cluster, GB):,.0f}",
+        f"{candidate.speed:,.0f}",
+        f"{candidate.gpu_hours:,.0f}",
         str(report.fewest[name] or "none"),
     ]
 
@@ -99,7 +88,7 @@ def draw_step(report: Report) -> Panel:
     """The recipe's own stage, moment by moment."""
     planner, room = report.planner, report.cluster.room_bytes / GB
     name = find_stage(planner.recipe.parallel.stage).name
-    moments = report.stages[name].moments(planner.config)
+    moments = predict_moments(report.stages[name].layout, planner.config, report.stages[name].recipe)
     rows = {moment: {term: size / GB for term, size in asdict(peak).items()} for moment, peak in moments.items()}
     chart, numbers = _stacked(rows, "GB", f"GB of a rank under {name}, by moment", 1)
     words = f"{name}, from top to bottom: the moments where a step can be fullest, of its first two micro-batches and "
@@ -133,7 +122,7 @@ def draw_scaling(report: Report) -> Panel:
             larger = cluster.resized(world)
             parallel = stage_settings(name, planner.recipe.parallel, larger)
             found = parallel and planner.lay_out(planner.under(parallel), larger)
-            speeds.append(found.tokens / found.time.seconds / world if found else None)
+            speeds.append(found.speed if found else None)
             row.append(f"{speeds[-1]:,.0f}{'' if found.fits else ' (does not fit)'}" if found else "")
         line = {"color": colour(number), "width": 2.5 if report.fewest[name] else 1}
         traces.append(

@@ -44,12 +44,10 @@ class Encoder:
         self.shape = functools.lru_cache(SHAPES_KEPT)(self._find_shape)
 
     def encode(self, rows: Sequence[dict[str, Any]], wheres: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Token ids (int64) and trained mask (bool) of each row, uncut. `wheres` name the rows in errors. Raises
-        RecipeError.
+        """Token ids (int64) and trained mask (bool) of each row, uncut. Raises RecipeError, which names it by `wheres`.
 
         `messages`: loss on the assistant's tokens. `prompt` and `completion`: as messages where they are lists, else
-        plain text with loss on the completion. `text`: loss on every token. Plain text ends with the end-of-sequence
-        token.
+        text with loss on the completion. `text`: loss on every token. Text ends with the end-of-sequence token.
         """
         rendered = [self._render_row(row, where) for row, where in zip(rows, wheres, strict=True)]
         found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -104,8 +102,7 @@ class Encoder:
     def _answer_span(
         self, messages: list[dict[str, Any]], number: int, text: str, header: int | None, where: str
     ) -> tuple[int, int]:
-        """Characters of one answer in the rendered conversation: from after its header, which ends at `header` where
-        that is known, to its end-of-turn mark."""
+        """Characters of one answer in `text`: from its header's end, `header` where known, to its end-of-turn mark."""
         answer = messages[number]["content"].strip()
         if header is None:
             alone = self._render_before(messages, number, where)

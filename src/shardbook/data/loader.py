@@ -1,8 +1,7 @@
 """The loader: which rows a rank sees in which step, as tensors.
 
 Invariant: the row at global index g is a pure function of (seed, epoch, g): seeking is O(1), and the stream of rows
-is the same for every world size and every split of a step into ranks and micro-batches. Its only state is how many
-rows the whole run has consumed.
+is the same however many ranks and micro-batches split a step. Its only state is how many rows the run has consumed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -118,10 +117,7 @@ class Loader:
 
     def step_at(self, consumed_rows: int) -> list[MicroBatch]:
         """This rank's micro-batches of the step that begins where so many rows are consumed: a pure function, so a
-        thread may make them ahead. Micro-batch m of all ranks is contiguous in the stream.
-
-        An error names the rows that it was met in.
-        """
+        thread may make them ahead. Micro-batch m of all ranks is contiguous in the stream. Errors name the rows."""
         here, micros = self.batching, []
         for micro in range(self.accumulation):
             start = consumed_rows + (micro * here.ranks + here.rank) * here.batch_size

@@ -30,9 +30,7 @@ def load_source(spec: str | list[str], what: str) -> Dataset:
 def _load_one(name: str, what: str) -> Dataset:
     if not name:
         raise RecipeError(f"{what} = '': needs a file, a directory, a hub id or {DATASET}")
-    path = Path(name).expanduser()
-    if name == DATASET:
-        path = chitchat_file()
+    path = chitchat_file() if name == DATASET else Path(name).expanduser()
     reader = READERS.get(path.suffix.lower())
     if path.is_file() and not reader:
         raise RecipeError(f"{what} = {name!r}: this kind of file is not read; {', '.join(READERS)} are")

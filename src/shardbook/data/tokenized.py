@@ -123,8 +123,8 @@ def _lay_out(encoded: Dataset, documents: np.ndarray, data: Data, dropped: int) 
     if data.packing:
         rows = pack(documents.tolist(), lengths.tolist(), data.max_length)
     trained, cut = (int(_column(encoded, name)[documents].sum()) for name in ("trained", "cut"))
-    said = f"{len(rows):,} rows; {lengths.sum():,} tokens, {trained:,} of them trained"
-    summary = f"{len(documents):,} documents in {said}"
+    said = f"{lengths.sum():,} tokens, {trained:,} of them trained"
+    summary = f"{len(documents):,} documents in {len(rows):,} rows; {said}"
     if cut:
         summary += f"; {cut:,} documents cut to {data.max_length}"
     if dropped:

@@ -1,8 +1,7 @@
 """A plan's constants, fitted to steps that were taken: how slow computing is, and what share of its cards' rate a
 network gives.
 
-Invariant: only what the measurements tell apart is fitted. One run, or runs that never waited for the network, give the
-first constant alone.
+Invariant: only what measurements tell apart is fitted: one run, or runs that never waited, give the first constant.
 """
 
 import math

@@ -21,10 +21,10 @@ from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.mesh import describe_sizes
 from shardbook.parallel.stages import STAGES, find_stage
 from shardbook.parallel.units import count_parameters
-from shardbook.plan.formulas import Resident, paper_resident, predict_resident, predict_traffic
+from shardbook.plan.formulas import predict_traffic
 from shardbook.plan.hardware import GPUS, Cluster
-from shardbook.plan.peak import Peak, predict_moments, predict_peak
-from shardbook.plan.speed import StepTime, model_flops, predict_step, rates_of
+from shardbook.plan.peak import Peak, predict_peak
+from shardbook.plan.speed import StepTime, model_flops, predict_step
 from shardbook.recipe import Offload, Parallel, Recipe, resolve_precision
 
 KINDS = ("none", "selective", "full")  # of checkpointing, the cheapest in time first
@@ -48,15 +48,17 @@ class Candidate:
         return shelf_sizes(self.layout, 0) if self.layout.offload.optimizer != "none" else {}
 
     @property
+    def largest(self) -> str:
+        """The largest term of the peak."""
+        terms = asdict(self.peak)
+        return max(terms, key=lambda name: terms[name])
+
+    @property
     def over(self) -> dict[str, float]:
         """GB that are missing, by the largest term of the peak or `host`."""
-        terms, found = asdict(self.peak), dict[str, float]()
-        if self.peak.total > self.cluster.room_bytes:
-            found[max(terms, key=lambda name: terms[name])] = (self.peak.total - self.cluster.room_bytes) / 1e9
-        needed = self.away.get("host", 0) * self.cluster.a_node
-        if needed > self.cluster.host_bytes:
-            found["host"] = (needed - self.cluster.host_bytes) / 1e9
-        return found
+        on_host = self.away.get("host", 0) * self.cluster.a_node - self.cluster.host_bytes
+        missing = {self.largest: self.peak.total - self.cluster.room_bytes, "host": on_host}
+        return {what: size / 1e9 for what, size in missing.items() if size > 0}
 
     @property
     def fits(self) -> bool:
@@ -65,17 +67,7 @@ class Candidate:
     @property
     def limit(self) -> str:
         """What is missing, or else the largest term of the peak."""
-        terms = asdict(self.peak)
-        return next(iter(self.over), max(terms, key=lambda name: terms[name]))
-
-    @property
-    def paper(self) -> Resident:
-        count = sum(unit.parameters for unit in self.layout.units)
-        return paper_resident(self.layout.stage, count, self.layout.shards)
-
-    @property
-    def resident(self) -> Resident:
-        return predict_resident(self.layout, 0, self.recipe.optim.name)
+        return next(iter(self.over), self.largest)
 
     @property
     def comm(self) -> dict[str, int]:
@@ -92,22 +84,25 @@ class Candidate:
         rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
         return rows * self.recipe.data.max_length * self.layout.world_size
 
-    def moments(self, config: PreTrainedConfig) -> dict[str, Peak]:
-        """The step's fullest moments, in order."""
-        return predict_moments(self.layout, config, self.recipe)
+    @property
+    def speed(self) -> float:
+        """Tokens a second of one GPU."""
+        return self.tokens / self.time.seconds / self.cluster.gpus
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of a billion tokens, padding among them."""
+        return 1e9 / self.speed / 3600
 
     def words(self) -> str:
-        train, mesh = self.recipe.train, describe_sizes(self.layout.sizes)
-        return (
-            f"{self.layout.stage.name} ({mesh}), checkpointing {self.recipe.activation.checkpointing}, "
-            f"{train.per_device_train_batch_size} rows x {train.gradient_accumulation_steps}" + self._tiers()
-        )
-
-    def _tiers(self) -> str:
-        offload = self.recipe.offload
+        train, offload, mesh = self.recipe.train, self.recipe.offload, describe_sizes(self.layout.sizes)
         away = [f"{what} on {tier}" for what in ("optimizer", "params") if (tier := getattr(offload, what)) != "none"]
         sizes = [f"{size / 1e9:,.0f} GB of {where} a rank" for where, size in self.away.items()]
-        return f", {', '.join(away)} ({', '.join(sizes)})" if away else ""
+        return (
+            f"{self.layout.stage.name} ({mesh}), checkpointing {self.recipe.activation.checkpointing}, "
+            f"{train.per_device_train_batch_size} rows x {train.gradient_accumulation_steps}"
+            + (f", {', '.join(away)} ({', '.join(sizes)})" if away else "")
+        )
 
 
 @dataclass(frozen=True)
@@ -126,22 +121,20 @@ class Planner:
 
     def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:
         """Raises RecipeError where the recipe's mesh does not fit the cluster."""
-        offload = recipe.offload
-        key = (recipe.parallel.model_dump_json(), offload.model_dump_json(), cluster.gpus, cluster.a_node)
+        model, world = self.model, (cluster.gpus, cluster.a_node)
+        key = (recipe.parallel.model_dump_json(), recipe.offload.model_dump_json(), *world)
         if key not in self.made:
-            model, world = self.model, (cluster.gpus, cluster.a_node)
             own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)
-            self.made[key] = build_layout(*own, *world, offload)
-        layout, rates = self.made[key], rates_of(cluster.gpu)
+            self.made[key] = build_layout(*own, *world, recipe.offload)
+        layout = self.made[key]
         peak = predict_peak(layout, self.config, recipe)
-        flops = count_flops(self.model)
-        time = predict_step(layout, self.config, recipe, flops, self.document_tokens, rates, cluster)
+        time = predict_step(layout, self.config, recipe, count_flops(model), self.document_tokens, cluster)
         return Candidate(recipe, layout, peak, time, cluster)
 
-    def mfu(self, candidate: Candidate, cluster: Cluster) -> float:
+    def mfu(self, candidate: Candidate) -> float:
         """Model FLOPs over the GPUs' peak."""
         counted = model_flops(candidate.recipe, count_flops(self.model), self.document_tokens)
-        return counted / candidate.time.seconds / cluster.gpu.flops
+        return counted / candidate.time.seconds / candidate.cluster.gpu.flops
 
     def stages(self, cluster: Cluster) -> dict[str, Candidate]:
         """The recipe under each stage: its own as it is, the others as a user would first set them."""
@@ -162,8 +155,7 @@ class Planner:
         return self.recipe.model_copy(update={"parallel": parallel, "offload": offload.model_copy(update=gone)})
 
     def fewest(self, stage: str, cluster: Cluster) -> int | None:
-        """The fewest GPUs on which the recipe fits under `stage`, its micro-batch as it is; None: more than 4,096, or
-        no number."""
+        """The fewest GPUs on which the recipe fits under `stage`, its micro-batch as it is; None: not up to 4,096."""
         for world in WORLDS:
             smaller = cluster.resized(world)
             parallel = stage_settings(stage, self.recipe.parallel, smaller)
@@ -259,13 +251,11 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
 
 
 def _reason(best: Candidate, refused: list[tuple[Candidate, str]], cluster: Cluster) -> str:
-    name = best.layout.stage.name
     left = (cluster.room_bytes - best.peak.total) / 1e9
-    because = f"{name}: {left:.1f} GB of {cluster.room_bytes / 1e9:.0f} to spare"
-    if refused:
-        because += "; " + ", ".join(f"{found.layout.stage.name} does not fit ({why})" for found, why in refused)
-    exposed = best.time.exposed / best.time.seconds
-    return because + f"; {exposed:.0%} of the step waits for the network"
+    because = f"{best.layout.stage.name}: {left:.1f} GB of {cluster.room_bytes / 1e9:.0f} to spare; "
+    others = ", ".join(f"{found.layout.stage.name} does not fit ({why})" for found, why in refused)
+    waits = f"{best.time.exposed / best.time.seconds:.0%} of the step waits for the network"
+    return because + (f"{others}; " if others else "") + waits
 
 
 def _where_it_fits(planner: Planner, cluster: Cluster, everything: list[Candidate]) -> str:

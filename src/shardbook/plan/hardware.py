@@ -1,7 +1,6 @@
 """Hardware that a plan is made for: GPUs, the links inside a node and between nodes, as data sheets give them.
 
-Invariant: every figure is the maker's, with its sheet; the shares of it that a step attains stand below, assumptions
-until a run has calibrated them.
+Invariant: a figure is the maker's, with its sheet; the share that a step attains is assumed until a run calibrates it.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ GBIT = 1e9 / 8
 PRODUCTS, ATTENTION, MEMORY = 640 / 989, 250 / 989, 3.0 / 3.35  # shares attained in a step; those seen on an H100
 INSIDE, ACROSS = 0.8, 0.9  # of a link's rate that long collectives attain, inside a node and between nodes
 INSIDE_SECONDS, ACROSS_SECONDS = 3e-6, 10e-6  # of one hop of a ring
-ROOM = 0.92  # of a GPU's memory: contexts of CUDA and NCCL, and what an allocator cannot use, take the rest
+ROOM = 0.92  # of a GPU's memory that torch can fill: contexts of CUDA and NCCL, and fragments, take the rest
 
 
 @dataclass(frozen=True)
@@ -50,23 +49,14 @@ GPUS = {
 
 def find_gpu(name: str) -> Gpu:
     """The GPU of that name, or of the only name that begins with it. Raises RecipeError with the nearest."""
-    found = [gpu for known, gpu in GPUS.items() if known == name] or [
-        gpu for known, gpu in GPUS.items() if known.startswith(f"{name.lower()}-")
-    ]
+    found = [name] if name in GPUS else [known for known in GPUS if known.startswith(f"{name.lower()}-")]
     if len(found) == 1:
-        return found[0]
+        return GPUS[found[0]]
     raise RecipeError(f"--gpu {name}: must be one of {', '.join(GPUS)}{nearest(name, list(GPUS))}")
 
 
-# What CUDA calls those of them that it names apart, and words of its kin's names that are other cards.
-CUDA_NAMES = {
-    "A100": "a100-80gb",
-    "H100": "h100-80gb",
-    "H200": "h200-141gb",
-    "B200": "b200-180gb",
-    "4090": "rtx4090-24gb",
-    "L40S": "l40s-48gb",
-}
+# What CUDA calls each of them (A100: the last, of 80 GB), and words of its kin's names that are other cards.
+CUDA_NAMES = {name.partition("-")[0].removeprefix("rtx").upper(): name for name in GPUS}
 OTHERS = {"PCIe", "NVL", "D", "Laptop", "A100-SXM4-40GB", "A100-SXM-40GB", "A100-PCIE-40GB", "A100-PCIE-80GB"}
 
 
@@ -111,6 +101,9 @@ class Cluster:
     @property
     def room_bytes(self) -> float:
         return ROOM * self.gpu.gb * 1e9
+
+    def words(self) -> str:
+        return f"{self.nodes} node{'s' * (self.nodes > 1)} of {self.a_node}, {self.nics:g} Gbit/s a node"
 
     def resized(self, gpus: int) -> "Cluster":
         """So many of the same GPUs, in nodes of the same size where there is more than one."""

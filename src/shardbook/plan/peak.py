@@ -179,13 +179,15 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     chunk = min(recipe.train.loss_chunk_tokens or tokens, tokens)
     # the last norm's input in fp32, its result before and after its weight
     last = tokens * of.hidden * (FP32 + (1 + (not adapted.r)) * itemsize)
+    # the gradient of the MLP's matrix, or that matrix out of its four bits
+    matrix = of.inner * of.hidden * itemsize * (not adapted.r or recipe.model.load_in_4bit)
     return Work(
         held=held * tokens + dense * (1 + itemsize * (layers - again)),
         layers=layers,
         before_blocks=tokens * (2 * head_size(config) * itemsize + 5 * 8),
         loss=last + sum(loss_bytes(tokens, chunk, config.vocab_size, of.hidden, itemsize, trains_head)),
         head_gradient=config.vocab_size * of.hidden * itemsize * trains_head,
-        gate=gate * tokens + of.inner * of.hidden * itemsize * (not adapted.r or recipe.model.load_in_4bit) + dense * itemsize * bool(again),
+        gate=gate * tokens + matrix + dense * itemsize * bool(again),
         norm=tokens * of.hidden * (6 * FP32 + itemsize),  # its backward, step by step, in fp32
     )
 

@@ -15,7 +15,7 @@ from shardbook.memory.shelf import step_bytes
 from shardbook.parallel.stages import find_stage
 from shardbook.plan.calibrate import Sample, calibrate
 from shardbook.plan.cluster import DOCUMENT_TOKENS, Advice, Candidate, Planner, advise, build_planner
-from shardbook.plan.formulas import Resident
+from shardbook.plan.formulas import Resident, paper_resident, predict_resident
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
 from shardbook.recipe import Precision, Recipe, RecipeError, dump_recipe
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shardbook.plan.simulate import Objective, Simulated
 
 GB = 1e9
-HOUR = 3600.0
-TOKENS = 1e9  # that cost is said for
 COLUMNS = "kept", "gathered", "buffers", "activations", "work", "peak GB", "step s", "waits", "tok/s/GPU", "MFU", "GPUs"
 
 
@@ -54,9 +52,8 @@ def make_report(
     samples: Sequence[Sample] = (),
 ) -> Report:
     """`recipe` on `gpus` of the kind `gpu` (hardware.py), `a_node` of them a node with `nics` Gbit/s to the others and
-    `host_gb` of memory (0: as usual), as `samples` of measured steps calibrate it. With an `objective` a step of it
-    under its own stage is simulated too, in this process. Raises RecipeError for a kind or a model that is not known,
-    or a cluster that is no whole nodes."""
+    `host_gb` of memory (0: as usual), as `samples` of measured steps calibrate it. With an `objective` a step of its
+    own stage is simulated too, here. Raises RecipeError for an unknown kind or model, or no whole nodes."""
     cluster = build_cluster(gpu, gpus, nics, a_node, host_gb)
     cluster = calibrate(cluster, samples) if samples else cluster
     if document_tokens < 1:
@@ -127,27 +124,27 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def _row(report: Report, candidate: Candidate) -> dict[str, Any]:
-    time, cluster = candidate.time, report.cluster
-    train = candidate.recipe.train
+    train, layout = candidate.recipe.train, candidate.layout
+    count = sum(unit.parameters for unit in layout.units)
     return {
-        "stage": candidate.layout.stage.name,
-        "mesh": candidate.layout.sizes,
+        "stage": layout.stage.name,
+        "mesh": layout.sizes,
         "checkpointing": candidate.recipe.activation.checkpointing,
         "per_device_train_batch_size": train.per_device_train_batch_size,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
-        "paper": _resident(candidate.paper),
-        "resident": _resident(candidate.resident),
+        "paper": _resident(paper_resident(layout.stage, count, layout.shards)),
+        "resident": _resident(predict_resident(layout, 0, candidate.recipe.optim.name)),
         "comm": candidate.comm,
         "peak": asdict(candidate.peak),
         "peak_bytes": candidate.peak.total,
         **{f"{where}_bytes": size for where, size in candidate.away.items()},
         "fits": candidate.fits,
         "limit": candidate.limit,
-        "step": asdict(time),
-        "step_seconds": time.seconds,
-        "tokens_per_second_per_device": candidate.tokens / time.seconds / cluster.gpus,
-        "mfu": report.planner.mfu(candidate, cluster),
-        "gpu_hours_per_billion_tokens": gpu_hours(candidate, cluster, TOKENS),
+        "step": asdict(candidate.time),
+        "step_seconds": candidate.time.seconds,
+        "tokens_per_second_per_device": candidate.speed,
+        "mfu": report.planner.mfu(candidate),
+        "gpu_hours_per_billion_tokens": candidate.gpu_hours,
     }
 
 
@@ -169,21 +166,14 @@ def _settings(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def gpu_hours(candidate: Candidate, cluster: Cluster, tokens: float) -> float:
-    """GPU-hours of so many tokens, padding among them."""
-    return tokens / candidate.tokens * candidate.time.seconds * cluster.gpus / HOUR
-
-
 def as_table(report: Report) -> Table:
     cluster, recipe = report.cluster, report.planner.recipe
     train, count = recipe.train, report.planner.parameters / GB
-    nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.a_node}, {cluster.nics:g} Gbit/s a node"
     room = f"{cluster.room_bytes / GB:.0f} of {cluster.gpu.gb:g} GB can be used ({ROOM:.0%})"
-    steps = f"{train.per_device_train_batch_size} rows of {recipe.data.max_length} tokens x "
-    steps += (
-        f"{train.gradient_accumulation_steps}, checkpointing {recipe.activation.checkpointing}, {recipe.optim.name}"
-    )
-    title = f"{recipe.model.path} ({count:.2f} B) on {cluster.gpus} x {report.gpu_name}: {nodes}; {room}\n{steps}"
+    rows = f"{train.per_device_train_batch_size} rows of {recipe.data.max_length} tokens"
+    steps = f"{rows} x {train.gradient_accumulation_steps}, checkpointing {recipe.activation.checkpointing}"
+    where = f"{cluster.gpus} x {report.gpu_name}: {cluster.words()}; {room}"
+    title = f"{recipe.model.path} ({count:.2f} B) on {where}\n{steps}, {recipe.optim.name}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("stage")
     for name in COLUMNS:
@@ -202,20 +192,15 @@ def _cells(report: Report, candidate: Candidate, fewest: int | None) -> list[str
         "activations": peak.activations,
         "working": peak.working,
     }
-    limit = max(groups, key=lambda name: groups[name])
-    total = Text(f"{peak.total / GB:,.1f}", style="green" if candidate.fits else "red")
-    parts = [
-        Text(f"{size / GB:,.1f}", style="red" if name == limit and not candidate.fits else "")
-        for name, size in groups.items()
-    ]
+    limit = "" if candidate.fits else max(groups, key=lambda name: groups[name])
     return [
         candidate.layout.stage.name,
-        *parts,
-        total,
+        *(Text(f"{size / GB:,.1f}", style="red" if name == limit else "") for name, size in groups.items()),
+        Text(f"{peak.total / GB:,.1f}", style="green" if candidate.fits else "red"),
         f"{time.seconds:.2f}",
         f"{time.exposed / time.seconds:.0%}",
-        f"{candidate.tokens / time.seconds / report.cluster.gpus:,.0f}",
-        f"{report.planner.mfu(candidate, report.cluster):.2f}",
+        f"{candidate.speed:,.0f}",
+        f"{report.planner.mfu(candidate):.2f}",
         str(fewest) if fewest else "-",
     ]
 
@@ -246,9 +231,7 @@ def describe_offload(report: Report, candidate: Candidate) -> list[str]:
     moved = step_bytes(candidate.layout, 0, candidate.recipe.train.gradient_accumulation_steps)
     said = ", ".join(f"{what.replace('_', ' ')} {size / GB:,.1f}" for what, size in moved.items() if size)
     time, larger = candidate.time, candidate
-    while (
-        larger.time.offload > 0 and larger.tokens < 1000 * candidate.tokens
-    ):  # larger micro-batches: one forward hides
+    while larger.time.offload > 0 and larger.tokens < 1000 * candidate.tokens:  # larger micro-batches hide more
         train = larger.recipe.train
         batch = {"per_device_train_batch_size": 2 * train.per_device_train_batch_size}
         recipe = larger.recipe.model_copy(update={"train": train.model_copy(update=batch)})
@@ -264,14 +247,14 @@ def describe_offload(report: Report, candidate: Candidate) -> list[str]:
 
 def describe_advice(report: Report) -> list[str]:
     """The advice in lines, and how to say it to a run."""
-    best, cluster = report.advice.best, report.cluster
+    best = report.advice.best
     if best is None:
         return [f"advice   {report.advice.why}"]
-    said = f"{best.time.seconds:.2f} s a step, MFU {report.planner.mfu(best, cluster):.2f}"
-    hours = gpu_hours(best, cluster, TOKENS)
+    said = f"{best.time.seconds:.2f} s a step, MFU {report.planner.mfu(best):.2f}"
+    hours = f"{best.gpu_hours:,.0f} GPU-hours for a billion tokens"
     words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in _settings(best).items())
     return [
-        f"advice   {best.words()}: {best.peak.total / GB:.1f} GB, {said}, {hours:,.0f} GPU-hours for a billion tokens",
+        f"advice   {best.words()}: {best.peak.total / GB:.1f} GB, {said}, {hours}",
         f"because  {report.advice.why}",
         *describe_offload(report, best),
         f"set      {words}",

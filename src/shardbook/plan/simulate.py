@@ -5,8 +5,7 @@ Invariant: what is counted is what the code does, not what a formula says of it;
 kernels are taken to keep what their fake forms keep, and its allocator to waste nothing.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,36 +102,21 @@ class LiveBytes(TorchDispatchMode):
         return total
 
 
-@contextmanager
-def fake_world(world_size: int) -> Iterator[None]:
-    """This process as rank 0 of so many, whose collectives send nothing. No process group may be there already."""
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def simulate_step(
     recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_per_node: int, objective: Objective
 ) -> Simulated:
     """Two steps of `recipe` (without `auto`) with a model of `config`, rows full and every token but the first trained;
     the second is counted. Attention by `varlen`. Raises RecipeError where the mesh does not fit."""
-    layers = config.num_hidden_layers
-    if layers <= max(LAYERS):
-        return _fullest(*_simulate(recipe, config, world_size, ranks_per_node, objective))
-    few, more = (
-        _simulate(recipe, _with_layers(config, count), world_size, ranks_per_node, objective) for count in LAYERS
-    )
-    times = layers - LAYERS[1]
-    # each moment grows by the same with each layer, and blocks between the two ends stand between them
-    most = {moment: size + times * (size - few[0].get(moment, size)) for moment, size in more[0].items()}
-    return _fullest(most, more[1] + times * (more[1] - few[1]))
-
-
-def _fullest(most: dict[Moment, int], kept: int) -> Simulated:
-    moment = max(most, key=lambda moment: most[moment])
-    return Simulated(most[moment], moment[1], kept)
+    times, how = config.num_hidden_layers - LAYERS[1], (world_size, ranks_per_node, objective)
+    if times <= 0:
+        most, kept = _simulate(recipe, config, *how)
+    else:
+        (few, few_kept), (more, more_kept) = (_simulate(recipe, _with_layers(config, count), *how) for count in LAYERS)
+        # each moment grows by the same with each layer, and blocks between the two ends stand between them
+        most = {moment: size + times * (size - few.get(moment, size)) for moment, size in more.items()}
+        kept = more_kept + times * (more_kept - few_kept)
+    fullest = max(most, key=lambda moment: most[moment])
+    return Simulated(most[fullest], fullest[1], kept)
 
 
 def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
@@ -145,7 +129,9 @@ def _simulate(
     recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_per_node: int, objective: Objective
 ) -> tuple[dict[Moment, int], int]:
     """Most bytes at each moment of the second step, and bytes kept."""
-    with fake_world(world_size):
+    # this process as rank 0 of so many, whose collectives send nothing; no process group may be there already
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
         model = build_adapted(recipe, config, KERNELS["varlen"])
         world = (world_size, ranks_per_node)
         layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world)
@@ -170,6 +156,8 @@ def _simulate(
                 del loss, batch
             del state
         return live.most, kept
+    finally:
+        dist.destroy_process_group()
 
 
 def _optimizer_state(model: nn.Module, name: str) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ links, and every term a count. Roofline: Williams et al., CACM 52(4), 2009; alph
 """
 
 from dataclasses import asdict, dataclass
+from itertools import compress
 
 from transformers import PreTrainedConfig
 
@@ -16,27 +17,11 @@ from shardbook.optim import state_bytes
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import Unit, backward_order
 from shardbook.plan.formulas import backward_gather, forward_gather, reduction, replica_bytes
-from shardbook.plan.hardware import ATTENTION, DISK_READ, GPUS, MEMORY, PCIE_SHARE, PRODUCTS, Cluster, Gpu, gpu_of
+from shardbook.plan.hardware import ATTENTION, DISK_READ, GPUS, MEMORY, PCIE_SHARE, PRODUCTS, Cluster, gpu_of
 from shardbook.plan.peak import read_widths
 from shardbook.recipe import Recipe
 
-
-@dataclass(frozen=True)
-class Rates:
-    """What a GPU attains inside a training step, per second."""
-
-    product_flops: float  # matrix products in bf16
-    attention_flops: float  # of the pairs that are not masked
-    memory_bytes: float  # read plus written
-    peak_flops: float  # of the data sheet, which MFU is a share of
-
-
-def rates_of(gpu: Gpu) -> Rates:
-    """The shares of its data sheet that large products inside a step, attention and large copies attain on an H100."""
-    return Rates(PRODUCTS * gpu.flops, ATTENTION * gpu.flops, MEMORY * gpu.memory, gpu.flops)
-
-
-H100 = rates_of(GPUS["h100-80gb"])
+H100 = GPUS["h100-80gb"]
 PASSES = 3.5  # over what a block reads and writes beside its products: once forward, and backward twice and a half
 LINK_SHARE = 0.04  # of products' time: SMs and bandwidth that collectives take, hidden though they are
 
@@ -64,10 +49,12 @@ def predict_step(
     recipe: Recipe,
     flops: Flops,
     document_tokens: float,
-    rates: Rates = H100,
     cluster: Cluster | None = None,
 ) -> StepTime:
-    """A step of full rows of documents of `document_tokens` each, compiled; without `cluster` all collectives hide."""
+    """A step of full rows of documents of `document_tokens` each, compiled; without `cluster` on an H100 where all
+    collectives hide."""
+    gpu, slowness = (cluster.gpu, cluster.slowness) if cluster else (H100, 1.0)
+    peak_flops, memory_rate = gpu.flops / slowness, MEMORY * gpu.memory / slowness  # of memory: read plus written
     of, itemsize = read_widths(config), layout.dtype("params").itemsize
     micros = recipe.train.gradient_accumulation_steps
     tokens = recipe.train.per_device_train_batch_size * recipe.data.max_length  # of a micro-batch
@@ -77,35 +64,28 @@ def predict_step(
     again = {"full": 1.0}.get(kind, 0.0)  # forward products that backward makes again
     # multiply-adds: forward, and the gradient of what went in; of weights where they are trained
     blocks = flops.block * (2 + again) + flops.block_trained
-    passes_of_head = 3 + any(
-        unit.trained[number]
-        for unit in layout.units
-        for number, shape in enumerate(unit.shapes)
-        if shape[0] == config.vocab_size
-    )
-    products = 2 * tokens * (blocks + head * passes_of_head) / rates.product_flops
-    attention = flops.per_pair * pairs * (1 + again / 3) / rates.attention_flops
+    shapes = (shape for unit in layout.units for shape in compress(unit.shapes, unit.trained))
+    passes_of_head = 3 + any(shape[0] == config.vocab_size for shape in shapes)
+    products = 2 * tokens * (blocks + head * passes_of_head) / (PRODUCTS * peak_flops)
+    attention = flops.per_pair * pairs * (1 + again / 3) / (ATTENTION * peak_flops)  # of what is not masked
     # two norms (read, write), two sums, the rotation, the gate; the loss: fp32 logits five times
     wide = 10 * of.hidden + 2 * (of.queries + of.keys) + 3 * of.inner
     passes = (PASSES + (kind in ("full", "selective"))) * wide * config.num_hidden_layers * itemsize
     # a base in four bits is unpacked for each of its products, by one kernel
     unpacked = flops.block * (2 + again) * (0.5 + itemsize) * recipe.model.load_in_4bit
-    memory = (tokens * (passes + config.vocab_size * 5 * 4) + unpacked) / rates.memory_bytes
+    memory = (tokens * (passes + config.vocab_size * 5 * 4) + unpacked) / memory_rate
     # casts, copies in and out of a gather, and of a reduction, of each parameter; AdamW, norm and clipping of a shard
     sharded = layout.shards > 1
     moved = sum(unit.numel if sharded else unit.cast_numel(itemsize) for unit in layout.units)
     trained = sum(unit.padded_numel(1, trained_only=True) for unit in layout.units)
-    copies = (moved * 2 * 2 * itemsize + trained * (itemsize + 2 * 4)) / rates.memory_bytes
+    copies = (moved * 2 * 2 * itemsize + trained * (itemsize + 2 * 4)) / memory_rate
     shard, master = trained // layout.shards, layout.dtype("master").itemsize
     moments = 2 * state_bytes(recipe.optim.name, shard, master)  # read and written
     is_here = layout.offload.optimizer == "none"
-    optimizer = (shard * 10 * master + moments) / rates.memory_bytes * is_here
+    optimizer = (shard * 10 * master + moments) / memory_rate * is_here
     link = LINK_SHARE * (products + attention) * (layout.world_size > 1)
     exposed = away = 0.0
     if cluster:
-        products, attention, memory, copies, link, optimizer = (
-            term * cluster.slowness for term in (products, attention, memory, copies, link, optimizer)
-        )
         micro = products + attention + memory + copies + link
         passes = micro / (3 + again), micro * (2 + again) / (3 + again)
         exposed = exposed_seconds(layout, cluster, micros, *passes)
@@ -144,7 +124,7 @@ def predict_mfu(
 ) -> float:
     """Model FLOPs over an H100's peak, for such a step whose collectives all hide: what recipes' headers say."""
     step = predict_step(layout, config, recipe, flops, document_tokens)
-    return model_flops(recipe, flops, document_tokens) / step.seconds / H100.peak_flops
+    return model_flops(recipe, flops, document_tokens) / step.seconds / H100.flops
 
 
 def predict_perf_metrics(
@@ -155,7 +135,7 @@ def predict_perf_metrics(
     if (gpu := gpu_of(device_name)) is None or not recipe.train.compile:
         return {}
     cluster = Cluster(gpu, layout.world_size, layout.ranks_per_node, gpu.nics)
-    step = predict_step(layout, config, recipe, flops, document_tokens, rates_of(gpu), cluster)
+    step = predict_step(layout, config, recipe, flops, document_tokens, cluster)
     return {"predicted/perf/step_seconds": step.seconds}
 
 

@@ -1,8 +1,7 @@
 """Processes: the process group, this rank in it, its threads, who goes first, who asked to stop.
 
-Invariant: after `start_distributed` the same code runs with one process or many, CPU (gloo) or CUDA (NCCL
-beside gloo: host-side sums and checkpoints never touch the device stream).
-Knows nothing of meshes, models or recipes.
+Invariant: after `start_distributed` the same code runs with one process or many, CPU (gloo) or CUDA (NCCL beside gloo:
+host-side sums and checkpoints never touch the device stream). Knows nothing of meshes, models or recipes.
 """
 
 import contextlib

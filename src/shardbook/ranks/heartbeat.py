@@ -2,9 +2,8 @@
 it, and a launcher that is killed ends its ranks.
 
 A machine that loses its link or its power closes no connection, and NCCL notices no closed one, so the others would
-wait for their time limit. Invariant: a rank is lost, or stands still, only after a number of seconds in which its
-counter, or its progress, stood while the rank that counts was itself running; a rank that leaves says so. Knows nothing
-of what the ranks do.
+wait for their time limit. Invariant: a rank is lost, or stands still, only after seconds in which its counter, or its
+progress, stood while the rank that counts was running; one that leaves says so. Knows nothing of what ranks do.
 """
 
 import contextlib
@@ -81,11 +80,10 @@ class Heartbeat:
     def pass_on(self, reason: str) -> None:
         """Tell all ranks why this one fails, unless another has been first."""
         said = f"rank {self.place.rank} (host {self.hosts[self.place.rank]}) ended: {reason}"
-        if _soon(lambda: self.store.compare_set("lost", "", said)) and self._keeps_store_for_others():
-            time.sleep(2 * self.every)  # until they have read it
-
-    def _keeps_store_for_others(self) -> bool:
-        return self.place.rank == 0 and not self.place.hosted and self.place.world_size > self.place.ranks_per_node
+        keeps_store = self.place.rank == 0 and not self.place.hosted
+        is_told = _soon(lambda: self.store.compare_set("lost", "", said))
+        if is_told and keeps_store and self.place.world_size > self.place.ranks_per_node:
+            time.sleep(2 * self.every)  # until other nodes have read it
 
     def _beat(self) -> None:
         seen: dict[int, bytes] = {}
@@ -148,25 +146,22 @@ class Heartbeat:
     def _explain(self, lost: list[int]) -> str:
         """`lost` [0] on rank 0 itself: where the launcher's agent keeps the store, and is gone."""
         agent = lost == [0] and self.place.rank == 0
-        who = f"the launcher at {self.place.address}" if agent else self._name(lost)
-        have = "has" if len(lost) == 1 else "have"
-        return f"{who} {have} not been heard of for {self.seconds:g} s; {AGAIN}"
+        who_has = f"the launcher at {self.place.address} has" if agent else self._who_has(lost)
+        return f"{who_has} not been heard of for {self.seconds:g} s; {AGAIN}"
 
     def _explain_hang(self, there: dict[int, Standing], behind: list[int]) -> str:
         first = there[behind[0]]
         everyone = len(behind) == len(there) > 1
-        who = f"all {len(there)} ranks" if everyone else self._name(behind)
-        have = "has" if len(behind) == 1 else "have"
+        who_has = f"all {len(there)} ranks have" if everyone else self._who_has(behind)
         at = f"step {first.step}, {first.doing}" + f" ({first.line})" * bool(first.line)
-        others = (
-            "" if len(there) == len(behind) else "; the others wait for it" if len(behind) == 1 else "; the others wait"
-        )
+        others = ("; the others wait" + " for it" * (len(behind) == 1)) * (len(behind) < len(there))
         device = ": a collective on the device that does not end, or a disk that does not answer" * everyone
         where = f"; stacks and records of collectives are in {HERE.folder}" * bool(HERE.folder)
-        return f"{who} {have} stood still for {first.seconds:.0f} s at {at}{device}{others}{where}; {AGAIN}"
+        return f"{who_has} stood still for {first.seconds:.0f} s at {at}{device}{others}{where}; {AGAIN}"
 
-    def _name(self, ranks: list[int]) -> str:
-        return f"{name_ranks(ranks)} (host {' and '.join(dict.fromkeys(self.hosts[rank] for rank in ranks))})"
+    def _who_has(self, ranks: list[int]) -> str:
+        hosts = " and ".join(dict.fromkeys(self.hosts[rank] for rank in ranks))
+        return f"{name_ranks(ranks)} (host {hosts}) {'has' if len(ranks) == 1 else 'have'}"
 
     def _end(self, reason: str, hangs: bool = False) -> None:
         with self.ending:  # one of the two threads speaks
@@ -206,8 +201,7 @@ def tell_run(place: Rendezvous, reason: str, keeps_store: bool) -> None:
 
 
 def watch_launcher() -> None:
-    """End this process when the launcher that started it is gone without having ended it (SIGKILL): an orphan would
-    hold the run, its memory and its GPU."""
+    """End this process when its launcher is gone without ending it (SIGKILL): an orphan holds run, memory and GPU."""
     if LAUNCHER not in os.environ:
         return
     launcher = int(os.environ[LAUNCHER])

@@ -155,8 +155,7 @@ def name_ranks(ranks: list[int]) -> str:
 
 
 def _await_head(place: Rendezvous) -> None:
-    """Return once something listens at the head. One that answers may still be starting; one that is silent is given
-    SILENT_SECONDS."""
+    """Return once something listens at the head. One that answers may be starting; a silent one has SILENT_SECONDS."""
     began = time.monotonic()
     while True:
         try:
@@ -209,8 +208,7 @@ def _own_address(host: str) -> str:
 
 
 def _find_loopback(members: list[dict[str, Any]]) -> str:
-    """What to say where ranks of several machines would listen where only their own machine reaches them; else nothing.
-    gloo would try for hours."""
+    """What to say where ranks of several machines would listen where no other reaches them: gloo tries for hours."""
     alone = [rank for rank, member in enumerate(members) if member["address"].startswith(("127.", "::1"))]
     hosts = dict.fromkeys(member["host"] for member in members)
     if not alone or len(hosts) == 1:

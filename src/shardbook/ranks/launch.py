@@ -73,7 +73,6 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     processes: list[subprocess.Popen[bytes]] = []
-
     asked: list[int] = []
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
@@ -104,27 +103,23 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
                 for process in processes:
                     process.kill()
                     process.wait()
-                if asked and code in (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL):
-                    return _explain_stop(code)
-                return _explain_exit(failed, code)
+                return _explain_exit(failed, code, bool(asked))
         if None not in codes:
             return max(code for code in codes if code is not None)
         time.sleep(POLL_SECONDS)
 
 
-def _explain_stop(code: int) -> int:
-    """The exit code where ranks ended by the signal that was passed on to them, without having saved."""
-    early = code != -signal.SIGKILL  # before they listened for it
-    reason = "stopped before the first step; run the same command again" if early else "run failed: quit without saving"
-    print(f"shardbook: {reason}", file=sys.stderr)
-    return PREEMPTED if early else FAILED
-
-
-def _explain_exit(rank: int, code: int) -> int:
-    """The exit code to return for a rank's; a rank that a signal ended could not give its reason itself."""
+def _explain_exit(rank: int, code: int, is_asked: bool) -> int:
+    """The exit code to return for a rank's; a rank that a signal ended could not give its reason itself. `is_asked`:
+    one was passed on to all, who did not save."""
     if code >= 0:
         return code
-    print(f"shardbook: run failed: rank {rank} was ended by {_name_signal(code)}", file=sys.stderr)
+    if is_asked and code in (-signal.SIGTERM, -signal.SIGUSR1):  # before they listened for it
+        print("shardbook: stopped before the first step; run the same command again", file=sys.stderr)
+        return PREEMPTED
+    insists = is_asked and code == -signal.SIGKILL
+    reason = "quit without saving" if insists else f"rank {rank} was ended by {_name_signal(code)}"
+    print(f"shardbook: run failed: {reason}", file=sys.stderr)
     return FAILED
 
 

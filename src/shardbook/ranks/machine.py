@@ -12,8 +12,7 @@ from shardbook.recipe import Recipe, RecipeError
 
 def choose_nproc(recipe: Recipe, asked: int | None = None, nodes: int = 1) -> int:
     """Ranks to start on each of `nodes` machines: those asked for, else this one's share of a fixed mesh, else one a
-    GPU, else two on the CPU. Raises RecipeError for stage and mesh, which is sooner and quieter than every rank finding
-    out."""
+    GPU, else two on the CPU. Raises RecipeError for stage and mesh: sooner and quieter than every rank would."""
     gpus = torch.cuda.device_count()
     sizes = resolve_sizes(recipe.parallel, check_stage(recipe.parallel).axes, world_size=asked and asked * nodes)
     if asked is not None:

@@ -51,11 +51,8 @@ def record_in(folder: Path) -> None:
 
 
 def use_deterministic(wanted: bool) -> None:
-    """Have every kernel of this process give the same bits each time, where `wanted`; before the first one.
-
-    Raises RecipeError where the user's CUBLAS_WORKSPACE_CONFIG stands against it. A kernel that has no such form raises
-    RuntimeError when it is reached.
-    """
+    """Have every kernel of this process give the same bits each time, where `wanted`; before the first one. A kernel
+    that cannot raises RuntimeError when reached. RecipeError where the user's CUBLAS_WORKSPACE_CONFIG is against it."""
     if not wanted:
         return
     if os.environ.setdefault(CUBLAS, REPEATABLE[0]) not in REPEATABLE:

@@ -57,11 +57,8 @@ class Console:
         """What is in effect, as a table: printed once, before the first step. `recomputed`: in backward."""
         precision, batching = layout.precision, loader.batching
         own = [unit for unit in layout.units if unit.shapes]
-        freed = (
-            f"{sum(unit.frees for unit in own)} freed in each micro-batch"
-            if layout.shards > 1
-            else "whole on each rank"
-        )
+        frees = sum(unit.frees for unit in own)
+        freed = f"{frees} freed in each micro-batch" if layout.shards > 1 else "whole on each rank"
         table = Table(title="effective layout", show_header=False, title_justify="left")
         table.add_row("stage", f"{layout.stage.name} ({layout.stage.source})")
         table.add_row("mesh", describe_sizes(layout.sizes))

@@ -48,7 +48,7 @@ class RunDirectory:
         if (self.path / "recipe.toml").resolve() != recipe_path.resolve():
             shutil.copyfile(recipe_path, self.path / "recipe.toml")
         _write_facts(self.path, environment() | facts | {"finished_steps": 0})
-        _write(self.path / "resolved.toml", dump_recipe(recipe))  # last: where it is, the others are
+        write_whole(self.path / "resolved.toml", dump_recipe(recipe))  # last: where it is, the others are
 
     def check_goes_on(self, steps: int, newest: Path | None) -> None:
         """Raise RecipeError where the run is finished and has no checkpoint, its `newest`, to go on from to `steps`."""
@@ -64,13 +64,13 @@ class RunDirectory:
 
 
 def open_run(run: Run, recipe_path: Path) -> RunDirectory:
-    """Make or reopen the directory of a run, and hold it until this process ends. One rank calls it.
-
-    Raises RecipeError where the directory cannot be written, another process holds it, or a tracker that would write
-    into it is not installed.
-    """
+    """Make or reopen the directory of a run, and hold it until this process ends. One rank calls it. Raises RecipeError
+    where it cannot be written, another process holds it, or a tracker that would write into it is not installed."""
     check_installed(run)
-    name = run.name or f"{_stem(recipe_path)}-{datetime.now():%Y%m%d-%H%M%S}"
+    stem = recipe_path.stem
+    if recipe_path.name == "resolved.toml":  # of an earlier run: that run's name without its time
+        stem = re.sub(r"-\d{8}-\d{6}$", "", recipe_path.resolve().parent.name)
+    name = run.name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
     path = Path(run.dir).expanduser() / name
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -108,15 +108,6 @@ def check_shared(run: RunDirectory) -> None:
         )
 
 
-def _stem(recipe_path: Path) -> str:
-    """The recipe's name; for the resolved recipe of an earlier run that run's name without its time."""
-    return (
-        re.sub(r"-\d{8}-\d{6}$", "", recipe_path.resolve().parent.name)
-        if recipe_path.name == "resolved.toml"
-        else recipe_path.stem
-    )
-
-
 def environment() -> dict[str, Any]:
     """What the numbers depend on beyond the recipe: versions of torch, packages and this code, the kind of GPU."""
     facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
@@ -125,11 +116,8 @@ def environment() -> dict[str, Any]:
         with contextlib.suppress(PackageNotFoundError):  # accelerate is only for trackers
             facts[package] = version(package)
     if torch.cuda.is_available():
-        facts |= {
-            "gpu": torch.cuda.get_device_name(),
-            "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
+        facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     if git := shutil.which("git"):
         # of the package's folder: one that lies in another repository, untracked, has none there
         command = [git, "-C", str(Path(__file__).parents[1]), "log", "-1", "--format=%H", "--", "."]
@@ -149,10 +137,11 @@ def read_facts(run: Path) -> dict[str, Any]:
 
 
 def _write_facts(run: Path, facts: dict[str, Any]) -> None:
-    _write(run / "run.json", json.dumps(facts, indent=2) + "\n")
+    write_whole(run / "run.json", json.dumps(facts, indent=2) + "\n")
 
 
-def _write(path: Path, text: str) -> None:
-    side = path.with_suffix(".partial")  # a kill or a full disk leaves the file whole, or as it was
+def write_whole(path: Path, text: str) -> None:
+    """A kill or a full disk leaves the file whole, or as it was."""
+    side = path.with_suffix(".partial")
     side.write_text(text)
     side.replace(path)

@@ -9,7 +9,7 @@ from shardbook.model.causal_lm import count_flops
 from shardbook.plan.calibrate import Sample
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import Cluster, find_gpu, gpu_of
-from shardbook.plan.speed import predict_step, rates_of
+from shardbook.plan.speed import predict_step
 from shardbook.recipe import RecipeError, first_line, load_recipe
 from shardbook.run.directory import read_facts
 
@@ -38,5 +38,5 @@ def read_sample(run: Path, model_path: str, gpu_name: str, document_tokens: floa
     planner, gpu, world = build_planner(recipe, document_tokens), find_gpu(gpu_name), facts["world_size"]
     size = {"gpus": world, "a_node": min(gpu.a_node, world)}
     layout = planner.lay_out(planner.recipe, Cluster(gpu, nics=gpu.nics, **size)).layout
-    step = (layout, planner.config, planner.recipe, count_flops(planner.model), planner.document_tokens, rates_of(gpu))
+    step = (layout, planner.config, planner.recipe, count_flops(planner.model), planner.document_tokens)
     return Sample(statistics.median(seconds), lambda cluster: predict_step(*step, replace(cluster, **size)).seconds)

@@ -1,7 +1,6 @@
 """Metrics: what a step was, written to metrics.jsonl and to the trackers, and the exact bytes that a rank keeps.
 
-Invariant: a metric that was not measured is absent, never zero. A tracker may fail; the run may not: the file comes
-first (trackers.py says the rest).
+Invariant: a metric that was not measured is absent, never zero. A tracker may fail (trackers.py): the file comes first.
 """
 
 import contextlib
@@ -22,6 +21,7 @@ from shardbook.model.causal_lm import Flops
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Run
+from shardbook.run.directory import write_whole
 from shardbook.run.trackers import Trackers
 
 Metrics = dict[str, float | int]
@@ -52,7 +52,7 @@ PEAK_FLOPS = {
 # fmt: on
 
 
-class Recorder:
+class Recorder(contextlib.AbstractContextManager["Recorder"]):
     """metrics.jsonl and the trackers of rank 0; on other ranks it does nothing."""
 
     def __init__(self, folder: Path, name: str, run: Run, config: dict[str, Any], is_main: bool, done_steps: int):
@@ -62,9 +62,7 @@ class Recorder:
         path = folder / "metrics.jsonl"
         # A run that died after its last checkpoint repeats steps; dropping what it wrote of them keeps steps unique.
         lines = path.read_text().splitlines() if done_steps and path.exists() else []
-        side = path.with_suffix(".partial")
-        side.write_text("".join(line + "\n" for line in lines if _step_of(line) <= done_steps))
-        side.replace(path)
+        write_whole(path, "".join(line + "\n" for line in lines if _step_of(line) <= done_steps))
         self.file = path.open("a")
         self.trackers = Trackers(folder, name, run, config)
 
@@ -75,9 +73,6 @@ class Recorder:
         self.file.write(json.dumps({"step": step, **metrics}) + "\n")
         self.file.flush()
         self.trackers.log(step, metrics)
-
-    def __enter__(self) -> "Recorder":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Close the file and the trackers; a tracker learns whether the run failed."""
@@ -195,8 +190,7 @@ class Pace:
             torch.cuda.reset_peak_memory_stats()
 
     def take(self) -> Metrics:
-        """The speed of the steps since the last call; call it when the device has finished them. MFU only on a GPU with
-        a known peak."""
+        """The speed of the steps since the last call, when the device has done them; MFU where its peak is known."""
         seconds = time.perf_counter() - self.began - self.paused_seconds
         measured: Metrics = {
             "perf/step_seconds": seconds / self.steps,

@@ -1,27 +1,25 @@
 """Out of memory on a GPU becomes one line: what was predicted, what was measured, and what to change."""
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 
 from shardbook.parallel.sharding import ShardedModel
+from shardbook.plan.hardware import ROOM
 from shardbook.plan.peak import GB, predict_peak, smallest_change
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Recipe
 from shardbook.run.metrics import memory_metrics, peak_metrics
 
-SHARE = 0.92  # of a GPU that torch can fill: the driver, NCCL and fragments take the rest
 
-
-class OutOfMemory:
+class OutOfMemory(AbstractContextManager["OutOfMemory"]):
     """A context that raises RunFailed in place of torch.OutOfMemoryError; it can be entered again."""
 
     def __init__(self, sharded: ShardedModel, config: PreTrainedConfig, recipe: Recipe):
         self.sharded, self.config, self.recipe = sharded, config, recipe
         self.optimizer: Optimizer | None = None
-
-    def __enter__(self) -> "OutOfMemory":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, torch.OutOfMemoryError):
@@ -34,7 +32,7 @@ class OutOfMemory:
         for name, count in (memory_metrics(self.sharded, self.optimizer) | peak_metrics()).items():
             measured[name.removeprefix("memory/").removesuffix("_bytes")] = count
         shown = ", ".join(f"{name} {count / GB:.1f}" for name, count in measured.items() if name != "alloc_retries")
-        change = smallest_change(layout, self.config, self.recipe, SHARE * total)
+        change = smallest_change(layout, self.config, self.recipe, ROOM * total)
         return (
             f"out of memory: {str(error).splitlines()[0]} Predicted at the peak: {predicted}. Measured in GB: {shown}. "
             + (f"The smallest change that would fit: {change}" if change else "No single change would fit")

@@ -4,6 +4,7 @@ Invariant: steps outside of `train.profile_steps` cost nothing, and what is meas
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from shardbook.ranks.progress import long_phase
 EVENTS = 200_000  # allocations and frees that a memory snapshot holds, the last ones
 
 
-class Profile:
+class Profile(AbstractContextManager["Profile"]):
     """Records the steps from the first to the last of `steps` (none: nothing) into `folder`/profile/."""
 
     def __init__(self, folder: Path, steps: Sequence[int], rank: int):
@@ -28,15 +29,13 @@ class Profile:
             with long_phase("a profile's file"):
                 self._write()
         if step == self.first:
-            self._record()
-
-    def _record(self) -> None:
-        on_gpu = torch.cuda.is_available()
-        if on_gpu:  # private, and torch's documented way to a snapshot (docs: Understanding CUDA Memory Usage)
-            torch.cuda.memory._record_memory_history(max_entries=EVENTS)
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        self.running = profile(activities=kinds)
-        self.running.start()
+            kinds = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                kinds.append(ProfilerActivity.CUDA)
+                # private, and torch's documented way to a snapshot (docs: Understanding CUDA Memory Usage)
+                torch.cuda.memory._record_memory_history(max_entries=EVENTS)
+            self.running = profile(activities=kinds)
+            self.running.start()
 
     def _write(self) -> None:
         running, self.running = self.running, None
@@ -47,9 +46,6 @@ class Profile:
         if torch.cuda.is_available():
             torch.cuda.memory._dump_snapshot(str(self.folder / f"rank-{self.rank}-memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
-
-    def __enter__(self) -> "Profile":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self.running:  # the run ends inside of the steps that were asked for, or fails there

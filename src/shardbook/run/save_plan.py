@@ -26,8 +26,7 @@ class Planned:
 
 
 class PlanOnce(DefaultSavePlanner):
-    """Plans one save of `tensors`, or reuses `last`, the plan of an earlier one. Collective; no rank leaves before the
-    last has come."""
+    """Plans one save of `tensors`, or reuses `last`, an earlier one's plan. Collective; none leaves before all came."""
 
     def __init__(self, tensors: dict[str, Any], last: Planned | None):
         super().__init__()

@@ -1,6 +1,4 @@
-"""Where a run starts: this run's newest checkpoint, else the one that the recipe names, else pretrained weights, else
-random ones.
-"""
+"""Where a run starts: its newest checkpoint, else the one that the recipe names, else pretrained or random weights."""
 
 import time
 from pathlib import Path

@@ -74,11 +74,11 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
     stage, number = settings[STAGE], _section(whole, "zero_optimization").get("stage", 3)
     switches = {"parallel.quantize_weights", "parallel.quantize_gradients", "parallel.secondary_shard"}
     if number != 3 and switches & set(settings):
-        keys = ("zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size")
-        for entry in [entry for entry in entries if entry.key.rpartition(".")[2] in keys and entry.settings]:
-            said = f"goes with stage 3, not {number}; set zero_optimization.stage to 3, or leave it out"
-            entries[entries.index(entry)] = Entry(entry.key, entry.value, {}, said, refused=True)
-            settings = {key: value for key, value in settings.items() if key not in entry.settings}
+        said = f"goes with stage 3, not {number}; set zero_optimization.stage to 3, or leave it out"
+        for at, entry in enumerate(entries):
+            if switches & set(entry.settings):
+                entries[at] = Entry(entry.key, entry.value, {}, said, refused=True)
+                settings = {key: value for key, value in settings.items() if key not in entry.settings}
         named = [entry.settings[STAGE] for entry in entries if STAGE in entry.settings]
         settings[STAGE] = named[-1] if named else "zero3"
     if stage == "hsdp" and "parallel.dp_shard_size" not in settings:

@@ -25,6 +25,10 @@ def to(key: str, convert: Callable[[Any], Any]) -> Rule:
     return lambda value: ({key: convert(value)}, "")
 
 
+def when(settings: Settings, said: str = "") -> Rule:
+    return lambda value: (settings, said) if value else ({}, "off")
+
+
 def whole(value: Any) -> int:
     if isinstance(value, bool) or int(value) != float(value):
         raise Refused("must be a whole number")
@@ -59,7 +63,6 @@ def pick(choices: dict[str, Settings], why: str, said: str, value: Any) -> tuple
     return choices[key], said if choices[key] or key != "false" else "off"
 
 
-HALF = "fp16 with loss scaling has no counterpart; use bf16 (precision.params=bf16)"
 STAGE = "parallel.stage"
 
 
@@ -74,26 +77,13 @@ def tables(program: str) -> dict[str, Rule]:
     return {key: rule for rule, keys in found for key in keys}
 
 
-def precision_of(value: Any) -> tuple[Settings, str]:
-    if value in ("no", None, False):
-        return {"precision.params": "fp32"}, ""
-    if value == "bf16":
-        return {"precision.params": "bf16"}, ""
-    raise Refused(HALF if value == "fp16" else f"{value} has no counterpart; precision.params is fp32 or bf16")
-
-
-def half_of(value: Any) -> tuple[Settings, str]:
-    if not value.get("enabled", False):
-        return {}, "off"
-    if value["enabled"] == "auto":
+def half_of(name: str, value: Any) -> tuple[Settings, str]:
+    enabled = value.get("enabled", False)
+    if enabled == "auto":
         return {}, "auto: Shardbook's default stays, bf16 on a GPU"
-    raise Refused(HALF)
-
-
-def brain_of(value: Any) -> tuple[Settings, str]:
-    if value.get("enabled", False) == "auto":
-        return {}, "auto: Shardbook's default stays, bf16 on a GPU"
-    return ({"precision.params": "bf16"}, "masters stay fp32") if value.get("enabled", False) else ({}, "off")
+    if enabled and name == "fp16":
+        raise Refused("fp16 with loss scaling has no counterpart; use bf16 (precision.params=bf16)")
+    return ({"precision.params": "bf16"}, "masters stay fp32") if enabled else ({}, "off")
 
 
 def optimizer_of(value: Any) -> tuple[Settings, str]:
@@ -118,8 +108,8 @@ def scheduler_of(value: Any) -> tuple[Settings, str]:
     if value.get("type") not in shapes:
         raise Refused(f"{value.get('type')} has no counterpart; what can be translated: {', '.join(shapes)}")
     settings: Settings = {"optim.lr_scheduler_type": shapes[value["type"]]}
-    said = []
-    for name, given in value.get("params", {}).items():
+    said, params = [], value.get("params", {})
+    for name, given in params.items():
         if given == "auto":
             said.append(f"{name} is auto, so Shardbook's default")
         elif name == "warmup_num_steps":
@@ -135,7 +125,7 @@ def scheduler_of(value: Any) -> tuple[Settings, str]:
             said += [] if given == "linear" else [f"warm-up is linear in place of {given}"]
         elif (name, given) != ("last_batch_iteration", -1):
             raise Refused(f"params.{name} = {given!r} has no counterpart")
-    if "warmup_type" not in value.get("params", {}) and value["type"] != "WarmupCosineLR":
+    if "warmup_type" not in params and value["type"] != "WarmupCosineLR":
         said.append("warm-up is linear in place of log, DeepSpeed's default")
     return settings, "; ".join(said)
 
@@ -185,23 +175,11 @@ def tier_of(what: str) -> Rule:
     return rule
 
 
-def both_of(value: Any) -> tuple[Settings, str]:
-    return ({"offload.optimizer": "cpu", "offload.params": "cpu"}, "") if value else ({}, "off")
-
-
-def inputs_of(value: Any) -> tuple[Settings, str]:
-    sets = {"offload.activations": "cpu", "activation.checkpointing": "full"}
-    return (sets, "inputs of blocks") if value else ({}, "off")
-
-
 def path_of(value: Any) -> tuple[Settings, str]:
     return ({"offload.path": value}, "") if value and value != "none" else ({}, "off")
 
 
-def either(what: str) -> Rule:
-    return lambda value: ({f"offload.{what}": "cpu"}, "") if value else ({}, "off")
-
-
+INPUTS = {"offload.activations": "cpu", "activation.checkpointing": "full"}
 ACCUMULATION = to("train.gradient_accumulation_steps", whole)
 CLIPPING = to("optim.max_grad_norm", float)
 DEEPSPEED: dict[str, Rule] = tables("deepspeed") | {
@@ -211,25 +189,24 @@ DEEPSPEED: dict[str, Rule] = tables("deepspeed") | {
     "steps_per_print": to("train.logging_steps", whole),
     "optimizer": optimizer_of,
     "scheduler": scheduler_of,
-    "fp16": half_of,
-    "bf16": brain_of,
+    "fp16": partial(half_of, "fp16"),
+    "bf16": partial(half_of, "bf16"),
     "zero_optimization.zero_hpz_partition_size": secondary_of,
     "zero_optimization.mics_shard_size": lambda value: (
         ({STAGE: "hsdp", "parallel.dp_shard_size": whole(value)}, "MiCS is hybrid shard") if value > 0 else ({}, "off")
     ),
     "zero_optimization.offload_optimizer": tier_of("optimizer"),
     "zero_optimization.offload_param": tier_of("params"),
-    "zero_optimization.cpu_offload": either("optimizer"),
-    "zero_optimization.cpu_offload_params": either("params"),
-    "activation_checkpointing.cpu_checkpointing": inputs_of,
+    "zero_optimization.cpu_offload": when({"offload.optimizer": "cpu"}),
+    "zero_optimization.cpu_offload_params": when({"offload.params": "cpu"}),
+    "activation_checkpointing.cpu_checkpointing": when(INPUTS, "inputs of blocks"),
     "wandb": tracker_of,
 }
 FSDP: dict[str, Rule] = tables("fsdp") | {
-    "fsdp_offload_params": both_of,
+    "fsdp_offload_params": when({"offload.optimizer": "cpu", "offload.params": "cpu"}),
     "fsdp_min_num_params": lambda value: ({"parallel.wrap": f"size:{whole(value)}"} if whole(value) else {}, ""),
 }
 ACCELERATE: dict[str, Rule] = tables("accelerate") | {
-    "mixed_precision": precision_of,
     "dynamo_config": compiler_of,
     **{f"fsdp_config.{name}": rule for name, rule in FSDP.items()},
     "deepspeed_config.gradient_accumulation_steps": ACCUMULATION,
