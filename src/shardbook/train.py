@@ -103,7 +103,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     run.check_goes_on(steps, newest)
 
     # Checkpointing -> compile -> stage -> memory.
-    peak, predicted = predict_peak(layout, config, recipe), predict_traffic(layout, loader.accumulation)
+    peak = predict_peak(layout, config, recipe)
+    predicted = predict_traffic(layout, loader.accumulation, recipe.optim.name)
     forecast = predict_memory_metrics(layout, recipe.optim.name, asdict(peak), loader.accumulation)
     flops, on = count_flops(model), torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
     forecast |= predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, on)

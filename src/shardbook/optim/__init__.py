@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardbook.optim.adamw_bf16 import AdamWBf16
+from shardbook.optim.elementwise import AdEMAMix, Lion
+from shardbook.optim.muon import Muon
 from shardbook.recipe import Optim, RecipeError, first_line
 
 STEP_BYTES = 4  # the step count of one parameter
@@ -24,10 +26,16 @@ BLOCK, LEAST = 256, 4096  # torchao quantises blocks of so many elements, in sha
 TORCHAO = "0.18"  # the first that was tried here, on torch 2.13
 
 
-def state_bytes(name: str, numel: int, itemsize: int) -> int:
+def state_bytes(name: str, numel: int, itemsize: int, is_matrix: bool = False) -> int:
     """Bytes that the optimizer `name` (as optim.name) keeps for one parameter, of which a rank has `numel` elements of
-    `itemsize` bytes: two moments and a step count."""
+    `itemsize` bytes, and which may be a block's matrix: moments and, but for that of muon, a step count."""
     match name:
+        case "muon" if is_matrix:
+            return numel * itemsize
+        case "lion":
+            return numel * itemsize + STEP_BYTES
+        case "ademamix":
+            return 3 * numel * itemsize + STEP_BYTES
         case "adamw_bf16":
             return 2 * numel * 2 + STEP_BYTES
         case "adamw_8bit" if numel >= LEAST and numel % BLOCK == 0:
@@ -67,13 +75,12 @@ def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
 
 
 def adamw_settings(optim: Optim) -> dict[str, Any]:
-    first, second = optim.betas
-    return {"lr": optim.learning_rate, "betas": (first, second), "eps": optim.eps}
+    return {"lr": optim.learning_rate, "betas": tuple(optim.betas), "eps": optim.eps}
 
 
 def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """The optimizer optim.name over the sharded parameters: torch's fused AdamW, ours with bf16 moments, or torchao's
-    with 8-bit moments."""
+    """The optimizer optim.name over the sharded parameters: torch's fused AdamW, torchao's with 8-bit moments, or ours.
+    Muon takes the matrices of the model's `blocks`."""
     groups, settings = parameter_groups(model, optim), adamw_settings(optim)
     match optim.name:
         case "adamw":
@@ -84,6 +91,13 @@ def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
             from torchao.optim import AdamW8bit
 
             return AdamW8bit(groups, **settings)
+        case "lion":
+            return Lion(groups, optim)
+        case "ademamix":
+            return AdEMAMix(groups, optim)
+        case "muon":
+            blocks: Any = model.blocks
+            return Muon(groups, (p for block in blocks for p in block.parameters() if p.ndim == 2), optim)
 
 
 def state_kind(optimizer: torch.optim.Optimizer, shards: int) -> str:

@@ -26,6 +26,7 @@ class Unit:
     shapes: tuple[torch.Size, ...]  # of its own parameters: those in no unit inside it; a tied one once
     trained: tuple[bool, ...]  # whether each of them gets a gradient
     itemsizes: tuple[int, ...]  # bytes of an element of each at rest
+    hidden: tuple[bool, ...]  # whether each of them is a matrix inside a block
     parameters: int  # of the model: more than numel where a base is packed
     frees: bool  # after each backward, or kept gathered until the step's last one
     reshard_after_forward: bool  # freed there too; not what forward ends with, whose backward comes next
@@ -35,6 +36,11 @@ class Unit:
     @property
     def numel(self) -> int:
         return sum(prod(shape) for shape in self.shapes)
+
+    @property
+    def trained_matrices(self) -> list[torch.Size]:
+        """Shapes of those in a block."""
+        return [shape for shape, *both in zip(self.shapes, self.trained, self.hidden, strict=True) if all(both)]
 
     def padded_numel(self, shards: int, trained_only: bool = False) -> int:
         """Elements of all `shards` shards together, each tensor's as long as its longest."""
@@ -86,6 +92,7 @@ def choose_units(
     rest. `wrap = none`: the root takes everything.
     """
     in_blocks = {module for block in blocks for module in block.modules()}
+    hidden = {p for block in blocks for p in block.parameters() if p.ndim == 2}
     kind, _, least = parallel.wrap.partition(":")
     chosen = list(parts) if kind == "block" else []
     for part in parts if kind == "size" else []:
@@ -107,6 +114,7 @@ def choose_units(
                 shapes=tuple(p.shape for p in own),
                 trained=tuple(p.requires_grad for p in own),
                 itemsizes=tuple(p.element_size() for p in own),
+                hidden=tuple(p in hidden for p in own),
                 parameters=count_parameters(own),
                 frees=frees and not is_kept,
                 reshard_after_forward=frees and not is_kept and not spans and modules not in outer[-1:],

@@ -73,7 +73,8 @@ class Candidate:
     def comm(self) -> dict[str, int]:
         """Payload bytes of a step of one rank, `<op>_bytes`, over all axes."""
         sums: dict[str, int] = {}
-        for (op, _), volume in predict_traffic(self.layout, self.recipe.train.gradient_accumulation_steps).items():
+        micros, optimizer = self.recipe.train.gradient_accumulation_steps, self.recipe.optim.name
+        for (op, _), volume in predict_traffic(self.layout, micros, optimizer).items():
             sums[f"{op}_bytes"] = sums.get(f"{op}_bytes", 0) + volume.payload_bytes
         return sums
 

@@ -5,6 +5,7 @@ s rows over N ranks is cut into N shards of ceil(s / N) rows. The ZeRO paper's o
 Needs no process group and no memory: the units may lie on the meta device.
 """
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from itertools import compress
 from math import prod
@@ -14,6 +15,7 @@ from shardbook.comm.ledger import Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
 from shardbook.memory.shelf import shelf_sizes, step_bytes
 from shardbook.optim import state_bytes
+from shardbook.optim.muon import WIRE_BYTES
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.stages import Stage
@@ -72,7 +74,16 @@ def replica_bytes(layout: Layout, unit: Unit) -> int:
     return unit.padded_numel(layout.shards, trained_only=True) // layout.shards * layout.dtype("reduce").itemsize
 
 
-def predict_traffic(layout: Layout, micros: int) -> Traffic:
+def muon_exchanges(layout: Layout) -> Volumes:
+    """Muon's all-to-alls: matrices of a shape as many at a time as there are shards, there and back."""
+    exchanges = Volumes()
+    for shape, count in Counter(shape for unit in layout.units for shape in unit.trained_matrices).items():
+        whole = -(-shape[0] // layout.shards) * layout.shards * prod(shape[1:]) * WIRE_BYTES
+        exchanges += [("all_to_all", DP_SHARD, whole)] * (2 * -(-count // layout.shards))
+    return exchanges
+
+
+def predict_traffic(layout: Layout, micros: int, optimizer_name: str = "adamw") -> Traffic:
     """Calls and payload bytes of one optimizer step of one rank, by operation and mesh axis.
 
     A group of one rank gathers and reduces nothing. Every unit is taken to run forward and backward in each of the
@@ -96,6 +107,8 @@ def predict_traffic(layout: Layout, micros: int) -> Traffic:
             add("all_reduce", DP_REPLICATE, 1, replica_bytes(layout, unit))
     if layout.shards > 1:
         add("all_reduce", DP_SHARD, 1, NORM_BYTES)
+        for op, axis, payload in muon_exchanges(layout) if optimizer_name == "muon" else ():
+            add(op, axis, 1, payload)
     everyone = next((axis for axis, size in layout.sizes.items() if size == layout.world_size), WORLD)
     add("all_reduce", everyone, 1, COUNTS_BYTES)
     return traffic
@@ -117,9 +130,9 @@ def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -
     for unit in layout.units:
         params += unit.rest_bytes(shards, master)
         grads += unit.padded_numel(shards, trained_only=True) // shards * master
-        for shape in compress(unit.shapes, unit.trained):
+        for shape, is_matrix in compress(zip(unit.shapes, unit.hidden, strict=True), unit.trained):
             numel = shard_rows(shape[0], shards, shard) * prod(shape[1:])
-            optimizer += state_bytes(optimizer_name, numel, master)
+            optimizer += state_bytes(optimizer_name, numel, master, is_matrix)
     return Resident(params, grads, optimizer)
 
 

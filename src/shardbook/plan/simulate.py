@@ -28,7 +28,7 @@ from shardbook.data.loader import MicroBatch
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.adapters import build_adapted
 from shardbook.model.attention import KERNELS
-from shardbook.model.causal_lm import materialize
+from shardbook.model.causal_lm import CausalLM, materialize
 from shardbook.optim import state_bytes
 from shardbook.parallel.layout import build_layout
 from shardbook.parallel.mesh import build_mesh
@@ -160,11 +160,15 @@ def _simulate(
         dist.destroy_process_group()
 
 
-def _optimizer_state(model: nn.Module, name: str) -> list[torch.Tensor]:
+def _optimizer_state(model: CausalLM, name: str) -> list[torch.Tensor]:
     """As many bytes as the optimizer keeps: not every one of them takes a step on fake tensors. What a step itself
     needs is less than a backward does, whose activations are gone by then."""
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters() if p.requires_grad]
-    return [torch.empty(state_bytes(name, p.numel(), p.element_size()), dtype=torch.uint8) for p in local]
+    matrices = {p for block in model.blocks for p in block.parameters() if p.ndim == 2}
+    sizes = []
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        sizes.append(state_bytes(name, local.numel(), local.element_size(), parameter in matrices))
+    return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
 
 def _full_rows(recipe: Recipe) -> MicroBatch:

@@ -14,9 +14,10 @@ from shardbook.axes import DP_REPLICATE
 from shardbook.memory.shelf import plan_shelf, step_bytes
 from shardbook.model.causal_lm import Flops
 from shardbook.optim import state_bytes
+from shardbook.optim.muon import orthogonal_flops
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import Unit, backward_order
-from shardbook.plan.formulas import backward_gather, forward_gather, reduction, replica_bytes
+from shardbook.plan.formulas import backward_gather, forward_gather, muon_exchanges, reduction, replica_bytes
 from shardbook.plan.hardware import ATTENTION, DISK_READ, GPUS, MEMORY, PCIE_SHARE, PRODUCTS, Cluster, gpu_of
 from shardbook.plan.peak import read_widths
 from shardbook.recipe import Recipe
@@ -83,12 +84,19 @@ def predict_step(
     moments = 2 * state_bytes(recipe.optim.name, shard, master)  # read and written
     is_here = layout.offload.optimizer == "none"
     optimizer = (shard * 10 * master + moments) / memory_rate * is_here
+    if recipe.optim.name == "muon":  # each rank makes its share of matrices orthogonal
+        matrices = [shape for unit in layout.units for shape in unit.trained_matrices]
+        optimizer += sum(map(orthogonal_flops, matrices)) / layout.shards / (PRODUCTS * peak_flops)
     link = LINK_SHARE * (products + attention) * (layout.world_size > 1)
     exposed = away = 0.0
     if cluster:
         micro = products + attention + memory + copies + link
         passes = micro / (3 + again), micro * (2 + again) / (3 + again)
         exposed = exposed_seconds(layout, cluster, micros, *passes)
+        if recipe.optim.name == "muon":
+            exposed += sum(
+                cluster.ring_seconds(size, layout.groups(0)[axis]) for _, axis, size in muon_exchanges(layout)
+            )
         away = offload_seconds(layout, cluster, micros, *passes, clips=bool(recipe.optim.max_grad_norm))
     return StepTime(
         micros * products, micros * attention, micros * (memory + copies), micros * link, optimizer, exposed, away

@@ -1,0 +1,138 @@
+"""Muon: momentum, made orthogonal (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon), for the matrices of
+blocks; AdamW for the rest. Steps have AdamW's size (Liu et al., Muon is scalable, arXiv 2502.16982, section 2.2), so
+that one learning rate serves both.
+
+Invariant: an update is made of the whole matrix, on one rank, so its bits do not depend on how rows are dealt out.
+Matrices of one shape go N at a time over N ranks: an all-to-all brings each rank the whole of one, in bf16, which is
+what the iteration is in, and a second takes the results back to where the rows are.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.adamw import adamw
+
+from shardbook.optim.elementwise import local_part
+from shardbook.recipe import Optim
+
+ITERATIONS, QUINTIC, TINY = 5, (3.4445, -4.7750, 2.0315), 1e-7  # Jordan's
+WIRE_BYTES = 2  # bf16
+RATIO = 0.2  # of the root of a matrix' longer side: the usual size of AdamW's updates
+
+
+class Muon(torch.optim.Optimizer):
+    """State of a block's matrix: `momentum_buffer`; of the rest AdamW's; placed and typed as the parameter."""
+
+    def __init__(self, groups: list[dict[str, Any]], matrices: Iterable[nn.Parameter], optim: Optim):
+        chosen, split = set(matrices), []
+        for group in groups:
+            for is_matrix in (True, False):
+                if found := [p for p in group["params"] if (p in chosen) == is_matrix]:
+                    split.append(group | {"params": found, "is_matrix": is_matrix})
+        super().__init__(split, {"lr": optim.learning_rate, "weight_decay": 0.0})
+        self.optim = optim
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no gradient is made anew here
+        """One step on the gradients that are there. Collective where parameters are sharded."""
+        for group in self.param_groups:
+            present = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["is_matrix"]:
+                self._step_matrices(present, group["lr"], group["weight_decay"])
+            elif present:
+                self._step_others(present, group["lr"], group["weight_decay"])
+
+    def _step_matrices(self, parameters: Sequence[nn.Parameter], rate: float, decay: float) -> None:
+        alike: dict[tuple[torch.Size, Any], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            alike.setdefault((parameter.shape, shard_group(parameter)), []).append(parameter)
+        for (shape, group), found in alike.items():
+            ranks = group.size() if group else 1
+            for first in range(0, len(found), ranks):
+                some = found[first : first + ranks]
+                updates = orthogonal_rows([self._advance(parameter) for parameter in some], shape, group)
+                for parameter, update in zip(some, updates, strict=True):
+                    weight = local_part(parameter)
+                    weight.mul_(1 - rate * decay)
+                    weight.add_(update, alpha=-rate * RATIO * max(shape) ** 0.5)
+
+    def _advance(self, parameter: nn.Parameter) -> Tensor:
+        """Nesterov's look ahead of the momentum, of this rank's rows, in bf16."""
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        momentum, gradient = local_part(state["momentum_buffer"]), local_part(parameter.grad)  # type: ignore[arg-type]
+        momentum.lerp_(gradient, 1 - self.optim.momentum)
+        return gradient.lerp(momentum, self.optim.momentum).bfloat16()
+
+    def _step_others(self, parameters: Sequence[nn.Parameter], rate: float, decay: float) -> None:
+        for parameter in parameters:
+            if not (state := self.state[parameter]):
+                state["step"] = torch.zeros((), device=local_part(parameter).device)
+                state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        states = [self.state[parameter] for parameter in parameters]
+        first, second = self.optim.betas
+        adamw(
+            [local_part(parameter) for parameter in parameters],
+            [local_part(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]
+            [local_part(state["exp_avg"]) for state in states],
+            [local_part(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=first,
+            beta2=second,
+            lr=rate,
+            weight_decay=decay,
+            eps=self.optim.eps,
+            maximize=False,
+        )
+
+
+def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
+    """The ranks that share its rows, or None where this one has all of them."""
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if placement == Shard(0) and parameter.device_mesh.size(axis) > 1:
+                return parameter.device_mesh.get_group(axis)
+    return None
+
+
+def orthogonal_rows(rows: list[Tensor], shape: torch.Size, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """This rank's rows of the orthogonal form of each matrix of `shape`, of which `rows` are this rank's, bf16; at most
+    as many matrices as the group has ranks. Two all-to-alls."""
+    if group is None:
+        return [orthogonal(matrix) for matrix in rows]
+    ranks, each = group.size(), -(-shape[0] // group.size())
+    sent = rows[0].new_zeros(ranks, each, shape[1])  # to each rank what is here of its matrix
+    for number, found in enumerate(rows):
+        sent[number, : len(found)] = found
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    if group.rank() < len(rows):
+        received.view(-1, shape[1])[: shape[0]] = orthogonal(received.view(-1, shape[1])[: shape[0]])
+    dist.all_to_all_single(sent, received, group=group)
+    return [sent[number, : len(found)] for number, found in enumerate(rows)]
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """`matrix` [m, n], bf16, with its singular values brought near to one by five steps of a quintic."""
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    now = matrix.T if is_tall else matrix
+    now = now / now.norm().clamp_min(TINY)
+    linear, cubic, quintic = QUINTIC
+    for _ in range(ITERATIONS):
+        gram = now @ now.T
+        now = torch.addmm(now, torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic), now, beta=linear)
+    return now.T if is_tall else now
+
+
+def orthogonal_flops(shape: Sequence[int]) -> int:
+    """Of one matrix: three products a step."""
+    short, long = min(shape), max(shape)
+    return ITERATIONS * 2 * (2 * short * short * long + short**3)
