@@ -44,8 +44,13 @@ def config(family: str = "llama", tied: bool = True, vocab: int = 259, **changes
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    if family == "mistral":
+    if family in ("mistral", "phi3"):
         facts["sliding_window"] = None
+    if family == "granite":  # far from one, so that each is seen
+        facts |= {"embedding_multiplier": 3.0, "logits_scaling": 2.5}
+        facts |= {"residual_multiplier": 0.4, "attention_multiplier": 0.2}
+    if family == "smollm3":
+        facts |= {"no_rope_layer_interval": 2}
     return AutoConfig.for_model(family, **(facts | changes))
 
 

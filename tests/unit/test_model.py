@@ -17,7 +17,7 @@ from shardbook.model.weights import load_weights
 from shardbook.objectives import OBJECTIVES
 from shardbook.recipe import Model, RecipeError
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "granite", "phi3"]
 
 
 def load(folder, chunk: int = 0, attention: str = "sdpa"):
@@ -208,7 +208,11 @@ def test_flops_of_a_token():
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("gpt2", {}, "family 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3"),
+        (
+            "gpt2",
+            {},
+            "family 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3, olmo2, smollm3, granite, phi3",
+        ),
         ("llama", {"max_position_embeddings": 32}, "data.max_length = 64: .* sees at most 32 tokens"),
         ("mistral", {"sliding_window": 16}, "data.max_length = 64: .* window of 16 tokens"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),

@@ -14,7 +14,8 @@ from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model, count_flops
 from shardbook.model.loss_head import LossHead
 from shardbook.parallel.layout import build_layout
-from shardbook.plan.peak import kept_by_a_block, loss_bytes, predict_peak, read_widths, smallest_change
+from shardbook.plan.kept import kept_by_a_block, loss_bytes, read_widths
+from shardbook.plan.peak import predict_peak, smallest_change
 from shardbook.plan.speed import predict_mfu
 from shardbook.recipe import Activation, Parallel, Precision, Recipe, Train
 
@@ -61,7 +62,7 @@ def saved_by_a_block(made, checkpointing):
     return sum(storage.nbytes() for storage in kept.values() if storage.nbytes() != random_state) / (ROWS * LENGTH)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "granite", "phi3"])
 @pytest.mark.parametrize("kind", ["none", "full"])
 def test_what_a_block_keeps_is_counted(family, kind):
     made = shape(family)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from shardbook.model.attention import KERNELS, Kernel, attention_mask, head_size, use_attention
+from shardbook.model.families import FAMILIES
 from shardbook.model.loss_head import LossHead
 from shardbook.parallel.layout import DTYPES
 from shardbook.parallel.units import count_parameters
@@ -77,15 +78,20 @@ class CausalLM(nn.Module):
         documents lie between `boundaries` [m], int32 offsets into the flat [B * L]. Not `packed`: one document a row,
         padding only at its end (nothing attends forward to it).
         """
+        family = FAMILIES[self.config.model_type]
         hidden = self.model.embed_tokens(input_ids)
+        if family.embedding_scale:
+            hidden = hidden * getattr(self.config, family.embedding_scale)
         rotary = self.model.rotary_emb(hidden, position_ids=position_ids)
         kernel = self.config._attn_implementation
         mask = attention_mask(kernel, boundaries, input_ids.shape, packed, hidden.dtype)
         for number, block in enumerate(self.model.layers):
             with self.around_block(number, hidden):
                 hidden = block(hidden, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
-        hidden = self.model.norm(hidden)
-        return self.lm_head(hidden.flatten(0, 1)[positions], targets, summed)
+        trained = self.model.norm(hidden).flatten(0, 1)[positions]
+        if family.logits_divisor:  # of fewer numbers than logits are
+            trained = trained / getattr(self.config, family.logits_divisor)
+        return self.lm_head(trained, targets, summed)
 
 
 def build_model(

@@ -10,14 +10,33 @@ from shardbook.recipe import Model, RecipeError, first_line, nearest
 
 @dataclass(frozen=True)
 class Family:
-    """What we know of a transformers architecture beyond its config: which old checkpoint entries mean nothing, and
-    whether queries and keys are normalised by head."""
+    """What we know of a transformers architecture beyond its config: which old checkpoint entries mean nothing, how
+    queries and keys are normalised, what happens outside of blocks, and which matrices are one."""
 
     ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)  # saved as weights by transformers before 4.32
-    head_norms: bool = False
+    head_norms: bool = False  # of queries and keys, by head
+    wide_norms: bool = False  # of queries and keys, all heads together; and a block's norms come after, not before
+    embedding_scale: str = ""  # the config's name of what embeddings are multiplied by
+    logits_divisor: str = ""  # and of what logits are divided by
+    fused: bool = False  # queries, keys and values are made by one matrix, gate and up by another
 
 
-FAMILIES = {"llama": Family(), "mistral": Family(), "qwen2": Family(), "qwen3": Family(head_norms=True)}
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(head_norms=True),
+    "olmo2": Family(wide_norms=True),
+    "smollm3": Family(),
+    "granite": Family(embedding_scale="embedding_multiplier", logits_divisor="logits_scaling"),
+    "phi3": Family(fused=True),
+}
+WHY_NOT = {  # families that people ask for, whose blocks do what ours does not
+    "gemma2": "it caps attention's scores and logits",
+    "gemma3": "most of its layers attend within a window of 512 or 1,024 tokens",
+    "gemma3_text": "most of its layers attend within a window of 512 or 1,024 tokens",
+}
+DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
 
 
 def load_config(model: Model, folder: Path, max_length: int) -> PreTrainedConfig:
@@ -27,8 +46,9 @@ def load_config(model: Model, folder: Path, max_length: int) -> PreTrainedConfig
     except (OSError, ValueError) as error:
         raise RecipeError(f"model.path = {model.path!r}: no usable config.json: {first_line(error)}") from None
     if config.model_type not in FAMILIES:
+        why = f" ({reason})" if (reason := WHY_NOT.get(config.model_type)) else ""
         raise RecipeError(
-            f"model.path = {model.path!r}: family {config.model_type!r} is not supported; "
+            f"model.path = {model.path!r}: family {config.model_type!r} is not supported{why}; "
             f"supported: {', '.join(FAMILIES)}{nearest(config.model_type, list(FAMILIES))}"
         )
     if max_length > config.max_position_embeddings:
@@ -41,9 +61,17 @@ def load_config(model: Model, folder: Path, max_length: int) -> PreTrainedConfig
             f"data.max_length = {max_length}: {model.path} "
             f"attends within a window of {window} tokens, and longer rows are not supported"
         )
-    if getattr(config, "attention_dropout", 0.0):
+    for name in DROPOUTS:
+        if share := getattr(config, name, 0.0):
+            raise RecipeError(f"model.path = {model.path!r}: {name} = {share}; only 0 is supported")
+    rope = getattr(config, "rope_parameters", None) or {}
+    short = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+    if rope.get("rope_type") in ("dynamic", "longrope") and max_length > (
+        short := rope.get("original_max_position_embeddings") or short
+    ):
         raise RecipeError(
-            f"model.path = {model.path!r}: attention_dropout = {config.attention_dropout}; only 0 is supported"
+            f"data.max_length = {max_length}: beyond {short} tokens the rotation of {model.path} "
+            f"({rope['rope_type']}) depends on the longest row of a micro-batch; must be at most {short}"
         )
     if getattr(config, "quantization_config", None):
         raise RecipeError(

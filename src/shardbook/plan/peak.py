@@ -14,105 +14,15 @@ from math import prod
 from transformers import PreTrainedConfig
 
 from shardbook.axes import DP_SHARD
-from shardbook.memory.activation import is_thin
 from shardbook.model.attention import head_size
-from shardbook.model.families import FAMILIES
-from shardbook.model.loss_head import PRODUCT_ROWS
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.stages import find_stage
 from shardbook.parallel.units import Unit, backward_order
 from shardbook.plan.formulas import predict_resident, predict_residual, predict_secondary
-from shardbook.recipe import Lora, Recipe
+from shardbook.plan.kept import FP32, kept_by_a_block, loss_bytes, read_adapted, read_widths
+from shardbook.recipe import Recipe
 
-FP32 = 4
 GB = 10**9
-
-
-@dataclass(frozen=True)
-class Widths:
-    """Numbers that a block has for each token."""
-
-    hidden: int
-    queries: int  # all heads together
-    keys: int  # keys of all heads; values are as many
-    inner: int
-    heads: int
-    key_heads: int
-    head_norms: bool  # queries and keys are normalised by head
-
-
-def read_widths(config: PreTrainedConfig) -> Widths:
-    heads, key_heads, size = config.num_attention_heads, config.num_key_value_heads, head_size(config)
-    norms = FAMILIES[config.model_type].head_norms
-    return Widths(config.hidden_size, heads * size, key_heads * size, config.intermediate_size, heads, key_heads, norms)
-
-
-@dataclass(frozen=True)
-class Adapted:
-    """The matrices of a block that LoRA adapts, by name with the width of what each makes, at rank `r`. r = 0: all of
-    the block is trained."""
-
-    r: int = 0
-    widths: tuple[tuple[str, int], ...] = ()
-    decomposed: bool = False  # DoRA
-
-    def trains(self, *names: str) -> bool:
-        """Whether what goes into one of those matrices is kept for a gradient."""
-        return not self.r or any(name in names for name, _ in self.widths)
-
-
-def read_adapted(lora: Lora, of: Widths) -> Adapted:
-    widths = {"q_proj": of.queries, "k_proj": of.keys, "v_proj": of.keys, "o_proj": of.hidden}
-    widths |= {"gate_proj": of.inner, "up_proj": of.inner, "down_proj": of.hidden}
-    asked = widths if lora.target_modules == "all-linear" else lora.target_modules
-    return Adapted(
-        lora.r, tuple((name, widths[name]) for name in asked if name in widths) if lora.r else (), lora.use_dora
-    )
-
-
-def kept_by_a_block(kind: str, of: Widths, itemsize: int, adapted: Adapted = Adapted()) -> int:
-    """Bytes that a block holds from forward to backward for one token. `kind`: none, full or selective; `itemsize`: of
-    the dtype it computes in. Under a kernel that takes document boundaries or plain causal rows, not compiled.
-
-    none: a norm keeps its input in fp32, its scale, and its result twice (before and after its weight); attention its
-    queries, keys, values, result, and one fp32 a head (torch 2.11 has keys and values repeated, and holds as many as
-    queries); the MLP four of its inner width. full: the block's input.
-    selective: that and the results of SAVED_OPS. Of what is frozen the inputs are not kept; an adapter keeps r numbers.
-    """
-    attention = (2 * of.queries + 2 * of.keys) * itemsize + of.heads * FP32
-    low = adapted.r * len(adapted.widths) * itemsize
-    if kind == "full":
-        return of.hidden * itemsize
-    if kind == "selective":
-        again = sum(width for _, width in adapted.widths if not is_thin(adapted.r, width))
-        return 3 * of.hidden * itemsize + attention + 2 * of.inner * itemsize + low + again * itemsize
-
-    def norm(width: int, count: int, is_read: bool) -> int:
-        return width * (FP32 + itemsize * ((not adapted.r) + is_read)) + count * FP32
-
-    # a head's norm keeps its result once: what its weight made goes through the rotation, which keeps nothing
-    by_head = norm(of.queries, of.heads, False) + norm(of.keys, of.key_heads, False)
-    norms = norm(of.hidden, 1, adapted.trains("q_proj", "k_proj", "v_proj"))
-    norms += norm(of.hidden, 1, adapted.trains("gate_proj", "up_proj")) + by_head * of.head_norms
-    mlp = (3 + adapted.trains("down_proj")) * of.inner * itemsize
-    decomposed = 2 * adapted.decomposed * sum(width for _, width in adapted.widths) * itemsize
-    return norms + attention + mlp + low + decomposed
-
-
-def loss_bytes(
-    tokens: int, chunk: int, vocabulary: int, hidden: int, itemsize: int, is_trained: bool = True
-) -> tuple[int, int]:
-    """Bytes that the loss needs: of a chunk, and of the gradients it makes, all `tokens` trained, and the head itself
-    where it `is_trained`.
-
-    Of a chunk the larger of two moments: its logits, their softmax in fp32, which becomes their gradient, and that in
-    the dtype of compute (all one, where that is fp32); or the last of these and the product that is added to the head's
-    gradient, which is in fp32. Hidden states of trained positions and their gradient.
-    """
-    is_cast = itemsize != FP32
-    logits = chunk * vocabulary * (FP32 + 2 * itemsize * is_cast)
-    product = chunk * vocabulary * itemsize + min(vocabulary, PRODUCT_ROWS) * hidden * itemsize * is_cast
-    return max(logits, product * is_trained), vocabulary * hidden * FP32 * is_trained + 2 * tokens * hidden * itemsize
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import Unit, backward_order
 from shardbook.plan.formulas import backward_gather, forward_gather, muon_exchanges, reduction, replica_bytes
 from shardbook.plan.hardware import ATTENTION, DISK_READ, GPUS, MEMORY, PCIE_SHARE, PRODUCTS, Cluster, gpu_of
-from shardbook.plan.peak import read_widths
+from shardbook.plan.kept import read_widths
 from shardbook.recipe import Recipe
 
 H100 = GPUS["h100-80gb"]

@@ -14,14 +14,13 @@ from shardbook.recipe.files import (
     parse_recipe,
     resolve_precision,
 )
+from shardbook.recipe.learning import Lora, Optim
 from shardbook.recipe.schema import Recipe
 from shardbook.recipe.sections import (
     Activation,
     Data,
-    Lora,
     Model,
     Offload,
-    Optim,
     Parallel,
     Precision,
     RecipeError,

@@ -8,14 +8,13 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from shardbook.recipe.learning import Lora, Optim
 from shardbook.recipe.sections import (
     Activation,
     Data,
     Hardware,
-    Lora,
     Model,
     Offload,
-    Optim,
     Parallel,
     Precision,
     Run,

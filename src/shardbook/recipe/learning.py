@@ -1,0 +1,104 @@
+"""The sections of what learns: adapters, and the optimizer.
+
+Invariant: as in sections.py.
+"""
+
+import re
+from typing import Any, Literal
+
+from pydantic import AliasChoices, Field, model_validator
+
+from shardbook.recipe.sections import Section, key
+
+
+class Lora(Section):
+    r: int = Field(
+        default=0,
+        description="Rank of LoRA's updates (0: the whole model is trained).",
+        ge=0,
+        validation_alias=AliasChoices("r", "lora_r"),
+    )
+    lora_alpha: int | float = key(16, "Updates are scaled by lora_alpha / r.", gt=0)
+    lora_dropout: float = key(0.0, "Share of an update's inputs that is dropped; layouts then differ.", ge=0, lt=1)
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        default="all-linear",
+        description="What is adapted: all-linear (every matrix of a block), or last names: [q_proj, v_proj].",
+        validation_alias=AliasChoices("target_modules", "lora_target_modules"),
+    )
+    use_rslora: bool = key(False, "Scale by lora_alpha / sqrt(r).")
+    use_dora: bool = key(False, "Train the length of each row of a matrix beside its direction (DoRA).")
+    modules_to_save: list[str] = key([], "What is trained whole beside: embed_tokens, lm_head, norm.")
+    adapter: str = key("", "A directory, as peft writes it, whose adapter is gone on with.")
+
+    @property
+    def scaling(self) -> float:
+        """What an update is multiplied by."""
+        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+
+    @model_validator(mode="after")
+    def something_to_set(self) -> "Lora":
+        if not self.r and (changed := self.model_dump(exclude_defaults=True)):
+            name = sorted(changed)[0]
+            raise ValueError(f"r = 0 and {name} is set: nothing is adapted; set lora.r=16, or leave {name} out")
+        if self.target_modules == []:
+            raise ValueError("target_modules = []: names nothing; set lora.target_modules=all-linear")
+        return self
+
+
+# names that people know, of optimizers that were tried on sharded tensors (torch 2.13) and failed
+REFUSED_OPTIMIZERS = {
+    "adafactor": "its factors are means of whole rows and columns, which no rank has; set optim.name=adamw_8bit",
+    "bnb|paged|lion_8bit|ademamix_8bit": "bitsandbytes' take no sharded tensors; set optim.name=adamw_8bit or lion",
+    "4bit": "torchao's takes no shards of unlike length; set optim.name=adamw_8bit",
+    "schedule_free": "it has other weights for evaluation than for a step; set optim.name=adamw",
+    "optimi|galore|apollo": "its state or its projections are of whole matrices; set optim.name=adamw_8bit or muon",
+}
+
+
+class Optim(Section):
+    name: Literal["adamw", "adamw_bf16", "adamw_8bit", "lion", "ademamix", "muon"] = key(
+        "adamw",
+        "AdamW with moments in precision.master, in bf16 or 8 bits (extra `8bit`); Lion; AdEMAMix; Muon for matrices.",
+    )
+    learning_rate: float = key(2e-5, "Peak learning rate.", gt=0)
+    weight_decay: float = key(0.0, "Decoupled weight decay of matrices; vectors (norms, biases) have none.", ge=0)
+    betas: list[float] = key(
+        [0.9, 0.999], "Decay rates of the moments; ademamix: a third, [0.9, 0.999, 0.9999].", min_length=2, max_length=3
+    )
+    momentum: float = key(0.95, "Muon's.", ge=0, lt=1)
+    alpha: float = key(5.0, "Share of AdEMAMix's slow average.", ge=0)
+    alpha_warmup_steps: int = key(0, "Steps over which alpha and the third beta rise (0: at once).", ge=0)
+    eps: float = key(1e-8, "AdamW's epsilon.", gt=0)
+    max_grad_norm: float = key(1.0, "Clip the norm of the full gradient to this (0: off).", ge=0)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = key(
+        "cosine", "Shape of the learning rate after warm-up."
+    )
+    warmup_steps: int | float = Field(
+        default=0,
+        description="Steps of linear warm-up; below 1: a share of the run.",
+        ge=0,
+        validation_alias=AliasChoices("warmup_steps", "warmup_ratio"),
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def known_to_fail(cls, given: Any) -> Any:
+        name = given.get("name") if isinstance(given, dict) else None
+        for pattern, why in REFUSED_OPTIMIZERS.items():
+            if isinstance(name, str) and re.search(pattern, name, re.IGNORECASE):
+                raise ValueError(f"name = {name!r}: {why}")
+        return given
+
+    @model_validator(mode="after")
+    def possible_numbers(self) -> "Optim":
+        if self.warmup_steps != int(self.warmup_steps) and self.warmup_steps > 1:
+            raise ValueError(f"warmup_steps = {self.warmup_steps}: a count of steps is whole, a share is below 1")
+        wanted = 3 if self.name == "ademamix" else 2
+        if len(self.betas) != wanted:
+            raise ValueError(f"betas = {self.betas}: {self.name} takes {wanted}")
+        for name, owner in {"momentum": "muon", "alpha": "ademamix", "alpha_warmup_steps": "ademamix"}.items():
+            if self.name != owner and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} = {getattr(self, name)}: only {owner} has it; leave it out")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {self.betas}: each must be at least 0 and below 1")
+        return self

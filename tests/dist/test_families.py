@@ -1,0 +1,77 @@
+"""Each family through the whole of a run: numbers against plain transformers in one process, and files both ways."""
+
+import pytest
+import reference
+import torch
+from cases import Case, assert_case, documents_of_steps, outcomes_of, run_cases
+from cases import DECAY, MAX_NORM, RATE
+from tiny import write_model
+from world import run_train, run_world, train_rank
+
+FAMILIES = ["olmo2", "smollm3", "granite", "phi3"]  # beside llama, which every other test has, and its nearest kin
+KIN = ["mistral", "qwen2", "qwen3"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+    for family in [*FAMILIES, *KIN]:
+        write_model(folder / family / "model", family)
+        write_model(folder / family / "untied", family, tied=False, vocab=287)
+    return folder
+
+
+@pytest.mark.parametrize("family", [*FAMILIES[2:], *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[:2] + KIN)])
+def test_stages_are_transformers_to_a_millionth(family, recipe, tiny, base, tmp_path):
+    cases = [Case("zero3", 1, 2, 3, True, False, "selective"), Case("ddp", 2, 1, 3, True, True, "full")]
+    assert run_world(2, run_cases, recipe, base / family, cases, tmp_path) == [[], []]
+    steps = documents_of_steps(recipe, tiny, 6)
+    for case in cases:
+        folder = base / family / ("model" if case.tied else "untied")
+        want = reference.train(folder, steps, RATE, DECAY, max_norm=MAX_NORM)
+        assert_case(case, outcomes_of(case, tmp_path), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*FAMILIES, *KIN])
+def test_an_export_is_read_by_transformers(family, recipe, base, tmp_path):
+    """With no step taken its logits are the source's; and adapters find the family's matrices."""
+    folder = base / family / "untied"
+    run = run_train(1, recipe, family, f"model.path={folder}", "train.steps=1", "optim.learning_rate=1e-30", "train.export=true")
+    theirs, ours = (
+        reference.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)(torch.arange(3, 60)[None]).logits
+        for where in (folder, run / "export")
+    )
+    assert torch.equal(theirs, ours)
+    peft = pytest.importorskip("peft")
+    run = run_train(1, recipe, f"{family}-lora", f"model.path={folder}", "train.steps=2", "lora.r=4", "train.export=true")
+    plain = reference.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(plain, run / "export")
+    assert (adapted(input_ids=torch.arange(3, 60)[None]).logits - theirs).abs().max() > 1e-4
+
+
+REFUSED = {
+    "gemma2": ({}, "it caps attention's scores"),
+    "gemma3_text": ({}, "attend within a window"),
+    "phi3": ({"sliding_window": 32}, "attends within a window of 32 tokens"),
+    "phi3 ": ({"resid_pdrop": 0.1}, "resid_pdrop = 0.1; only 0"),
+    "phi3  ": (
+        {
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+                                "original_max_position_embeddings": 32},
+        },
+        "beyond 32 tokens the rotation",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_blocks_do_otherwise_is_refused_in_one_line(family, recipe, tmp_path):
+    from tiny import config
+
+    changes, said = REFUSED[family]
+    config(family.strip(), **changes).save_pretrained(tmp_path)
+    words = [str(recipe), "run.name=refused", "train.steps=1", f"model.path={tmp_path}", "model.init=random"]
+    ((code, _, error),) = run_world(1, train_rank, words)
+    assert code == 2 and error.count("\n") == 1 and said in error, error
