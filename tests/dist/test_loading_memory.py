@@ -12,7 +12,7 @@ MIB = 2**20
 SLACK = 6 * MIB  # of the Python heap, headers and the allocator; a quarter of the largest tensor
 
 
-def load(folder):
+def load(folder, *words):
     """Peak growth of resident memory while loading, this rank's shard, and the largest tensor, in bytes."""
     import gc
     from pathlib import Path
@@ -20,17 +20,20 @@ def load(folder):
     from shardbook.ranks.distributed import start_distributed
     from shardbook.parallel.mesh import build_mesh
     from shardbook.run.metrics import kept_bytes
-    from shardbook.model.causal_lm import build_model, materialize
+    from shardbook.cli import PLAIN
+    from shardbook.model.adapters import build_adapted
+    from shardbook.model.causal_lm import materialize
     from shardbook.model.families import load_config
-    from shardbook.recipe import Model, Parallel, Precision
+    from shardbook.recipe import parse_recipe, resolve_precision
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.sharding import apply_stage
     from shardbook.model.weights import load_weights
 
     ranks = start_distributed()
-    model = build_model(load_config(Model(path=str(folder)), folder, 64), "fp32")
+    recipe = resolve_precision(parse_recipe(PLAIN, "test", [f"model.path={folder}", *words]), "cpu")
+    model = build_adapted(recipe, load_config(recipe.model, folder, 64))
     parts, world = (model, model.parts, model.blocks), (ranks.world_size, ranks.ranks_per_node)
-    layout = build_layout(Parallel(), Precision(params="fp32"), *parts, *world)
+    layout = build_layout(recipe.parallel, recipe.precision, *parts, *world)
     apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak (VmHWM) to what is resident now
@@ -97,6 +100,13 @@ def test_peak_memory_of_loading(files):
         assert shard > 2 * largest and largest > 20 * MIB  # the bound below tells one tensor from two
         assert peak <= shard + largest + SLACK, f"{peak / MIB:.0f} MiB"
         print(f"peak {peak / MIB:.1f} MiB: shard {shard / MIB:.1f}, largest tensor {largest / MIB:.1f}")
+
+
+def test_peak_memory_of_quantising(files):
+    """A slice of a matrix in fp32, its shares, codes and halves are less than the largest tensor, the embedding's."""
+    for peak, shard, largest in run_world(2, load, files, "lora.r=4", "model.load_in_4bit=true"):
+        assert shard < 23 * MIB and largest > 20 * MIB  # half of 24 for the embedding, and a seventh of 72
+        assert peak <= shard + largest + SLACK, f"{peak / MIB:.0f} MiB"
 
 
 @pytest.mark.slow

@@ -22,7 +22,12 @@ def other_words() -> dict[str, str]:
 
 
 # Names of one key, each allowed: transformers' and its older one, peft's and TRL's.
-TWO_NAMES = [("warmup_steps", "warmup_ratio"), ("r", "lora_r"), ("target_modules", "lora_target_modules")]
+TWO_NAMES = [
+    ("warmup_steps", "warmup_ratio"),
+    ("r", "lora_r"),
+    ("target_modules", "lora_target_modules"),
+    ("bnb_4bit_use_double_quant", "use_bnb_nested_quant"),
+]
 
 
 def first_line(error: BaseException) -> str:

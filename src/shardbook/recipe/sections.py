@@ -6,7 +6,7 @@ Invariant: a section that loads has no unknown key, no wrong type and no contrad
 import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 
 class RecipeError(ValueError):
@@ -52,8 +52,10 @@ class Model(Section):
     )
     load_in_4bit: bool = key(False, "Keep the matrices of blocks, frozen under lora.r, in four bits (QLoRA).")
     bnb_4bit_quant_type: Literal["nf4"] = key("nf4", "Which four bits: nf4, quantiles of a normal distribution.")
-    bnb_4bit_use_double_quant: bool = key(
-        False, "Scales of load_in_4bit in 8 bits with one fp32 a row, not fp32 a block of 64."
+    bnb_4bit_use_double_quant: bool = Field(
+        default=False,
+        description="Scales of load_in_4bit in 8 bits with one fp32 a row, not fp32 a block of 64.",
+        validation_alias=AliasChoices("bnb_4bit_use_double_quant", "use_bnb_nested_quant"),
     )
 
     @model_validator(mode="after")
