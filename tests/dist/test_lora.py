@@ -20,7 +20,8 @@ from cases import (
     run_cases,
     same_bits,
 )
-from world import losses, run_train, run_world, train_rank
+from transformers import AutoTokenizer
+from world import losses, metrics, run_train, run_world, train_rank
 
 peft = pytest.importorskip("peft")
 
@@ -168,13 +169,26 @@ def logits_of(model, tiny) -> torch.Tensor:
         return model(input_ids=torch.arange(3, 60)[None]).logits
 
 
+def held_out_loss(model, recipe, tiny) -> float:
+    """What the run evaluates, by transformers and peft."""
+    from shardbook.data.tokenized import build_documents
+    from shardbook.recipe import load_recipe
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    _, held_out = build_documents(load_recipe(recipe).data, tokenizer, tiny / "model")
+    with torch.no_grad():
+        rows = [held_out.encoded[number] for row in held_out.rows for number in row]
+        parts = [reference.document_loss(model, (row["input_ids"], row["mask"])) for row in rows]
+    return sum(part.item() for part, _ in parts) / sum(count for _, count in parts)
+
+
 @pytest.mark.parametrize("kind", ["all", slow("dora"), slow("saved")])
 def test_files_go_both_ways(kind, recipe, tiny, adapters, tmp_path):
     """Ours is read by peft, what is merged by transformers, and a checkpoint has adapters alone."""
     from shardbook.cli import main
 
     tied = f"model.path={tiny}/{'model' if KINDS[kind][1] else 'untied'}"
-    words = (*words_of(kind, adapters), tied, "train.export=true", "train.save_steps=1")
+    words = (*words_of(kind, adapters), tied, "train.export=true", "train.save_steps=1", "train.eval_steps=2")
     run = run_train(2, recipe, f"out-{kind}", "train.steps=2", *words)
     model = peft.PeftModel.from_pretrained(plain_model(tiny, kind), run / "export").eval()
     assert main(["export", str(run), "--merge", "--dtype", "fp32", "--out", str(tmp_path / "merged")]) == 0
@@ -182,8 +196,9 @@ def test_files_go_both_ways(kind, recipe, tiny, adapters, tmp_path):
     assert main(["export", str(run), "--out", str(tmp_path / "again")]) == 0
     again = peft.PeftModel.from_pretrained(plain_model(tiny, kind), tmp_path / "again").eval()
     want = logits_of(model, tiny)
+    assert metrics(run)[-1]["eval/loss"] == pytest.approx(held_out_loss(model, recipe, tiny), rel=TOLERANCE)
     assert torch.equal(logits_of(again, tiny), want)
-    assert (logits_of(merged, tiny) - want).abs().max() < 1e-5 * want.abs().max()
+    assert (logits_of(merged, tiny) - want).norm() < 1e-6 * want.norm()
     assert (logits_of(plain_model(tiny, kind), tiny) - want).abs().max() > 1e-3  # it does something
     shapes = json.loads((run / "checkpoints" / "step-000002" / "state.json").read_text())["shapes"]
     assert all("lora" in name or name == "lm_head.weight" for name in shapes)
