@@ -88,10 +88,10 @@ class CausalLM(nn.Module):
         for number, block in enumerate(self.model.layers):
             with self.around_block(number, hidden):
                 hidden = block(hidden, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
-        trained = self.model.norm(hidden).flatten(0, 1)[positions]
+        hidden = self.model.norm(hidden).flatten(0, 1)[positions]  # by one name: what is not kept is gone
         if family.logits_divisor:  # of fewer numbers than logits are
-            trained = trained / getattr(self.config, family.logits_divisor)
-        return self.lm_head(trained, targets, summed)
+            hidden = hidden / getattr(self.config, family.logits_divisor)
+        return self.lm_head(hidden, targets, summed)
 
 
 def build_model(

@@ -87,8 +87,8 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     if again and adapted.decomposed and adapted.trains("down_proj"):
         gate -= 2 * of.hidden * itemsize  # gone by then
     chunk = min(recipe.train.loss_chunk_tokens or tokens, tokens)
-    # the last norm's input in fp32, its result before and after its weight
-    last = tokens * of.hidden * (FP32 + (1 + (not adapted.r)) * itemsize)
+    # the last norm's input in fp32, and its result before its weight
+    last = tokens * of.hidden * (FP32 + (not adapted.r) * itemsize)
     # the gradient of the MLP's matrix, or that matrix out of its four bits
     matrix = of.inner * of.hidden * itemsize * (not adapted.r or recipe.model.load_in_4bit)
     return Work(
