@@ -130,7 +130,7 @@ def outcomes(recipe, tiny, adapters, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("kind", ["all", slow("rslora"), "dora", slow("saved")])
+@pytest.mark.parametrize("kind", ["all", slow("rslora"), slow("dora"), slow("saved")])
 def test_every_stage_is_peft_to_a_millionth(kind, adapters, outcomes, wanted_of):
     for name, case in cases_of(adapters):
         if name == kind:

@@ -114,7 +114,7 @@ def test_two_small_models_tell_of_a_deep_one_exactly(alone, stage):
         ("ddp", "none", ("lora.r=16", "lora.target_modules=[q_proj,v_proj]")),
         pytest.param("zero2", "full", ("lora.r=64",), marks=pytest.mark.slow),
         pytest.param("ddp", "selective", ("lora.r=16", "lora.target_modules=[gate_proj]"), marks=pytest.mark.slow),
-        ("zero3", "selective", ("lora.r=16", *FOUR)),
+        pytest.param("zero3", "selective", ("lora.r=16", *FOUR), marks=pytest.mark.slow),
         pytest.param("ddp", "none", ("lora.r=16", *LONG, *FOUR), marks=pytest.mark.slow),
         pytest.param("zero3", "selective", ("lora.r=16", *LONG, *FOUR), marks=pytest.mark.slow),
         pytest.param("ddp", "none", ("lora.r=16", "lora.use_dora=true", *LONG), marks=pytest.mark.slow),
