@@ -65,10 +65,8 @@ def load_config(model: Model, folder: Path, max_length: int) -> PreTrainedConfig
         if share := getattr(config, name, 0.0):
             raise RecipeError(f"model.path = {model.path!r}: {name} = {share}; only 0 is supported")
     rope = getattr(config, "rope_parameters", None) or {}
-    short = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
-    if rope.get("rope_type") in ("dynamic", "longrope") and max_length > (
-        short := rope.get("original_max_position_embeddings") or short
-    ):
+    short = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    if rope.get("rope_type") in ("dynamic", "longrope") and max_length > short:
         raise RecipeError(
             f"data.max_length = {max_length}: beyond {short} tokens the rotation of {model.path} "
             f"({rope['rope_type']}) depends on the longest row of a micro-batch; must be at most {short}"

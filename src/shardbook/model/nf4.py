@@ -147,13 +147,13 @@ def _(packed: Tensor, absmax: Tensor, width: int, nested: bool, dtype: torch.dty
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, packed, absmax, nested):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, input: Tensor, packed: Tensor, absmax: Tensor, nested: bool) -> Tensor:
         ctx.save_for_backward(packed, absmax)
         ctx.width, ctx.nested = input.shape[-1], nested
         return F.linear(input, unpack_nf4(packed, absmax, ctx.width, nested, input.dtype, again=False))
 
     @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         weight = unpack_nf4(*ctx.saved_tensors, ctx.width, ctx.nested, gradient.dtype, again=True)
         return gradient @ weight, None, None, None
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardbook.optim.elementwise import local_part
+
 PIECE = 2**16  # elements that share keys: of the whole tensor, so that shards are cut where they like
 RUN = {"cpu": 2, "cuda": 2**10}  # most pieces at once; a CPU's temporaries must stay below a MiB, else malloc is slow
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -54,7 +56,7 @@ class AdamWBf16(torch.optim.Optimizer):
                 if (which, step) not in numbers:
                     numbers[which, step] = numbers_of(group, step).to(parameter.device, non_blocking=True)
                 tensors = [parameter, parameter.grad, *(state[name] for name in MOMENTS)]
-                flat = [(t.to_local() if isinstance(t, DTensor) else t).detach().view(-1) for t in tensors]
+                flat = [local_part(tensor).view(-1) for tensor in tensors]
                 update_shard(flat, numbers[which, step], step, number, first_element(parameter))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

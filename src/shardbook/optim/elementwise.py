@@ -5,6 +5,7 @@ bits however rows are dealt out.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-class Elementwise(torch.optim.Optimizer):
+class Elementwise(torch.optim.Optimizer, ABC):
     """Decoupled weight decay, then `change`. State of a parameter: `step` (fp32, on the host) and `moments`, placed
     and typed as the parameter."""
 
@@ -46,9 +47,9 @@ class Elementwise(torch.optim.Optimizer):
                 kept = [local_part(state[name]) for name in self.moments]
                 weight.add_(self.change(gradient, kept, int(state["step"])), alpha=-group["lr"])
 
+    @abstractmethod
     def change(self, gradient: Tensor, kept: Sequence[Tensor], step: int) -> Tensor:
         """What is subtracted at rate 1; moves the moments on. All fp32 of one shape."""
-        raise NotImplementedError
 
 
 class Lion(Elementwise):

@@ -65,7 +65,8 @@ class Muon(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum, gradient = local_part(state["momentum_buffer"]), local_part(parameter.grad)  # type: ignore[arg-type]
+        assert parameter.grad is not None
+        momentum, gradient = local_part(state["momentum_buffer"]), local_part(parameter.grad)
         momentum.lerp_(gradient, 1 - self.optim.momentum)
         return gradient.lerp(momentum, self.optim.momentum).bfloat16()
 
@@ -78,7 +79,7 @@ class Muon(torch.optim.Optimizer):
         first, second = self.optim.betas
         adamw(
             [local_part(parameter) for parameter in parameters],
-            [local_part(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]
+            [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
             [local_part(state["exp_avg"]) for state in states],
             [local_part(state["exp_avg_sq"]) for state in states],
             [],
