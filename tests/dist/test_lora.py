@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import reference
 import torch
+from adapted import ours, write_adapters
 from cases import (
     DECAY,
     MAX_NORM,
@@ -37,13 +38,6 @@ def slow(value):
     return pytest.param(value, marks=pytest.mark.slow)
 
 
-def ours(name: str) -> str:
-    """Our name of a parameter of peft's."""
-    name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-    name = name.replace(".modules_to_save.default.", ".").replace(".default.weight", ".weight").replace(".default", "")
-    return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
-
-
 def words_of(kind: str, folder) -> tuple[str, ...]:
     settings, _ = KINDS[kind]
     words = [f"lora.{key}={str(value).lower() if value is True else json.dumps(value)}" for key, value in settings.items()]
@@ -59,16 +53,7 @@ def plain_model(tiny, kind: str):
 def adapters(tiny, tmp_path_factory):
     """Adapters of each kind as peft writes them, A and B (and magnitudes) at random."""
     folder = tmp_path_factory.mktemp("adapters")
-    for kind, (settings, _) in KINDS.items():
-        torch.manual_seed(7)
-        model = peft.get_peft_model(plain_model(tiny, kind), peft.LoraConfig(task_type="CAUSAL_LM", **settings))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(0, 0.05)
-                elif "magnitude" in name:
-                    parameter.mul_(1.1)
-        model.save_pretrained(folder / kind)
+    write_adapters(folder, KINDS, lambda kind: plain_model(tiny, kind))
     return folder
 
 

@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import reference
 import torch
+from adapted import ours, write_adapters
 from cases import (
     DECAY,
     MAX_NORM,
@@ -60,16 +61,7 @@ def rounded(base, kind: str):
 def adapters(base, tmp_path_factory):
     """Adapters of each kind as peft writes them, A and B (and magnitudes) at random."""
     folder = tmp_path_factory.mktemp("adapters")
-    for kind, (settings, _) in KINDS.items():
-        torch.manual_seed(7)
-        model = peft.get_peft_model(rounded(base, kind), peft.LoraConfig(task_type="CAUSAL_LM", **settings))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(0, 0.05)
-                elif "magnitude" in name:
-                    parameter.mul_(1.1)
-        model.save_pretrained(folder / kind)
+    write_adapters(folder, KINDS, lambda kind: rounded(base, kind))
     return folder
 
 
@@ -77,12 +69,6 @@ def words_of(kind: str, adapters) -> tuple[str, ...]:
     settings, _ = KINDS[kind]
     words = [f"lora.{key}={json.dumps(value)}".replace('"all-linear"', "all-linear") for key, value in settings.items()]
     return (FOUR, *words, f"lora.adapter={adapters / kind}")
-
-
-def ours(name: str) -> str:
-    name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-    name = name.replace(".default.weight", ".weight").replace(".default", "")
-    return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -34,6 +35,8 @@ class MicroBatch:
     targets: Tensor  # [n] those tokens
     packed: bool  # whether a row may hold several documents
     pairs: int  # of tokens of one document: the sum of each document's length squared
+    trained: tuple[int, ...] = ()  # of each sequence, in their order: how many of the n are its own
+    reference: Tensor | None = None  # [sequences] fp32: what the reference model says of each, where it is known
 
     def to(self, device: torch.device) -> "MicroBatch":
         if device.type == "cpu":
@@ -83,16 +86,22 @@ class Batching:
     ranks: int
     documents: int = 1  # the most that a row holds
     multiple: int = ROUND_TO["cpu"]  # row lengths are rounded up to one
+    sequences: int = 1  # that an example holds: 2 where it is a pair
 
 
 def choose_batching(
-    data: Data, train: Train, data_rank: tuple[int, int], device_type: str, *parts: Documents | None
+    data: Data,
+    train: Train,
+    data_rank: tuple[int, int],
+    device_type: str,
+    *parts: Documents | None,
+    sequences: int = 1,
 ) -> Batching:
     """How `data_rank` (its number, and how many there are) sees the rows of `parts` on that kind of device."""
-    row_length = data.max_length if data.packing else None
+    row_length = data.max_length * sequences if data.packing else None
     # so that boundaries have the same shape in every micro-batch, of an evaluation too
     most = max((len(row) for part in parts if part for row in part.rows), default=1)
-    return Batching(row_length, train.per_device_train_batch_size, *data_rank, most, ROUND_TO[device_type])
+    return Batching(row_length, train.per_device_train_batch_size, *data_rank, most, ROUND_TO[device_type], sequences)
 
 
 class RowError(RuntimeError):
@@ -123,7 +132,7 @@ class Loader:
             start = consumed_rows + (micro * here.ranks + here.rank) * here.batch_size
             rows = [self.row_at(index) for index in range(start, start + here.batch_size)]
             try:
-                micros.append(build_micro_batch(self.documents.encoded, rows, here))
+                micros.append(build_micro_batch(self.documents.encoded, rows, here, self.documents.reference))
             except Exception as error:  # of Arrow, of a file that another program cut, of a disk
                 documents = ", ".join(str(document) for row in rows for document in row)
                 raise RowError(
@@ -158,32 +167,56 @@ def eval_micro_batches(documents: Documents, batching: Batching) -> Iterator[Mic
     stride, total = batching.batch_size * batching.ranks, len(documents.rows)
     for start in range(batching.rank * batching.batch_size, -(-total // stride) * stride, stride):
         rows = [documents.rows[index] for index in range(start, min(start + batching.batch_size, total))]
-        yield build_micro_batch(documents.encoded, rows, batching)
+        yield build_micro_batch(documents.encoded, rows, batching, documents.reference)
 
 
-def build_micro_batch(encoded: Dataset, rows: Sequence[Row], batching: Batching) -> MicroBatch:
-    """Tensors of `rows`. No rows: one row of padding, and no target."""
-    content = [[encoded[document] for document in row] for row in rows] or [[]]
-    used = [sum(len(document["input_ids"]) for document in row) for row in content]
+def count_totals(micros: list[MicroBatch], sequences: int) -> tuple[int, int, int]:
+    """What `micros` of one rank add to Totals, `sequences` to an example."""
+    trained = [count for micro in micros for count in micro.trained]
+    return sum(trained), len(trained) // sequences, sum(trained[::sequences])
+
+
+def _sequences(document: dict[str, Any]) -> Iterator[tuple[list[int], list[bool]]]:
+    """Ids and mask of each of them: one after another in what is encoded."""
+    at = 0
+    for length in document.get("lengths") or [len(document["input_ids"])]:
+        yield document["input_ids"][at : at + length], document["mask"][at : at + length]
+        at += length
+
+
+def build_micro_batch(
+    encoded: Dataset, rows: Sequence[Row], batching: Batching, reference: np.ndarray | None = None
+) -> MicroBatch:
+    """Tensors of `rows`, a sequence a row where they are not packed. No rows: one row of padding, and no target.
+    `reference`: [documents, sequences] fp32, of all that is `encoded`."""
+    content = [[part for document in row for part in _sequences(encoded[document])] for row in rows] or [[]]
+    if batching.row_length is None:
+        content = [[part] for row in content for part in row] or [[]]
+    used = [sum(len(ids) for ids, _ in row) for row in content]
     length = -(-(batching.row_length or max(1, *used)) // batching.multiple) * batching.multiple
     shape = (len(content), length)
-    starts, pairs = [], 0
+    starts, pairs, trained = [], 0, []
     ids, places = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     targets = torch.full(shape, -1)
     for row, parts in enumerate(content):
         at = 0
         for part in parts:
-            tokens, mask = torch.tensor(part["input_ids"]), torch.tensor(part["mask"])
+            tokens, mask = torch.tensor(part[0]), torch.tensor(part[1])
             here = slice(at, at + len(tokens))
             ids[row, here], places[row, here] = tokens, torch.arange(len(tokens))
             targets[row, at : at + len(tokens) - 1] = torch.where(mask[1:], tokens[1:], -1)
             starts.append(row * length + at)
             pairs += len(tokens) ** 2
+            trained.append(int(mask[1:].sum()))
             at += len(tokens)
         if at < length:
             starts.append(row * length + at)
-    boundaries = torch.full((len(content) * (batching.documents + 1) + 1,), ids.numel(), dtype=torch.int32)
+    most = batching.documents * batching.sequences if batching.row_length else 1
+    boundaries = torch.full((len(content) * (most + 1) + 1,), ids.numel(), dtype=torch.int32)
     boundaries[: len(starts)] = torch.tensor(starts, dtype=torch.int32)
     positions = (targets.flatten() >= 0).nonzero().flatten()
-    packed = batching.row_length is not None
-    return MicroBatch(ids, places, boundaries, positions, targets.flatten()[positions], packed, pairs)
+    packed, known = batching.row_length is not None, None
+    if reference is not None:
+        known = torch.from_numpy(reference[[document for row in rows for document in row]].flatten())
+    targets = targets.flatten()[positions]
+    return MicroBatch(ids, places, boundaries, positions, targets, packed, pairs, tuple(trained), known)

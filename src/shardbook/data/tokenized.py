@@ -9,20 +9,32 @@ import functools
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.data.chat import Encoder
+from shardbook.data.formats import split_pair
 from shardbook.data.sources import load_source
 from shardbook.recipe import Data, RecipeError, first_line
 
-ENCODING_VERSION = 1  # raise it when an Encoder returns something else: the cache is keyed by it
+ENCODING_VERSION = 2  # raise it when an Encoder returns something else: the cache is keyed by it
 ENCODED_TOGETHER = 64  # rows: offsets of a token are two Python integers for a while
 SPLIT_SEED = 0  # of the held-out rows: the same for every train.seed, else another seed would train on them
 Row = tuple[int, ...]
+
+
+class Totals(NamedTuple):
+    """What a step, or an evaluation, counts over all ranks: shares of a loss are divided by it."""
+
+    tokens: float  # trained ones
+    examples: float  # rows of the data: documents, or pairs
+    chosen_tokens: float  # trained ones of each example's first sequence
+
+
+NOTHING = Totals(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,7 @@ class Encoding:
     tokenizer_digest: str
     max_length: int
     what: str
+    sequences: int  # of an example
     version: int = ENCODING_VERSION
 
 
@@ -40,10 +53,14 @@ class Encoding:
 class Documents:
     """Encoded documents and the rows they are laid out in."""
 
-    encoded: Dataset  # columns input_ids, mask: lists of int and bool; length, trained: int; cut: bool
+    # columns input_ids, mask: lists of int and bool; lengths: of each sequence in them; length, trained, and chosen
+    # (trained of the first sequence): int; cut: bool
+    encoded: Dataset
     rows: list[Row]
-    mean_length: float  # tokens of a document
+    mean_length: float  # tokens of a sequence
     summary: str
+    totals: Totals = NOTHING  # of all rows
+    reference: np.ndarray | None = None  # fp32 [encoded, sequences]: their log-probabilities under the reference model
 
 
 def load_tokenizer(folder: Path, what: str) -> PreTrainedTokenizerBase:
@@ -67,25 +84,28 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
         )
 
 
-def build_documents(data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[Documents, Documents | None]:
-    """Training and held-out documents (None without `eval` and `eval_size`). Raises RecipeError naming key and row."""
-    encoded, usable = _encode_source(data.train, "data.train", data, tokenizer, folder)
+def build_documents(
+    data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path, sequences: int = 1
+) -> tuple[Documents, Documents | None]:
+    """Training and held-out documents (None without `eval` and `eval_size`), of so many `sequences` each: 2 are pairs.
+    Raises RecipeError naming key and row."""
+    encoded, usable = _encode_source(data.train, "data.train", data, tokenizer, folder, sequences)
     dropped, held_out = len(encoded) - len(usable), None
     if data.eval:
-        other, documents = _encode_source(data.eval, "data.eval", data, tokenizer, folder)
-        held_out = _lay_out(other, documents, data, len(other) - len(documents))
+        other, documents = _encode_source(data.eval, "data.eval", data, tokenizer, folder, sequences)
+        held_out = _lay_out(other, documents, data, len(other) - len(documents), sequences)
     elif data.eval_size:
         size, rows = data.eval_size, len(usable)
         count = int(size) if size >= 1 else max(1, round(size * rows))
         if count >= rows:
             raise RecipeError(f"data.eval_size = {size}: holds out all of the {rows} rows of data.train")
         order = np.random.RandomState(SPLIT_SEED).permutation(usable)
-        held_out, usable = _lay_out(encoded, np.sort(order[:count]), data, 0), np.sort(order[count:])
-    return _lay_out(encoded, usable, data, dropped), held_out
+        held_out, usable = _lay_out(encoded, np.sort(order[:count]), data, 0, sequences), np.sort(order[count:])
+    return _lay_out(encoded, usable, data, dropped, sequences), held_out
 
 
 def _encode_source(
-    spec: str | list[str], what: str, data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path
+    spec: str | list[str], what: str, data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path, sequences: int
 ) -> tuple[Dataset, np.ndarray]:
     """The encoded rows of one source, and the numbers of those that have a trained token."""
     raw = load_source(spec, what)
@@ -100,7 +120,7 @@ def _encode_source(
             with_indices=True,
             batched=True,
             batch_size=ENCODED_TOGETHER,
-            fn_kwargs={"encoding": Encoding(str(folder), _digest(tokenizer), data.max_length, what)},
+            fn_kwargs={"encoding": Encoding(str(folder), _digest(tokenizer), data.max_length, what, sequences)},
             remove_columns=raw.column_names,
             num_proc=data.num_proc if data.num_proc > 1 else None,
         )
@@ -117,19 +137,20 @@ def _encode_source(
     return encoded, usable
 
 
-def _lay_out(encoded: Dataset, documents: np.ndarray, data: Data, dropped: int) -> Documents:
+def _lay_out(encoded: Dataset, documents: np.ndarray, data: Data, dropped: int, sequences: int) -> Documents:
     lengths = _column(encoded, "length")[documents]
     rows: list[Row] = [(number,) for number in documents.tolist()]
     if data.packing:
-        rows = pack(documents.tolist(), lengths.tolist(), data.max_length)
-    trained, cut = (int(_column(encoded, name)[documents].sum()) for name in ("trained", "cut"))
+        rows = pack(documents.tolist(), lengths.tolist(), data.max_length * sequences)
+    trained, chosen, cut = (int(_column(encoded, name)[documents].sum()) for name in ("trained", "chosen", "cut"))
     said = f"{lengths.sum():,} tokens, {trained:,} of them trained"
-    summary = f"{len(documents):,} documents in {len(rows):,} rows; {said}"
+    summary = f"{len(documents):,} {'documents' if sequences == 1 else 'pairs'} in {len(rows):,} rows; {said}"
     if cut:
         summary += f"; {cut:,} documents cut to {data.max_length}"
     if dropped:
         summary += f"; {dropped:,} rows without a trained token dropped"
-    return Documents(encoded, rows, float(lengths.mean()), summary)
+    totals = Totals(trained, len(documents), chosen)
+    return Documents(encoded, rows, float(lengths.mean()) / sequences, summary, totals)
 
 
 def _column(encoded: Dataset, name: str) -> np.ndarray:
@@ -162,16 +183,23 @@ def pack(documents: list[int], lengths: list[int], capacity: int) -> list[Row]:
 def _encode(rows: dict[str, list[Any]], indices: list[int], encoding: Encoding) -> dict[str, list[Any]]:
     """A batch of raw rows, by columns, as encoded ones."""
     raw = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
-    encoder = _cached_encoder(encoding.folder)
-    encoded = encoder.encode(raw, [f"{encoding.what}: row {index}" for index in indices])
-    kept = [(ids[: encoding.max_length], mask[: encoding.max_length]) for ids, mask in encoded]
+    wheres = [f"{encoding.what}: row {index}" for index in indices]
+    if encoding.sequences == 2:
+        sides = [side for row, where in zip(raw, wheres, strict=True) for side in split_pair(row, where)]
+        raw, wheres = sides, [f"{where}, {name}" for where in wheres for name in ("chosen", "rejected")]
+    encoded = _cached_encoder(encoding.folder).encode(raw, wheres)
+    every, most = encoding.sequences, encoding.max_length
+    grouped = [encoded[first : first + every] for first in range(0, len(encoded), every)]
+    # the first token of a sequence is never predicted, so it is never trained; nor an example of which one has none
+    trained = [[int(mask[1:most].sum()) for _, mask in parts] for parts in grouped]
     return {
-        "input_ids": [ids for ids, _ in kept],
-        "mask": [mask for _, mask in kept],
-        "length": [len(ids) for ids, _ in kept],
-        # the first token of a document is never predicted, so it is never trained
-        "trained": [int(mask[1:].sum()) for _, mask in kept],
-        "cut": [len(ids) > encoding.max_length for ids, _ in encoded],
+        "input_ids": [np.concatenate([ids[:most] for ids, _ in parts]) for parts in grouped],
+        "mask": [np.concatenate([mask[:most] for _, mask in parts]) for parts in grouped],
+        "lengths": [[min(most, len(ids)) for ids, _ in parts] for parts in grouped],
+        "length": [sum(min(most, len(ids)) for ids, _ in parts) for parts in grouped],
+        "trained": [sum(counts) * all(counts) for counts in trained],
+        "chosen": [counts[0] for counts in trained],
+        "cut": [any(len(ids) > most for ids, _ in parts) for parts in grouped],
     }
 
 
