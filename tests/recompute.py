@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardbook.data.loader import Batching, build_micro_batch
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.causal_lm import apply_compile, build_model, materialize
-from shardbook.objectives import OBJECTIVES
+from shardbook.objectives.sft import sft_loss
 from shardbook.recipe import Activation
 
 LENGTH, WIDTH, INNER, HEADS, HEAD, LAYERS, ROWS = 64, 32, 48, 4, 8, 4, 2
@@ -37,7 +37,7 @@ def build_batch():
 
 
 def loss_of(model, micro):
-    return OBJECTIVES["sft"](model, micro)
+    return sft_loss(model, micro)
 
 
 def gradients(model, micro):

@@ -31,7 +31,8 @@ class Result:
 def document_loss(model, document: Document) -> tuple[Tensor, int]:
     """Summed negative log-likelihood of the trained tokens, and their number."""
     ids, mask = torch.tensor(document[0]), torch.tensor(document[1])
-    logits = model(input_ids=ids[None]).logits[0].float()
+    logits = model(input_ids=ids[None]).logits[0]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     nll = -torch.log_softmax(logits[:-1], dim=-1).gather(1, ids[1:, None])[:, 0]
     return nll[mask[1:]].sum(), int(mask[1:].sum())
 
@@ -88,3 +89,52 @@ def nf4(full: Tensor) -> Tensor:
     absmax = blocks.abs().amax(1, keepdim=True)
     nearest = (blocks[..., None] / absmax[..., None] - codes).abs().nan_to_num(0.0).argmin(-1)
     return torch.where(absmax > 0, codes[nearest] * absmax, 0.0).view_as(full).float()
+
+
+Pair = tuple[Document, Document]
+
+
+def pair_losses(method: str, loss_type: str, beta: float = 0.1, gamma: float = 0.5) -> Callable[..., Tensor]:
+    """The loss of a pair by its papers, of log-probabilities of chosen and rejected, those of the reference, and
+    trained tokens: DPO (arXiv 2305.18290, equation 7), IPO (2310.12036, 17, for each token), APO-zero (2408.06266, 7),
+    the odds of ORPO (2403.07691, 6) and SimPO (2405.14734, 6)."""
+
+    def log_sigmoid(value: Tensor) -> Tensor:
+        return -torch.log1p(torch.exp(-value))
+
+    def odds(average: Tensor) -> Tensor:
+        return average - torch.log(1 - torch.exp(average))
+
+    known = {
+        "sigmoid": lambda c, r, c0, r0, n, m: -log_sigmoid(beta * ((c - c0) - (r - r0))),
+        "ipo": lambda c, r, c0, r0, n, m: ((c - c0) / n - (r - r0) / m - 1 / (2 * beta)) ** 2,
+        "apo_zero": lambda c, r, c0, r0, n, m: 1 - torch.sigmoid(beta * (c - c0)) + torch.sigmoid(beta * (r - r0)),
+        "orpo": lambda c, r, c0, r0, n, m: -beta * log_sigmoid(odds(c / n) - odds(r / m)),
+        "simpo": lambda c, r, c0, r0, n, m: -log_sigmoid(beta * (c / n - r / m) - gamma),
+    }
+    return known[loss_type if method == "dpo" else method]
+
+
+def train_pairs(
+    model, steps: list[list[Pair]], method: str, loss_type: str, rate: float, decay: float, max_norm: float = 0.0
+) -> Result:
+    """Train `model` on the pairs of each step, in fp32; its first weights are the reference."""
+    loss = pair_losses(method, loss_type)
+
+    def likelihoods(pair: Pair) -> list[tuple[Tensor, int]]:
+        return [(-nll, count) for nll, count in (document_loss(model, side) for side in pair)]
+
+    with torch.no_grad():
+        before = [[[value for value, _ in likelihoods(pair)] for pair in pairs] for pairs in steps]
+
+    def loss_of(step: int) -> Tensor:
+        values, chosen, tokens = [], [], 0
+        for pair, (c0, r0) in zip(steps[step], before[step], strict=True):
+            (c, n), (r, m) = likelihoods(pair)
+            values.append(loss(c, r, c0, r0, n, m))
+            chosen.append(c)
+            tokens += n
+        found = sum(values) / len(values)
+        return found - sum(chosen) / tokens if method == "orpo" else found
+
+    return descend(model, loss_of, len(steps), rate, decay, max_norm)

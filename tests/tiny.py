@@ -109,3 +109,18 @@ def write_recipe(tiny: Path, out: Path) -> Path:
     path = out / "tiny.toml"
     path.write_text(RECIPE.format(tiny=tiny, out=out))
     return path
+
+
+def write_pairs(path: Path, count: int, seed: int = 0) -> Path:
+    """Preferences of one or two exchanges, whose two answers are of unlike length."""
+    words = ["yes", "no", "why", "tell me more", "the quick brown fox", "jumps over", "a lazy dog", "42"]
+    dice, rows = random.Random(seed), []
+    for number in range(count):
+        prompt = [{"role": "user", "content": " ".join(dice.choices(words, k=dice.randint(1, 4)))}]
+        if dice.random() < 0.5:
+            prompt += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "and?"}]
+        said = [f"{number} " + " ".join(dice.choices(words, k=dice.randint(1, 5))) for _ in range(2)]
+        answers = [[{"role": "assistant", "content": each}] for each in said]
+        rows.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

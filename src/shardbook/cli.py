@@ -164,17 +164,17 @@ def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
             what = "exists; name a new file" if file.exists() else "there is no such directory"
             raise RecipeError(f"{option} {file}: {what}")
     from shardbook.model.shapes import hub_id
-    from shardbook.objectives import OBJECTIVES
+    from shardbook.objectives import build_objective
     from shardbook.plan.report import make_report, show_report, write_advised
     from shardbook.run.measured import read_sample
 
     words += [f"model.path={hub_id(asked.model)}"] if asked.model else []
     recipe = load_recipe(find_recipe(asked.recipe), words) if asked.recipe else parse_recipe(PLAIN, "--model", words)
     cluster = (asked.gpu, asked.gpus, asked.network, asked.per_node)
-    objective = OBJECTIVES[recipe.method] if asked.simulate else None
+    shares = build_objective(recipe.method, recipe.preference).shares if asked.simulate else None
     read = (recipe.model.path, asked.gpu, asked.document_tokens)
     samples = [read_sample(run, *read) for run in asked.calibrate or ()]
-    report = make_report(recipe, *cluster, asked.document_tokens, objective, asked.host_gb, samples)
+    report = make_report(recipe, *cluster, asked.document_tokens, shares, asked.host_gb, samples)
     show_report(report, asked.json)
     if asked.html:
         from shardbook.compare.plan_page import write_plan_page

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from shardbook.comm.ledger import Ledger
-from shardbook.data.loader import Loader, choose_batching, eval_micro_batches
+from shardbook.data.loader import Loader, choose_batching
 from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.memory.block_inputs import send_inputs
@@ -23,7 +23,7 @@ from shardbook.model.attention import choose_attention
 from shardbook.model.causal_lm import apply_compile, count_flops
 from shardbook.model.families import load_config
 from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
-from shardbook.objectives import OBJECTIVES
+from shardbook.objectives import build_objective
 from shardbook.optim import check_optimizer, clip_gradients, learning_rate, set_learning_rate
 from shardbook.parallel.layout import DTYPES, build_layout
 from shardbook.parallel.mesh import build_mesh
@@ -56,6 +56,7 @@ from shardbook.run.garbage import collected_together
 from shardbook.run.metrics import Metrics, Pace, Recorder, memory_metrics, peak_metrics, read_loss
 from shardbook.run.out_of_memory import OutOfMemory
 from shardbook.run.profile import Profile
+from shardbook.run.reference import with_reference
 from shardbook.run.start import start_from
 from shardbook.run.trackers import flat_config
 
@@ -69,7 +70,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     check_optimizer(recipe.optim, ranks.device.type)
     use_deterministic(recipe.train.deterministic)
     torch.manual_seed(recipe.train.seed + ranks.rank)  # of lora_dropout: each rank drops its own
-    objective = OBJECTIVES[recipe.method]
+    objective = build_objective(recipe.method, recipe.preference)
     stop = StopFlag().listen()
     with local_main_process_first(ranks):
         config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
@@ -90,10 +91,11 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         folder, tokenizer_at = model_folder(recipe.model), tokenizer_folder(recipe.model)
         tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer")
         check_vocabulary(tokenizer, config)
-        documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at)
+        documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at, recipe.sequences)
     console.show_data(documents, held_out)
     place = layout.data_rank(ranks.rank)
-    batching = choose_batching(recipe.data, recipe.train, place, ranks.device.type, documents, held_out)
+    parts = documents, held_out
+    batching = choose_batching(recipe.data, recipe.train, place, ranks.device.type, *parts, sequences=recipe.sequences)
     loader = Loader(documents, batching, recipe.train.gradient_accumulation_steps, recipe.train.seed)
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
     if run.finished_steps >= steps:
@@ -104,7 +106,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
 
     # Checkpointing -> compile -> stage -> memory.
     peak = predict_peak(layout, config, recipe)
-    predicted = predict_traffic(layout, loader.accumulation, recipe.optim.name)
+    predicted = predict_traffic(layout, loader.accumulation, recipe.optim.name, recipe.forwards)
     forecast = predict_memory_metrics(layout, recipe.optim.name, asdict(peak), loader.accumulation)
     flops, on = count_flops(model), torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
     forecast |= predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, on)
@@ -122,9 +124,12 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         optimizer = fits.optimizer = settle(model, sharded, recipe.optim, ranks.device)
 
     # Where to start: this run's newest checkpoint, else the one the recipe names, else pretrained weights, else random.
-    state, source = start_from(newest, recipe, sharded, optimizer, loader, folder, steps)
+    state, earlier, source = start_from(newest, recipe, sharded, optimizer, loader, folder, steps)
     saved_step = state.step
     console.print(f"weights  {source}, at step {state.step} of {steps}")
+    loader.documents, held_out = with_reference(
+        parts, objective, batching, sharded, recipe, folder, run.path, earlier, ranks, console
+    )
 
     if ranks.is_main:
         run.record(recipe_path, recipe, {"world_size": ranks.world_size, "mesh": layout.sizes})
@@ -143,37 +148,38 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         together as collect,
     ):
         if held_out and state.step == 0:
-            before: Metrics = {"eval/loss": evaluate(sharded, objective, eval_micro_batches(held_out, batching), ranks)}
+            before = evaluate(sharded, objective, held_out, batching, ranks)
             recorder.log(0, before)
             console.show_step(0, before)
         ahead, kept = StepsAhead(loader, stop), Metrics()
         ledger.open()  # for one step; the others send the same
-        pace = Pace(ranks.world_size, flops)
+        pace, names = Pace(ranks.world_size, flops), objective.names("train")
         while state.step < steps:
             step, metrics = state.step + 1, Metrics()
             profile.advance(step)
-            micros, tokens, stops, work = ahead.take()  # counted on the host: the device is not waited for
+            micros, totals, stops, work = ahead.take()  # counted on the host: the device is not waited for
             if stops:
                 break
             pace.add(*work)
             rate = learning_rate(recipe.optim, step, steps)
             set_learning_rate(optimizer, rate)  # here: off the device a unit may be stepped in backward
-            loss = torch.zeros((), device=ranks.device)
+            seen = torch.zeros(1 + len(objective.metrics), device=ranks.device)
             for micro in marked(micros, "micro-batch"):
                 with sharded.micro_batch(is_last=micro is micros[-1]):
-                    part = objective(model, micro.to(ranks.device)) / tokens
-                    part.backward()
-                loss += part.detach()
+                    shares = objective.shares(model, micro.to(ranks.device), totals)
+                    shares[0].backward()
+                seen += shares.detach()
             norm = clip_gradients(sharded.gradients, recipe.optim.max_grad_norm)
             optimizer.step()
-            state = TrainState(step, state.tokens + int(tokens), loader.state_dict())
+            state = TrainState(step, state.tokens + int(totals.tokens), loader.state_dict())
             ahead.begin()
             if ledger.close():
                 console.show_traffic(ledger.traffic, predicted)
 
             logs, saves = is_due(step, recipe.train.logging_steps), is_due(step, recipe.train.save_steps)
             if logs or saves or step == steps:
-                measured = read_loss(loss, norm, step)  # the step's one host sync; what is not finite is never saved
+                # the step's one host sync; what is not finite is never saved
+                measured = read_loss(seen, names, norm, step)
             if logs:
                 metrics = measured | {"train/learning_rate": rate, "train/tokens": state.tokens}
                 kept = kept or memory_metrics(sharded, optimizer)  # the same in every step
@@ -182,7 +188,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             optimizer.zero_grad()
             if held_out and (is_due(step, recipe.train.eval_steps) or step == steps):
                 with pace.paused():
-                    metrics["eval/loss"] = evaluate(sharded, objective, eval_micro_batches(held_out, batching), ranks)
+                    metrics |= evaluate(sharded, objective, held_out, batching, ranks)
             if metrics:
                 recorder.log(step, metrics)
             console.show_step(step, metrics)
@@ -195,7 +201,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
 
     stopped = state.step < steps
     if state.step > saved_step and (recipe.train.save_steps or stopped):
-        read_loss(loss, norm, state.step)  # a step that was not logged was not looked at yet
+        read_loss(seen, names, norm, state.step)  # a step that was not logged was not looked at yet
         save_checkpoint(run.checkpoints, sharded, optimizer, state, recipe.train.save_total_limit)
     if stopped:
         saved = f"after step {state.step} of {steps}, checkpoint saved" if state.step else "before the first step"

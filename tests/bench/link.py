@@ -141,7 +141,7 @@ def build(keys, ranks):
     from shardbook.data.loader import Batching, build_micro_batch
     from shardbook.model.causal_lm import build_model, materialize
     from shardbook.model.weights import init_weights
-    from shardbook.objectives import OBJECTIVES
+    from shardbook.objectives.sft import sft_loss
     from shardbook.optim import build_optimizer, clip_gradients
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
@@ -163,7 +163,7 @@ def build(keys, ranks):
         with Ledger(layout.groups(ranks.rank)) as ledger:
             ledger.open()
             with sharded.micro_batch(is_last=True):
-                (OBJECTIVES["sft"](model, micro) / (4 * TOKENS)).backward()
+                (sft_loss(model, micro) / (4 * TOKENS)).backward()
             clip_gradients(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -27,7 +27,7 @@ from shardbook.memory.host_adamw import _adamw
 from shardbook.memory.offload import settle
 from shardbook.model.causal_lm import build_model
 from shardbook.model.weights import init_weights
-from shardbook.objectives import OBJECTIVES
+from shardbook.objectives.sft import sft_loss
 from shardbook.optim import clip_gradients
 from shardbook.parallel.layout import build_layout
 from shardbook.parallel.mesh import build_mesh
@@ -178,7 +178,7 @@ def bench_hidden(rounds: int) -> dict:
     for number in range(rounds + 2):
         sharded.offloaded.homes.waited = 0.0
         with sharded.micro_batch(is_last=True):
-            OBJECTIVES["sft"](model, micro).backward()  # its forward waits for what the step before began
+            sft_loss(model, micro).backward()  # its forward waits for what the step before began
         waited = sharded.offloaded.homes.waited
         if number > 1:
             for name, value in (("hidden", 1 - waited / stepped), ("wait", waited), ("step", stepped)):

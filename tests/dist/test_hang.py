@@ -1,6 +1,7 @@
 """A rank that is alive and stands still ends the run within a bound, and the last line of every rank names it, its host
 and its step; what only takes long does not."""
 
+import dataclasses
 import os
 import pickle
 import re
@@ -133,7 +134,7 @@ def take_long():
     import shardbook.run.checkpoint as checkpoint
     import shardbook.train as train
 
-    clip, save, objective = train.clip_gradients, checkpoint.state_dict_saver.save, train.OBJECTIVES["sft"]
+    clip, save, sft = train.clip_gradients, checkpoint.state_dict_saver.save, train.build_objective("sft", None)
     steps = []
 
     def clip_late(*words):
@@ -145,12 +146,12 @@ def take_long():
         time.sleep(HANG_SECONDS + 1)
         return save(*words, **named)
 
-    def score_late(model, micro):
+    def score_late(model, *given):
         time.sleep(0 if model.training else 0.6 * HANG_SECONDS)
-        return objective(model, micro)
+        return sft.shares(model, *given)
 
     train.clip_gradients, checkpoint.state_dict_saver.save = clip_late, save_late
-    train.OBJECTIVES["sft"] = score_late
+    train.build_objective = lambda *given: dataclasses.replace(sft, shares=score_late)
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def measure(shape, batch, length, params, cases):
     from shardbook.model.attention import KERNELS
     from shardbook.model.causal_lm import build_model, materialize
     from shardbook.model.weights import init_weights
-    from shardbook.objectives import OBJECTIVES
+    from shardbook.objectives.sft import sft_loss
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
     from shardbook.parallel.sharding import apply_stage
@@ -84,7 +84,7 @@ def measure(shape, batch, length, params, cases):
                     rows = _full_rows(recipe)
                     with sharded.micro_batch(is_last=micro == micros - 1):
                         live.moment = (micro, "forward", "before")
-                        loss = OBJECTIVES["sft"](model, rows) / len(rows.targets)
+                        loss = sft_loss(model, rows) / len(rows.targets)
                         live.moment = (micro, "backward", "before")
                         loss.backward()
                 model.zero_grad()

@@ -178,7 +178,7 @@ def test_the_report_alone_is_made_again(compared, tmp_path, capsys):
         ("zero3,run.name=mine", "variant zero3,run.name=mine: run.name=mine: a comparison sets that itself"),
         ("zero3,train.logging_steps=0", "train.logging_steps = 0 logs none of 5 steps; a comparison is of logged"),
         ("zero3,train.logging_steps=9", "train.logging_steps = 9 logs none of 5 steps; a comparison is of logged"),
-        ("parallel.betas=[8,4],method=dpo", "method = 'dpo'"),
+        ("parallel.betas=[8,4],method=ppo", "method = 'ppo'"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_runs(recipe, stages, said, capsys):

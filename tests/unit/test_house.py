@@ -111,7 +111,8 @@ def test_rooms_stay_small():
     lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert lengths["train.py"] <= 250
     assert max(lengths.values()) <= 350, lengths
-    assert sum(lengths.values()) < 13_000  # offload is 1,000 of them, adapters and their base in four bits 600
+    # offload is 1,000 of them, adapters and their base in four bits 600, preferences and formats of data 800
+    assert sum(lengths.values()) < 14_500
     assert not {"utils", "helpers", "manager", "base"} & {path.stem for path in modules().values()}
     train = ast.parse(modules()["train.py"].read_text())
     loops = [node for node in ast.walk(train) if isinstance(node, ast.While)]

@@ -14,7 +14,7 @@ from shardbook.model.families import load_config
 from shardbook.model.hub import model_folder, tokenizer_folder
 from shardbook.model.loss_head import LossHead
 from shardbook.model.weights import load_weights
-from shardbook.objectives import OBJECTIVES
+from shardbook.objectives.sft import sft_loss
 from shardbook.recipe import Model, RecipeError
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "granite", "phi3"]
@@ -45,7 +45,7 @@ def micro(packed: bool):
 
 
 def gradients(model, batch):
-    loss = OBJECTIVES["sft"](model, batch)
+    loss = sft_loss(model, batch)
     loss.backward()
     return loss, {name: p.grad for name, p in model.named_parameters()}
 
@@ -130,7 +130,8 @@ def test_gradients_made_in_forward_are_those_of_cross_entropy(chunk):
 
 
 def test_64_chunks_in_bf16_add_up_in_fp32():
-    """Against fp64 of the same bf16 numbers: 64 sums in bf16 would be wrong by 1e-2, one rounding is 2^-9 at most."""
+    """Against fp64 of the same bf16 numbers: 64 sums in bf16 are wrong by 5e-3 and more, one rounding by 2^-9 at most;
+    slopes of single losses are rounded once more."""
     head, hidden, targets = random_head(torch.bfloat16, count=64 * 16)
     wide, weight = hidden.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
     plain = torch.nn.functional.cross_entropy(wide @ weight.t(), targets, reduction="sum") / 3
@@ -138,8 +139,12 @@ def test_64_chunks_in_bf16_add_up_in_fp32():
     head.chunk_tokens = 16
     got = of_head(head, hidden, targets, summed=True)[2]
     per_token = of_head(head, hidden, targets, summed=False)[2]
-    error, other = (((found.double() - wanted).norm() / wanted.norm()).item() for found in (got, per_token))
-    assert error < 3e-3 and error < other / 2, (error, other)
+    in_bf16 = torch.zeros_like(head.weight)
+    for rows, wants in zip(hidden.split(16), targets.split(16), strict=True):
+        chunk = torch.nn.functional.cross_entropy(rows @ head.weight.t(), wants, reduction="sum") / 3
+        in_bf16 += torch.autograd.grad(chunk, head.weight)[0]
+    errors = [((found.double() - wanted).norm() / wanted.norm()).item() for found in (got, per_token, in_bf16)]
+    assert max(errors[:2]) < 4e-3 < errors[2], errors
 
 
 def test_a_lost_chunk_is_seen(monkeypatch):

@@ -97,7 +97,7 @@ WRONG = {
     "data.eval_size=1.5": ["eval_size = 1.5", "whole number"],
     "train.eval_steps=5": ["train.eval_steps = 5: needs data.eval or data.eval_size"],
     "nonsense": ["'nonsense'", "section.key=value"],
-    "method=dpo": ["method = 'dpo'", "'sft'"],
+    "method=ppo": ["method = 'ppo'", "'sft'"],
 }
 
 

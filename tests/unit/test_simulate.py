@@ -28,7 +28,7 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
     from shardbook.model.adapters import build_adapted
     from shardbook.model.attention import KERNELS
     from shardbook.model.shapes import shape_config
-    from shardbook.objectives import OBJECTIVES
+    from shardbook.objectives import build_objective
     from shardbook.parallel.layout import build_layout
     from shardbook.plan.formulas import predict_resident
     from shardbook.plan.peak import predict_peak
@@ -42,7 +42,7 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
         config = simulate._with_layers(shape_config("llama-3.1-8b", 1024), layers)
     simulate.LAYERS = (layers, layers) if whole else (4, 5)
     run, here = simulate.simulate_step, min(8, world)
-    found = run(recipe, config, world, here, OBJECTIVES[recipe.method])
+    found = run(recipe, config, world, here, build_objective(recipe.method, recipe.preference).shares)
     model = build_adapted(recipe, config, KERNELS["varlen"])
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, world, here)
     kept = predict_resident(layout, 0, recipe.optim.name)

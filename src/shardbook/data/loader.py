@@ -161,12 +161,16 @@ def count_work(micros: list[MicroBatch]) -> tuple[int, int]:
     return sum(micro.input_ids.numel() for micro in micros), sum(micro.pairs for micro in micros)
 
 
-def eval_micro_batches(documents: Documents, batching: Batching) -> Iterator[MicroBatch]:
+def eval_rows(documents: Documents, batching: Batching) -> Iterator[list[Row]]:
     """Every row once, spread over ranks. All ranks get the same number of micro-batches (collectives would hang
     otherwise), the last ones of some ranks perhaps without rows."""
     stride, total = batching.batch_size * batching.ranks, len(documents.rows)
     for start in range(batching.rank * batching.batch_size, -(-total // stride) * stride, stride):
-        rows = [documents.rows[index] for index in range(start, min(start + batching.batch_size, total))]
+        yield [documents.rows[index] for index in range(start, min(start + batching.batch_size, total))]
+
+
+def eval_micro_batches(documents: Documents, batching: Batching) -> Iterator[MicroBatch]:
+    for rows in eval_rows(documents, batching):
         yield build_micro_batch(documents.encoded, rows, batching, documents.reference)
 
 

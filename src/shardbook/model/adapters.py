@@ -6,6 +6,7 @@ on the meta device, before checkpointing, compile and stage. Base and adapters o
 one gather.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -45,6 +46,7 @@ class LoraLinear(nn.Linear):
     lora_A: nn.Linear
     lora_B: nn.Linear
     lora_magnitude_vector: nn.Parameter | None
+    is_on = True  # whether the update is added
 
     def adapt(self, lora: Lora, dtype: torch.dtype) -> None:
         """Give a linear map, whose class was just set to this one, what it has to learn."""
@@ -57,6 +59,8 @@ class LoraLinear(nn.Linear):
         self.register_parameter(MAGNITUDE, magnitude)
 
     def forward(self, input: Tensor) -> Tensor:
+        if not self.is_on:
+            return self.product(input, self.bias)
         if self.lora_magnitude_vector is not None:
             return self._decomposed(input, self.lora_magnitude_vector)
         low = self.lora_A(F.dropout(input, self.dropout, self.training)) * self.scaling
@@ -131,6 +135,19 @@ def apply_lora(model: CausalLM, lora: Lora, frozen: torch.dtype) -> None:
     model.is_adapted = True
 
 
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The base model alone."""
+    adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    for module in adapted:
+        module.is_on = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.is_on = True
+
+
 def find_targets(model: CausalLM, lora: Lora) -> list[nn.Linear]:
     """The linear maps inside blocks that `target_modules` names. Raises RecipeError where a name finds none."""
     found = [(name, module) for name, module in _linear_maps(model) if ".layers." in f".{name}"]
@@ -171,11 +188,11 @@ def kept_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in named if parameter.requires_grad or not is_adapted}
 
 
-def remember_base(model: nn.Module, folder: Path | None, recipe: Recipe) -> None:
-    """Note what the frozen parameters are: every byte of the weights files of `folder`, or (None) random ones, and in
-    how many bits. Collective: each rank hashes its share of the files."""
+def weights_identity(recipe: Recipe, folder: Path) -> str:
+    """What a run's weights begin as: every byte of the weights files of `folder`, or random ones, and in how many bits.
+    Collective: each rank hashes its share of the files."""
     named = f"random, seed {recipe.train.seed}"
-    if folder:
+    if recipe.model.init == "pretrained":
         rank, ranks = dist.get_rank(), dist.get_world_size()
         shares: list[Any] = [None] * ranks
         dist.all_gather_object(shares, digest_share(folder, rank, ranks))
@@ -183,7 +200,12 @@ def remember_base(model: nn.Module, folder: Path | None, recipe: Recipe) -> None
         named = digest.hexdigest()[:16]
     if recipe.model.load_in_4bit:
         named += ", nf4" + ", double" * recipe.model.bnb_4bit_use_double_quant
-    setattr(model, BASE, named)
+    return named
+
+
+def remember_base(model: nn.Module, folder: Path, recipe: Recipe) -> None:
+    """Note what the frozen parameters are. Collective."""
+    setattr(model, BASE, weights_identity(recipe, folder))
 
 
 def base_identity(model: nn.Module) -> str:

@@ -1,13 +1,13 @@
 """The loss head: hidden states and targets become losses, never all logits at once."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 PRODUCT_ROWS = 32_768  # of the head's gradient, made at once
 
@@ -27,41 +27,19 @@ class LossHead(nn.Linear):
         rows = self.chunk_tokens or max(1, len(targets))
         if summed:
             return _SummedLoss.apply(hidden, self.weight, targets, rows, torch.is_grad_enabled())
-        if len(targets) <= rows:
-            return self._loss(hidden, targets)
-        pairs = zip(hidden.split(rows), targets.split(rows), strict=True)
-        return torch.cat([checkpoint(self._loss, h, t, use_reentrant=False) for h, t in pairs])
-
-    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(hidden, self.weight).float(), targets, reduction="none")
+        return _Losses.apply(hidden, self.weight, targets, rows)
 
 
 class _SummedLoss(torch.autograd.Function):
     """Loss and its gradients in one go over the chunks: three products of [rows, vocabulary] in place of the four that
-    recomputing takes (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2).
-
-    The weight's gradient is added up in fp32: 64 chunks in bf16 would lose small ones.
-    """
+    recomputing takes (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2)."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, trains: bool) -> Tensor:
-        total = torch.zeros((), device=hidden.device)
-        of_hidden = torch.empty_like(hidden) if trains and ctx.needs_input_grad[0] else None
-        of_weight = None
-        if trains and ctx.needs_input_grad[1]:
-            fills = torch.empty if len(targets) else torch.zeros  # the first chunk writes, the others add
-            of_weight = fills(weight.shape, dtype=torch.float32, device=weight.device)
-        for first in range(0, len(targets), rows):
-            here = slice(first, first + rows)
-            loss, slope = score(F.linear(hidden[here], weight), targets[here], trains)
-            total += loss
-            if of_hidden is not None:
-                torch.mm(slope, weight, out=of_hidden[here])
-            if of_weight is not None:
-                add_product(of_weight, slope.t(), hidden[here], is_first=not first)
-            del slope  # before the next chunk's logits
-        ctx.gradients, ctx.dtype = [of_hidden, of_weight], weight.dtype
-        return total
+        wanted = [trains and needed for needed in ctx.needs_input_grad[:2]]
+        losses, *ctx.gradients = score_chunks(hidden, weight, targets, rows, wanted)
+        ctx.dtype = weight.dtype
+        return losses.sum()
 
     @staticmethod
     @once_differentiable
@@ -75,6 +53,51 @@ class _SummedLoss(torch.autograd.Function):
         if of_weight is not None:
             of_weight = of_weight.mul_(slope).to(ctx.dtype)
         return of_hidden, of_weight, None, None, None
+
+
+class _Losses(torch.autograd.Function):
+    """The loss of each target, whose slopes are known in backward only: there each chunk's logits are made again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.rows = rows
+        return score_chunks(hidden, weight, targets, rows, [False, False])[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slopes: Tensor) -> Any:
+        hidden, weight, targets = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:2]
+        _, of_hidden, of_weight = score_chunks(hidden, weight, targets, ctx.rows, wanted, slopes)
+        return of_hidden, of_weight.to(weight.dtype) if of_weight is not None else None, None, None
+
+
+def score_chunks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, wanted: Sequence[bool], slopes: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss of each target, fp32 [n], with the logits of `rows` of them at a time; and, where `wanted`, gradients of
+    hidden states and of the weight: of the sum of losses, or of each times its `slopes` [n].
+
+    The weight's gradient is added up in fp32: 64 chunks in bf16 would lose small ones.
+    """
+    losses = torch.empty(len(targets), device=hidden.device)
+    of_hidden = torch.empty_like(hidden) if wanted[0] else None
+    of_weight = None
+    if wanted[1]:
+        fills = torch.empty if len(targets) else torch.zeros  # the first chunk writes, the others add
+        of_weight = fills(weight.shape, dtype=torch.float32, device=weight.device)
+    for first in range(0, len(targets), rows):
+        here = slice(first, first + rows)
+        losses[here], slope = score(F.linear(hidden[here], weight), targets[here], any(wanted))
+        if slopes is not None:
+            slope *= slopes[here, None]
+        if of_hidden is not None:
+            torch.mm(slope, weight, out=of_hidden[here])
+        if of_weight is not None:
+            add_product(of_weight, slope.t(), hidden[here], is_first=not first)
+        del slope  # before the next chunk's logits
+    return losses, of_hidden, of_weight
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
@@ -91,18 +114,18 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> N
 
 
 def score_plain(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
-    """Of logits [n, V] the sum of losses, an fp32 scalar, and its gradient [n, V] in their dtype (not `trains`: no
-    more than what lies there). One fp32 tensor of their size is made, or none: logits in fp32 are written over."""
+    """Of logits [n, V] the losses, fp32 [n], and the gradient of their sum [n, V] in their dtype (not `trains`: no more
+    than what lies there). One fp32 tensor of their size is made, or none: logits in fp32 are written over."""
     slope, where = logits.float(), targets[:, None]
     slope -= slope.amax(-1, keepdim=True)
     picked = slope.gather(1, where)
     sums = slope.exp_().sum(-1, keepdim=True)
-    loss = (sums.log() - picked).sum()
+    losses = (sums.log() - picked)[:, 0]
     if trains:
         slope /= sums
         slope.scatter_add_(1, where, torch.full_like(where, -1, dtype=slope.dtype))
         slope = slope.to(logits.dtype)
-    return loss, slope
+    return losses, slope
 
 
 @functools.cache

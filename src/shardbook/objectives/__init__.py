@@ -1,12 +1,38 @@
-"""What is minimised: an objective takes the model and a micro-batch and returns a SUM over trained tokens.
-Never a mean: the loop divides by what the whole step counts."""
+"""What is minimised: an objective takes the model, a micro-batch and the counts of the whole step, and returns shares.
+
+Invariant: the shares of all micro-batches of all ranks add up to the value of the step, however it was split: each is a
+SUM over tokens or examples, divided by what the step has of these. Never a mean of means.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
 from shardbook.data.loader import MicroBatch
-from shardbook.objectives.sft import sft_loss
+from shardbook.data.tokenized import Totals
+from shardbook.objectives.preference import METRICS, preference_shares
+from shardbook.objectives.sft import sft_shares
+from shardbook.recipe import Preference
 
-Objective = Callable[[nn.Module, MicroBatch], Tensor]
-OBJECTIVES: dict[str, Objective] = {"sft": sft_loss}
+
+@dataclass(frozen=True)
+class Objective:
+    """`shares`: [1 + metrics] fp32, of which the first has the gradient: the loss; then the metrics, in their order."""
+
+    shares: Callable[[nn.Module, MicroBatch, Totals], Tensor]
+    metrics: tuple[str, ...] = ()
+    reference: bool = False  # whether micro-batches hold what the model says of them before the first step
+
+    def names(self, what: str) -> list[str]:
+        """What shares are logged as; `what`: train or eval."""
+        return [f"{what}/{name}" for name in ("loss", *self.metrics)]
+
+
+def build_objective(method: str, preference: Preference) -> Objective:
+    """The objective of a recipe's `method`."""
+    if method == "sft":
+        return Objective(sft_shares)
+    shares = partial(preference_shares, method, preference)
+    return Objective(shares, METRICS, method == "dpo" and preference.precompute_ref_log_probs)

@@ -3,11 +3,16 @@
 from torch import Tensor, nn
 
 from shardbook.data.loader import MicroBatch
+from shardbook.data.tokenized import Totals
 
 
 def sft_loss(model: nn.Module, micro: MicroBatch) -> Tensor:
-    """Scalar fp32 SUM over the micro-batch's trained tokens; the loop divides by the whole step's count."""
+    """Scalar fp32 SUM over the micro-batch's trained tokens."""
     total: Tensor = model(
         micro.input_ids, micro.position_ids, micro.boundaries, micro.positions, micro.targets, micro.packed, summed=True
     )
     return total
+
+
+def sft_shares(model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
+    return (sft_loss(model, micro) / totals.tokens)[None]

@@ -58,9 +58,10 @@ class Unit:
         """Elements of what lies at rest in another dtype than one of `compute` bytes."""
         return sum(prod(shape) for shape, size in zip(self.shapes, self.itemsizes, strict=True) if size != compute)
 
-    def gathers(self, micros: int) -> int:
-        """All-gathers in a step of `micros` micro-batches."""
-        return micros * (1 + self.gathers_again) if self.frees else 1
+    def gathers(self, micros: int, forwards: int = 1) -> int:
+        """All-gathers in a step of `micros` micro-batches, each of so many `forwards`: the last has a backward."""
+        again = self.gathers_again + (forwards - 1) * self.reshard_after_forward
+        return micros * (1 + again) if self.frees else 1
 
     @property
     def gathers_again(self) -> bool:

@@ -74,16 +74,14 @@ class Candidate:
         """Payload bytes of a step of one rank, `<op>_bytes`, over all axes."""
         sums: dict[str, int] = {}
         micros, optimizer = self.recipe.train.gradient_accumulation_steps, self.recipe.optim.name
-        for (op, _), volume in predict_traffic(self.layout, micros, optimizer).items():
+        for (op, _), volume in predict_traffic(self.layout, micros, optimizer, self.recipe.forwards).items():
             sums[f"{op}_bytes"] = sums.get(f"{op}_bytes", 0) + volume.payload_bytes
         return sums
 
     @property
     def tokens(self) -> int:
         """Of a step of all ranks, rows full."""
-        train = self.recipe.train
-        rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
-        return rows * self.recipe.data.max_length * self.layout.world_size
+        return self.recipe.micro_tokens * self.recipe.train.gradient_accumulation_steps * self.layout.world_size
 
     @property
     def speed(self) -> float:

@@ -21,7 +21,7 @@ from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.stages import Stage
 from shardbook.parallel.units import Unit, backward_order, shard_rows
 
-COUNTS_BYTES = 4 * 8  # the step's counts and stop flags: four fp64 numbers summed over all ranks
+COUNTS_BYTES = 6 * 8  # the step's counts and stop flags: six fp64 numbers summed over all ranks
 NORM_BYTES = 8  # the squared gradient norm, one fp64 number
 
 
@@ -83,11 +83,11 @@ def muon_exchanges(layout: Layout) -> Volumes:
     return exchanges
 
 
-def predict_traffic(layout: Layout, micros: int, optimizer_name: str = "adamw") -> Traffic:
+def predict_traffic(layout: Layout, micros: int, optimizer_name: str = "adamw", forwards: int = 1) -> Traffic:
     """Calls and payload bytes of one optimizer step of one rank, by operation and mesh axis.
 
     A group of one rank gathers and reduces nothing. Every unit is taken to run forward and backward in each of the
-    step's `micros` micro-batches.
+    step's `micros` micro-batches; before that so many `forwards` less one of their own.
     """
     reductions = sum(layout.stage.syncs(is_last_micro=micro == micros - 1) for micro in range(micros))
     traffic: Traffic = {}
@@ -99,7 +99,7 @@ def predict_traffic(layout: Layout, micros: int, optimizer_name: str = "adamw") 
     for unit in layout.units:
         if layout.shards > 1:
             again = micros if unit.frees and unit.gathers_again else 0
-            add("all_gather", *_called(unit.gathers(micros) - again, forward_gather(layout, unit)))
+            add("all_gather", *_called(unit.gathers(micros, forwards) - again, forward_gather(layout, unit)))
             add("all_gather", *_called(again, backward_gather(layout, unit)))
             for op, axis, payload in reduction(layout, unit):
                 add(op, axis, reductions, payload)

@@ -63,7 +63,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     """Rows count as full (data.max_length). With a budget, and compiled, blocks keep less than is said here."""
     of, itemsize = read_widths(config), layout.dtype("params").itemsize
     rows, layers = recipe.train.per_device_train_batch_size, config.num_hidden_layers
-    tokens = rows * recipe.data.max_length
+    tokens = recipe.micro_tokens
     kind, _, amount = recipe.activation.checkpointing.partition(":")
     adapted = read_adapted(recipe.lora, of)
     trains_head = not adapted.r or "lm_head" in recipe.lora.modules_to_save
@@ -79,7 +79,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
         held = int(layers * max(kept["full"], float(amount) * kept["none"]))
     dense = 0
     if config._attn_implementation in ("sdpa", "eager") and recipe.data.packing:
-        dense = rows * recipe.data.max_length**2  # of bool, for all blocks; each has its own in the dtype of compute
+        dense = tokens**2 // rows  # of bool, for all blocks; each has its own in the dtype of compute
     # backward of a gate: its three gradients, when the product's input, one of what was held, is gone; two of hidden
     # (in fp32 the checkpoint itself is what a block's first norm keeps)
     alone = of_again - kept["full"] * (itemsize != FP32)

@@ -20,7 +20,7 @@ from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
 from shardbook.recipe import Precision, Recipe, RecipeError, dump_recipe
 
 if TYPE_CHECKING:
-    from shardbook.plan.simulate import Objective, Simulated
+    from shardbook.plan.simulate import Shares, Simulated
 
 GB = 1e9
 COLUMNS = "kept", "gathered", "buffers", "activations", "work", "peak GB", "step s", "waits", "tok/s/GPU", "MFU", "GPUs"
@@ -47,13 +47,13 @@ def make_report(
     nics: float = 0,
     a_node: int = 0,
     document_tokens: float = DOCUMENT_TOKENS,
-    objective: "Objective | None" = None,
+    shares: "Shares | None" = None,
     host_gb: float = 0,
     samples: Sequence[Sample] = (),
 ) -> Report:
     """`recipe` on `gpus` of the kind `gpu` (hardware.py), `a_node` of them a node with `nics` Gbit/s to the others and
-    `host_gb` of memory (0: as usual), as `samples` of measured steps calibrate it. With an `objective` a step of its
-    own stage is simulated too, here. Raises RecipeError for an unknown kind or model, or no whole nodes."""
+    `host_gb` of memory (0: as usual), as `samples` of measured steps calibrate it. With `shares`, an objective's, a
+    step of its own stage is simulated too, here. Raises RecipeError for an unknown kind or model, or no whole nodes."""
     cluster = build_cluster(gpu, gpus, nics, a_node, host_gb)
     cluster = calibrate(cluster, samples) if samples else cluster
     if document_tokens < 1:
@@ -62,10 +62,10 @@ def make_report(
     stages = planner.stages(cluster)
     fewest = {stage: planner.fewest(stage, cluster) for stage in stages}
     found = None
-    if objective:
+    if shares:
         from shardbook.plan.simulate import simulate_step  # makes a process group, and loads what fakes tensors
 
-        found = simulate_step(planner.recipe, planner.config, cluster.gpus, cluster.a_node, objective)
+        found = simulate_step(planner.recipe, planner.config, cluster.gpus, cluster.a_node, shares)
     return Report(planner, recipe.precision, cluster, gpu, stages, fewest, advise(planner, cluster), found)
 
 
@@ -170,7 +170,7 @@ def as_table(report: Report) -> Table:
     cluster, recipe = report.cluster, report.planner.recipe
     train, count = recipe.train, report.planner.parameters / GB
     room = f"{cluster.room_bytes / GB:.0f} of {cluster.gpu.gb:g} GB can be used ({ROOM:.0%})"
-    rows = f"{train.per_device_train_batch_size} rows of {recipe.data.max_length} tokens"
+    rows = f"{train.per_device_train_batch_size} rows of {recipe.data.max_length * recipe.sequences} tokens"
     steps = f"{rows} x {train.gradient_accumulation_steps}, checkpointing {recipe.activation.checkpointing}"
     where = f"{cluster.gpus} x {report.gpu_name}: {cluster.words()}; {room}"
     title = f"{recipe.model.path} ({count:.2f} B) on {where}\n{steps}, {recipe.optim.name}"

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
-from shardbook.data.loader import MicroBatch
+from shardbook.data.loader import MicroBatch, count_totals
+from shardbook.data.tokenized import Totals
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.adapters import build_adapted
 from shardbook.model.attention import KERNELS
@@ -38,7 +39,7 @@ from shardbook.recipe import Recipe
 LAYERS = (4, 5)  # blocks are alike: from these two any number follows
 # Micro-batch, forward or backward, and where in it: a block, counted from its nearer end, or before or after them.
 Moment = tuple[int, str, int | str]
-Objective = Callable[[Any, MicroBatch], torch.Tensor]  # a sum over trained tokens, as in objectives/
+Shares = Callable[[Any, MicroBatch, Totals], torch.Tensor]  # of which the first is the loss, as in objectives/
 DOCUMENTS = 8  # boundaries of a row that attention is told of
 
 
@@ -103,11 +104,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 def simulate_step(
-    recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_per_node: int, objective: Objective
+    recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_per_node: int, shares: Shares
 ) -> Simulated:
     """Two steps of `recipe` (without `auto`) with a model of `config`, rows full and every token but the first trained;
     the second is counted. Attention by `varlen`. Raises RecipeError where the mesh does not fit."""
-    times, how = config.num_hidden_layers - LAYERS[1], (world_size, ranks_per_node, objective)
+    times, how = config.num_hidden_layers - LAYERS[1], (world_size, ranks_per_node, shares)
     if times <= 0:
         most, kept = _simulate(recipe, config, *how)
     else:
@@ -126,7 +127,7 @@ def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 
 def _simulate(
-    recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_per_node: int, objective: Objective
+    recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_per_node: int, shares: Shares
 ) -> tuple[dict[Moment, int], int]:
     """Most bytes at each moment of the second step, and bytes kept."""
     # this process as rank 0 of so many, whose collectives send nothing; no process group may be there already
@@ -149,7 +150,7 @@ def _simulate(
                     batch = _full_rows(recipe)
                     with sharded.micro_batch(is_last=micro == micros - 1):
                         live.moment = (micro, "forward", "before")
-                        loss = objective(model, batch) / len(batch.targets)
+                        loss = shares(model, batch, Totals(*count_totals([batch], recipe.sequences)))[0]
                         live.moment = (micro, "backward", "before")
                         loss.backward()
                 model.zero_grad()
@@ -172,8 +173,11 @@ def _optimizer_state(model: CausalLM, name: str) -> list[torch.Tensor]:
 
 
 def _full_rows(recipe: Recipe) -> MicroBatch:
-    rows, length = recipe.train.per_device_train_batch_size, recipe.data.max_length
-    ids = torch.zeros(rows, length, dtype=torch.int64)
+    rows, of_row, length = recipe.train.per_device_train_batch_size, recipe.sequences, recipe.data.max_length
+    ids = torch.zeros(rows, of_row * length, dtype=torch.int64)
     boundaries = torch.zeros(rows * (DOCUMENTS + 1) + 1, dtype=torch.int32)
-    positions = torch.zeros(rows * (length - 1), dtype=torch.int64)
-    return MicroBatch(ids, ids.clone(), boundaries, positions, positions.clone(), packed=True, pairs=0)
+    trained = (length - 1,) * (rows * of_row)
+    positions = torch.zeros(sum(trained), dtype=torch.int64)
+    known = torch.zeros(len(trained)) if of_row > 1 and recipe.preference.precompute_ref_log_probs else None
+    told = positions.clone()
+    return MicroBatch(ids, ids.clone(), boundaries, positions, told, True, 0, trained, known)

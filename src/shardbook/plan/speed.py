@@ -58,22 +58,23 @@ def predict_step(
     peak_flops, memory_rate = gpu.flops / slowness, MEMORY * gpu.memory / slowness  # of memory: read plus written
     of, itemsize = read_widths(config), layout.dtype("params").itemsize
     micros = recipe.train.gradient_accumulation_steps
-    tokens = recipe.train.per_device_train_batch_size * recipe.data.max_length  # of a micro-batch
+    tokens = recipe.micro_tokens
     pairs = tokens * min(document_tokens, recipe.data.max_length)
     head = config.vocab_size * of.hidden
     kind = recipe.activation.checkpointing
     again = {"full": 1.0}.get(kind, 0.0)  # forward products that backward makes again
+    more = recipe.forwards - 1  # passes without a backward
     # multiply-adds: forward, and the gradient of what went in; of weights where they are trained
-    blocks = flops.block * (2 + again) + flops.block_trained
+    blocks = flops.block * (2 + again + more) + flops.block_trained
     shapes = (shape for unit in layout.units for shape in compress(unit.shapes, unit.trained))
-    passes_of_head = 3 + any(shape[0] == config.vocab_size for shape in shapes)
+    passes_of_head = 3 + more + any(shape[0] == config.vocab_size for shape in shapes)
     products = 2 * tokens * (blocks + head * passes_of_head) / (PRODUCTS * peak_flops)
-    attention = flops.per_pair * pairs * (1 + again / 3) / (ATTENTION * peak_flops)  # of what is not masked
+    attention = flops.per_pair * pairs * (1 + (again + more) / 3) / (ATTENTION * peak_flops)  # of what is not masked
     # two norms (read, write), two sums, the rotation, the gate; the loss: fp32 logits five times
     wide = 10 * of.hidden + 2 * (of.queries + of.keys) + 3 * of.inner
-    passes = (PASSES + (kind in ("full", "selective"))) * wide * config.num_hidden_layers * itemsize
+    passes = (PASSES + (kind in ("full", "selective")) + more) * wide * config.num_hidden_layers * itemsize
     # a base in four bits is unpacked for each of its products, by one kernel
-    unpacked = flops.block * (2 + again) * (0.5 + itemsize) * recipe.model.load_in_4bit
+    unpacked = flops.block * (2 + again + more) * (0.5 + itemsize) * recipe.model.load_in_4bit
     memory = (tokens * (passes + config.vocab_size * 5 * 4) + unpacked) / memory_rate
     # casts, copies in and out of a gather, and of a reduction, of each parameter; AdamW, norm and clipping of a shard
     sharded = layout.shards > 1
@@ -91,8 +92,9 @@ def predict_step(
     exposed = away = 0.0
     if cluster:
         micro = products + attention + memory + copies + link
-        passes = micro / (3 + again), micro * (2 + again) / (3 + again)
-        exposed = exposed_seconds(layout, cluster, micros, *passes)
+        forward = micro / (3 + again + more)
+        passes = forward, micro - (1 + more) * forward
+        exposed = exposed_seconds(layout, cluster, micros, *passes, more)
         if recipe.optim.name == "muon":
             exposed += sum(
                 cluster.ring_seconds(size, layout.groups(0)[axis]) for _, axis, size in muon_exchanges(layout)
@@ -122,8 +124,7 @@ def offload_seconds(
 
 def model_flops(recipe: Recipe, flops: Flops, document_tokens: float) -> float:
     """Model FLOPs of one rank in such a step."""
-    train = recipe.train
-    tokens = train.per_device_train_batch_size * train.gradient_accumulation_steps * recipe.data.max_length
+    tokens = recipe.micro_tokens * recipe.train.gradient_accumulation_steps
     return flops.of(tokens, tokens * min(document_tokens, recipe.data.max_length))
 
 
@@ -147,12 +148,15 @@ def predict_perf_metrics(
     return {"predicted/perf/step_seconds": step.seconds}
 
 
-def exposed_seconds(layout: Layout, cluster: Cluster, micros: int, forward: float, backward: float) -> float:
+def exposed_seconds(
+    layout: Layout, cluster: Cluster, micros: int, forward: float, backward: float, more: int = 0
+) -> float:
     """Seconds of a step in which the GPU waits for collectives, which run one after another beside the computing.
 
     `forward`, `backward`: computing of one micro-batch, shared among units by their parameters. A unit's gather begins
     as many units ahead as are prefetched, one at least (the host runs ahead of the device); its reduction when its
-    backward is over, sums across replicas after it in the step's last backward.
+    backward is over, sums across replicas after it in the step's last backward. `more`: forwards without a backward
+    before each micro-batch's own, which free what forward frees.
     """
     groups = layout.groups(0)
     computing = [unit for unit in layout.units if unit.numel and unit.read_in_backward]
@@ -167,22 +171,27 @@ def exposed_seconds(layout: Layout, cluster: Cluster, micros: int, forward: floa
     # what spans the pass has its computing, the head's, at forward's end
     order = sorted((unit for unit in layout.units if unit.numel), key=lambda unit: unit.spans)
     back = [unit for unit in backward_order(layout.units) if unit.numel]
-    first = [(seconds(*forward_gather(layout, unit)), unit.frees, forward * share(unit)) for unit in order]
+    first = [(seconds(*forward_gather(layout, unit)), unit, forward * share(unit)) for unit in order]
     reductions = [sum(seconds(axis, size) for _, axis, size in reduction(layout, unit)) for unit in back]
     sums = [2 * seconds(DP_REPLICATE, replica_bytes(layout, unit)) for unit in back]
     clock = _Clock()
     for micro in range(micros):
         is_last = micro == micros - 1
         reduces = layout.stage.syncs(is_last)
-        forwards = [(gather if frees or not micro else 0.0, work, 0.0) for gather, frees, work in first]
-        clock.run(forwards, max(1, layout.forward_prefetch))
+        for number in range(1 + more):
+            is_first = not micro and not number
+            forwards = []
+            for gather, unit, work in first:
+                freed = unit.reshard_after_forward if number else unit.frees
+                forwards.append((gather if freed or is_first else 0.0, work, 0.0))
+            clock.run(forwards, max(1, layout.forward_prefetch))
         backwards = []
         for unit, reducing, summing in zip(back, reductions, sums, strict=True):
             again = seconds(*backward_gather(layout, unit)) if unit.frees and unit.gathers_again else 0.0
             after = reducing * reduces + summing * is_last
             backwards.append((again, backward * share(unit), after))
         clock.run(backwards, max(1, layout.backward_prefetch))
-    whole_pass, power = micros * (forward + backward), cluster.sharing
+    whole_pass, power = micros * ((1 + more) * forward + backward), cluster.sharing
     if power:
         return (whole_pass**power + clock.busy**power) ** (1 / power) - whole_pass
     return max(0.0, max(clock.link, clock.gpu) - whole_pass)

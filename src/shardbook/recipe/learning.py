@@ -1,4 +1,4 @@
-"""The sections of what learns: adapters, and the optimizer.
+"""The sections of what learns and from what: adapters, preferences, and the optimizer.
 
 Invariant: as in sections.py.
 """
@@ -44,6 +44,44 @@ class Lora(Section):
             raise ValueError("target_modules = []: names nothing; set lora.target_modules=all-linear")
         return self
 
+
+class Preference(Section):
+    beta: float = key(0.1, "How closely the model is held to its reference (orpo: the weight of the odds).", gt=0)
+    loss_type: Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "apo_zero", "apo_down"] = key(
+        "sigmoid", "DPO's loss of a pair: sigmoid, hinge, ipo, sigmoid_norm, robust, apo_zero or apo_down."
+    )
+    label_smoothing: float = key(0.0, "Share of pairs that are labelled the wrong way round; loss_type robust.", ge=0)
+    rpo_alpha: float = key(0.0, "Weight of the chosen answers' own likelihood beside DPO's loss (0: off).", ge=0)
+    simpo_gamma: float = key(0.5, "Margin that SimPO wants between a pair's rewards.", ge=0)
+    precompute_ref_log_probs: bool = key(
+        True,
+        "Ask the reference once, before the first step (false: in each step, of the base without its adapters).",
+    )
+
+    def check_fits(self, method: str, lora: Lora) -> None:
+        """Raise ValueError where a key can do nothing under `method`, or what it asks for cannot be had."""
+        owners: dict[str, tuple[str, ...]] = {"beta": PAIRED, "simpo_gamma": ("simpo",)}
+        for name, value in self.model_dump(exclude_defaults=True).items():
+            if method not in owners.get(name, ("dpo",)):
+                said = " or ".join(owners.get(name, ("dpo",)))
+                raise ValueError(
+                    f"preference.{name} = {value!r} and method = {method!r}: only {said} has it; leave it out"
+                )
+        if self.label_smoothing and self.loss_type != "robust":
+            raise ValueError(
+                f"preference.label_smoothing = {self.label_smoothing}: only loss_type = 'robust' has it; leave it out"
+            )
+        if self.label_smoothing >= 0.5:
+            raise ValueError(f"preference.label_smoothing = {self.label_smoothing}: must be below 0.5")
+        if not self.precompute_ref_log_probs and (not lora.r or lora.modules_to_save):
+            why = f"with lora.modules_to_save = {lora.modules_to_save}" if lora.r else "without lora.r"
+            raise ValueError(
+                f"preference.precompute_ref_log_probs = false: {why} the reference is gone after the first "
+                "step; leave it out"
+            )
+
+
+PAIRED = ("dpo", "orpo", "simpo")  # methods whose examples are pairs
 
 # names that people know, of optimizers that were tried on sharded tensors (torch 2.13) and failed
 REFUSED_OPTIMIZERS = {

@@ -4,11 +4,11 @@ Invariant: a recipe that loads has no contradiction inside itself. What needs th
 model's own limits) is checked by the module that meets it, with the same error class.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import model_validator
 
-from shardbook.recipe.learning import Lora, Optim
+from shardbook.recipe.learning import PAIRED, Lora, Optim, Preference
 from shardbook.recipe.sections import (
     Activation,
     Data,
@@ -25,9 +25,12 @@ from shardbook.recipe.sections import (
 
 
 class Recipe(Section):
-    method: Literal["sft"] = key("sft", "What is minimised: sft, the loss of the assistant's tokens.")
+    method: Literal["sft", "dpo", "orpo", "simpo"] = key(
+        "sft", "What is minimised: sft, the loss of the assistant's tokens; of preferences dpo, orpo or simpo."
+    )
     model: Model = Model()
     lora: Lora = Lora()
+    preference: Preference = Preference()
     data: Data = Data()
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
@@ -37,6 +40,36 @@ class Recipe(Section):
     train: Train
     hardware: Hardware = Hardware()
     run: Run = Run()
+
+    @property
+    def sequences(self) -> int:
+        """That an example holds: a pair has two."""
+        return 2 if self.method in PAIRED else 1
+
+    @property
+    def forwards(self) -> int:
+        """Passes of a micro-batch: one before the others asks the reference, where that was not asked once for all."""
+        return 1 + (not self.preference.precompute_ref_log_probs)
+
+    @property
+    def micro_tokens(self) -> int:
+        """Of a rank's micro-batch whose examples are as long as can be."""
+        return self.train.per_device_train_batch_size * self.data.max_length * self.sequences
+
+    @model_validator(mode="before")
+    @classmethod
+    def known_to_differ(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("method") == "kto":
+            raise ValueError(
+                "method = 'kto': its loss is of a whole batch, so every layout would train another model; "
+                "with pairs set method=dpo and preference.loss_type=apo_zero"
+            )
+        return given
+
+    @model_validator(mode="after")
+    def preferences_that_act(self) -> "Recipe":
+        self.preference.check_fits(self.method, self.lora)
+        return self
 
     @model_validator(mode="after")
     def something_to_evaluate(self) -> "Recipe":

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from shardbook.data.loader import Loader, MicroBatch, RowError, count_work
+from shardbook.data.loader import Loader, MicroBatch, RowError, count_totals, count_work
+from shardbook.data.tokenized import Totals
 from shardbook.ranks.distributed import StopFlag, begin_sum
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.progress import HERE
@@ -17,7 +18,7 @@ from shardbook.ranks.progress import HERE
 
 class Step(NamedTuple):
     micros: list[MicroBatch]  # of this rank
-    tokens: float  # trained ones, of all ranks
+    totals: Totals  # of all ranks
     stops: float  # ranks that were asked to stop
     work: list[float]  # of all ranks: tokens of rows, and pairs of tokens of one document
 
@@ -46,20 +47,20 @@ class StepsAhead:
         HERE.mark("after its last micro-batch")
         self.waited_seconds += time.perf_counter() - began
         self._made = self._make()
-        trained = sum(len(micro.targets) for micro in micros)
+        counts = count_totals(micros, self.loader.batching.sequences)
         self._counted: tuple[list[MicroBatch], Callable[[], list[float]]] = (
             micros,
-            begin_sum(trained, self.stop.asked, *count_work(micros)),
+            begin_sum(*counts, self.stop.asked, *count_work(micros)),
         )
 
     def take(self) -> Step:
         """The next step; where nobody stops it is taken: the loader stands behind it."""
         micros, wait = self._counted
-        tokens, stops, *work = wait()
+        tokens, examples, chosen, stops, *work = wait()
         if not stops:
             self.loader.consumed_rows += self.loader.rows_per_step
             self.steps += 1
-        return Step(micros, tokens, stops, work)
+        return Step(micros, Totals(tokens, examples, chosen), stops, work)
 
     def take_wait(self) -> dict[str, float]:
         """The metric of what micro-batches were waited for in a step since the last call."""

@@ -140,8 +140,8 @@ def _write_facts(run: Path, facts: dict[str, Any]) -> None:
     write_whole(run / "run.json", json.dumps(facts, indent=2) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """A kill or a full disk leaves the file whole, or as it was."""
     side = path.with_suffix(".partial")
-    side.write_text(text)
+    side.write_bytes(content.encode() if isinstance(content, str) else content)
     side.replace(path)

@@ -1,25 +1,25 @@
-"""The held-out loss."""
-
-from collections.abc import Iterable
+"""The held-out loss, and what else the objective measures."""
 
 import torch
 
-from shardbook.data.loader import MicroBatch
+from shardbook.data.loader import Batching, eval_micro_batches
+from shardbook.data.tokenized import Documents
 from shardbook.objectives import Objective
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import Ranks, sum_over_ranks
 from shardbook.ranks.progress import marked
+from shardbook.run.metrics import Metrics
 
 
 @torch.no_grad()
-def evaluate(sharded: ShardedModel, objective: Objective, micros: Iterable[MicroBatch], ranks: Ranks) -> float:
-    """Mean loss of the held-out trained tokens, over all ranks. Collective."""
+def evaluate(
+    sharded: ShardedModel, objective: Objective, held_out: Documents, batching: Batching, ranks: Ranks
+) -> Metrics:
+    """The loss and metrics of all `held_out` rows, over all ranks. Collective."""
     model = sharded.model.eval()
-    loss, tokens = torch.zeros((), device=ranks.device), 0
-    for micro in marked(micros, "held-out micro-batch"):
-        loss += objective(model, micro.to(ranks.device))
-        tokens += len(micro.targets)
+    seen = torch.zeros(1 + len(objective.metrics), device=ranks.device)
+    for micro in marked(eval_micro_batches(held_out, batching), "held-out micro-batch"):
+        seen += objective.shares(model, micro.to(ranks.device), held_out.totals)
     sharded.reshard()
     model.train()
-    total, count = sum_over_ranks(loss.item(), tokens)
-    return total / count
+    return dict(zip(objective.names("eval"), sum_over_ranks(*seen.tolist()), strict=True))

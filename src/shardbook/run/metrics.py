@@ -88,19 +88,21 @@ def _step_of(line: str) -> float:
         return float("inf")
 
 
-def read_loss(loss: Tensor, norm: Tensor, step: int) -> Metrics:
-    """Sum this rank's share of the loss over ranks and read it with the gradient norm: one host sync. Collective.
+def read_loss(seen: Tensor, names: list[str], norm: Tensor, step: int) -> Metrics:
+    """Sum this rank's shares, the loss first, over ranks and read them with the gradient norm: one host sync.
+    Collective.
 
     Raises RunFailed where one is not finite: to train on would only save broken weights.
     """
-    dist.all_reduce(loss)
-    values = torch.stack([loss, norm.to(loss.device)]).tolist()
+    dist.all_reduce(seen)
+    values = torch.cat([seen, norm.to(seen.device).view(1)]).tolist()
+    metrics: Metrics = dict(zip([*names, "train/grad_norm"], values, strict=True))
     if not all(map(math.isfinite, values)):
         raise RunFailed(
-            f"step {step}: train/loss is {values[0]} and train/grad_norm {values[1]}; "
+            f"step {step}: train/loss is {values[0]} and train/grad_norm {values[-1]}; "
             "lower optim.learning_rate, or look at the rows of this step"
         )
-    return {"train/loss": values[0], "train/grad_norm": values[1]}
+    return metrics
 
 
 def kept_bytes(tensors: Iterable[Tensor | None]) -> int:

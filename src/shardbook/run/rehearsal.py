@@ -13,7 +13,7 @@ from shardbook.model.adapters import build_adapted
 from shardbook.model.attention import KERNELS
 from shardbook.model.families import load_config
 from shardbook.model.hub import config_folder, tokenizer_folder
-from shardbook.objectives import OBJECTIVES
+from shardbook.objectives import build_objective
 from shardbook.optim import check_optimizer
 from shardbook.parallel.layout import build_layout
 from shardbook.plan.cluster import build_planner
@@ -39,9 +39,10 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     folder = tokenizer_folder(recipe.model)
     tokenizer = load_tokenizer(folder, "model.tokenizer")
     check_vocabulary(tokenizer, config)
-    documents, held_out = build_documents(recipe.data, tokenizer, folder)
-    console.show_data(documents, held_out)
-    batching = choose_batching(recipe.data, recipe.train, layout.data_rank(0), "cuda", documents, held_out)
+    parts = build_documents(recipe.data, tokenizer, folder, recipe.sequences)
+    console.show_data(*parts)
+    place, documents = layout.data_rank(0), parts[0]
+    batching = choose_batching(recipe.data, recipe.train, place, "cuda", *parts, sequences=recipe.sequences)
     loader = Loader(documents, batching, recipe.train.gradient_accumulation_steps, recipe.train.seed)
     steps = recipe.train.steps or -int(-recipe.train.epochs * len(documents.rows) // loader.rows_per_step)
     peak = predict_peak(layout, config, recipe)
@@ -50,7 +51,7 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     from shardbook.plan.simulate import simulate_step  # makes a process group, and loads what fakes tensors
 
     if recipe.offload.optimizer == "none":
-        found = simulate_step(recipe, config, *world, OBJECTIVES[recipe.method])
+        found = simulate_step(recipe, config, *world, build_objective(recipe.method, recipe.preference).shares)
         console.print(f"a step   on fake tensors: {readable_bytes(found.peak_bytes)} at its peak, in {found.moment}")
     console.print("dry run  done: config, layout, data and a step; not looked at: weights, processes, links")
 

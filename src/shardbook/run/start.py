@@ -21,18 +21,20 @@ def start_from(
     loader: Loader,
     folder: Path,
     steps: int,
-) -> tuple[TrainState, str]:
-    """Fill model, optimizer and loader. Returns where the run stands, and from where, for people. Collective.
+) -> tuple[TrainState, Path | None, str]:
+    """Fill model, optimizer and loader. Returns where the run stands, the checkpoint that it goes on from if there is
+    one, and from where weights are, for people. Collective.
 
     Raises RecipeError where the checkpoint is of another model, or further than `steps`.
     """
     began = time.perf_counter()
     state = TrainState(step=0, tokens=0, loader=loader.state_dict())
-    earlier = newest or recipe.train.resume_from_checkpoint
+    named = recipe.train.resume_from_checkpoint
+    earlier = newest or (Path(named) if named else None)
     source = _load_base(recipe, sharded, folder) if recipe.lora.r or not earlier else ""
     if earlier:
         source = str(earlier)
-        state, lost = load_checkpoint(Path(source), sharded, optimizer)
+        state, lost = load_checkpoint(earlier, sharded, optimizer)
         loader.load_state_dict(state.loader)
         if state.step > steps:
             raise RecipeError(f"checkpoint {source} is at step {state.step}, the recipe ends at step {steps}")
@@ -41,7 +43,7 @@ def start_from(
         source += f" and {recipe.lora.adapter}"
         load_adapter(sharded.model, Path(recipe.lora.adapter).expanduser(), recipe.lora)
     sharded.spread()
-    return state, f"{source}, {time.perf_counter() - began:.1f} s"
+    return state, earlier, f"{source}, {time.perf_counter() - began:.1f} s"
 
 
 def _load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:
@@ -52,6 +54,6 @@ def _load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:
     else:
         load_weights(sharded.masters, folder)
     if recipe.lora.r:
-        remember_base(sharded.model, None if is_random else folder, recipe)
+        remember_base(sharded.model, folder, recipe)
     init_adapters(sharded.model, seed)
     return "random" if is_random else str(folder)

@@ -1,0 +1,138 @@
+"""Preference: of two answers to a prompt the chosen one is to become likelier than the rejected one.
+
+Invariant: a loss is a function of a pair's log-probabilities, those of the reference, and its trained tokens; nothing
+of its neighbours goes in, so any split of the same pairs gives the same numbers. Names are TRL's.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from shardbook.data.loader import MicroBatch
+from shardbook.data.tokenized import Totals
+from shardbook.model.adapters import adapters_off
+from shardbook.recipe import Preference
+
+METRICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
+
+
+class Pairs(NamedTuple):
+    """Of P pairs, fp32 [P]: by how much each answer's log-probability is above the reference's (where there is none:
+    what it is for each token), and its trained tokens."""
+
+    chosen: Tensor
+    rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+
+    @property
+    def delta(self) -> Tensor:
+        return self.chosen - self.rejected
+
+    @property
+    def averages(self) -> tuple[Tensor, Tensor]:
+        """For each token of its answer."""
+        return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
+
+
+Score = Callable[[Pairs, Preference], Tensor]  # [P], of each pair
+
+
+def _ipo(pairs: Pairs, of: Preference) -> Tensor:
+    chosen, rejected = pairs.averages
+    return (chosen - rejected - 1 / (2 * of.beta)) ** 2
+
+
+def _sigmoid_norm(pairs: Pairs, of: Preference) -> Tensor:
+    chosen, rejected = pairs.averages
+    return -F.logsigmoid(of.beta * (chosen - rejected))
+
+
+def _robust(pairs: Pairs, of: Preference) -> Tensor:
+    delta, flipped = of.beta * pairs.delta, of.label_smoothing
+    clean = -(1 - flipped) * F.logsigmoid(delta) + flipped * F.logsigmoid(-delta)
+    return clean / (1 - 2 * flipped)
+
+
+def _orpo(pairs: Pairs, of: Preference) -> Tensor:
+    """The odds' part; the likelihood of what was chosen is added by preference_shares."""
+    odds = pairs.delta - (_log_one_minus_exp(pairs.chosen) - _log_one_minus_exp(pairs.rejected))
+    return -of.beta * F.logsigmoid(odds)
+
+
+def _log_one_minus_exp(value: Tensor) -> Tensor:
+    """log(1 - exp(value)) of `value` < 0, exact near 0 and far from it (Maechler, 2012, equation 7)."""
+    near = value > -0.6931472
+    return torch.where(near, torch.log(-torch.expm1(value)), torch.log1p(-torch.exp(value)))
+
+
+LOSSES: dict[str, Score] = {
+    # DPO, Rafailov et al., arXiv 2305.18290, equation 7
+    "sigmoid": lambda pairs, of: -F.logsigmoid(of.beta * pairs.delta),
+    # SLiC-HF, Zhao et al., arXiv 2305.10425, equation 1, on DPO's differences
+    "hinge": lambda pairs, of: torch.relu(1 - of.beta * pairs.delta),
+    # Azar et al., arXiv 2310.12036, equation 17; for each token, as its authors do
+    "ipo": _ipo,
+    # DPO for each token: Lambert et al. (Tülu 3), arXiv 2411.15124, equation 6
+    "sigmoid_norm": _sigmoid_norm,
+    # Chowdhury et al., arXiv 2403.00409, equation 8
+    "robust": _robust,
+    # APO, D'Oosterlinck et al., arXiv 2408.06266, equations 7 and 8
+    "apo_zero": lambda pairs, of: 1 - torch.sigmoid(of.beta * pairs.chosen) + torch.sigmoid(of.beta * pairs.rejected),
+    "apo_down": lambda pairs, of: torch.sigmoid(of.beta * pairs.chosen) + 1 - torch.sigmoid(of.beta * pairs.delta),
+}
+FREE: dict[str, Score] = {  # of a reference: they compare how likely each answer is for each of its tokens
+    # Hong et al., arXiv 2403.07691, equation 6
+    "orpo": _orpo,
+    # Meng et al., arXiv 2405.14734, equation 6
+    "simpo": lambda pairs, of: -F.logsigmoid(of.beta * pairs.delta - of.simpo_gamma),
+}
+
+
+def log_probabilities(model: nn.Module, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Log-probability of each sequence's trained tokens, fp32 [sequences], and how many these are."""
+    losses: Tensor = model(
+        micro.input_ids, micro.position_ids, micro.boundaries, micro.positions, micro.targets, micro.packed
+    )
+    counts = torch.tensor(micro.trained, dtype=torch.float32, device=losses.device)
+    if not micro.trained:
+        return -losses.float(), counts
+    # one row a sequence, so that its sum is of its own numbers alone, and the same bits on a GPU every time
+    return -pad_sequence(losses.float().split(micro.trained), batch_first=True).sum(1), counts
+
+
+def preference_shares(method: str, of: Preference, model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
+    """Shares of the loss and of METRICS, over the pairs of the step."""
+    policy, counts = log_probabilities(model, micro)
+    if method in FREE:
+        score, scores = FREE[method], policy / counts
+    else:
+        score, scores = LOSSES[of.loss_type], policy - _reference(of, model, micro)
+    pairs = Pairs(scores[0::2], scores[1::2], counts[0::2], counts[1::2])
+    loss = score(pairs, of).sum() / totals.examples
+    if likelihood := 1.0 if method == "orpo" else of.rpo_alpha:
+        loss = loss - likelihood * policy[0::2].sum() / totals.chosen_tokens
+    shown = scores.detach() if method in FREE else policy.detach()
+    chosen, rejected = (of.beta * scores[side::2].detach() for side in (0, 1))
+    seen = chosen, rejected, (chosen > rejected).float(), chosen - rejected, shown[0::2], shown[1::2]
+    return torch.stack([loss, *(each.sum() / totals.examples for each in seen)])
+
+
+def _reference(of: Preference, model: nn.Module, micro: MicroBatch) -> Tensor:
+    """What the reference says of each sequence: it was asked before the first step, or is the base without adapters."""
+    if micro.reference is not None:
+        return micro.reference
+    assert not of.precompute_ref_log_probs, "the reference was not computed"
+    with torch.no_grad(), adapters_off(model):
+        return log_probabilities(model, micro)[0]

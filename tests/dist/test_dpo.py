@@ -1,0 +1,269 @@
+"""Preferences under every stage: the numbers of one plain process, packed or padded, in any split; resumed to the bit."""
+
+import itertools
+import json
+import math
+import shutil
+from functools import cache
+
+import numpy as np
+import pytest
+import reference
+import torch
+from cases import (
+    DECAY,
+    MAX_NORM,
+    RATE,
+    TOLERANCE,
+    Case,
+    assert_case,
+    layouts,
+    outcomes_of,
+    run_cases,
+    same_bits,
+)
+from tiny import write_pairs
+from world import losses, metrics, run_train, run_world, train_rank
+
+ROWS = 24
+# A pair's gradient is the difference of two, the sum of whose sizes is 2 to 6 times its own here: so is their rounding.
+DIFFERENCE = 4 * TOLERANCE
+
+
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", ROWS)
+
+
+def words_of(kind: str, pairs) -> tuple[str, ...]:
+    method, _, loss_type = kind.partition(":")
+    words = (f"method={method}", f"data.train={pairs}", "data.max_length=96")
+    return (*words, f"preference.loss_type={loss_type}") if loss_type else words
+
+
+def pairs_of_steps(recipe, tiny, words, rows):
+    """The pairs of each of five steps of `rows` rows, as the reference wants them."""
+    from transformers import AutoTokenizer
+
+    from shardbook.data.loader import Batching, Loader
+    from shardbook.data.tokenized import build_documents
+    from shardbook.recipe import load_recipe
+
+    data = load_recipe(recipe, words).data
+    documents, _ = build_documents(data, AutoTokenizer.from_pretrained(tiny / "model"), tiny / "model", 2)
+    loader = Loader(documents, Batching(data.max_length * 2, 1, 0, 1, sequences=2), rows, seed=42)
+    picked = [[loader.row_at(step * rows + row) for row in range(rows)] for step in range(5)]
+
+    def pair(number):
+        document = documents.encoded[number]
+        ids, mask, cut = document["input_ids"], document["mask"], document["lengths"][0]
+        return (ids[:cut], mask[:cut]), (ids[cut:], mask[cut:])
+
+    return [[pair(number) for row in step for number in row] for step in picked]
+
+
+@pytest.fixture(scope="module")
+def wanted_of(recipe, tiny, pairs):
+    @cache
+    def train(kind: str, rows: int, clips: bool, tied: bool) -> reference.Result:
+        folder = tiny / ("model" if tied else "untied")
+        load = reference.AutoModelForCausalLM.from_pretrained
+        model = load(folder, dtype=torch.float64, attn_implementation="eager")
+        method, _, loss_type = kind.partition(":")
+        steps = pairs_of_steps(recipe, tiny, words_of(kind, pairs), rows)
+        return reference.train_pairs(model, steps, method, loss_type, RATE, DECAY, MAX_NORM if clips else 0.0)
+
+    return lambda kind, case: train(kind, case.world * case.micros, case.clips, case.tied)
+
+
+KINDS = ["dpo:sigmoid", "dpo:ipo", "dpo:apo_zero", "orpo", "simpo"]
+
+
+def cases_of(kind: str, pairs) -> list[Case]:
+    options = itertools.cycle([(1, False, True, "none"), (3, True, True, "full"), (3, False, False, "selective")])
+    words = words_of(kind, pairs)
+    every = [layout for world in (1, 2) for layout in layouts(world)]
+    return [Case(*layout, *next(options), extra=words) for layout in every]
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], *map(slow, KINDS[1:])])
+def test_every_stage_is_the_plain_process_to_a_millionth(kind, recipe, tiny, pairs, wanted_of, tmp_path):
+    chosen = cases_of(kind, pairs)
+    if kind == KINDS[0]:  # the others in the slow run
+        chosen = [case for case in chosen if case.world == 2 and case.stage in ("ddp", "zero3")]
+    for world in {case.world for case in chosen}:
+        those = [case for case in chosen if case.world == world]
+        assert run_world(world, run_cases, recipe, tiny, those, tmp_path, seconds=900) == [[]] * world
+    for case in chosen:
+        assert_case(case, outcomes_of(case, tmp_path), wanted_of(kind, case), DIFFERENCE)
+
+
+@pytest.mark.slow
+def test_two_ranks_bitwise(recipe, tiny, pairs, tmp_path):
+    words = words_of("dpo:sigmoid", pairs)
+    for micros, classes in ((1, [["ddp", "zero1", "zero2", "zero3"]]), (3, [["ddp", "zero1"], ["zero2", "zero3"]])):
+        cases = {s: Case(s, *((2, 1) if s == "ddp" else (1, 2)), micros, extra=words) for s in sum(classes, [])}
+        assert run_world(2, run_cases, recipe, tiny, list(cases.values()), tmp_path) == [[], []]
+        for alike in classes:
+            first, *others = [outcomes_of(cases[stage], tmp_path)[0].result for stage in alike]
+            assert all(same_bits(first, other) for other in others)
+
+
+SAVING = ("train.steps=6", "train.save_steps=2")
+
+
+@pytest.fixture(scope="module")
+def straight(recipe, pairs):
+    return run_train(2, recipe, "straight", *SAVING, *words_of("dpo:sigmoid", pairs))
+
+
+def all_but_speed(run):
+    """Nor what only the first step after a start says."""
+    return [{name: value for name, value in row.items() if name[:5] in ("train", "eval/")} for row in metrics(run)]
+
+
+def test_the_first_loss_is_ln_2_and_metrics_are_trls(straight):
+    rows = metrics(straight)
+    assert rows[0]["eval/loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert rows[1]["train/loss"] == pytest.approx(math.log(2), rel=1e-6)
+    names = {f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")}
+    names |= {"logps/chosen", "logps/rejected"}
+    for what, row in (("eval", rows[0]), ("train", rows[1]), ("eval", rows[-1]), ("train", rows[-1])):
+        assert {f"{what}/{name}" for name in names} <= row.keys()
+        margin = row[f"{what}/rewards/chosen"] - row[f"{what}/rewards/rejected"]
+        assert margin == pytest.approx(row[f"{what}/rewards/margins"], abs=1e-7)
+    assert rows[1]["train/rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert rows[-1]["eval/rewards/margins"] and rows[-1]["train/rewards/margins"]  # it moves
+
+
+def go_on_from(straight, name, step, keep=True):
+    """A copy of the straight run as it was after `step` (0: during the pass over the reference)."""
+    run = straight.parent / name
+    shutil.copytree(straight, run, ignore=shutil.ignore_patterns("export"))
+    for later in (run / "checkpoints").iterdir():
+        if int(later.name[5:]) > step:
+            shutil.rmtree(later)
+    (run / "run.json").unlink()
+    if not keep:
+        (run / "reference.npz").unlink()
+    return run
+
+
+@pytest.mark.parametrize(("step", "keep"), [(0, False), (0, True), (4, True)])
+def test_a_kill_during_and_after_the_reference_goes_on_bitwise(step, keep, recipe, pairs, straight):
+    name = f"again-{step}-{keep}"
+    run = go_on_from(straight, name, step, keep)
+    before = (run / "reference.npz").stat().st_mtime_ns if keep else 0
+    run_train(2, recipe, name, *SAVING, *words_of("dpo:sigmoid", pairs))
+    assert all_but_speed(run) == all_but_speed(straight)
+    assert not keep or (run / "reference.npz").stat().st_mtime_ns == before  # read, not asked again
+
+
+def test_a_reference_of_trained_weights_is_seen(recipe, pairs, straight):
+    """Planted bug: a run that goes on asks the reference of the weights that it has by then."""
+    run = go_on_from(straight, "of-trained", 4)
+    bugs = run_world(2, ask_again, recipe, [*SAVING, *words_of("dpo:sigmoid", pairs), "run.name=of-trained"])
+    assert bugs == [0, 0]
+    with pytest.raises(AssertionError):
+        assert all_but_speed(run) == all_but_speed(straight)
+
+
+def ask_again(recipe, words):
+    import shardbook.run.reference as asked
+    from shardbook import train
+
+    real = asked.with_reference
+
+    def bug(*given):
+        given = list(given)
+        given[6] = given[6] / "elsewhere"
+        given[6].mkdir(exist_ok=True)
+        given[7] = None  # no checkpoint
+        return real(*given)
+
+    train.with_reference = bug
+    return train.main([str(recipe), *words])
+
+
+@pytest.mark.parametrize("what", ["gone", "data", "weights"])
+def test_a_run_does_not_go_on_without_its_reference(what, recipe, tiny, pairs, straight, tmp_path):
+    name = f"without-{what}"
+    run = go_on_from(straight, name, 4, keep=what != "gone")
+    words = [*SAVING, *words_of("dpo:sigmoid", pairs)]
+    if what == "data":
+        rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+        rows[3]["chosen"][0]["content"] += "!"
+        (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words.append(f"data.train={tmp_path}/other.jsonl")
+    if what == "weights":
+        words.append("model.init=random")
+    for code, _, said in run_world(2, train_rank, [str(recipe), f"run.name={name}", *words]):
+        assert code == 2 and "reference.npz" in said, said
+        assert ("is missing" if what == "gone" else "is of other data or other weights") in said
+    assert losses(run) == losses(straight)
+
+
+def packed_pairs(recipe, tiny, pairs):
+    from transformers import AutoTokenizer
+
+    from shardbook.data.tokenized import build_documents
+    from shardbook.recipe import load_recipe
+
+    settings = load_recipe(recipe, [*words_of("dpo:sigmoid", pairs), *LONG])
+    documents, _ = build_documents(settings.data, AutoTokenizer.from_pretrained(tiny / "model"), tiny / "model", 2)
+    return settings, documents
+
+
+LONG = ("data.max_length=256", "data.eval_size=0")  # rows of several pairs
+
+
+def test_packed_is_padded_and_any_split_is_the_same(recipe, tiny, pairs):
+    """The same pairs in every step: all of them."""
+    words = (*words_of("dpo:sigmoid", pairs), *LONG, "train.steps=3", "train.export=false")
+    packed = len(packed_pairs(recipe, tiny, pairs)[1].rows)
+    assert packed < ROWS
+    shapes = [(1, 1, packed, True), (1, packed, 1, True), (2, 3, 4, False), (1, 1, ROWS, False)]
+    found = []
+    for number, (world, micros, rows, packs) in enumerate(shapes):
+        batch = f"train.per_device_train_batch_size={rows}", f"train.gradient_accumulation_steps={micros}"
+        run = run_train(world, recipe, f"split-{number}", *words, f"data.packing={str(packs).lower()}", *batch)
+        found.append([{k: v for k, v in row.items() if k.startswith("train/")} for row in metrics(run)])
+        assert found[-1][0].pop("train/rewards/accuracies") <= 1  # of rewards that are rounding yet
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert one == pytest.approx(two, rel=DIFFERENCE, abs=DIFFERENCE)
+    assert found[0][0]["train/loss"] == pytest.approx(math.log(2), rel=1e-6)
+
+
+def test_a_pair_is_never_split_over_rows(recipe, tiny, pairs):
+    from shardbook.data.loader import build_micro_batch, choose_batching
+
+    settings, documents = packed_pairs(recipe, tiny, pairs)
+    batching = choose_batching(settings.data, settings.train, (0, 1), "cpu", documents, sequences=2)
+    assert any(len(row) > 1 for row in documents.rows)
+    for row in documents.rows:
+        micro = build_micro_batch(documents.encoded, [row], batching)
+        assert len(micro.trained) == 2 * len(row) and micro.input_ids.shape[1] == 512
+        starts = micro.boundaries[: 2 * len(row)].tolist()
+        assert micro.position_ids[0, starts].tolist() == [0] * 2 * len(row)
+
+
+@pytest.mark.parametrize("stage", ["zero3", slow("zero2"), slow("ddp")])
+def test_adapters_off_is_the_precomputed_reference(stage, recipe, tiny, pairs):
+    """B = 0 at first, so the base is the policy of the first step; as many gathers as are predicted."""
+    words = (*words_of("dpo:sigmoid", pairs), "lora.r=4", f"parallel.stage={stage}", "train.steps=3")
+    words += ("train.gradient_accumulation_steps=2", "train.export=false")
+    asked = run_train(2, recipe, f"asked-{stage}", *words)
+    off = run_train(2, recipe, f"off-{stage}", *words, "preference.precompute_ref_log_probs=false")
+    assert not (off / "reference.npz").exists() and np.load(asked / "reference.npz")
+    assert losses(asked) == losses(off)
+    for run in (asked, off):
+        row = metrics(run)[1]
+        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+            for unit in ("bytes", "calls"):
+                key = f"comm/{name}_{unit}"
+                assert row.get(key) == row.get(f"predicted/{key}"), key
