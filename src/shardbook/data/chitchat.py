@@ -1,29 +1,33 @@
 """ChitChat, the conversations of the embedded default: from the package chitchat-dataset, converted once to JSONL."""
 
 import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from shardbook.cache import convert_once
 
-DATASET, FILE = "chitchat", "messages.jsonl"
+FILE = "messages.jsonl"
+Row = dict[str, Any]
 
 
-def chitchat_file() -> Path:
-    """JSONL of ChitChat as `messages`: who speaks first is the user, the other the assistant; monologues drop out."""
-    return convert_once(DATASET, "chitchat_dataset", "chitchat-dataset", _convert) / FILE
+def chitchat_file(name: str) -> Path:
+    """JSONL of one of DATASETS."""
+    return convert_once(name, "chitchat_dataset", "chitchat-dataset", partial(_convert, DATASETS[name])) / FILE
 
 
-def _convert(folder: Path, out: Path) -> None:
+def _convert(rows_of: Callable[[list[Row]], Iterator[Row]], folder: Path, out: Path) -> None:
     conversations = json.loads((folder / "dataset.json").read_text()).values()
-    rows = [messages for messages in map(_two_sided, conversations) if messages]
+    rows = [{"messages": messages} for messages in map(_two_sided, conversations) if messages]
     out.mkdir(parents=True)
-    (out / FILE).write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
+    (out / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows_of(rows)))
 
 
-def _two_sided(conversation: dict[str, Any]) -> list[dict[str, str]]:
-    """Messages of one conversation, neighbouring lines of one speaker joined; empty if only one side speaks."""
+def _two_sided(conversation: Row) -> list[dict[str, str]]:
+    """Messages of one conversation, neighbouring lines of one speaker joined: who speaks first is the user, the other
+    the assistant. Empty if only one side speaks."""
     lines = [line for turn in conversation["messages"] for line in turn if line["text"].strip()]
     if len({line["sender"] for line in lines}) != 2:
         return []
@@ -32,3 +36,19 @@ def _two_sided(conversation: dict[str, Any]) -> list[dict[str, str]]:
         role = "user" if sender == lines[0]["sender"] else "assistant"
         messages.append({"role": role, "content": "\n".join(line["text"].strip() for line in said)})
     return messages
+
+
+def _pairs(rows: list[Row]) -> Iterator[Row]:
+    """Preferences: of each conversation its last answer is chosen, over the last answer of the conversation after it,
+    which was given to somebody else. Nobody judged them: they are for trying things."""
+    answered = []
+    for row in rows:
+        messages = row["messages"]
+        last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
+        answered.append((messages[:last], messages[last]))
+    for (prompt, chosen), (_, rejected) in zip(answered, answered[1:] + answered[:1], strict=True):
+        if chosen != rejected:
+            yield {"prompt": prompt, "chosen": [chosen], "rejected": [rejected]}
+
+
+DATASETS: dict[str, Callable[[list[Row]], Iterator[Row]]] = {"chitchat": iter, "chitchat-pairs": _pairs}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_dataset, load_from_disk
 
-from shardbook.data.chitchat import DATASET, chitchat_file
+from shardbook.data.chitchat import DATASETS, chitchat_file
 from shardbook.recipe import RecipeError, first_line
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -29,8 +29,8 @@ def load_source(spec: str | list[str], what: str) -> Dataset:
 
 def _load_one(name: str, what: str) -> Dataset:
     if not name:
-        raise RecipeError(f"{what} = '': needs a file, a directory, a hub id or {DATASET}")
-    path = chitchat_file() if name == DATASET else Path(name).expanduser()
+        raise RecipeError(f"{what} = '': needs a file, a directory, a hub id or {' or '.join(DATASETS)}")
+    path = chitchat_file(name) if name in DATASETS else Path(name).expanduser()
     reader = READERS.get(path.suffix.lower())
     if path.is_file() and not reader:
         raise RecipeError(f"{what} = {name!r}: this kind of file is not read; {', '.join(READERS)} are")

@@ -82,7 +82,8 @@ class LiveBytes(TorchDispatchMode):
         def leave(number: int, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
             micro, phase = self.moment[:2]
             if phase == "forward":
-                output.register_hook(lambda gradient: enter(number))  # its backward begins
+                if output.requires_grad:
+                    output.register_hook(lambda gradient: enter(number))  # its backward begins
                 if number == last:
                     self.moment = (micro, phase, "after")
 

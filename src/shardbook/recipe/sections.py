@@ -67,7 +67,8 @@ class Model(Section):
 
 class Data(Section):
     train: str | list[str] = key(
-        "chitchat", "Hub id with an optional :split, directory, .jsonl, .parquet, or chitchat; a list joins several."
+        "chitchat",
+        "Hub id with an optional :split, directory, .jsonl, .parquet, chitchat, chitchat-pairs; a list joins several.",
     )
     eval: str | list[str] = key("", "Held-out data, named as in train; empty: see eval_size.")
     eval_size: int | float = key(
