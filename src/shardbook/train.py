@@ -53,6 +53,7 @@ from shardbook.run.directory import check_shared, environment, open_run
 from shardbook.run.evaluation import evaluate
 from shardbook.run.export import export_result
 from shardbook.run.garbage import collected_together
+from shardbook.run.generate import Samples, build_prompts
 from shardbook.run.metrics import Metrics, Pace, Recorder, memory_metrics, peak_metrics, read_loss
 from shardbook.run.out_of_memory import OutOfMemory
 from shardbook.run.profile import Profile
@@ -91,6 +92,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer")
         check_vocabulary(tokenizer, config)
         documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at)
+        prompts = build_prompts(recipe, config, tokenizer, folder, held_out or documents)
     console.show_data(documents, held_out)
     place = layout.data_rank(ranks.rank)
     batching = choose_batching(recipe.data, recipe.train, place, ranks.device.type, documents, held_out)
@@ -146,6 +148,9 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             before: Metrics = {"eval/loss": evaluate(sharded, objective, eval_micro_batches(held_out, batching), ranks)}
             recorder.log(0, before)
             console.show_step(0, before)
+        samples = Samples(recipe, prompts, tokenizer, sharded, ranks, steps, recorder, console)
+        if state.step == 0:
+            samples.take(0)
         ahead, kept = StepsAhead(loader, stop), Metrics()
         ledger.open()  # for one step; the others send the same
         pace = Pace(ranks.world_size, flops)
@@ -186,6 +191,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             if metrics:
                 recorder.log(step, metrics)
             console.show_step(step, metrics)
+            samples.take(step, pace.paused)
             if saves:
                 with pace.paused():
                     save_checkpoint(run.checkpoints, sharded, optimizer, state, recipe.train.save_total_limit)
