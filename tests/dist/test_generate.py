@@ -24,20 +24,26 @@ ZERO3 = "parallel.stage=zero3"
 
 def run_all(recipe, runs):
     """On each rank: train each of `runs` (a name and words). Of each run the tokens of its samples by step, this rank's
-    weights at the end, what is gathered then, and each unit's settings before and after."""
+    weights at the end, and how often it gathered for its samples. Settings and parameters are left as they were."""
     from shardbook import train
+    from shardbook.comm.ledger import Ledger
     from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import load_recipe
     from shardbook.run import generate
 
     ranks, said = start_distributed(), {}
     for name, words in runs.items():
-        seen = {"tokens": {}, "prompts": None, "stops": None, "settings": []}
+        seen = {"tokens": {}, "prompts": None, "stops": None, "gathers": set()}
         real, real_apply = generate.Samples._continue, train.apply_stage
 
         def spy(samples, step, seen=seen, real=real):
             before = settings_of(samples.sharded), torch.get_rng_state()
+            ledger = Ledger(samples.sharded.layout.groups(ranks.rank))
+            ledger.open()
             seen["tokens"][step] = real(samples, step)
+            ledger.close()
+            gathers = ledger.traffic.get(("all_gather", "dp_shard"))
+            seen["gathers"].add(gathers.calls if gathers else 0)
             seen["prompts"], seen["stops"] = samples.prompts.ids, samples.prompts.stops
             assert settings_of(samples.sharded) == before[0] and torch.equal(torch.get_rng_state(), before[1])
             assert all(parts_whole(samples.sharded)), "parameters are left gathered"
@@ -54,7 +60,7 @@ def run_all(recipe, runs):
             assert train.train(recipe_of_run, recipe, ranks) == 0
         finally:
             generate.Samples._continue, train.apply_stage = real, real_apply
-        said[name] = {key: seen[key] for key in ("tokens", "prompts", "stops")} | {"weights": digest(seen["sharded"])}
+        said[name] = {key: seen[key] for key in ("tokens", "prompts", "stops", "gathers")} | {"weights": digest(seen["sharded"])}
     return said
 
 
@@ -109,23 +115,19 @@ def assert_tokens(recipe, said, names, source):
             assert one["tokens"][step] == generated(plain(folder), one["prompts"], one["stops"]), (name, step)
 
 
-QUICK = {
-    "zero3": (ZERO3,),
-    "ddp": ("parallel.stage=ddp", "model.attention=eager"),
-    "zero2": ("parallel.stage=zero2", "activation.checkpointing=full"),
-}
-
-
 def test_tokens_are_those_of_transformers(recipe, tiny):
-    """Three prompts over two ranks; every other run on a model with two matrices."""
-    runs = {name: (*GENERATES, f"model.path={tiny / 'untied'}", *words) for name, words in QUICK.items()}
-    runs["zero3-tied"] = (*GENERATES, ZERO3)
-    said = run_world(2, run_all, recipe, runs)
-    assert_tokens(recipe, said, QUICK, tiny / "untied")
-    assert_tokens(recipe, said, ["zero3-tied"], tiny / "model")
+    """Three prompts over two ranks, gathered once for twelve tokens: a gather a unit."""
+    runs = {"zero3": (ZERO3, f"model.path={tiny / 'untied'}"), "ddp": ("parallel.stage=ddp", "model.attention=eager")}
+    said = run_world(2, run_all, recipe, {name: (*GENERATES, *words) for name, words in runs.items()})
+    assert_tokens(recipe, said, ["zero3"], tiny / "untied")
+    assert_tokens(recipe, said, ["ddp"], tiny / "model")
+    assert said[1]["zero3"]["gathers"] == {5} and said[1]["ddp"]["gathers"] == {0}
 
 
 FURTHER = {  # ranks, words
+    "zero2": (2, ("parallel.stage=zero2", "activation.checkpointing=full")),
+    "zero3": (2, (ZERO3, "model.attention=eager")),
+    "ddp": (2, ("parallel.stage=ddp", "activation.checkpointing=full")),
     "hsdp": (4, ("parallel.stage=hsdp", "parallel.dp_shard_size=2", "model.attention=eager", "activation.checkpointing=full")),
     "hpZ": (4, ("parallel.stage=zeropp", "parallel.secondary_shard=2")),
     "zero1": (3, ("parallel.stage=zero1", "activation.checkpointing=selective")),
@@ -201,6 +203,7 @@ def test_compiled_blocks_generate_uncompiled(recipe, tiny):
     assert all(rank["compiled"]["weights"] == rank["compiled-without"]["weights"] for rank in said)
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_draws_the_same(recipe):
     """Five samples on one, two and three ranks."""
     words = ("train.steps=1", "data.eval_size=5", "generate.steps=1", "generate.temperature=1.5", "generate.samples=5", "generate.max_new_tokens=8")
@@ -258,6 +261,7 @@ def stale(recipe, runs):
     return run_all(recipe, runs)
 
 
+@pytest.mark.slow
 def test_samples_of_stale_weights_turn_the_suite_red(recipe, tiny):
     # without an evaluation, and at the end alone: both free what is gathered
     words = (*GENERATES, "parallel.stage=zero2", "data.eval_size=0", "generate.steps=9", "optim.learning_rate=1e-2")
@@ -271,6 +275,7 @@ def samples_of(run):
     return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_its_samples(recipe, tiny):
     """It drops those of steps that it takes again, and what was cut off; drawn again they are the same."""
     words = ("train.steps=4", "train.save_steps=2", "train.export=false", "data.eval_size=4", *DRAWS)
@@ -307,6 +312,7 @@ def test_an_answer_ends_where_the_model_says(recipe, tiny, tmp_path):
     assert said["completion"] == tokenizer().decode(one["tokens"][0][1][:-1]) and said["tokens"] == len(one["tokens"][0][1])
 
 
+@pytest.mark.slow
 def test_prompts_of_ones_own(recipe, tiny, tmp_path):
     """Through the chat template; without one as text, and then rows hold no prompt."""
     asked = ["why", "tell me more about the quick brown fox"]
@@ -325,3 +331,62 @@ def test_prompts_of_ones_own(recipe, tiny, tmp_path):
     assert code == 2 and said.count("\n") == 1 and "generate.samples = 4: 0 rows have a prompt" in said
     ((code, _, said),) = run_world(1, train_rank, [str(recipe), "run.name=long", *words[:3], given, "generate.max_new_tokens=90"])
     assert code == 2 and "generate.max_new_tokens = 90 and data.max_length = 128: the prompt 'tell me more" in said
+
+
+SMOLLM2 = {  # SmolLM2-135M, with 2 of its 30 layers
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+
+
+def measure(stages, words):
+    """Of each of `stages`: bytes that generating makes at most, beside what is kept, and bytes predicted."""
+    import torch.distributed as dist
+    from transformers import AutoConfig
+
+    from shardbook.cli import PLAIN
+    from shardbook.model.causal_lm import build_model, materialize
+    from shardbook.model.weights import init_weights
+    from shardbook.parallel.layout import build_layout
+    from shardbook.parallel.mesh import build_mesh
+    from shardbook.parallel.sharding import apply_stage
+    from shardbook.plan.peak import predict_fullest, predict_generation
+    from shardbook.plan.simulate import LiveBytes, _optimizer_state
+    from shardbook.recipe import parse_recipe
+    from shardbook.run.generate import decode, pick
+
+    dist.init_process_group("gloo")
+    found = {}
+    for stage in stages:
+        recipe = parse_recipe(PLAIN, "test", ["model.path=test", f"parallel.stage={stage}", "precision.params=bf16", *words])
+        config = AutoConfig.for_model("llama", **SMOLLM2)
+        model = build_model(config, recipe.at_rest)
+        layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, 2, 2)
+        sharded, live = apply_stage(model, layout, build_mesh(layout.sizes, "cpu")), LiveBytes()
+        length, new = recipe.data.max_length, recipe.generate.max_new_tokens
+        with live:
+            materialize(model, torch.device("cpu"))
+            init_weights(model, 0)
+            state = _optimizer_state(model, "adamw")
+            live.most = {}
+            # a row of padding, so that there is a mask
+            prompts = [[1] * (length - new), [1] * (length - new - 5)]
+            decode(sharded, prompts, length - new, [], new, lambda logits, turn: pick(logits.float(), 0, None), torch.device("cpu"))
+            del state
+        said = predict_generation(layout, config, recipe)
+        found[stage] = max(live.most.values()), said.total
+        assert predict_fullest(layout, config, recipe).total >= said.total
+    return found
+
+
+@pytest.mark.slow
+def test_generating_takes_what_is_predicted():
+    words = ("generate.steps=1", "generate.samples=4", "generate.max_new_tokens=4", "data.max_length=64", "precision.master=fp32")
+    for found in run_world(2, measure, ("zero3", "ddp", "zero2"), words):
+        off = {stage: f"{said / made - 1:+.2%}" for stage, (made, said) in found.items()}
+        assert all(abs(said / made - 1) < 0.01 for made, said in found.values()), (off, found)
