@@ -53,6 +53,7 @@ from shardbook.run.directory import check_shared, environment, open_run
 from shardbook.run.evaluation import evaluate
 from shardbook.run.export import export_result
 from shardbook.run.garbage import collected_together
+from shardbook.run.generate import Samples, build_prompts
 from shardbook.run.metrics import Metrics, Pace, Recorder, memory_metrics, peak_metrics, read_loss
 from shardbook.run.out_of_memory import OutOfMemory
 from shardbook.run.profile import Profile
@@ -92,6 +93,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer")
         check_vocabulary(tokenizer, config)
         documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at, recipe.sequences)
+        prompts = build_prompts(recipe, config, tokenizer, folder, held_out or documents)
     console.show_data(documents, held_out)
     place = layout.data_rank(ranks.rank)
     parts = documents, held_out
@@ -151,6 +153,9 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             before = evaluate(sharded, objective, held_out, batching, ranks)
             recorder.log(0, before)
             console.show_step(0, before)
+        samples = Samples(recipe, prompts, tokenizer, sharded, ranks, steps, recorder, console)
+        if state.step == 0:
+            samples.take(0)
         ahead, kept = StepsAhead(loader, stop), Metrics()
         ledger.open()  # for one step; the others send the same
         pace, names = Pace(ranks.world_size, flops), objective.names("train")
@@ -192,6 +197,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             if metrics:
                 recorder.log(step, metrics)
             console.show_step(step, metrics)
+            samples.take(step, pace.paused)
             if saves:
                 with pace.paused():
                     save_checkpoint(run.checkpoints, sharded, optimizer, state, recipe.train.save_total_limit)

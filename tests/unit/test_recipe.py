@@ -96,6 +96,10 @@ WRONG = {
     "optim.warmup_steps=2.5": ["warmup_steps = 2.5", "whole"],
     "data.eval_size=1.5": ["eval_size = 1.5", "whole number"],
     "train.eval_steps=5": ["train.eval_steps = 5: needs data.eval or data.eval_size"],
+    "generate.samples=2": ["steps = 0 and samples is set", "set generate.steps=100, or leave samples out"],
+    'generate={steps=1,samples=2,prompts=["why"]}': ["prompts and samples = 2", "leave samples out"],
+    'generate={steps=1,prompts=["why", " "]}': ["prompts = ['why', ' ']: one of them is empty"],
+    "generate.temperature=-1.0": ["generate.temperature = -1.0", "greater than or equal to 0"],
     "nonsense": ["'nonsense'", "section.key=value"],
     "method=ppo": ["method = 'ppo'", "'sft'"],
 }
@@ -141,7 +145,7 @@ def test_other_programs_words_get_the_right_key(file, word):
     "word, meant",
     [
         ("stage", "parallel.stage"),
-        ("training.steps", "train.steps"),
+        ("training.steps", "train.steps or generate.steps"),
         ("train.learning_rate", "optim.learning_rate"),
         ("name", "optim.name or run.name"),
         ("optim.epz", "optim.eps"),

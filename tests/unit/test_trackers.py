@@ -1,12 +1,15 @@
 """Trackers: which there are, what they are told, and what is said of one that cannot be had."""
 
+import json
+
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from wandb_file import read_wandb
 
 from shardbook.recipe import Recipe, RecipeError, Run, Train, flatten_recipe
 from shardbook.recipe.sections import TRACKERS
 from shardbook.run.directory import open_run
-from shardbook.run.trackers import Trackers, flat_config
+from shardbook.run.trackers import STEP, Trackers, flat_config
 
 
 def test_every_tracker_of_accelerate_is_known():
@@ -27,6 +30,23 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run(tmp_path):
     with pytest.raises(RecipeError, match=r"report_to = 'clearml': its package is not installed; pip install clearml"):
         open_run(run, tmp_path / "tiny.toml")
     assert not list(tmp_path.iterdir())
+
+
+def test_samples_are_one_table_of_wandb_that_grows(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    trackers = Trackers(tmp_path, "mine", Run(report_to=["wandb", "tensorboard"]), {"stage": "zero3"})
+    for step in (0, 5):
+        trackers.log_samples([{"step": step, "prompt": "why", "completion": word, "tokens": 1} for word in ("a", "b")])
+    assert set(trackers._started) == {"wandb", "tensorboard"}  # neither failed
+    trackers.finish(failed=False)
+    (file,) = tmp_path.glob("wandb/offline-*/*.wandb")
+    tables = [row for row in read_wandb(file).rows if "samples/_type" in row]
+    assert [row[STEP] for row in tables] == [0, 5]
+    assert [(row["samples/_type"], row["samples/nrows"]) for row in tables] == [
+        ("incremental-table-file", n) for n in (2, 4)
+    ]
+    rows = [json.loads(path.read_text())["data"] for path in sorted(tmp_path.rglob("*.table.json"))]
+    assert sorted(map(len, rows)) == [2, 2]  # each step's own
 
 
 def test_one_that_does_not_start_is_said_once_and_the_others_go_on(tmp_path, capsys):

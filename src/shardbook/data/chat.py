@@ -65,6 +65,13 @@ class Encoder:
                     found[number] = np.array(ids, dtype=np.int64), _mark(offsets, rendered[number].spans)
         return [found[number] for number in range(len(rendered))]
 
+    def prompt(self, text: str, where: str) -> list[int]:
+        """Token ids of what a model reads before it answers `text`; without a chat template it continues `text`."""
+        if not self.tokenizer.chat_template:
+            return list(self.tokenizer(text)["input_ids"])
+        rendered = self._render([{"role": "user", "content": text}], where, add_generation_prompt=True)
+        return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
     def _render_row(self, row: dict[str, Any], where: str) -> "Rendered":
         match row:
             case {"messages": list(messages)}:

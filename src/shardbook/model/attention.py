@@ -8,7 +8,8 @@ it. What a kernel is told has the same shape in every micro-batch of packed rows
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -82,6 +83,15 @@ def use_attention(config: PreTrainedConfig, kernel: Kernel) -> None:
     if kernel.make:
         ALL_ATTENTION_FUNCTIONS.register(kernel.name, kernel.make())
     config._attn_implementation = kernel.name
+
+
+@contextmanager
+def cached_attention(config: PreTrainedConfig) -> Iterator[None]:
+    """Inside, blocks of `config` may be given a cache: kernels of ours know none, and sdpa stands in for them."""
+    kernel = config._attn_implementation
+    config._attn_implementation = "sdpa" if KERNELS[kernel].make else kernel
+    yield
+    config._attn_implementation = kernel
 
 
 def head_size(config: PreTrainedConfig) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig
 
 from shardbook.model.attention import KERNELS, Kernel, attention_mask, head_size, use_attention
 from shardbook.model.families import FAMILIES
@@ -23,7 +23,7 @@ from shardbook.parallel.units import count_parameters
 
 
 class CausalLM(nn.Module):
-    """A decoder-only transformer whose output is the loss of chosen positions.
+    """A decoder-only transformer whose output is the loss of chosen positions; or, given a cache, what follows.
 
     `around_block`: from a block's number and input, the context that its forward runs in.
     """
@@ -61,7 +61,12 @@ class CausalLM(nn.Module):
             return [[body.norm, body.embed_tokens, self.lm_head], *blocks]
         return [[body.embed_tokens], *blocks, [body.norm, self.lm_head]]
 
-    def forward(
+    def forward(self, *batch: Any, cache: Cache | None = None, **named: Any) -> Tensor:
+        """`losses` of a batch or, with a `cache`, `next_logits`. One way in: only a forward of the root gathers what
+        the root has."""
+        return self.losses(*batch, **named) if cache is None else self.next_logits(*batch, cache=cache)
+
+    def losses(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
@@ -92,6 +97,20 @@ class CausalLM(nn.Module):
         if family.logits_divisor:  # of fewer numbers than logits are
             hidden = hidden / getattr(self.config, family.logits_divisor)
         return self.lm_head(hidden, targets, summed)
+
+    def next_logits(self, input_ids: Tensor, position_ids: Tensor, attended: Tensor, cache: Cache) -> Tensor:
+        """Logits [B, vocabulary] of what follows input_ids [B, l], the last l of the L tokens that `cache` then holds.
+        `attended` [B, L]: 0 for padding, which stands in front. transformers' own walk over the blocks."""
+        hidden = self.model(
+            input_ids=input_ids,
+            attention_mask=attended,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]
+        logits = self.lm_head(hidden)
+        divisor = FAMILIES[self.config.model_type].logits_divisor
+        return logits / getattr(self.config, divisor) if divisor else logits
 
 
 def build_model(

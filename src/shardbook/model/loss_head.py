@@ -21,9 +21,11 @@ class LossHead(nn.Linear):
 
     chunk_tokens: int = 0
 
-    def forward(self, hidden: Tensor, targets: Tensor, summed: bool = False) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, summed: bool = False) -> Tensor:
         """The loss of each target [n], or, `summed`, their sum: then gradients are made with the logits at hand, where
-        the other form makes each chunk's logits again in backward."""
+        the other form makes each chunk's logits again in backward. Without targets: logits [n, vocabulary]."""
+        if targets is None:
+            return F.linear(hidden, self.weight)
         rows = self.chunk_tokens or max(1, len(targets))
         if summed:
             return _SummedLoss.apply(hidden, self.weight, targets, rows, torch.is_grad_enabled())

@@ -75,6 +75,19 @@ class ShardedModel:
             unit.handle.set_reshard_after_backward(unit.frees or is_last, recurse=False)
         yield
 
+    @contextlib.contextmanager
+    def gathered_once(self) -> Iterator[None]:
+        """Around forwards without backward: what one gathers stays for the next. Then nothing stays, and settings are
+        as before. With hpZ each forward gathers again, inside: a secondary mesh cannot be set twice."""
+        again = not self.copies and not self.layout.switches.secondary
+        freed = [unit.handle for unit in self.layout.units if again and unit.reshard_after_forward]
+        for handle in freed:
+            handle.set_reshard_after_forward(False, recurse=False)
+        yield
+        for handle in freed:
+            handle.set_reshard_after_forward(True, recurse=False)
+        self.reshard()
+
     def reshard(self) -> None:
         """Free what is gathered. Needed after an evaluation: a forward without backward leaves parameters gathered."""
         if self.copies:

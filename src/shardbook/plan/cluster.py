@@ -23,7 +23,7 @@ from shardbook.parallel.stages import STAGES, find_stage
 from shardbook.parallel.units import count_parameters
 from shardbook.plan.formulas import predict_traffic
 from shardbook.plan.hardware import GPUS, Cluster
-from shardbook.plan.peak import Peak, predict_peak
+from shardbook.plan.peak import Peak, predict_fullest
 from shardbook.plan.speed import StepTime, model_flops, predict_step
 from shardbook.recipe import Offload, Parallel, Recipe, resolve_precision
 
@@ -126,7 +126,7 @@ class Planner:
             own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)
             self.made[key] = build_layout(*own, *world, recipe.offload)
         layout = self.made[key]
-        peak = predict_peak(layout, self.config, recipe)
+        peak = predict_fullest(layout, self.config, recipe)
         time = predict_step(layout, self.config, recipe, count_flops(model), self.document_tokens, cluster)
         return Candidate(recipe, layout, peak, time, cluster)
 

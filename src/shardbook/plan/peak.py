@@ -18,9 +18,9 @@ from shardbook.model.attention import head_size
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.stages import find_stage
 from shardbook.parallel.units import Unit, backward_order
-from shardbook.plan.formulas import predict_resident, predict_residual, predict_secondary
+from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual, predict_secondary
 from shardbook.plan.kept import FP32, kept_by_a_block, loss_bytes, read_adapted, read_widths
-from shardbook.recipe import Recipe
+from shardbook.recipe import Generate, Recipe
 
 GB = 10**9
 
@@ -224,16 +224,47 @@ def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Pe
     return max(predict_moments(layout, config, recipe).values(), key=lambda moment: moment.total)
 
 
+def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Peak:
+    """While samples are generated: every parameter is gathered and stays (with hpZ, what a forward gathers), beside a
+    cache of keys and values. Prompts count as full: with what follows they have data.max_length tokens."""
+    of, state, asked = read_widths(config), predict_resident(layout, 0, recipe.optim.name), recipe.generate
+    itemsize, length = layout.dtype("params").itemsize, recipe.data.max_length
+    rows = -(-asked.count // layout.data_rank(0)[1])
+    tokens, layers = rows * length, config.num_hidden_layers
+    whole = [unit.cast_numel(itemsize) if layout.copies else unit.padded_numel(layout.shards) for unit in layout.units]
+    gathered = predict_gathered_peak(layout) if layout.switches.secondary else sum(whole) * itemsize
+    mlp = tokens * (2 * of.hidden + 3 * of.inner) * itemsize + rows * length**2
+    drawn = rows * config.vocab_size * (itemsize + FP32 + 16 * bool(asked.temperature))
+    return Peak(
+        params=int(state.params_bytes),
+        grads=predict_residual(layout),
+        optimizer=int(state.optimizer_bytes),
+        gathered=gathered + predict_secondary(layout),
+        buffers=max(whole) * itemsize * (layout.shards > 1),
+        activations=tokens * (2 * layers * of.keys + 2 * head_size(config)) * itemsize,
+        working=max(mlp, drawn),
+    )
+
+
+def predict_fullest(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Peak:
+    """Of a whole run: the peak of its steps, or of generating between them."""
+    step = predict_peak(layout, config, recipe)
+    between = [predict_generation(layout, config, recipe)] if recipe.generate.steps else []
+    return max([step, *between], key=lambda moment: moment.total)
+
+
 def smallest_change(layout: Layout, config: PreTrainedConfig, recipe: Recipe, room: float) -> str:
     """What to set so that the peak is at most `room` bytes: the first that is enough of those that change one thing,
     the cheapest in time first. Empty where none is."""
     for words, changed_layout, changed in _changes(layout, recipe):
-        if predict_peak(changed_layout, config, changed).total <= room:
+        if predict_fullest(changed_layout, config, changed).total <= room:
             return words
     return ""
 
 
 def _changes(layout: Layout, recipe: Recipe) -> Iterator[tuple[str, Layout, Recipe]]:
+    if recipe.generate.steps:
+        yield "generate.steps=0", layout, recipe.model_copy(update={"generate": Generate()})
     batch, steps = recipe.train.per_device_train_batch_size, recipe.train.gradient_accumulation_steps
     while batch > 1:
         batch, steps = -(-batch // 2), steps * 2

@@ -19,6 +19,7 @@ from shardbook.recipe.schema import Recipe
 from shardbook.recipe.sections import (
     Activation,
     Data,
+    Generate,
     Model,
     Offload,
     Parallel,

@@ -12,6 +12,7 @@ from shardbook.recipe.learning import PAIRED, Lora, Optim, Preference
 from shardbook.recipe.sections import (
     Activation,
     Data,
+    Generate,
     Hardware,
     Model,
     Offload,
@@ -38,6 +39,7 @@ class Recipe(Section):
     offload: Offload = Offload()
     optim: Optim = Optim()
     train: Train
+    generate: Generate = Generate()
     hardware: Hardware = Hardware()
     run: Run = Run()
 

@@ -237,6 +237,32 @@ class Train(Section):
         return self
 
 
+class Generate(Section):
+    steps: int = key(0, "Generate samples every so many steps, before the first and after the last (0: off).", ge=0)
+    samples: int = key(4, "Prompts: held-out rows (else training rows) up to their first trained answer.", ge=1)
+    max_new_tokens: int = key(64, "Longest continuation in tokens; prompt and continuation fit data.max_length.", ge=1)
+    temperature: float = key(0.0, "Sharpness of what is drawn (0: greedy, the likeliest token).", ge=0)
+    prompts: list[str] = key([], "Own user messages in place of rows; continued as text without a chat template.")
+
+    @model_validator(mode="after")
+    def something_to_generate(self) -> "Generate":
+        if not self.steps and (changed := sorted(self.model_dump(exclude_defaults=True))):
+            raise ValueError(
+                f"steps = 0 and {changed[0]} is set: nothing is generated; set generate.steps=100, or leave "
+                f"{changed[0]} out"
+            )
+        if self.prompts and self.samples != type(self).model_fields["samples"].default:
+            raise ValueError(f"prompts and samples = {self.samples}: each prompt is one sample; leave samples out")
+        if not all(prompt.strip() for prompt in self.prompts):
+            raise ValueError(f"prompts = {self.prompts}: one of them is empty")
+        return self
+
+    @property
+    def count(self) -> int:
+        """Samples of one step, of all ranks."""
+        return len(self.prompts) or self.samples
+
+
 class Hardware(Section):
     memory_gb: int | float = key(
         0, "GB (10^9 bytes) that weights, gradients and optimizer state take, all ranks together (0: not said).", ge=0

@@ -6,6 +6,7 @@ A progress bar on a terminal, plain lines elsewhere (a log file, CI), the same c
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import rich.console
 from rich.filesize import pick_unit_and_suffix
@@ -138,6 +139,11 @@ class Console:
             left = (self.steps - step) * metrics.get("perf/step_seconds", 0)
             eta = f"  ETA {int(left // 60)}:{int(left % 60):02d}" if left else ""
             self.print(f"step {step}/{self.steps}  " + "  ".join(parts) + eta)
+
+    def show_sample(self, sample: dict[str, Any]) -> None:
+        """The end of its prompt and the beginning of what followed, on a line."""
+        prompt, completion = (" ".join(sample[part].split()) for part in ("prompt", "completion"))
+        self.print(f"sample   step {sample['step']}: ...{prompt[-48:]} -> {completion[:72]}")
 
 
 def describe_peak(metrics: Metrics) -> str:

@@ -53,16 +53,17 @@ PEAK_FLOPS = {
 
 
 class Recorder(contextlib.AbstractContextManager["Recorder"]):
-    """metrics.jsonl and the trackers of rank 0; on other ranks it does nothing."""
+    """metrics.jsonl, samples.jsonl and the trackers of rank 0; on other ranks it does nothing."""
 
     def __init__(self, folder: Path, name: str, run: Run, config: dict[str, Any], is_main: bool, done_steps: int):
         self.file = None
         if not is_main:
             return
-        path = folder / "metrics.jsonl"
-        # A run that died after its last checkpoint repeats steps; dropping what it wrote of them keeps steps unique.
-        lines = path.read_text().splitlines() if done_steps and path.exists() else []
-        write_whole(path, "".join(line + "\n" for line in lines if _step_of(line) <= done_steps))
+        path, self.samples = folder / "metrics.jsonl", folder / "samples.jsonl"
+        for each in [path, *[self.samples] * self.samples.exists()]:
+            # A run that died after its last checkpoint repeats steps; what it wrote of them goes: steps stay unique.
+            lines = each.read_text().splitlines() if done_steps and each.exists() else []
+            write_whole(each, "".join(line + "\n" for line in lines if _step_of(line) <= done_steps))
         self.file = path.open("a")
         self.trackers = Trackers(folder, name, run, config)
 
@@ -73,6 +74,14 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         self.file.write(json.dumps({"step": step, **metrics}) + "\n")
         self.file.flush()
         self.trackers.log(step, metrics)
+
+    def log_samples(self, samples: list[dict[str, Any]]) -> None:
+        """Append one object each: `step`, `prompt`, `completion`, and its length in `tokens`."""
+        if self.file is None:
+            return
+        with self.samples.open("a") as file:
+            file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+        self.trackers.log_samples(samples)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Close the file and the trackers; a tracker learns whether the run failed."""

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.plan.hardware import ROOM
-from shardbook.plan.peak import GB, predict_peak, smallest_change
+from shardbook.plan.peak import GB, predict_fullest, smallest_change
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Recipe
 from shardbook.run.metrics import memory_metrics, peak_metrics
@@ -28,7 +28,7 @@ class OutOfMemory(AbstractContextManager["OutOfMemory"]):
     def explain(self, error: torch.OutOfMemoryError) -> str:
         layout, has_gpu = self.sharded.layout, torch.cuda.is_available()
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if has_gpu else 0
-        predicted, measured = predict_peak(layout, self.config, self.recipe), dict[str, float]()
+        predicted, measured = predict_fullest(layout, self.config, self.recipe), dict[str, float]()
         for name, count in (memory_metrics(self.sharded, self.optimizer) | peak_metrics()).items():
             measured[name.removeprefix("memory/").removesuffix("_bytes")] = count
         shown = ", ".join(f"{name} {count / GB:.1f}" for name, count in measured.items() if name != "alloc_retries")

@@ -20,7 +20,9 @@ from shardbook.recipe import RecipeError, Run
 STEP = "train/global_step"  # the axis of every chart; TOKENS is the second
 TOKENS = "train/tokens"
 Log = Callable[[int, dict[str, Any]], None]  # step, metrics
+LogSamples = Callable[[list[dict[str, Any]]], None]
 Finish = Callable[[bool], None]  # whether the run failed
+Started = tuple[Log, LogSamples, Finish]
 
 
 class Trackers:
@@ -28,19 +30,25 @@ class Trackers:
 
     def __init__(self, folder: Path, name: str, run: Run, config: dict[str, Any]):
         """`folder`: the run directory, where they keep what they write. `config`: flat, see flat_config."""
-        self._started: dict[str, tuple[Log, Finish]] = {}
+        self._started: dict[str, Started] = {}
         for tracker in names(run):
             start = _start_wandb if tracker == "wandb" else partial(_start_through_accelerate, tracker)
             with self._guard(tracker):
                 self._started[tracker] = start(folder, name, run, config)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        for tracker, (log, _) in list(self._started.items()):
+        for tracker, (log, *_) in list(self._started.items()):
             with self._guard(tracker):
                 log(step, metrics)
 
+    def log_samples(self, samples: list[dict[str, Any]]) -> None:
+        """Rows, of one step, of a table that grows; of the trackers wandb has one."""
+        for tracker, (_, log_samples, _) in list(self._started.items()):
+            with self._guard(tracker):
+                log_samples(samples)
+
     def finish(self, failed: bool) -> None:
-        for tracker, (_, finish) in list(self._started.items()):
+        for tracker, (*_, finish) in list(self._started.items()):
             with self._guard(tracker):
                 finish(failed)
 
@@ -78,7 +86,7 @@ def flat_config(values: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]
     return config | {f"{axis}_size": size for axis, size in sizes.items()}
 
 
-def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> tuple[Log, Finish]:
+def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> Started:
     """A wandb run, online where there is a key, else recorded in the run directory."""
     import wandb
 
@@ -99,7 +107,20 @@ def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> t
     started.define_metric(STEP)
     started.define_metric(TOKENS, step_metric=STEP)
     started.define_metric("*", step_metric=STEP)
-    return lambda step, metrics: started.log({STEP: step} | metrics), lambda failed: started.finish(int(failed))
+    tables: list[wandb.Table] = []
+
+    def log_samples(samples: list[dict[str, Any]]) -> None:
+        if not tables:  # logged again, a table of another mode would be written over, or twice
+            tables.append(wandb.Table(columns=list(samples[0]), log_mode="INCREMENTAL"))
+        for sample in samples:
+            tables[0].add_data(*sample.values())
+        started.log({STEP: samples[0]["step"], "samples": tables[0]})
+
+    return (
+        lambda step, metrics: started.log({STEP: step} | metrics),
+        log_samples,
+        lambda failed: started.finish(int(failed)),
+    )
 
 
 def has_wandb_key() -> bool:
@@ -114,9 +135,7 @@ def has_wandb_key() -> bool:
         return False
 
 
-def _start_through_accelerate(
-    tracker: str, folder: Path, name: str, run: Run, config: dict[str, Any]
-) -> tuple[Log, Finish]:
+def _start_through_accelerate(tracker: str, folder: Path, name: str, run: Run, config: dict[str, Any]) -> Started:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     kind = LOGGER_TYPE_TO_CLASS[tracker]
@@ -125,4 +144,8 @@ def _start_through_accelerate(
     started.start()
     plain = {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in config.items()}
     started.store_init_configuration(plain | {"run": name, "group": run.group})
-    return lambda step, metrics: started.log(metrics, step=step), lambda failed: started.finish()
+    return (
+        lambda step, metrics: started.log(metrics, step=step),
+        lambda samples: None,
+        lambda failed: started.finish(),
+    )

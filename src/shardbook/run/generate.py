@@ -1,0 +1,197 @@
+"""Samples while training: prompts that the sharded model continues, into samples.jsonl, a table of wandb, the console.
+
+Invariant: a run that generates takes the same steps, to the bit, as one that does not. A token is drawn by (train.seed,
+step, number of the sample) and its place alone, from no generator of training. Every rank runs as many forwards as the
+others, since each may gather.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from heapq import nsmallest
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedTokenizerBase
+
+from shardbook.data.chat import Encoder
+from shardbook.data.tokenized import Documents
+from shardbook.model.attention import cached_attention
+from shardbook.parallel.sharding import ShardedModel
+from shardbook.ranks.distributed import Ranks, sum_over_ranks
+from shardbook.ranks.progress import marked
+from shardbook.recipe import Recipe, RecipeError
+from shardbook.run.console import Console
+from shardbook.run.metrics import Recorder
+
+LOOKED_AT = 1000  # documents, for prompts
+
+
+@dataclass(frozen=True)
+class Prompts:
+    ids: list[list[int]]
+    stops: list[int]  # tokens that end an answer
+
+
+def build_prompts(
+    recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, documents: Documents
+) -> Prompts:
+    """What is continued, the same in every step; nothing where nothing is generated. `folder`: the model's. Raises
+    RecipeError where a prompt leaves no room, or rows hold none."""
+    asked, room = recipe.generate, recipe.data.max_length - recipe.generate.max_new_tokens
+    if not asked.steps:
+        return Prompts([], [])
+    encoder = Encoder(tokenizer)
+    said = f"generate.max_new_tokens = {asked.max_new_tokens} and data.max_length = {recipe.data.max_length}"
+    way_out = "lower the first, or raise the second"
+    found = [encoder.prompt(text, f"generate.prompts: {text!r}") for text in asked.prompts]
+    for text, ids in zip(asked.prompts, found, strict=True):
+        if len(ids) > room:
+            raise RecipeError(f"{said}: the prompt {text[:40]!r} has {len(ids)} tokens; {way_out}")
+    if not asked.prompts:
+        for number in nsmallest(LOOKED_AT, chain.from_iterable(documents.rows)):
+            row = documents.encoded[number]
+            ids = row["input_ids"][: row["mask"].index(True)]
+            if 0 < len(ids) <= room and len(found) < asked.samples:
+                found.append(ids)
+        if len(found) < asked.samples:
+            raise RecipeError(
+                f"generate.samples = {asked.samples}: {len(found)} rows have a prompt that leaves room for an answer "
+                f"({said}); ask for fewer, or set generate.prompts"
+            )
+    return Prompts(found, find_stops(tokenizer, config, folder, encoder))
+
+
+def find_stops(
+    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, folder: Path, encoder: Encoder
+) -> list[int]:
+    """Ends of a sequence by generation_config.json, else by config and tokenizer; and the template's end of a turn,
+    where it is one token: a model that learns the template writes it before its own config knows."""
+    file, ends = folder / "generation_config.json", list[Any]()
+    if file.is_file():
+        ends = [json.loads(file.read_text()).get("eos_token_id")]
+    if ends in ([], [None]):
+        ends = [config.eos_token_id, tokenizer.eos_token_id]
+    if tokenizer.chat_template:
+        turn = tokenizer(encoder.end_of_turn(), add_special_tokens=False)["input_ids"]
+        ends += [turn] * (len(turn) == 1)
+    flat = chain.from_iterable(end if isinstance(end, list) else [end] for end in ends)
+    return sorted({end for end in flat if end is not None})
+
+
+class Samples:
+    """Takes them, every `generate.steps` steps and after the last, the `steps`th."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        prompts: Prompts,
+        tokenizer: PreTrainedTokenizerBase,
+        sharded: ShardedModel,
+        ranks: Ranks,
+        steps: int,
+        recorder: Recorder,
+        console: Console,
+    ):
+        self.asked, self.seed, self.prompts, self.tokenizer = recipe.generate, recipe.train.seed, prompts, tokenizer
+        self.sharded, self.ranks, self.steps, self.recorder, self.console = sharded, ranks, steps, recorder, console
+
+    def take(self, step: int, pause: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Where `step` is one of them: continue the prompts inside `pause`, and show what came. Collective."""
+        if not self.asked.steps or (step % self.asked.steps and step != self.steps):
+            return
+        with pause():
+            found = self._continue(step)
+            samples = [
+                {
+                    "step": step,
+                    "prompt": self.tokenizer.decode(ids),
+                    "completion": self.tokenizer.decode(without(found[number], self.prompts.stops)),
+                    "tokens": len(found[number]),
+                }
+                for number, ids in enumerate(self.prompts.ids)
+            ]
+            self.recorder.log_samples(samples)
+            self.console.show_sample(samples[0])
+
+    def _continue(self, step: int) -> list[list[int]]:
+        """Tokens that follow each prompt. A rank continues every n-th; one that has fewer, the first ones again."""
+        place, places = self.sharded.layout.data_rank(self.ranks.rank)
+        count, most = len(self.prompts.ids), self.asked.max_new_tokens
+        numbers = [(place + turn * places) % count for turn in range(-(-count // places))]
+        draws = torch.stack([draw(self.seed, step, number, most) for number in numbers]).to(self.ranks.device)
+
+        def choose(logits: Tensor, turn: int) -> Tensor:
+            return pick(logits.float(), self.asked.temperature, draws[:, turn])
+
+        width = max(map(len, self.prompts.ids))  # of all ranks: the same shapes on each
+        here = [self.prompts.ids[number] for number in numbers]
+        tokens = decode(self.sharded, here, width, self.prompts.stops, most, choose, self.ranks.device)
+        everyone: list[dict[int, list[int]]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, dict(zip(numbers, tokens, strict=True)))
+        merged = {number: tokens for theirs in reversed(everyone) for number, tokens in theirs.items()}
+        return [merged[number] for number in range(count)]
+
+
+@torch.no_grad()
+def decode(
+    sharded: ShardedModel,
+    prompts: list[list[int]],
+    width: int,
+    stops: list[int],
+    most: int,
+    choose: Callable[[Tensor, int], Tensor],
+    device: torch.device,
+) -> list[list[int]]:
+    """At most `most` tokens after each of `prompts`, up to and with the first of `stops`. `choose`: from logits [B,
+    vocabulary] and a token's place the tokens [B]. Collective: ends when every row of every rank has."""
+    model: Any = sharded.model.eval()
+    ids, attended = torch.zeros(2, len(prompts), width, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):  # at the right: the last column is the end of every row
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        attended[row, width - len(prompt) :] = 1
+    ids, attended, ends = ids.to(device), attended.to(device), torch.tensor(stops, device=device)
+    cache, found = DynamicCache(config=model.config), list[Tensor]()
+    is_done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    # compiled blocks were compiled for rows of training, and would be again for every length
+    with sharded.gathered_once(), cached_attention(model.config), torch.compiler.set_stance("force_eager"):
+        for turn in marked(range(most), "token of samples"):
+            places = (attended.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            found.append(choose(model(ids, places, attended, cache=cache), turn))
+            is_done |= torch.isin(found[-1], ends)
+            if not sum_over_ranks(not is_done.all())[0]:
+                break
+            ids, attended = found[-1][:, None], torch.nn.functional.pad(attended, (0, 1), value=1)
+    model.train()
+    return [cut(row, stops) for row in torch.stack(found, 1).tolist()]
+
+
+def pick(logits: Tensor, temperature: float, draws: Tensor) -> Tensor:
+    """Of logits [B, vocabulary] the likeliest tokens [B], or those at `draws` [B], from 0 to 1, of the distribution."""
+    if not temperature:
+        return logits.argmax(-1)
+    shares = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    return torch.searchsorted(shares, draws[:, None] * shares[:, -1:], right=True)[:, 0]
+
+
+def draw(seed: int, step: int, number: int, count: int) -> Tensor:
+    """So many numbers from 0 to 1 for one sample, the same on every device and any number of ranks."""
+    digest = hashlib.sha256(f"{seed} {step} {number}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+    return torch.rand(count, dtype=torch.float64, generator=generator)
+
+
+def cut(tokens: list[int], stops: Iterable[int]) -> list[int]:
+    """Up to and with the first of `stops`."""
+    return tokens[: next((at + 1 for at, token in enumerate(tokens) if token in stops), len(tokens))]
+
+
+def without(tokens: list[int], stops: Iterable[int]) -> list[int]:
+    """`tokens` without a stop at their end."""
+    return tokens[:-1] if tokens[-1] in stops else tokens
