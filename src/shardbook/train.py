@@ -57,7 +57,7 @@ from shardbook.run.generate import Samples, build_prompts
 from shardbook.run.metrics import Metrics, Pace, Recorder, memory_metrics, peak_metrics, read_loss
 from shardbook.run.out_of_memory import OutOfMemory
 from shardbook.run.profile import Profile
-from shardbook.run.reference import with_reference
+from shardbook.run.reference import Reference
 from shardbook.run.start import start_from
 from shardbook.run.trackers import flat_config
 
@@ -126,12 +126,11 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         optimizer = fits.optimizer = settle(model, sharded, recipe.optim, ranks.device)
 
     # Where to start: this run's newest checkpoint, else the one the recipe names, else pretrained weights, else random.
-    state, earlier, source = start_from(newest, recipe, sharded, optimizer, loader, folder, steps)
+    reference = Reference(objective, recipe, loader, held_out, steps, run.path, ranks, console)
+    state, source = start_from(newest, recipe, sharded, optimizer, loader, folder, steps, reference)
+    held_out = reference.give()
     saved_step = state.step
     console.print(f"weights  {source}, at step {state.step} of {steps}")
-    loader.documents, held_out = with_reference(
-        parts, objective, batching, sharded, recipe, folder, run.path, earlier, ranks, console
-    )
 
     if ranks.is_main:
         run.record(recipe_path, recipe, {"world_size": ranks.world_size, "mesh": layout.sizes})

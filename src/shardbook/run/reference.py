@@ -1,8 +1,8 @@
 """The reference of preferences: what the policy says of every pair before the first step, asked once and kept in the
 run directory. The policy itself answers, sharded as it is: there is no second model.
 
-Invariant: it is never asked of weights that a step has changed. A run that goes on reads what was written; where that
-is gone, or is of other data or weights, it ends.
+Invariant: it is asked of the weights that a run begins with, never of what a step has changed: start.py loads them
+first, also where a run goes on whose file is gone, or holds too few rows for more steps.
 """
 
 import hashlib
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardbook.data.loader import Batching, eval_micro_batches, eval_rows
-from shardbook.data.tokenized import Documents
-from shardbook.model.adapters import weights_identity
+from shardbook.data.loader import Batching, Loader, eval_micro_batches, eval_rows
+from shardbook.data.tokenized import Documents, Row
+from shardbook.model.adapters import base_identity, weights_identity
 from shardbook.objectives import Objective
 from shardbook.objectives.preference import log_probabilities
 from shardbook.parallel.sharding import ShardedModel
@@ -28,56 +28,84 @@ from shardbook.run.directory import write_whole
 
 FILE = "reference.npz"
 HASHED = 10_000  # encoded rows at once
-Parts = tuple[Documents, Documents | None]  # trained and held out
 
 
-def with_reference(
-    parts: Parts,
-    objective: Objective,
-    batching: Batching,
-    sharded: ShardedModel,
-    recipe: Recipe,
-    weights: Path,
-    run: Path,
-    earlier: Path | None,
-    ranks: Ranks,
-    console: Console,
-) -> Parts:
-    """`parts`, with the log-probability of each of their sequences under the model as it was loaded, where `objective`
-    wants that: asked now, or, where the run goes on from the checkpoint `earlier`, read from that one's run.
+class Reference:
+    """Of the rows that `loader` hands out in `steps` steps, and of those `held_out`; where `objective` wants none, of
+    nothing."""
 
-    `weights`: the directory of the pretrained ones. Raises RecipeError where there is no reference of this data and
-    these weights to go on with. Collective.
-    """
-    if not objective.reference:
-        return parts
-    own = run / FILE
-    file = earlier.absolute().parents[1] / FILE if earlier else own
-    begun_with = f"{weights_identity(recipe, weights)}, {recipe.lora.model_dump_json()}"
-    digest = f"{begun_with}; {broadcast_from_main(lambda: [_digest(part) for part in parts if part])}"
-    kept: dict[str, Any] = broadcast_from_main(lambda: _read(file))
-    fits = kept.get("digest") == digest
-    if earlier and not fits:
-        why = "is of other data or other weights" if kept else "is missing"
-        raise RecipeError(
-            f"{file}: {why}, and checkpoint {earlier} cannot be its own reference; set [data], [model] and [lora] to "
-            "what the run began with, or start a new run from its export (model.path)"
-        )
-    if not fits:
-        asked = [_ask(part, batching, sharded, ranks, console) if part else np.empty(0) for part in parts]
-        kept = {"digest": digest, "train": asked[0], "eval": asked[1]}
-    if ranks.is_main and not (fits and own.is_file()):
-        content = io.BytesIO()
-        np.savez(content, **kept)
-        write_whole(own, content.getvalue())
-    console.print(f"reference {'read from' if fits else 'asked, and written to'} {file if fits else own}")
-    train, held_out = parts
-    return replace(train, reference=kept["train"]), held_out and replace(held_out, reference=kept["eval"])
+    def __init__(
+        self,
+        objective: Objective,
+        recipe: Recipe,
+        loader: Loader,
+        held_out: Documents | None,
+        steps: int,
+        run: Path,
+        ranks: Ranks,
+        console: Console,
+    ):
+        self.is_wanted, self.recipe, self.loader, self.held_out = objective.reference, recipe, loader, held_out
+        self.file, self.ranks, self.console = run / FILE, ranks, console
+        documents = loader.documents
+        reached = min(steps * loader.rows_per_step, len(documents.rows))
+        self.rows: dict[str, tuple[Documents, list[Row]]] = {
+            "train": (documents, [loader.row_at(index) for index in range(reached)])
+        }
+        self.rows |= {"eval": (held_out, held_out.rows)} if held_out else {}
+
+    def read(self, sharded: ShardedModel, weights: Path, goes_on: bool) -> bool:
+        """Take what the run directory holds. Returns whether it is everything; raises RecipeError where a run `goes_on`
+        and it is of other data, or of other weights than those in the directory `weights`. Collective."""
+        if not self.is_wanted:
+            return True
+        of = base_identity(sharded.model) or weights_identity(self.recipe, weights)
+        data = broadcast_from_main(lambda: [_digest(documents) for documents, _ in self.rows.values()])
+        self.digest = f"{of}, {self.recipe.lora.model_dump_json()}; {' '.join(data)}"
+        self.found: dict[str, Any] = broadcast_from_main(lambda: _read(self.file))
+        if self.found.get("digest", self.digest) != self.digest:
+            if goes_on:
+                raise RecipeError(
+                    f"{self.file}: is of other data or other weights; set [data], [model] and [lora] to what the run "
+                    "began with, or choose another run.name"
+                )
+            self.found = {}
+        for name, (documents, _) in self.rows.items():
+            self.found.setdefault(name, np.full((len(documents.encoded), self._sequences), np.inf, np.float32))
+        return not any(self._missing(name) for name in self.rows)
+
+    @property
+    def _sequences(self) -> int:
+        return self.loader.batching.sequences
+
+    def _missing(self, name: str) -> list[Row]:
+        unknown = np.isinf(self.found[name]).any(1)
+        return [row for row in self.rows[name][1] if unknown[list(row)].any()]
+
+    def ask(self, sharded: ShardedModel) -> None:
+        """What is not known yet, of the weights that are loaded; and keep it. Collective."""
+        for name, (documents, _) in self.rows.items():
+            if missing := self._missing(name):
+                of_these = replace(documents, rows=missing)
+                said = _ask(of_these, self.loader.batching, sharded, self.ranks, self.console)
+                self.found[name] = np.minimum(self.found[name], said)
+        if self.ranks.is_main:
+            content = io.BytesIO()
+            np.savez(content, **(self.found | {"digest": self.digest}))
+            write_whole(self.file, content.getvalue())
+        self.console.print(f"reference written to {self.file}")
+
+    def give(self) -> Documents | None:
+        """To the loader; returns the held-out documents with theirs."""
+        if not self.is_wanted:
+            return self.held_out
+        self.loader.documents = replace(self.loader.documents, reference=self.found["train"])
+        return self.held_out and replace(self.held_out, reference=self.found["eval"])
 
 
 @torch.no_grad()
 def _ask(documents: Documents, batching: Batching, sharded: ShardedModel, ranks: Ranks, console: Console) -> np.ndarray:
-    """fp32 [encoded, sequences]; infinite where a document is in no row."""
+    """fp32 [encoded, sequences]; infinite where a document is in none of the rows."""
     found = torch.full((len(documents.encoded), batching.sequences), torch.inf)
     model, every = sharded.model.eval(), list(eval_rows(documents, batching))
     for number, (rows, micro) in enumerate(zip(every, eval_micro_batches(documents, batching), strict=True)):

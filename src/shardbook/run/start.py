@@ -11,6 +11,7 @@ from shardbook.model.weights import init_weights, load_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint import TrainState, load_checkpoint
+from shardbook.run.reference import Reference
 
 
 def start_from(
@@ -21,9 +22,10 @@ def start_from(
     loader: Loader,
     folder: Path,
     steps: int,
-) -> tuple[TrainState, Path | None, str]:
-    """Fill model, optimizer and loader. Returns where the run stands, the checkpoint that it goes on from if there is
-    one, and from where weights are, for people. Collective.
+    reference: Reference,
+) -> tuple[TrainState, str]:
+    """Fill model, optimizer, loader and `reference`. Returns where the run stands, and from where, for people.
+    Collective.
 
     Raises RecipeError where the checkpoint is of another model, or further than `steps`.
     """
@@ -32,6 +34,10 @@ def start_from(
     named = recipe.train.resume_from_checkpoint
     earlier = newest or (Path(named) if named else None)
     source = _load_base(recipe, sharded, folder) if recipe.lora.r or not earlier else ""
+    if not reference.read(sharded, folder, goes_on=bool(earlier)):
+        source = source or _load_base(recipe, sharded, folder)
+        sharded.spread()
+        reference.ask(sharded)
     if earlier:
         source = str(earlier)
         state, lost = load_checkpoint(earlier, sharded, optimizer)
@@ -39,15 +45,12 @@ def start_from(
         if state.step > steps:
             raise RecipeError(f"checkpoint {source} is at step {state.step}, the recipe ends at step {steps}")
         source += f" (begun anew: {lost})" if lost else ""
-    elif recipe.lora.adapter:
-        source += f" and {recipe.lora.adapter}"
-        load_adapter(sharded.model, Path(recipe.lora.adapter).expanduser(), recipe.lora)
     sharded.spread()
-    return state, earlier, f"{source}, {time.perf_counter() - began:.1f} s"
+    return state, f"{source}, {time.perf_counter() - began:.1f} s"
 
 
 def _load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:
-    """Every parameter that no adapter adds, from `folder` or random, and adapters as they begin. Returns from where."""
+    """Every parameter as it begins: from `folder` or random, adapters new or as peft wrote them. Returns from where."""
     is_random, seed = recipe.model.init == "random", recipe.train.seed
     if is_random:
         init_weights(sharded.masters, seed)
@@ -56,4 +59,6 @@ def _load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:
     if recipe.lora.r:
         remember_base(sharded.model, folder, recipe)
     init_adapters(sharded.model, seed)
-    return "random" if is_random else str(folder)
+    if recipe.lora.adapter:
+        load_adapter(sharded.model, Path(recipe.lora.adapter).expanduser(), recipe.lora)
+    return ("random" if is_random else str(folder)) + f" and {recipe.lora.adapter}" * bool(recipe.lora.adapter)
