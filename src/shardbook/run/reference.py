@@ -28,6 +28,7 @@ from shardbook.run.directory import write_whole
 
 FILE = "reference.npz"
 HASHED = 10_000  # encoded rows at once
+PARTS = 10  # that are asked, and kept, one after another
 
 
 class Reference:
@@ -83,17 +84,21 @@ class Reference:
         return [row for row in self.rows[name][1] if unknown[list(row)].any()]
 
     def ask(self, sharded: ShardedModel) -> None:
-        """What is not known yet, of the weights that are loaded; and keep it. Collective."""
-        for name, (documents, _) in self.rows.items():
-            if missing := self._missing(name):
-                of_these = replace(documents, rows=missing)
-                said = _ask(of_these, self.loader.batching, sharded, self.ranks, self.console)
-                self.found[name] = np.minimum(self.found[name], said)
-        if self.ranks.is_main:
-            content = io.BytesIO()
-            np.savez(content, **(self.found | {"digest": self.digest}))
-            write_whole(self.file, content.getvalue())
-        self.console.print(f"reference written to {self.file}")
+        """What is not known yet, of the weights that are loaded; and keep it, a part at a time: a kill loses one, and
+        the others' micro-batches are as they would have been. Collective."""
+        here = self.loader.batching
+        for name, (documents, rows) in self.rows.items():
+            missing = self._missing(name)
+            part = -(-len(rows) // (PARTS * here.ranks * here.batch_size)) * here.ranks * here.batch_size
+            for first in range(0, len(missing), part):
+                some = replace(documents, rows=missing[first : first + part])
+                self.found[name] = np.minimum(self.found[name], _ask(some, here, sharded, self.ranks))
+                if self.ranks.is_main:
+                    content = io.BytesIO()
+                    np.savez(content, **(self.found | {"digest": self.digest}))
+                    write_whole(self.file, content.getvalue())
+                done = len(rows) - len(missing) + min(first + part, len(missing))
+                self.console.print(f"reference {done:,} of {len(rows):,} rows of data.{name} asked")
 
     def give(self) -> Documents | None:
         """To the loader; returns the held-out documents with theirs."""
@@ -104,15 +109,13 @@ class Reference:
 
 
 @torch.no_grad()
-def _ask(documents: Documents, batching: Batching, sharded: ShardedModel, ranks: Ranks, console: Console) -> np.ndarray:
+def _ask(documents: Documents, batching: Batching, sharded: ShardedModel, ranks: Ranks) -> np.ndarray:
     """fp32 [encoded, sequences]; infinite where a document is in none of the rows."""
     found = torch.full((len(documents.encoded), batching.sequences), torch.inf)
-    model, every = sharded.model.eval(), list(eval_rows(documents, batching))
-    for number, (rows, micro) in enumerate(zip(every, eval_micro_batches(documents, batching), strict=True)):
+    model, every = sharded.model.eval(), eval_rows(documents, batching)
+    for rows, micro in zip(every, eval_micro_batches(documents, batching), strict=True):
         said, _ = log_probabilities(model, micro.to(ranks.device))
         found[[document for row in rows for document in row]] = said.view(-1, batching.sequences).cpu()
-        if number and number % -(-len(every) // 10) == 0:
-            console.print(f"reference {number * 100 // len(every)}% of {len(documents.rows):,} rows")
     sharded.reshard()
     model.train()
     found = found.to(ranks.device)
