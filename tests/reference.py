@@ -138,3 +138,18 @@ def train_pairs(
         return found - sum(chosen) / tokens if method == "orpo" else found
 
     return descend(model, loss_of, len(steps), rate, decay, max_norm)
+
+
+def train_scores(
+    model, steps: list[list[tuple[list[int], list[int]]]], rate: float, decay: float, max_norm: float = 0.0
+) -> Result:
+    """Train transformers' classifier on the pairs of ids of each step, by Bradley and Terry: chosen before rejected."""
+
+    def score(ids: list[int]) -> Tensor:
+        return model(input_ids=torch.tensor(ids)[None]).logits[0, 0]
+
+    def loss_of(step: int) -> Tensor:
+        margins = [score(chosen) - score(rejected) for chosen, rejected in steps[step]]
+        return sum(torch.log1p(torch.exp(-margin)) for margin in margins) / len(margins)
+
+    return descend(model, loss_of, len(steps), rate, decay, max_norm)

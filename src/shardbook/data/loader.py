@@ -36,6 +36,7 @@ class MicroBatch:
     packed: bool  # whether a row may hold several documents
     pairs: int  # of tokens of one document: the sum of each document's length squared
     trained: tuple[int, ...] = ()  # of each sequence, in their order: how many of the n are its own
+    ends: Tensor | None = None  # [sequences] indices into the flat [B * L] of their last tokens
     reference: Tensor | None = None  # [sequences] fp32: what the reference model says of each, where it is known
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -199,7 +200,7 @@ def build_micro_batch(
     used = [sum(len(ids) for ids, _ in row) for row in content]
     length = -(-(batching.row_length or max(1, *used)) // batching.multiple) * batching.multiple
     shape = (len(content), length)
-    starts, pairs, trained = [], 0, []
+    starts, pairs, trained, ends = [], 0, [], []
     ids, places = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     targets = torch.full(shape, -1)
     for row, parts in enumerate(content):
@@ -213,6 +214,7 @@ def build_micro_batch(
             pairs += len(tokens) ** 2
             trained.append(int(mask[1:].sum()))
             at += len(tokens)
+            ends.append(row * length + at - 1)
         if at < length:
             starts.append(row * length + at)
     most = batching.documents * batching.sequences if batching.row_length else 1
@@ -223,4 +225,6 @@ def build_micro_batch(
     if reference is not None:
         known = torch.from_numpy(reference[[document for row in rows for document in row]].flatten())
     targets = targets.flatten()[positions]
-    return MicroBatch(ids, places, boundaries, positions, targets, packed, pairs, tuple(trained), known)
+    return MicroBatch(
+        ids, places, boundaries, positions, targets, packed, pairs, tuple(trained), torch.tensor(ends), known
+    )

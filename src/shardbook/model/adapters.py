@@ -24,12 +24,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from shardbook.model.attention import KERNELS, Kernel
 from shardbook.model.causal_lm import CausalLM, build_model
 from shardbook.model.nf4 import PackedLinear, pack_module, packed_product, unpacked_weight
 from shardbook.model.stored import Stored, digest_share
-from shardbook.model.weights import HIGH, LOW, MAGNITUDE, is_adapter, local_rows
+from shardbook.model.weights import HIGH, LOW, MAGNITUDE, SCORE, is_adapter, local_rows
 from shardbook.parallel.layout import DTYPES
 from shardbook.recipe import Lora, Recipe, RecipeError, first_line, nearest
 
@@ -102,7 +103,10 @@ class PackedLoraLinear(LoraLinear):
 def build_adapted(recipe: Recipe, config: PreTrainedConfig, attention: Kernel = KERNELS["sdpa"]) -> CausalLM:
     """The model of a recipe (without `auto`) on the meta device: build_model, and adapters where it asks for them.
     Raises RecipeError where these do not fit the model."""
-    model = build_model(config, recipe.at_rest, recipe.train.loss_chunk_tokens, attention)
+    chunk, scores = recipe.train.loss_chunk_tokens, recipe.method == "reward"
+    if scores and config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        raise RecipeError(f"method = 'reward': transformers has no classifier of the family {config.model_type!r}")
+    model = build_model(config, recipe.at_rest, chunk, attention, scores)
     if recipe.lora.r:
         apply_lora(model, recipe.lora, DTYPES[recipe.precision.frozen])
     if recipe.model.load_in_4bit:
@@ -120,7 +124,7 @@ def pack_blocks(model: CausalLM, dtype: torch.dtype, nested: bool) -> None:
 
 def apply_lora(model: CausalLM, lora: Lora, frozen: torch.dtype) -> None:
     """Freeze everything, in `frozen`; then train `modules_to_save` in the dtype they had, and adapters in it."""
-    dtype = model.lm_head.weight.dtype
+    dtype = model.head.weight.dtype
     targets, saved = find_targets(model, lora), find_saved(model, lora)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -164,17 +168,18 @@ def find_targets(model: CausalLM, lora: Lora) -> list[nn.Linear]:
 def find_saved(model: CausalLM, lora: Lora) -> list[nn.Module]:
     """The modules that `modules_to_save` names. Raises RecipeError where a name finds none, or one of two that are
     tied: peft would untie them."""
-    outer = {"embed_tokens": model.model.embed_tokens, "lm_head": model.lm_head, "norm": model.model.norm}
+    head = "score" if model.scores else "lm_head"
+    outer = {"embed_tokens": model.model.embed_tokens, head: model.head, "norm": model.model.norm}
     for name in lora.modules_to_save:
         if name not in outer:
             raise RecipeError(
                 f"lora.modules_to_save: {name!r} must be one of {list(outer)}{nearest(name, list(outer))}"
             )
-        if model.config.tie_word_embeddings and name != "norm":
+        if model.is_tied and name != "norm":
             raise RecipeError(
                 f"lora.modules_to_save: {name!r} is tied to another in this model, and cannot be trained apart"
             )
-    return [outer[name] for name in lora.modules_to_save]
+    return [outer[name] for name in dict.fromkeys([*lora.modules_to_save, *["score"] * model.scores])]
 
 
 def _linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -265,17 +270,19 @@ def load_adapter(model: nn.Module, folder: Path, lora: Lora) -> None:
 
 def adapter_config(model_path: str, revision: str, lora: Lora, names: Iterable[str]) -> dict[str, Any]:
     """adapter_config.json for adapters of those `names`."""
+    names = list(names)
+    scores = SCORE in names
     targets = sorted({name.split(".")[-3] for name in names if name.endswith(f"{LOW}.weight")})
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if scores else "CAUSAL_LM",
         "base_model_name_or_path": model_path,
         "revision": revision,
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
         "lora_dropout": lora.lora_dropout,
         "target_modules": targets,
-        "modules_to_save": lora.modules_to_save or None,
+        "modules_to_save": list(dict.fromkeys([*lora.modules_to_save, *["score"] * scores])) or None,
         "use_rslora": lora.use_rslora,
         "use_dora": lora.use_dora,
         "bias": "none",

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig
 
 from shardbook.model.attention import KERNELS, Kernel, attention_mask, head_size, use_attention
 from shardbook.model.families import FAMILIES
-from shardbook.model.loss_head import LossHead
+from shardbook.model.loss_head import LossHead, ScoreHead
 from shardbook.parallel.layout import DTYPES
 from shardbook.parallel.units import count_parameters
 
@@ -28,26 +28,39 @@ class CausalLM(nn.Module):
     `around_block`: from a block's number and input, the context that its forward runs in.
     """
 
+    scores = False  # whether its head is ScoreHead
     is_adapted = False  # adapters.py: what is not trained is in no checkpoint
 
     around_block: Callable[[int, Tensor], AbstractContextManager[Any]] = staticmethod(lambda *_: nullcontext())
 
-    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype):
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, scores: bool = False):
         super().__init__()
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self.config = config
         self.model = hf.model
+        self.scores = scores
         # After the body: a tied weight then goes by the embedding's name, as in Hugging Face files.
-        self.lm_head = LossHead(config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype)
+        if scores:
+            self.score = ScoreHead(config.hidden_size, 1, bias=False, device="meta", dtype=dtype)
+        else:
+            self.lm_head = LossHead(config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype)
         # Meta buffers hold no numbers and no file has them: rotary frequencies are computed here, on the host, in fp32.
         self.model.rotary_emb = type(self.model.rotary_emb)(config)
         self.tie()
 
     def tie(self) -> None:
         """Make head and embedding one parameter, where the config says so."""
-        if self.config.tie_word_embeddings:
+        if self.is_tied:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    @property
+    def is_tied(self) -> bool:
+        return bool(self.config.tie_word_embeddings) and not self.scores
+
+    @property
+    def head(self) -> nn.Linear:
+        return self.score if self.scores else self.lm_head
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -57,9 +70,9 @@ class CausalLM(nn.Module):
     def parts(self) -> list[list[nn.Module]]:
         """The groups of modules to shard and gather together, in forward order; tied weights share one group."""
         body, blocks = self.model, [[block] for block in self.blocks]
-        if self.config.tie_word_embeddings:
-            return [[body.norm, body.embed_tokens, self.lm_head], *blocks]
-        return [[body.embed_tokens], *blocks, [body.norm, self.lm_head]]
+        if self.is_tied:
+            return [[body.norm, body.embed_tokens, self.head], *blocks]
+        return [[body.embed_tokens], *blocks, [body.norm, self.head]]
 
     def forward(self, *batch: Any, cache: Cache | None = None, **named: Any) -> Tensor:
         """`losses` of a batch or, with a `cache`, `next_logits`. One way in: only a forward of the root gathers what
@@ -94,9 +107,10 @@ class CausalLM(nn.Module):
             with self.around_block(number, hidden):
                 hidden = block(hidden, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
         hidden = self.model.norm(hidden).flatten(0, 1)[positions]  # by one name: what is not kept is gone
-        if family.logits_divisor:  # of fewer numbers than logits are
+        if family.logits_divisor and not self.scores:  # of fewer numbers than logits are
             hidden = hidden / getattr(self.config, family.logits_divisor)
-        return self.lm_head(hidden, targets, summed)
+        found: Tensor = self.head(hidden, targets, summed)
+        return found
 
     def next_logits(self, input_ids: Tensor, position_ids: Tensor, attended: Tensor, cache: Cache) -> Tensor:
         """Logits [B, vocabulary] of what follows input_ids [B, l], the last l of the L tokens that `cache` then holds.
@@ -114,12 +128,18 @@ class CausalLM(nn.Module):
 
 
 def build_model(
-    config: PreTrainedConfig, master: str, loss_chunk_tokens: int = 0, attention: Kernel = KERNELS["sdpa"]
+    config: PreTrainedConfig,
+    master: str,
+    loss_chunk_tokens: int = 0,
+    attention: Kernel = KERNELS["sdpa"],
+    scores: bool = False,
 ) -> CausalLM:
-    """The model on the meta device (rotary buffers on the host), parameters in the master dtype (`fp32`, `bf16`)."""
+    """The model on the meta device (rotary buffers on the host), parameters in the master dtype (`fp32`, `bf16`); with
+    `scores` one number at a token in place of losses."""
     use_attention(config, attention)
-    model = CausalLM(config, DTYPES[master])
-    model.lm_head.chunk_tokens = loss_chunk_tokens
+    model = CausalLM(config, DTYPES[master], scores)
+    if not scores:
+        model.lm_head.chunk_tokens = loss_chunk_tokens
     return model
 
 
@@ -164,7 +184,7 @@ def count_flops(model: CausalLM) -> Flops:
     matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
     block = count_parameters(matrices)
     trained = count_parameters(p for p in matrices if p.requires_grad)
-    head = model.lm_head.weight.numel()
-    per_token = 4 * (block + head) + 2 * (trained + head * model.lm_head.weight.requires_grad)
+    head = model.head.weight.numel()
+    per_token = 4 * (block + head) + 2 * (trained + head * model.head.weight.requires_grad)
     per_pair = 6 * config.num_hidden_layers * config.num_attention_heads * head_size(config)
     return Flops(per_token, per_pair, block, trained)

@@ -32,6 +32,13 @@ class LossHead(nn.Linear):
         return _Losses.apply(hidden, self.weight, targets, rows)
 
 
+class ScoreHead(nn.Linear):
+    """A reward model's head: hidden [n, hidden] -> scores [n], fp32. Takes what LossHead takes."""
+
+    def forward(self, hidden: Tensor, targets: Tensor, summed: bool = False) -> Tensor:  # type: ignore[override]
+        return F.linear(hidden, self.weight)[:, 0].float()
+
+
 class _SummedLoss(torch.autograd.Function):
     """Loss and its gradients in one go over the chunks: three products of [rows, vocabulary] in place of the four that
     recomputing takes (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2)."""

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from shardbook.model.families import FAMILIES
 from shardbook.model.nf4 import ABSMAX, PACKED, fill_rows
@@ -26,6 +27,7 @@ from shardbook.parallel.layout import DTYPES
 from shardbook.recipe import RecipeError
 
 SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
+SCORE = "score.weight"  # a reward model's head, which a causal LM's files do not have
 ADAPTERS = LOW, HIGH, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 
 
@@ -38,7 +40,8 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     """Fill the materialised, sharded parameters of `model` from the safetensors of `folder`. Raises RecipeError.
 
     Values are cast to the parameter's dtype, or quantised to its bits. A tied head is skipped if present. All missing,
-    unexpected, misshapen and non-float entries are named in one error, before anything is read.
+    unexpected, misshapen and non-float entries are named in one error, before anything is read. A reward model's head
+    is taken where it is there; the language model's is not looked at then.
     """
     named = dict(model.named_parameters())  # a tied weight appears once, under its embedding's name
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - named.keys()
@@ -46,6 +49,9 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     config: Any = model.config
     ignored = FAMILIES[config.model_type].ignored_suffixes
     with open_tensors(folder) as stored:
+        if SCORE in wanted:
+            ignored += ("lm_head.weight",)
+            wanted = {name: place for name, place in wanted.items() if name != SCORE or name in stored}
         problems = [f"missing {name}" for name in wanted if name not in stored]
         problems += [
             f"unexpected {name}"
@@ -89,8 +95,8 @@ def places(model: nn.Module) -> dict[str, Place]:
     return found
 
 
-def init_weights(model: nn.Module, seed: int) -> None:
-    """Random weights: matrices normal with the config's initializer_range, norms 1, biases 0.
+def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
+    """Random weights: matrices normal with the config's initializer_range, norms 1, biases 0; of all or of `only` one.
 
     A pure function of (seed, parameter, device type): each full tensor is drawn and cut, so every world size and
     stage starts from the same numbers.
@@ -98,6 +104,8 @@ def init_weights(model: nn.Module, seed: int) -> None:
     config: Any = model.config
     device = next(model.parameters()).device
     for index, (name, place) in enumerate(places(model).items()):
+        if only and name != only:
+            continue
         if len(place.shape) == 1:
             place.fill(torch.full(place.shape, 0.0 if name.endswith("bias") else 1.0, device=device)[place.rows])
             continue
@@ -177,9 +185,14 @@ def save_weights(
     )
     clean.architectures = config.architectures
     clean.dtype = DTYPES[dtype]
+    if scores := SCORE in shapes:
+        clean.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
+        clean.num_labels = 1
+        if clean.pad_token_id is None:  # else transformers scores one answer at a time only
+            clean.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token else tokenizer.eos_token_id
     clean.save_pretrained(side)
     tokenizer.save_pretrained(side)
-    if (source / "generation_config.json").is_file():
+    if not scores and (source / "generation_config.json").is_file():
         shutil.copy(source / "generation_config.json", side)
     shutil.rmtree(out, ignore_errors=True)
     side.rename(out)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from shardbook.data.loader import MicroBatch
 from shardbook.data.tokenized import Totals
 from shardbook.objectives.preference import METRICS, preference_shares
+from shardbook.objectives.reward import METRICS as OF_REWARDS
+from shardbook.objectives.reward import reward_shares
 from shardbook.objectives.sft import sft_shares
 from shardbook.recipe import Preference
 
@@ -34,5 +36,7 @@ def build_objective(method: str, preference: Preference) -> Objective:
     """The objective of a recipe's `method`."""
     if method == "sft":
         return Objective(sft_shares)
+    if method == "reward":
+        return Objective(reward_shares, OF_REWARDS)
     shares = partial(preference_shares, method, preference)
     return Objective(shares, METRICS, method == "dpo" and preference.precompute_ref_log_probs)

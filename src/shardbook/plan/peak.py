@@ -86,7 +86,9 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     gate = (2 * of.inner + 2 * of.hidden) * itemsize + (kept["none"] - alone if again else 0)
     if again and adapted.decomposed and adapted.trains("down_proj"):
         gate -= 2 * of.hidden * itemsize  # gone by then
-    chunk = min(recipe.train.loss_chunk_tokens or tokens, tokens)
+    outputs = recipe.outputs(config.vocab_size)
+    scored = tokens if outputs > 1 else 2 * rows  # positions that the head sees
+    chunk = min(recipe.train.loss_chunk_tokens or scored, scored)
     # the last norm's input in fp32, and its result before its weight
     last = tokens * of.hidden * (FP32 + (not adapted.r) * itemsize)
     # the gradient of the MLP's matrix, or that matrix out of its four bits
@@ -95,8 +97,8 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
         held=held * tokens + dense * (1 + itemsize * (layers - again)),
         layers=layers,
         before_blocks=tokens * (2 * head_size(config) * itemsize + 5 * 8),
-        loss=last + sum(loss_bytes(tokens, chunk, config.vocab_size, of.hidden, itemsize, trains_head)),
-        head_gradient=config.vocab_size * of.hidden * itemsize * trains_head,
+        loss=last + sum(loss_bytes(scored, chunk, outputs, of.hidden, itemsize, trains_head)),
+        head_gradient=outputs * of.hidden * itemsize * trains_head,
         gate=gate * tokens + matrix + dense * itemsize * bool(again),
         norm=tokens * of.hidden * (6 * FP32 + itemsize),  # its backward, step by step, in fp32
     )
@@ -186,7 +188,7 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
     work, state = count_work(layout, config, recipe), predict_resident(layout, 0, recipe.optim.name)
     micros = recipe.train.gradient_accumulation_steps
     lies = (_Copied if layout.copies else _Sharded)(layout, micros)
-    by_head = [unit for unit in lies.back[:1] if any(shape[0] == config.vocab_size for shape in unit.shapes)]
+    by_head = [unit for unit in lies.back[:1] if any(shape[0] in (config.vocab_size, 1) for shape in unit.shapes)]
     blocks = [unit for unit in lies.back if unit not in by_head and unit.read_in_backward]
     tied = 0 if by_head else work.head_gradient  # waits for the embedding's
     visits = [("loss", "forward", [*by_head, *lies.spanning, *lies.back][0], work.held, work.loss)]

@@ -179,6 +179,7 @@ def _full_rows(recipe: Recipe) -> MicroBatch:
     boundaries = torch.zeros(rows * (DOCUMENTS + 1) + 1, dtype=torch.int32)
     trained = (length - 1,) * (rows * of_row)
     positions = torch.zeros(sum(trained), dtype=torch.int64)
+    ends = torch.zeros(len(trained), dtype=torch.int64)
     known = torch.zeros(len(trained)) if of_row > 1 and recipe.preference.precompute_ref_log_probs else None
     told = positions.clone()
-    return MicroBatch(ids, ids.clone(), boundaries, positions, told, True, 0, trained, known)
+    return MicroBatch(ids, ids.clone(), boundaries, positions, told, True, 0, trained, ends, known)

@@ -60,7 +60,8 @@ def predict_step(
     micros = recipe.train.gradient_accumulation_steps
     tokens = recipe.micro_tokens
     pairs = tokens * min(document_tokens, recipe.data.max_length)
-    head = config.vocab_size * of.hidden
+    outputs = recipe.outputs(config.vocab_size)
+    head = outputs * of.hidden
     kind = recipe.activation.checkpointing
     again = {"full": 1.0}.get(kind, 0.0)  # forward products that backward makes again
     more = recipe.forwards - 1  # passes without a backward
@@ -75,7 +76,7 @@ def predict_step(
     passes = (PASSES + (kind in ("full", "selective")) + more) * wide * config.num_hidden_layers * itemsize
     # a base in four bits is unpacked for each of its products, by one kernel
     unpacked = flops.block * (2 + again + more) * (0.5 + itemsize) * recipe.model.load_in_4bit
-    memory = (tokens * (passes + config.vocab_size * 5 * 4) + unpacked) / memory_rate
+    memory = (tokens * (passes + outputs * 5 * 4) + unpacked) / memory_rate
     # casts, copies in and out of a gather, and of a reduction, of each parameter; AdamW, norm and clipping of a shard
     sharded = layout.shards > 1
     moved = sum(unit.numel if sharded else unit.cast_numel(itemsize) for unit in layout.units)

@@ -26,8 +26,9 @@ from shardbook.recipe.sections import (
 
 
 class Recipe(Section):
-    method: Literal["sft", "dpo", "orpo", "simpo"] = key(
-        "sft", "What is minimised: sft, the loss of the assistant's tokens; of preferences dpo, orpo or simpo."
+    method: Literal["sft", "dpo", "orpo", "simpo", "reward"] = key(
+        "sft",
+        "What is minimised: sft, the assistant's tokens; of pairs dpo, orpo or simpo, or reward, a score of answers.",
     )
     model: Model = Model()
     lora: Lora = Lora()
@@ -46,12 +47,16 @@ class Recipe(Section):
     @property
     def sequences(self) -> int:
         """That an example holds: a pair has two."""
-        return 2 if self.method in PAIRED else 1
+        return 2 if self.method in (*PAIRED, "reward") else 1
 
     @property
     def forwards(self) -> int:
         """Passes of a micro-batch: one before the others asks the reference, where that was not asked once for all."""
         return 1 + (not self.preference.precompute_ref_log_probs)
+
+    def outputs(self, vocabulary: int) -> int:
+        """Numbers that the head makes of a token, or of a sequence where it scores."""
+        return 1 if self.method == "reward" else vocabulary
 
     @property
     def micro_tokens(self) -> int:
@@ -67,6 +72,15 @@ class Recipe(Section):
                 "with pairs set method=dpo and preference.loss_type=apo_zero"
             )
         return given
+
+    @model_validator(mode="after")
+    def answers_that_are_written(self) -> "Recipe":
+        if self.method == "reward" and self.generate.steps:
+            raise ValueError(
+                f"generate.steps = {self.generate.steps} and method = 'reward': a reward model writes nothing; leave "
+                "[generate] out"
+            )
+        return self
 
     @model_validator(mode="after")
     def preferences_that_act(self) -> "Recipe":

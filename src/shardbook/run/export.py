@@ -56,7 +56,8 @@ def export_checkpoint(
         settings = adapter_config(recipe.model.path, recipe.model.revision, recipe.lora, trained)
         save_adapter(out, ((PREFIX + name, tensor) for name, tensor in trained.items()), settings, tokenizer)
         return
-    whole = {name: parameter.shape for name, parameter in build_model(config, "fp32").named_parameters()}
+    model = build_model(config, "fp32", scores=recipe.method == "reward")
+    whole = {name: parameter.shape for name, parameter in model.named_parameters()}
     with open_tensors(folder) as base:
         tensors = merged_tensors(base, trained, whole, recipe.lora)
         save_weights(out, tensors, whole, config, tokenizer, folder, dtype)

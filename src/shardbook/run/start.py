@@ -7,7 +7,7 @@ import torch
 
 from shardbook.data.loader import Loader
 from shardbook.model.adapters import init_adapters, load_adapter, remember_base
-from shardbook.model.weights import init_weights, load_weights
+from shardbook.model.weights import SCORE, init_weights, load_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint import TrainState, load_checkpoint
@@ -55,6 +55,7 @@ def _load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:
     if is_random:
         init_weights(sharded.masters, seed)
     else:
+        init_weights(sharded.masters, seed, only=SCORE)
         load_weights(sharded.masters, folder)
     if recipe.lora.r:
         remember_base(sharded.model, folder, recipe)

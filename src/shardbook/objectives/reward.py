@@ -1,0 +1,24 @@
+"""A reward model: a score of each answer, learned from pairs (Bradley-Terry; Ouyang et al., arXiv 2203.02155, section
+3.5, equation 1). Names are TRL's."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardbook.data.loader import MicroBatch
+from shardbook.data.tokenized import Totals
+
+METRICS = ("accuracy", "margin", "mean_reward")
+
+
+def reward_shares(model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
+    """Shares of the loss and of METRICS, over the pairs of the step. A sequence's score is read at its last token, as
+    transformers' sequence classification reads it."""
+    scores: Tensor = model(
+        micro.input_ids, micro.position_ids, micro.boundaries, micro.ends, micro.targets, micro.packed
+    )
+    chosen, rejected = scores[0::2], scores[1::2]
+    margins = chosen - rejected
+    shown = margins.detach()
+    seen = -F.logsigmoid(margins), (shown > 0).float(), shown, (chosen + rejected).detach() / 2
+    return torch.stack([each.sum() / totals.examples for each in seen])

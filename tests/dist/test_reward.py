@@ -1,0 +1,128 @@
+"""A reward model under every stage: the numbers of transformers' own classifier in one plain process; files both ways."""
+
+import itertools
+import shutil
+from functools import cache
+
+import peft
+import pytest
+import reference
+import torch
+from cases import DECAY, MAX_NORM, RATE, TOLERANCE, Case, assert_case, layouts, outcomes_of, run_cases
+from test_dpo import DIFFERENCE, all_but_speed, go_on_from, pairs_of_steps
+from tiny import tokenizer, write_pairs
+from transformers import AutoModelForSequenceClassification
+from world import losses, metrics, run_train, run_world
+
+load = AutoModelForSequenceClassification.from_pretrained
+
+
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", 24)
+
+
+@pytest.fixture(scope="module")
+def scorer(tiny, tmp_path_factory):
+    """A classifier's directory, as transformers writes it."""
+    folder = tmp_path_factory.mktemp("scorer")
+    torch.manual_seed(3)
+    model = load(tiny / "model", num_labels=1, dtype=torch.float32)
+    model.score.weight.data.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def words_of(pairs, scorer) -> tuple[str, ...]:
+    return ("method=reward", f"data.train={pairs}", "data.max_length=96", f"model.path={scorer}")
+
+
+@pytest.fixture(scope="module")
+def wanted_of(recipe, tiny, pairs, scorer):
+    @cache
+    def train(rows: int, clips: bool) -> reference.Result:
+        model = load(scorer, dtype=torch.float64, attn_implementation="eager")
+        steps = pairs_of_steps(recipe, tiny, words_of(pairs, scorer), rows)
+        ids = [[(chosen[0], rejected[0]) for chosen, rejected in step] for step in steps]
+        return reference.train_scores(model, ids, RATE, DECAY, MAX_NORM if clips else 0.0)
+
+    return lambda case: train(case.world * case.micros, case.clips)
+
+
+def cases_of(pairs, scorer) -> list[Case]:
+    options = itertools.cycle([(1, False, False, "none"), (3, True, False, "full"), (3, False, False, "selective")])
+    every = [layout for world in (1, 2) for layout in layouts(world)]
+    return [Case(*layout, *next(options), extra=words_of(pairs, scorer)) for layout in every]
+
+
+@pytest.mark.parametrize("stages", [("zero3",), slow(("ddp", "zero1", "zero2", "hsdp"))])
+def test_stages_are_transformers_to_a_millionth(stages, recipe, tiny, pairs, scorer, wanted_of, tmp_path):
+    chosen = [case for case in cases_of(pairs, scorer) if case.stage in stages]
+    for world in {case.world for case in chosen}:
+        those = [case for case in chosen if case.world == world]
+        assert run_world(world, run_cases, recipe, tiny, those, tmp_path, seconds=900) == [[]] * world
+    for case in chosen:
+        assert_case(case, outcomes_of(case, tmp_path), wanted_of(case), DIFFERENCE)
+
+
+SAVING = ("train.steps=6", "train.save_steps=2")
+
+
+@pytest.fixture(scope="module")
+def straight(recipe, tiny, pairs):
+    """From a language model, whose head is left behind."""
+    return run_train(2, recipe, "straight", *SAVING, *words_of(pairs, tiny / "model"))
+
+
+def held_out_loss(model, recipe, tiny, words) -> float:
+    from transformers import AutoTokenizer
+
+    from shardbook.data.tokenized import build_documents
+    from shardbook.recipe import load_recipe
+
+    data = load_recipe(recipe, words).data
+    _, held_out = build_documents(data, AutoTokenizer.from_pretrained(tiny / "model"), tiny / "model", 2)
+    parts = []
+    for row in held_out.rows:
+        for number in row:
+            document = held_out.encoded[number]
+            ids, cut = document["input_ids"], document["lengths"][0]
+            with torch.no_grad():
+                chosen, rejected = (model(input_ids=torch.tensor(side)[None]).logits[0, 0] for side in (ids[:cut], ids[cut:]))
+            parts.append(torch.log1p(torch.exp(rejected - chosen)).item())
+    return sum(parts) / len(parts)
+
+
+def test_the_export_is_a_classifier_of_transformers(recipe, tiny, pairs, straight):
+    words = words_of(pairs, tiny / "model")
+    model = load(straight / "export", dtype=torch.float32)
+    rows = metrics(straight)
+    assert rows[-1]["eval/loss"] == pytest.approx(held_out_loss(model, recipe, tiny, words), rel=TOLERANCE)
+    assert {"train/accuracy", "train/margin", "train/mean_reward"} <= rows[1].keys()
+    assert model.config.num_labels == 1 and model.config.pad_token_id is not None
+    together = model(input_ids=torch.arange(6).view(2, 3)).logits  # more than one row at once
+    assert together.shape == (2, 1)
+
+
+def test_a_kill_goes_on_bitwise(recipe, tiny, pairs, straight):
+    run = go_on_from(straight, "again", 4)
+    run_train(2, recipe, "again", *SAVING, *words_of(pairs, tiny / "model"))
+    assert all_but_speed(run) == all_but_speed(straight)
+
+
+@pytest.mark.slow
+def test_adapters_and_a_head_of_their_own(recipe, tiny, pairs, tmp_path):
+    """The score is trained whole beside them, and peft reads both."""
+    words = (*words_of(pairs, tiny / "model"), "lora.r=4")
+    run = run_train(2, recipe, "adapted", "train.steps=3", "parallel.stage=zero3", *words)
+    plain = load(tiny / "model", num_labels=1, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(plain, run / "export").eval()
+    assert metrics(run)[-1]["eval/loss"] == pytest.approx(held_out_loss(model, recipe, tiny, words), rel=TOLERANCE)
+    shutil.rmtree(run / "export")
+    again = run_train(1, recipe, "adapted-ddp", "train.steps=3", "parallel.stage=ddp", *words, "train.gradient_accumulation_steps=2")
+    assert losses(again) == pytest.approx(losses(run), rel=DIFFERENCE)
