@@ -22,12 +22,11 @@ from cases import (
     run_cases,
     same_bits,
 )
+from pairs import DIFFERENCE, all_but_speed, go_on_from, pairs_of_steps
 from tiny import write_pairs
 from world import losses, metrics, run_train, run_world, train_rank
 
 ROWS = 24
-# A pair's gradient is the difference of two, the sum of whose sizes is 2 to 6 times its own here: so is their rounding.
-DIFFERENCE = 4 * TOLERANCE
 
 
 def slow(value):
@@ -43,27 +42,6 @@ def words_of(kind: str, pairs) -> tuple[str, ...]:
     method, _, loss_type = kind.partition(":")
     words = (f"method={method}", f"data.train={pairs}", "data.max_length=96")
     return (*words, f"preference.loss_type={loss_type}") if loss_type else words
-
-
-def pairs_of_steps(recipe, tiny, words, rows):
-    """The pairs of each of five steps of `rows` rows, as the reference wants them."""
-    from transformers import AutoTokenizer
-
-    from shardbook.data.loader import Batching, Loader
-    from shardbook.data.tokenized import build_documents
-    from shardbook.recipe import load_recipe
-
-    data = load_recipe(recipe, words).data
-    documents, _ = build_documents(data, AutoTokenizer.from_pretrained(tiny / "model"), tiny / "model", 2)
-    loader = Loader(documents, Batching(data.max_length * 2, 1, 0, 1, sequences=2), rows, seed=42)
-    picked = [[loader.row_at(step * rows + row) for row in range(rows)] for step in range(5)]
-
-    def pair(number):
-        document = documents.encoded[number]
-        ids, mask, cut = document["input_ids"], document["mask"], document["lengths"][0]
-        return (ids[:cut], mask[:cut]), (ids[cut:], mask[cut:])
-
-    return [[pair(number) for row in step for number in row] for step in picked]
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +99,6 @@ def straight(recipe, pairs):
     return run_train(2, recipe, "straight", *SAVING, *words_of("dpo:sigmoid", pairs))
 
 
-def all_but_speed(run):
-    """Nor what only the first step after a start says."""
-    return [{name: value for name, value in row.items() if name[:5] in ("train", "eval/")} for row in metrics(run)]
-
-
 def test_the_first_loss_is_ln_2_and_metrics_are_trls(straight):
     rows = metrics(straight)
     assert rows[0]["eval/loss"] == pytest.approx(math.log(2), rel=1e-6)
@@ -138,19 +111,6 @@ def test_the_first_loss_is_ln_2_and_metrics_are_trls(straight):
         assert margin == pytest.approx(row[f"{what}/rewards/margins"], abs=1e-7)
     assert rows[1]["train/rewards/margins"] == pytest.approx(0, abs=1e-5)
     assert rows[-1]["eval/rewards/margins"] and rows[-1]["train/rewards/margins"]  # it moves
-
-
-def go_on_from(straight, name, step, keep=True):
-    """A copy of the straight run as it was after `step` (0: during the pass over the reference)."""
-    run = straight.parent / name
-    shutil.copytree(straight, run, ignore=shutil.ignore_patterns("export"))
-    for later in (run / "checkpoints").iterdir():
-        if int(later.name[5:]) > step:
-            shutil.rmtree(later)
-    (run / "run.json").unlink()
-    if not keep:
-        (run / "reference.npz").unlink()
-    return run
 
 
 @pytest.mark.parametrize(("step", "keep"), [(0, False), (0, True), (4, False), (4, True)])

@@ -9,7 +9,7 @@ import pytest
 import reference
 import torch
 from cases import DECAY, MAX_NORM, RATE, TOLERANCE, Case, assert_case, layouts, outcomes_of, run_cases
-from test_dpo import DIFFERENCE, all_but_speed, go_on_from, pairs_of_steps
+from pairs import DIFFERENCE, all_but_speed, go_on_from, pairs_of_steps
 from tiny import tokenizer, write_pairs
 from transformers import AutoModelForSequenceClassification
 from world import losses, metrics, run_train, run_world

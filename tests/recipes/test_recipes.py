@@ -82,7 +82,10 @@ CONFIGS = {
     ),
 }
 AWAY = re.compile(r"^# predicted: (\d+) GB at a rank's peak, (\d+) GB of host memory(?: and (\d+) GB of disk)?", re.M)
-HEADER = re.compile(r"# .+\.\n# run:      (.+)\n# hardware: (\d+) .+\n(?:# predicted: .+\n)?# measured: (.+)\n\[")
+HEADER = re.compile(
+    r"# .+\.\n# run:      (.+)\n# hardware: (\d+) .+\n(?:# predicted: .+\n)?# measured: (.+)\n"
+    r'(?:method = "\w+"\n\n)?\['
+)
 
 
 def test_there_are_recipes():
@@ -108,8 +111,11 @@ def test_recipe(name, tmp_path):
     assert f"RECIPE={name}" in command or f"recipes/{name}.toml" in command or name == "smollm2-135m-fsdp"
     assert measured == "not yet measured" or re.search(r"\d", measured)
     recipe = load_recipe(path)
-    last = name.rsplit("-", 1)[1]
+    last = name.removesuffix("-dpo").rsplit("-", 1)[-1]
     stages = dict.fromkeys(("fsdp", "1gpu", "offload", "nvme", "qlora"), "zero3") | {"lora": recipe.parallel.stage}
+    if recipe.method != "sft":
+        assert f"-{recipe.method}" in name
+        stages |= dict.fromkeys(("135m", "llama8b", recipe.method), "zero3")
     assert recipe.parallel.stage == stages.get(last, last)
     assert (bool(recipe.lora.r), recipe.model.load_in_4bit) == ("lora" in name, "qlora" in name)
     resolved = tmp_path / "resolved.toml"

@@ -37,7 +37,9 @@ def start_from(
     if not reference.read(sharded, folder, goes_on=bool(earlier)):
         source = source or _load_base(recipe, sharded, folder)
         sharded.spread()
+        loaded = time.perf_counter()
         reference.ask(sharded)
+        began += time.perf_counter() - loaded
     if earlier:
         source = str(earlier)
         state, lost = load_checkpoint(earlier, sharded, optimizer)
