@@ -207,7 +207,7 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
         raise RecipeError(f"{run}: {newest}; for that step name it with --checkpoint")
     folder = model_folder(recipe.model)
     config = load_config(recipe.model, folder, recipe.data.max_length)
-    tokenizer = load_tokenizer(tokenizer_folder(recipe.model), "model.tokenizer")
+    tokenizer = load_tokenizer(tokenizer_folder(recipe.model), "model.tokenizer", recipe.data.chat_template)
     target = out or run / "export"
     if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(f"--out {out}: exists and is not empty; name a new directory")

@@ -9,9 +9,9 @@ from typing import Literal
 from pydantic import model_validator
 
 from shardbook.recipe.learning import Lora, Optim
+from shardbook.recipe.rows import Data
 from shardbook.recipe.sections import (
     Activation,
-    Data,
     Hardware,
     Model,
     Offload,

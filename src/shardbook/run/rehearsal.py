@@ -37,7 +37,7 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     world = (world_size, ranks_per_node)
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world, recipe.offload)
     folder = tokenizer_folder(recipe.model)
-    tokenizer = load_tokenizer(folder, "model.tokenizer")
+    tokenizer = load_tokenizer(folder, "model.tokenizer", recipe.data.chat_template)
     check_vocabulary(tokenizer, config)
     documents, held_out = build_documents(recipe.data, tokenizer, folder)
     console.show_data(documents, held_out)
