@@ -159,7 +159,7 @@ def _encode_source(
         )
     except UnicodeDecodeError as error:
         raise RecipeError(f"{what} = {spec!r}: not UTF-8 ({error.reason})") from None
-    trained = _column(encoded, "trained")
+    trained = column(encoded, "trained")
     usable = np.flatnonzero(trained > 0)
     if not len(usable) or (len(usable) < len(trained) and not data.skip_untrainable):
         raise RecipeError(
@@ -173,11 +173,11 @@ def _encode_source(
 def _lay_out(
     encoded: Dataset, documents: np.ndarray, data: Data, dropped: int, sequences: int, sources: Sources
 ) -> Documents:
-    lengths = _column(encoded, "length")[documents]
+    lengths = column(encoded, "length")[documents]
     rows: list[Row] = [(number,) for number in documents.tolist()]
     if data.packing:
         rows = pack(documents.tolist(), lengths.tolist(), data.max_length * sequences)
-    trained, chosen, cut = (int(_column(encoded, name)[documents].sum()) for name in ("trained", "chosen", "cut"))
+    trained, chosen, cut = (int(column(encoded, name)[documents].sum()) for name in ("trained", "chosen", "cut"))
     said = f"{lengths.sum():,} tokens, {trained:,} of them trained"
     summary = f"{len(documents):,} {'documents' if sequences == 1 else 'pairs'} in {len(rows):,} rows; {said}"
     if cut:
@@ -188,7 +188,8 @@ def _lay_out(
     return Documents(encoded, rows, float(lengths.mean()) / sequences, summary, totals, sources=sources)
 
 
-def _column(encoded: Dataset, name: str) -> np.ndarray:
+def column(encoded: Dataset, name: str) -> np.ndarray:
+    """A number of each encoded document; of `lengths`, [documents, sequences]."""
     return np.asarray(encoded.select_columns(name).with_format("numpy")[:][name])
 
 
