@@ -330,6 +330,7 @@ def test_spans_are_what_a_template_marks_as_generated(name, answers):
             "the chat template does not write the tool look; set data.chat_template",
         ),
         ({"messages": CALLING}, "the chat template does not write the call of look in message 1"),
+        ({"messages": [USER, ANSWER | {"reasoning_content": "hm"}]}, "does not write reasoning_content in message 1"),
         ({"messages": [USER, ANSWER | {"tool_calls": [{}]}]}, "a tool call of message 1 needs a name"),
         (
             {"messages": [USER, ANSWER | {"tool_calls": [{"name": "look", "arguments": "{"}]}]},

@@ -20,6 +20,7 @@ from shardbook.recipe import RecipeError, first_line
 
 Spans = list[tuple[int, int]]
 Tools = list[Any] | None
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message
 OTHER_TEMPLATE = "set data.chat_template to one that does"
 # What may stand between header and answer: Qwen3 writes an empty thought before the last. A generation prompt may end
 # with one, or with the beginning of a thought.
@@ -120,23 +121,24 @@ class Encoder:
             if text.startswith(mark, after):
                 opened = len(opening) if text.startswith(opening, header) else 0
                 return start if thinks else header + opened, after + len(mark) if mark else ends
-        raise RecipeError(_unlike(where, number) if ends < 0 else _unended(where, number, mark))
+        raise RecipeError(_unlike(where, number, self.train_on) if ends < 0 else _unended(where, number, mark))
 
     def _whole_span(self, messages: list[Message], number: int, text: str, tools: Tools, where: str) -> tuple[int, int]:
         """Characters that the template writes for an answer with tool calls or a thought of its own."""
         header, opening = self._find_header(messages, number, text, tools, where)
         begin = _skip_thought(text, header) or header + len(opening) * text.startswith(opening, header)
         until = self._render(messages[: number + 1], where, tools).rstrip()
-        written = until[_skip_thought(until, header) or begin :]  # a last message may have an empty thought more
-        if not (until.startswith(text[:header]) and text.startswith(written, begin)):
-            raise RecipeError(_unlike(where, number))
-        end = begin + len(written)
-        calls = messages[number].get("tool_calls", ())
-        if unwritten := [name for name in map(_name, calls) if text.find(name, begin, end) < 0]:
-            said = f"does not write the call of {unwritten[0]} in message {number}"
+        tail = until[_skip_thought(until, header) or begin :]  # a last message may have an empty thought more
+        if not (until.startswith(text[:header]) and text.startswith(tail, begin)):
+            raise RecipeError(_unlike(where, number, self.train_on))
+        end = begin + len(tail)
+        written = {f"the call of {_name(call)}": _name(call) for call in messages[number].get("tool_calls", ())}
+        written |= {name: str(messages[number].get(name, "")).strip() for name in THOUGHTS}
+        if left := [name for name, said in written.items() if text.find(said, begin, end) < 0]:
+            said = f"does not write {left[0]} in message {number}"
             raise RecipeError(f"{where}: the chat template {said}; {OTHER_TEMPLATE}")
         if text.find(messages[number]["content"].strip(), header, end) < 0:
-            raise RecipeError(_unlike(where, number))
+            raise RecipeError(_unlike(where, number, self.train_on))
         return begin, end
 
     def _find_header(
@@ -146,7 +148,7 @@ class Encoder:
         alone = self._render_before(messages, number, where, tools)
         header = OPENING.sub("", alone)
         if not text.startswith(header):
-            raise RecipeError(_unlike(where, number))
+            raise RecipeError(_unlike(where, number, self.train_on))
         return len(header), alone[len(header) :]
 
     def _find_places(self, messages: list[Message], text: str, tools: Tools) -> "list[Place] | None":
@@ -263,8 +265,8 @@ def _skip_thought(text: str, at: int) -> int | None:
     return found.end() if found else None
 
 
-def _unlike(where: str, number: int) -> str:
-    way_out = "data.train_on=last needs only the last answer so"
+def _unlike(where: str, number: int, train_on: str) -> str:
+    way_out = "set data.chat_template to another" + ", or data.train_on=last" * (train_on != "last")
     return f"{where}: the chat template renders message {number} differently in the conversation than alone; {way_out}"
 
 
