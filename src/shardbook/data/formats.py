@@ -151,7 +151,7 @@ def _read_call(call: Any, number: int, where: str) -> dict[str, Any]:
 def _read_tools(tools: Any, where: str) -> list[Any] | None:
     if not tools:
         return None
-    tools = _without_none(_json(tools, f"{where}: tools"))
+    tools = _json(tools, f"{where}: tools") if isinstance(tools, str) else _without_none(tools)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RecipeError(f"{where}: tools must be a list of JSON schemas, or that as a JSON string")
     return tools or None
