@@ -165,6 +165,16 @@ def test_a_template_for_a_tokenizer_without_one(folder):
     assert documents.encoded.to_list() == with_own.encoded.to_list()
 
 
+def test_pairs_of_a_row_and_what_is_trained_of_them(folder):
+    row = {"instruction": "Hi", "chosen": "ok", "rejected": "never"}
+    (folder / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    data = Data(train=str(folder / "pairs.jsonl"))
+    (pair,) = build_documents(data, tokenizer(), folder / "coder", sequences=2)[0].encoded.to_list()
+    assert pair["lengths"][1] - pair["lengths"][0] == 3 and pair["trained"] == 2 + 1 + 5 + 1
+    with pytest.raises(RecipeError, match=r"data.train_on = 'all': a preference is between answers"):
+        build_documents(data.model_copy(update={"train_on": "all"}), tokenizer(), folder / "coder", sequences=2)
+
+
 # ---- mixtures
 
 
