@@ -39,7 +39,7 @@ LAUNCH = $(TRAIN) --nodes $(NODES) --node-rank $(NODE_RANK) --head $(HEAD)
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .DEFAULT_GOAL := help
-.PHONY: help train launch plan compare recipes test test-slow test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-plan bench-link \
+.PHONY: help train launch plan data compare recipes test test-slow test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-plan bench-link \
 	bench-convergence bench-offload bench-optimizers bench-peers lint format clean
 
 help:  ## list the targets
@@ -57,6 +57,9 @@ launch: $(RUN)  ## a recipe on several machines; on each: make launch NODES=2 NO
 
 plan: $(RUN)  ## what a recipe takes on a cluster, stage by stage: make plan RECIPE=llama70b-fsdp GPUS=64 GPU=h100-80gb
 	@exec $(SHARDBOOK) plan $(RECIPE) $(ARGS) --gpus $(GPUS) --gpu $(GPU)
+
+data: $(RUN)  ## a recipe's data as it will be trained, token by token: make data RECIPE=name ARGS="data.train=mine.jsonl --rows 5"
+	@exec $(SHARDBOOK) data $(RECIPE) $(ARGS)
 
 compare: $(RUN)  ## a recipe under several stages, and a page: make compare STAGES="ddp zero3 zero3,train.compile=true"
 	@exec $(SHARDBOOK) compare $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC)) --stages "$(STAGES)"

@@ -1,5 +1,6 @@
 """Tiny real things: a byte-level tokenizer with a chat template, models of each family, conversations, a recipe."""
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -8,6 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from shardbook.data.chat import encode_row
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -26,6 +29,14 @@ def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
     made.chat_template = template
     return made
+
+
+def trained_text(row: dict, template: str | None = CHATML, **settings) -> list[str]:
+    """The trained tokens as text, one string for each run of them. `settings`: of an Encoder."""
+    coder = tokenizer(template)
+    ids, mask = encode_row(row, coder, "row 7", **settings)
+    runs = itertools.groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
+    return [coder.decode([i for i, _ in run]) for trained, run in runs if trained]
 
 
 def config(family: str = "llama", tied: bool = True, vocab: int = 259, **changes):

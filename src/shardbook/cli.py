@@ -61,6 +61,12 @@ def main(words: list[str] | None = None) -> int:
     add("--json", action="store_true", help="one JSON object on standard output, and nothing else there")
     add("--html", type=Path, help="page to write, with charts")
     add("--write", type=Path, help="recipe to write as advised")
+    data = commands.add_parser("data", help="a recipe's data as it will be trained, token by token; needs a tokenizer")
+    add = data.add_argument
+    add("recipe", help="a name (see `shardbook recipes`) or a .toml file")
+    add("overrides", nargs="*", metavar="section.key=value", help="keys to change")
+    add("--rows", type=int, default=3, help="rows of each source to show (default: 3)")
+    add("--html", type=Path, help="page to write")
     export = commands.add_parser("export", help="write a checkpoint of a run as Hugging Face safetensors")
     add = export.add_argument
     add("run", type=Path, help="a run directory")
@@ -76,7 +82,7 @@ def main(words: list[str] | None = None) -> int:
     add("--without-refused", action="store_true", help="leave out what has no counterpart")
     asked, rest = parser.parse_known_args(words)
     if rest and not (
-        asked.command in ("train", "plan", "compare") and all("=" in word and word[0] != "-" for word in rest)
+        asked.command in ("train", "plan", "compare", "data") and all("=" in word and word[0] != "-" for word in rest)
     ):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
@@ -90,6 +96,8 @@ def main(words: list[str] | None = None) -> int:
                 return run_compare(asked.recipe, asked.overrides + rest, asked.stages, asked.nproc, asked.publish)
             case "plan":
                 return run_plan(asked, rest)
+            case "data":
+                return run_data(asked.recipe, asked.overrides + rest, asked.rows, asked.html)
             case "export":
                 return run_export(asked.run, asked.checkpoint, asked.out, asked.dtype, asked.merge)
             case "translate":
@@ -159,10 +167,8 @@ def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
     for option, number in (("--network", asked.network), ("--per-node", asked.per_node), ("--host-gb", asked.host_gb)):
         if number < 0:
             raise RecipeError(f"{option} {number:g}: must be above 0, or 0 for what is usual")
-    for option, file in (("--write", asked.write), ("--html", asked.html)):
-        if file and (file.exists() or not file.parent.is_dir()):
-            what = "exists; name a new file" if file.exists() else "there is no such directory"
-            raise RecipeError(f"{option} {file}: {what}")
+    check_new("--write", asked.write)
+    check_new("--html", asked.html)
     from shardbook.model.shapes import hub_id
     from shardbook.objectives import build_objective
     from shardbook.plan.report import make_report, show_report, write_advised
@@ -182,6 +188,33 @@ def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
         write_plan_page(asked.html, report)
     if asked.write:
         write_advised(report, asked.write)
+    return 0
+
+
+def check_new(option: str, file: Path | None) -> None:
+    if file and (file.exists() or not file.parent.is_dir()):
+        what = "exists; name a new file" if file.exists() else "there is no such directory"
+        raise RecipeError(f"{option} {file}: {what}")
+
+
+def run_data(name: str, overrides: list[str], rows: int, html: Path | None) -> int:
+    """Print the data as it will be trained, and write a page of it. Reads no weights and starts no rank."""
+    if rows < 0:
+        raise RecipeError(f"--rows {rows}: must be at least 0")
+    check_new("--html", html)
+    recipe = load_recipe(find_recipe(name), overrides)
+    from shardbook.data.look import show_look, take_look
+    from shardbook.data.tokenized import load_tokenizer
+    from shardbook.model.hub import tokenizer_folder
+
+    folder = tokenizer_folder(recipe.model)
+    tokenizer = load_tokenizer(folder, "model.tokenizer", recipe.data.chat_template)
+    look = take_look(recipe, tokenizer, folder, rows, sequences=recipe.sequences)
+    show_look(look)
+    if html:
+        from shardbook.compare.data_page import write_data_page
+
+        write_data_page(html, name, look)
     return 0
 
 
@@ -207,7 +240,7 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
         raise RecipeError(f"{run}: {newest}; for that step name it with --checkpoint")
     folder = model_folder(recipe.model)
     config = load_config(recipe.model, folder, recipe.data.max_length)
-    tokenizer = load_tokenizer(tokenizer_folder(recipe.model), "model.tokenizer")
+    tokenizer = load_tokenizer(tokenizer_folder(recipe.model), "model.tokenizer", recipe.data.chat_template)
     target = out or run / "export"
     if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(f"--out {out}: exists and is not empty; name a new directory")

@@ -90,7 +90,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     # Weights on this node, tokenizer and data.
     with local_main_process_first(ranks):
         folder, tokenizer_at = model_folder(recipe.model), tokenizer_folder(recipe.model)
-        tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer")
+        tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer", recipe.data.chat_template)
         check_vocabulary(tokenizer, config)
         documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at, recipe.sequences)
         prompts = build_prompts(recipe, config, tokenizer, folder, held_out or documents)

@@ -5,18 +5,21 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from picture import find_chromium
 from playwright.sync_api import sync_playwright
 
+from shardbook.compare.data_page import write_data_page
 from shardbook.compare.outcome import Outcome
 from shardbook.compare.page import write_page
 from shardbook.compare.plan_page import write_plan_page
+from shardbook.data.look import Look, Part, Piece, Sequence
 from shardbook.plan.report import make_report
 from shardbook.recipe import find_recipe, load_recipe
 
 KEPT = Path(__file__).parents[2] / "docs" / "compare.html"
-PLAN_PANELS = ["Memory", "Traffic", "Time", "Scaling"]
+PLAN_PANELS = ["Memory", "Memory over the step", "Traffic", "Time", "Scaling"]
 PANELS = ["Loss", "Difference from ddp", "Memory", "Traffic", "Throughput"]
 
 
@@ -180,7 +183,7 @@ def test_equal_losses_have_no_panel_of_differences(opened, tmp_path):
     write_page(tmp_path / "report.html", "equal", pair)
     page = opened(tmp_path / "report.html")
     check_panels(page, ["Loss", "Memory", "Traffic", "Throughput", "MFU"])
-    assert "same losses bitwise; same memory; same traffic" in page.inner_text("#verdicts")
+    assert "same losses bitwise; same memory; same peak; same traffic" in page.inner_text("#verdicts")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -192,3 +195,20 @@ def test_the_page_of_a_plan(opened, scheme, tmp_path):
         check_panels(page, PLAN_PANELS)
         assert page.evaluate("document.documentElement.scrollWidth") == width
     assert "zero3" in page.inner_text("#verdicts") and "does not fit" in page.inner_text("#verdicts")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_of_data(opened, scheme, tmp_path):
+    ones = [
+        Piece(text, trained, 1) for text, trained in (("<b>", False), ("\n", False), ("ok", True), ("!" * 300, True))
+    ]
+    part = Part("a.jsonl </script>", np.array([4, 17]), 2, 1, 0)
+    look = Look([("a.jsonl, row 0", [Sequence("chosen", ones, 4, 2)])], [part], [(0, 9, 1), (10, 19, 1)], "2 documents")
+    write_data_page(tmp_path / "data.html", "mine", look)
+    for width in (1200, 390):
+        page = opened(tmp_path / "data.html", color_scheme=scheme, viewport={"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert contrast(page, "pre mark") > 4.5 and contrast(page, "svg text") > 4.5
+        assert [mark.inner_text() for mark in page.query_selector_all("pre mark")] == ["ok", "!" * 300]
+        assert page.inner_text("h3 + p") == "chosen: 4 tokens, 2 of them trained"
+    assert "17" in page.inner_text("#sources") and page.query_selector("svg rect").bounding_box()["width"] > 50

@@ -32,6 +32,9 @@ def place(tiny, tmp_path_factory):
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (out / "fields.jsonl").write_text(json.dumps({"question": "a"}) + "\n")
     rows = [good, {"messages": [{"role": "user", "content": "a"}]}]
+    (out / "tools.jsonl").write_text(json.dumps(good | {"tools": "[{"}) + "\n")
+    (out / "good.jsonl").write_text(json.dumps(good) + "\n")
+    (out / "broken.jinja").write_text("{% for m in %}")
     (out / "mute.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (out / "a-file").write_text("")
     return out
@@ -51,12 +54,27 @@ CASES = {
     "stage": (["parallel.stage=zero5"], ["parallel.stage = 'zero5'", "ddp, zero1, zero2, zero3, hsdp, zeropp, fsdp"]),
     "max_length": (["data.max_length=300"], ["data.max_length = 300", "sees at most 256 tokens"]),
     "dataset": (["data.train={out}/absent.jsonl"], ["data.train", "absent.jsonl", "no such file"]),
-    "field": (["data.train={out}/fields.jsonl"], ["data.train: row 0", "question", "messages"]),
+    "field": (["data.train={out}/fields.jsonl"], ["data.train: row 0", "question", "nearest to", "lacks prompt"]),
+    "tools": (["data.train={out}/tools.jsonl"], ["data.train: row 0: tools = '[{': is not JSON"]),
+    "kwargs": (
+        ["data.chat_template_kwargs.enable_thinking=false"],
+        ["data.chat_template_kwargs = {'enable_thinking': False}", "does not read enable_thinking"],
+    ),
+    "template-file": (["data.chat_template={out}/absent.jinja"], ["data.chat_template", "absent.jinja", "cannot be"]),
+    "template-text": (["data.chat_template={{{{ messages }}}}"], ["data.chat_template", "is a template, not a file"]),
+    "template-jinja": (["data.chat_template={out}/broken.jinja"], ["data.train: row 0", "chat template refuses it"]),
+    "weights": (
+        ['data={{train = ["{out}/good.jsonl", "{out}/good.jsonl"], weights = [1000, 1], max_length = 64}}'],
+        ["data.weights = [1000, 1]: 1 rows of source 1 can be trained, and 0 are its share"],
+    ),
     "empty": (["data.train={out}/empty.jsonl"], ["data.train", "empty.jsonl", "no rows"]),
     "mute": (["data.train={out}/mute.jsonl"], ["data.train: row 1", "no assistant text"]),
     "truncated": (["model.path={out}/truncated"], ["truncated/model.safetensors", "truncated or not safetensors"]),
     "misshapen": (["model.path={out}/misshapen"], ["model.norm.weight has shape [7], the model wants [32]"]),
-    "template": (["model.path={out}/untemplated"], ["untemplated has no chat template", "model.tokenizer"]),
+    "template": (
+        ["model.path={out}/untemplated"],
+        ["untemplated has no chat template", "model.tokenizer", "data.chat_template"],
+    ),
     "model": (["model.path={out}/nowhere"], ["model.path", "nowhere", "no such directory"]),
     "hub": (["model.path=meta-llama/Llama-3.1-8B"], ["meta-llama/Llama-3.1-8B", "HF_TOKEN", "local directory"]),
     "hub-data": (["data.train=someone/something:train"], ["someone/something", "HF_TOKEN", "local file"]),

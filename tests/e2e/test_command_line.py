@@ -164,6 +164,26 @@ def test_export_command_writes_the_same_model_from_a_checkpoint(first, tmp_path)
     assert not torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "3")(ids).logits, logits[0])
 
 
+def test_the_export_has_the_template_that_was_trained_with(recipe, tmp_path):
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ greeting }}" + tokenizer().chat_template)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"instruction": "a", "output": "b"}\n' * 4)
+    words = [
+        f"data.chat_template={template}",
+        f"data.train={rows}",
+        "data.chat_template_kwargs.greeting=Hi!",
+        "--nproc",
+        "1",
+    ]
+    result = shardbook("train", str(recipe), "run.name=template", "train.steps=1", "train.save_steps=1", *words)
+    assert result.returncode == 0, result.stderr
+    run = recipe.parent / "template"
+    assert shardbook("export", str(run), "--out", str(tmp_path / "out")).returncode == 0
+    for folder in (run / "export", tmp_path / "out"):
+        assert AutoTokenizer.from_pretrained(folder).chat_template == template.read_text()
+
+
 def test_export_refuses_what_is_no_run(tmp_path, first, capsys):
     assert cli.main(["export", str(tmp_path)]) == 2
     assert "not a run directory" in capsys.readouterr().err

@@ -1,10 +1,9 @@
 """The loss mask against golden text: exactly the assistant's words and its end-of-turn mark."""
 
-import itertools
 import random
 
 import pytest
-from tiny import CHATML, tokenizer
+from tiny import CHATML, tokenizer, trained_text
 
 import shardbook.data.chat
 from shardbook.data.chat import Encoder, encode_row
@@ -21,6 +20,10 @@ THINKING = (
     "{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Like Qwen3 with enable_thinking=false: a generation prompt writes the empty thought that earlier answers lack.
+THOUGHTFUL = THINKING.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
+# Like DeepSeek-R1: a generation prompt opens the thought, which is in the answer's text.
+OPENED = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 MISTRAL = (
     "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
     "{% else %} {{ m['content'] }}<|endoftext|>{% endif %}{% endfor %}"
@@ -34,21 +37,14 @@ CHAT = [
 ]
 
 
-def trained_text(row: dict, template: str | None = CHATML) -> list[str]:
-    """The trained tokens as text, one string for each run of them."""
-    coder = tokenizer(template)
-    ids, mask = encode_row(row, coder, "row 7")
-    runs = itertools.groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
-    return [coder.decode([i for i, _ in run]) for trained, run in runs if trained]
-
-
 @pytest.mark.parametrize(
     ("template", "golden"),
     [
         (CHATML, ["ok<|im_end|>", "ok, ünï 🙂<|im_end|>"]),
         (DEFAULT_SYSTEM, ["ok<|im_end|>", "ok, ünï 🙂<|im_end|>"]),
         (LLAMA3, ["ok<|im_end|>", "ok, ünï 🙂<|im_end|>"]),
-        (THINKING, ["ok<|im_end|>", "<think>\n\n</think>\n\nok, ünï 🙂<|im_end|>"]),
+        (THINKING, ["ok<|im_end|>", "ok, ünï 🙂<|im_end|>"]),
+        (THOUGHTFUL, ["ok<|im_end|>", "ok, ünï 🙂<|im_end|>"]),
         (MISTRAL, [" ok<|endoftext|>", " ok, ünï 🙂<|endoftext|>"]),
     ],
 )
@@ -65,6 +61,15 @@ def test_the_ids_are_those_of_the_template():
 def test_conversation_opened_by_the_assistant():
     chat = [{"role": "assistant", "content": "Welcome."}, {"role": "user", "content": "Thanks"}]
     assert trained_text({"messages": chat}, DEFAULT_SYSTEM) == ["Welcome.<|im_end|>"]
+
+
+def test_what_a_generation_prompt_writes_is_not_trained():
+    chat = [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nok"}]
+    assert trained_text({"messages": chat}, OPENED) == ["hm\n</think>\n\nok<|im_end|>"]
+    assert trained_text({"messages": chat}, CHATML) == ["<think>\nhm\n</think>\n\nok<|im_end|>"]
+    for word in ("think", "<", "t"):  # which also stand in the empty thought
+        chat = [CHAT[0], {"role": "assistant", "content": word}]
+        assert trained_text({"messages": chat}, THINKING) == [word + "<|im_end|>"]
 
 
 def test_an_opening_answer_that_also_stands_elsewhere_in_the_text():
@@ -85,6 +90,7 @@ STRIPPING = CHATML.replace("message['content']", "message['content'].split('</th
 FORGETFUL = THINKING.replace(
     "m['content'] }}<", "'' if m['role'] == 'assistant' and not loop.last else m['content'] }}<"
 )
+EVERY = [CHATML, LLAMA3, THINKING, THOUGHTFUL, OPENED, MISTRAL, DEFAULT_SYSTEM, STRIPPING, FORGETFUL]
 WORDS = (
     "ok",
     " ok",
@@ -107,7 +113,7 @@ def said_of(encoder: Encoder, messages: list) -> object:
         return str(error)
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA3, THINKING, MISTRAL, DEFAULT_SYSTEM, STRIPPING, FORGETFUL])
+@pytest.mark.parametrize("template", EVERY)
 def test_a_conversation_rendered_once_gives_what_each_header_rendered_alone_gives(template, monkeypatch):
     monkeypatch.setattr(shardbook.data.chat, "CHECKED", 2)
     quick, slow = Encoder(tokenizer(template)), Encoder(tokenizer(template))
@@ -146,7 +152,7 @@ def test_text():
     [
         (
             {"question": "x", "answer": "y"},
-            "row 7: has the fields question, answer; needs messages, prompt and completion",
+            "row 7: has the fields question, answer; nearest to prompt and completion: lacks prompt",
         ),
         ({"messages": None, "text": None}, "row 7: has the fields none"),
         ({"messages": CHAT[:1]}, "row 7: no assistant text"),

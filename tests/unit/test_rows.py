@@ -8,12 +8,12 @@ import torch
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import config, tokenizer, write_chats
+from tiny import CHATML, config, tokenizer, write_chats
 
 import shardbook.data.tokenized as tokenized
 from shardbook.data.loader import Batching, Loader, build_micro_batch, eval_micro_batches, permute
-from shardbook.data.sources import load_source
-from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, pack
+from shardbook.data.sources import load_source, mix
+from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, load_tokenizer, pack
 from shardbook.recipe import Data, RecipeError
 
 
@@ -75,13 +75,16 @@ def test_unusable_sources_are_named(folder):
 def test_bad_rows_are_named_by_their_number_in_the_source(folder):
     rows = [{"text": "fine", "prompt": None}, {"text": None, "prompt": "lonely"}, {"text": "fine", "prompt": None}]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(RecipeError, match=r"data.train: row 1: has the fields prompt; needs messages"):
+    with pytest.raises(
+        RecipeError,
+        match=r"data.train: row 1: has the fields prompt; nearest to prompt and completion: lacks completion",
+    ):
         build(folder, train=str(folder / "rows.jsonl"), eval_size=1)
 
 
 def test_messages_need_a_template(folder):
     write_chats(folder / "a.jsonl", 3)
-    with pytest.raises(RecipeError, match=r"data.train: rows hold messages, .* no chat template"):
+    with pytest.raises(RecipeError, match=r"rows hold messages, .* no chat template; .* or data.chat_template to a"):
         build_documents(Data(train=str(folder / "a.jsonl")), tokenizer(None), folder / "coder")
 
 
@@ -131,6 +134,83 @@ def test_held_out_rows(folder):
         build(folder, train=source, eval_size=20)
     _, test = build(folder, train=source, eval=source)
     assert sum(len(row) for row in test.rows) == 20
+
+
+def test_every_setting_that_changes_tokens_is_another_encoding(folder):
+    rows = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"}] * 2
+    (folder / "c.jsonl").write_text(json.dumps({"messages": rows}) + "\n")
+    shouting = CHATML.replace("<|im_start|>{{", "{% if loud and message.role == 'user' %}!{% endif %}<|im_start|>{{")
+    (folder / "loud.jinja").write_text(shouting)
+    loud = {"chat_template": str(folder / "loud.jinja")}
+    settings = [{}, {"system": "Be kind."}, {"train_on": "last"}, {"train_on": "all"}, loud]
+    settings += [loud | {"chat_template_kwargs": {"loud": True}}]
+    found = []
+    for more in settings:
+        (document,) = build(folder, train=str(folder / "c.jsonl"), **more)[0].encoded.to_list()
+        found.append((tokenizer().decode(document["input_ids"]), sum(document["mask"])))
+    plain, system, last, every, template, shouted = found
+    assert system == ("<|im_start|>system\nBe kind.<|im_end|>\n" + plain[0], 4) and plain[1] == 4
+    assert last == (plain[0], 2) and every == (plain[0], len(tokenizer()(plain[0])["input_ids"]))
+    assert template == plain and shouted == (plain[0].replace("<|im_start|>user", "!<|im_start|>user"), 4)
+    assert load_tokenizer(folder / "coder", "model.tokenizer", loud["chat_template"]).chat_template == shouting
+
+
+def test_a_template_for_a_tokenizer_without_one(folder):
+    write_chats(folder / "a.jsonl", 3)
+    tokenizer(None).save_pretrained(folder / "bare")
+    (folder / "chatml.jinja").write_text(CHATML)
+    data = Data(train=str(folder / "a.jsonl"), chat_template=str(folder / "chatml.jinja"))
+    documents, _ = build_documents(data, tokenizer(None), folder / "bare")
+    with_own, _ = build(folder, train=str(folder / "a.jsonl"))
+    assert documents.encoded.to_list() == with_own.encoded.to_list()
+
+
+def test_pairs_of_a_row_and_what_is_trained_of_them(folder):
+    row = {"instruction": "Hi", "chosen": "ok", "rejected": "never"}
+    (folder / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    data = Data(train=str(folder / "pairs.jsonl"))
+    (pair,) = build_documents(data, tokenizer(), folder / "coder", sequences=2)[0].encoded.to_list()
+    assert pair["lengths"][1] - pair["lengths"][0] == 3 and pair["trained"] == 2 + 1 + 5 + 1
+    with pytest.raises(RecipeError, match=r"data.train_on = 'all': a preference is between answers"):
+        build_documents(data.model_copy(update={"train_on": "all"}), tokenizer(), folder / "coder", sequences=2)
+
+
+# ---- mixtures
+
+
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=4), st.data())
+def test_a_mixture_has_each_source_s_share_evenly(counts, dice):
+    weights = [dice.draw(st.integers(1, 20)) for _ in counts]
+    total, starts = sum(counts), np.cumsum([0, *counts])
+    exact = np.array(weights) / sum(weights) * total
+    if min(exact) < 1:
+        return
+    mixed = mix(np.arange(total), counts, weights)
+    assert len(mixed) == total and (mix(np.arange(total), counts, weights) == mixed).all()
+    for start, count, share in zip(starts, counts, exact, strict=False):
+        times = np.bincount(mixed[(mixed >= start) & (mixed < start + count)] - start, minlength=count)
+        assert abs(times.sum() - share) < 1  # largest remainder
+        assert times.max() - times.min() <= 1
+        taken = np.flatnonzero(times == times.max())
+        gaps = np.diff([*taken, taken[0] + count])
+        assert times.max() == times.min() or gaps.max() - gaps.min() <= 1
+
+
+def test_weights(folder):
+    many = text_rows(folder / "many.jsonl", [f"{'m' * 5}{n}" for n in range(9)])
+    few = text_rows(folder / "few.jsonl", [f"few{n}" for n in range(3)])
+    plain, _ = build(folder, train=[many, few], max_length=16)
+    assert sorted(document for row in plain.rows for document in row) == list(range(12))
+    mixed, _ = build(folder, train=[many, few], weights=[1, 3], max_length=16)
+    documents = sorted(document for row in mixed.rows for document in row)
+    assert documents == [0, 3, 6, *[9] * 3, *[10] * 3, *[11] * 3]
+    assert max(sum(mixed.encoded[document]["length"] for document in row) for row in mixed.rows) <= 16
+    assert mixed.totals.examples == 12 and mixed.sources == ((many, 9), (few, 3))
+    held, test = build(folder, train=[many, few], weights=[1, 3], eval_size=4)  # held out before, each once
+    seen, unseen = ({document for row in part.rows for document in row} for part in (held, test))
+    assert len(unseen) == 4 and not seen & unseen
+    with pytest.raises(RecipeError, match=r"data.weights = \[1000, 1\]: 3 rows of source 1 .* 0 are its share"):
+        build(folder, train=[many, few], weights=[1000, 1])
 
 
 # ---- packing and order

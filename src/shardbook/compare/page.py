@@ -51,6 +51,7 @@ def render(path: Path, title: str, about: str, verdicts: str, panels: dict[str, 
     links = " ".join(f'<a href="#{name}">{escape(panel[0])}</a>' for name, panel in panels.items())
     figures = {f"plot-{name}": panel[2] for name, panel in panels.items()}
     page = Template(Path(__file__).with_name("report.html").read_text()).substitute(
+        css=Path(__file__).with_name("page.css").read_text(),
         title=escape(title),
         about=escape(about),
         links=links,

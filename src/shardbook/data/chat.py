@@ -1,44 +1,58 @@
 """Chat: one raw row becomes token ids and a mask of the tokens that are trained.
 
 The text is rendered once by the tokenizer's own chat template and tokenised once; trained tokens are those whose
-characters lie inside an assistant's answer, its end-of-turn mark included. Invariant: the ids are exactly those of
-the rendered conversation, so training sees what inference will.
+characters lie inside an assistant's answer, its end-of-turn mark included; what a generation prompt writes, or an
+empty thought that the template puts before the answer, is not. Invariant: the ids are exactly those of the rendered
+conversation, so training sees what inference will.
 """
 
 import functools
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from shardbook.data.formats import PLAIN, Message, Text, read_row
 from shardbook.recipe import RecipeError, first_line
 
 Spans = list[tuple[int, int]]
-# what may stand between header and answer: Qwen3 writes an empty thought before the last
-BETWEEN = ("", "<think>\n\n</think>")
+Tools = list[Any] | None
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message
+OTHER_TEMPLATE = "set data.chat_template to one that does"
+# What may stand between header and answer: Qwen3 writes an empty thought before the last. A generation prompt may end
+# with one, or with the beginning of a thought.
+EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
+OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 PLACEHOLDER = "\u2063placeholder\u2063"  # occurs in no template and no conversation
-PLAIN = ("role", "content")
 SHAPES_KEPT = 4096  # of conversations by their roles
 CHECKED = 16  # messages from the beginning
 _SPACE = re.compile(r"\s*")
-SHAPES = "messages, prompt and completion, or text"
 
 
-def encode_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: str) -> tuple[list[int], list[bool]]:
-    """Token ids and trained mask of one row, uncut; see `Encoder.encode`."""
-    ((ids, mask),) = Encoder(tokenizer).encode([row], [where])
+def encode_row(
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: str, **settings: Any
+) -> tuple[list[int], list[bool]]:
+    """Token ids and trained mask of one row, uncut; see `Encoder`."""
+    ((ids, mask),) = Encoder(tokenizer, **settings).encode([row], [where])
     return ids.tolist(), mask.tolist()
 
 
 class Encoder:
     """Rows to tokens with one tokenizer. Remembers how its template writes conversations of the same roles, so that a
-    row of n messages is rendered once and not n times."""
+    row of n messages is rendered once and not n times. `system`: of conversations without one; `train_on`: assistant,
+    last or all; `kwargs`: of the template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        system: str = "",
+        train_on: str = "assistant",
+        kwargs: Mapping[str, Any] | None = None,
+    ):
+        self.tokenizer, self.system, self.train_on, self.kwargs = tokenizer, system, train_on, kwargs or {}
         self.end_of_turn = functools.cache(self._find_end_of_turn)
         self.header = functools.lru_cache(SHAPES_KEPT)(self._render_header)
         self.shape = functools.lru_cache(SHAPES_KEPT)(self._find_shape)
@@ -46,8 +60,8 @@ class Encoder:
     def encode(self, rows: Sequence[dict[str, Any]], wheres: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Token ids (int64) and trained mask (bool) of each row, uncut. Raises RecipeError, which names it by `wheres`.
 
-        `messages`: loss on the assistant's tokens. `prompt` and `completion`: as messages where they are lists, else
-        text with loss on the completion. `text`: loss on every token. Text ends with the end-of-sequence token.
+        Conversations: loss on the assistant's tokens; behind a prompt, on the completion's. Text: loss on the
+        completion, or on all of it. Text ends with the end-of-sequence token.
         """
         rendered = [self._render_row(row, where) for row, where in zip(rows, wheres, strict=True)]
         found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -69,138 +83,180 @@ class Encoder:
         """Token ids of what a model reads before it answers `text`; without a chat template it continues `text`."""
         if not self.tokenizer.chat_template:
             return list(self.tokenizer(text)["input_ids"])
-        rendered = self._render([{"role": "user", "content": text}], where, add_generation_prompt=True)
+        messages = [{"role": "system", "content": self.system}] * bool(self.system)
+        rendered = self._render([*messages, {"role": "user", "content": text}], where, add_generation_prompt=True)
         return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
     def _render_row(self, row: dict[str, Any], where: str) -> "Rendered":
-        match row:
-            case {"messages": list(messages)}:
-                return self._render_chat(messages, where)
-            case {"prompt": list(prompt), "completion": list(completion)}:
-                return self._render_chat(prompt + completion, where, first_trained=len(prompt))
-            case {"prompt": str(prompt), "completion": str(completion)}:
-                if not completion.strip():
-                    raise RecipeError(f"{where}: completion is empty")
-                text = prompt + completion + (self.tokenizer.eos_token or "")
-                return Rendered(text, [(len(prompt), len(text))], True)
-            case {"text": str(text)}:
-                if not text.strip():
-                    raise RecipeError(f"{where}: text is empty")
-                text += self.tokenizer.eos_token or ""
-                return Rendered(text, [(0, len(text))], True)
-        fields = ", ".join(name for name, value in row.items() if value is not None)
-        raise RecipeError(f"{where}: has the fields {fields or 'none'}; needs {SHAPES}")
-
-    def _render_chat(self, messages: list[dict[str, Any]], where: str, first_trained: int = 0) -> "Rendered":
-        for number, message in enumerate(messages):
-            if not (isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))):
-                raise RecipeError(f"{where}: message {number} needs a string role and a string content")
-        text = self._render(messages, where)
-        headers = self._find_headers(messages, text)
-        spans = [
-            self._answer_span(messages, number, text, headers[number] if headers else None, where)
-            for number, message in enumerate(messages)
-            if number >= first_trained and message["role"] == "assistant" and message["content"].strip()
-        ]
-        if not spans:
-            raise RecipeError(f"{where}: no assistant text, so nothing to train on")
-        return Rendered(text, spans, False)  # the template writes its own special tokens
+        example = read_row(row, where, self.system, self.train_on)
+        if isinstance(example, Text):
+            text = example.prompt + example.completion + (self.tokenizer.eos_token or "")
+            return Rendered(text, [(len(example.prompt), len(text))], True)
+        messages, trained, tools = example
+        text = self._render(messages, where, tools)
+        if unwritten := [name for name in map(_name, tools or ()) if name not in text]:
+            raise RecipeError(f"{where}: the chat template does not write the tool {unwritten[0]}; {OTHER_TEMPLATE}")
+        if self.train_on == "all":
+            return Rendered(text, [(0, len(text))], False)  # the template writes its own special tokens
+        places = self._find_places(messages, text, tools)
+        spans = []
+        for number in trained:
+            if len(messages[number]) > len(PLAIN):
+                spans.append(self._whole_span(messages, number, text, tools, where))
+            else:
+                place = places[number] if places else None
+                spans.append(self._answer_span(messages, number, text, place, tools, where))
+        return Rendered(text, spans, False)
 
     def _answer_span(
-        self, messages: list[dict[str, Any]], number: int, text: str, header: int | None, where: str
+        self, messages: list[Message], number: int, text: str, place: "Place | None", tools: Tools, where: str
     ) -> tuple[int, int]:
-        """Characters of one answer in `text`: from its header's end, `header` where known, to its end-of-turn mark."""
-        answer = messages[number]["content"].strip()
-        if header is None:
-            alone = self._render_before(messages, number, where)
-            header = len(alone) if text.startswith(alone) else -1
-        start = text.find(answer, header)
-        if header < 0 or start < 0 or text[header:start].strip() not in BETWEEN:
-            unlike = f"renders message {number} differently in the conversation than alone"
-            raise RecipeError(f"{where}: the chat template {unlike}")
-        end = start + len(answer)
-        # whitespace at the answer's end, which we stripped and the template may keep, stands before the mark
-        after = _SPACE.match(text, end).end()  # type: ignore[union-attr]  # it matches nothing, too
-        mark = self.end_of_turn()
-        if not text.startswith(mark, after):
-            unlike = f"does not end message {number} with {mark!r}, as it ends a last one"
-            raise RecipeError(f"{where}: the chat template {unlike}")
-        return header, after + len(mark) if mark else end
+        """Characters of one answer in `text`: from its header's end to its end-of-turn mark."""
+        answer, mark, ends = messages[number]["content"].strip(), self.end_of_turn(), -1
+        if place is None:
+            header, opening = self._find_header(messages, number, text, tools, where)
+            after = _skip_thought(text, header)
+            ways = [(header, False), *([(after, True)] if after else [])]
+        else:
+            header, opening, ways = place.header, place.opening, [(place.content, place.thinks)]
+        for at, thinks in ways:
+            start = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+            if not text.startswith(answer, start):
+                continue
+            ends = start + len(answer)
+            # whitespace at the answer's end, which we stripped and the template may keep, stands before the mark
+            after = _SPACE.match(text, ends).end()  # type: ignore[union-attr]
+            if text.startswith(mark, after):
+                opened = len(opening) if text.startswith(opening, header) else 0
+                return start if thinks else header + opened, after + len(mark) if mark else ends
+        raise RecipeError(_unlike(where, number, self.train_on) if ends < 0 else _unended(where, number, mark))
 
-    def _find_headers(self, messages: list[dict[str, Any]], text: str) -> list[int] | None:
-        """Where the header of each message ends in `text`, or None where the template does not write these messages as
-        it writes placeholders of the same roles: then each answer's header is rendered by itself."""
-        if any(value is not None for message in messages for key, value in message.items() if key not in PLAIN):
+    def _whole_span(self, messages: list[Message], number: int, text: str, tools: Tools, where: str) -> tuple[int, int]:
+        """Characters that the template writes for an answer with tool calls or a thought of its own."""
+        header, opening = self._find_header(messages, number, text, tools, where)
+        begin = _skip_thought(text, header) or header + len(opening) * text.startswith(opening, header)
+        until = self._render(messages[: number + 1], where, tools).rstrip()
+        tail = until[_skip_thought(until, header) or begin :]  # a last message may have an empty thought more
+        if not (until.startswith(text[:header]) and text.startswith(tail, begin)):
+            raise RecipeError(_unlike(where, number, self.train_on))
+        end = begin + len(tail)
+        written = {f"the call of {_name(call)}": _name(call) for call in messages[number].get("tool_calls", ())}
+        written |= {name: str(messages[number].get(name, "")).strip() for name in THOUGHTS}
+        if left := [name for name, said in written.items() if text.find(said, begin, end) < 0]:
+            said = f"does not write {left[0]} in message {number}"
+            raise RecipeError(f"{where}: the chat template {said}; {OTHER_TEMPLATE}")
+        if text.find(messages[number]["content"].strip(), header, end) < 0:
+            raise RecipeError(_unlike(where, number, self.train_on))
+        return begin, end
+
+    def _find_header(
+        self, messages: list[Message], number: int, text: str, tools: Tools, where: str
+    ) -> tuple[int, str]:
+        """Where the header of an answer ends in `text`, and what a generation prompt writes of the answer itself."""
+        alone = self._render_before(messages, number, where, tools)
+        header = OPENING.sub("", alone)
+        if not text.startswith(header):
+            raise RecipeError(_unlike(where, number, self.train_on))
+        return len(header), alone[len(header) :]
+
+    def _find_places(self, messages: list[Message], text: str, tools: Tools) -> "list[Place] | None":
+        """Where each message is in `text`, or None where the template does not write these messages as it writes
+        placeholders of the same roles: then each answer's header is rendered by itself."""
+        if tools or any(len(message) > len(PLAIN) for message in messages):
             return None
         shape = self.shape(tuple(message["role"] for message in messages))
-        if shape is None or not text.startswith(shape[0][0] + shape[0][1]):
+        if shape is None or not text.startswith(shape[0].header + shape[0].thought):
             return None
-        headers, at = [], 0
-        for (header, thought), (after, thought_after), message in zip(shape, shape[1:], messages, strict=False):
-            headers.append(at + len(header))
-            at, follows = at + len(header) + len(thought), after + thought_after
+        places, at = [], 0
+        for (header, thought, opening), (after, more, _), message in zip(shape, shape[1:], messages, strict=False):
+            begin = at + len(header)
+            at, follows = begin + len(thought), after + more
+            places.append(Place(begin, at, bool(thought), opening))
             for content in (message["content"], message["content"].strip()):
                 if text.startswith(content, at) and text.startswith(follows, at + len(content)):
                     at += len(content)
                     break
             else:
                 return None
-        return headers if at + len(shape[-1][0]) == len(text) else None
+        return places if at + len(shape[-1].header) == len(text) else None
 
-    def _find_shape(self, roles: tuple[str, ...]) -> list[tuple[str, str]] | None:
-        """What the template writes before each message of a conversation of `roles`, in two parts: its header, and what
-        may stand between that and an answer; then what it writes after the last one. None where an answer's header is
-        not what is written before it alone, with any content."""
+    def _find_shape(self, roles: tuple[str, ...]) -> "list[Before] | None":
+        """What the template writes before each message of a conversation of `roles`, then what it writes after the last
+        one. None where an answer's header is not what is written before it alone, with any content."""
         messages = _placeholders(roles)
         try:
             text = self._render(messages, "")
-            shape, at, known = [], 0, dict[tuple[str, tuple[str, ...]], tuple[str, str]]()
+            shape, at, known = [], 0, dict[tuple[str, tuple[str, ...]], Before]()
             for number, message in enumerate(messages):
                 begin = text.find(message["content"], at)
                 if begin < 0 or text.find(message["content"], begin + 1) > 0:
                     return None
                 before = text[at:begin]
-                parts = before, ""
-                if message["role"] == "assistant" and number:
+                parts = Before(before)
+                if message["role"] == "assistant":
                     # not each of a long conversation alone: a template knows roles, the beginning and the end
                     place = before, roles[max(0, number - 2) : number]
                     if number < CHECKED or number >= len(roles) - 2 or place not in known:
-                        alone = self.header(roles[:number])
-                        known[place] = alone[at:], text[len(alone) : begin]
-                        if not text.startswith(alone) or len(alone) > begin or known[place][1].strip() not in BETWEEN:
+                        alone = self.header(roles[:number]) if number else before
+                        header = OPENING.sub("", alone)
+                        thought, opening = text[len(header) : begin], alone[len(header) :]
+                        if not (text.startswith(header) and at <= len(header) <= begin):
                             return None
+                        if thought and not EMPTY_THOUGHT.fullmatch(thought):
+                            return None
+                        known[place] = Before(header[at:], thought, opening)
                     parts = known[place]
                 shape.append(parts)
                 at = begin + len(message["content"])
         except RecipeError:  # what the template refuses it refuses in the conversation too, which says so
             return None
-        return [*shape, (text[at:], "")]
+        return [*shape, Before(text[at:])]
 
     def _render_header(self, roles: tuple[str, ...]) -> str:
         return self._render_before([*_placeholders(roles), {"role": "assistant", "content": ""}], len(roles), "")
 
-    def _render_before(self, messages: list[dict[str, Any]], number: int, where: str) -> str:
+    def _render_before(self, messages: list[Message], number: int, where: str, tools: Tools = None) -> str:
         """What the model has read when it begins to write message `number`."""
         if number:
-            return self._render(messages[:number], where, add_generation_prompt=True)
+            return self._render(messages[:number], where, tools, add_generation_prompt=True)
         # some templates refuse an empty list: the header of an opening answer is what stands before any content
-        opening = {**messages[0], "content": PLACEHOLDER}
-        return self._render([opening, *messages[1:]], where).partition(PLACEHOLDER)[0]
+        opening = {"role": messages[0]["role"], "content": PLACEHOLDER}
+        return self._render([opening, *messages[1:]], where, tools).partition(PLACEHOLDER)[0]
 
     def _find_end_of_turn(self) -> str:
         """What the template puts after an answer, without the newline that some add before the next header."""
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         return self._render(probe, "the chat template").rpartition("answer")[2].rstrip()
 
-    def _render(self, messages: list[dict[str, Any]], where: str, add_generation_prompt: bool = False) -> str:
+    def _render(
+        self, messages: list[Message], where: str, tools: Tools = None, add_generation_prompt: bool = False
+    ) -> str:
         try:
             rendered = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **self.kwargs
             )
         except Exception as error:  # jinja's errors, and whatever a template raises by itself
             raise RecipeError(f"{where}: the chat template refuses it ({first_line(error)})") from None
         assert isinstance(rendered, str)
         return rendered
+
+
+class Before(NamedTuple):
+    """What a template writes before a message: its header, an empty thought, and what of the answer a generation prompt
+    writes after the header."""
+
+    header: str
+    thought: str = ""
+    opening: str = ""
+
+
+class Place(NamedTuple):
+    """Of a message in a text: where its header ends and its content begins, and whether an empty thought is between."""
+
+    header: int
+    content: int
+    thinks: bool
+    opening: str
 
 
 class Rendered(NamedTuple):
@@ -211,7 +267,26 @@ class Rendered(NamedTuple):
     special: bool
 
 
-def _placeholders(roles: Sequence[str]) -> list[dict[str, Any]]:
+def _skip_thought(text: str, at: int) -> int | None:
+    """Where the empty thought ends that begins at `at`, if there is one."""
+    found = EMPTY_THOUGHT.match(text, at)
+    return found.end() if found else None
+
+
+def _unlike(where: str, number: int, train_on: str) -> str:
+    way_out = "set data.chat_template to another" + ", or data.train_on=last" * (train_on != "last")
+    return f"{where}: the chat template renders message {number} differently in the conversation than alone; {way_out}"
+
+
+def _unended(where: str, number: int, mark: str) -> str:
+    return f"{where}: the chat template does not end message {number} with {mark!r}, as it ends a last one"
+
+
+def _name(tool: dict[str, Any]) -> str:
+    return str(tool.get("function", tool).get("name", ""))
+
+
+def _placeholders(roles: Sequence[str]) -> list[Message]:
     return [{"role": role, "content": f"{PLACEHOLDER}{number}."} for number, role in enumerate(roles)]
 
 

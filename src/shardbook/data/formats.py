@@ -3,31 +3,254 @@
 Invariant: nothing of a row is lost in silence: what is in no known place is an error that names it.
 """
 
+import difflib
+import json
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardbook.recipe import RecipeError
 
 Row = dict[str, Any]
+Message = dict[str, Any]
+PLAIN = {"role", "content"}
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "bing": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_call": "assistant",
+} | {role: role for role in ("system", "user", "assistant", "tool")}
+FORMATS = {  # by their fields
+    "messages": ["messages"],
+    "conversations": ["conversations"],
+    "prompt and completion": ["prompt", "completion"],
+    "instruction and output": ["instruction", "output"],
+    "text": ["text"],
+}
+SHAPES = ", ".join(list(FORMATS)[:-1]) + " or text"
+USUAL = {  # what others call a field
+    "question": "prompt",
+    "query": "prompt",
+    "answer": "completion",
+    "response": "completion",
+    "target": "completion",
+    "chat": "messages",
+    "dialog": "messages",
+    "content": "text",
+}
+
+
+class Text(NamedTuple):
+    prompt: str
+    completion: str  # what is trained
+
+
+class Chat(NamedTuple):
+    messages: list[Message]  # role and content are strings; without keys that are None
+    trained: list[int]  # numbers of the answers that are
+    tools: list[Any] | None
+
+
+def read_row(row: Row, where: str, system: str = "", train_on: str = "assistant") -> Text | Chat:
+    """A row of any format. `system`: of a conversation that has none; `train_on`: as in the recipe. Raises RecipeError,
+    which names the row by `where`."""
+    first = 0  # message that may be trained
+    match row:
+        case {"messages": list(messages)}:
+            pass
+        case {"conversations": list(turns)}:
+            messages = _from_turns(turns, where)
+        case {"prompt": list(prompt), "completion": list(completion)}:
+            messages, first = prompt + completion, len(prompt)
+        case {"prompt": str(prompt), "completion": str(completion)}:
+            if not completion.strip():
+                raise RecipeError(f"{where}: completion is empty")
+            return Text("", prompt + completion) if train_on == "all" else Text(prompt, completion)
+        case {"instruction": str(), "output": str(output)}:
+            messages = [*_from_instruction(row, where), {"role": "assistant", "content": output}]
+        case {"text": str(text)}:
+            if not text.strip():
+                raise RecipeError(f"{where}: text is empty")
+            return Text("", text)
+        case _:
+            raise RecipeError(f"{where}: {_unread(row)}")
+    flags: dict[int, bool] = {}
+    messages = [_read_message(message, number, where, flags) for number, message in enumerate(messages)]
+    given = row.get("system") or ""
+    if not isinstance(given, str):
+        raise RecipeError(f"{where}: system is {_kind(given)}, must be text")
+    own = bool(messages) and messages[0]["role"] in ("system", "developer")
+    if own and given and given != messages[0]["content"]:
+        raise RecipeError(f"{where}: has a system field and another system message; leave one out")
+    if not own and (given or system):
+        messages.insert(0, {"role": "system", "content": given or system})
+        first, flags = first + 1, {number + 1: flag for number, flag in flags.items()}
+    return Chat(messages, _choose(messages, first, flags, train_on, where), _read_tools(row.get("tools"), where))
+
+
+def _choose(messages: list[Message], first: int, flags: dict[int, bool], train_on: str, where: str) -> list[int]:
+    """Numbers of the answers that are trained."""
+    answers = [
+        number
+        for number, message in enumerate(messages)
+        if number >= first
+        and message["role"] == "assistant"
+        and (message["content"].strip() or len(message) > len(PLAIN))
+    ]
+    for number, flag in flags.items():
+        if flag and messages[number]["role"] != "assistant":
+            role = f"is of role {messages[number]['role']}"
+            raise RecipeError(f"{where}: message {number} {role} and asks to be trained; only the assistant's can be")
+        if not flag and train_on == "all":
+            raise RecipeError(
+                f"{where}: message {number} asks not to be trained, and data.train_on = 'all' trains every token; "
+                "set data.train_on=assistant"
+            )
+    if train_on == "all":
+        return answers
+    if not answers:
+        raise RecipeError(f"{where}: no assistant text, so nothing to train on")
+    trained = [number for number in answers if flags.get(number, train_on != "last" or number == answers[-1])]
+    if not trained:
+        raise RecipeError(f"{where}: each answer asks not to be trained, so nothing to train on")
+    return trained
+
+
+def _read_message(message: Any, number: int, where: str, flags: dict[int, bool]) -> Message:
+    """A message as templates know it. What its `train` or `weight` says goes into `flags`."""
+    if not isinstance(message, dict):
+        raise RecipeError(f"{where}: message {number} needs a string role and a string content")
+    if message.keys() != PLAIN or None in message.values():
+        message = _without_none(message)
+        for name in ("weight", "train"):
+            if (flag := message.pop(name, None)) is not None:
+                if flag not in (0, 1):
+                    raise RecipeError(f"{where}: message {number} has {name} = {flag!r}; must be 0 or 1, false or true")
+                flags[number] = bool(flag)
+        if calls := message.pop("tool_calls", None):
+            calls = _json(calls, f"{where}: tool_calls of message {number}")
+            message = {"content": ""} | message | {"tool_calls": [_read_call(call, number, where) for call in calls]}
+    if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
+        raise RecipeError(f"{where}: message {number} needs a string role and a string content")
+    return message
+
+
+def _read_call(call: Any, number: int, where: str) -> dict[str, Any]:
+    """A tool call by the one shape that every template reads: arguments as a table, inside `function`."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RecipeError(f"{where}: a tool call of message {number} needs a name and arguments")
+    arguments = _json(function.get("arguments") or {}, f"{where}: arguments of {function['name']} in message {number}")
+    whole = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": call["id"], **whole} if "id" in call else whole
+
+
+def _read_tools(tools: Any, where: str) -> list[Any] | None:
+    if not tools:
+        return None
+    tools = _json(tools, f"{where}: tools") if isinstance(tools, str) else _without_none(tools)
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RecipeError(f"{where}: tools must be a list of JSON schemas, or that as a JSON string")
+    return tools or None
+
+
+def _json(value: Any, what: str) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        raise RecipeError(f"{what} = {value[:60]!r}: is not JSON") from None
+
+
+def _without_none(value: Any) -> Any:
+    """Without the keys that `datasets` adds to a table where those of other rows have them."""
+    if isinstance(value, dict):
+        return {key: _without_none(inside) for key, inside in value.items() if inside is not None}
+    return [_without_none(inside) for inside in value] if isinstance(value, list) else value
+
+
+def _from_turns(turns: list[Any], where: str) -> list[Message]:
+    """ShareGPT's `from` and `value` as role and content. A function_call that holds JSON becomes tool calls."""
+    messages = []
+    for number, turn in enumerate(turns):
+        turn = _without_none(turn)
+        if not isinstance(turn, dict) or not ({"from", "value"} <= set(turn) or {"role", "content"} <= set(turn)):
+            raise RecipeError(f"{where}: message {number} of conversations needs from and value, or role and content")
+        said, value = (turn.pop("from"), turn.pop("value")) if "from" in turn else (turn["role"], turn["content"])
+        if said not in ROLES:
+            raise RecipeError(f"{where}: message {number} is from {said!r}; must be of {', '.join(ROLES)}")
+        message = turn | {"role": ROLES[said], "content": value}
+        if said == "function_call":
+            try:
+                calls = json.loads(value)
+                message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+            except ValueError:  # then it is what it is: text
+                pass
+        messages.append(message)
+    return messages
+
+
+def _from_instruction(row: Row, where: str) -> list[Message]:
+    """Alpaca's history, instruction and input as messages."""
+    messages = []
+    for number, turn in enumerate(row.get("history") or []):
+        if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(said, str) for said in turn)):
+            raise RecipeError(f"{where}: history {number} must be two texts, the user's and the answer")
+        messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), turn, strict=True)]
+    more = row.get("input") or ""
+    if not isinstance(more, str):
+        raise RecipeError(f"{where}: input is {_kind(more)}, must be text")
+    return [*messages, {"role": "user", "content": "\n".join(filter(None, (row["instruction"], more)))}]
+
+
+def _unread(row: Row) -> str:
+    """Why a row is of no format: its fields, the format that is nearest and what of that is missing."""
+    fields = {name: value for name, value in row.items() if value is not None}
+    said = f"has the fields {', '.join(fields) or 'none'}"
+    if {"chosen", "rejected"} <= set(fields):
+        return f"{said}: a preference, which method = dpo, orpo, simpo and reward train; for sft it needs {SHAPES}"
+    known = [name for needed in FORMATS.values() for name in needed]
+    meant: dict[str, str] = {}  # field of a format -> the row's
+    for name in fields:
+        close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75)
+        meant.setdefault(name if name in known else USUAL.get(name.lower()) or (close or [name])[0], name)
+    best = max(FORMATS, key=lambda form: sum(1 + (name in fields) for name in FORMATS[form] if name in meant))
+    if not any(name in meant for name in FORMATS[best]):
+        return f"{said}; needs {SHAPES}"
+    wrong = [f"{name} is {_kind(fields[name])}" for name in FORMATS[best] if name in fields]
+    lacks = [
+        f"lacks {name}" + (f" (is that {meant[name]}?)" if name in meant else "")
+        for name in FORMATS[best]
+        if name not in fields
+    ]
+    rest = ", ".join(lacks or wrong)
+    return f"{said}; nearest to {best}: {rest}; needs {SHAPES}"
+
+
+def _kind(value: Any) -> str:
+    names = {str: "text", list: "a list", dict: "a table", bool: "true or false", int: "a number", float: "a number"}
+    return names.get(type(value), type(value).__name__)
 
 
 def split_pair(row: Row, where: str) -> list[Row]:
     """A preference as two rows of `prompt` and `completion`, the chosen first. `chosen` and `rejected` are text behind
-    a text `prompt`, or messages; those may begin with the prompt, which is then what both begin with."""
+    a text `prompt`, or messages; those may begin with the prompt, which is then what both begin with. As messages or
+    text, they may also stand behind `conversations` or `instruction`."""
     prompt, chosen, rejected = (row.get(key) for key in ("prompt", "chosen", "rejected"))
+    if prompt is None and isinstance(row.get("conversations"), list):
+        prompt = _from_turns(row["conversations"], where)
+    elif prompt is None and isinstance(row.get("instruction"), str):
+        prompt = _from_instruction(row, where)
+    if isinstance(prompt, list):
+        chosen, rejected = _as_messages(chosen), _as_messages(rejected)
+    sides: list[Any]
     match prompt, chosen, rejected:
         case str(), str(), str():
             sides = [chosen, rejected]
         case _, list(), list():
-            chosen, rejected = [_plain(message) for message in chosen], [_plain(message) for message in rejected]
-            shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
-            if isinstance(prompt, str) and shared == 0:
-                prompt = [{"role": "user", "content": prompt}]
-            elif isinstance(prompt, list) and chosen[: len(prompt)] != [_plain(message) for message in prompt]:
-                shared = 0
-            else:
-                prompt = chosen[:shared]
-            sides = [chosen[shared:], rejected[shared:]]
+            prompt, sides = _split_messages(prompt, [_plain(chosen, where), _plain(rejected, where)], where)
         case _:
             fields = ", ".join(name for name, value in row.items() if value is not None)
             raise RecipeError(
@@ -39,9 +262,37 @@ def split_pair(row: Row, where: str) -> list[Row]:
     for name, side in zip(("chosen", "rejected"), sides, strict=True):
         if not side:
             raise RecipeError(f"{where}: {name} adds nothing to the prompt")
-    return [{"prompt": prompt, "completion": side} for side in sides]
+    more = {key: row[key] for key in ("tools", "system") if row.get(key)}
+    return [{"prompt": prompt, "completion": side} | more for side in sides]
 
 
-def _plain(message: Any) -> Any:
-    """A message without the keys that `datasets` adds where other rows have them."""
-    return {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else message
+def _split_messages(prompt: Any, sides: list[list[Message]], where: str) -> tuple[list[Message], list[list[Message]]]:
+    """The prompt, and what each side adds to it."""
+    shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*sides, strict=False)))
+    if isinstance(prompt, str) and not shared:
+        return [{"role": "user", "content": prompt}], sides
+    if isinstance(prompt, str):
+        begins = any(str(message.get("content")).strip() == prompt.strip() for message in sides[0][:shared])
+        if not begins:
+            raise RecipeError(f"{where}: chosen and rejected begin alike, but not with prompt")
+    if isinstance(prompt, list):
+        prompt = _plain(prompt, where)
+        begin = [side[: len(prompt)] == prompt for side in sides]
+        if begin[0] != begin[1] and prompt:
+            without = "chosen" if begin[1] else "rejected"
+            raise RecipeError(f"{where}: {without} does not begin with prompt, the other does")
+        if not all(begin):
+            return prompt, sides
+    return sides[0][:shared], [side[shared:] for side in sides]
+
+
+def _as_messages(side: Any) -> Any:
+    """An answer that stands alone: text, or one message."""
+    if isinstance(side, str):
+        return [{"role": "assistant", "content": side}]
+    return [side] if isinstance(side, dict) else side
+
+
+def _plain(messages: list[Any], where: str) -> list[Any]:
+    turns = bool(messages) and all(isinstance(message, dict) and message.get("from") for message in messages)
+    return _from_turns(messages, where) if turns else [_without_none(message) for message in messages]

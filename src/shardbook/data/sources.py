@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_dataset, load_from_disk
 
 from shardbook.data.chitchat import DATASETS, chitchat_file
@@ -11,20 +12,43 @@ from shardbook.recipe import RecipeError, first_line
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
+def source_names(spec: str | list[str]) -> list[str]:
+    return [spec] if isinstance(spec, str) else spec
+
+
 def load_source(spec: str | list[str], what: str) -> Dataset:
     """All rows of a source or a list of them. `what` is the recipe key, for errors. Raises RecipeError."""
+    return load_sources(spec, what)[0]
+
+
+def load_sources(spec: str | list[str], what: str) -> tuple[Dataset, list[int]]:
+    """All rows, source after source, and how many each has."""
     if not sys.stderr.isatty():  # in a log file a bar is one endless line
         disable_progress_bars()
-    names = [spec] if isinstance(spec, str) else spec
-    parts = [_load_one(name, what) for name in names]
-    if not parts or not sum(len(part) for part in parts):
+    parts = [_load_one(name, what) for name in source_names(spec)]
+    counts = [len(part) for part in parts]
+    if not sum(counts):
         raise RecipeError(f"{what} = {spec!r}: holds no rows")
-    if len(parts) == 1:
-        return parts[0]
     try:
-        return concatenate_datasets(parts)
+        return parts[0] if len(parts) == 1 else concatenate_datasets(parts), counts
     except ValueError as error:
         raise RecipeError(f"{what} = {spec!r}: the parts have different columns ({first_line(error)})") from None
+
+
+def mix(numbers: np.ndarray, counts: list[int], weights: list[float]) -> np.ndarray:
+    """As many numbers of rows as there are, each source's share of them by its weight, exact to a row (largest
+    remainder): its rows repeat, or are left out, evenly. `counts`: rows of each source, in the order of numbers."""
+    ends = np.cumsum(counts)
+    parts = np.split(numbers, np.searchsorted(numbers, ends[:-1]))
+    exact = np.array(weights) / sum(weights) * len(numbers)
+    shares = np.floor(exact).astype(int)
+    shares[np.argsort(shares - exact, kind="stable")[: len(numbers) - shares.sum()]] += 1
+    for number, (part, share) in enumerate(zip(parts, shares, strict=True)):
+        if not (len(part) and share):
+            said = f"{len(part)} rows of source {number} can be trained, and {share} are its share"
+            raise RecipeError(f"data.weights = {weights}: {said}; leave it out of data.train")
+    both = zip(parts, shares, strict=True)
+    return np.concatenate([part[np.arange(share) * len(part) // share] for part, share in both])
 
 
 def _load_one(name: str, what: str) -> Dataset:

@@ -7,23 +7,25 @@ A row of the model is a tuple of document numbers; packing only changes how many
 import bisect
 import functools
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, List
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.data.chat import Encoder
 from shardbook.data.formats import split_pair
-from shardbook.data.sources import load_source
+from shardbook.data.sources import load_sources, mix, source_names
 from shardbook.recipe import Data, RecipeError, first_line
 
-ENCODING_VERSION = 2  # raise it when an Encoder returns something else: the cache is keyed by it
+ENCODING_VERSION = 3  # raise it when an Encoder returns something else: the cache is keyed by it
 ENCODED_TOGETHER = 64  # rows: offsets of a token are two Python integers for a while
 SPLIT_SEED = 0  # of the held-out rows: the same for every train.seed, else another seed would train on them
 Row = tuple[int, ...]
+Sources = tuple[tuple[str, int], ...]  # in order: names, and how many rows each has
 
 
 class Totals(NamedTuple):
@@ -46,6 +48,10 @@ class Encoding:
     max_length: int
     what: str
     sequences: int  # of an example
+    chat_template: str  # the text; empty: the tokenizer's own
+    chat_template_kwargs: str  # as JSON
+    system: str
+    train_on: str
     version: int = ENCODING_VERSION
 
 
@@ -61,10 +67,12 @@ class Documents:
     summary: str
     totals: Totals = NOTHING  # of all rows
     reference: np.ndarray | None = None  # fp32 [encoded, sequences]: their log-probabilities under the reference model
+    sources: Sources = ()  # of what is encoded
 
 
-def load_tokenizer(folder: Path, what: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder`. Raises RecipeError without one that maps tokens to characters (a fast one)."""
+def load_tokenizer(folder: Path, what: str, chat_template: str = "") -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder`, with the template in the file `chat_template` where one is named. Raises RecipeError
+    without one that maps tokens to characters (a fast one)."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception on a malformed file
@@ -72,7 +80,19 @@ def load_tokenizer(folder: Path, what: str) -> PreTrainedTokenizerBase:
     if not tokenizer.is_fast:
         needed = "a fast one (tokenizer.json), which the loss mask needs"
         raise RecipeError(f"{what}: the tokenizer in {folder} is not {needed}")
+    if chat_template:
+        tokenizer.chat_template = read_template(chat_template)
     return tokenizer
+
+
+def read_template(file: str) -> str:
+    """The text of data.chat_template; empty where that is. Raises RecipeError."""
+    try:
+        return Path(file).expanduser().read_text() if file else ""
+    except (OSError, ValueError) as error:
+        is_text = "{" in file
+        why = "is a template, not a file: write it to one" if is_text else f"cannot be read ({first_line(error)})"
+        raise RecipeError(f"data.chat_template = {file[:60]!r}: {why}") from None
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
@@ -89,44 +109,57 @@ def build_documents(
 ) -> tuple[Documents, Documents | None]:
     """Training and held-out documents (None without `eval` and `eval_size`), of so many `sequences` each: 2 are pairs.
     Raises RecipeError naming key and row."""
-    encoded, usable = _encode_source(data.train, "data.train", data, tokenizer, folder, sequences)
+    encoded, usable, sources = _encode_source(data.train, "data.train", data, tokenizer, folder, sequences)
     dropped, held_out = len(encoded) - len(usable), None
     if data.eval:
-        other, documents = _encode_source(data.eval, "data.eval", data, tokenizer, folder, sequences)
-        held_out = _lay_out(other, documents, data, len(other) - len(documents), sequences)
+        other, documents, there = _encode_source(data.eval, "data.eval", data, tokenizer, folder, sequences)
+        held_out = _lay_out(other, documents, data, len(other) - len(documents), sequences, there)
     elif data.eval_size:
         size, rows = data.eval_size, len(usable)
         count = int(size) if size >= 1 else max(1, round(size * rows))
         if count >= rows:
             raise RecipeError(f"data.eval_size = {size}: holds out all of the {rows} rows of data.train")
         order = np.random.RandomState(SPLIT_SEED).permutation(usable)
-        held_out, usable = _lay_out(encoded, np.sort(order[:count]), data, 0, sequences), np.sort(order[count:])
-    return _lay_out(encoded, usable, data, dropped, sequences), held_out
+        usable = np.sort(order[count:])
+        held_out = _lay_out(encoded, np.sort(order[:count]), data, 0, sequences, sources)
+    if data.weights:
+        usable = mix(usable, [rows for _, rows in sources], data.weights)
+    return _lay_out(encoded, usable, data, dropped, sequences, sources), held_out
 
 
 def _encode_source(
     spec: str | list[str], what: str, data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path, sequences: int
-) -> tuple[Dataset, np.ndarray]:
-    """The encoded rows of one source, and the numbers of those that have a trained token."""
-    raw = load_source(spec, what)
-    if "messages" in raw.column_names and not tokenizer.chat_template:
+) -> tuple[Dataset, np.ndarray, Sources]:
+    """The encoded rows of a key's sources, the numbers of those that have a trained token, and the sources."""
+    raw, counts = load_sources(spec, what)
+    template, kwargs = read_template(data.chat_template), data.chat_template_kwargs
+    known = template or str(tokenizer.chat_template or "")
+    chats = [name for name in ("messages", "conversations", "instruction") if name in raw.column_names]
+    chats += [name for name in ("prompt", "chosen") if isinstance(raw.features.get(name), List)]
+    if chats and not known:
         raise RecipeError(
-            f"{what}: rows hold messages, but the tokenizer in {folder} has no chat template; "
-            "set model.tokenizer to one that has"
+            f"{what}: rows hold {chats[0]}, but the tokenizer in {folder} has no chat template; "
+            "set model.tokenizer to one that has, or data.chat_template to a file"
         )
+    if unread := [name for name in kwargs if name not in known]:
+        raise RecipeError(f"data.chat_template_kwargs = {kwargs}: the chat template does not read {unread[0]}")
+    if sequences > 1 and data.train_on == "all":
+        raise RecipeError("data.train_on = 'all': a preference is between answers; set data.train_on=assistant")
+    key = (template, json.dumps(kwargs, sort_keys=True), data.system, data.train_on)
+    encoding = Encoding(str(folder), _digest(tokenizer), data.max_length, what, sequences, *key)
     try:
         encoded = raw.map(
             _encode,
             with_indices=True,
             batched=True,
             batch_size=ENCODED_TOGETHER,
-            fn_kwargs={"encoding": Encoding(str(folder), _digest(tokenizer), data.max_length, what, sequences)},
+            fn_kwargs={"encoding": encoding},
             remove_columns=raw.column_names,
             num_proc=data.num_proc if data.num_proc > 1 else None,
         )
     except UnicodeDecodeError as error:
         raise RecipeError(f"{what} = {spec!r}: not UTF-8 ({error.reason})") from None
-    trained = _column(encoded, "trained")
+    trained = column(encoded, "trained")
     usable = np.flatnonzero(trained > 0)
     if not len(usable) or (len(usable) < len(trained) and not data.skip_untrainable):
         raise RecipeError(
@@ -134,15 +167,17 @@ def _encode_source(
             f"without a trained token ({len(trained) - len(usable)} of {len(trained)} rows); "
             "raise it, or set data.skip_untrainable=true"
         )
-    return encoded, usable
+    return encoded, usable, tuple(zip(source_names(spec), counts, strict=True))
 
 
-def _lay_out(encoded: Dataset, documents: np.ndarray, data: Data, dropped: int, sequences: int) -> Documents:
-    lengths = _column(encoded, "length")[documents]
+def _lay_out(
+    encoded: Dataset, documents: np.ndarray, data: Data, dropped: int, sequences: int, sources: Sources
+) -> Documents:
+    lengths = column(encoded, "length")[documents]
     rows: list[Row] = [(number,) for number in documents.tolist()]
     if data.packing:
         rows = pack(documents.tolist(), lengths.tolist(), data.max_length * sequences)
-    trained, chosen, cut = (int(_column(encoded, name)[documents].sum()) for name in ("trained", "chosen", "cut"))
+    trained, chosen, cut = (int(column(encoded, name)[documents].sum()) for name in ("trained", "chosen", "cut"))
     said = f"{lengths.sum():,} tokens, {trained:,} of them trained"
     summary = f"{len(documents):,} {'documents' if sequences == 1 else 'pairs'} in {len(rows):,} rows; {said}"
     if cut:
@@ -150,10 +185,11 @@ def _lay_out(encoded: Dataset, documents: np.ndarray, data: Data, dropped: int, 
     if dropped:
         summary += f"; {dropped:,} rows without a trained token dropped"
     totals = Totals(trained, len(documents), chosen)
-    return Documents(encoded, rows, float(lengths.mean()) / sequences, summary, totals)
+    return Documents(encoded, rows, float(lengths.mean()) / sequences, summary, totals, sources=sources)
 
 
-def _column(encoded: Dataset, name: str) -> np.ndarray:
+def column(encoded: Dataset, name: str) -> np.ndarray:
+    """A number of each encoded document; of `lengths`, [documents, sequences]."""
     return np.asarray(encoded.select_columns(name).with_format("numpy")[:][name])
 
 
@@ -187,7 +223,7 @@ def _encode(rows: dict[str, list[Any]], indices: list[int], encoding: Encoding) 
     if encoding.sequences == 2:
         sides = [side for row, where in zip(raw, wheres, strict=True) for side in split_pair(row, where)]
         raw, wheres = sides, [f"{where}, {name}" for where in wheres for name in ("chosen", "rejected")]
-    encoded = _cached_encoder(encoding.folder).encode(raw, wheres)
+    encoded = _cached_encoder(encoding).encode(raw, wheres)
     every, most = encoding.sequences, encoding.max_length
     grouped = [encoded[first : first + every] for first in range(0, len(encoded), every)]
     # the first token of a sequence is never predicted, so it is never trained; nor an example of which one has none
@@ -204,8 +240,11 @@ def _encode(rows: dict[str, list[Any]], indices: list[int], encoding: Encoding) 
 
 
 @functools.lru_cache(maxsize=2)
-def _cached_encoder(folder: str) -> Encoder:
-    return Encoder(load_tokenizer(Path(folder), "model.tokenizer"))
+def _cached_encoder(encoding: Encoding) -> Encoder:
+    tokenizer = load_tokenizer(Path(encoding.folder), "model.tokenizer")
+    if encoding.chat_template:
+        tokenizer.chat_template = encoding.chat_template
+    return Encoder(tokenizer, encoding.system, encoding.train_on, json.loads(encoding.chat_template_kwargs))
 
 
 def _digest(tokenizer: Any) -> str:

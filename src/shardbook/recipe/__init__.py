@@ -15,10 +15,10 @@ from shardbook.recipe.files import (
     resolve_precision,
 )
 from shardbook.recipe.learning import Lora, Optim, Preference
+from shardbook.recipe.rows import Data
 from shardbook.recipe.schema import Recipe
 from shardbook.recipe.sections import (
     Activation,
-    Data,
     Generate,
     Model,
     Offload,

@@ -94,7 +94,7 @@ def list_recipes() -> dict[str, Path]:
     """The shipped recipes by name: from ./recipes, else from the source tree or the installed package."""
     here = Path(__file__).parents[1]
     for folder in (Path("recipes"), here.parents[1] / "recipes", here / "recipes"):
-        if files := sorted(folder.glob("*.toml")):
+        if files := sorted(folder.glob("*.toml"), key=lambda file: file.stem):
             return {file.stem: file for file in files}
     return {}
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from shardbook.recipe.learning import PAIRED, Lora, Optim, Preference
+from shardbook.recipe.rows import Data
 from shardbook.recipe.sections import (
     Activation,
-    Data,
     Generate,
     Hardware,
     Model,

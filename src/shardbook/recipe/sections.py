@@ -65,33 +65,6 @@ class Model(Section):
         return self
 
 
-class Data(Section):
-    train: str | list[str] = key(
-        "chitchat",
-        "Hub id with an optional :split, directory, .jsonl, .parquet, chitchat, chitchat-pairs; a list joins several.",
-    )
-    eval: str | list[str] = key("", "Held-out data, named as in train; empty: see eval_size.")
-    eval_size: int | float = key(
-        0, "Without eval: rows of train to hold out, a count, or a share below 1 (0: none).", ge=0
-    )
-    max_length: int = key(1024, "Longest sequence in tokens; longer ones are cut, and how many is printed.", ge=2)
-    packing: bool = key(
-        True, "Put several documents in one row of max_length; attention never crosses from one to another."
-    )
-    skip_untrainable: bool = key(
-        False, "Drop rows that max_length leaves without a trained token, and print how many (false: an error)."
-    )
-    num_proc: int = key(1, "Processes that tokenise.", ge=1)
-
-    @model_validator(mode="after")
-    def one_evaluation(self) -> "Data":
-        if self.eval and self.eval_size:
-            raise ValueError(f"eval = {self.eval!r} and eval_size = {self.eval_size}: set one of the two")
-        if self.eval_size != int(self.eval_size) and self.eval_size > 1:
-            raise ValueError(f"eval_size = {self.eval_size}: a count of rows is a whole number, a share is below 1")
-        return self
-
-
 class Parallel(Section):
     stage: str = key("zero3", "What a data-parallel rank keeps: ddp, zero1, zero2, zero3 (or fsdp), hsdp, zeropp.")
     dp_replicate_size: int = key(

@@ -47,7 +47,7 @@ def build_prompts(
     asked, room = recipe.generate, recipe.data.max_length - recipe.generate.max_new_tokens
     if not asked.steps:
         return Prompts([], [])
-    encoder = Encoder(tokenizer)
+    encoder = Encoder(tokenizer, recipe.data.system, recipe.data.train_on, recipe.data.chat_template_kwargs)
     said = f"generate.max_new_tokens = {asked.max_new_tokens} and data.max_length = {recipe.data.max_length}"
     way_out = "lower the first, or raise the second"
     found = [encoder.prompt(text, f"generate.prompts: {text!r}") for text in asked.prompts]

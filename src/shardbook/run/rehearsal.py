@@ -37,7 +37,7 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     world = (world_size, ranks_per_node)
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world, recipe.offload)
     folder = tokenizer_folder(recipe.model)
-    tokenizer = load_tokenizer(folder, "model.tokenizer")
+    tokenizer = load_tokenizer(folder, "model.tokenizer", recipe.data.chat_template)
     check_vocabulary(tokenizer, config)
     parts = build_documents(recipe.data, tokenizer, folder, recipe.sequences)
     console.show_data(*parts)

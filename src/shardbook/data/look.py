@@ -1,0 +1,192 @@
+"""A look at the data as it will be trained: first rows token by token, lengths, padding, what is cut and dropped.
+
+Invariant: it shows what the loader would give, and counts nothing that is not in it. Needs a tokenizer, no weights.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from shardbook.data.loader import Loader, choose_batching
+from shardbook.data.tokenized import Documents, build_documents, column
+from shardbook.recipe import Recipe
+
+BARS = 12  # of a histogram, at most so many
+BAR = 40  # characters of the longest
+SHOWN = 800, 200  # tokens of a long sequence that a terminal shows, of its beginning and its end
+EXACT = {"clean_up_tokenization_spaces": False}
+COLUMNS = "source", "documents", "tokens", "trained", "median", "longest", "cut", "dropped"
+
+
+class Piece(NamedTuple):
+    """One token as text, or a few that make one character."""
+
+    text: str
+    trained: bool
+    tokens: int
+
+
+class Sequence(NamedTuple):
+    name: str  # of a pair: chosen or rejected
+    pieces: list[Piece]
+    tokens: int
+    trained: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}{': ' * bool(self.name)}{self.tokens:,} tokens, {self.trained:,} of them trained"
+
+
+class Part(NamedTuple):
+    """A source, or all of them: what of it is trained on in an epoch, repeats counted."""
+
+    name: str
+    lengths: np.ndarray
+    trained: int
+    cut: int
+    dropped: int
+
+    def cells(self) -> list[str]:
+        tokens = int(self.lengths.sum())
+        share = f"{self.trained / tokens:.0%}" if tokens else ""
+        middle, most = (int(np.median(self.lengths)), int(self.lengths.max())) if len(self.lengths) else (0, 0)
+        counts = (len(self.lengths), tokens, share, middle, most, self.cut, self.dropped)
+        return [self.name, *(count if isinstance(count, str) else f"{count:,}" for count in counts)]
+
+
+@dataclass(frozen=True)
+class Look:
+    examples: list[tuple[str, list[Sequence]]]  # by the name of their row
+    parts: list[Part]  # each source, then all, then what is held out
+    bars: list[tuple[int, int, int]]  # of lengths of sequences: from, to, how many
+    summary: str
+
+
+def take_look(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: Path, rows: int, sequences: int) -> Look:
+    """The data of `recipe` with the first `rows` of each source, `sequences` to an example. Raises RecipeError where a
+    run would."""
+    documents, held_out = build_documents(recipe.data, tokenizer, folder, sequences)
+    numbers = np.array([number for row in documents.rows for number in row])
+    parts, examples, start = [], [], 0
+    for name, count in documents.sources:
+        here = numbers[(numbers >= start) & (numbers < start + count)]
+        dropped = column(documents.encoded, "trained")[start : start + count] == 0
+        parts.append(_count(name, documents, here, int(dropped.sum())))
+        for number in np.unique(here)[:rows].tolist():
+            title = f"{name}, row {number - start}"
+            examples.append((title, _sequences(documents.encoded[number], tokenizer)))
+        start += count
+    if len(parts) > 1:
+        parts.append(_count("together", documents, numbers, sum(part.dropped for part in parts)))
+    if held_out:
+        parts.append(_count("held out", held_out, np.array([number for row in held_out.rows for number in row]), 0))
+    lengths = column(documents.encoded, "lengths")[numbers].flatten()
+    padding, of = _padding(documents, recipe, sequences)
+    summary = f"{documents.summary}; {padding:.1%} of {of} is padding"
+    return Look(examples, parts, _bars(lengths), summary)
+
+
+def _count(name: str, documents: Documents, numbers: np.ndarray, dropped: int) -> Part:
+    lengths, trained, cut = (column(documents.encoded, key)[numbers] for key in ("length", "trained", "cut"))
+    return Part(name, lengths, int(trained.sum()), int(cut.sum()), dropped)
+
+
+def _padding(documents: Documents, recipe: Recipe, sequences: int) -> tuple[float, str]:
+    """Share of padding in the rows of the first epoch on a GPU, and what is padded to what."""
+    here = choose_batching(recipe.data, recipe.train, (0, 1), "cuda", documents, sequences=sequences)
+    tokens = column(documents.encoded, "length")
+    used = sum(int(tokens[number]) for row in documents.rows for number in row)
+    if here.row_length:
+        length = -(-here.row_length // here.multiple) * here.multiple
+        return 1 - used / (length * len(documents.rows)), f"rows of {length:,} tokens"
+    loader, padded, longest = (
+        Loader(documents, here, 1, recipe.train.seed),
+        0,
+        column(documents.encoded, "lengths").max(axis=1),
+    )
+    order = [loader.row_at(index)[0] for index in range(len(documents.rows))]
+    for start in range(0, len(order), here.batch_size):
+        together = order[start : start + here.batch_size]
+        padded += len(together) * sequences * (-(-int(longest[together].max()) // here.multiple) * here.multiple)
+    return 1 - used / padded, f"micro-batches of {here.batch_size}, unpacked,"
+
+
+def _bars(lengths: np.ndarray) -> list[tuple[int, int, int]]:
+    """Counts of `lengths` by ranges of a round width: from, to (both within), how many."""
+    most = int(lengths.max())
+    width = next(step * 10**power for power in range(10) for step in (1, 2, 5) if step * 10**power * BARS > most)
+    counts = np.bincount(lengths // width)
+    return [(number * width, (number + 1) * width - 1, int(count)) for number, count in enumerate(counts)]
+
+
+def _sequences(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Sequence]:
+    found, at, names = [], 0, ("chosen", "rejected") if len(document["lengths"]) == 2 else ("",)
+    for name, length in zip(names, document["lengths"], strict=True):
+        ids, mask = (document[key][at : at + length] for key in ("input_ids", "mask"))
+        mask = [False, *mask[1:]]  # the first token is never predicted
+        found.append(Sequence(name, _pieces(ids, mask, tokenizer), length, sum(mask)))
+        at += length
+    return found
+
+
+def _pieces(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+    """Each token's text beside the one before it, which says whether it begins with a space; tokens of one character
+    together."""
+    pieces: list[Piece] = []
+    before, now = 0, 0  # where the last piece and this one begin
+    for end in range(1, len(ids) + 1):
+        known, text = (str(tokenizer.decode(ids[before:to], **EXACT)) for to in (now, end))
+        cut = text.endswith("\ufffd") and end < len(ids) and mask[end] == mask[now] and end - now < 4
+        if not cut:
+            new = text[len(known) :] if text.startswith(known) else str(tokenizer.decode(ids[now:end], **EXACT))
+            shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in new)  # no terminal's commands
+            pieces.append(Piece(shown, mask[now], end - now))
+            before, now = now, end
+    return pieces
+
+
+def show_look(look: Look) -> None:
+    """On standard output: trained tokens in green, or in brackets where there are no colours."""
+    console = Console(highlight=False, soft_wrap=True)
+    is_plain = not console.is_terminal or console.no_color
+    if not console.is_terminal:
+        console.width = 140  # a log file has no edge to wrap at
+    for title, sequences in look.examples:
+        console.print(title, style="bold", markup=False)
+        for sequence in sequences:
+            console.print(Text(sequence.title, style="italic"))
+            console.print(as_text(sequence, is_plain), end="\n\n")
+    table = Table(title_justify="left")
+    for number, name in enumerate(COLUMNS):
+        table.add_column(name, justify="right" if number else "left")
+    for part in look.parts:
+        table.add_row(*part.cells())
+    console.print(table)
+    console.print(look.summary, markup=False)
+    console.print("\ntokens of a sequence")
+    most = max(count for _, _, count in look.bars)
+    wide = len(f"{look.bars[-1][1]:,}")
+    for first, last, count in look.bars:
+        console.print(f"{first:>{wide},} to {last:>{wide},}  {'█' * -(-BAR * count // most):<{BAR}} {count:,}")
+
+
+def as_text(sequence: Sequence, is_plain: bool) -> Text:
+    """A sequence for a terminal; of a long one its beginning and its end."""
+    begin, end = SHOWN
+    pieces, left = sequence.pieces, sequence.pieces[begin:-end]
+    if left:
+        said = Piece(f"\n[... {sum(piece.tokens for piece in left):,} tokens ...]\n", False, 0)
+        pieces = [*pieces[:begin], said, *pieces[-end:]]
+    text, inside = Text(), False
+    for piece in [*pieces, Piece("", False, 0)]:
+        if is_plain and piece.trained != inside:
+            text.append("⟦" if piece.trained else "⟧")
+            inside = piece.trained
+        text.append(piece.text, style="green" if piece.trained else "dim")
+    return text

@@ -1,0 +1,62 @@
+"""What is trained on: sources, their shares, how rows become conversations, and which of their tokens are trained."""
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from shardbook.recipe.sections import Section, key
+
+OURS = ["chat_template", "tools", "documents", "tokenize", "add_generation_prompt", "continue_final_message"]
+OURS += ["conversation", "messages", "return_dict", "return_tensors", "padding", "truncation", "max_length"]
+
+
+class Data(Section):
+    train: str | list[str] = key(
+        "chitchat",
+        "Hub id with an optional :split, directory, .jsonl, .parquet, chitchat, chitchat-pairs; a list joins several.",
+    )
+    weights: list[int | float] = key(
+        [], "Share of an epoch's documents for each source of a list in train, [3, 1]; []: each of them once."
+    )
+    eval: str | list[str] = key("", "Held-out data, named as in train; empty: see eval_size.")
+    eval_size: int | float = key(
+        0, "Without eval: rows of train to hold out, a count, or a share below 1 (0: none).", ge=0
+    )
+    train_on: Literal["assistant", "last", "all"] = key(
+        "assistant", "What of a row is trained: assistant (all answers), last (the last answer), all (every token)."
+    )
+    system: str = key("", "System prompt of conversations that have none.")
+    chat_template: str = key("", "File of a Jinja chat template, which is exported too; empty: the tokenizer's own.")
+    chat_template_kwargs: dict[str, Any] = key({}, "What the chat template is given, {enable_thinking = false}.")
+    max_length: int = key(1024, "Longest sequence in tokens; longer ones are cut, and how many is printed.", ge=2)
+    packing: bool = key(
+        True, "Put several documents in one row of max_length; attention never crosses from one to another."
+    )
+    skip_untrainable: bool = key(
+        False, "Drop rows that max_length leaves without a trained token, and print how many (false: an error)."
+    )
+    num_proc: int = key(1, "Processes that tokenise.", ge=1)
+
+    @model_validator(mode="after")
+    def one_evaluation(self) -> "Data":
+        if self.eval and self.eval_size:
+            raise ValueError(f"eval = {self.eval!r} and eval_size = {self.eval_size}: set one of the two")
+        if self.eval_size != int(self.eval_size) and self.eval_size > 1:
+            raise ValueError(f"eval_size = {self.eval_size}: a count of rows is a whole number, a share is below 1")
+        return self
+
+    @model_validator(mode="after")
+    def a_weight_for_each_source(self) -> "Data":
+        sources = self.train if isinstance(self.train, list) else [self.train]
+        if self.weights and (len(self.weights) != len(sources) or len(sources) == 1):
+            said = f"{len(sources)} source{'s' * (len(sources) != 1)}"
+            raise ValueError(f"weights = {self.weights}: needs one for each source of a list in train; it has {said}")
+        if any(weight <= 0 for weight in self.weights):
+            raise ValueError(f"weights = {self.weights}: each must be above 0; leave a source out of train instead")
+        return self
+
+    @model_validator(mode="after")
+    def kwargs_of_the_template(self) -> "Data":
+        if taken := [name for name in self.chat_template_kwargs if name in OURS]:
+            raise ValueError(f"chat_template_kwargs = {self.chat_template_kwargs}: {taken[0]} is set by the run itself")
+        return self
