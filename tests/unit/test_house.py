@@ -111,7 +111,7 @@ def test_rooms_stay_small():
     lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert lengths["train.py"] <= 250
     assert max(lengths.values()) <= 350, lengths
-    # of them: offload 1,000, adapters and four bits 600, preferences 450, formats of data and a look at it 700, samples 370
+    # offload is 1,000 of them, adapters and four bits 600, preferences 450, formats and a look at data 700, samples 370
     assert sum(lengths.values()) < 15_000
     assert not {"utils", "helpers", "manager", "base"} & {path.stem for path in modules().values()}
     train = ast.parse(modules()["train.py"].read_text())

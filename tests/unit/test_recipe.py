@@ -110,6 +110,10 @@ WRONG = {
     'generate={steps=1,prompts=["why", " "]}': ["prompts = ['why', ' ']: one of them is empty"],
     "generate.temperature=-1.0": ["generate.temperature = -1.0", "greater than or equal to 0"],
     "nonsense": ["'nonsense'", "section.key=value"],
+    "method=kto": ["method = 'kto'", "every layout would train another model", "preference.loss_type=apo_zero"],
+    "preference.beta=0.2": ["preference.beta = 0.2 and method = 'sft': only dpo or orpo or simpo has it"],
+    "preference.beta=0": ["preference.beta = 0", "greater than 0"],
+    "preference.loss_type=sigmoids": ["loss_type = 'sigmoids'", "did you mean sigmoid?"],
     "method=ppo": ["method = 'ppo'", "'sft'"],
 }
 
@@ -121,6 +125,30 @@ def test_wrong_recipes_exit_2_with_one_line(file, word, capsys):
     assert captured.out == "" and captured.err.count("\n") == 1, captured
     for part in WRONG[word]:
         assert part in captured.err
+
+
+PAIRS = {
+    ("method=simpo", "preference.loss_type=ipo"): "preference.loss_type = 'ipo' and method = 'simpo': only dpo has it",
+    ("method=dpo", "preference.simpo_gamma=1.0"): "only simpo has it",
+    ("method=dpo", "preference.label_smoothing=0.1"): "only loss_type = 'robust' has it",
+    ("method=dpo", "preference.loss_type=robust", "preference.label_smoothing=0.5"): "must be below 0.5",
+    ("method=dpo", "preference.precompute_ref_log_probs=false"): "without lora.r the reference is gone",
+    (
+        "method=dpo",
+        "lora.r=4",
+        'lora.modules_to_save=["norm"]',
+        "preference.precompute_ref_log_probs=false",
+    ): "with lora.modules_to_save = ['norm'] the reference is gone",
+    ("method=reward", "generate.steps=1"): "a reward model writes nothing",
+}
+
+
+@pytest.mark.parametrize("words", PAIRS)
+def test_wrong_preferences_exit_2_with_one_line(file, words, capsys):
+    assert cli.main(["train", str(file), *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1, captured
+    assert PAIRS[words] in captured.err
 
 
 USERS_WORDS = {
