@@ -221,6 +221,16 @@ def test_a_pair_is_never_split_over_rows(recipe, tiny, pairs):
         assert micro.position_ids[0, starts].tolist() == [0] * 2 * len(row)
 
 
+def test_a_pair_that_is_split_is_seen(recipe, tiny, pairs, monkeypatch):
+    """Planted bug: a row takes the first answer of each pair, the next row the second."""
+    from shardbook.data import loader
+
+    real, turn = loader._sequences, itertools.count()
+    monkeypatch.setattr(loader, "_sequences", lambda document: [list(real(document))[next(turn) % 2]])
+    with pytest.raises(AssertionError):
+        test_a_pair_is_never_split_over_rows(recipe, tiny, pairs)
+
+
 @pytest.mark.parametrize("stage", ["zero3", slow("zero2"), slow("ddp")])
 def test_adapters_off_is_the_precomputed_reference(stage, recipe, tiny, pairs):
     """B = 0 at first, so the base is the policy of the first step; as many gathers as are predicted."""

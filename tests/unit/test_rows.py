@@ -175,6 +175,21 @@ def test_pairs_of_a_row_and_what_is_trained_of_them(folder):
         build_documents(data.model_copy(update={"train_on": "all"}), tokenizer(), folder / "coder", sequences=2)
 
 
+def test_a_pair_of_which_one_side_is_not_trained_is_none(folder):
+    """Cut so short that the longer prompt's answers are gone, or one of them."""
+    rows = [{"prompt": "a", "chosen": "b" * 40, "rejected": "c"}, {"prompt": "a" * 40, "chosen": "b", "rejected": "c"}]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Data(train=str(folder / "pairs.jsonl"), max_length=20)
+    with pytest.raises(RecipeError, match=r"row 1: data.max_length = 20 leaves it without a trained token"):
+        build_documents(data, tokenizer(), folder / "coder", sequences=2)
+    skips = data.model_copy(update={"skip_untrainable": True})
+    documents, _ = build_documents(skips, tokenizer(), folder / "coder", sequences=2)
+    assert documents.rows == [(0,)] and documents.totals == (19 + 2, 1, 19)
+    (folder / "same.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "b"}) + "\n")
+    with pytest.raises(RecipeError, match="row 0: chosen and rejected are the same"):
+        build_documents(Data(train=str(folder / "same.jsonl")), tokenizer(), folder / "coder", sequences=2)
+
+
 # ---- mixtures
 
 

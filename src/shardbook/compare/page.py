@@ -4,6 +4,7 @@ Invariant: a chart shows what outcomes measured and nothing else; what was not m
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
@@ -86,7 +87,8 @@ def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[str]], word
     body = ""
     for name, *row in rows:
         data = (f"<td{' class=words' * (at == words)}>{escape(cell)}</td>" for at, cell in enumerate(row, 1))
-        body += f'<tr><th scope="row">{escape(name)}</th>{"".join(data)}</tr>'
+        broken = re.sub(r"[,._=]", r"\g<0><wbr>", escape(name))  # a variant's name is one long word
+        body += f'<tr><th scope="row">{broken}</th>{"".join(data)}</tr>'
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
         f"<caption>{escape(caption)}</caption><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>"
