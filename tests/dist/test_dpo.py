@@ -30,7 +30,7 @@ ROWS = 24
 
 
 def slow(value):
-    return pytest.param(value, marks=pytest.mark.slow)
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def cases_of(kind: str, pairs) -> list[Case]:
 def test_every_stage_is_the_plain_process_to_a_millionth(kind, recipe, tiny, pairs, wanted_of, tmp_path):
     chosen = cases_of(kind, pairs)
     if kind == KINDS[0]:  # the others in the slow run
-        chosen = [case for case in chosen if case.world == 2 and case.stage in ("ddp", "zero3")]
+        chosen = [case for case in chosen if case.world == 2 and case.stage == "zero3"]
     for world in {case.world for case in chosen}:
         those = [case for case in chosen if case.world == world]
         assert run_world(world, run_cases, recipe, tiny, those, tmp_path, seconds=900) == [[]] * world
@@ -113,7 +113,7 @@ def test_the_first_loss_is_ln_2_and_metrics_are_trls(straight):
     assert rows[-1]["eval/rewards/margins"] and rows[-1]["train/rewards/margins"]  # it moves
 
 
-@pytest.mark.parametrize(("step", "keep"), [(0, False), (0, True), (4, False), (4, True)])
+@pytest.mark.parametrize(("step", "keep"), [(0, False), slow((0, True)), slow((4, False)), (4, True)])
 def test_a_kill_during_and_after_the_reference_goes_on_bitwise(step, keep, recipe, pairs, straight):
     """And where the file is gone: the weights that the run began with are asked again."""
     name = f"again-{step}-{keep}"
@@ -124,6 +124,7 @@ def test_a_kill_during_and_after_the_reference_goes_on_bitwise(step, keep, recip
     assert not keep or (run / "reference.npz").stat().st_mtime_ns == before  # read, not asked again
 
 
+@pytest.mark.slow
 def test_more_steps_ask_of_more_rows(recipe, pairs, straight):
     words = words_of("dpo:sigmoid", pairs)
     run = run_train(2, recipe, "longer", *words, "train.steps=4", "train.save_steps=4")
@@ -159,7 +160,7 @@ def ask_what_is_trained(words):
     return train.main(words)
 
 
-@pytest.mark.parametrize("what", ["data", "weights"])
+@pytest.mark.parametrize("what", ["data", slow("weights")])
 def test_a_run_does_not_go_on_with_another_reference(what, recipe, pairs, straight, tmp_path):
     name = f"without-{what}"
     run = go_on_from(straight, name, 4)
