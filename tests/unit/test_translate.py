@@ -441,6 +441,27 @@ def test_accelerate_that_names_a_deepspeed_file(tmp_path):
     assert settings["parallel.stage"] == "zeropp" and not any(entry.refused for entry in entries)
 
 
+@pytest.mark.parametrize(
+    ("said", "tier"), [("false", None), ("No", None), (False, None), ("true", "cpu"), (True, "cpu")]
+)
+def test_a_quoted_no_is_no(said, tier, tmp_path):
+    config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": said}}
+    settings, _ = translate(written(tmp_path, "quoted.yaml", config))
+    assert settings.get("offload.params") == tier
+
+
+def test_what_follows_from_a_stage_follows_from_the_last_word_on_it(tmp_path):
+    """A switch that is refused no longer makes its stage, of which the gathers of backward are left out then."""
+    zero = {"stage": 2, "zero_quantized_weights": True}
+    outer = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    written(tmp_path, "ds.json", {"zero_optimization": zero})
+    settings, entries = translate(
+        written(tmp_path, "outer.yaml", outer | {"fsdp_config": {"fsdp_backward_prefetch": "BACKWARD_PRE"}})
+    )
+    assert settings["parallel.stage"] == "zero2" and any(entry.refused for entry in entries)
+    assert "parallel.backward_prefetch" not in settings
+
+
 def test_the_command(tmp_path, capsys):
     good = written(tmp_path, "good.json", DEEPSPEED["ZeRO++ tutorial"][0])
     partly = {"device": "cpu", "ratio": 0.5}

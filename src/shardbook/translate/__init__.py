@@ -51,7 +51,9 @@ def translate(path: Path) -> tuple[Settings, list[Entry]]:
             raise RecipeError(f"{path}: deepspeed_config.deepspeed_config_file = {named!r}: must be a path")
         inner = path.parent / named if (path.parent / named).is_file() else Path(named)
         entries = [entry for entry in entries if entry.key != "deepspeed_config.deepspeed_config_file"]
-        entries += [*_entries(_read(inner), DEEPSPEED), *_assumed(_read(inner))]
+        inside = _read(inner)
+        entries += [*_entries(inside, DEEPSPEED), *_assumed(inside)]
+        whole = inside | whole  # for what several keys say together
     elif is_deepspeed:
         entries += _assumed(whole)
     settings: Settings = {}
@@ -71,7 +73,7 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
         entries.append(Entry(key, value, changed, said, refused))
 
     settings.setdefault(STAGE, "zero3")
-    stage, number = settings[STAGE], _section(whole, "zero_optimization").get("stage", 3)
+    number = _section(whole, "zero_optimization").get("stage", 3)
     switches = {"parallel.quantize_weights", "parallel.quantize_gradients", "parallel.secondary_shard"}
     if number != 3 and switches & set(settings):
         said = f"goes with stage 3, not {number}; set zero_optimization.stage to 3, or leave it out"
@@ -81,6 +83,7 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
                 settings = {key: value for key, value in settings.items() if key not in entry.settings}
         named = [entry.settings[STAGE] for entry in entries if STAGE in entry.settings]
         settings[STAGE] = named[-1] if named else "zero3"
+    stage = settings[STAGE]
     if stage == "hsdp" and "parallel.dp_shard_size" not in settings:
         ranks, machines = whole.get("num_processes"), whole.get("num_machines", 1)
         if all(type(count) is int and count > 0 for count in (ranks, machines)) and ranks % machines == 0:

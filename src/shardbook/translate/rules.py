@@ -25,8 +25,12 @@ def to(key: str, convert: Callable[[Any], Any]) -> Rule:
     return lambda value: ({key: convert(value)}, "")
 
 
+OFF = ("false", "off", "no", "none", "0")
+
+
 def when(settings: Settings, said: str = "") -> Rule:
-    return lambda value: (settings, said) if value else ({}, "off")
+    """`settings` where a key is on, also in quotes as YAML's writers have it."""
+    return lambda value: (settings, said) if value and str(value).lower() not in OFF else ({}, "off")
 
 
 def whole(value: Any) -> int:
