@@ -177,7 +177,7 @@ def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
     words += [f"model.path={hub_id(asked.model)}"] if asked.model else []
     recipe = load_recipe(find_recipe(asked.recipe), words) if asked.recipe else parse_recipe(PLAIN, "--model", words)
     cluster = (asked.gpu, asked.gpus, asked.network, asked.per_node)
-    shares = build_objective(recipe.method, recipe.preference).shares if asked.simulate else None
+    shares = build_objective(recipe.method, recipe.preference, recipe.distill).shares if asked.simulate else None
     read = (recipe.model.path, asked.gpu, asked.document_tokens)
     samples = [read_sample(run, *read) for run in asked.calibrate or ()]
     report = make_report(recipe, *cluster, asked.document_tokens, shares, asked.host_gb, samples)

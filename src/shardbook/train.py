@@ -59,6 +59,7 @@ from shardbook.run.out_of_memory import OutOfMemory
 from shardbook.run.profile import Profile
 from shardbook.run.reference import Reference
 from shardbook.run.start import start_from
+from shardbook.run.teacher import load_teacher
 from shardbook.run.trackers import flat_config
 
 
@@ -71,12 +72,13 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     check_optimizer(recipe.optim, ranks.device.type)
     use_deterministic(recipe.train.deterministic)
     torch.manual_seed(recipe.train.seed + ranks.rank)  # of lora_dropout: each rank drops its own
-    objective = build_objective(recipe.method, recipe.preference)
+    objective = build_objective(recipe.method, recipe.preference, recipe.distill)
     stop = StopFlag().listen()
     with local_main_process_first(ranks):
         config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
+        teacher = load_teacher(recipe)
     attention = choose_attention(recipe.model.attention, config, ranks.device, DTYPES[recipe.precision.params])
-    model = build_adapted(recipe, config, attention)
+    model = build_adapted(recipe, config, attention, teacher)
     world = (ranks.world_size, ranks.ranks_per_node)
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world, recipe.offload)
 

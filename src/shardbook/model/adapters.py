@@ -30,6 +30,7 @@ from shardbook.model.attention import KERNELS, Kernel
 from shardbook.model.causal_lm import CausalLM, build_model
 from shardbook.model.nf4 import PackedLinear, pack_module, packed_product, unpacked_weight
 from shardbook.model.stored import Stored, digest_share
+from shardbook.model.teacher import attach_teacher
 from shardbook.model.weights import HIGH, LOW, MAGNITUDE, SCORE, is_adapter, local_rows
 from shardbook.parallel.layout import DTYPES
 from shardbook.recipe import Lora, Recipe, RecipeError, first_line, nearest
@@ -100,9 +101,14 @@ class PackedLoraLinear(LoraLinear):
         return unpacked_weight(self, dtype)
 
 
-def build_adapted(recipe: Recipe, config: PreTrainedConfig, attention: Kernel = KERNELS["sdpa"]) -> CausalLM:
-    """The model of a recipe (without `auto`) on the meta device: build_model, and adapters where it asks for them.
-    Raises RecipeError where these do not fit the model."""
+def build_adapted(
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    attention: Kernel = KERNELS["sdpa"],
+    teacher: PreTrainedConfig | None = None,
+) -> CausalLM:
+    """The model of a recipe (without `auto`) on the meta device: build_model, and adapters where it asks for them, and
+    in it a model of the config `teacher`. Raises RecipeError where these do not fit the model."""
     chunk, scores = recipe.train.loss_chunk_tokens, recipe.method == "reward"
     if scores and config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         raise RecipeError(f"method = 'reward': transformers has no classifier of the family {config.model_type!r}")
@@ -111,6 +117,8 @@ def build_adapted(recipe: Recipe, config: PreTrainedConfig, attention: Kernel = 
         apply_lora(model, recipe.lora, DTYPES[recipe.precision.frozen])
     if recipe.model.load_in_4bit:
         pack_blocks(model, DTYPES[recipe.precision.params], recipe.model.bnb_4bit_use_double_quant)
+    if teacher:
+        attach_teacher(model, build_model(teacher, recipe.precision.frozen, attention=attention))
     return model
 
 
@@ -195,17 +203,20 @@ def kept_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def weights_identity(recipe: Recipe, folder: Path) -> str:
     """What a run's weights begin as: every byte of the weights files of `folder`, or random ones, and in how many bits.
-    Collective: each rank hashes its share of the files."""
-    named = f"random, seed {recipe.train.seed}"
-    if recipe.model.init == "pretrained":
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        shares: list[Any] = [None] * ranks
-        dist.all_gather_object(shares, digest_share(folder, rank, ranks))
-        digest = hashlib.sha256(b"".join(piece for pieces in zip_longest(*shares, fillvalue=b"") for piece in pieces))
-        named = digest.hexdigest()[:16]
+    Collective."""
+    named = f"random, seed {recipe.train.seed}" if recipe.model.init == "random" else digest_weights(folder)
     if recipe.model.load_in_4bit:
         named += ", nf4" + ", double" * recipe.model.bnb_4bit_use_double_quant
     return named
+
+
+def digest_weights(folder: Path) -> str:
+    """Of every byte of the weights files of `folder`. Collective: each rank hashes its share."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    shares: list[Any] = [None] * ranks
+    dist.all_gather_object(shares, digest_share(folder, rank, ranks))
+    digest = hashlib.sha256(b"".join(piece for pieces in zip_longest(*shares, fillvalue=b"") for piece in pieces))
+    return digest.hexdigest()[:16]
 
 
 def remember_base(model: nn.Module, folder: Path, recipe: Recipe) -> None:

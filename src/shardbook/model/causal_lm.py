@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig
 
 from shardbook.model.attention import KERNELS, Kernel, attention_mask, head_size, use_attention
 from shardbook.model.families import FAMILIES
-from shardbook.model.loss_head import LossHead, ScoreHead
+from shardbook.model.loss_head import Lesson, LossHead, ScoreHead
 from shardbook.parallel.layout import DTYPES
 from shardbook.parallel.units import count_parameters
+from shardbook.recipe import Distill
 
 
 class CausalLM(nn.Module):
@@ -29,7 +30,9 @@ class CausalLM(nn.Module):
     """
 
     scores = False  # whether its head is ScoreHead
-    is_adapted = False  # adapters.py: what is not trained is in no checkpoint
+    is_adapted = False  # adapters.py, teacher.py: what is not trained is in no checkpoint
+
+    teacher: "CausalLM | None"  # teacher.py
 
     around_block: Callable[[int, Tensor], AbstractContextManager[Any]] = staticmethod(lambda *_: nullcontext())
 
@@ -48,6 +51,7 @@ class CausalLM(nn.Module):
         # Meta buffers hold no numbers and no file has them: rotary frequencies are computed here, on the host, in fp32.
         self.model.rotary_emb = type(self.model.rotary_emb)(config)
         self.tie()
+        self.register_module("teacher", None)
 
     def tie(self) -> None:
         """Make head and embedding one parameter, where the config says so."""
@@ -70,9 +74,10 @@ class CausalLM(nn.Module):
     def parts(self) -> list[list[nn.Module]]:
         """The groups of modules to shard and gather together, in forward order; tied weights share one group."""
         body, blocks = self.model, [[block] for block in self.blocks]
+        first = self.teacher.parts if self.teacher else []
         if self.is_tied:
-            return [[body.norm, body.embed_tokens, self.head], *blocks]
-        return [[body.embed_tokens], *blocks, [body.norm, self.head]]
+            return [*first, [body.norm, body.embed_tokens, self.head], *blocks]
+        return [*first, [body.embed_tokens], *blocks, [body.norm, self.head]]
 
     def forward(self, *batch: Any, cache: Cache | None = None, **named: Any) -> Tensor:
         """`losses` of a batch or, with a `cache`, `next_logits`. One way in: only a forward of the root gathers what
@@ -88,14 +93,29 @@ class CausalLM(nn.Module):
         targets: Tensor,
         packed: bool,
         summed: bool = False,
+        distill: Distill | None = None,
     ) -> Tensor:
         """Negative log-likelihood [n], fp32, of `targets` [n] at `positions` [n], indices into the flat [B * L]; or its
         sum, which takes one product of the head less.
 
         input_ids, position_ids: int64 [B, L]. A token attends to itself and earlier tokens of its own document;
         documents lie between `boundaries` [m], int32 offsets into the flat [B * L]. Not `packed`: one document a row,
-        padding only at its end (nothing attends forward to it).
+        padding only at its end (nothing attends forward to it). `distill`: the three sums of a LossHead's lesson.
         """
+        batch = input_ids, position_ids, boundaries, positions, packed
+        if distill is None:
+            found: Tensor = self.head(self.hidden_states(*batch), targets, summed)
+            return found
+        assert self.teacher is not None, "nobody teaches"
+        with torch.no_grad():
+            heard, weight = self.teacher.lm_head(self.teacher.hidden_states(*batch))
+        lesson = Lesson(heard, weight, distill.temperature, distill.kd_ratio)
+        return self.lm_head(self.hidden_states(*batch), targets, lesson=lesson)
+
+    def hidden_states(
+        self, input_ids: Tensor, position_ids: Tensor, boundaries: Tensor, positions: Tensor, packed: bool
+    ) -> Tensor:
+        """What the head makes logits of, [n, hidden]."""
         family = FAMILIES[self.config.model_type]
         hidden = self.model.embed_tokens(input_ids)
         if family.embedding_scale:
@@ -109,8 +129,7 @@ class CausalLM(nn.Module):
         hidden = self.model.norm(hidden).flatten(0, 1)[positions]  # by one name: what is not kept is gone
         if family.logits_divisor and not self.scores:  # of fewer numbers than logits are
             hidden = hidden / getattr(self.config, family.logits_divisor)
-        found: Tensor = self.head(hidden, targets, summed)
-        return found
+        return hidden
 
     def next_logits(self, input_ids: Tensor, position_ids: Tensor, attended: Tensor, cache: Cache) -> Tensor:
         """Logits [B, vocabulary] of what follows input_ids [B, l], the last l of the L tokens that `cache` then holds.
@@ -145,17 +164,18 @@ def build_model(
 
 def materialize(model: CausalLM, device: torch.device) -> None:
     """Give every meta parameter uninitialised memory on `device`, and move the rotary buffers there unharmed."""
-    rotary = model.model.rotary_emb
-    frequencies = {name: buffer.clone() for name, buffer in rotary.named_buffers()}
+    every = [module for module in model.modules() if isinstance(module, CausalLM)]
+    frequencies = [[buffer.clone() for buffer in each.model.rotary_emb.buffers()] for each in every]
     model.to_empty(device=device)  # empties real buffers too, and makes two parameters of a tied one
-    model.tie()
-    for name, buffer in rotary.named_buffers():
-        buffer.copy_(frequencies[name])
+    for each, numbers in zip(every, frequencies, strict=True):
+        each.tie()
+        for buffer, number in zip(each.model.rotary_emb.buffers(), numbers, strict=True):
+            buffer.copy_(number)
 
 
 def apply_compile(model: CausalLM) -> None:
     """Compile each block in place. `torch.compile(block)` would return a wrapper whose FSDP hooks never fire."""
-    for block in model.blocks:
+    for block in [*(model.teacher.blocks if model.teacher else []), *model.blocks]:
         block.compile()
 
 
@@ -167,6 +187,7 @@ class Flops:
     per_pair: int
     block: int = 0  # elements of the blocks' matrices
     block_trained: int = 0  # those that get a gradient
+    teacher: "Flops | None" = None  # of the model beside, were it trained as it is, frozen; no model FLOPs of this one
 
     def of(self, tokens: float, pairs: float) -> float:
         return self.per_token * tokens + self.per_pair * pairs
@@ -187,4 +208,4 @@ def count_flops(model: CausalLM) -> Flops:
     head = model.head.weight.numel()
     per_token = 4 * (block + head) + 2 * (trained + head * model.head.weight.requires_grad)
     per_pair = 6 * config.num_hidden_layers * config.num_attention_heads * head_size(config)
-    return Flops(per_token, per_pair, block, trained)
+    return Flops(per_token, per_pair, block, trained, count_flops(model.teacher) if model.teacher else None)

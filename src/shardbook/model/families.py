@@ -39,16 +39,17 @@ WHY_NOT = {  # families that people ask for, whose blocks do what ours does not
 DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
 
 
-def load_config(model: Model, folder: Path, max_length: int) -> PreTrainedConfig:
-    """The transformers config in `folder`. Raises RecipeError for a family or length that it cannot train."""
+def load_config(model: Model, folder: Path, max_length: int, what: str = "model.path") -> PreTrainedConfig:
+    """The transformers config in `folder`, which the key `what` names. Raises RecipeError for a family or length that
+    it cannot train."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"model.path = {model.path!r}: no usable config.json: {first_line(error)}") from None
+        raise RecipeError(f"{what} = {model.path!r}: no usable config.json: {first_line(error)}") from None
     if config.model_type not in FAMILIES:
         why = f" ({reason})" if (reason := WHY_NOT.get(config.model_type)) else ""
         raise RecipeError(
-            f"model.path = {model.path!r}: family {config.model_type!r} is not supported{why}; "
+            f"{what} = {model.path!r}: family {config.model_type!r} is not supported{why}; "
             f"supported: {', '.join(FAMILIES)}{nearest(config.model_type, list(FAMILIES))}"
         )
     if max_length > config.max_position_embeddings:
@@ -63,7 +64,7 @@ def load_config(model: Model, folder: Path, max_length: int) -> PreTrainedConfig
         )
     for name in DROPOUTS:
         if share := getattr(config, name, 0.0):
-            raise RecipeError(f"model.path = {model.path!r}: {name} = {share}; only 0 is supported")
+            raise RecipeError(f"{what} = {model.path!r}: {name} = {share}; only 0 is supported")
     rope = getattr(config, "rope_parameters", None) or {}
     short = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     if rope.get("rope_type") in ("dynamic", "longrope") and max_length > short:
@@ -73,6 +74,6 @@ def load_config(model: Model, folder: Path, max_length: int) -> PreTrainedConfig
         )
     if getattr(config, "quantization_config", None):
         raise RecipeError(
-            f"model.path = {model.path!r}: holds quantised weights; full fine-tuning needs the unquantised ones"
+            f"{what} = {model.path!r}: holds quantised weights; full fine-tuning needs the unquantised ones"
         )
     return config

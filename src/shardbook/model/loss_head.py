@@ -1,8 +1,8 @@
 """The loss head: hidden states and targets become losses, never all logits at once."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 PRODUCT_ROWS = 32_768  # of the head's gradient, made at once
+
+
+class Lesson(NamedTuple):
+    """What a teacher says of n trained positions, as what its logits are made of, and how it counts."""
+
+    hidden: Tensor  # [n, its width]
+    weight: Tensor  # [its vocabulary, its width]
+    temperature: float
+    ratio: float  # of the teacher in the loss
 
 
 class LossHead(nn.Linear):
@@ -21,12 +30,17 @@ class LossHead(nn.Linear):
 
     chunk_tokens: int = 0
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, summed: bool = False) -> Tensor:
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, summed: bool = False, lesson: Lesson | None = None
+    ) -> Tensor:
         """The loss of each target [n], or, `summed`, their sum: then gradients are made with the logits at hand, where
-        the other form makes each chunk's logits again in backward. Without targets: logits [n, vocabulary]."""
+        the other form makes each chunk's logits again in backward. Without targets: logits [n, vocabulary]. With a
+        `lesson` three sums [3]: the loss, which alone has the gradient; likelihood and divergence that are in it."""
         if targets is None:
             return F.linear(hidden, self.weight)
         rows = self.chunk_tokens or max(1, len(targets))
+        if lesson:
+            return _TaughtLoss.apply(hidden, self.weight, targets, lesson, rows, torch.is_grad_enabled())
         if summed:
             return _SummedLoss.apply(hidden, self.weight, targets, rows, torch.is_grad_enabled())
         return _Losses.apply(hidden, self.weight, targets, rows)
@@ -53,15 +67,52 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> Any:
-        if ctx.gradients is None:
-            raise RuntimeError("LossHead: this loss went backward already, and its gradients are gone")
-        of_hidden, of_weight = ctx.gradients
-        ctx.gradients = None
-        if of_hidden is not None:
-            of_hidden.mul_(slope)
-        if of_weight is not None:
-            of_weight = of_weight.mul_(slope).to(ctx.dtype)
-        return of_hidden, of_weight, None, None, None
+        return *made_in_forward(ctx, slope), None, None, None
+
+
+def made_in_forward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of hidden states and weight that forward left in `ctx`, times `slope`."""
+    if ctx.gradients is None:
+        raise RuntimeError("LossHead: this loss went backward already, and its gradients are gone")
+    of_hidden, of_weight = ctx.gradients
+    ctx.gradients = None
+    if of_hidden is not None:
+        of_hidden.mul_(slope)
+    if of_weight is not None:
+        of_weight = of_weight.mul_(slope).to(ctx.dtype)
+    return of_hidden, of_weight
+
+
+class _TaughtLoss(torch.autograd.Function):
+    """The same of (1 - ratio) * NLL + ratio * T^2 * KL(teacher || student), both distributions at temperature T (Hinton
+    et al., arXiv 1503.02531, section 2): the logits of both models exist for the rows of a chunk.
+
+    Where one vocabulary is padded further than the other, the divergence is of what both have.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, lesson: Lesson, rows: int, trains: bool
+    ) -> Tensor:
+        wanted = [trains and needed for needed in ctx.needs_input_grad[:2]]
+        theirs, temperature, ratio = lesson.weight[: len(weight)], lesson.temperature, lesson.ratio
+        divergences = torch.zeros(len(targets), device=hidden.device)
+
+        def compare(logits: Tensor, here: slice, trains: bool) -> tuple[Tensor, Tensor]:
+            taught = F.linear(lesson.hidden[here], theirs)
+            score = run_as_one(score_taught, logits.is_cuda)
+            losses, divergences[here], slope = score(logits, taught, targets[here], temperature, ratio, trains)
+            return losses, slope
+
+        losses, *ctx.gradients = score_chunks(hidden, weight, targets, rows, wanted, compare=compare)
+        ctx.dtype = weight.dtype
+        likelihood, divergence = losses.sum(), divergences.sum()
+        return torch.stack([(1 - ratio) * likelihood + ratio * temperature**2 * divergence, likelihood, divergence])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slopes: Tensor) -> Any:
+        return *made_in_forward(ctx, slopes[0]), None, None, None, None
 
 
 class _Losses(torch.autograd.Function):
@@ -83,10 +134,17 @@ class _Losses(torch.autograd.Function):
 
 
 def score_chunks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, wanted: Sequence[bool], slopes: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    rows: int,
+    wanted: Sequence[bool],
+    slopes: Tensor | None = None,
+    compare: Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The loss of each target, fp32 [n], with the logits of `rows` of them at a time; and, where `wanted`, gradients of
-    hidden states and of the weight: of the sum of losses, or of each times its `slopes` [n].
+    hidden states and of the weight: of the sum of losses, or of each times its `slopes` [n]. `compare`: what makes
+    losses and slope of a chunk's logits, in place of `score`.
 
     The weight's gradient is added up in fp32: 64 chunks in bf16 would lose small ones.
     """
@@ -98,7 +156,10 @@ def score_chunks(
         of_weight = fills(weight.shape, dtype=torch.float32, device=weight.device)
     for first in range(0, len(targets), rows):
         here = slice(first, first + rows)
-        losses[here], slope = score(F.linear(hidden[here], weight), targets[here], any(wanted))
+        if compare:
+            losses[here], slope = compare(F.linear(hidden[here], weight), here, any(wanted))
+        else:
+            losses[here], slope = score(F.linear(hidden[here], weight), targets[here], any(wanted))
         if slopes is not None:
             slope *= slopes[here, None]
         if of_hidden is not None:
@@ -137,12 +198,47 @@ def score_plain(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, 
     return losses, slope
 
 
+def score_taught(
+    logits: Tensor, theirs: Tensor, targets: Tensor, temperature: float, ratio: float, trains: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits [n, V] and a teacher's [n, W], W <= V: the losses, the divergences KL(teacher || student) of the first
+    W, both fp32 [n], and as score_plain the gradient of the sum. At most four fp32 tensors of that size are there."""
+    slope, where, both = logits.float(), targets[:, None], theirs.shape[1]
+    ours = slope[:, :both] / temperature
+    ours -= ours.logsumexp(-1, keepdim=True)
+    theirs = theirs.float()
+    theirs /= temperature
+    theirs -= theirs.logsumexp(-1, keepdim=True)
+    shares = theirs.exp()
+    theirs -= ours
+    theirs *= shares
+    divergences = theirs.sum(-1)
+    del theirs
+    slope -= slope.logsumexp(-1, keepdim=True)
+    losses = -slope.gather(1, where)[:, 0]
+    if trains:
+        slope.exp_()
+        slope.scatter_add_(1, where, torch.full_like(where, -1, dtype=slope.dtype))
+        slope *= 1 - ratio
+        ours.exp_()
+        ours -= shares
+        ours *= ratio * temperature  # temperature squared, and one divided by it
+        slope[:, :both] += ours
+        slope = slope.to(logits.dtype)
+    return losses, divergences, slope
+
+
 @functools.cache
-def compiled() -> Any:
-    """One kernel in place of five passes over [rows, vocabulary]; dynamic: the last chunk's length differs each time.
+def compiled(function: Any) -> Any:
+    """One kernel in place of many passes over [rows, vocabulary]; dynamic: the last chunk's length differs each time.
     Not at import, which would pull the compiler into every process."""
-    return torch.compile(score_plain, dynamic=True)
+    return torch.compile(function, dynamic=True)
+
+
+def run_as_one(function: Any, is_cuda: bool) -> Any:
+    return compiled(function) if is_cuda else function
 
 
 def score(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
-    return (compiled() if logits.is_cuda else score_plain)(logits, targets, trains)
+    scored: tuple[Tensor, Tensor] = run_as_one(score_plain, logits.is_cuda)(logits, targets, trains)
+    return scored

@@ -19,12 +19,12 @@ def known_shapes() -> dict[str, dict[str, Any]]:
     return tomllib.loads((files("shardbook.model") / "shapes.toml").read_text())
 
 
-def shape_config(path: str, max_length: int) -> PreTrainedConfig:
+def shape_config(path: str, max_length: int, what: str = "model.path") -> PreTrainedConfig:
     """The config of `path`: a local directory (or its config.json), a name of shapes.toml or a hub id that stands
     there. Fetches nothing. Raises RecipeError for any other, with the nearest that is known."""
     local = Path(path).parent if path.endswith("config.json") else Path(path)
     if local.is_dir():
-        return load_config(Model(path=str(local)), local, max_length)
+        return load_config(Model(path=str(local)), local, max_length, what)
     for name, known in known_shapes().items():
         if path == name or path in known["ids"]:
             config = known["config"]
@@ -33,7 +33,7 @@ def shape_config(path: str, max_length: int) -> PreTrainedConfig:
             return AutoConfig.for_model(known["family"], **config)
     names = [word for name, known in known_shapes().items() for word in (name, *known["ids"])]
     raise RecipeError(
-        f"model.path = {path!r}: not a directory, and its shape is not known here; known are "
+        f"{what} = {path!r}: not a directory, and its shape is not known here; known are "
         f"{', '.join(known_shapes())}{nearest(path, names)} (any other: give a directory with its config.json)"
     )
 

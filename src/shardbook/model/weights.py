@@ -36,6 +36,11 @@ def is_adapter(name: str) -> bool:
     return any(word in ADAPTERS for word in name.split("."))
 
 
+def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """By name all but a teacher's, which are in no file of the model."""
+    return (named for named in model.named_parameters() if not named[0].startswith("teacher."))
+
+
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Fill the materialised, sharded parameters of `model` from the safetensors of `folder`. Raises RecipeError.
 
@@ -82,7 +87,7 @@ class Place:
 def places(model: nn.Module) -> dict[str, Place]:
     """By the files' names and in the model's order; adapters are in no file."""
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in own_parameters(model):
         stem, _, last = name.rpartition(".")
         local, rows = local_rows(parameter.detach())
         if last == PACKED:
@@ -141,7 +146,7 @@ def full_tensors(model: nn.Module, dtype: str) -> Iterator[tuple[str, Tensor]]:
     Each rank casts its shard before the gather: the values are the same, since a cast looks at one value alone, and
     fp32 masters exported in bf16 cost half the bytes on the wire and half the memory.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in own_parameters(model):
         cast = parameter.detach().to(DTYPES[dtype])
         yield name, cast.full_tensor() if isinstance(cast, DTensor) else cast
 

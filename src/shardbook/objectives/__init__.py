@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from shardbook.data.loader import MicroBatch
 from shardbook.data.tokenized import Totals
+from shardbook.objectives.distill import NLL_AND_KL, distill_shares
 from shardbook.objectives.preference import METRICS, preference_shares
 from shardbook.objectives.reward import METRICS as OF_REWARDS
 from shardbook.objectives.reward import reward_shares
 from shardbook.objectives.sft import sft_shares
-from shardbook.recipe import Preference
+from shardbook.recipe import Distill, Preference
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,13 @@ class Objective:
         return [f"{what}/{name}" for name in ("loss", *self.metrics)]
 
 
-def build_objective(method: str, preference: Preference) -> Objective:
+def build_objective(method: str, preference: Preference, teaching: Distill | None = None) -> Objective:
     """The objective of a recipe's `method`."""
     if method == "sft":
         return Objective(sft_shares)
     if method == "reward":
         return Objective(reward_shares, OF_REWARDS)
+    if method == "distill":
+        return Objective(partial(distill_shares, teaching or Distill()), NLL_AND_KL)
     shares = partial(preference_shares, method, preference)
     return Objective(shares, METRICS, method == "dpo" and preference.precompute_ref_log_probs)

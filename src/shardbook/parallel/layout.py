@@ -7,7 +7,7 @@ a number of ranks, so a laptop has the layout of a cluster. A later axis is one 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ class Layout:
     switches: ZeroppSwitches
     ranks_per_node: int
     offload: Offload = ON_DEVICE  # where what is kept lies
+    teacher: Any = None  # config of the model that runs beside, forward only
 
     @property
     def world_size(self) -> int:
@@ -131,4 +132,5 @@ def build_layout(
             f"{largest:,} parameters); must be less"
         )
     check_offload(offload, stage, switches)
-    return Layout(stage, sizes, units, parallel, precision, switches, ranks_per_node, offload)
+    beside = getattr(getattr(model, "teacher", None), "config", None)
+    return Layout(stage, sizes, units, parallel, precision, switches, ranks_per_node, offload, beside)

@@ -15,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardbook.recipe import Parallel, RecipeError
 
+FORWARD_ONLY = "forward_only"  # of a module that no backward reaches: FREED after its forward, or HELD to its end
+FREED, HELD = "freed", "held"
 STANDS_FOR = "stands_for"  # of a parameter that is packed: how many of the model's it is
 
 
@@ -32,6 +34,7 @@ class Unit:
     reshard_after_forward: bool  # freed there too; not what forward ends with, whose backward comes next
     read_in_backward: bool  # gathered for it; a lookup's gradient needs no weight
     spans: bool  # runs first and last (the root, or embedding and head in one): never freed inside a pass
+    forward_only: bool  # no backward reaches it
 
     @property
     def numel(self) -> int:
@@ -101,14 +104,15 @@ def choose_units(
             chosen += [[module] for module in _modules_of_size(part[0], int(least))]
         elif sum(p.numel() for p in _parameters(part)) >= int(least):
             chosen.append(part)
-    outer = [modules for modules in parts if modules[0] not in in_blocks]
+    outer = [part for part in parts if part[0] not in in_blocks and not hasattr(part[0], FORWARD_ONLY)]
     units, taken = [], set[nn.Parameter]()
     for modules in [*chosen[::-1], [model]]:  # inner before outer: an inner unit's parameters are its own
         own = [p for p in _parameters(modules) if p not in taken]
         taken |= set(own)
         is_kept = sum(p.numel() for p in own) < parallel.reshard_min_params
-        is_kept |= modules[0] not in in_blocks and not parallel.reshard_root
-        spans = modules == [model] or outer == [modules]
+        fate = getattr(modules[0], FORWARD_ONLY, "")
+        is_kept |= modules[0] not in in_blocks and fate != FREED and not parallel.reshard_root
+        spans = modules == [model] or outer == [modules] or fate == HELD
         units.append(
             Unit(
                 modules=tuple(modules),
@@ -119,8 +123,9 @@ def choose_units(
                 parameters=count_parameters(own),
                 frees=frees and not is_kept,
                 reshard_after_forward=frees and not is_kept and not spans and modules not in outer[-1:],
-                read_in_backward=not all(isinstance(module, nn.Embedding) for module in modules),
+                read_in_backward=not (fate or all(isinstance(module, nn.Embedding) for module in modules)),
                 spans=spans,
+                forward_only=bool(fate),
             )
         )
     _check_units(units, frees, parallel)
@@ -181,6 +186,7 @@ def backward_order(units: Sequence[Unit]) -> list[Unit]:
         inside = set(units[number].modules[0].modules())
         return max(n for n, unit in enumerate(units) if unit.modules[0] in inside)
 
-    inner = [n for n, unit in enumerate(units) if not unit.spans]
+    reached = [n for n, unit in enumerate(units) if not unit.forward_only]
+    inner = [n for n in reached if not units[n].spans]
     inner.sort(key=lambda n: (last_inside(n), -n), reverse=True)
-    return [unit for unit in units if unit.spans] + [units[n] for n in inner]
+    return [units[n] for n in [*(n for n in reached if units[n].spans), *inner]]

@@ -17,6 +17,7 @@ from shardbook.model.adapters import build_adapted
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import CausalLM, count_flops
 from shardbook.model.shapes import shape_config
+from shardbook.model.weights import own_parameters
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.mesh import describe_sizes
 from shardbook.parallel.stages import STAGES, find_stage
@@ -112,11 +113,12 @@ class Planner:
     config: PreTrainedConfig
     model: CausalLM
     document_tokens: float = DOCUMENT_TOKENS
+    teacher: PreTrainedConfig | None = None
     made: dict[tuple[str, str, int, int], Layout] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> int:
-        return count_parameters(self.model.parameters())
+        return count_parameters(parameter for _, parameter in own_parameters(self.model))
 
     def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:
         """Raises RecipeError where the recipe's mesh does not fit the cluster."""
@@ -214,8 +216,10 @@ def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> P
     """A planner for `recipe` on GPUs. Reads shapes alone. Raises RecipeError where the model's are not known."""
     recipe = resolve_precision(recipe, "cuda")
     config = shape_config(recipe.model.path, recipe.data.max_length)
-    model = build_adapted(recipe, config, KERNELS["varlen"])
-    return Planner(recipe, config, model, min(document_tokens, recipe.data.max_length))
+    path, longest = recipe.distill.teacher, recipe.data.max_length
+    teacher = shape_config(path, longest, "distill.teacher") if path else None
+    model = build_adapted(recipe, config, KERNELS["varlen"], teacher)
+    return Planner(recipe, config, model, min(document_tokens, longest), teacher)
 
 
 @dataclass(frozen=True)
@@ -229,8 +233,9 @@ class Advice:
 
 def advise(planner: Planner, cluster: Cluster) -> Advice:
     """The fastest candidate that fits the cluster; ties go to the simpler stage, which stands first."""
-    # a recipe with tiers says itself which; other optimizers have none
+    # a recipe with tiers says itself which; other optimizers have none, nor has what is partly frozen
     is_fixed = planner.recipe.offload.optimizer != "none" or planner.recipe.optim.name != "adamw"
+    is_fixed |= planner.model.is_adapted
     everything = list[Candidate]()
     for tier in ("none",) if is_fixed else ("none", "cpu", "nvme"):  # each slower than the one before
         everything += planner.candidates(cluster, tier)

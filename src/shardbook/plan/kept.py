@@ -100,16 +100,27 @@ def kept_by_a_block(kind: str, of: Widths, itemsize: int, adapted: Adapted = Ada
 
 
 def loss_bytes(
-    tokens: int, chunk: int, vocabulary: int, hidden: int, itemsize: int, is_trained: bool = True
+    tokens: int,
+    chunk: int,
+    vocabulary: int,
+    hidden: int,
+    itemsize: int,
+    is_trained: bool = True,
+    taught: tuple[int, int] = (0, 0),
 ) -> tuple[int, int]:
     """Bytes that the loss needs: of a chunk, and of the gradients it makes, all `tokens` trained, and the head itself
     where it `is_trained`.
 
     Of a chunk the larger of two moments: its logits, their softmax in fp32, which becomes their gradient, and that in
     the dtype of compute (all one, where that is fp32); or the last of these and the product that is added to the head's
-    gradient, which is in fp32. Hidden states of trained positions and their gradient.
+    gradient, which is in fp32. Hidden states of trained positions and their gradient. `taught`: the vocabulary and
+    width of a teacher, whose logits stand beside, with three more tensors of their size in fp32 (one is themselves,
+    where all is fp32).
     """
     is_cast = itemsize != FP32
-    logits = chunk * vocabulary * (FP32 + 2 * itemsize * is_cast)
+    theirs, width = min(taught[0], vocabulary), taught[1]
+    logits = chunk * vocabulary * (FP32 + (1 if theirs else 2) * itemsize * is_cast)
+    logits += chunk * theirs * (3 * FP32 + itemsize * is_cast)
     product = chunk * vocabulary * itemsize + min(vocabulary, PRODUCT_ROWS) * hidden * itemsize * is_cast
-    return max(logits, product * is_trained), vocabulary * hidden * FP32 * is_trained + 2 * tokens * hidden * itemsize
+    hidden_states = tokens * (2 * hidden + width) * itemsize
+    return max(logits, product * is_trained), vocabulary * hidden * FP32 * is_trained + hidden_states

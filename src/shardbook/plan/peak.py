@@ -57,6 +57,7 @@ class Work:
     head_gradient: int  # in the dtype of compute
     gate: int  # what a block's backward needs at its MLP, with the gradient of its largest matrix
     norm: int  # the same at its first norm, with none
+    teacher: int  # what a block of the model beside needs in forward
 
 
 def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work:
@@ -93,14 +94,17 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     last = tokens * of.hidden * (FP32 + (not adapted.r) * itemsize)
     # the gradient of the MLP's matrix, or that matrix out of its four bits
     matrix = of.inner * of.hidden * itemsize * (not adapted.r or recipe.model.load_in_4bit)
+    beside = read_widths(layout.teacher) if layout.teacher else None
+    taught = (layout.teacher.vocab_size, beside.hidden) if beside else (0, 0)
     return Work(
         held=held * tokens + dense * (1 + itemsize * (layers - again)),
         layers=layers,
         before_blocks=tokens * (2 * head_size(config) * itemsize + 5 * 8),
-        loss=last + sum(loss_bytes(scored, chunk, outputs, of.hidden, itemsize, trains_head)),
+        loss=last + sum(loss_bytes(scored, chunk, outputs, of.hidden, itemsize, trains_head, taught)),
         head_gradient=outputs * of.hidden * itemsize * trains_head,
         gate=gate * tokens + matrix + dense * itemsize * bool(again),
         norm=tokens * of.hidden * (6 * FP32 + itemsize),  # its backward, step by step, in fp32
+        teacher=tokens * (2 * beside.hidden + 3 * beside.inner) * itemsize if beside else 0,
     )
 
 
@@ -110,7 +114,7 @@ class _Sharded:
     def __init__(self, layout: Layout, micros: int):
         self.layout, self.micros = layout, micros
         self.order = [unit for unit in layout.units if unit.numel]
-        self.spanning = [unit for unit in self.order if unit.spans]
+        self.spanning = [unit for unit in self.order if unit.spans and not unit.forward_only]
         self.back = [unit for unit in backward_order(self.order) if not unit.spans]
         self.compute, self.reduce = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
         self.master = layout.dtype("master").itemsize
@@ -193,6 +197,9 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
     tied = 0 if by_head else work.head_gradient  # waits for the embedding's
     visits = [("loss", "forward", [*by_head, *lies.spanning, *lies.back][0], work.held, work.loss)]
     visits += [("head", "reduction", unit, work.held, 0) for unit in by_head]
+    beside = [unit for unit in lies.order if unit.forward_only]
+    widest = sorted(beside, key=lambda unit: unit.numel)[-1:]
+    visits += [("teacher", "forward", unit, 0, work.teacher) for unit in widest]
     for name, number in {"last block": 0, "last block but one": 1, "first block": len(blocks) - 1}.items():
         for unit in blocks[number : number + 1]:
             held, own = work.held * (len(blocks) - number) // len(blocks), work.held // work.layers
@@ -233,7 +240,8 @@ def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe)
     itemsize, length = layout.dtype("params").itemsize, recipe.data.max_length
     rows = -(-asked.count // layout.data_rank(0)[1])
     tokens, layers = rows * length, config.num_hidden_layers
-    whole = [unit.cast_numel(itemsize) if layout.copies else unit.padded_numel(layout.shards) for unit in layout.units]
+    units = [unit for unit in layout.units if layout.copies or not unit.forward_only]
+    whole = [unit.cast_numel(itemsize) if layout.copies else unit.padded_numel(layout.shards) for unit in units]
     gathered = predict_gathered_peak(layout) if layout.switches.secondary else sum(whole) * itemsize
     mlp = tokens * (2 * of.hidden + 3 * of.inner) * itemsize + rows * length**2
     drawn = rows * config.vocab_size * (itemsize + FP32 + 16 * bool(asked.temperature))

@@ -65,7 +65,8 @@ def make_report(
     if shares:
         from shardbook.plan.simulate import simulate_step  # makes a process group, and loads what fakes tensors
 
-        found = simulate_step(planner.recipe, planner.config, cluster.gpus, cluster.a_node, shares)
+        world = cluster.gpus, cluster.a_node
+        found = simulate_step(planner.recipe, planner.config, *world, shares, planner.teacher)
     return Report(planner, recipe.precision, cluster, gpu, stages, fewest, advise(planner, cluster), found)
 
 

@@ -105,11 +105,17 @@ class LiveBytes(TorchDispatchMode):
 
 
 def simulate_step(
-    recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_per_node: int, shares: Shares
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    world_size: int,
+    ranks_per_node: int,
+    shares: Shares,
+    teacher: PreTrainedConfig | None = None,
 ) -> Simulated:
     """Two steps of `recipe` (without `auto`) with a model of `config`, rows full and every token but the first trained;
-    the second is counted. Attention by `varlen`. Raises RecipeError where the mesh does not fit."""
-    times, how = config.num_hidden_layers - LAYERS[1], (world_size, ranks_per_node, shares)
+    the second is counted. Attention by `varlen`. A `teacher` runs beside, with all its layers. Raises RecipeError where
+    the mesh does not fit."""
+    times, how = config.num_hidden_layers - LAYERS[1], (world_size, ranks_per_node, shares, teacher)
     if times <= 0:
         most, kept = _simulate(recipe, config, *how)
     else:
@@ -128,13 +134,18 @@ def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 
 def _simulate(
-    recipe: Recipe, config: PreTrainedConfig, world_size: int, ranks_per_node: int, shares: Shares
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    world_size: int,
+    ranks_per_node: int,
+    shares: Shares,
+    teacher: PreTrainedConfig | None,
 ) -> tuple[dict[Moment, int], int]:
     """Most bytes at each moment of the second step, and bytes kept."""
     # this process as rank 0 of so many, whose collectives send nothing; no process group may be there already
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
-        model = build_adapted(recipe, config, KERNELS["varlen"])
+        model = build_adapted(recipe, config, KERNELS["varlen"], teacher)
         world = (world_size, ranks_per_node)
         layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world)
         apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)

@@ -67,7 +67,8 @@ def predict_step(
     more = recipe.forwards - 1  # passes without a backward
     # multiply-adds: forward, and the gradient of what went in; of weights where they are trained
     blocks = flops.block * (2 + again + more) + flops.block_trained
-    shapes = (shape for unit in layout.units for shape in compress(unit.shapes, unit.trained))
+    own = [unit for unit in layout.units if not unit.forward_only]
+    shapes = (shape for unit in own for shape in compress(unit.shapes, unit.trained))
     passes_of_head = 3 + more + any(shape[0] == config.vocab_size for shape in shapes)
     products = 2 * tokens * (blocks + head * passes_of_head) / (PRODUCTS * peak_flops)
     attention = flops.per_pair * pairs * (1 + (again + more) / 3) / (ATTENTION * peak_flops)  # of what is not masked
@@ -89,12 +90,21 @@ def predict_step(
     if recipe.optim.name == "muon":  # each rank makes its share of matrices orthogonal
         matrices = [shape for unit in layout.units for shape in unit.trained_matrices]
         optimizer += sum(map(orthogonal_flops, matrices)) / layout.shards / (PRODUCTS * peak_flops)
+    taught = 0.0  # a teacher's forward, its logits gone over as the student's
+    if flops.teacher and layout.teacher:
+        beside, deep = read_widths(layout.teacher), layout.teacher.num_hidden_layers
+        wide = 10 * beside.hidden + 2 * (beside.queries + beside.keys) + 3 * beside.inner
+        more_products = tokens * flops.teacher.per_token / 2 / (PRODUCTS * peak_flops)
+        more_attention = flops.teacher.per_pair * pairs / 3 / (ATTENTION * peak_flops)
+        more_memory = tokens * (wide * deep * itemsize + layout.teacher.vocab_size * 5 * 4) / memory_rate
+        products, attention, memory = products + more_products, attention + more_attention, memory + more_memory
+        taught = more_products + more_attention + more_memory
     link = LINK_SHARE * (products + attention) * (layout.world_size > 1)
     exposed = away = 0.0
     if cluster:
         micro = products + attention + memory + copies + link
-        forward = micro / (3 + again + more)
-        passes = forward, micro - (1 + more) * forward
+        forward = (micro - taught) / (3 + again + more)
+        passes = forward + taught, micro - taught - (1 + more) * forward
         exposed = exposed_seconds(layout, cluster, micros, *passes, more)
         if recipe.optim.name == "muon":
             exposed += sum(
@@ -163,7 +173,11 @@ def exposed_seconds(
     computing = [unit for unit in layout.units if unit.numel and unit.read_in_backward]
     whole = sum(unit.parameters for unit in computing)
 
-    def share(unit: Unit) -> float:
+    everything = whole + sum(unit.parameters for unit in layout.units if unit.forward_only)
+
+    def share(unit: Unit, is_forward: bool = False) -> float:
+        if is_forward and (unit.read_in_backward or unit.forward_only):
+            return unit.parameters / everything
         return unit.parameters / whole if unit.read_in_backward else 0.0
 
     def seconds(axis: str, payload: int) -> float:
@@ -172,7 +186,7 @@ def exposed_seconds(
     # what spans the pass has its computing, the head's, at forward's end
     order = sorted((unit for unit in layout.units if unit.numel), key=lambda unit: unit.spans)
     back = [unit for unit in backward_order(layout.units) if unit.numel]
-    first = [(seconds(*forward_gather(layout, unit)), unit, forward * share(unit)) for unit in order]
+    first = [(seconds(*forward_gather(layout, unit)), unit, forward * share(unit, is_forward=True)) for unit in order]
     reductions = [sum(seconds(axis, size) for _, axis, size in reduction(layout, unit)) for unit in back]
     sums = [2 * seconds(DP_REPLICATE, replica_bytes(layout, unit)) for unit in back]
     clock = _Clock()

@@ -1,4 +1,4 @@
-"""The sections of what learns and from what: adapters, preferences, and the optimizer.
+"""The sections of what learns and from what: adapters, preferences, a teacher, and the optimizer.
 
 Invariant: as in sections.py.
 """
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
-from shardbook.recipe.sections import Section, key
+from shardbook.recipe.sections import Offload, Section, key
 
 
 class Lora(Section):
@@ -79,6 +79,29 @@ class Preference(Section):
                 f"preference.precompute_ref_log_probs = false: {why} the reference is gone after the first "
                 "step; leave it out"
             )
+
+
+class Distill(Section):
+    teacher: str = key("", "Whose distributions are learned: a hub id, local directory, or smollm2-135m.")
+    temperature: float = key(1.0, "Both distributions are softened by it.", gt=0)
+    kd_ratio: float = key(0.5, "Share of the teacher in the loss; the rest is the likelihood of the data.", ge=0, le=1)
+
+    def check_fits(self, method: str, offload: Offload) -> None:
+        """Raise ValueError where a key can do nothing under `method`, or what it asks for cannot be had."""
+        if method != "distill":
+            for name, value in self.model_dump(exclude_defaults=True).items():
+                raise ValueError(
+                    f"distill.{name} = {value!r} and method = {method!r}: only distill has it; leave it out"
+                )
+            return
+        if not self.teacher:
+            raise ValueError("method = 'distill': needs distill.teacher")
+        for name, tier in offload.model_dump(include={"optimizer", "params", "activations"}).items():
+            if tier != "none":
+                raise ValueError(
+                    f"method = 'distill' and offload.{name} = {tier!r}: a teacher stays on the device, and what is "
+                    f"offloaded beside it was not tried; set offload.{name}=none"
+                )
 
 
 PAIRED = ("dpo", "orpo", "simpo")  # methods whose examples are pairs

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from shardbook.recipe.learning import PAIRED, Lora, Optim, Preference
+from shardbook.recipe.learning import PAIRED, Distill, Lora, Optim, Preference
 from shardbook.recipe.rows import Data
 from shardbook.recipe.sections import (
     Activation,
@@ -26,13 +26,15 @@ from shardbook.recipe.sections import (
 
 
 class Recipe(Section):
-    method: Literal["sft", "dpo", "orpo", "simpo", "reward"] = key(
+    method: Literal["sft", "dpo", "orpo", "simpo", "reward", "distill"] = key(
         "sft",
-        "What is minimised: sft, the assistant's tokens; of pairs dpo, orpo or simpo, or reward, a score of answers.",
+        "What is minimised: sft, the assistant's tokens; distill, that and the distance from a teacher; of pairs dpo, "
+        "orpo or simpo, or reward, a score of answers.",
     )
     model: Model = Model()
     lora: Lora = Lora()
     preference: Preference = Preference()
+    distill: Distill = Distill()
     data: Data = Data()
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
@@ -88,6 +90,11 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def teacher_that_acts(self) -> "Recipe":
+        self.distill.check_fits(self.method, self.offload)
+        return self
+
+    @model_validator(mode="after")
     def something_to_evaluate(self) -> "Recipe":
         if self.train.eval_steps and not (self.data.eval or self.data.eval_size):
             raise ValueError(f"train.eval_steps = {self.train.eval_steps}: needs data.eval or data.eval_size")
@@ -110,7 +117,8 @@ class Recipe(Section):
                 f"lora.r = {self.lora.r} and offload.optimizer = {self.offload.optimizer!r}: the state of adapters is "
                 "small, and stays on the device; set offload.optimizer=none and offload.params=none"
             )
-        if self.precision.frozen != "auto" and not self.lora.r and self.precision.frozen != self.precision.params:
+        is_frozen = self.lora.r or self.method == "distill"
+        if self.precision.frozen not in ("auto", self.precision.params) and not is_frozen:
             raise ValueError(
                 f"precision.frozen = {self.precision.frozen!r}: nothing is frozen; set lora.r, or leave it out"
             )

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from shardbook.model.adapters import base_identity, kept_parameters
+from shardbook.model.teacher import teacher_identity
 from shardbook.optim import state_kind
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.exits import RunFailed
@@ -38,6 +39,7 @@ STATE = "state.json"
 OPTIMIZER = "optimizer"  # what the optimizer's state is of; absent in checkpoints of versions before 0.2: AdamW
 RESIDUAL, EARLIER_RESIDUAL = "residual", "unsent"  # the second in checkpoints of versions before 0.2
 BASE = "base"  # digest of what adapters belong to; absent or empty where the checkpoint has every parameter
+TEACHER = "teacher"  # of whom was learned from; absent where nobody was
 # one flat key a tensor and moment: names, not parameter numbers, so another grouping or layout still matches
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 HYPERPARAMETERS = "param_groups."  # what begins with it in the optimizer's flat state
@@ -91,7 +93,8 @@ def save_checkpoint(
             OPTIMIZER: state_kind(optimizer, sharded.layout.shards),
             RESIDUAL: list(sharded.residuals),
         }
-        facts |= {BASE: base} if (base := base_identity(sharded.model)) else {}
+        frozen = {BASE: base_identity(sharded.model), TEACHER: teacher_identity(sharded.model)}
+        facts |= {name: digest for name, digest in frozen.items() if digest}
         (path / STATE).write_text(json.dumps(facts | {"shapes": _shapes(sharded.model)}, indent=1))
         (path / MARKER).touch()
         for old in sorted(_complete(folder), key=_step_of)[:-keep] if keep else []:
@@ -125,6 +128,12 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
         raise RecipeError(
             f"checkpoint {path}: holds adapters of another base model ({there_base or 'none'} there, {base or 'none'} "
             "here); set [model] to what the run began with"
+        )
+    teacher, there_teacher = teacher_identity(sharded.model), state.get(TEACHER, "")
+    if teacher != there_teacher:
+        raise RecipeError(
+            f"checkpoint {path}: learned from another teacher ({there_teacher or 'none'} there, {teacher or 'none'} "
+            "here); set method and [distill] to what the run began with"
         )
     kind, there_kind = state_kind(optimizer, sharded.layout.shards), state.get(OPTIMIZER, "AdamW")
     same_kind = kind == there_kind

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from shardbook.model.adapters import PREFIX, adapter_config, full_trained, kept_parameters, merged_tensors, save_adapter
 from shardbook.model.causal_lm import build_model
 from shardbook.model.stored import open_tensors
-from shardbook.model.weights import full_tensors, save_weights
+from shardbook.model.weights import full_tensors, own_parameters, save_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint import checkpoint_shapes, read_parameters
@@ -28,7 +28,7 @@ def export_result(
         settings = adapter_config(recipe.model.path, recipe.model.revision, recipe.lora, kept_parameters(sharded.model))
         save_adapter(out, full_trained(sharded.model), settings, tokenizer, write)
         return
-    shapes = {name: parameter.shape for name, parameter in sharded.model.named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in own_parameters(sharded.model)}
     dtype = recipe.train.export_dtype
     save_weights(out, full_tensors(sharded.masters, dtype), shapes, config, tokenizer, folder, dtype, write)
 

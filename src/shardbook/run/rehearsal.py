@@ -21,6 +21,7 @@ from shardbook.plan.hardware import ROOM, build_cluster
 from shardbook.plan.peak import predict_peak
 from shardbook.recipe import Recipe, RecipeError, resolve_precision
 from shardbook.run.console import Console, readable_bytes
+from shardbook.run.teacher import load_teacher
 
 GB = 10**9
 
@@ -33,7 +34,8 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     check_optimizer(recipe.optim, "cuda")
     config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
     attention = KERNELS["varlen"]
-    model = build_adapted(recipe, config, attention)
+    teacher = load_teacher(recipe)
+    model = build_adapted(recipe, config, attention, teacher)
     world = (world_size, ranks_per_node)
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world, recipe.offload)
     folder = tokenizer_folder(recipe.model)
@@ -51,7 +53,8 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     from shardbook.plan.simulate import simulate_step  # makes a process group, and loads what fakes tensors
 
     if recipe.offload.optimizer == "none":
-        found = simulate_step(recipe, config, *world, build_objective(recipe.method, recipe.preference).shares)
+        objective = build_objective(recipe.method, recipe.preference, recipe.distill)
+        found = simulate_step(recipe, config, *world, objective.shares, teacher)
         console.print(f"a step   on fake tensors: {readable_bytes(found.peak_bytes)} at its peak, in {found.moment}")
     console.print("dry run  done: config, layout, data and a step; not looked at: weights, processes, links")
 

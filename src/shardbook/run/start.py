@@ -12,6 +12,7 @@ from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint import TrainState, load_checkpoint
 from shardbook.run.reference import Reference
+from shardbook.run.teacher import fill_teacher
 
 
 def start_from(
@@ -34,6 +35,7 @@ def start_from(
     named = recipe.train.resume_from_checkpoint
     earlier = newest or (Path(named) if named else None)
     source = _load_base(recipe, sharded, folder) if recipe.lora.r or not earlier else ""
+    fill_teacher(sharded, recipe)
     if not reference.read(sharded, folder, goes_on=bool(earlier)):
         source = source or _load_base(recipe, sharded, folder)
         sharded.spread()

@@ -1,0 +1,45 @@
+"""The teacher of a model that distils: a frozen CausalLM inside it, sharded beside it in units of its own.
+
+Invariant: it runs forward only, before the model's own blocks, under no_grad; so its activations are gone by then, and
+its parameters get no gradient. They are in no optimizer, no checkpoint and no export.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardbook.model.causal_lm import CausalLM
+from shardbook.model.loss_head import LossHead
+from shardbook.parallel.units import FORWARD_ONLY, FREED, HELD
+
+WEIGHTS = "weights_digest"  # of a teacher: what remember_teacher noted
+
+
+class TeacherHead(LossHead):
+    """A head that hands over what its logits are made of. It is called although it makes nothing: the hooks of its unit
+    wait for each module in it."""
+
+    def forward(self, hidden: Tensor, *_: Any) -> Any:
+        return hidden, self.weight
+
+
+def attach_teacher(model: CausalLM, teacher: CausalLM) -> None:
+    """Put `teacher` into `model`, frozen. Its head's unit stays gathered until the backward of a micro-batch is over:
+    the model's own head reads its weight."""
+    teacher.requires_grad_(False)
+    teacher.lm_head.__class__ = TeacherHead
+    for part in teacher.parts:
+        for module in part:
+            setattr(module, FORWARD_ONLY, HELD if teacher.lm_head in part else FREED)
+    model.teacher = teacher
+    model.is_adapted = True
+
+
+def remember_teacher(teacher: nn.Module, digest: str) -> None:
+    """Note what its weights are."""
+    setattr(teacher, WEIGHTS, digest)
+
+
+def teacher_identity(model: nn.Module) -> str:
+    """What remember_teacher noted; empty where there is none."""
+    return str(getattr(getattr(model, "teacher", None), WEIGHTS, ""))
