@@ -28,8 +28,7 @@ from shardbook.recipe.sections import (
 class Recipe(Section):
     method: Literal["sft", "dpo", "orpo", "simpo", "distill"] = key(
         "sft",
-        "What is minimised: sft, the loss of the assistant's tokens; distill, that and what is far from a teacher; of "
-        "preferences dpo, orpo or simpo.",
+        "What is minimised: sft, the loss of the assistant's tokens; distill, beside a teacher's; dpo, orpo, simpo.",
     )
     model: Model = Model()
     lora: Lora = Lora()
