@@ -91,6 +91,37 @@ def nf4(full: Tensor) -> Tensor:
     return torch.where(absmax > 0, codes[nearest] * absmax, 0.0).view_as(full).float()
 
 
+def train_taught(
+    model,
+    teacher,
+    steps: list[list[Document]],
+    temperature: float,
+    ratio: float,
+    rate: float,
+    decay: float,
+    max_norm: float = 0.0,
+) -> Result:
+    """Train `model` on the documents of each step beside `teacher`, of whole logits: (1 - ratio) * NLL + ratio * T^2 *
+    KL(teacher || model) (arXiv 1503.02531, section 2), of what both vocabularies have, over the trained tokens."""
+
+    def loss_of(step: int) -> Tensor:
+        total, tokens = 0.0, 0
+        for document in steps[step]:
+            ids, mask = torch.tensor(document[0]), torch.tensor(document[1])
+            logits = model(input_ids=ids[None]).logits[0, :-1][mask[1:]]
+            with torch.no_grad():
+                told = teacher(input_ids=ids[None]).logits[0, :-1][mask[1:]]
+            both = min(logits.shape[1], told.shape[1])
+            wanted = torch.softmax(told[:, :both] / temperature, -1)
+            got = torch.log_softmax(logits[:, :both] / temperature, -1)
+            nll, count = document_loss(model, document)
+            total = total + (1 - ratio) * nll + ratio * temperature**2 * (wanted * (wanted.log() - got)).sum()
+            tokens += count
+        return total / tokens
+
+    return descend(model, loss_of, len(steps), rate, decay, max_norm)
+
+
 Pair = tuple[Document, Document]
 
 

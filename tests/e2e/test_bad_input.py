@@ -28,6 +28,13 @@ def place(tiny, tmp_path_factory):
     write_model(out / "untemplated")
     tokenizer(None).save_pretrained(out / "untemplated")
     (out / "untemplated" / "chat_template.jinja").unlink(missing_ok=True)
+    write_model(out / "short", max_position_embeddings=64)
+    write_model(out / "few", vocab=200)
+    write_model(out / "stranger")
+    other = json.loads((out / "stranger" / "tokenizer.json").read_text())
+    vocabulary = other["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]  # of the same size
+    (out / "stranger" / "tokenizer.json").write_text(json.dumps(other))
     (out / "empty.jsonl").write_text("")
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (out / "fields.jsonl").write_text(json.dumps({"question": "a"}) + "\n")
@@ -79,6 +86,13 @@ CASES = {
     "hub": (["model.path=meta-llama/Llama-3.1-8B"], ["meta-llama/Llama-3.1-8B", "HF_TOKEN", "local directory"]),
     "hub-data": (["data.train=someone/something:train"], ["someone/something", "HF_TOKEN", "local file"]),
     "run-dir": (["run.dir={out}/a-file"], ["run directory", "a-file", "cannot be written", "run.dir"]),
+    "teacher-absent": (["method=distill", "distill.teacher={out}/nowhere"], ["distill.teacher", "no such directory"]),
+    "teacher-short": (["method=distill", "distill.teacher={out}/short"], ["max_length = 128", "short sees at most 64"]),
+    "teacher-few": (["method=distill", "distill.teacher={out}/few"], ["few", "has 200 embeddings, its tokenizer 259"]),
+    "teacher-stranger": (
+        ["method=distill", "distill.teacher={out}/stranger"],
+        ["distill.teacher", "has another tokenizer than the student"],
+    ),
     "no-recipe": ([], ["no recipe"]),
 }
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from shardbook.model.adapters import PREFIX, adapter_config, full_trained, kept_parameters, merged_tensors, save_adapter
+from shardbook.model.adapter_files import PREFIX, adapter_config, full_trained, merged_tensors, save_adapter
+from shardbook.model.adapters import kept_parameters
 from shardbook.model.causal_lm import build_model
 from shardbook.model.stored import open_tensors
 from shardbook.model.weights import full_tensors, own_parameters, save_weights

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from shardbook.data.loader import Loader
-from shardbook.model.adapters import init_adapters, load_adapter, remember_base
+from shardbook.model.adapter_files import load_adapter
+from shardbook.model.adapters import init_adapters, remember_base
 from shardbook.model.weights import SCORE, init_weights, load_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
