@@ -58,9 +58,8 @@ def test_smollm2_is_converted_once_and_computes_what_transformers_computes(cache
     assert (
         tokenizer.decode([i for i, trained in zip(ids, mask, strict=True) if trained]) == "Paris, of course.<|im_end|>"
     )
-    # The loss is that of plain transformers, whatever the CPU: in fp64, but for the head, which in both takes the
-    # log-softmax of fp32 logits. Where ours and theirs are on two sides of a rounding, a token's logit, the largest of
-    # all and their difference each move by 2**-24 of the largest.
+    # The loss is that of plain transformers, whatever the CPU: in fp64, but for our head, which takes the log-softmax
+    # of fp32 logits: a token's logit, the largest of all and their difference each move by 2**-24 of the largest.
     labels = torch.where(torch.tensor(mask), torch.tensor(ids), -100)[1:]
     ours = build_model(load_config(Model(), folder, 512), "fp32")
     materialize(ours, torch.device("cpu"))
@@ -75,7 +74,7 @@ def test_smollm2_is_converted_once_and_computes_what_transformers_computes(cache
     with torch.no_grad():
         in_fp32, logits = loss(ours), model.double()(input_ids=torch.tensor([ids])).logits[0, :-1]
     largest = logits.abs().max().item()
-    theirs, bound = cross_entropy(logits.float(), labels).item(), 3 * 2**-24 * largest
+    theirs, bound = cross_entropy(logits, labels).item(), 3 * 2**-24 * largest
     assert logits.dtype == torch.float64 and bound < 1e-5
     assert loss(ours.double()) == pytest.approx(theirs, abs=bound)
     # In fp32 each of 30 blocks' seven products and the head's adds up some 576 rounded terms, the log-softmax 49,152:
