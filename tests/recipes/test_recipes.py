@@ -82,7 +82,9 @@ CONFIGS = {
     ),
 }
 AWAY = re.compile(r"^# predicted: (\d+) GB at a rank's peak, (\d+) GB of host memory(?: and (\d+) GB of disk)?", re.M)
-HEADER = re.compile(r"# .+\.\n# run:      (.+)\n# hardware: (\d+) .+\n(?:# predicted: .+\n)?# measured: (.+)\n\[")
+HEADER = re.compile(
+    r"(?:# .+,\n)?# .+\.\n# run:      (.+)\n# hardware: (\d+) .+\n(?:# predicted: .+\n)?# measured: (.+)\n(?:\[|method)"
+)
 
 
 def test_there_are_recipes():
@@ -109,7 +111,9 @@ def test_recipe(name, tmp_path):
     assert measured == "not yet measured" or re.search(r"\d", measured)
     recipe = load_recipe(path)
     last = name.rsplit("-", 1)[1]
-    stages = dict.fromkeys(("fsdp", "1gpu", "offload", "nvme", "qlora"), "zero3") | {"lora": recipe.parallel.stage}
+    stages = dict.fromkeys(("fsdp", "1gpu", "offload", "nvme", "qlora", "dpo", "distill"), "zero3") | {
+        "lora": recipe.parallel.stage
+    }
     assert recipe.parallel.stage == stages.get(last, last)
     assert (bool(recipe.lora.r), recipe.model.load_in_4bit) == ("lora" in name, "qlora" in name)
     resolved = tmp_path / "resolved.toml"
@@ -130,9 +134,10 @@ def wrap(path, folder, world, count):
     dist.init_process_group("fake", rank=world - 1, world_size=world)
     recipe = resolve_precision(load_recipe(path), "cuda")
     config = load_config(recipe.model, folder, recipe.data.max_length)
-    model = build_adapted(recipe, config, KERNELS["varlen"])
+    # whoever teaches is of the same shape
+    model = build_adapted(recipe, config, KERNELS["varlen"], config if recipe.distill.teacher else None)
     added = sum(parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name))
-    assert count_parameters(model.parameters()) == count + added
+    assert count_parameters(model.parameters()) == count * (1 + bool(recipe.distill.teacher)) + added
     assert bool(added) == bool(recipe.lora.r)
     own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)
     layout = build_layout(*own, world, min(8, world), recipe.offload)
