@@ -21,7 +21,7 @@ def base(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("family", [*FAMILIES[2:], *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[:2] + KIN)])
+@pytest.mark.parametrize("family", [*FAMILIES[3:], *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[:3] + KIN)])
 def test_stages_are_transformers_to_a_millionth(family, recipe, tiny, base, tmp_path):
     cases = [Case("zero3", 1, 2, 3, True, False, "selective"), Case("ddp", 2, 1, 3, True, True, "full")]
     assert run_world(2, run_cases, recipe, base / family, cases, tmp_path) == [[], []]

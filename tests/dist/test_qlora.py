@@ -110,7 +110,8 @@ def without_packed(result: reference.Result) -> reference.Result:
     return dataclasses.replace(result, weights={n: w for n, w in result.weights.items() if not is_packed(n)})
 
 
-@pytest.mark.parametrize("kind", ["all", pytest.param("dora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all", "dora"])
 def test_every_stage_is_peft_on_the_rounded_base(kind, recipe, tiny, base, adapters, wanted_of, tmp_path):
     cases = cases_of(kind, adapters)
     for world in (1, 2):

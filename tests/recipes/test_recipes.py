@@ -83,7 +83,7 @@ CONFIGS = {
 }
 AWAY = re.compile(r"^# predicted: (\d+) GB at a rank's peak, (\d+) GB of host memory(?: and (\d+) GB of disk)?", re.M)
 HEADER = re.compile(
-    r"# .+\.\n# run:      (.+)\n# hardware: (\d+) .+\n(?:# predicted: .+\n)?# measured: (.+)\n"
+    r"(?:# .+,\n)?# .+\.\n# run:      (.+)\n# hardware: (\d+) .+\n(?:# predicted: .+\n)?# measured: (.+)\n"
     r'(?:method = "\w+"\n\n)?\['
 )
 
@@ -136,9 +136,10 @@ def wrap(path, folder, world, count):
     dist.init_process_group("fake", rank=world - 1, world_size=world)
     recipe = resolve_precision(load_recipe(path), "cuda")
     config = load_config(recipe.model, folder, recipe.data.max_length)
-    model = build_adapted(recipe, config, KERNELS["varlen"])
+    # whoever teaches is of the same shape
+    model = build_adapted(recipe, config, KERNELS["varlen"], config if recipe.distill.teacher else None)
     added = sum(parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name))
-    assert count_parameters(model.parameters()) == count + added
+    assert count_parameters(model.parameters()) == count * (1 + bool(recipe.distill.teacher)) + added
     assert bool(added) == bool(recipe.lora.r)
     own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)
     layout = build_layout(*own, world, min(8, world), recipe.offload)

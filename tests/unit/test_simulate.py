@@ -7,6 +7,7 @@ import pytest
 from world import context
 
 GB = 1e9
+TEACHER_LAYERS = 6  # of what a student learns from: not as many as it has itself
 WORLD = 8
 FOUR = ("model.load_in_4bit=true", "model.bnb_4bit_use_double_quant=true")
 LONG = ("data.max_length=8192",)  # blocks count for more than the loss
@@ -42,8 +43,11 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
         config = simulate._with_layers(shape_config("llama-3.1-8b", 1024), layers)
     simulate.LAYERS = (layers, layers) if whole else (4, 5)
     run, here = simulate.simulate_step, min(8, world)
-    found = run(recipe, config, world, here, build_objective(recipe.method, recipe.preference).shares)
-    model = build_adapted(recipe, config, KERNELS["varlen"])
+    path = recipe.distill.teacher
+    teacher = simulate._with_layers(shape_config(path, 1024), TEACHER_LAYERS) if path else None
+    objective = build_objective(recipe.method, recipe.preference, recipe.distill)
+    found = run(recipe, config, world, here, objective.shares, teacher)
+    model = build_adapted(recipe, config, KERNELS["varlen"], teacher)
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, world, here)
     kept = predict_resident(layout, 0, recipe.optim.name)
     peak = predict_peak(layout, config, recipe).total
@@ -125,4 +129,20 @@ def test_two_small_models_tell_of_a_deep_one_exactly(alone, stage):
 def test_adapters_on_a_frozen_base(alone, stage, checkpointing, words):
     (peak, kept), (formula, resident) = alone(stage, checkpointing, 2, 3, False, WORLD, words)
     assert 0 <= kept - resident < 1024
+    assert formula / peak == pytest.approx(1, abs=0.02), (formula / GB, peak / GB)
+
+
+@pytest.mark.parametrize(
+    ("stage", "checkpointing", "words"),
+    [
+        ("zero3", "selective", ("distill.teacher=llama-3.1-8b", "train.loss_chunk_tokens=256")),
+        ("zero2", "full", ("distill.teacher=llama-3.1-8b", "train.loss_chunk_tokens=1024")),
+        pytest.param("ddp", "none", ("distill.teacher=llama-3.1-8b",), marks=pytest.mark.slow),
+        pytest.param("zero3", "full", ("distill.teacher=llama-3.1-8b",), marks=pytest.mark.slow),
+        pytest.param("zero3", "none", ("distill.teacher=llama-3.1-8b", "lora.r=16"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_teacher_beside(alone, stage, checkpointing, words):
+    (peak, kept), (formula, resident) = alone(stage, checkpointing, 2, 3, False, WORLD, ("method=distill", *words))
+    assert 0 <= kept - resident < 2048  # four rotary buffers
     assert formula / peak == pytest.approx(1, abs=0.02), (formula / GB, peak / GB)
