@@ -28,8 +28,7 @@ from shardbook.recipe.sections import (
 class Recipe(Section):
     method: Literal["sft", "dpo", "orpo", "simpo", "reward", "distill"] = key(
         "sft",
-        "What is minimised: sft, the assistant's tokens; distill, that and the distance from a teacher; of pairs dpo, "
-        "orpo or simpo, or reward, a score of answers.",
+        "What is minimised: sft; distill, beside a teacher; of pairs dpo, orpo, simpo, or reward: a score of answers.",
     )
     model: Model = Model()
     lora: Lora = Lora()
