@@ -64,7 +64,7 @@ KINDS = ["dpo:sigmoid", "dpo:ipo", "dpo:apo_zero", "orpo", "simpo"]
 def cases_of(kind: str, pairs) -> list[Case]:
     options = itertools.cycle([(1, False, True, "none"), (3, True, True, "full"), (3, False, False, "selective")])
     words = words_of(kind, pairs)
-    every = [layout for world in (1, 2) for layout in layouts(world)]
+    every = [layout for world in ((1, 2) if kind == "dpo:ipo" else (2,)) for layout in layouts(world)]
     return [Case(*layout, *next(options), extra=words) for layout in every]
 
 

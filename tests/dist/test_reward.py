@@ -52,7 +52,7 @@ def wanted_of(recipe, tiny, pairs, scorer):
 
 def cases_of(pairs, scorer) -> list[Case]:
     options = itertools.cycle([(1, False, False, "none"), (3, True, False, "full"), (3, False, False, "selective")])
-    every = [layout for world in (1, 2) for layout in layouts(world)]
+    every = layouts(2)
     return [Case(*layout, *next(options), extra=words_of(pairs, scorer)) for layout in every]
 
 
