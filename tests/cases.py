@@ -12,7 +12,7 @@ from pathlib import Path
 import reference
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 RATE, DECAY, MAX_NORM = 3e-3, 0.1, 0.5
 TOLERANCE = 1e-6
@@ -28,10 +28,16 @@ class Case:
     tied: bool = True
     checkpointing: str = "none"
     extra: tuple[str, ...] = ()  # further overrides
+    tp: int = 1
 
     @property
     def world(self) -> int:
-        return self.replicas * self.shards
+        return self.replicas * self.shards * self.tp
+
+    @property
+    def rows(self) -> int:
+        """Of a step."""
+        return self.replicas * self.shards * self.micros
 
     @property
     def layout(self) -> str:
@@ -39,7 +45,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        words = (self.stage, f"{self.replicas}x{self.shards}", f"k{self.micros}", "clip" if self.clips else "free")
+        words = (
+            self.stage,
+            f"{self.replicas}x{self.shards}" + f"x{self.tp}" * (self.tp > 1),
+            f"k{self.micros}",
+            "clip" if self.clips else "free",
+        )
         words += ("tied" if self.tied else "untied", self.checkpointing, *self.extra)
         return re.sub(r"[^\w.-]+", "_", "-".join(words))
 
@@ -48,6 +59,7 @@ class Case:
             f"parallel.stage={self.stage}",
             *([f"parallel.dp_replicate_size={self.replicas}"] if self.stage in ("hsdp", "ddp") else []),
             *([f"parallel.dp_shard_size={self.shards}"] if self.stage != "ddp" else []),
+            *([f"parallel.tp_size={self.tp}"] if self.tp > 1 else []),
             f"model.path={tiny}/{'model' if self.tied else 'untied'}",
             f"train.gradient_accumulation_steps={self.micros}",
             f"optim.max_grad_norm={MAX_NORM if self.clips else 0}",
@@ -90,8 +102,9 @@ def covering_cases() -> list[Case]:
 class Outcome:
     """What one rank saw of a case. `result` on rank 0 only."""
 
-    coordinates: tuple[int, int]
+    coordinates: tuple[int, ...]
     digest: str  # of this rank's own weights at the end
+    uncut: str  # of those that are the same along tp
     traffic: tuple[dict, dict]  # measured, predicted
     inter_node: tuple[int, int]
     memory: tuple[tuple, tuple]
@@ -168,16 +181,21 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
         for name, function in real.items():
             setattr(train, name, function)
     model, layout = seen["model"], seen["layout"]
-    assert layout.sizes == {"dp_replicate": case.replicas, "dp_shard": case.shards}
+    assert layout.sizes == {"dp_replicate": case.replicas, "dp_shard": case.shards} | (
+        {"tp": case.tp} if case.tp > 1 else {}
+    )
     coordinates = tuple(seen["mesh"].get_local_rank(axis) for axis in layout.sizes)
     kept = predict_resident(layout, ranks.rank, settings.optim.name)
     memory = (kept.params_bytes, kept.grads_bytes, kept.optimizer_bytes)
     groups = layout.groups(ranks.rank) | {WORLD: list(range(case.world))}
     inter_node = sent_between_nodes(seen["traffic"][1], groups, ranks.rank, 2)
     weights = {name: whole(p) for name, p in model.named_parameters()}
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    local_bytes = (part.detach().cpu().flatten().view(torch.uint8).numpy().tobytes() for part in local)
-    digest = hashlib.sha256(b"".join(local_bytes)).hexdigest()
+    digest, uncut = hashlib.sha256(), hashlib.sha256()
+    for p in model.parameters():
+        part = (p.to_local() if isinstance(p, DTensor) else p).detach().cpu()
+        digest.update(part.flatten().view(torch.uint8).numpy().tobytes())
+        if not (isinstance(p, DTensor) and "tp" in p.device_mesh.mesh_dim_names):
+            uncut.update(part.flatten().view(torch.uint8).numpy().tobytes())
     result = None
     if ranks.is_main:
         rows = [
@@ -186,14 +204,17 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
         rows = [row for row in rows if "train/loss" in row]
         losses, norms = [row["train/loss"] for row in rows], [row["train/grad_norm"] for row in rows]
         result = reference.Result(losses, norms, gradients, weights)
+    digests = digest.hexdigest(), uncut.hexdigest()
     return Outcome(
-        coordinates, digest, seen["traffic"], (seen["inter_node"], inter_node), (seen["memory"], memory), result
+        coordinates, *digests, seen["traffic"], (seen["inter_node"], inter_node), (seen["memory"], memory), result
     )
 
 
 def whole(tensor) -> Tensor:
     """A DTensor's full value, with collectives that no ledger counts."""
     tensor = tensor.detach()
+    if isinstance(tensor, DTensor) and tensor.device_mesh.ndim > 1:  # else torch warns of each that is cut twice
+        tensor = tensor.redistribute(placements=[Replicate()] * (tensor.device_mesh.ndim - 1) + [tensor.placements[-1]])
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
 
 
@@ -223,7 +244,7 @@ def reference_of(recipe: Path, tiny: Path) -> Callable[[Case], reference.Result]
             tiny / ("model" if tied else "untied"), steps, RATE, DECAY, max_norm=MAX_NORM if clips else 0.0
         )
 
-    return lambda case: train(case.world * case.micros, case.clips, case.tied)
+    return lambda case: train(case.rows, case.clips, case.tied)
 
 
 def outcomes_of(case: Case, results: Path) -> list[Outcome]:
@@ -262,10 +283,11 @@ def assert_exact_bytes(outcomes: list[Outcome]) -> None:
 
 
 def assert_replicas_agree(outcomes: list[Outcome]) -> None:
-    """Ranks with the same place along dp_shard hold the same bits."""
-    digests = {}
+    """Ranks with the same place along dp_shard and tp hold the same bits; along tp, of what is not cut."""
+    digests, uncut = {}, {}
     for outcome in outcomes:
-        assert digests.setdefault(outcome.coordinates[1], outcome.digest) == outcome.digest, "replicas drifted apart"
+        assert digests.setdefault(outcome.coordinates[1:], outcome.digest) == outcome.digest, "replicas drifted apart"
+        assert uncut.setdefault(outcome.coordinates[1], outcome.uncut) == outcome.uncut, "ranks along tp drifted apart"
 
 
 def expected_traffic(

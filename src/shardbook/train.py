@@ -31,6 +31,7 @@ from shardbook.parallel.sharding import apply_stage
 from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
 from shardbook.plan.peak import predict_peak
 from shardbook.plan.speed import predict_perf_metrics
+from shardbook.plan.tensor import tensor_traffic
 from shardbook.ranks.distributed import (
     Ranks,
     StopFlag,
@@ -78,7 +79,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
         teacher = load_teacher(recipe)
     attention = choose_attention(recipe.model.attention, config, ranks.device, DTYPES[recipe.precision.params])
-    model = build_adapted(recipe, config, attention, teacher)
+    model = build_adapted(recipe, config, attention, teacher, ranks.rank)
     world = (ranks.world_size, ranks.ranks_per_node)
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world, recipe.offload)
 
@@ -99,7 +100,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     console.show_data(documents, held_out)
     place = layout.data_rank(ranks.rank)
     parts = documents, held_out
-    batching = choose_batching(recipe.data, recipe.train, place, ranks.device.type, *parts, sequences=recipe.sequences)
+    see = {"sequences": recipe.sequences, "alike": layout.alike}
+    batching = choose_batching(recipe.data, recipe.train, place, ranks.device.type, *parts, **see)
     loader = Loader(documents, batching, recipe.train.gradient_accumulation_steps, recipe.train.seed)
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
     if run.finished_steps >= steps:
@@ -131,6 +133,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     reference = Reference(objective, recipe, loader, held_out, steps, run.path, ranks, console)
     state, source = start_from(newest, recipe, sharded, optimizer, loader, folder, steps, reference)
     held_out = reference.give()
+    predicted |= tensor_traffic(layout, config, recipe, loader.step_at(loader.consumed_rows))
     saved_step = state.step
     console.print(f"weights  {source}, at step {state.step} of {steps}")
 
@@ -185,7 +188,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             logs, saves = is_due(step, recipe.train.logging_steps), is_due(step, recipe.train.save_steps)
             if logs or saves or step == steps:
                 # the step's one host sync; what is not finite is never saved
-                measured = read_loss(seen, names, norm, step)
+                measured = read_loss(seen / layout.alike, names, norm, step)
             if logs:
                 metrics = measured | {"train/learning_rate": rate, "train/tokens": state.tokens}
                 kept = kept or memory_metrics(sharded, optimizer)  # the same in every step

@@ -306,7 +306,8 @@ def test_compiled_it_has_the_same_bits():
             function(*tensors, draw_keys(3, 7, 0, count, torch.device("cpu")), places, numbers)
             found.append(tensors)
     for got, want in zip(found[2:], found[:2], strict=True):
-        assert torch.allclose(got[0], want[0], rtol=0, atol=2**-24)  # a CPU's compiler may fuse a product and a sum
+        # a CPU's compiler may fuse a product and a sum: one rounding less, the last bit of a weight
+        assert torch.allclose(got[0], want[0], rtol=2**-23, atol=2**-24)
         assert all(torch.equal(*pair) for pair in zip(got[1:], want[1:], strict=True))
 
 

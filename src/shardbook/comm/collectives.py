@@ -138,3 +138,8 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
     # looked up at each call: the ledger stands in for these functions while it is open
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch before 2.13
     gather(output, shard, group=group)
+
+
+def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch before 2.13
+    reduce(output, whole, group=group)

@@ -13,10 +13,11 @@ from functools import wraps
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardbook.axes import WORLD
+from shardbook.axes import TP, WORLD
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 # function of torch.distributed -> operation, and the argument that is the full tensor
@@ -57,6 +58,9 @@ class Ledger:
 
     def open(self) -> None:
         assert not self._replaced, "the ledger is open already"
+        if len(self.groups.get(TP, ())) > 1:
+            # blocks that are compiled hold collectives: a trace through these functions would break in each, for good
+            torch.compiler.set_stance("force_eager")
         for name, (op, argument) in FUNCTIONS.items():
             if hasattr(dist, name):
                 self._replaced[name] = getattr(dist, name)
@@ -65,6 +69,8 @@ class Ledger:
     def close(self) -> bool:
         """Put torch.distributed back. Returns whether it was open."""
         was_open = bool(self._replaced)
+        if was_open and len(self.groups.get(TP, ())) > 1:
+            torch.compiler.set_stance("default")
         while self._replaced:
             setattr(dist, *self._replaced.popitem())
         return was_open

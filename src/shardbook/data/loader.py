@@ -4,6 +4,7 @@ Invariant: the row at global index g is a pure function of (seed, epoch, g): see
 is the same however many ranks and micro-batches split a step. Its only state is how many rows the run has consumed.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,6 +89,7 @@ class Batching:
     documents: int = 1  # the most that a row holds
     multiple: int = ROUND_TO["cpu"]  # row lengths are rounded up to one
     sequences: int = 1  # that an example holds: 2 where it is a pair
+    alike: int = 1  # ranks that see the same rows as this one, itself too
 
 
 def choose_batching(
@@ -97,12 +99,14 @@ def choose_batching(
     device_type: str,
     *parts: Documents | None,
     sequences: int = 1,
+    alike: int = 1,
 ) -> Batching:
     """How `data_rank` (its number, and how many there are) sees the rows of `parts` on that kind of device."""
     row_length = data.max_length * sequences if data.packing else None
     # so that boundaries have the same shape in every micro-batch, of an evaluation too
     most = max((len(row) for part in parts if part for row in part.rows), default=1)
-    return Batching(row_length, train.per_device_train_batch_size, *data_rank, most, ROUND_TO[device_type], sequences)
+    multiple = math.lcm(ROUND_TO[device_type], alike)  # each of them computes with its share of a row's tokens
+    return Batching(row_length, train.per_device_train_batch_size, *data_rank, most, multiple, sequences, alike)
 
 
 class RowError(RuntimeError):

@@ -26,6 +26,7 @@ from shardbook.model.causal_lm import CausalLM, build_model
 from shardbook.model.nf4 import PackedLinear, pack_module, packed_product, unpacked_weight
 from shardbook.model.stored import digest_share
 from shardbook.model.teacher import attach_teacher
+from shardbook.model.tensor import cut_model
 from shardbook.model.weights import MAGNITUDE, is_adapter, local_rows
 from shardbook.parallel.layout import DTYPES
 from shardbook.recipe import Lora, Recipe, RecipeError, nearest
@@ -100,9 +101,11 @@ def build_adapted(
     config: PreTrainedConfig,
     attention: Kernel = KERNELS["sdpa"],
     teacher: PreTrainedConfig | None = None,
+    rank: int = 0,
 ) -> CausalLM:
-    """The model of a recipe (without `auto`) on the meta device: build_model, and adapters where it asks for them, and
-    in it a model of the config `teacher`. Raises RecipeError where these do not fit the model."""
+    """The model of a recipe (without `auto`) on the meta device, as the global `rank` has it where matrices are shared:
+    build_model, and adapters where it asks for them, and in it a model of the config `teacher`. Raises RecipeError
+    where these do not fit the model."""
     chunk, scores = recipe.train.loss_chunk_tokens, recipe.method == "reward"
     if scores and config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         raise RecipeError(f"method = 'reward': transformers has no classifier of the family {config.model_type!r}")
@@ -113,6 +116,7 @@ def build_adapted(
         pack_blocks(model, DTYPES[recipe.precision.params], recipe.model.bnb_4bit_use_double_quant)
     if teacher:
         attach_teacher(model, build_model(teacher, recipe.precision.frozen, attention=attention))
+    cut_model(model, recipe.parallel.tp_size, rank)
     return model
 
 

@@ -205,7 +205,7 @@ def count_flops(model: CausalLM) -> Flops:
     matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
     block = count_parameters(matrices)
     trained = count_parameters(p for p in matrices if p.requires_grad)
-    head = model.head.weight.numel()
+    head = count_parameters(model.head.parameters())
     per_token = 4 * (block + head) + 2 * (trained + head * model.head.weight.requires_grad)
     per_pair = 6 * config.num_hidden_layers * config.num_attention_heads * head_size(config)
     return Flops(per_token, per_pair, block, trained, count_flops(model.teacher) if model.teacher else None)

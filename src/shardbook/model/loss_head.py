@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardbook.parallel.tensor import TensorAxis, gather_plain, own_part
+
 PRODUCT_ROWS = 32_768  # of the head's gradient, made at once
+
+
+Compare = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]]
 
 
 class Lesson(NamedTuple):
@@ -29,6 +35,8 @@ class LossHead(nn.Linear):
     """
 
     chunk_tokens: int = 0
+    axis: TensorAxis | None = None  # whose ranks have each a part of the vocabulary
+    first: int = 0  # of this rank's
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, summed: bool = False, lesson: Lesson | None = None
@@ -36,14 +44,17 @@ class LossHead(nn.Linear):
         """The loss of each target [n], or, `summed`, their sum: then gradients are made with the logits at hand, where
         the other form makes each chunk's logits again in backward. Without targets: logits [n, vocabulary]. With a
         `lesson` three sums [3]: the loss, which alone has the gradient; likelihood and divergence that are in it."""
+        weight, compare = own_part(self.weight), None
         if targets is None:
-            return F.linear(hidden, self.weight)
+            return F.linear(hidden, weight)
         rows = self.chunk_tokens or max(1, len(targets))
+        if self.axis:
+            compare = partial(score_part, self.axis, targets - self.first)
         if lesson:
-            return _TaughtLoss.apply(hidden, self.weight, targets, lesson, rows, torch.is_grad_enabled())
+            return _TaughtLoss.apply(hidden, weight, targets, lesson, rows, torch.is_grad_enabled())
         if summed:
-            return _SummedLoss.apply(hidden, self.weight, targets, rows, torch.is_grad_enabled())
-        return _Losses.apply(hidden, self.weight, targets, rows)
+            return _SummedLoss.apply(hidden, weight, targets, rows, torch.is_grad_enabled(), compare)
+        return _Losses.apply(hidden, weight, targets, rows, compare)
 
 
 class ScoreHead(nn.Linear):
@@ -58,16 +69,18 @@ class _SummedLoss(torch.autograd.Function):
     recomputing takes (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2)."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, trains: bool) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, trains: bool, compare: Compare | None
+    ) -> Tensor:
         wanted = [trains and needed for needed in ctx.needs_input_grad[:2]]
-        losses, *ctx.gradients = score_chunks(hidden, weight, targets, rows, wanted)
+        losses, *ctx.gradients = score_chunks(hidden, weight, targets, rows, wanted, compare=compare)
         ctx.dtype = weight.dtype
         return losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> Any:
-        return *made_in_forward(ctx, slope), None, None, None
+        return *made_in_forward(ctx, slope), None, None, None, None
 
 
 def made_in_forward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -119,18 +132,20 @@ class _Losses(torch.autograd.Function):
     """The loss of each target, whose slopes are known in backward only: there each chunk's logits are made again."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, compare: Compare | None
+    ) -> Tensor:
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.rows = rows
-        return score_chunks(hidden, weight, targets, rows, [False, False])[0]
+        ctx.rows, ctx.compare = rows, compare
+        return score_chunks(hidden, weight, targets, rows, [False, False], compare=compare)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slopes: Tensor) -> Any:
         hidden, weight, targets = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:2]
-        _, of_hidden, of_weight = score_chunks(hidden, weight, targets, ctx.rows, wanted, slopes)
-        return of_hidden, of_weight.to(weight.dtype) if of_weight is not None else None, None, None
+        _, of_hidden, of_weight = score_chunks(hidden, weight, targets, ctx.rows, wanted, slopes, ctx.compare)
+        return of_hidden, of_weight.to(weight.dtype) if of_weight is not None else None, None, None, None
 
 
 def score_chunks(
@@ -140,7 +155,7 @@ def score_chunks(
     rows: int,
     wanted: Sequence[bool],
     slopes: Tensor | None = None,
-    compare: Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]] | None = None,
+    compare: Compare | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The loss of each target, fp32 [n], with the logits of `rows` of them at a time; and, where `wanted`, gradients of
     hidden states and of the weight: of the sum of losses, or of each times its `slopes` [n]. `compare`: what makes
@@ -242,3 +257,41 @@ def run_as_one(function: Any, is_cuda: bool) -> Any:
 def score(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
     scored: tuple[Tensor, Tensor] = run_as_one(score_plain, logits.is_cuda)(logits, targets, trains)
     return scored
+
+
+def score_part(axis: TensorAxis, targets: Tensor, logits: Tensor, here: slice, trains: bool) -> tuple[Tensor, Tensor]:
+    """score of the rows `here`, where each rank has the logits [n, V] of its own part of the vocabulary and `targets`
+    count from the first of these: one gather of three numbers a row (Megatron-LM, arXiv 1909.08053, section 3, has two
+    all-reduces). The same losses on every rank; slopes of its own part."""
+    slope, *own = run_as_one(begin_part, logits.is_cuda)(logits, targets[here])
+    told = gather_plain(torch.stack(own)[None], axis).view(axis.size, 3, -1)
+    losses, share = run_as_one(end_part, logits.is_cuda)(told, own[0])
+    if trains:
+        slope = run_as_one(slope_of_part, logits.is_cuda)(slope, share, targets[here]).to(logits.dtype)
+    return losses, slope
+
+
+def begin_part(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """exp(logits - their largest) [n, V]; that, their sum, and the logit of the target or 0: each fp32 [n]."""
+    slope = logits.float()
+    outside, where = (targets < 0) | (targets >= slope.shape[1]), targets.clamp(0, slope.shape[1] - 1)
+    largest = slope.amax(-1, keepdim=True)
+    picked = slope.gather(1, where[:, None])[:, 0].masked_fill(outside, 0.0)
+    slope = (slope - largest).exp_() if slope is logits else slope.sub_(largest).exp_()
+    return slope, largest[:, 0], slope.sum(-1), picked
+
+
+def end_part(told: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """From what each rank `told` [ranks, 3, n], with the `own` largest logit: losses, and what makes shares of the
+    whole of this rank's exponentials, [n] both."""
+    largest, sums, picked = told.unbind(1)
+    peak = largest.amax(0)
+    total = (sums * (largest - peak).exp()).sum(0)
+    return peak + total.log() - picked.sum(0), (own - peak).exp() / total
+
+
+def slope_of_part(slope: Tensor, share: Tensor, targets: Tensor) -> Tensor:
+    slope *= share[:, None]
+    inside = (targets >= 0) & (targets < slope.shape[1])
+    where = targets.clamp(0, slope.shape[1] - 1)[:, None]
+    return slope.scatter_add_(1, where, -inside.to(slope.dtype)[:, None])

@@ -26,7 +26,7 @@ from shardbook.recipe import RecipeError
 
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PIECE = 32 * 2**20  # of a file that is hashed at once
+PIECE = 32 * 2**20  # of a file that is hashed, or read to be cut, at once
 HEADER_BYTES = 100 * 10**6  # the library's own limit: what is longer is no header
 
 
@@ -39,6 +39,19 @@ class Stored:
     dtype: str  # as the format writes it
     shape: tuple[int, ...]
     start: int  # of its first byte in the file
+
+    def read_part(self, rows: slice, columns: slice | None = None) -> Tensor:
+        """Of `rows` the `columns`: as read_rows. Columns do not lie together, so whole rows are read, PIECE by PIECE,
+        and cut."""
+        if columns is None:
+            return self.read_rows(rows)
+        width = columns.stop - columns.start
+        part = torch.empty(rows.stop - rows.start, width, dtype=FLOATS[self.dtype])
+        step = max(1, PIECE // (self.shape[1] * part.element_size()))
+        for first in range(rows.start, rows.stop, step):
+            here = slice(first, min(first + step, rows.stop))
+            part[here.start - rows.start : here.stop - rows.start] = self.read_rows(here)[:, columns]
+        return part
 
     def read_rows(self, rows: slice) -> Tensor:
         """Rows `rows.start` to `rows.stop` along the first dim, on the host, in the stored dtype, one of FLOATS."""

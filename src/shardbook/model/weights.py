@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
@@ -72,16 +72,22 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         if problems:
             raise RecipeError(f"weights in {folder} do not fit the model: {'; '.join(problems)}")
         for name, place in wanted.items():
-            place.fill(stored[name].read_rows(place.rows))
+            place.fill(stored[name].read_part(place.rows, place.columns))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of the weights files, of `shape`, goes on this rank: its `rows`, which `fill` takes."""
+    """Where a tensor of the weights files, of `shape`, goes on this rank: its `rows`, which `fill` takes, or of these
+    some `columns`."""
 
     shape: torch.Size
     rows: slice
     fill: Callable[[Tensor], Any]
+    columns: slice | None = None  # all of them
+
+    def fill_from(self, whole: Tensor) -> None:
+        part = whole[self.rows]
+        self.fill(part if self.columns is None else part[:, self.columns])
 
 
 def places(model: nn.Module) -> dict[str, Place]:
@@ -89,14 +95,14 @@ def places(model: nn.Module) -> dict[str, Place]:
     found = {}
     for name, parameter in own_parameters(model):
         stem, _, last = name.rpartition(".")
-        local, rows = local_rows(parameter.detach())
+        local, rows, columns = local_part(parameter.detach())
         if last == PACKED:
             module: Any = model.get_submodule(stem)
             absmax, _ = local_rows(module.weight_absmax.detach())
             shape = torch.Size((module.out_features, module.in_features))
             found[f"{stem}.weight"] = Place(shape, rows, partial(fill_rows, local, absmax, nested=module.nested))
         elif last != ABSMAX and not is_adapter(name):
-            found[name] = Place(parameter.shape, rows, local.copy_)
+            found[name] = Place(parameter.shape, rows, local.copy_, columns)
     return found
 
 
@@ -112,31 +118,42 @@ def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
         if only and name != only:
             continue
         if len(place.shape) == 1:
-            place.fill(torch.full(place.shape, 0.0 if name.endswith("bias") else 1.0, device=device)[place.rows])
+            place.fill_from(torch.full(place.shape, 0.0 if name.endswith("bias") else 1.0, device=device))
             continue
         generator = torch.Generator(device).manual_seed(seed * 100_003 + index)
         full = torch.empty(place.shape, device=device)
         full.normal_(0.0, config.initializer_range, generator=generator)
-        place.fill(full[place.rows])
+        place.fill_from(full)
+
+
+def local_part(parameter: Tensor) -> tuple[Tensor, slice, slice | None]:
+    """This rank's part of a parameter, and the rows of the full tensor that it holds, of these
+    perhaps some columns.
+
+    Each mesh axis that cuts does so as torch.chunk: ceil(n / N) each, the last ranks fewer or none. The innermost cuts
+    the full tensor, the next one what that leaves: fully_shard comes after tensor parallel.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter, slice(0, len(parameter)), None
+    mesh, held = parameter.device_mesh, [range(size) for size in parameter.shape]
+    for axis in reversed(range(mesh.ndim)):
+        placement: Any = parameter.placements[axis]
+        if placement.is_replicate():
+            continue
+        here = held[placement.dim]
+        each = -(-len(here) // mesh.size(axis))
+        start = each * mesh.get_local_rank(axis)
+        held[placement.dim] = here[start : start + each]
+    local = parameter.to_local()
+    assert [len(each) for each in held] == list(local.shape), f"DTensor split {tuple(parameter.shape)} in another way"
+    rows, *more = [slice(each.start, each.stop) for each in held]
+    return local, rows, more[0] if more and len(held[1]) < parameter.shape[1] else None
 
 
 def local_rows(parameter: Tensor) -> tuple[Tensor, slice]:
-    """This rank's part of a parameter and the rows of the full tensor it holds (Shard(0) on at most one mesh axis).
-
-    Rows are split as torch.chunk does: ceil(rows / N) each, the last ranks fewer or none.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter, slice(0, len(parameter))
-    axes = [axis for axis, placement in enumerate(parameter.placements) if placement != Replicate()]
-    if not axes:
-        return parameter.to_local(), slice(0, len(parameter))
-    if len(axes) > 1 or parameter.placements[axes[0]] != Shard(0):
-        raise NotImplementedError(f"placements {parameter.placements}: only Shard(0) on one axis can be loaded")
-    each = -(-len(parameter) // parameter.device_mesh.size(axes[0]))
-    start = min(each * parameter.device_mesh.get_local_rank(axes[0]), len(parameter))
-    local = parameter.to_local()
-    rows = slice(start, min(start + each, len(parameter)))
-    assert rows.stop - rows.start == len(local), f"DTensor split {tuple(parameter.shape)} in another way"
+    """The same of one that is cut along its rows alone."""
+    local, rows, columns = local_part(parameter)
+    assert columns is None, f"{tuple(parameter.shape)}: cut along its columns too"
     return local, rows
 
 
@@ -148,7 +165,17 @@ def full_tensors(model: nn.Module, dtype: str) -> Iterator[tuple[str, Tensor]]:
     """
     for name, parameter in own_parameters(model):
         cast = parameter.detach().to(DTYPES[dtype])
-        yield name, cast.full_tensor() if isinstance(cast, DTensor) else cast
+        yield name, whole_tensor(cast) if isinstance(cast, DTensor) else cast
+
+
+def whole_tensor(tensor: DTensor) -> Tensor:
+    """A DTensor's full value, one mesh axis after the other, the outermost first: fully_shard cut last. All at once,
+    torch warns of each tensor that is cut twice along one dim."""
+    placements = list(tensor.placements)
+    for axis in range(len(placements) - 1):
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.full_tensor()
 
 
 def save_weights(

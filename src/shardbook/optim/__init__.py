@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardbook.optim.adamw_bf16 import AdamWBf16
-from shardbook.optim.elementwise import AdEMAMix, Lion
+from shardbook.optim.elementwise import AdEMAMix, Lion, local_part
 from shardbook.optim.muon import Muon
 from shardbook.recipe import Optim, RecipeError, first_line
 
@@ -149,7 +149,9 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
     norm = gradient_norm([p.grad for p in parameters if p.grad is not None])
     # on a CPU one may look, and what is not too large need not be multiplied by one
     if max_norm and not (norm.is_cpu and max_norm / (norm + 1e-6) >= 1):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        # torch's own clip_grads_with_norm_ refuses DTensors of two meshes
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_([local_part(p.grad) for p in parameters if p.grad is not None], scale)
     return norm
 
 
@@ -168,16 +170,22 @@ def gradient_norm(gradients: list[Tensor], known: list[Tensor] | None = None) ->
         pieces.setdefault(where, []).append(known[number] if known else local)
     squares = {where: parts if known else squares_of(parts) for where, parts in pieces.items()}
     device = next((parts[0].device for parts in squares.values()), None)
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    # by the groups that share them, outermost axis first: along axes that replicate they are equal already. Not
+    # is_shard: torch's placement of what is cut twice says no
+    sums: dict[tuple[Any, ...], Tensor] = {(): torch.zeros((), dtype=torch.float64, device=device)}
     for where, parts in squares.items():
-        part = torch.stack(parts).sum()
-        if where is not None:  # summed along the axes that shard; along those that replicate it is equal already
+        groups = ()
+        if where is not None:
             mesh, placements = where
-            for dim, placement in enumerate(placements):
-                if placement.is_shard() and mesh.size(dim) > 1:
-                    dist.all_reduce(part, group=mesh.get_group(dim))
-        total += part
-    return total.sqrt().float()
+            dims = [dim for dim, placed in enumerate(placements) if not placed.is_replicate() and mesh.size(dim) > 1]
+            groups = tuple(mesh.get_group(dim) for dim in dims)
+        sums[groups] = sums.get(groups, 0) + torch.stack(parts).sum()
+    while len(sums) > 1:
+        inner = max(sums, key=len)
+        part = sums.pop(inner)
+        dist.all_reduce(part, group=inner[-1])
+        sums[inner[:-1]] = sums.get(inner[:-1], 0) + part
+    return sums[()].sqrt().float()
 
 
 def squares_of(parts: list[Tensor]) -> list[Tensor]:

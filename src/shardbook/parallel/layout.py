@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardbook.axes import DATA_AXES, DP_REPLICATE, DP_SHARD
+from shardbook.axes import DATA_AXES, DP_REPLICATE, DP_SHARD, TP
 from shardbook.comm.collectives import ZeroppSwitches
 from shardbook.parallel.mesh import axis_groups, rank_along, resolve_sizes
 from shardbook.parallel.stages import Stage, check_offload, check_stage, read_switches
@@ -54,6 +54,12 @@ class Layout:
         """Ranks that hold copies of each other."""
         return self.sizes[DP_REPLICATE]
 
+    @property
+    def alike(self) -> int:
+        """Ranks that see the same rows: they share the model's matrices (tensor.py), of which units have this rank's
+        parts."""
+        return self.sizes.get(TP, 1)
+
     def dtype(self, what: Literal["params", "reduce", "output", "master"]) -> torch.dtype:
         """Of gathered parameters and compute; of gradients on the wire and their sum; of what the model returns; of
         parameters at rest, reduced gradients and optimizer state."""
@@ -62,7 +68,7 @@ class Layout:
     @property
     def copies(self) -> bool:
         """Whether ranks hold the whole model on their devices (copies.py): nothing is gathered, nothing away."""
-        return self.shards == 1 and self.offload.optimizer == "none"
+        return self.shards == 1 and self.alike == 1 and self.offload.optimizer == "none"
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -86,6 +92,11 @@ class Layout:
     def hops(self) -> list[tuple[str, int, int]]:
         """qgZ's exchanges, in order: mesh axis, ranks along it, bits."""
         return self.switches.hops(self.shards)
+
+    @property
+    def uncut_numel(self) -> int:
+        """Elements whose gradients are summed over the ranks that share matrices, of this rank's shards, padded."""
+        return sum(unit.uncut_numel(self.shards) for unit in self.units) * (self.alike > 1)
 
     def residual_numel(self, unit: Unit) -> int:
         """Elements that error feedback keeps on a rank for `unit`: what its last exchange sends."""

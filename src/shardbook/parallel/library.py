@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardbook.axes import AXES, DP_SHARD
+from shardbook.axes import DATA_AXES, DP_SHARD
 from shardbook.parallel.copies import COPIED
 from shardbook.parallel.layout import DTYPES, Layout, build_layout
 from shardbook.parallel.mesh import axis_sizes, build_mesh
@@ -60,6 +60,8 @@ def shard_model(
     check_parameters(model)
     parallel = stage if isinstance(stage, Parallel) else Parallel(stage=stage)
     row = check_stage(parallel)
+    if parallel.tp_size > 1:
+        raise RecipeError(f"shard_model: parallel.tp_size = {parallel.tp_size}: it cuts no matrices; leave it out")
     if not dist.is_initialized():
         raise RecipeError("shard_model: no process group; call torch.distributed.init_process_group first")
     device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
@@ -204,7 +206,7 @@ def _with_sizes_of(mesh: DeviceMesh, parallel: Parallel, stage: Stage) -> Parall
     shown = f"the mesh has {' and '.join(sizes) or 'axes without names'}"
     if absent := [axis for axis in stage.axes if axis not in sizes]:
         raise RecipeError(f"shard_model: stage {stage.name} needs the mesh axis {' and '.join(absent)}; {shown}")
-    if other := [axis for axis in sizes if axis not in AXES]:
+    if other := [axis for axis in sizes if axis not in DATA_AXES]:
         raise RecipeError(f"shard_model: {shown}; {' and '.join(other)} it does not know: pass mesh[{stage.axes}]")
     for axis, size in sizes.items():
         if (asked := getattr(parallel, f"{axis}_size")) not in (-1, size):
@@ -213,7 +215,7 @@ def _with_sizes_of(mesh: DeviceMesh, parallel: Parallel, stage: Stage) -> Parall
 
 
 def _with_every_axis(mesh: DeviceMesh | None, layout: Layout, device_type: str) -> DeviceMesh:
-    """`mesh`, or one of all ranks, with the axes of AXES. Raises RecipeError for a part of the ranks that needs a group
+    """`mesh`, or one of all ranks, with all of DATA_AXES. Raises RecipeError for a part of the ranks that needs a group
     which it lacks: making one would take a collective of all."""
     if mesh is None:
         return build_mesh(layout.sizes, device_type)
@@ -223,11 +225,11 @@ def _with_every_axis(mesh: DeviceMesh | None, layout: Layout, device_type: str) 
             "shard_model: ZeRO++'s groups inside a node need a mesh of all ranks, in order; leave out secondary_shard, "
             "and quantize_gradients over several nodes"
         )
-    if names == AXES or (names == (DP_SHARD,) and len(layout.hops) < 2):
+    if names == DATA_AXES or (names == (DP_SHARD,) and len(layout.hops) < 2):
         return mesh
     if len(names) == 1 and whole:
         return build_mesh(layout.sizes, device_type)
     raise RecipeError(
-        f"shard_model: the mesh must have {' and '.join(AXES)}, in this order, one of them perhaps of size 1; it has "
-        f"{' and '.join(names)} (one alone is enough where it has all ranks)"
+        f"shard_model: the mesh must have {' and '.join(DATA_AXES)}, in this order, one of them perhaps of size 1; it "
+        f"has {' and '.join(names)} (one alone is enough where it has all ranks)"
     )

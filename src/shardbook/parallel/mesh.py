@@ -1,25 +1,25 @@
 """The device mesh: how many ranks each axis has, and which of them talk to each other. (The names: axes.py.)
 
 Invariant: the product of the axes is the world size. All but building the mesh is arithmetic of sizes, so it needs no
-process group. Room for pp (outside), cp and tp (inside): an axis is one more name in AXES.
+process group. Room for pp (outside) and cp (beside tp): an axis is one more name in AXES.
 """
 
 from math import prod
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardbook.axes import ACROSS, AXES, DP_REPLICATE, DP_SHARD, INSIDE
+from shardbook.axes import ACROSS, DATA_AXES, DP_REPLICATE, DP_SHARD, INSIDE, TP
 from shardbook.recipe import Parallel, RecipeError
 
 
 def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: int | None) -> dict[str, int]:
-    """Size of every axis, in order.
+    """Size of every axis, in order; of tp only where it is more than 1.
 
     `free_axes` are those that the stage may make larger than 1; any other must be 1 or -1. At most one free axis
     may be -1 and is inferred from `world_size`; with `world_size` None it stays -1. Raises RecipeError.
     """
     sizes: dict[str, int] = {}
-    for axis in AXES:
+    for axis in DATA_AXES:
         size = getattr(parallel, f"{axis}_size")
         if size == 0:
             raise RecipeError(f"parallel.{axis}_size = 0: must be at least 1, or -1 for the rest")
@@ -27,6 +27,8 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
             said = f"stage {parallel.stage} has no such axis; leave it out, or set parallel.stage=hsdp"
             raise RecipeError(f"parallel.{axis}_size = {size}: {said}")
         sizes[axis] = size if axis in free_axes else 1
+    if parallel.tp_size > 1:
+        sizes[TP] = parallel.tp_size
     inferred = [axis for axis, size in sizes.items() if size == -1]
     if len(inferred) > 1:
         keys = " and ".join(f"parallel.{axis}_size" for axis in inferred)

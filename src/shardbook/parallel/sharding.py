@@ -21,13 +21,14 @@ from shardbook.comm.collectives import QuantizedAllGather, QuantizedReduceScatte
 from shardbook.parallel.copies import Copies
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import build_node_mesh, describe_sizes
+from shardbook.parallel.tensor import place_cuts, sum_uncut
 from shardbook.parallel.units import Unit, backward_order
 
 
 @dataclass
 class ShardedModel:
-    """A model under its stage. Every parameter is a DTensor, Shard(0) along dp_shard and Replicate along dp_replicate;
-    or a plain tensor, where dp_shard has one rank: `copies` is set."""
+    """A model under its stage. Every parameter is a DTensor, Shard(0) along dp_shard and Replicate along dp_replicate,
+    of its part where it is cut along tp; or a plain tensor, where one rank has it all: `copies` is set."""
 
     model: nn.Module
     layout: Layout
@@ -35,6 +36,7 @@ class ShardedModel:
     # the name is the same; empty where nothing keeps any
     residuals: dict[str, Tensor]
     copies: Copies | None = None
+    mesh: DeviceMesh | None = None  # where it has an axis tp
     offloaded: Any = None  # memory/offload.py's, where masters are not on the device
 
     @property
@@ -74,6 +76,8 @@ class ShardedModel:
             # after the last micro-batch always: the optimizer makes gathered parameters stale
             unit.handle.set_reshard_after_backward(unit.frees or is_last, recurse=False)
         yield
+        if is_last and self.mesh:
+            sum_uncut(self.model, self.mesh, self.layout.uncut_numel)
 
     @contextlib.contextmanager
     def gathered_once(self) -> Iterator[None]:
@@ -108,6 +112,9 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedMo
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(mesh.device_type)
         return ShardedModel(model, layout, {}, Copies(model, layout, replica_group(layout, mesh)))
+    whole = mesh if layout.alike > 1 else None
+    if whole:
+        place_cuts(model, whole)
     switches, shards, hops = layout.switches, layout.shards, build_hops(layout, mesh)
     # A 2-D mesh makes fully_shard all-reduce along the first axis, with one replica in a group of one.
     mesh = mesh[DP_REPLICATE, DP_SHARD] if layout.replicas > 1 else mesh[DP_SHARD]
@@ -142,7 +149,7 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedMo
                     residual = residuals[name] = torch.zeros(kept, device=mesh.device_type)
                 unit.handle.set_custom_reduce_scatter(QuantizedReduceScatter(hops, switches.block, residual))
     apply_prefetch(layout)
-    return ShardedModel(model, layout, residuals)
+    return ShardedModel(model, layout, residuals, mesh=whole)
 
 
 def replica_group(layout: Layout, mesh: DeviceMesh) -> ProcessGroup | None:

@@ -17,7 +17,8 @@ from shardbook.recipe import Parallel, RecipeError
 
 FORWARD_ONLY = "forward_only"  # of a module that no backward reaches: FREED after its forward, or HELD to its end
 FREED, HELD = "freed", "held"
-STANDS_FOR = "stands_for"  # of a parameter that is packed: how many of the model's it is
+STANDS_FOR = "stands_for"  # of a parameter that is packed, or cut: how many of the model's it is
+CUT = "cut"  # of one that is cut for tensor parallel: along which dim, and its whole shape
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Unit:
     trained: tuple[bool, ...]  # whether each of them gets a gradient
     itemsizes: tuple[int, ...]  # bytes of an element of each at rest
     hidden: tuple[bool, ...]  # whether each of them is a matrix inside a block
-    parameters: int  # of the model: more than numel where a base is packed
+    cut: tuple[bool, ...]  # whether ranks of the tensor axis have parts of each, or all the same
+    parameters: int  # of the model: more than numel where a base is packed, or cut
     frees: bool  # after each backward, or kept gathered until the step's last one
     reshard_after_forward: bool  # freed there too; not what forward ends with, whose backward comes next
     read_in_backward: bool  # gathered for it; a lookup's gradient needs no weight
@@ -49,6 +51,11 @@ class Unit:
         """Elements of all `shards` shards together, each tensor's as long as its longest."""
         shapes = compress(self.shapes, self.trained) if trained_only else self.shapes
         return sum(-(-shape[0] // shards) * shards * prod(shape[1:]) for shape in shapes)
+
+    def uncut_numel(self, shards: int) -> int:
+        """Elements of one shard, padded, of what is trained and the same on every rank of the tensor axis."""
+        each = zip(self.shapes, self.trained, self.cut, strict=True)
+        return sum(-(-shape[0] // shards) * prod(shape[1:]) for shape, trained, cut in each if trained and not cut)
 
     def rest_bytes(self, shards: int, master: int) -> int:
         """Bytes of one shard at rest, padded: what is trained in `master` bytes an element, what is frozen as it is."""
@@ -120,6 +127,7 @@ def choose_units(
                 trained=tuple(p.requires_grad for p in own),
                 itemsizes=tuple(p.element_size() for p in own),
                 hidden=tuple(p in hidden for p in own),
+                cut=tuple(hasattr(p, CUT) for p in own),
                 parameters=count_parameters(own),
                 frees=frees and not is_kept,
                 reshard_after_forward=frees and not is_kept and not spans and modules not in outer[-1:],

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import compress
 from math import prod
 
-from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, WORLD
+from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, TP, WORLD
 from shardbook.comm.ledger import Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
 from shardbook.memory.shelf import shelf_sizes, step_bytes
@@ -109,6 +109,9 @@ def predict_traffic(layout: Layout, micros: int, optimizer_name: str = "adamw", 
         add("all_reduce", DP_SHARD, 1, NORM_BYTES)
         for op, axis, payload in muon_exchanges(layout) if optimizer_name == "muon" else ():
             add(op, axis, 1, payload)
+    if layout.alike > 1:
+        add("all_reduce", TP, 1, layout.uncut_numel * layout.dtype("master").itemsize)
+        add("all_reduce", TP, 1, NORM_BYTES)
     everyone = next((axis for axis, size in layout.sizes.items() if size == layout.world_size), WORLD)
     add("all_reduce", everyone, 1, COUNTS_BYTES)
     return traffic

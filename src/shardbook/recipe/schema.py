@@ -134,6 +134,40 @@ class Recipe(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def axes_that_compose(self) -> "Recipe":
+        """What tensor parallel has not been made for."""
+        if self.parallel.tp_size == 1:
+            return self
+        sharding, method = self.parallel, self.method
+        if self.data.max_length % sharding.tp_size:
+            raise ValueError(
+                f"data.max_length = {self.data.max_length} and parallel.tp_size = {sharding.tp_size}: so many ranks share "
+                f"a row's tokens; data.max_length must be a multiple of {sharding.tp_size}"
+            )
+        switch = sharding.quantize_weights or sharding.quantize_gradients or sharding.secondary_shard
+        for unfit, what, way_out in (
+            (sharding.stage == "zeropp", "parallel.stage = 'zeropp'", "set parallel.stage=zero3"),
+            (switch, "a switch of ZeRO++", "leave parallel.quantize_weights, quantize_gradients, secondary_shard out"),
+            (sharding.wrap.startswith("size:"), f"parallel.wrap = {sharding.wrap!r}", "set parallel.wrap=block"),
+            (self.lora.r, f"lora.r = {self.lora.r}", "leave one of the two out"),
+            (method in ("reward", "distill"), f"method = {method!r}", "leave parallel.tp_size out"),
+            (self.generate.steps, f"generate.steps = {self.generate.steps}", "set generate.steps=0"),
+            (
+                self.offload.optimizer != "none",
+                f"offload.optimizer = {self.offload.optimizer!r}",
+                "set offload.optimizer=none and offload.params=none",
+            ),
+            (
+                self.optim.name in ("muon", "adamw_8bit", "adamw_bf16"),
+                f"optim.name = {self.optim.name!r}, which looks at whole matrices or counts their elements",
+                "set optim.name=adamw",
+            ),
+        ):
+            if unfit:
+                raise ValueError(f"parallel.tp_size = {sharding.tp_size} and {what}: they do not compose; {way_out}")
+        return self
+
     @property
     def at_rest(self) -> str:
         """Dtype of a rank's shards on its device: with masters on the host, what it computes in."""

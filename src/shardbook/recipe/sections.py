@@ -73,6 +73,9 @@ class Parallel(Section):
     dp_shard_size: int = key(
         -1, "Ranks that split one copy (zero1, zero2, zero3, hsdp, zeropp); -1: what the other axis leaves.", ge=-1
     )
+    tp_size: int = key(
+        1, "Neighbouring ranks that split each matrix, and tokens between them (tensor parallel); 1: off.", ge=1
+    )
     wrap: str = key(
         "block", "What is gathered together: block, none (everything at once), or size:<parameters>.", pattern=WRAPS
     )

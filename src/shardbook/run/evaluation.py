@@ -22,4 +22,4 @@ def evaluate(
         seen += objective.shares(model, micro.to(ranks.device), held_out.totals)
     sharded.reshard()
     model.train()
-    return dict(zip(objective.names("eval"), sum_over_ranks(*seen.tolist()), strict=True))
+    return dict(zip(objective.names("eval"), sum_over_ranks(*(seen / batching.alike).tolist()), strict=True))

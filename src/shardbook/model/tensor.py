@@ -1,0 +1,107 @@
+"""Which parameters of a model are cut for tensor parallel: transformers' own plan of a family, as data, with embedding
+and head; and what heads and widths allow.
+
+A matrix whose heads cannot be dealt out evenly stays whole on every rank, and each computes the heads that are its own.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from shardbook.model.causal_lm import CausalLM
+from shardbook.model.loss_head import LossHead
+from shardbook.parallel.tensor import (
+    TensorAxis,
+    compute_columns,
+    compute_rows,
+    cut_columns,
+    cut_embedding,
+    cut_parameter,
+    cut_rows,
+    gather_inputs,
+    gather_outputs,
+)
+from shardbook.recipe import RecipeError
+
+ATTENTION, MLP = "layers.*.self_attn.", "layers.*.mlp."
+# what each linear map of a block must be in the plan: the cut is made here, and a plan that says otherwise is not known
+PLAN = {f"{ATTENTION}{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")}
+PLAN |= {f"{MLP}{name}": "colwise" for name in ("gate_proj", "up_proj")}
+PLAN |= {f"{ATTENTION}o_proj": "rowwise", f"{MLP}down_proj": "rowwise"}
+WHOLE = ("replicated_with_grad_allreduce",)  # norms of heads: not cut
+
+
+def cut_model(model: CausalLM, size: int, rank: int) -> None:
+    """Leave of `model`, on the meta device, what the global `rank` has of it where `size` neighbouring ranks share it.
+    Raises RecipeError where the model cannot be shared so."""
+    if size == 1:
+        return
+    config: Any = model.config
+    check_fits(config, size)
+    axis = TensorAxis(size, rank % size)
+    cut_embedding(model.model.embed_tokens, axis)
+    for block in model.model.layers:
+        cut_attention(block.self_attn, config, axis)
+        cut_rows(block.mlp.gate_proj, axis)
+        cut_rows(block.mlp.up_proj, axis)
+        cut_columns(block.mlp.down_proj, axis)
+        gather_inputs(block.self_attn, block.mlp, axis)
+    gather_outputs(model.model.norm, axis)
+    head = model.lm_head
+    assert isinstance(head, LossHead)
+    head.axis, head.first = axis, axis.share(head.out_features).start
+    if model.is_tied:
+        model.tie()
+    else:
+        cut_parameter(head, "weight", 0, axis)
+
+
+def check_fits(config: Any, size: int) -> None:
+    """Raise RecipeError where `size` ranks cannot share a model of `config`."""
+    said = f"parallel.tp_size = {size}"
+    plan = {name: how for name, how in (config.base_model_tp_plan or {}).items() if how not in WHOLE}
+    if plan != PLAN:
+        other = sorted({how for name, how in plan.items() if PLAN.get(name) != how})
+        raise RecipeError(
+            f"{said}: family {config.model_type!r} cannot be cut (its plan has {', '.join(other) or 'other names'}); "
+            "set parallel.tp_size=1"
+        )
+    if size > config.num_attention_heads:
+        raise RecipeError(f"{said}: the model has {config.num_attention_heads} heads; must be at most so many")
+    if config.intermediate_size % size:
+        fits = [str(n) for n in range(1, config.num_attention_heads + 1) if config.intermediate_size % n == 0]
+        raise RecipeError(
+            f"{said}: does not divide the model's intermediate_size = {config.intermediate_size}; it may be "
+            f"{', '.join(fits)}"
+        )
+    if -(-config.vocab_size // size) * (size - 1) >= config.vocab_size:
+        raise RecipeError(f"{said}: leaves a rank without any of the {config.vocab_size} tokens; set it lower")
+
+
+def cut_attention(attention: nn.Module, config: Any, axis: TensorAxis) -> None:
+    """Deal out heads: evenly where they divide, with the matrices cut; else each rank computes its own of the whole."""
+    made: Any = attention
+    heads, key_heads, dim = config.num_attention_heads, config.num_key_value_heads, made.head_dim
+    own, own_keys = share_heads(heads, key_heads, axis)
+    if heads % axis.size == 0:
+        cut_rows(made.q_proj, axis)
+        cut_columns(made.o_proj, axis)
+    else:
+        of_heads = slice(own.start * dim, own.stop * dim)
+        compute_rows(made.q_proj, [of_heads], axis)
+        compute_columns(made.o_proj, of_heads, axis)
+    for projection in (made.k_proj, made.v_proj):
+        if heads % axis.size == 0 and key_heads % axis.size == 0:
+            cut_rows(projection, axis)
+        else:
+            compute_rows(projection, [slice(head * dim, (head + 1) * dim) for head in own_keys], axis)
+    made.num_key_value_groups = len(own) // len(own_keys)
+
+
+def share_heads(heads: int, key_heads: int, axis: TensorAxis) -> tuple[range, list[int]]:
+    """The heads of queries that are this rank's, and the heads of keys and values that it makes for them: each once,
+    where every one of them serves as many queries; else one for each query."""
+    own = axis.balanced(heads)
+    served = [head * key_heads // heads for head in own]
+    once = sorted(set(served))
+    return own, once if len({served.count(head) for head in once}) == 1 else served

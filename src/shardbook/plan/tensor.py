@@ -1,0 +1,48 @@
+"""What tensor parallel sends in a step, exactly.
+
+Invariant: as formulas.py, whose terms of a whole step (sums of what is not cut, the norm) are there.
+"""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedConfig
+
+from shardbook.axes import TP
+from shardbook.comm.ledger import Traffic, Volume
+from shardbook.data.loader import MicroBatch
+from shardbook.parallel.layout import Layout
+from shardbook.recipe import Recipe
+
+TOLD_BYTES = 3 * 4  # of each trained token, by each rank: three fp32 numbers of its part of the logits
+
+
+def tensor_traffic(
+    layout: Layout, config: PreTrainedConfig, recipe: Recipe, micros: Sequence[MicroBatch] | None = None
+) -> Traffic:
+    """Gathers and reduce-scatters of tokens along tp, of the step whose `micros` a rank has; None: rows are full, and
+    every token but the first of each sequence is trained.
+
+    A block gathers before attention and MLP and scatters after both, backward the other way round; one that is
+    recomputed gathers twice more and scatters once more: what its last scatter gives nobody asks for again. The
+    embedding scatters, the last norm gathers; the loss gathers numbers, chunk by chunk.
+    """
+    if layout.alike == 1:
+        return {}
+    count, sequences = recipe.train.gradient_accumulation_steps, recipe.micro_tokens // recipe.data.max_length
+    full = (recipe.micro_tokens, recipe.micro_tokens - sequences)
+    sizes = [(m.input_ids.numel(), len(m.targets)) for m in micros] if micros else [full] * count
+    kind, _, amount = recipe.activation.checkpointing.partition(":")
+    layers, more = config.num_hidden_layers, recipe.forwards - 1
+    again = {"none": 0, "budget": 0, "every": -(-layers // int(amount or 1))}.get(kind, layers)
+    chunk, itemsize = recipe.train.loss_chunk_tokens, layout.dtype("params").itemsize
+    gathers = 4 * layers + 2 * again + 2 + more * (2 * layers + 1)
+    scatters = 4 * layers + again + 2 + more * (2 * layers + 1)
+    scored = 1 + more + (recipe.sequences > 1)  # where each loss has a slope of its own, logits are made again
+    gathered = scattered = Volume()
+    for tokens, trained in sizes:
+        payload = tokens * config.hidden_size * itemsize
+        chunks = -(-trained // (chunk or max(1, trained)))
+        told = Volume(scored * chunks, scored * trained * layout.alike * TOLD_BYTES)
+        gathered += Volume(gathers, gathers * payload) + told
+        scattered += Volume(scatters, scatters * payload)
+    return {("all_gather", TP): gathered, ("reduce_scatter", TP): scattered}
