@@ -53,7 +53,9 @@ def written_out(weights, gradients, rate, decay, eps, number, bf16_weights, begi
         for i, g in enumerate(map(FP32, gradient)):
             m = first[i] * FP32(0.9) + g * FP32(1 - 0.9)
             v = second[i] * FP32(0.999) + g * g * FP32(1 - 0.999)
-            w = weights[i] * FP32(1 - rate * decay) - m / (np.sqrt(v) + scaled) * factor
+            # this processor's root: MKL's, which torch takes, is off by the last bit on some
+            root = torch.tensor(v).sqrt().numpy()
+            w = weights[i] * FP32(1 - rate * decay) - m / (root + scaled) * factor
             noise = [noise_at(step, number, begin + i, which) for which in range(3)]
             first[i], second[i] = rounded_once(m, noise[0]), rounded_once(v, noise[1])
             weights[i] = rounded_once(w, noise[2]) if bf16_weights else w

@@ -142,8 +142,8 @@ class Recipe(Section):
         sharding, method = self.parallel, self.method
         if self.data.max_length % sharding.tp_size:
             raise ValueError(
-                f"data.max_length = {self.data.max_length} and parallel.tp_size = {sharding.tp_size}: so many ranks share "
-                f"a row's tokens; data.max_length must be a multiple of {sharding.tp_size}"
+                f"data.max_length = {self.data.max_length} and parallel.tp_size = {sharding.tp_size}: so many ranks "
+                f"share a row's tokens; data.max_length must be a multiple of {sharding.tp_size}"
             )
         switch = sharding.quantize_weights or sharding.quantize_gradients or sharding.secondary_shard
         for unfit, what, way_out in (
