@@ -14,6 +14,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from shardbook.axes import TP
 from shardbook.compare.outcome import SOURCES, Outcome, differences, first_difference, judge
 from shardbook.run.console import readable_bytes
 
@@ -98,9 +99,8 @@ def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[str]], word
 def summary_rows(outcomes: list[Outcome]) -> list[list[str]]:
     """The table of the page and of the terminal, its heading first."""
     base = outcomes[0]
-    rows = [
-        ["variant", "verdict", "replicas x shards", "last loss", "held-out", "kept", "peak", "sent a step", "tokens/s"]
-    ]
+    mesh = "replicas x shards" + " (x tp)" * any(TP in one.mesh for one in outcomes)
+    rows = [["variant", "verdict", mesh, "last loss", "held-out", "kept", "peak", "sent a step", "tokens/s"]]
     for one in outcomes:
         row = [
             one.name,
