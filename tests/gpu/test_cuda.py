@@ -57,6 +57,17 @@ def test_parity_in_fp32_and_exact_bytes(world, recipe, tiny, tmp_path, wanted):
         assert_exact_bytes(outcomes)
 
 
+@pytest.mark.parametrize("compiles", ["false", "true"])
+def test_matrices_shared_by_two_ranks(compiles, recipe, tiny, tmp_path, wanted):
+    extra = ("precision.params=fp32", "precision.reduce=fp32", f"train.compile={compiles}")
+    kinds = [("zero3", 1, 1, 3, True, True, "none"), ("zero1", 1, 1, 1, False, False, "full")]
+    cases = [Case(*kind, extra=extra, tp=2) for kind in kinds]
+    assert run_world(2, over_gloo, run_cases, recipe, tiny, cases, tmp_path) == [[], []]
+    for case in cases:
+        assert_parity(outcomes_of(case, tmp_path)[0].result, wanted(case), TOLERANCE)
+        assert_exact_bytes(outcomes_of(case, tmp_path))
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_bf16_with_fp32_reduction_stays_near(world, recipe, tiny, tmp_path, wanted):
     for case, outcomes in run_matrix(world, "bf16", recipe, tiny, tmp_path).items():

@@ -94,7 +94,10 @@ def cut_attention(attention: nn.Module, config: Any, axis: TensorAxis) -> None:
         if heads % axis.size == 0 and key_heads % axis.size == 0:
             cut_rows(projection, axis)
         else:
-            compute_rows(projection, [slice(head * dim, (head + 1) * dim) for head in own_keys], axis)
+            first, count = own_keys[0], len(own_keys)
+            together = own_keys == list(range(first, first + count))
+            pieces = [(first, first + count)] if together else [(head, head + 1) for head in own_keys]
+            compute_rows(projection, [slice(start * dim, stop * dim) for start, stop in pieces], axis)
     made.num_key_value_groups = len(own) // len(own_keys)
 
 

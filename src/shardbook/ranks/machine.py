@@ -18,8 +18,8 @@ def choose_nproc(recipe: Recipe, asked: int | None = None, nodes: int = 1) -> in
     if asked is not None:
         return asked
     needed = prod(sizes.values())
-    if needed < 0:  # an axis takes what there is
-        return gpus or 2
+    if needed < 0:  # an axis takes what there is; without GPUs two ranks, or what the others take
+        return gpus or -needed * max(1, 2 // -needed)
     if needed % nodes:
         raise RecipeError(
             f"mesh {describe_sizes(sizes)} needs {needed} ranks, which {nodes} machines cannot share evenly: "
