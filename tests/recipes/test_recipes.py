@@ -113,7 +113,8 @@ def test_recipe(name, tmp_path):
     assert measured == "not yet measured" or re.search(r"\d", measured)
     recipe = load_recipe(path)
     last = name.removesuffix("-dpo").rsplit("-", 1)[-1]
-    stages = dict.fromkeys(("fsdp", "1gpu", "offload", "nvme", "qlora", "tp"), "zero3") | {"lora": recipe.parallel.stage}
+    stages = dict.fromkeys(("fsdp", "1gpu", "offload", "nvme", "qlora", "tp"), "zero3")
+    stages |= {"lora": recipe.parallel.stage}
     if recipe.method != "sft":
         assert f"-{recipe.method}" in name
         stages |= dict.fromkeys(("135m", "llama8b", recipe.method), "zero3")
@@ -169,8 +170,9 @@ def wrap(path, folder, world, count):
         is_cut = alike > 1 and parameter.ndim == 2 and (config.num_attention_heads % alike == 0 or "attn" not in name)
         held += parameter.numel() // (alike if is_cut else 1)
         if is_cut:
-            columns = name.rpartition(".")[0].endswith(("o_proj", "down_proj"))
-            assert "tp" in parameter.device_mesh.mesh_dim_names and parameter.placements[-1] == Shard(int(columns)), name
+            columns = name.endswith(("o_proj.weight", "down_proj.weight"))
+            assert parameter.device_mesh.mesh_dim_names == ("dp_shard", "tp")
+            assert parameter.placements[-1] == Shard(int(columns)), name
         elif not layout.copies:
             assert isinstance(parameter, DTensor) and list(parameter.placements) == placed, name
             assert -(-len(parameter) // shard) >= len(parameter.to_local())
