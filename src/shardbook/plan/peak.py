@@ -81,12 +81,13 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     dense = 0
     if config._attn_implementation in ("sdpa", "eager") and recipe.data.packing:
         dense = tokens**2 // rows  # of bool, for all blocks; each has its own in the dtype of compute
-    # backward of a gate: its three gradients, when the product's input, one of what was held, is gone; two of hidden
-    # (in fp32 the checkpoint itself is what a block's first norm keeps)
-    alone = of_again - kept["full"] * (itemsize != FP32)
-    gate = (2 * of.inner + 2 * of.hidden) * itemsize + (kept["none"] - alone if again else 0)
+    # backward of a gate: its three gradients, when the product's input, one of what was held, is gone; that of the
+    # block's result, and with selective its last product, kept and not asked for (in fp32 the checkpoint itself is what
+    # a block's first norm keeps)
+    alone, results = of_again - kept["full"] * (itemsize != FP32), 1 + (kind == "selective")
+    gate = (2 * of.inner + results * of.hidden) * itemsize + (kept["none"] - alone if again else 0)
     if again and adapted.decomposed and adapted.trains("down_proj"):
-        gate -= 2 * of.hidden * itemsize  # gone by then
+        gate -= results * of.hidden * itemsize  # gone by then
     outputs = recipe.outputs(config.vocab_size)
     scored = tokens if outputs > 1 else 2 * rows  # positions that the head sees
     chunk = min(recipe.train.loss_chunk_tokens or scored, scored)
@@ -177,7 +178,8 @@ class _Copied(_Sharded):
 
     def at(self, micro: int, phase: str, running: Unit, done: Sequence[Unit]) -> tuple[int, int, int, int]:
         layout = self.layout
-        begun = self.order if micro else [*done, *[running] * (phase != "forward")]
+        # what spans the pass begins with the last norm, before all others
+        begun = self.order if micro else [*done, *({running, *self.spanning} if phase != "forward" else ())]
         gathered = sum(unit.cast_numel(self.compute) for unit in self.order) * self.compute
         sums = self._whole(begun, True) * layout.sum_dtype.itemsize
         if phase == "reduction" and len(done) == len(self.order) - 1 and layout.sum_dtype.itemsize != self.master:
