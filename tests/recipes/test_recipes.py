@@ -91,6 +91,7 @@ HEADER = re.compile(
 def test_there_are_recipes():
     expected = {f"smollm2-135m-{stage}" for stage in ("fsdp", "ddp", "zero1", "zero2", "hsdp", "zeropp")}
     expected |= {"llama8b-zero2", "llama8b-fsdp", "llama70b-fsdp", "llama70b-hsdp", "qwen3-8b-fsdp"}
+    expected |= {"smollm2-135m-tp", "llama70b-tp-fsdp", "llama405b-tp-fsdp"}
     expected |= {"llama8b-zeropp", "llama70b-zeropp", "llama8b-1gpu", "llama405b-fsdp"}
     expected |= {
         "smollm2-135m-offload",
@@ -112,12 +113,14 @@ def test_recipe(name, tmp_path):
     assert measured == "not yet measured" or re.search(r"\d", measured)
     recipe = load_recipe(path)
     last = name.removesuffix("-dpo").rsplit("-", 1)[-1]
-    stages = dict.fromkeys(("fsdp", "1gpu", "offload", "nvme", "qlora"), "zero3") | {"lora": recipe.parallel.stage}
+    stages = dict.fromkeys(("fsdp", "1gpu", "offload", "nvme", "qlora", "tp"), "zero3")
+    stages |= {"lora": recipe.parallel.stage}
     if recipe.method != "sft":
         assert f"-{recipe.method}" in name
         stages |= dict.fromkeys(("135m", "llama8b", recipe.method), "zero3")
     assert recipe.parallel.stage == stages.get(last, last)
     assert (bool(recipe.lora.r), recipe.model.load_in_4bit) == ("lora" in name, "qlora" in name)
+    assert (recipe.parallel.tp_size > 1) == ("-tp" in name)
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(dump_recipe(recipe))
     assert load_recipe(resolved) == recipe
@@ -137,7 +140,7 @@ def wrap(path, folder, world, count):
     recipe = resolve_precision(load_recipe(path), "cuda")
     config = load_config(recipe.model, folder, recipe.data.max_length)
     # whoever teaches is of the same shape
-    model = build_adapted(recipe, config, KERNELS["varlen"], config if recipe.distill.teacher else None)
+    model = build_adapted(recipe, config, KERNELS["varlen"], config if recipe.distill.teacher else None, world - 1)
     added = sum(parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name))
     assert count_parameters(model.parameters()) == count * (1 + bool(recipe.distill.teacher)) + added
     assert bool(added) == bool(recipe.lora.r)
@@ -157,20 +160,28 @@ def wrap(path, folder, world, count):
         assert count < 10**9, "a recipe for GPUs says what it will take"
     apply_checkpointing(model.blocks, recipe.activation)
     apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
-    shard = layout.shards
+    shard, alike = layout.shards, layout.alike
+    held = 0
     placed = [Replicate(), Shard(0)] if "dp_replicate" in layout.stage.axes else [Shard(0)]
     for name, parameter in model.named_parameters():
         assert parameter.is_meta
         assert parameter.dtype == DTYPES[recipe.at_rest if parameter.requires_grad else recipe.precision.frozen]
-        if not layout.copies:
+        # with tensor parallel every matrix is cut, but attention's where its heads cannot be dealt out evenly
+        is_cut = alike > 1 and parameter.ndim == 2 and (config.num_attention_heads % alike == 0 or "attn" not in name)
+        held += parameter.numel() // (alike if is_cut else 1)
+        if is_cut:
+            columns = name.endswith(("o_proj.weight", "down_proj.weight"))
+            assert parameter.device_mesh.mesh_dim_names == ("dp_shard", "tp")
+            assert parameter.placements[-1] == Shard(int(columns)), name
+        elif not layout.copies:
             assert isinstance(parameter, DTensor) and list(parameter.placements) == placed, name
             assert -(-len(parameter) // shard) >= len(parameter.to_local())
     modules = {module for module in model.modules() if isinstance(module, FSDPModule)}
     assert modules == (set() if layout.copies else {module for part in model.parts for module in part} | {model})
     # what a rank keeps is its share: every matrix of these models divides evenly, so exactly
     kept = sum((p if layout.copies else p.to_local()).numel() for p in model.parameters())
-    if all(len(parameter) % shard == 0 for parameter in model.parameters()):
-        assert kept == sum(parameter.numel() for parameter in model.parameters()) // shard
+    if all(len(parameter) % (shard * alike) == 0 for parameter in model.parameters()):
+        assert kept == held // shard
     assert kept_bytes(()) == 0
     # what the recipe says it needs is what its layout keeps, over all ranks
     needs = sum(predict_resident(layout, rank, recipe.optim.name).total_bytes for rank in range(world))

@@ -90,7 +90,9 @@ WRONG = {
     "parallel.wrap=blok": ["parallel.wrap = 'blok'", "block, none, size:<whole number>", "did you mean block?"],
     "parallel.wrap=size:0": ["parallel.wrap = 'size:0'", "size:<whole number>"],
     "parallel.forward_prefetch=-2": ["parallel.forward_prefetch = -2", "greater than or equal to -1"],
-    "parallel.tp_size=2": ["parallel.tp_size is not a key"],
+    "parallel.pp_size=2": ["parallel.pp_size is not a key"],
+    "parallel.tp_size=0": ["parallel.tp_size = 0", "greater than or equal to 1"],
+    "parallel.tp_size=3": ["data.max_length = 1024 and parallel.tp_size = 3", "must be a multiple of 3"],
     "run.report_to=wandbb": ["report_to = 'wandbb'", "did you mean wandb?"],
     "run.name=a/b": ["run.name = 'a/b'"],
     "run.name=..": ["run.name = '..'"],
@@ -155,6 +157,28 @@ def test_wrong_preferences_exit_2_with_one_line(file, words, capsys):
     assert PAIRS[words] in captured.err
 
 
+TENSOR = {  # what does not go with tensor parallel, and the way out
+    ("parallel.stage=zeropp",): "set parallel.stage=zero3",
+    ("parallel.stage=hsdp", "parallel.secondary_shard=2"): "leave parallel.quantize_weights",
+    ("parallel.wrap=size:1000",): "set parallel.wrap=block",
+    ("lora.r=4",): "leave one of the two out",
+    ("method=reward",): "leave parallel.tp_size out",
+    ("generate.steps=5",): "set generate.steps=0",
+    ("offload.optimizer=cpu",): "set offload.optimizer=none",
+    ("optim.name=muon",): "set optim.name=adamw",
+    ("optim.name=adamw_8bit",): "set optim.name=adamw",
+    ("optim.name=adamw_bf16",): "set optim.name=adamw",
+}
+
+
+@pytest.mark.parametrize("words", TENSOR, ids=" ".join)
+def test_what_does_not_compose_with_tensor_parallel_exits_2(file, words, capsys):
+    assert cli.main(["train", str(file), "parallel.tp_size=2", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1, captured
+    assert "parallel.tp_size = 2 and" in captured.err and TENSOR[words] in captured.err
+
+
 USERS_WORDS = {
     "optim.lr": "optim.learning_rate",
     "lr": "optim.learning_rate",
@@ -171,6 +195,7 @@ USERS_WORDS = {
     "model_name_or_path": "model.path",
     "optimizer.lr": "optim.learning_rate",
     "parallelism.data_parallel_shard_degree": "parallel.dp_shard_size",
+    "parallelism.tensor_parallel_degree": "parallel.tp_size",
     "BF16": "precision.params=bf16 (compute and gathers; auto does so on a GPU)",
 }
 

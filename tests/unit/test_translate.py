@@ -241,7 +241,69 @@ DEEPSPEED = {
             }
         },
         {"offload.activations": "cpu", "activation.checkpointing": "full"},
-        ["activation_checkpointing.partition_activations"],
+        [],
+    ),
+    "AutoTP tutorial": (
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 2},
+            "bf16": {"enabled": True},
+            "tensor_parallel": {"autotp_size": 4},
+        },
+        {"parallel.stage": "zero2", "parallel.tp_size": 4},
+        [],
+    ),
+    "the configuration page, AutoTP": (
+        {
+            "zero_optimization": {"stage": 1},
+            "tensor_parallel": {
+                "autotp_size": 4,
+                "preset_model": "llama",
+                "tp_overlap_comm": False,
+                "vocab_parallel_lm_head": False,
+                "partition_config": {
+                    "use_default_specs": False,
+                    "layer_specs": [{"patterns": [".*\\.o_proj\\.weight$"], "partition_type": "row"}],
+                },
+            },
+            "activation_checkpointing": {"partition_activations": True},
+        },
+        {"parallel.stage": "zero1", "parallel.tp_size": 4},
+        ["tensor_parallel.partition_config"],
+    ),
+    "AutoTP off, in the older place, with sequences": (
+        {
+            "zero_optimization": {"stage": 3},
+            "tensor_parallel": {"autotp_size": 0, "tp": {"tp_size": 2, "tp_grain_size": 64}},
+            "sequence_parallel_size": 2,
+        },
+        {"parallel.stage": "zero3", "parallel.tp_size": None},
+        ["tensor_parallel.tp.tp_size", "sequence_parallel_size"],
+    ),
+    "AutoTP of one rank": (
+        {
+            "zero_optimization": {"stage": 3},
+            "tensor_parallel": {"autotp_size": 1, "tp": {"tp_size": 1}},
+            "sequence_parallel_size": 1,
+        },
+        {"parallel.stage": "zero3", "parallel.tp_size": None},
+        [],
+    ),
+    "AutoTP and hpZ": (
+        {
+            "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8},
+            "tensor_parallel": {"autotp_size": 8},
+        },
+        {"parallel.stage": "zeropp", "parallel.secondary_shard": 8, "parallel.tp_size": None},
+        ["tensor_parallel.autotp_size"],
+    ),
+    "AutoTP, offloaded": (
+        {
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "tensor_parallel": {"autotp_size": 2},
+        },
+        {"offload.optimizer": "cpu", "parallel.tp_size": None},
+        ["tensor_parallel.autotp_size"],
     ),
     "dtypes on the wire": (
         {"bf16": {"enabled": True}, "communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}},
@@ -383,6 +445,59 @@ ACCELERATE = {
         {"parallel.stage": "hsdp", "parallel.dp_replicate_size": 2, "parallel.dp_shard_size": 4},
         [],
     ),
+    "tensor parallel, inside shards, inside replicas": (
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": {"fsdp_version": 2},
+            "parallelism_config": {
+                "parallelism_config_dp_replicate_size": 2,
+                "parallelism_config_dp_shard_size": 2,
+                "parallelism_config_tp_size": 4,
+                "parallelism_config_cp_size": 1,
+                "parallelism_config_cp_backend": "torch",
+                "parallelism_config_cp_comm_strategy": "allgather",
+                "parallelism_config_sp_size": 1,
+                "parallelism_config_sp_backend": "deepspeed",
+            },
+        },
+        {
+            "parallel.stage": "hsdp",
+            "parallel.dp_replicate_size": 2,
+            "parallel.dp_shard_size": 2,
+            "parallel.tp_size": 4,
+        },
+        [],
+    ),
+    "hybrid shard inside machines, tensor parallel inside that": (
+        {
+            **LAUNCH,
+            "num_machines": 2,
+            "num_processes": 16,
+            "distributed_type": "FSDP",
+            "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": "HYBRID_SHARD"},
+            "parallelism_config": {"parallelism_config_tp_size": 2},
+        },
+        {"parallel.stage": "hsdp", "parallel.dp_shard_size": 4, "parallel.tp_size": 2},
+        [],
+    ),
+    "context and sequence parallel": (
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": {"fsdp_version": 2},
+            "parallelism_config": {"parallelism_config_cp_size": 2, "parallelism_config_sp_size": 4},
+        },
+        {"parallel.stage": "zero3", "parallel.tp_size": None},
+        ["parallelism_config.parallelism_config_cp_size", "parallelism_config.parallelism_config_sp_size"],
+    ),
+    "tensor parallel, wrapped by size": (
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000},
+            "parallelism_config": {"parallelism_config_tp_size": 2},
+        },
+        {"parallel.wrap": "size:1000", "parallel.tp_size": None},
+        ["parallelism_config.parallelism_config_tp_size"],
+    ),
     "tensor parallel, fp16, Megatron": (
         {
             "distributed_type": "MEGATRON_LM",
@@ -390,8 +505,8 @@ ACCELERATE = {
             "megatron_lm_config": {"megatron_lm_tp_degree": 2},
             "parallelism_config": {"parallelism_config_tp_size": 2},
         },
-        {},
-        ["distributed_type", "mixed_precision", "megatron_lm_config", "parallelism_config.parallelism_config_tp_size"],
+        {"parallel.tp_size": 2},
+        ["distributed_type", "mixed_precision", "megatron_lm_config"],
     ),
 }
 CASES = [("ds.json", name, *case) for name, case in DEEPSPEED.items()]
@@ -448,6 +563,15 @@ def test_a_quoted_no_is_no(said, tier, tmp_path):
     config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": said}}
     settings, _ = translate(written(tmp_path, "quoted.yaml", config))
     assert settings.get("offload.params") == tier
+
+
+def test_a_size_that_is_no_number_of_ranks(tmp_path):
+    for value in (-1, 2.5, True, "many"):
+        _, entries = translate(written(tmp_path, "tp.json", {"tensor_parallel": {"autotp_size": value}}))
+        assert [entry.key for entry in entries if entry.refused] == ["tensor_parallel.autotp_size"], value
+    three = {"parallelism_config": {"parallelism_config_tp_size": 3}}
+    size = translate(written(tmp_path, "tp.yaml", three))[1][0]
+    assert size.refused and "data.max_length = 1024 and parallel.tp_size = 3" in str(size)
 
 
 def test_what_follows_from_a_stage_follows_from_the_last_word_on_it(tmp_path):

@@ -59,7 +59,8 @@ class Console:
         precision, batching = layout.precision, loader.batching
         own = [unit for unit in layout.units if unit.shapes]
         frees = sum(unit.frees for unit in own)
-        freed = f"{frees} freed in each micro-batch" if layout.shards > 1 else "whole on each rank"
+        here = "whole on each rank" if layout.alike == 1 else "of each its own part on each rank"
+        freed = f"{frees} freed in each micro-batch" if layout.shards > 1 else here
         table = Table(title="effective layout", show_header=False, title_justify="left")
         table.add_row("stage", f"{layout.stage.name} ({layout.stage.source})")
         table.add_row("mesh", describe_sizes(layout.sizes))
@@ -74,7 +75,8 @@ class Console:
         table.add_row("recomputed", recomputed)
         trained = sum(unit.padded_numel(1, trained_only=True) for unit in own)
         count = sum(unit.parameters for unit in own)
-        frozen = f"; {trained:,} of them trained, the others at rest in {precision.frozen}" * (trained < count)
+        is_part = trained < sum(unit.numel for unit in own)
+        frozen = f"; {trained:,} of them trained, the others at rest in {precision.frozen}" * is_part
         table.add_row("parameters", f"{count:,}{frozen}")
         computed = f"computed {precision.params}, reduced {precision.reduce}, returned {precision.output}"
         table.add_row("dtypes", f"kept {precision.master}, {computed}")

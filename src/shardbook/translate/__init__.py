@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from shardbook.recipe import Recipe, RecipeError, first_line, nearest
-from shardbook.translate.rules import ACCELERATE, DEEPSPEED, STAGE, Refused, Rule, Settings
+from shardbook.recipe import Recipe, RecipeError, first_line, nearest, parse_recipe
+from shardbook.translate.rules import ACCELERATE, DEEPSPEED, STAGE, TP_SIZE, Refused, Rule, Settings
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
         settings[STAGE] = named[-1] if named else "zero3"
     stage = settings[STAGE]
     if stage == "hsdp" and "parallel.dp_shard_size" not in settings:
-        ranks, machines = whole.get("num_processes"), whole.get("num_machines", 1)
-        if all(type(count) is int and count > 0 for count in (ranks, machines)) and ranks % machines == 0:
-            shards = {"parallel.dp_shard_size": ranks // machines}
+        ranks, machines, alike = whole.get("num_processes"), whole.get("num_machines", 1), settings.get(TP_SIZE, 1)
+        if all(type(count) is int and count > 0 for count in (ranks, machines)) and ranks % (machines * alike) == 0:
+            shards = {"parallel.dp_shard_size": ranks // (machines * alike)}
             note("num_processes", ranks, shards, "hsdp shards inside a machine")
         else:
-            said = "hsdp needs a whole number of ranks on each machine: set parallel.dp_shard_size"
+            said = "hsdp needs a whole number of shards on each machine: set parallel.dp_shard_size"
             note("num_processes / num_machines", f"{ranks} / {machines}", {}, said, refused=True)
     if stage == "zero3" and int(settings.get("parallel.dp_replicate_size", 1)) > 1:
         note("parallelism_config", None, {STAGE: "hsdp"}, "replicas of a sharded copy")
@@ -102,7 +102,20 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
     if "train.steps" not in settings:
         said = "neither program's file says how long: set train.epochs or steps"
         note("(steps or epochs)", None, {"train.epochs": 1}, said)
+    _settle_tensor(settings, entries)
     return settings
+
+
+def _settle_tensor(settings: Settings, entries: list[Entry]) -> None:
+    """Refuse the size of tensor parallel where a recipe would, with its words."""
+    try:
+        parse_recipe(write_recipe(settings, [], ""), "")
+    except RecipeError as error:
+        at = next((at for at, entry in enumerate(entries) if TP_SIZE in entry.settings), None)
+        if at is None or TP_SIZE not in str(error):
+            return
+        del settings[TP_SIZE]
+        entries[at] = Entry(entries[at].key, entries[at].value, {}, str(error).strip(": "), refused=True)
 
 
 def _settle_tiers(settings: Settings, note: Callable[..., None]) -> None:

@@ -67,7 +67,7 @@ def pick(choices: dict[str, Settings], why: str, said: str, value: Any) -> tuple
     return choices[key], said if choices[key] or key != "false" else "off"
 
 
-STAGE = "parallel.stage"
+STAGE, TP_SIZE = "parallel.stage", "parallel.tp_size"
 
 
 def tables(program: str) -> dict[str, Rule]:
@@ -140,6 +140,14 @@ def secondary_of(value: Any) -> tuple[Settings, str]:
     return ({STAGE: "zeropp", "parallel.secondary_shard": value}, "hpZ") if value > 1 else ({}, "off")
 
 
+def alike_of(value: Any) -> tuple[Settings, str]:
+    """Of ranks that share matrices: 1 is none, and in DeepSpeed 0."""
+    if whole(value) < 0:
+        raise Refused("must be a whole number of ranks")
+    said = "neighbouring ranks; between matrices they split tokens too"
+    return ({TP_SIZE: whole(value)}, said) if whole(value) > 1 else ({}, "off")
+
+
 def tracker_of(value: Any) -> tuple[Settings, str]:
     if not value.get("enabled", False):
         return {}, "off"
@@ -203,6 +211,7 @@ DEEPSPEED: dict[str, Rule] = tables("deepspeed") | {
     "zero_optimization.offload_param": tier_of("params"),
     "zero_optimization.cpu_offload": when({"offload.optimizer": "cpu"}),
     "zero_optimization.cpu_offload_params": when({"offload.params": "cpu"}),
+    "tensor_parallel.autotp_size": alike_of,
     "activation_checkpointing.cpu_checkpointing": when(INPUTS, "inputs of blocks"),
     "wandb": tracker_of,
 }
@@ -221,4 +230,5 @@ ACCELERATE: dict[str, Rule] = tables("accelerate") | {
     "deepspeed_config.gradient_clipping": CLIPPING,
     "parallelism_config.parallelism_config_dp_replicate_size": to("parallel.dp_replicate_size", whole),
     "parallelism_config.parallelism_config_dp_shard_size": to("parallel.dp_shard_size", whole),
+    "parallelism_config.parallelism_config_tp_size": alike_of,
 }
