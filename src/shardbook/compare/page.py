@@ -131,10 +131,11 @@ def figure(data: list[dict[str, Any]], x: dict[str, Any], y: dict[str, Any], **l
     return {"data": data, "layout": plain | layout}
 
 
-def bars(data: list[dict[str, Any]], count: int, unit: str) -> Figure:
-    """`count` lying bars, so that long names and a phone's width do not squeeze them; the first on top."""
+def bars(data: list[dict[str, Any]], count: int, unit: str, lines: float = 1) -> Figure:
+    """`count` lying bars, so that long names and a phone's width do not squeeze them; the first on top. `lines` of a
+    name are beside each."""
     y = {"autorange": "reversed", "dividerwidth": 1}
-    return figure(data, {"title": {"text": unit}}, y, barmode="stack", height=150 + 24 * count)
+    return figure(data, {"title": {"text": unit}}, y, barmode="stack", height=150 + max(24, 17 * lines) * count)
 
 
 def label(one: Outcome) -> str:
@@ -209,7 +210,8 @@ def draw_stacks(
     for one, source, counts in found:
         shown = [*(counts.get(part, 0) for part in parts), sum(counts.values())]
         rows.append([one.name, source, *(f"{count:,.0f}" for count in shown)])
-    return bars(traces, len(found), "MiB"), table(what, ["variant", "source", *parts, "total"], rows)
+    lines = max(label(one).count("<br>") + 1 for one in outcomes) / max(1, len(sources))
+    return bars(traces, len(found), "MiB", lines), table(what, ["variant", "source", *parts, "total"], rows)
 
 
 def draw_memory(outcomes: list[Outcome]) -> Panel:
