@@ -95,13 +95,11 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         folder, tokenizer_at = model_folder(recipe.model), tokenizer_folder(recipe.model)
         tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer", recipe.data.chat_template)
         check_vocabulary(tokenizer, config)
-        documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at, recipe.sequences)
+        parts = documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at, recipe.sequences)
         prompts = build_prompts(recipe, config, tokenizer, folder, held_out or documents)
-    console.show_data(documents, held_out)
+    console.show_data(*parts)
     place = layout.data_rank(ranks.rank)
-    parts = documents, held_out
-    see = {"sequences": recipe.sequences, "alike": layout.alike}
-    batching = choose_batching(recipe.data, recipe.train, place, ranks.device.type, *parts, **see)
+    batching = choose_batching(recipe.data, recipe.train, place, ranks.device.type, *parts, sequences=recipe.sequences)
     loader = Loader(documents, batching, recipe.train.gradient_accumulation_steps, recipe.train.seed)
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
     if run.finished_steps >= steps:

@@ -228,7 +228,7 @@ def prepare(folder: Path, settings: dict) -> None:
         documents, _ = build_documents(recipe.data, tokenizer, Path(settings["model"]))  # tokenised here, once
         if recipe.data.max_length == settings["length"]:
             batchings = [
-                choose_batching(recipe.data, recipe.train, (rank, RANKS), "cpu", documents) for rank in range(RANKS)
+                choose_batching(recipe.data, recipe.train, (rank, RANKS, 1), "cpu", documents) for rank in range(RANKS)
             ]
             loaders = [Loader(documents, batching, 1, recipe.train.seed) for batching in batchings]
             steps = [

@@ -213,7 +213,7 @@ def test_a_pair_is_never_split_over_rows(recipe, tiny, pairs):
     from shardbook.data.loader import build_micro_batch, choose_batching
 
     settings, documents = packed_pairs(recipe, tiny, pairs)
-    batching = choose_batching(settings.data, settings.train, (0, 1), "cpu", documents, sequences=2)
+    batching = choose_batching(settings.data, settings.train, (0, 1, 1), "cpu", documents, sequences=2)
     assert any(len(row) > 1 for row in documents.rows)
     for row in documents.rows:
         micro = build_micro_batch(documents.encoded, [row], batching)

@@ -70,7 +70,7 @@ def test_counts_are_those_of_the_rows(place, words):
     ]
     assert sum(count for _, _, count in look.bars) == len(numbers)
     # padding, by the loader itself: an epoch of whole micro-batches
-    batching = choose_batching(recipe.data, recipe.train, (0, 1), "cuda", documents)
+    batching = choose_batching(recipe.data, recipe.train, (0, 1, 1), "cuda", documents)
     loader, rows = Loader(documents, batching, 1, recipe.train.seed), len(documents.rows)
     assert rows % batch == 0
     micros = [micro for start in range(0, rows, batch) for micro in loader.step_at(start)]

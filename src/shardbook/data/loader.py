@@ -95,18 +95,19 @@ class Batching:
 def choose_batching(
     data: Data,
     train: Train,
-    data_rank: tuple[int, int],
+    data_rank: tuple[int, int, int],
     device_type: str,
     *parts: Documents | None,
     sequences: int = 1,
-    alike: int = 1,
 ) -> Batching:
-    """How `data_rank` (its number, and how many there are) sees the rows of `parts` on that kind of device."""
+    """How `data_rank` (its number, how many there are, and ranks that are the same one) sees the rows of `parts` on that
+    kind of device."""
+    number, ranks, alike = data_rank
     row_length = data.max_length * sequences if data.packing else None
     # so that boundaries have the same shape in every micro-batch, of an evaluation too
     most = max((len(row) for part in parts if part for row in part.rows), default=1)
     multiple = math.lcm(ROUND_TO[device_type], alike)  # each of them computes with its share of a row's tokens
-    return Batching(row_length, train.per_device_train_batch_size, *data_rank, most, multiple, sequences, alike)
+    return Batching(row_length, train.per_device_train_batch_size, number, ranks, most, multiple, sequences, alike)
 
 
 class RowError(RuntimeError):

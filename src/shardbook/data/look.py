@@ -99,7 +99,7 @@ def _count(name: str, documents: Documents, numbers: np.ndarray, dropped: int) -
 
 def _padding(documents: Documents, recipe: Recipe, sequences: int) -> tuple[float, str]:
     """Share of padding in the rows of the first epoch on a GPU, and what is padded to what."""
-    here = choose_batching(recipe.data, recipe.train, (0, 1), "cuda", documents, sequences=sequences)
+    here = choose_batching(recipe.data, recipe.train, (0, 1, 1), "cuda", documents, sequences=sequences)
     tokens = column(documents.encoded, "length")
     used = sum(int(tokens[number]) for row in documents.rows for number in row)
     if here.row_length:

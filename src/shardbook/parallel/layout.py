@@ -105,12 +105,12 @@ class Layout:
         earlier = prod(ranks for _, ranks, _ in self.hops[:-1])
         return unit.padded_numel(self.shards, trained_only=True) // earlier
 
-    def data_rank(self, rank: int) -> tuple[int, int]:
-        """The number of `rank` among those that see different rows, and how many they are."""
+    def data_rank(self, rank: int) -> tuple[int, int, int]:
+        """The number of `rank` among those that see different rows, how many they are, and how many see the same."""
         number, count = 0, 1
         for axis in DATA_AXES:
             number, count = number * self.sizes[axis] + rank_along(self.sizes, axis, rank), count * self.sizes[axis]
-        return number, count
+        return number, count, self.alike
 
     def groups(self, rank: int) -> dict[str, list[int]]:
         """The ranks that `rank` talks to along each axis."""
