@@ -100,8 +100,8 @@ def choose_batching(
     *parts: Documents | None,
     sequences: int = 1,
 ) -> Batching:
-    """How `data_rank` (its number, how many there are, and ranks that are the same one) sees the rows of `parts` on that
-    kind of device."""
+    """How `data_rank` (its number, how many there are, and ranks that are the same one) sees the rows of `parts` on
+    that kind of device."""
     number, ranks, alike = data_rank
     row_length = data.max_length * sequences if data.packing else None
     # so that boundaries have the same shape in every micro-batch, of an evaluation too
