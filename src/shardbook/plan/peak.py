@@ -84,7 +84,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     # backward of a gate: its three gradients, when the product's input, one of what was held, is gone; two of hidden
     # (in fp32 the checkpoint itself is what a block's first norm keeps)
     alone = of_again - kept["full"] * (itemsize != FP32)
-    widest = 2 * of.inner + 2 * of.hidden
+    widest = float(2 * of.inner + 2 * of.hidden)
     # the gradient of the MLP's matrix, or that matrix out of its four bits
     matrix = of.inner * of.hidden * itemsize * (not adapted.r or recipe.model.load_in_4bit)
     if of.alike > 1:
@@ -129,6 +129,10 @@ class _Sharded:
         self.compute, self.reduce = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
         self.master = layout.dtype("master").itemsize
         self.stays = layout.offload.optimizer == "none"  # what is reduced, on the device
+        # looked up thousands of times; by id, since units are equal by all that they hold
+        self.sizes = {
+            id(unit): [unit.padded_numel(layout.shards, only) for only in (False, True)] for unit in self.order
+        }
 
     def at(self, micro: int, phase: str, running: Unit, done: Sequence[Unit]) -> tuple[int, int, int, int]:
         """Bytes of sums, of gathered parameters, of buffers, and of gradients of `running` that are not summed yet, in
@@ -182,7 +186,7 @@ class _Sharded:
         return sums, self._whole(gathered) * self.compute, buffers, own
 
     def _whole(self, units: Iterable[Unit], trained_only: bool = False) -> int:
-        return sum(unit.padded_numel(self.layout.shards, trained_only) for unit in units)
+        return sum(self.sizes[id(unit)][trained_only] for unit in units)
 
 
 class _Copied(_Sharded):
@@ -241,12 +245,10 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
                 activations=held + work.before_blocks,
                 working=working + own,
             )
-    if layout.alike > 1:  # after all else, sums of what is not cut
-        flat, whole = (
-            layout.uncut_numel * layout.dtype("master").itemsize,
-            map(int, (state.params_bytes, state.grads_bytes, state.optimizer_bytes)),
-        )
-        moments["what is not cut"] = Peak(*whole, 0, flat, 0, 0)
+    if layout.alike > 1:  # after all else, their sums
+        params, sums, optimizer = (int(size) for size in asdict(state).values())
+        flat = layout.uncut_numel * layout.dtype("master").itemsize
+        moments["what is not cut"] = Peak(params, sums, optimizer, gathered=0, buffers=flat, activations=0, working=0)
     return moments
 
 

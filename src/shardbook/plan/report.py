@@ -119,7 +119,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "fits": best is not None,
             "why": report.advice.why,
             "refused": {found.layout.stage.name: why for found, why in report.advice.refused},
-            **({"take": _row(report, best), "recipe": _settings(best)} if best else {}),
+            **({"take": _row(report, best), "recipe": _settings(report, best)} if best else {}),
         },
     }
 
@@ -153,13 +153,15 @@ def _resident(resident: Resident) -> dict[str, float]:
     return asdict(resident) | {"total_bytes": resident.total_bytes}
 
 
-def _settings(candidate: Candidate) -> dict[str, Any]:
+def _settings(report: Report, candidate: Candidate) -> dict[str, Any]:
     """The keys that the advice would change, as overrides."""
     recipe, train = candidate.recipe, candidate.recipe.train
+    shared = recipe.parallel.tp_size, report.planner.recipe.parallel.tp_size
     others = recipe.parallel.model_dump(exclude_defaults=True, exclude={"stage"})
     return {
         "parallel.stage": candidate.layout.stage.name,
         **{f"parallel.{key}": value for key, value in others.items()},
+        **({"parallel.tp_size": shared[0]} if max(shared) > 1 else {}),
         **{f"offload.{key}": value for key, value in recipe.offload.model_dump(exclude_defaults=True).items()},
         "activation.checkpointing": recipe.activation.checkpointing,
         "train.per_device_train_batch_size": train.per_device_train_batch_size,
@@ -253,7 +255,7 @@ def describe_advice(report: Report) -> list[str]:
         return [f"advice   {report.advice.why}"]
     said = f"{best.time.seconds:.2f} s a step, MFU {report.planner.mfu(best):.2f}"
     hours = f"{best.gpu_hours:,.0f} GPU-hours for a billion tokens"
-    words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in _settings(best).items())
+    words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in _settings(report, best).items())
     return [
         f"advice   {best.words()}: {best.peak.total / GB:.1f} GB, {said}, {hours}",
         f"because  {report.advice.why}",
