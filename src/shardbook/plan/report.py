@@ -17,6 +17,7 @@ from shardbook.plan.calibrate import Sample, calibrate
 from shardbook.plan.cluster import DOCUMENT_TOKENS, Advice, Candidate, Planner, advise, build_planner
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
+from shardbook.plan.tensor import describe_sharing
 from shardbook.recipe import Precision, Recipe, RecipeError, dump_recipe
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def show_report(report: Report, is_json: bool) -> None:
         console.width = 140  # a log file has no edge to wrap at
     console.print(as_table(report))
     console.print("GB of a rank: kept, gathered, buffers, activations, work. GPUs: the fewest on which it fits\n")
-    for line in describe_calibrated(report) + describe_simulated(report) + describe_advice(report):
+    lines = describe_calibrated(report) + describe_simulated(report) + describe_shared(report) + describe_advice(report)
+    for line in lines:
         console.print(line, markup=False)
 
 
@@ -225,6 +227,12 @@ def describe_simulated(report: Report) -> list[str]:
     formula = report.stages[name].peak.total
     said = f"{name}: {found.peak_bytes / GB:.1f} GB at its fullest, in {found.moment}"
     return [f"simulated {said}; by formula {formula / GB:.1f} ({formula / found.peak_bytes - 1:+.0%})"]
+
+
+def describe_shared(report: Report) -> list[str]:
+    """How the recipe's own stage shares matrices."""
+    own = report.stages[find_stage(report.planner.recipe.parallel.stage).name]
+    return [f"tensor   {said}"] if (said := describe_sharing(own.layout)) else []
 
 
 def describe_offload(report: Report, candidate: Candidate) -> list[str]:
