@@ -159,7 +159,7 @@ class _Sharded:
         if layout.offload.params != "none":  # shards of the unit that is gathered
             buffers += max(self._whole([unit]) for unit in self.order) // layout.shards * self.compute
         own = self._whole([running], True) * self.compute * (phase in ("backward done", "reduction"))
-        is_alone = layout.shards == 1 and phase == "reduction" and reduces
+        is_alone = layout.shards == 1 < layout.alike and phase == "reduction" and reduces
         if is_alone:  # copied once more, when its own are gone
             buffers, own = buffers + self._whole([running], True) * self.reduce, 0
         if reduces and (layout.stage.reduce_every_micro or self.micros == 1):
