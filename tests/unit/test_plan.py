@@ -24,8 +24,9 @@ from shardbook.plan.hardware import (
     build_cluster,
     gpu_of,
 )
-from shardbook.plan.report import as_json, describe_advice, describe_calibrated, make_report
+from shardbook.plan.report import as_json, describe_advice, describe_calibrated, describe_shared, make_report
 from shardbook.plan.speed import break_even_micro_batch, exposed_seconds, predict_perf_metrics, prefetch_depth
+from shardbook.plan.tensor import describe_sharing
 from shardbook.recipe import Parallel, Recipe, dump_recipe, find_recipe, load_recipe
 from shardbook.run.console import describe_peak
 from shardbook.run.measured import read_sample
@@ -332,6 +333,76 @@ def test_a_peak_that_is_off_is_said():
 
     assert said(104 * 2**30) == said(96 * 2**30) == "" == describe_peak({"memory/peak_bytes": 1.0})
     assert said(80 * 2**30) == "peak     80.0 GiB measured, 100.0 GiB predicted: +25%"
+
+
+TP = ("data.max_length=8192", "parallel.tp_size=8", "activation.checkpointing=full")
+
+
+def test_what_ranks_that_share_matrices_send():
+    """Of a block six gathers and five reduce-scatters of all tokens, everything made again; two of each outside, and
+    three fp32 numbers a trained token of each rank (notes/axes.md, section 5)."""
+    cluster = build_cluster("h100", 64)
+    planner = build_planner(plan_of("llama-3.1-8b", *TP))
+    found = planner.lay_out(planner.recipe, cluster)
+    tokens, told = 8192 * 4096 * 2, 8191 * 8 * 12
+    along_shards = [unit.numel * 2 for unit in found.layout.units if unit.numel]
+    outside = sum(size for size in along_shards if size > max(along_shards[1:-2]))  # gathered once in a step
+    sent = found.comm
+    assert sent["all_gather_bytes"] == 2 * sum(along_shards) - outside + (6 * 32 + 2) * tokens + told
+    assert sent["reduce_scatter_bytes"] == 2 * sum(along_shards) + (5 * 32 + 2) * tokens
+    assert found.tokens == 8 * 8192  # eight groups
+    flops = count_flops(planner.model).of(found.tokens, found.tokens * 1200)
+    assert planner.mfu(found) == pytest.approx(flops / found.time.seconds / 64 / cluster.gpu.flops)
+    alone = build_planner(plan_of("llama-3.1-8b", *TP, "parallel.tp_size=1"))
+    assert count_flops(alone.model) == count_flops(planner.model)
+    shared, whole = found.time, alone.lay_out(alone.recipe, cluster).time
+    assert (shared.products, shared.attention) == pytest.approx((whole.products / 8, whole.attention / 8), rel=1e-3)
+    ring = (32 * 11 + 4) * tokens * 7 / 8 / (INSIDE * cluster.gpu.link)
+    assert ring < shared.exposed < 1.6 * ring  # hops, and what waits for other nodes, beside it
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "words", "measured"),
+    [
+        ("llama-3.1-70b", 256, ("activation.checkpointing=full", "train.per_device_train_batch_size=16"), 597),
+        ("llama-3.1-8b", 64, ("activation.checkpointing=selective", "train.per_device_train_batch_size=4"), 4378),
+    ],
+)
+def test_torchtitans_figures(model, gpus, words, measured):
+    """Tokens a second of one H100, FSDP x TP 8, rows of 8,192 tokens, bf16, its collectives along tp not hidden: its
+    post of June 2025, which does not say the micro-batch. Here products lose nothing by being an eighth as wide."""
+    planner = build_planner(plan_of(model, *TP, *words), 8192)
+    found = planner.lay_out(planner.recipe, build_cluster("h100", gpus))
+    assert found.fits and 1 <= found.speed / measured < 1.35
+
+
+def test_sharing_matrices_is_advised_where_nothing_else_fits():
+    report = make_report(plan_of("llama-3.1-70b", "data.max_length=65536"), "h100-80gb", 64)
+    best = report.advice.best
+    assert best and best.layout.alike > 1 and not any(row.fits for row in report.stages.values())
+    told = as_json(report)["advice"]
+    assert told["take"]["mesh"]["tp"] == told["recipe"]["parallel.tp_size"] == best.layout.alike
+    assert f"x tp {best.layout.alike})" in describe_advice(report)[0]
+    assert best.tokens == report.stages["zero3"].tokens  # a step of as many rows
+
+
+def test_what_may_share_matrices():
+    cluster = build_cluster("h100", 16)
+    assert build_planner(plan_of("llama-3.1-8b")).shares(cluster) == [2, 4, 8]
+    assert build_planner(plan_of("llama-3.1-8b", "parallel.tp_size=4")).shares(cluster) == [1, 2, 8]
+    assert build_planner(plan_of("llama-3.1-8b", "lora.r=16")).shares(cluster) == []
+    assert build_planner(plan_of("llama-3.1-8b")).shares(build_cluster("h100", 12, a_node=4)) == [2, 4]
+
+
+def test_more_ranks_than_a_node_has_are_told():
+    report = make_report(plan_of("smollm2-135m", "parallel.tp_size=8", "data.max_length=2048"), "h100", 8, a_node=4)
+    (said,) = describe_shared(report)
+    assert said.startswith("tensor   8 ranks share matrices") and "slow: a node has 4 ranks" in said
+    assert "heads do not divide" in said  # nine
+    assert describe_shared(make_report(plan_of("llama-3.2-1b"), "h100", 8)) == []
+    planner = build_planner(plan_of("llama-3.2-1b", "parallel.tp_size=8"))
+    found = planner.lay_out(planner.recipe, build_cluster("h100", 8))
+    assert describe_sharing(found.layout) == "8 ranks share matrices, and tokens between them"
 
 
 PARAMETERS = {  # as the models' cards and papers round them

@@ -11,6 +11,7 @@ TEACHER_LAYERS = 6  # of what a student learns from: not as many as it has itsel
 WORLD = 8
 FOUR = ("model.load_in_4bit=true", "model.bnb_4bit_use_double_quant=true")
 LONG = ("data.max_length=8192",)  # blocks count for more than the loss
+TOKENS = 2048
 
 
 def settings(stage, checkpointing, micros, *more):
@@ -40,7 +41,7 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
         config = shape_config(recipe.model.path, recipe.data.max_length)
     else:
         recipe = settings(stage, checkpointing, micros, *more)
-        config = simulate._with_layers(shape_config("llama-3.1-8b", 1024), layers)
+        config = simulate._with_layers(shape_config(recipe.model.path, 1024), layers)
     simulate.LAYERS = (layers, layers) if whole else (4, 5)
     run, here = simulate.simulate_step, min(8, world)
     path = recipe.distill.teacher
@@ -54,11 +55,31 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
     return (found.peak_bytes, found.kept_bytes), (peak, kept.params_bytes + kept.optimizer_bytes)
 
 
+def held_by_a_block(checkpointing, ranks):
+    """Bytes that one block holds when forward has ended, where so many ranks share it."""
+    import shardbook.plan.simulate as simulate
+    from shardbook.model.shapes import shape_config
+    from shardbook.objectives import build_objective
+
+    recipe = settings("zero3", checkpointing, 1, f"parallel.tp_size={ranks}", f"data.max_length={TOKENS}")
+    config = shape_config(recipe.model.path, TOKENS)
+    shares = build_objective(recipe.method, recipe.preference, recipe.distill).shares
+    found = (simulate._simulate(recipe, simulate._with_layers(config, n), 8, 8, shares, None) for n in (2, 3))
+    (few, few_kept), (more, more_kept) = found
+    end = (0, "forward", "after")
+    return more[end] - few[end] - (more_kept - few_kept)
+
+
 @pytest.fixture(scope="module")
-def alone():
+def apart():
     """Runs a function in a process of its own: a process has one process group, and other tests may have made it."""
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        yield lambda *words: pool.submit(simulated, *words).result(240)
+        yield lambda function, *words: pool.submit(function, *words).result(240)
+
+
+@pytest.fixture(scope="module")
+def alone(apart):
+    return lambda *words: apart(simulated, *words)
 
 
 @pytest.fixture(scope="module")
@@ -145,4 +166,54 @@ def test_adapters_on_a_frozen_base(alone, stage, checkpointing, words):
 def test_a_teacher_beside(alone, stage, checkpointing, words):
     (peak, kept), (formula, resident) = alone(stage, checkpointing, 2, 3, False, WORLD, ("method=distill", *words))
     assert 0 <= kept - resident < 2048  # four rotary buffers
+    assert formula / peak == pytest.approx(1, abs=0.02), (formula / GB, peak / GB)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_activations_are_split_with_the_matrices(apart, ranks):
+    """ZeRO-R's P_a (arXiv 1910.02054, section 6.1): of a block's input a rank keeps its share. Where nothing is made
+    again, what attention and MLP take is whole on every rank, all else a share."""
+    row, random_state = TOKENS * 4096 * 2, 16
+    assert [apart(held_by_a_block, "full", size) for size in (1, ranks)] == [row, row // ranks]
+    whole, part = (apart(held_by_a_block, "none", size) for size in (1, ranks))
+    assert part - random_state == (whole - random_state - 2 * row) // ranks + 2 * row
+
+
+@pytest.mark.parametrize(
+    ("stage", "checkpointing", "micros", "layers", "world", "words"),
+    [
+        ("zero3", "none", 1, 3, 16, ("parallel.tp_size=2",)),
+        ("zero1", "full", 2, 3, 8, ("parallel.tp_size=8",)),  # one shard
+        ("hsdp", "selective", 1, 3, 16, ("parallel.tp_size=4", "parallel.dp_shard_size=2")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("zero3", "full", 1, 6, 16, ("parallel.tp_size=2", *LONG)),
+                ("zero3", "none", 2, 8, 64, ("parallel.tp_size=4", *LONG)),
+                ("zero3", "selective", 1, 3, 16, ("parallel.tp_size=8", *LONG)),  # a thin product is made again
+                ("zero3", "full", 3, 3, 8, ("parallel.tp_size=8", *LONG)),
+                ("zero3", "every:2", 1, 5, 16, ("parallel.tp_size=4",)),
+                ("zero2", "none", 2, 3, 16, ("parallel.tp_size=4",)),
+                ("zero1", "selective", 3, 3, 16, ("parallel.tp_size=2", *LONG)),
+                ("zero1", "none", 1, 3, 64, ("parallel.tp_size=8",)),
+                ("ddp", "none", 1, 3, 16, ("parallel.tp_size=2", *LONG)),
+                ("ddp", "full", 2, 3, 16, ("parallel.tp_size=4",)),
+                ("ddp", "selective", 3, 3, 8, ("parallel.tp_size=8", *LONG)),
+                ("hsdp", "none", 2, 3, 16, ("parallel.tp_size=2", "parallel.dp_shard_size=2", *LONG)),
+                ("hsdp", "full", 1, 6, 64, ("parallel.tp_size=8", "parallel.dp_shard_size=4", *LONG)),
+                ("zero3", "none", 1, 3, 16, ("parallel.tp_size=2", "precision.params=fp32", *LONG)),
+                ("zero3", "none", 1, 4, 16, ("parallel.tp_size=4", "train.per_device_train_batch_size=4")),
+                # heads that do not divide; few of keys; tied weights; norms of heads
+                ("ddp", "none", 1, 8, 16, ("parallel.tp_size=2", "model.path=smollm2-135m")),
+                ("zero3", "full", 1, 4, 16, ("parallel.tp_size=4", "model.path=smollm2-135m")),
+                ("zero3", "none", 1, 4, 32, ("parallel.tp_size=16", "model.path=llama-3.2-1b")),
+                ("zero3", "none", 1, 4, 16, ("parallel.tp_size=8", "model.path=qwen3-0.6b")),
+                ("zero3", "full", 1, 4, 16, ("parallel.tp_size=4", "model.path=mistral-7b")),
+            ]
+        ),
+    ],
+)
+def test_ranks_that_share_matrices(alone, stage, checkpointing, micros, layers, world, words):
+    (peak, kept), (formula, resident) = alone(stage, checkpointing, micros, layers, True, world, words)
+    assert 0 <= kept - resident < 1024
     assert formula / peak == pytest.approx(1, abs=0.02), (formula / GB, peak / GB)

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from shardbook.memory.shelf import shelf_sizes
 from shardbook.model.adapters import build_adapted
 from shardbook.model.attention import KERNELS
-from shardbook.model.causal_lm import CausalLM, count_flops
+from shardbook.model.causal_lm import CausalLM, Flops, count_flops
 from shardbook.model.shapes import shape_config
 from shardbook.model.weights import own_parameters
 from shardbook.parallel.layout import Layout, build_layout
@@ -26,10 +26,14 @@ from shardbook.plan.formulas import predict_traffic
 from shardbook.plan.hardware import GPUS, Cluster
 from shardbook.plan.peak import Peak, predict_fullest
 from shardbook.plan.speed import StepTime, model_flops, predict_step
+from shardbook.plan.tensor import tensor_traffic
 from shardbook.recipe import Offload, Parallel, Recipe, resolve_precision
 
-KINDS = ("none", "selective", "full")  # of checkpointing, the cheapest in time first
+AGAIN = {"none": 0.0, "selective": 0.05, "full": 0.25}  # of a step, at most, what checkpointing makes again
+KINDS = tuple(AGAIN)  # the cheapest in time first
 DOCUMENT_TOKENS = 1200  # of documents in packed rows, where nothing else is said
+GAIN = 0.9  # of a step's time, at most, for which matrices are shared: an estimate is no better
+MICROS = 8  # micro-batches of a step, at most, where another number of ranks shares matrices
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -42,6 +46,7 @@ class Candidate:
     peak: Peak
     time: StepTime
     cluster: Cluster
+    config: PreTrainedConfig
 
     @property
     def away(self) -> dict[str, int]:
@@ -75,14 +80,17 @@ class Candidate:
         """Payload bytes of a step of one rank, `<op>_bytes`, over all axes."""
         sums: dict[str, int] = {}
         micros, optimizer = self.recipe.train.gradient_accumulation_steps, self.recipe.optim.name
-        for (op, _), volume in predict_traffic(self.layout, micros, optimizer, self.recipe.forwards).items():
+        sent = predict_traffic(self.layout, micros, optimizer, self.recipe.forwards)
+        sent |= tensor_traffic(self.layout, self.config, self.recipe)
+        for (op, _), volume in sent.items():
             sums[f"{op}_bytes"] = sums.get(f"{op}_bytes", 0) + volume.payload_bytes
         return sums
 
     @property
     def tokens(self) -> int:
         """Of a step of all ranks, rows full."""
-        return self.recipe.micro_tokens * self.recipe.train.gradient_accumulation_steps * self.layout.world_size
+        ranks = self.layout.world_size // self.layout.alike
+        return self.recipe.micro_tokens * self.recipe.train.gradient_accumulation_steps * ranks
 
     @property
     def speed(self) -> float:
@@ -115,26 +123,41 @@ class Planner:
     document_tokens: float = DOCUMENT_TOKENS
     teacher: PreTrainedConfig | None = None
     made: dict[tuple[str, str, int, int], Layout] = field(default_factory=dict)
+    cut: dict[int, CausalLM] = field(default_factory=dict)  # the model as ranks have it where so many share matrices
 
     @cached_property
     def parameters(self) -> int:
         return count_parameters(parameter for _, parameter in own_parameters(self.model))
 
+    @cached_property
+    def flops(self) -> Flops:
+        return count_flops(self.model)
+
+    def model_of(self, ranks: int) -> CausalLM:
+        """Raises RecipeError where so many cannot share the model."""
+        if ranks == self.recipe.parallel.tp_size:
+            return self.model
+        if ranks not in self.cut:
+            parallel = self.recipe.parallel.model_copy(update={"tp_size": ranks})
+            recipe = self.recipe.model_copy(update={"parallel": parallel})
+            self.cut[ranks] = build_adapted(recipe, self.config, KERNELS["varlen"], self.teacher)
+        return self.cut[ranks]
+
     def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:
         """Raises RecipeError where the recipe's mesh does not fit the cluster."""
-        model, world = self.model, (cluster.gpus, cluster.a_node)
+        model, world = self.model_of(recipe.parallel.tp_size), (cluster.gpus, cluster.a_node)
         key = (recipe.parallel.model_dump_json(), recipe.offload.model_dump_json(), *world)
         if key not in self.made:
             own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)
             self.made[key] = build_layout(*own, *world, recipe.offload)
         layout = self.made[key]
         peak = predict_fullest(layout, self.config, recipe)
-        time = predict_step(layout, self.config, recipe, count_flops(model), self.document_tokens, cluster)
-        return Candidate(recipe, layout, peak, time, cluster)
+        time = predict_step(layout, self.config, recipe, self.flops, self.document_tokens, cluster)
+        return Candidate(recipe, layout, peak, time, cluster, self.config)
 
     def mfu(self, candidate: Candidate) -> float:
         """Model FLOPs over the GPUs' peak."""
-        counted = model_flops(candidate.recipe, count_flops(self.model), self.document_tokens)
+        counted = model_flops(candidate.recipe, self.flops, self.document_tokens)
         return counted / candidate.time.seconds / candidate.cluster.gpu.flops
 
     def stages(self, cluster: Cluster) -> dict[str, Candidate]:
@@ -164,16 +187,36 @@ class Planner:
                 return world
         return None
 
-    def candidates(self, cluster: Cluster, tier: str = "none") -> Iterator[Candidate]:
+    def shares(self, cluster: Cluster) -> list[int]:
+        """How many ranks of a node may share matrices, where that is not as the recipe says."""
+        found = []
+        for ranks in (1, 2, 4, 8):
+            parallel = Parallel(wrap=self.recipe.parallel.wrap, tp_size=ranks)
+            if ranks == self.recipe.parallel.tp_size or cluster.a_node % ranks:
+                continue
+            try:
+                Recipe.model_validate(self.recipe.model_dump() | {"parallel": parallel.model_dump()})
+                self.model_of(ranks)
+            except ValueError:  # a recipe's own, and RecipeError
+                continue
+            found.append(ranks)
+        return found
+
+    def candidates(self, cluster: Cluster, tier: str = "none", ranks: int = 0) -> Iterator[Candidate]:
         """Every stage, checkpointing and micro-batch whose steps have as many rows as the recipe's, with state at
-        `tier`, and with parameters there too."""
-        train = self.recipe.train
-        rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
+        `tier`, and with parameters there too; so many `ranks` share matrices (0: as the recipe says)."""
+        train, asked = self.recipe.train, self.recipe.parallel
+        own = asked.model_copy(update={"tp_size": ranks or asked.tp_size})
+        rows, over = divmod(
+            train.per_device_train_batch_size * train.gradient_accumulation_steps * own.tp_size, asked.tp_size
+        )
+        # with other ranks there are more rows to a rank, and small micro-batches are slow ones
+        most = max(MICROS, train.gradient_accumulation_steps) if ranks else rows
         for name in ("ddp", "zero1", "zero2", "zero3", "hsdp"):
-            if not (parallel := stage_settings(name, self.recipe.parallel, cluster)):
+            if over or not (parallel := stage_settings(name, own, cluster)):
                 continue
             for kind in KINDS:
-                sizes = [size for size in range(1, rows + 1) if rows % size == 0]
+                sizes = [size for size in range(1, rows + 1) if rows % size == 0 and rows // size <= most]
                 for batch, offload in product(sizes, _tiers(self.under(parallel).offload, tier, name)):
                     changes = {
                         "parallel": parallel,
@@ -200,12 +243,18 @@ def _tiers(offload: Offload, tier: str, stage: str) -> list[Offload]:
 
 def stage_settings(name: str, parallel: Parallel, cluster: Cluster) -> Parallel | None:
     """`[parallel]` for a stage as a user would first set it on the cluster; None where it would be another one."""
-    settings: dict[str, Any] = {"stage": name, "wrap": parallel.wrap}
+    settings: dict[str, Any] = {"stage": name, "wrap": parallel.wrap, "tp_size": parallel.tp_size}
+    if cluster.gpus % parallel.tp_size:
+        return None
     if name != "ddp":
         settings["forward_prefetch"] = parallel.forward_prefetch
     if name == "hsdp":
-        settings["dp_shard_size"] = cluster.a_node
+        settings["dp_shard_size"] = inside = cluster.a_node // parallel.tp_size
+        if inside < 2:
+            return None
     if name == "zeropp":
+        if parallel.tp_size > 1:
+            return None
         settings |= {"quantize_weights": 8, "quantize_gradients": [8, 4], "secondary_shard": "node"}
     if name in ("hsdp", "zeropp") and cluster.nodes == 1:
         return None
@@ -236,22 +285,44 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
     # a recipe with tiers says itself which; other optimizers have none, nor has what is partly frozen
     is_fixed = planner.recipe.offload.optimizer != "none" or planner.recipe.optim.name != "adamw"
     is_fixed |= planner.model.is_adapted
-    everything = list[Candidate]()
+    everything, best = list[Candidate](), None
     for tier in ("none",) if is_fixed else ("none", "cpu", "nvme"):  # each slower than the one before
         everything += planner.candidates(cluster, tier)
-        if fitting := [candidate for candidate in everything if candidate.fits]:
+        best = _fastest(everything)
+        if tier == "none" and _may_gain(cluster, best):
+            others = [found for ranks in planner.shares(cluster) for found in planner.candidates(cluster, ranks=ranks)]
+            everything += others
+            other = _fastest(others)
+            if other and (best is None or other.time.seconds < GAIN * best.time.seconds):
+                best = other
+        if best:
             break
     refused = []
+    if best:  # by those that share as it does
+        everything = [candidate for candidate in everything if candidate.layout.alike == best.layout.alike]
     for name in dict.fromkeys(candidate.layout.stage.name for candidate in everything):
         own = [candidate for candidate in everything if candidate.layout.stage.name == name]
         if not any(candidate.fits for candidate in own):
             least = min(own, key=lambda candidate: candidate.peak.total)
             over = ", ".join(f"most {what}; {count:,.1f} GB over" for what, count in least.over.items())
             refused.append((least, over))
-    if not fitting:
+    if best is None:
         return Advice(None, _where_it_fits(planner, cluster, everything), refused)
-    best = min(fitting, key=lambda candidate: candidate.time.seconds)
     return Advice(best, _reason(best, refused, cluster), refused)
+
+
+def _fastest(found: list[Candidate]) -> Candidate | None:
+    fitting = (candidate for candidate in found if candidate.fits)
+    return min(fitting, key=lambda candidate: candidate.time.seconds, default=None)
+
+
+def _may_gain(cluster: Cluster, best: Candidate | None) -> bool:
+    """Whether ranks that share matrices, whose collectives nothing hides, could be so much faster than `best`, or could
+    fit at all: across nodes, where it waits or makes activations again."""
+    if best is None:
+        return True
+    most = best.time.exposed / best.time.seconds + AGAIN[best.recipe.activation.checkpointing]
+    return cluster.nodes > 1 and most > 1 - GAIN
 
 
 def _reason(best: Candidate, refused: list[tuple[Candidate, str]], cluster: Cluster) -> str:

@@ -11,6 +11,8 @@ from shardbook.memory.activation import is_thin
 from shardbook.model.attention import head_size
 from shardbook.model.families import FAMILIES
 from shardbook.model.loss_head import PRODUCT_ROWS
+from shardbook.model.tensor import share_heads
+from shardbook.parallel.tensor import TensorAxis
 from shardbook.recipe import Lora
 
 FP32 = 4
@@ -29,13 +31,18 @@ class Widths:
     head_norms: bool  # queries and keys are normalised by head
     wide_norms: bool = False  # all heads together; and a block's norms come after, not before
     fused: bool = False  # one matrix makes queries, keys and values, another gate and up
+    alike: int = 1  # ranks that share its tokens around norms
 
 
-def read_widths(config: PreTrainedConfig) -> Widths:
+def read_widths(config: PreTrainedConfig, alike: int = 1) -> Widths:
+    """Of a rank where `alike` of them share a block's matrices: of the one with most heads."""
     heads, key_heads, size = config.num_attention_heads, config.num_key_value_heads, head_size(config)
-    family, inner = FAMILIES[config.model_type], config.intermediate_size
+    family, inner = FAMILIES[config.model_type], config.intermediate_size // alike
     facts = family.head_norms, family.wide_norms, family.fused
-    return Widths(config.hidden_size, heads * size, key_heads * size, inner, heads, key_heads, *facts)
+    if alike > 1:
+        shares = [share_heads(heads, key_heads, TensorAxis(alike, place)) for place in range(alike)]
+        heads, key_heads = (max(map(len, each)) for each in zip(*shares, strict=True))
+    return Widths(config.hidden_size, heads * size, key_heads * size, inner, heads, key_heads, *facts, alike)
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ def read_adapted(lora: Lora, of: Widths) -> Adapted:
     )
 
 
-def kept_by_a_block(kind: str, of: Widths, itemsize: int, adapted: Adapted = Adapted()) -> int:
+def kept_by_a_block(kind: str, of: Widths, itemsize: int, adapted: Adapted = Adapted()) -> float:
     """Bytes that a block holds from forward to backward for one token. `kind`: none, full or selective; `itemsize`: of
     the dtype it computes in. Under a kernel that takes document boundaries or plain causal rows, not compiled.
 
@@ -72,23 +79,26 @@ def kept_by_a_block(kind: str, of: Widths, itemsize: int, adapted: Adapted = Ada
     queries, keys, values, result, and one fp32 a head (torch 2.11 has keys and values repeated, and holds as many as
     queries); the MLP four of its inner width. full: the block's input.
     selective: that and the results of SAVED_OPS. Of what is frozen the inputs are not kept; an adapter keeps r numbers.
+
+    Where ranks share matrices, inputs and norms are of a share of the tokens, and what products take and make of all.
     """
     attention = (2 * of.queries + 2 * of.keys) * itemsize + of.heads * FP32
     low = adapted.r * len(adapted.widths) * itemsize
     if kind == "full":
-        return of.hidden * itemsize
+        return of.hidden * itemsize / of.alike
     if kind == "selective":
         again = sum(width for _, width in adapted.widths if not is_thin(adapted.r, width))
-        return 3 * of.hidden * itemsize + attention + 2 * of.inner * itemsize + low + again * itemsize
+        made = sum(not is_thin(width, of.hidden) for width in (of.queries, of.inner)) + 1 / of.alike
+        return made * of.hidden * itemsize + attention + 2 * of.inner * itemsize + low + again * itemsize
 
-    def norm(width: int, count: int, is_read: bool) -> int:
-        return width * (FP32 + itemsize * ((not adapted.r) + is_read)) + count * FP32
+    def norm(width: int, count: int, is_read: bool, shares: int = 1) -> float:
+        return (width * (FP32 + itemsize * (not adapted.r)) + count * FP32) / shares + width * itemsize * is_read
 
     # a head's norm keeps its result once: what its weight made goes through the rotation, which keeps nothing
     by_head = norm(of.queries, of.heads, False) + norm(of.keys, of.key_heads, False)
     reads = adapted.trains("q_proj", "k_proj", "v_proj", "qkv_proj")
     reads_too = adapted.trains("gate_proj", "up_proj", "gate_up_proj")
-    norms = norm(of.hidden, 1, reads) + norm(of.hidden, 1, reads_too) + by_head * of.head_norms
+    norms = norm(of.hidden, 1, reads, of.alike) + norm(of.hidden, 1, reads_too, of.alike) + by_head * of.head_norms
     if of.wide_norms:  # of four results, all in fp32; products take what was not normalised
         norms = (of.queries + of.keys + 2 * of.hidden) * FP32 * (1 + (not adapted.r)) + 4 * FP32
         norms += of.hidden * itemsize * (reads + reads_too)
@@ -107,6 +117,7 @@ def loss_bytes(
     itemsize: int,
     is_trained: bool = True,
     taught: tuple[int, int] = (0, 0),
+    is_part: bool = False,
 ) -> tuple[int, int]:
     """Bytes that the loss needs: of a chunk, and of the gradients it makes, all `tokens` trained, and the head itself
     where it `is_trained`.
@@ -115,11 +126,12 @@ def loss_bytes(
     the dtype of compute (all one, where that is fp32); or the last of these and the product that is added to the head's
     gradient, which is in fp32. Hidden states of trained positions and their gradient. `taught`: the vocabulary and
     width of a teacher, whose logits stand beside, with three more tensors of their size in fp32 (one is themselves,
-    where all is fp32).
+    where all is fp32). `is_part`: the vocabulary is one rank's, whose softmax is not written over its logits.
     """
     is_cast = itemsize != FP32
     theirs, width = min(taught[0], vocabulary), taught[1]
     logits = chunk * vocabulary * (FP32 + (1 if theirs else 2) * itemsize * is_cast)
+    logits += chunk * vocabulary * FP32 * (is_part and not is_cast)
     logits += chunk * theirs * (3 * FP32 + itemsize * is_cast)
     product = chunk * vocabulary * itemsize + min(vocabulary, PRODUCT_ROWS) * hidden * itemsize * is_cast
     hidden_states = tokens * (2 * hidden + width) * itemsize

@@ -62,7 +62,7 @@ class Work:
 
 def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work:
     """Rows count as full (data.max_length). With a budget, and compiled, blocks keep less than is said here."""
-    of, itemsize = read_widths(config), layout.dtype("params").itemsize
+    of, itemsize = read_widths(config, layout.alike), layout.dtype("params").itemsize
     rows, layers = recipe.train.per_device_train_batch_size, config.num_hidden_layers
     tokens = recipe.micro_tokens
     kind, _, amount = recipe.activation.checkpointing.partition(":")
@@ -82,29 +82,38 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     if config._attn_implementation in ("sdpa", "eager") and recipe.data.packing:
         dense = tokens**2 // rows  # of bool, for all blocks; each has its own in the dtype of compute
     # backward of a gate: its three gradients, when the product's input, one of what was held, is gone; that of the
-    # block's result, and with selective its last product, kept and not asked for (in fp32 the checkpoint itself is what
-    # a block's first norm keeps)
-    alone, results = of_again - kept["full"] * (itemsize != FP32), 1 + (kind == "selective")
-    gate = (2 * of.inner + results * of.hidden) * itemsize + (kept["none"] - alone if again else 0)
+    # block's result (in fp32 the checkpoint itself is what a block's first norm keeps)
+    alone = of_again - kept["full"] * (itemsize != FP32)
+    widest = float(2 * of.inner + of.hidden)
+    # the gradient of the MLP's matrix, or that matrix out of its four bits
+    matrix = of.inner * of.hidden * itemsize * (not adapted.r or recipe.model.load_in_4bit)
+    if of.alike > 1:
+        # gathered slopes of all tokens: one at the last product; two at the first two, with the gradients of all three
+        first = 2 * of.hidden - 3 * of.inner + 2 * matrix / itemsize / tokens
+        widest = max(2 * of.inner, of.inner + of.hidden, first) + of.hidden / of.alike
+    widest += of.hidden * (kind == "selective")  # what the last product made is kept, and not asked for
+    gate = widest * itemsize + (kept["none"] - alone if again else 0)
     if again and adapted.decomposed and adapted.trains("down_proj"):
-        gate -= results * of.hidden * itemsize  # gone by then
-    outputs = recipe.outputs(config.vocab_size)
+        gate -= (1 + (kind == "selective")) * of.hidden * itemsize  # gone by then
+    outputs = -(-recipe.outputs(config.vocab_size) // layout.alike)
     scored = tokens if outputs > 1 else 2 * rows  # positions that the head sees
     chunk = min(recipe.train.loss_chunk_tokens or scored, scored)
     # the last norm's input in fp32, and its result before its weight
-    last = tokens * of.hidden * (FP32 + (not adapted.r) * itemsize)
-    # the gradient of the MLP's matrix, or that matrix out of its four bits
-    matrix = of.inner * of.hidden * itemsize * (not adapted.r or recipe.model.load_in_4bit)
+    last = tokens // of.alike * of.hidden * (FP32 + (not adapted.r) * itemsize)
     beside = read_widths(layout.teacher) if layout.teacher else None
     taught = (layout.teacher.vocab_size, beside.hidden) if beside else (0, 0)
+    # the first norm's backward, step by step, in fp32; before it that of queries, with two gathered slopes
+    norm = tokens // of.alike * of.hidden * (6 * FP32 + itemsize)
+    shares = (FP32 + 3 * itemsize) * of.hidden / of.alike
+    attention = int(tokens * (shares + (3 * of.hidden + of.queries) * itemsize)) * (of.alike > 1)
     return Work(
-        held=held * tokens + dense * (1 + itemsize * (layers - again)),
+        held=int(held * tokens) + dense * (1 + itemsize * (layers - again)),
         layers=layers,
         before_blocks=tokens * (2 * head_size(config) * itemsize + 5 * 8),
-        loss=last + sum(loss_bytes(scored, chunk, outputs, of.hidden, itemsize, trains_head, taught)),
+        loss=last + sum(loss_bytes(scored, chunk, outputs, of.hidden, itemsize, trains_head, taught, of.alike > 1)),
         head_gradient=outputs * of.hidden * itemsize * trains_head,
-        gate=gate * tokens + matrix + dense * itemsize * bool(again),
-        norm=tokens * of.hidden * (6 * FP32 + itemsize),  # its backward, step by step, in fp32
+        gate=int(gate * tokens) + matrix + dense * itemsize * bool(again),
+        norm=max(norm, attention),
         teacher=tokens * (2 * beside.hidden + 3 * beside.inner) * itemsize if beside else 0,
     )
 
@@ -120,6 +129,10 @@ class _Sharded:
         self.compute, self.reduce = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
         self.master = layout.dtype("master").itemsize
         self.stays = layout.offload.optimizer == "none"  # what is reduced, on the device
+        # looked up thousands of times; by id, since units are equal by all that they hold
+        self.sizes = {
+            id(unit): [unit.padded_numel(layout.shards, only) for only in (False, True)] for unit in self.order
+        }
 
     def at(self, micro: int, phase: str, running: Unit, done: Sequence[Unit]) -> tuple[int, int, int, int]:
         """Bytes of sums, of gathered parameters, of buffers, and of gradients of `running` that are not summed yet, in
@@ -146,6 +159,9 @@ class _Sharded:
         if layout.offload.params != "none":  # shards of the unit that is gathered
             buffers += max(self._whole([unit]) for unit in self.order) // layout.shards * self.compute
         own = self._whole([running], True) * self.compute * (phase in ("backward done", "reduction"))
+        is_alone = layout.shards == 1 < layout.alike and phase == "reduction" and reduces
+        if is_alone:  # copied once more, when its own are gone
+            buffers, own = buffers + self._whole([running], True) * self.reduce, 0
         if reduces and (layout.stage.reduce_every_micro or self.micros == 1):
             shards = self._whole(self.order if micro else done, True) // layout.shards * self.stays
             # across replicas sums wait in the dtype of reduction
@@ -159,7 +175,7 @@ class _Sharded:
             sums = self._whole([*done, *[running] * (phase == "reduction")], True) * self.reduce
             own *= self.reduce != self.compute or phase != "reduction"
         else:
-            waiting = [unit for unit in self.order if unit not in done]
+            waiting = [unit for unit in self.order if unit not in done and not (is_alone and unit is running)]
             sums = (
                 self._whole(waiting, True) * self.reduce
                 + self._whole(done, True) // layout.shards * self.master * self.stays
@@ -170,7 +186,7 @@ class _Sharded:
         return sums, self._whole(gathered) * self.compute, buffers, own
 
     def _whole(self, units: Iterable[Unit], trained_only: bool = False) -> int:
-        return sum(unit.padded_numel(self.layout.shards, trained_only) for unit in units)
+        return sum(self.sizes[id(unit)][trained_only] for unit in units)
 
 
 class _Copied(_Sharded):
@@ -194,7 +210,8 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
     work, state = count_work(layout, config, recipe), predict_resident(layout, 0, recipe.optim.name)
     micros = recipe.train.gradient_accumulation_steps
     lies = (_Copied if layout.copies else _Sharded)(layout, micros)
-    by_head = [unit for unit in lies.back[:1] if any(shape[0] in (config.vocab_size, 1) for shape in unit.shapes)]
+    vocabulary = -(-config.vocab_size // layout.alike)
+    by_head = [unit for unit in lies.back[:1] if any(shape[0] in (vocabulary, 1) for shape in unit.shapes)]
     blocks = [unit for unit in lies.back if unit not in by_head and unit.read_in_backward]
     tied = 0 if by_head else work.head_gradient  # waits for the embedding's
     visits = [("loss", "forward", [*by_head, *lies.spanning, *lies.back][0], work.held, work.loss)]
@@ -202,9 +219,11 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
     beside = [unit for unit in lies.order if unit.forward_only]
     widest = sorted(beside, key=lambda unit: unit.numel)[-1:]
     visits += [("teacher", "forward", unit, 0, work.teacher) for unit in widest]
-    for name, number in {"last block": 0, "last block but one": 1, "first block": len(blocks) - 1}.items():
+    count = len(blocks)
+    numbers = {"last block": 0, "last block but one": 1, "second block": count - 2, "first block": count - 1}
+    for name, number in numbers.items():
         for unit in blocks[number : number + 1]:
-            held, own = work.held * (len(blocks) - number) // len(blocks), work.held // work.layers
+            held, own = work.held * (count - number) // count, work.held // work.layers
             visits.append((f"{name}, MLP", "backward", unit, held, work.gate + tied))
             visits.append((f"{name}, norm", "backward done", unit, held - own, work.norm + tied))
             visits.append((f"{name}, reduced", "reduction", unit, held - own, tied))
@@ -227,6 +246,10 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
                 activations=held + work.before_blocks,
                 working=working + own,
             )
+    if layout.alike > 1:  # after all else, their sums
+        params, sums, optimizer = (int(size) for size in asdict(state).values())
+        flat = layout.uncut_numel * layout.dtype("master").itemsize
+        moments["what is not cut"] = Peak(params, sums, optimizer, gathered=0, buffers=flat, activations=0, working=0)
     return moments
 
 

@@ -17,6 +17,7 @@ from shardbook.plan.calibrate import Sample, calibrate
 from shardbook.plan.cluster import DOCUMENT_TOKENS, Advice, Candidate, Planner, advise, build_planner
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
+from shardbook.plan.tensor import describe_sharing
 from shardbook.recipe import Precision, Recipe, RecipeError, dump_recipe
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def show_report(report: Report, is_json: bool) -> None:
         console.width = 140  # a log file has no edge to wrap at
     console.print(as_table(report))
     console.print("GB of a rank: kept, gathered, buffers, activations, work. GPUs: the fewest on which it fits\n")
-    for line in describe_calibrated(report) + describe_simulated(report) + describe_advice(report):
+    lines = describe_calibrated(report) + describe_simulated(report) + describe_shared(report) + describe_advice(report)
+    for line in lines:
         console.print(line, markup=False)
 
 
@@ -119,7 +121,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "fits": best is not None,
             "why": report.advice.why,
             "refused": {found.layout.stage.name: why for found, why in report.advice.refused},
-            **({"take": _row(report, best), "recipe": _settings(best)} if best else {}),
+            **({"take": _row(report, best), "recipe": _settings(report, best)} if best else {}),
         },
     }
 
@@ -153,13 +155,15 @@ def _resident(resident: Resident) -> dict[str, float]:
     return asdict(resident) | {"total_bytes": resident.total_bytes}
 
 
-def _settings(candidate: Candidate) -> dict[str, Any]:
+def _settings(report: Report, candidate: Candidate) -> dict[str, Any]:
     """The keys that the advice would change, as overrides."""
     recipe, train = candidate.recipe, candidate.recipe.train
+    shared = recipe.parallel.tp_size, report.planner.recipe.parallel.tp_size
     others = recipe.parallel.model_dump(exclude_defaults=True, exclude={"stage"})
     return {
         "parallel.stage": candidate.layout.stage.name,
         **{f"parallel.{key}": value for key, value in others.items()},
+        **({"parallel.tp_size": shared[0]} if max(shared) > 1 else {}),
         **{f"offload.{key}": value for key, value in recipe.offload.model_dump(exclude_defaults=True).items()},
         "activation.checkpointing": recipe.activation.checkpointing,
         "train.per_device_train_batch_size": train.per_device_train_batch_size,
@@ -225,6 +229,12 @@ def describe_simulated(report: Report) -> list[str]:
     return [f"simulated {said}; by formula {formula / GB:.1f} ({formula / found.peak_bytes - 1:+.0%})"]
 
 
+def describe_shared(report: Report) -> list[str]:
+    """How the recipe's own stage shares matrices."""
+    own = report.stages[find_stage(report.planner.recipe.parallel.stage).name]
+    return [f"tensor   {said}"] if (said := describe_sharing(own.layout)) else []
+
+
 def describe_offload(report: Report, candidate: Candidate) -> list[str]:
     """What a step moves off the device and back, from how many tokens on that is hidden, and what disks must bear."""
     if not candidate.away:
@@ -253,7 +263,7 @@ def describe_advice(report: Report) -> list[str]:
         return [f"advice   {report.advice.why}"]
     said = f"{best.time.seconds:.2f} s a step, MFU {report.planner.mfu(best):.2f}"
     hours = f"{best.gpu_hours:,.0f} GPU-hours for a billion tokens"
-    words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in _settings(best).items())
+    words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in _settings(report, best).items())
     return [
         f"advice   {best.words()}: {best.peak.total / GB:.1f} GB, {said}, {hours}",
         f"because  {report.advice.why}",

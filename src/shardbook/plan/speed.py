@@ -10,7 +10,7 @@ from itertools import compress
 
 from transformers import PreTrainedConfig
 
-from shardbook.axes import DP_REPLICATE
+from shardbook.axes import DP_REPLICATE, TP
 from shardbook.memory.shelf import plan_shelf, step_bytes
 from shardbook.model.causal_lm import Flops
 from shardbook.optim import state_bytes
@@ -20,6 +20,7 @@ from shardbook.parallel.units import Unit, backward_order
 from shardbook.plan.formulas import backward_gather, forward_gather, muon_exchanges, reduction, replica_bytes
 from shardbook.plan.hardware import ATTENTION, DISK_READ, GPUS, MEMORY, PCIE_SHARE, PRODUCTS, Cluster, gpu_of
 from shardbook.plan.kept import read_widths
+from shardbook.plan.tensor import tensor_traffic
 from shardbook.recipe import Recipe
 
 H100 = GPUS["h100-80gb"]
@@ -53,28 +54,32 @@ def predict_step(
     cluster: Cluster | None = None,
 ) -> StepTime:
     """A step of full rows of documents of `document_tokens` each, compiled; without `cluster` on an H100 where all
-    collectives hide."""
+    collectives hide but those along tp, which never do. Ranks that share matrices share their work."""
     gpu, slowness = (cluster.gpu, cluster.slowness) if cluster else (H100, 1.0)
     peak_flops, memory_rate = gpu.flops / slowness, MEMORY * gpu.memory / slowness  # of memory: read plus written
     of, itemsize = read_widths(config), layout.dtype("params").itemsize
     micros = recipe.train.gradient_accumulation_steps
     tokens = recipe.micro_tokens
     pairs = tokens * min(document_tokens, recipe.data.max_length)
-    outputs = recipe.outputs(config.vocab_size)
+    alike = layout.alike
+    outputs = -(-recipe.outputs(config.vocab_size) // alike)
     head = outputs * of.hidden
     kind = recipe.activation.checkpointing
     again = {"full": 1.0}.get(kind, 0.0)  # forward products that backward makes again
     more = recipe.forwards - 1  # passes without a backward
     # multiply-adds: forward, and the gradient of what went in; of weights where they are trained
-    blocks = flops.block * (2 + again + more) + flops.block_trained
+    blocks = (flops.block * (2 + again + more) + flops.block_trained) / alike
     own = [unit for unit in layout.units if not unit.forward_only]
     shapes = (shape for unit in own for shape in compress(unit.shapes, unit.trained))
-    passes_of_head = 3 + more + any(shape[0] == config.vocab_size for shape in shapes)
+    passes_of_head = 3 + more + any(shape[0] == outputs for shape in shapes)
     products = 2 * tokens * (blocks + head * passes_of_head) / (PRODUCTS * peak_flops)
-    attention = flops.per_pair * pairs * (1 + (again + more) / 3) / (ATTENTION * peak_flops)  # of what is not masked
+    own_pairs = pairs * read_widths(config, alike).heads / of.heads
+    attention = (
+        flops.per_pair * own_pairs * (1 + (again + more) / 3) / (ATTENTION * peak_flops)
+    )  # of what is not masked
     # two norms (read, write), two sums, the rotation, the gate; the loss: fp32 logits five times
     wide = 10 * of.hidden + 2 * (of.queries + of.keys) + 3 * of.inner
-    passes = (PASSES + (kind in ("full", "selective")) + more) * wide * config.num_hidden_layers * itemsize
+    passes = (PASSES + (kind in ("full", "selective")) + more) * wide / alike * config.num_hidden_layers * itemsize
     # a base in four bits is unpacked for each of its products, by one kernel
     unpacked = flops.block * (2 + again + more) * (0.5 + itemsize) * recipe.model.load_in_4bit
     memory = (tokens * (passes + outputs * 5 * 4) + unpacked) / memory_rate
@@ -100,12 +105,13 @@ def predict_step(
         products, attention, memory = products + more_products, attention + more_attention, memory + more_memory
         taught = more_products + more_attention + more_memory
     link = LINK_SHARE * (products + attention) * (layout.world_size > 1)
-    exposed = away = 0.0
+    exposed = along_tp = tensor_seconds(layout, config, recipe, cluster)
+    away = 0.0
     if cluster:
-        micro = products + attention + memory + copies + link
+        micro = products + attention + memory + copies + link + along_tp / micros
         forward = (micro - taught) / (3 + again + more)
         passes = forward + taught, micro - taught - (1 + more) * forward
-        exposed = exposed_seconds(layout, cluster, micros, *passes, more)
+        exposed += exposed_seconds(layout, cluster, micros, *passes, more)
         if recipe.optim.name == "muon":
             exposed += sum(
                 cluster.ring_seconds(size, layout.groups(0)[axis]) for _, axis, size in muon_exchanges(layout)
@@ -114,6 +120,17 @@ def predict_step(
     return StepTime(
         micros * products, micros * attention, micros * (memory + copies), micros * link, optimizer, exposed, away
     )
+
+
+def tensor_seconds(layout: Layout, config: PreTrainedConfig, recipe: Recipe, cluster: Cluster | None) -> float:
+    """Of all collectives along tp in a step, for each of which the GPU waits; without `cluster` on H100s."""
+    if layout.alike == 1:
+        return 0.0
+    cluster = cluster or Cluster(H100, layout.world_size, layout.ranks_per_node, H100.nics)
+    ranks = layout.groups(0)[TP]
+    moved = tensor_traffic(layout, config, recipe).values()
+    tokens = sum(each.calls * cluster.ring_seconds(each.payload_bytes / each.calls, ranks) for each in moved)
+    return tokens + 2 * cluster.ring_seconds(layout.uncut_numel * layout.dtype("master").itemsize, ranks)
 
 
 def offload_seconds(
@@ -134,15 +151,15 @@ def offload_seconds(
 
 
 def model_flops(recipe: Recipe, flops: Flops, document_tokens: float) -> float:
-    """Model FLOPs of one rank in such a step."""
-    tokens = recipe.micro_tokens * recipe.train.gradient_accumulation_steps
+    """Model FLOPs of one rank in such a step: its share, where ranks share matrices."""
+    tokens = recipe.micro_tokens * recipe.train.gradient_accumulation_steps / recipe.parallel.tp_size
     return flops.of(tokens, tokens * min(document_tokens, recipe.data.max_length))
 
 
 def predict_mfu(
     layout: Layout, config: PreTrainedConfig, recipe: Recipe, flops: Flops, document_tokens: float
 ) -> float:
-    """Model FLOPs over an H100's peak, for such a step whose collectives all hide: what recipes' headers say."""
+    """Model FLOPs over an H100's peak, for a step whose collectives hide, all but tp's: what recipes' headers say."""
     step = predict_step(layout, config, recipe, flops, document_tokens)
     return model_flops(recipe, flops, document_tokens) / step.seconds / H100.flops
 

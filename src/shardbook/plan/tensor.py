@@ -46,3 +46,18 @@ def tensor_traffic(
         gathered += Volume(gathers, gathers * payload) + told
         scattered += Volume(scatters, scatters * payload)
     return {("all_gather", TP): gathered, ("reduce_scatter", TP): scattered}
+
+
+def describe_sharing(layout: Layout) -> str:
+    """How many ranks share matrices, what of blocks stays whole on each, and whether they are more than a node has;
+    empty where none do."""
+    if layout.alike == 1:
+        return ""
+    said = f"{layout.alike} ranks share matrices, and tokens between them"
+    if any(hidden and not cut for unit in layout.units for hidden, cut in zip(unit.hidden, unit.cut, strict=True)):
+        said += "; heads do not divide, so attention has matrices that stay whole on each"
+    if layout.alike > layout.ranks_per_node:
+        said += (
+            f"; slow: a node has {layout.ranks_per_node} ranks, and what they send in every block goes between nodes"
+        )
+    return said

@@ -22,6 +22,7 @@ from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual
 from shardbook.plan.peak import Peak
+from shardbook.plan.tensor import describe_sharing
 from shardbook.run.metrics import Metrics
 
 PEAK_OFF = 0.05  # of a predicted peak, that is said
@@ -64,6 +65,8 @@ class Console:
         table = Table(title="effective layout", show_header=False, title_justify="left")
         table.add_row("stage", f"{layout.stage.name} ({layout.stage.source})")
         table.add_row("mesh", describe_sizes(layout.sizes))
+        if sharing := describe_sharing(layout):
+            table.add_row("tensor", sharing)
         table.add_row("units", f"{len(own)}, wrapped by {layout.parallel.wrap}; {freed}")
         if layout.shards > 1:
             ahead = f"ahead {layout.forward_prefetch} forward, {layout.backward_prefetch} backward"
