@@ -77,7 +77,9 @@ class Console:
         table.add_row("recomputed", recomputed)
         trained = sum(unit.padded_numel(1, trained_only=True) for unit in own)
         count = sum(unit.parameters for unit in own)
-        frozen = f"; {trained:,} of them trained, the others at rest in {precision.frozen}" * (trained < count)
+        frozen = f"; {trained:,} of them trained, the others at rest in {precision.frozen}" * (
+            not all(all(unit.trained) for unit in own)
+        )
         table.add_row("parameters", f"{count:,}{frozen}")
         computed = f"computed {precision.params}, reduced {precision.reduce}, returned {precision.output}"
         table.add_row("dtypes", f"kept {precision.master}, {computed}")
