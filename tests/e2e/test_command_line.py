@@ -399,6 +399,9 @@ def test_a_dry_run_checks_a_recipe_at_its_world_size(recipe, capsys):
     assert cli.main(["train", str(recipe), "--dry-run", "--nproc", "4", "--nodes", "2", *hsdp]) == 0
     said = capsys.readouterr().out
     assert "dp_replicate 2 x dp_shard 4" in said and "a step   on fake tensors: " in said and "dry run  done" in said
+    assert cli.main(["train", str(recipe), "--dry-run", "--nproc", "2", "--nodes", "2", "parallel.tp_size=4"]) == 0
+    said = capsys.readouterr().out
+    assert "4 ranks share matrices" in said and "slow: a node has 2 ranks" in said and "dry run  done" in said
     assert cli.main(["train", str(recipe), "--dry-run", "--nproc", "3", "parallel.dp_shard_size=2"]) == 2
     assert cli.main(["train", str(recipe), "--dry-run", "data.train=/nowhere.jsonl"]) == 2
     assert "data.train = '/nowhere.jsonl': no such file" in capsys.readouterr().err
