@@ -56,7 +56,8 @@ class Case:
 
     @property
     def layout(self) -> str:
-        return f"{self.stage} {self.replicas}x{self.shards}" if self.stage == "hsdp" else self.stage
+        beside = f", tp {self.tp}" if self.tp > 1 else ""
+        return (f"{self.stage} {self.replicas}x{self.shards}" if self.stage == "hsdp" else self.stage) + beside
 
     @property
     def name(self) -> str:
