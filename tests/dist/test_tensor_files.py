@@ -71,11 +71,12 @@ def move(words: list[str], recipe: Path, source: Path, out: Path) -> None:
     save_checkpoint(out, sharded, optimizer, state, 0)
 
 
-def test_a_checkpoint_is_the_same_to_the_bit_from_layout_to_layout(recipe, straight, tmp_path):
+@pytest.mark.parametrize("way", [["one", "tp4"], pytest.param(["dp3", "hsdp, tp2", "one", FIRST], marks=pytest.mark.slow)])
+def test_a_checkpoint_is_the_same_to_the_bit_from_layout_to_layout(way, recipe, straight, tmp_path):
     """Each saves what it loaded of the one before."""
     newest = straight / "checkpoints" / "step-000004"
     wanted = saved_tensors(newest)
-    for number, name in enumerate(["one", "tp4", "dp3", "hsdp, tp2", "one", FIRST]):
+    for number, name in enumerate(way):
         world, words = LAYOUTS[name]
         run_world(world, move, words, recipe, newest, tmp_path / str(number))
         newest = tmp_path / str(number) / "step-000004"
