@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,19 +30,34 @@ class Case:
     checkpointing: str = "none"
     extra: tuple[str, ...] = ()  # further overrides
     tp: int = 1
+    model: str = ""  # its directory beside the others
 
     @property
     def world(self) -> int:
         return self.replicas * self.shards * self.tp
 
     @property
+    def batch(self) -> int:
+        """Rows of a micro-batch."""
+        return int(self.said("train.per_device_train_batch_size", 1))
+
+    @property
     def rows(self) -> int:
         """Of a step."""
-        return self.replicas * self.shards * self.micros
+        return self.replicas * self.shards * self.micros * self.batch
+
+    @property
+    def folder(self) -> str:
+        return self.model or ("model" if self.tied else "untied")
+
+    def said(self, key: str, default):
+        """The last override of a key."""
+        return {word.partition("=")[0]: word.partition("=")[2] for word in self.extra}.get(key, default)
 
     @property
     def layout(self) -> str:
-        return f"{self.stage} {self.replicas}x{self.shards}" if self.stage == "hsdp" else self.stage
+        beside = f", tp {self.tp}" if self.tp > 1 else ""
+        return (f"{self.stage} {self.replicas}x{self.shards}" if self.stage == "hsdp" else self.stage) + beside
 
     @property
     def name(self) -> str:
@@ -51,7 +67,7 @@ class Case:
             f"k{self.micros}",
             "clip" if self.clips else "free",
         )
-        words += ("tied" if self.tied else "untied", self.checkpointing, *self.extra)
+        words += (self.model or ("tied" if self.tied else "untied"), self.checkpointing, *self.extra)
         return re.sub(r"[^\w.-]+", "_", "-".join(words))
 
     def words(self, tiny: Path) -> list[str]:
@@ -60,7 +76,7 @@ class Case:
             *([f"parallel.dp_replicate_size={self.replicas}"] if self.stage in ("hsdp", "ddp") else []),
             *([f"parallel.dp_shard_size={self.shards}"] if self.stage != "ddp" else []),
             *([f"parallel.tp_size={self.tp}"] if self.tp > 1 else []),
-            f"model.path={tiny}/{'model' if self.tied else 'untied'}",
+            f"model.path={tiny}/{self.folder}",
             f"train.gradient_accumulation_steps={self.micros}",
             f"optim.max_grad_norm={MAX_NORM if self.clips else 0}",
             f"activation.checkpointing={self.checkpointing}",
@@ -218,33 +234,43 @@ def whole(tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
 
 
-def documents_of_steps(recipe: Path, tiny: Path, rows: int) -> list[list[reference.Document]]:
-    """The documents of each of five steps of `rows` rows, as the reference wants them."""
+def rows_of_steps(recipe: Path, tiny: Path, rows: int, words: tuple[str, ...] = ()) -> list[list[reference.Row]]:
+    """The rows of each of five steps of `rows` rows, each a list of documents as the reference wants them."""
     from transformers import AutoTokenizer
 
     from shardbook.data.loader import Batching, Loader
     from shardbook.data.tokenized import build_documents
     from shardbook.recipe import load_recipe
 
-    data = load_recipe(recipe).data
+    data = load_recipe(recipe, words).data
     documents, _ = build_documents(data, AutoTokenizer.from_pretrained(tiny / "model"), tiny / "model")
     loader = Loader(documents, Batching(data.max_length, 1, 0, 1), rows, seed=42)
     picked = [[loader.row_at(step * rows + row) for row in range(rows)] for step in range(5)]
     encoded = documents.encoded
-    return [[(encoded[i]["input_ids"], encoded[i]["mask"]) for row in step for i in row] for step in picked]
+    return [[[(encoded[i]["input_ids"], encoded[i]["mask"]) for i in row] for row in step] for step in picked]
+
+
+def documents_of_steps(recipe: Path, tiny: Path, rows: int, words: tuple[str, ...] = ()) -> list[reference.Row]:
+    """The same without the rows: the documents of each step."""
+    return [[document for row in step for document in row] for step in rows_of_steps(recipe, tiny, rows, words)]
 
 
 def reference_of(recipe: Path, tiny: Path) -> Callable[[Case], reference.Result]:
-    """What the plain process makes of a case's data; stages and checkpointing make no difference to it."""
+    """What the plain process makes of a case's data; stages, ranks and checkpointing make no difference to it."""
 
     @cache
-    def train(rows: int, clips: bool, tied: bool) -> reference.Result:
-        steps = documents_of_steps(recipe, tiny, rows)
-        return reference.train(
-            tiny / ("model" if tied else "untied"), steps, RATE, DECAY, max_norm=MAX_NORM if clips else 0.0
-        )
+    def train(rows: int, clips: bool, folder: str, words: tuple[str, ...]) -> reference.Result:
+        steps = rows_of_steps(recipe, tiny, rows, words)
+        documents = [[document for row in step for document in row] for step in steps]
+        result = reference.train(tiny / folder, documents, RATE, DECAY, max_norm=MAX_NORM if clips else 0.0)
+        result.rows = steps[0]
+        return result
 
-    return lambda case: train(case.rows, case.clips, case.tied)
+    def of(case: Case) -> reference.Result:
+        words = tuple(word for word in case.extra if word.startswith("data."))
+        return train(case.rows, case.clips, case.folder, words)
+
+    return of
 
 
 def outcomes_of(case: Case, results: Path) -> list[Outcome]:
@@ -291,13 +317,16 @@ def assert_replicas_agree(outcomes: list[Outcome]) -> None:
 
 
 def expected_traffic(
-    case: Case, shapes: dict[str, torch.Size], trained: set[str]
+    case: Case, shapes: dict[str, torch.Size], trained: set[str], rows: list[reference.Row] | None = None
 ) -> dict[tuple[str, str], tuple[int, int]]:
     """The stage table in bytes, from Hugging Face's parameter names, without the code under test: fp32, a unit a
-    block, tied weights and the last norm in one unit with the embedding. What is not `trained` is never summed."""
+    block, tied weights and the last norm in one unit with the embedding. What is not `trained` is never summed. Of rank
+    0; with tp the units have its parts, and `rows` are the first step's."""
+    sums = {} if case.tp == 1 else tensor_traffic(case, shapes, rows)
+    parts = {name: part_of(name, shapes, case.tp) for name in shapes}
     units: dict[str, list[torch.Size]] = {}
     summed: dict[str, list[torch.Size]] = {}
-    for name, shape in shapes.items():
+    for name, shape in parts.items():
         unit = name.split(".")[2] if ".layers." in name else "embedding" if case.tied or "embed" in name else "head"
         units.setdefault(unit, []).append(shape)
         if name in trained:
@@ -319,10 +348,61 @@ def expected_traffic(
         found["all_reduce", "dp_shard"] = (1, 8)  # the norm
     if case.replicas > 1:
         found["all_reduce", "dp_replicate"] = (len(summed), padded // n)
-    axis = "dp_replicate" if n == 1 else "dp_shard" if case.replicas == 1 else "world"
+    if case.tp > 1:  # gradients of what is not cut, of this rank's shards; and the norm
+        uncut = padded_bytes([shape for name, shape in shapes.items() if parts[name] == shape]) // n
+        found |= sums | {("all_reduce", "tp"): (2, uncut + 8)}
+    sizes = {"dp_replicate": case.replicas, "dp_shard": n, "tp": case.tp}
+    axis = next((axis for axis, size in sizes.items() if size == case.world), "world")
     calls, size = found.get(("all_reduce", axis), (0, 0))
     found["all_reduce", axis] = (calls + 1, size + 48)  # six counts
     return found
+
+
+HEAD = 8  # numbers of a head, of every tiny model
+
+
+def part_of(name: str, shapes: dict[str, torch.Size], tp: int) -> torch.Size:
+    """The shape of rank 0's part of a parameter: of an embedding and the head's matrix some of the vocabulary, of what
+    widens some rows, of what narrows some columns; of projections none where heads do not divide."""
+    shape, kind = list(shapes[name]), name.split(".")[-2]
+    layer = name[: name.index("self_attn")] if "self_attn" in name else ""
+    if layer:
+        heads, key_heads = (shapes[f"{layer}self_attn.{each}_proj.weight"][0] // HEAD for each in "qk")
+        whole = {"q_proj": heads % tp, "o_proj": heads % tp}.get(kind, heads % tp or key_heads % tp)
+        if whole:
+            return torch.Size(shape)
+    if kind in ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+        shape[0] = -(-shape[0] // tp)
+    elif kind in ("o_proj", "down_proj") and len(shape) == 2:
+        shape[1] = -(-shape[1] // tp)
+    return torch.Size(shape)
+
+
+def tensor_traffic(case: Case, shapes: dict[str, torch.Size], rows: list[reference.Row]) -> dict:
+    """What moves along tp in a step but for its end: tokens of every rank, [B * L, hidden] in fp32, gathered before
+    attention and MLP and summed after them, in backward the other way round; the embedding's result is summed, what
+    the last norm gives gathered. Of a block that runs again both gathers, and of its sums not the last. And for each
+    trained token three numbers of each rank."""
+    layers = len({name.split(".")[2] for name in shapes if ".layers." in name})
+    kind, _, every = case.checkpointing.partition(":")
+    again = {"none": 0, "every": len(range(0, layers, int(every or 1)))}.get(kind, layers)
+    ranks, gathered, scattered = case.replicas * case.shards, [0, 0], [0, 0]
+    chunk, pairs = int(case.said("train.loss_chunk_tokens", 1024)), case.said("method", "sft") != "sft"
+    for micro in range(case.micros):
+        own = rows[micro * ranks * case.batch :][: case.batch]  # rank 0's
+        trained = sum(sum(mask[1:]) for row in own for _, mask in row)
+        length, many = int(case.said("data.max_length", 128)) * (1 + pairs), len(own)
+        if case.said("data.packing", "true") == "false":
+            length, many = max(len(ids) for row in own for ids, _ in row), sum(map(len, own))
+        multiple = math.lcm(64, case.tp)
+        tokens = many * -(-length // multiple) * multiple * shapes["model.embed_tokens.weight"][1] * 4
+        scored = 1 + pairs  # where losses have slopes of their own, logits are made again
+        for total, calls in ((gathered, 4 * layers + 2 * again + 2), (scattered, 4 * layers + again + 2)):
+            total[0] += calls
+            total[1] += calls * tokens
+        gathered[0] += scored * math.ceil(trained / (chunk or max(1, trained)))
+        gathered[1] += scored * 12 * trained * case.tp
+    return {("all_gather", "tp"): tuple(gathered), ("reduce_scatter", "tp"): tuple(scattered)}
 
 
 def assert_case(case: Case, outcomes: list[Outcome], want: reference.Result, tolerance: float = TOLERANCE) -> float:
@@ -332,7 +412,7 @@ def assert_case(case: Case, outcomes: list[Outcome], want: reference.Result, tol
     assert_exact_bytes(outcomes)
     measured = {key: (volume.calls, volume.payload_bytes) for key, volume in outcomes[0].traffic[0].items()}
     shapes = {name: weight.shape for name, weight in want.weights.items()}
-    expected = expected_traffic(case, shapes, set(want.gradients[0]))
+    expected = expected_traffic(case, shapes, set(want.gradients[0]), want.rows)
     assert measured == expected, f"traffic is not that of {case.stage}: measured {measured}, the table has {expected}"
     return worst
 

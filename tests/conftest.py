@@ -18,7 +18,7 @@ os.environ.pop("WANDB_MODE", None)
 
 import pytest
 import torch
-from tiny import write_chats, write_model, write_recipe
+from tiny import write_all, write_recipe
 
 pytest.register_assert_rewrite("cases")  # before a test imports it
 torch.set_num_threads(1)
@@ -48,11 +48,8 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
-    """A directory with `model` (tied), `untied` (odd vocabulary) and `chats.jsonl`."""
     folder = tmp_path_factory.mktemp("tiny")
-    write_model(folder / "model")
-    write_model(folder / "untied", tied=False, vocab=287)
-    write_chats(folder / "chats.jsonl", 40)
+    write_all(folder)
     return folder
 
 

@@ -31,7 +31,7 @@ from cases import (
 from recompute import LAYERS, build, build_batch, flops, gradients, kept_bytes
 from smallest import STAGES, measure
 from smallest import table as smallest_table
-from tiny import write_chats, write_model, write_recipe
+from tiny import write_all, write_recipe
 from world import run_world
 
 from shardbook.parallel.stages import find_stage
@@ -48,9 +48,7 @@ def main() -> int:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         tiny = Path(folder)
-        write_model(tiny / "model")
-        write_model(tiny / "untied", tied=False, vocab=287)
-        write_chats(tiny / "chats.jsonl", 40)
+        write_all(tiny)
         recipe = write_recipe(tiny, tiny / "out")
         cases = covering_cases() if asked.covering else every_case()
         sections = [

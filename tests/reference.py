@@ -5,7 +5,7 @@ one without padding or packing.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 # whole step. With 1e-3 a rounding error stays one, and comparisons can be tight.
 EPS = 1e-3
 Document = tuple[list[int], list[bool]]
+Row = list[Document]
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Result:
     norms: list[float]
     gradients: list[dict[str, Tensor]]
     weights: dict[str, Tensor]
+    rows: list[Row] = field(default_factory=list)  # of the first step, where a test wants them
 
 
 def document_loss(model, document: Document) -> tuple[Tensor, int]:

@@ -78,6 +78,15 @@ def write_model(folder: Path, family: str = "llama", tied: bool = True, vocab: i
     return folder
 
 
+def write_all(folder: Path) -> None:
+    """What every test may read: `model` (tied), `untied` (odd vocabulary), `padded` (the letter e is its padding, whose
+    embedding is not trained) and `chats.jsonl`."""
+    write_model(folder / "model")
+    write_model(folder / "untied", tied=False, vocab=287)
+    write_model(folder / "padded", pad_token_id=tokenizer().convert_tokens_to_ids("e"))
+    write_chats(folder / "chats.jsonl", 40)
+
+
 def write_chats(path: Path, count: int, seed: int = 0) -> Path:
     """Conversations of one to three exchanges, of very different lengths."""
     words = ["yes", "no", "why", "tell me more", "the quick brown fox", "jumps over", "a lazy dog", "42"]

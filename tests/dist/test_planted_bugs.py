@@ -25,6 +25,7 @@ IN_MAKE_TEST = (
     "local_gradient_norm",
     "tied_weights_in_two_groups",
     "padding_not_counted",
+    "uncut_gradients_not_summed",
 )
 
 

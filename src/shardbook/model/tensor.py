@@ -20,6 +20,7 @@ from shardbook.parallel.tensor import (
     cut_rows,
     gather_inputs,
     gather_outputs,
+    hold_parts,
 )
 from shardbook.recipe import RecipeError
 
@@ -45,6 +46,7 @@ def cut_model(model: CausalLM, size: int, rank: int) -> None:
         cut_rows(block.mlp.gate_proj, axis)
         cut_rows(block.mlp.up_proj, axis)
         cut_columns(block.mlp.down_proj, axis)
+        hold_parts(block)
         gather_inputs(block.self_attn, block.mlp, axis)
     gather_outputs(model.model.norm, axis)
     head = model.lm_head

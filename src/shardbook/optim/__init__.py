@@ -170,20 +170,24 @@ def gradient_norm(gradients: list[Tensor], known: list[Tensor] | None = None) ->
         pieces.setdefault(where, []).append(known[number] if known else local)
     squares = {where: parts if known else squares_of(parts) for where, parts in pieces.items()}
     device = next((parts[0].device for parts in squares.values()), None)
-    # by the groups that share them, outermost axis first: along axes that replicate they are equal already. Not
-    # is_shard: torch's placement of what is cut twice says no
-    sums: dict[tuple[Any, ...], Tensor] = {(): torch.zeros((), dtype=torch.float64, device=device)}
+    # by the ranks that share them, outermost axis first: along axes that replicate they are equal already. Not
+    # is_shard: torch's placement of what is cut twice says no. Not by groups: torch takes meshes of the same ranks for
+    # one, and gives the groups of either
+    sums: dict[tuple[tuple[int, ...], ...], Tensor] = {(): torch.zeros((), dtype=torch.float64, device=device)}
+    group_of: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for where, parts in squares.items():
-        groups = ()
+        shared: tuple[tuple[int, ...], ...] = ()
         if where is not None:
             mesh, placements = where
             dims = [dim for dim, placed in enumerate(placements) if not placed.is_replicate() and mesh.size(dim) > 1]
-            groups = tuple(mesh.get_group(dim) for dim in dims)
-        sums[groups] = sums.get(groups, 0) + torch.stack(parts).sum()
+            groups = [mesh.get_group(dim) for dim in dims]
+            shared = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+            group_of |= dict(zip(shared, groups, strict=True))
+        sums[shared] = sums.get(shared, 0) + torch.stack(parts).sum()
     while len(sums) > 1:
         inner = max(sums, key=len)
         part = sums.pop(inner)
-        dist.all_reduce(part, group=inner[-1])
+        dist.all_reduce(part, group=group_of[inner[-1]])
         sums[inner[:-1]] = sums.get(inner[:-1], 0) + part
     return sums[()].sqrt().float()
 

@@ -104,9 +104,10 @@ class PartLinear(nn.Linear):
     rows: tuple[slice, ...] = ()
     columns: slice | None = None
     sums: bool = False  # whether ranks' results are summands: then they are summed, and tokens split
+    held: tuple[Tensor, Tensor | None]  # weight and bias, of this rank: hold_parts
 
     def forward(self, given: Tensor) -> Tensor:
-        weight, bias = own_part(self.weight), own_part(self.bias) if self.bias is not None else None
+        weight, bias = self.held
         if self.columns is not None:
             weight = weight[:, self.columns]
         if self.sums:
@@ -186,6 +187,18 @@ def cut_parameter(module: nn.Module, name: str, dim: int, axis: TensorAxis) -> N
     setattr(local, CUT, (dim, whole.shape))
     setattr(local, STANDS_FOR, whole.numel())
     setattr(module, name, local)
+
+
+def hold_parts(block: nn.Module) -> None:
+    """Have a block's linear maps compute with plain tensors: a compiled block that is recomputed cannot save what makes
+    a DTensor (torch 2.13: the mesh is no Tensor). A hook, as what is gathered is there only just before."""
+    parts = [module for module in block.modules() if isinstance(module, PartLinear)]
+
+    def before(block: nn.Module, inputs: Any) -> None:
+        for module in parts:
+            module.held = own_part(module.weight), None if module.bias is None else own_part(module.bias)
+
+    block.register_forward_pre_hook(torch.compiler.disable(before))  # no graph of its own
 
 
 def gather_inputs(attention: nn.Module, mlp: nn.Module, axis: TensorAxis) -> None:

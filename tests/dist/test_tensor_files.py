@@ -1,0 +1,165 @@
+"""Files know nothing of tensor parallel: what was saved, exported or drawn with it is what one process reads and writes."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+from cases import DECAY, RATE, TOLERANCE, documents_of_steps, relative_error
+from safetensors.torch import load_file
+from tensor_cases import write_models
+from world import losses, metrics, run_train, run_world
+
+SAVING = ("train.steps=5", "train.save_steps=2", "optim.eps=1e-3", "train.eval_steps=2")
+# six rows a step in each: world, words
+LAYOUTS = {
+    "tp2 x dp2": (4, ["parallel.tp_size=2", "train.gradient_accumulation_steps=3"]),
+    "one": (1, ["train.gradient_accumulation_steps=6"]),
+    "dp3": (3, ["train.gradient_accumulation_steps=2"]),
+    "tp4": (4, ["parallel.tp_size=4", "parallel.stage=zero1", "train.gradient_accumulation_steps=6"]),
+    "hsdp, tp2": (
+        4,
+        ["parallel.tp_size=2", "parallel.stage=hsdp", "parallel.dp_shard_size=1", "train.gradient_accumulation_steps=3"],
+    ),
+}
+FIRST = "tp2 x dp2"
+
+
+@pytest.fixture(scope="module")
+def straight(recipe):
+    """Five steps without a stop, on tp 2 x dp 2 with zero3; checkpoints at 2, 4 and 5."""
+    world, words = LAYOUTS[FIRST]
+    return run_train(world, recipe, "straight", *SAVING, *words)
+
+
+def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All of model and optimizer in a checkpoint, whole, without ranks."""
+    from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
+
+    from shardbook.run.checkpoint import checkpoint_shapes, read_parameters
+
+    weights = dict(read_parameters(checkpoint, checkpoint_shapes(checkpoint)))
+    known = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    moments = {name: torch.empty(facts.size) for name, facts in known.items() if name.startswith("optimizer.")}
+    state_dict_loader.load(moments, checkpoint_id=checkpoint, no_dist=True)
+    assert len(moments) == 3 * len(weights), "two moments and a count of each parameter"
+    return weights | moments
+
+
+def move(words: list[str], recipe: Path, source: Path, out: Path) -> None:
+    """On each rank: load a checkpoint and save what was loaded, to `out`."""
+    from shardbook.memory.offload import settle
+    from shardbook.model.adapters import build_adapted
+    from shardbook.model.families import load_config
+    from shardbook.parallel.layout import build_layout
+    from shardbook.parallel.mesh import build_mesh
+    from shardbook.parallel.sharding import apply_stage
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.recipe import load_recipe, resolve_precision
+    from shardbook.run.checkpoint import load_checkpoint, save_checkpoint
+
+    ranks = start_distributed()
+    settings = resolve_precision(load_recipe(recipe, words), "cpu")
+    config = load_config(settings.model, Path(settings.model.path), settings.data.max_length)
+    model = build_adapted(settings, config, rank=ranks.rank)
+    parts, world = (model, model.parts, model.blocks), (ranks.world_size, ranks.ranks_per_node)
+    layout = build_layout(settings.parallel, settings.precision, *parts, *world)
+    sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
+    optimizer = settle(model, sharded, settings.optim, ranks.device)
+    state, _ = load_checkpoint(source, sharded, optimizer)
+    save_checkpoint(out, sharded, optimizer, state, 0)
+
+
+@pytest.mark.parametrize("way", [["one", "tp4"], pytest.param(["dp3", "hsdp, tp2", "one", FIRST], marks=pytest.mark.slow)])
+def test_a_checkpoint_is_the_same_to_the_bit_from_layout_to_layout(way, recipe, straight, tmp_path):
+    """Each saves what it loaded of the one before."""
+    newest = straight / "checkpoints" / "step-000004"
+    wanted = saved_tensors(newest)
+    for number, name in enumerate(way):
+        world, words = LAYOUTS[name]
+        run_world(world, move, words, recipe, newest, tmp_path / str(number))
+        newest = tmp_path / str(number) / "step-000004"
+        found = saved_tensors(newest)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted), name
+
+
+@pytest.fixture(scope="module")
+def plain(recipe, tiny):
+    return reference.train(tiny / "model", documents_of_steps(recipe, tiny, 6), RATE, DECAY)
+
+
+def cut_back(straight: Path, name: str) -> Path:
+    """A copy of the straight run as it was after step 2."""
+    run = straight.parent / name
+    shutil.copytree(straight, run, ignore=shutil.ignore_patterns("export", "run.json", "step-000004", "step-000005"))
+    return run
+
+
+def export_of(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "export" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", [FIRST, "one", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dp3", "tp4"))])
+def test_a_run_goes_on_as_the_plain_process_would(name, recipe, straight, plain):
+    run = cut_back(straight, f"to {name}".replace(" ", "-"))
+    world, words = LAYOUTS[name]
+    run_train(world, recipe, run.name, *SAVING, *words)
+    assert losses(run) == pytest.approx(plain.losses, rel=TOLERANCE)
+    norms = [row["train/grad_norm"] for row in metrics(run) if "train/grad_norm" in row]
+    assert norms == pytest.approx(plain.norms, rel=TOLERANCE)
+    for tensor, want in plain.weights.items():
+        assert relative_error(export_of(run)[tensor], want) < TOLERANCE, tensor
+    if name == FIRST:
+        assert losses(run) == losses(straight)
+        assert all(torch.equal(export_of(run)[tensor], want) for tensor, want in export_of(straight).items())
+
+
+@pytest.mark.slow
+def test_what_went_elsewhere_comes_back(recipe, straight, plain):
+    """Two steps on tp 2 x dp 2, two on tp 4, the last on tp 2 x dp 2 again."""
+    run = cut_back(straight, "there-and-back")
+    world, words = LAYOUTS["tp4"]
+    run_train(world, recipe, run.name, *SAVING, *words)
+    for later in ("checkpoints/step-000005", "export"):
+        shutil.rmtree(run / later)
+    (run / "run.json").unlink()
+    world, words = LAYOUTS[FIRST]
+    run_train(world, recipe, run.name, *SAVING, *words)
+    assert losses(run) == pytest.approx(plain.losses, rel=TOLERANCE)
+    for tensor, want in plain.weights.items():
+        assert relative_error(export_of(run)[tensor], want) < TOLERANCE, tensor
+
+
+LOADED = ("train.steps=1", "optim.learning_rate=1e-30", "data.eval_size=0")
+RANDOM = ("model.init=random", "train.seed=7")
+
+
+@pytest.fixture(scope="module")
+def models(tiny):
+    write_models(tiny)
+    return tiny
+
+
+@pytest.mark.parametrize(
+    ("world", "words", "model", "start"),
+    [
+        (4, ["parallel.tp_size=2"], "untied", ()),
+        (4, ["parallel.tp_size=2"], "nine", RANDOM),
+        pytest.param(4, ["parallel.tp_size=4"], "model", RANDOM, marks=pytest.mark.slow),
+        pytest.param(4, ["parallel.tp_size=4"], "biased", (), marks=pytest.mark.slow),
+        pytest.param(3, ["parallel.tp_size=3", "data.max_length=126"], "qwen2", (), marks=pytest.mark.slow),
+    ],
+)
+def test_an_export_is_that_of_one_process_to_the_bit(world, words, model, start, recipe, models):
+    """Of weights that were loaded, or drawn: a rate of 1e-30 moves none of them. Drawn ones are the same in any layout."""
+    more = (*LOADED, *start, f"model.path={models}/{model}")
+    name = f"{model}-{world}-{len(start)}"
+    ours = export_of(run_train(world, recipe, f"{name}-tp", *more, *words))
+    theirs = export_of(run_train(1, recipe, f"{name}-one", *more))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[tensor], theirs[tensor]) for tensor in theirs)
+    if not start:
+        source = load_file(models / model / "model.safetensors")
+        assert all(torch.equal(ours[tensor], source[tensor]) for tensor in ours)

@@ -1,0 +1,81 @@
+"""The cases of tensor parallel: beside every stage, and models whose heads do not divide or whose blocks hold more."""
+
+import itertools
+from pathlib import Path
+
+from cases import CHECKPOINTING, CLIPS, MICROS, PAIRWISE, TIED, Case, layouts
+from tiny import write_model
+
+NINE = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}  # as SmolLM2-135M
+# name -> (family, tied, what else); beside "model" and "untied", which have 4 heads and 2 of keys and values
+MODELS = {
+    "nine": ("llama", True, NINE),
+    "six": ("llama", False, NINE | {"num_attention_heads": 6}),
+    "one": ("llama", True, {"num_key_value_heads": 1}),
+    "biased": ("llama", False, {"attention_bias": True, "mlp_bias": True}),
+    "nine-biased": ("llama", True, NINE | {"attention_bias": True}),
+}
+MODELS |= {family: (family, family != "qwen2", {}) for family in ("qwen2", "qwen3", "smollm3", "granite", "mistral")}
+THIRDS = ("data.max_length=126",)  # a row's tokens divide by three
+OPTIONS = MICROS, CLIPS, TIED, CHECKPOINTING
+
+
+def write_models(folder: Path) -> None:
+    for name, (family, tied, changes) in MODELS.items():
+        write_model(folder / name, family, tied, 259 if tied else 287, **changes)
+
+
+def of_model(model: str, stage: str, replicas: int, shards: int, tp: int, **how) -> Case:
+    return Case(stage, replicas, shards, tied=MODELS[model][1], tp=tp, model=model, **how)
+
+
+def quick_cases() -> list[Case]:
+    """Each stage beside tp 2, alone or on two ranks, every pair of options among them; then each other thing once."""
+    every = [*layouts(1), *layouts(2)[:4], ("hsdp", 2, 1)]
+    chosen = []
+    for number, layout in enumerate(every):
+        picked = [values[pick] for values, pick in zip(OPTIONS, PAIRWISE[number % len(PAIRWISE)], strict=True)]
+        if layout not in (("ddp", 2, 1), ("zero2", 1, 2)):  # in the slow run
+            chosen.append(Case(*layout, *picked, tp=2))
+    return [
+        *chosen,
+        Case("zero3", 1, 1, 3, checkpointing="selective", tp=4),  # two heads of keys, four ranks
+        of_model("nine", "zero3", 1, 2, 2, micros=3, clips=True, checkpointing="every:2"),
+        of_model("six", "zero2", 1, 1, 4, clips=True, extra=("train.loss_chunk_tokens=16",)),
+        Case("zero3", 1, 1, 3, tp=3, extra=THIRDS),  # its heads whole
+        of_model("nine", "zero1", 1, 1, 3, clips=True, extra=THIRDS),  # cut
+        of_model("biased", "zero3", 1, 1, 2, micros=3, checkpointing="selective"),
+        of_model("qwen2", "zero1", 1, 1, 2, extra=("train.per_device_train_batch_size=2",)),
+        of_model("qwen3", "zero3", 1, 1, 2, micros=3, clips=True, extra=("data.packing=false",)),
+    ]
+
+
+def covering_cases() -> list[Case]:
+    """What else there is, each once: with quick_cases a covering set."""
+    both = ("data.packing=false", "train.per_device_train_batch_size=2")
+    chosen = [
+        Case("ddp", 2, 1, tp=2),
+        Case("zero2", 1, 2, 3, tied=False, checkpointing="full", tp=2),
+        Case("hsdp", 1, 2, 3, True, tp=2),
+        of_model("nine-biased", "ddp", 1, 1, 4, checkpointing="full"),
+        of_model("one", "zero2", 1, 1, 2),
+        of_model("qwen3", "zero3", 1, 2, 2, micros=3, clips=True, extra=both[:1]),
+        of_model("smollm3", "zero3", 1, 1, 2, extra=both),
+        of_model("granite", "ddp", 1, 1, 2, micros=3, clips=True),
+        of_model("mistral", "zero2", 1, 1, 2, micros=3, extra=("parallel.wrap=none",)),
+    ]
+    return quick_cases() + chosen
+
+
+def every_case() -> list[Case]:
+    """The product of stages, sizes and options, and each model beside each number of ranks that it allows."""
+    sizes, chosen = ((2, 1), (2, 2), (3, 1), (4, 1)), covering_cases()
+    for tp, ranks in sizes:
+        extra = THIRDS if tp == 3 else ()
+        options = list(itertools.product(*OPTIONS))
+        chosen += [Case(*layout, *picked, extra, tp) for layout in layouts(ranks) for picked in options]
+        for model in MODELS:
+            how = {"micros": 3, "extra": extra}
+            chosen.append(of_model(model, "zero3", 1, ranks, tp, clips=True, checkpointing="full", **how))
+            chosen.append(of_model(model, "zero1", 1, ranks, tp, checkpointing="selective", **how))
+    return list(dict.fromkeys(chosen))

@@ -1,0 +1,110 @@
+"""Tensor parallel without ranks: what is refused, who has which heads, and the loss of a vocabulary in parts."""
+
+import pytest
+import torch
+from tiny import config, write_recipe
+from transformers import AutoConfig
+
+from shardbook.model.loss_head import begin_part, end_part, slope_of_part
+from shardbook.model.tensor import check_fits, share_heads
+from shardbook.parallel.library import shard_model
+from shardbook.parallel.mesh import resolve_sizes
+from shardbook.parallel.tensor import TensorAxis
+from shardbook.recipe import Parallel, RecipeError, load_recipe
+
+BESIDE = {  # what a recipe may not have beside tp_size = 2, and what the error says
+    "lora": (["lora.r=4"], ["lora.r = 4", "leave one of the two out"]),
+    "zeropp": (["parallel.stage=zeropp"], ["parallel.stage = 'zeropp'", "set parallel.stage=zero3"]),
+    "qwZ": (["parallel.stage=hsdp", "parallel.quantize_weights=8"], ["a switch of ZeRO++", "leave parallel.quantize"]),
+    "hpZ": (["parallel.stage=hsdp", "parallel.secondary_shard=2"], ["a switch of ZeRO++", "leave parallel.quantize"]),
+    "offload": (["offload.optimizer=cpu"], ["offload.optimizer = 'cpu'", "set offload.optimizer=none"]),
+    "reward": (["method=reward"], ["method = 'reward'", "leave parallel.tp_size out"]),
+    "distill": (["method=distill", "distill.teacher=somewhere"], ["method = 'distill'", "leave parallel.tp_size out"]),
+    "generate": (["generate.steps=2"], ["generate.steps = 2", "set generate.steps=0"]),
+    "muon": (["optim.name=muon"], ["optim.name = 'muon'", "set optim.name=adamw"]),
+    "adamw_bf16": (["optim.name=adamw_bf16"], ["optim.name = 'adamw_bf16'", "set optim.name=adamw"]),
+    "adamw_8bit": (["optim.name=adamw_8bit"], ["optim.name = 'adamw_8bit'", "set optim.name=adamw"]),
+    "wrap": (["parallel.wrap=size:1000"], ["parallel.wrap = 'size:1000'", "set parallel.wrap=block"]),
+    "length": (["data.max_length=127"], ["data.max_length = 127", "must be a multiple of 2"]),
+    "none": (["parallel.tp_size=0"], ["parallel.tp_size = 0", "greater than or equal to 1"]),
+}
+
+
+def said_by(function, *given, **named) -> str:
+    with pytest.raises(RecipeError) as caught:
+        function(*given, **named)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_does_not_compose_is_refused_in_one_line(name, tiny, tmp_path):
+    words, parts = BESIDE[name]
+    said = said_by(load_recipe, write_recipe(tiny, tmp_path), ["parallel.tp_size=2", *words])
+    assert "parallel.tp_size = " in said and all(part in said for part in parts), said
+
+
+MODELS = [
+    (config(), 5, ["the model has 4 heads", "at most"]),
+    (config(intermediate_size=50), 4, ["does not divide", "intermediate_size = 50", "it may be 1, 2"]),
+    (config(vocab=9), 4, ["leaves a rank without any of the 9 tokens"]),
+    (config("phi3"), 2, ["family 'phi3' cannot be cut", "colwise_gather_output", "set parallel.tp_size=1"]),
+    (config("olmo2"), 2, ["family 'olmo2' cannot be cut", "rowwise_split_input", "set parallel.tp_size=1"]),
+    (AutoConfig.for_model("gpt2"), 2, ["family 'gpt2' cannot be cut", "set parallel.tp_size=1"]),
+]
+
+
+@pytest.mark.parametrize(("model", "size", "parts"), MODELS, ids=lambda value: str(getattr(value, "model_type", "")))
+def test_a_model_that_cannot_be_shared_so_is_refused(model, size, parts):
+    said = said_by(check_fits, model, size)
+    assert said.startswith(f"parallel.tp_size = {size}: ") and all(part in said for part in parts), said
+
+
+def test_a_world_that_it_does_not_divide_is_refused():
+    said = said_by(resolve_sizes, Parallel(tp_size=2), ("dp_shard",), 3)
+    assert "parallel.tp_size = 2: 2 does not divide the world of 3 ranks" in said
+    said = said_by(resolve_sizes, Parallel(tp_size=2, dp_shard_size=2), ("dp_shard",), 2)
+    assert "dp_shard 2 x tp 2 needs 4 ranks, the world has 2" in said
+
+
+def test_a_loop_of_ones_own_is_told_that_nothing_is_cut():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    said = said_by(shard_model, model, blocks=[model[0]], stage=Parallel(tp_size=2))
+    assert said == "shard_model: parallel.tp_size = 2: it cuts no matrices; leave it out"
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (4, 1), (9, 3), (6, 3), (6, 2), (32, 8), (8, 8), (14, 2)])
+def test_each_head_is_computed_once_with_the_keys_that_are_its_own(heads, key_heads):
+    for size in range(1, heads + 1):
+        seen = []
+        for place in range(size):
+            own, keys = share_heads(heads, key_heads, TensorAxis(size, place))
+            assert len(own) in (heads // size, -(-heads // size)) and len(own) % len(keys) == 0
+            groups = len(own) // len(keys)  # transformers repeats each head of keys so often
+            served = [keys[number // groups] for number in range(len(own))]
+            assert served == [head // (heads // key_heads) for head in own]
+            seen += own
+        assert seen == list(range(heads))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "spread", [1.0, 40.0, 3e4]
+)  # the last overflows exp in fp32 where the largest is not taken off
+def test_the_loss_of_a_vocabulary_in_parts_is_that_of_the_whole(size, spread):
+    generator = torch.Generator().manual_seed(size)
+    logits = spread * torch.randn(50, 37, generator=generator)
+    logits[:10, :20] -= 2 * spread  # a part of which hardly anything is left
+    targets = torch.arange(50) % 37
+    shares = torch.log_softmax(logits.double(), -1)
+    want_losses = -shares.gather(1, targets[:, None])[:, 0].float()
+    want_slope = (shares.exp() - torch.nn.functional.one_hot(targets, 37)).float()
+    parts = [TensorAxis(size, place).share(37) for place in range(size)]
+    begun = [begin_part(logits[:, part].clone(), targets - part.start) for part in parts]
+    told = torch.stack([torch.stack(own) for _, *own in begun])
+    for part, (slope, *own) in zip(parts, begun, strict=True):
+        losses, share = end_part(told, own[0])
+        assert torch.allclose(losses, want_losses, rtol=1e-6, atol=1e-6)
+        assert torch.equal(losses, end_part(told, begun[0][1])[0])  # the same on every rank
+        got = slope_of_part(slope, share, targets - part.start)
+        assert torch.allclose(got, want_slope[:, part], rtol=1e-5, atol=1e-6)
