@@ -66,6 +66,12 @@ def test_norms_of_several_tensors_add_up_in_the_dtype_that_is_asked_for():
         assert abs(float(norm) / float(part.double().norm()) - 1) < 1e-15
 
 
+def test_several_tensors_are_scaled_in_place():
+    tensors = [torch.full((3,), 1e30), torch.full((5,), 2.0)]
+    torch._foreach_mul_(tensors, torch.tensor(0.5))
+    assert torch.equal(tensors[0], torch.full((3,), 5e29)) and torch.equal(tensors[1], torch.ones(5))
+
+
 def test_a_fake_world_and_the_size_of_a_storage_that_may_be_gone():
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -149,7 +149,7 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
     norm = gradient_norm([p.grad for p in parameters if p.grad is not None])
     # on a CPU one may look, and what is not too large need not be multiplied by one
     if max_norm and not (norm.is_cpu and max_norm / (norm + 1e-6) >= 1):
-        # torch's own clip_grads_with_norm_ refuses DTensors of two meshes
+        # torch's own clip_grads_with_norm_ refuses DTensors of two meshes; private: all in few launches, as it does it
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         torch._foreach_mul_([local_part(p.grad) for p in parameters if p.grad is not None], scale)
     return norm
