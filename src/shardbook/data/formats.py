@@ -66,14 +66,12 @@ def read_row(row: Row, where: str, system: str = "", train_on: str = "assistant"
         case {"prompt": list(prompt), "completion": list(completion)}:
             messages, first = prompt + completion, len(prompt)
         case {"prompt": str(prompt), "completion": str(completion)}:
-            if not completion.strip():
-                raise RecipeError(f"{where}: completion is empty")
+            _read_text(row, "completion", where)
             return Text("", prompt + completion) if train_on == "all" else Text(prompt, completion)
         case {"instruction": str(), "output": str(output)}:
             messages = [*_from_instruction(row, where), {"role": "assistant", "content": output}]
         case {"text": str(text)}:
-            if not text.strip():
-                raise RecipeError(f"{where}: text is empty")
+            _read_text(row, "text", where)
             return Text("", text)
         case _:
             raise RecipeError(f"{where}: {_unread(row)}")
@@ -89,6 +87,13 @@ def read_row(row: Row, where: str, system: str = "", train_on: str = "assistant"
         messages.insert(0, {"role": "system", "content": given or system})
         first, flags = first + 1, {number + 1: flag for number, flag in flags.items()}
     return Chat(messages, _choose(messages, first, flags, train_on, where), _read_tools(row.get("tools"), where))
+
+
+def _read_text(row: Row, name: str, where: str) -> None:
+    if not row[name].strip():
+        raise RecipeError(f"{where}: {name} is empty")
+    if unused := [key for key in ("system", "tools") if row.get(key)]:
+        raise RecipeError(f"{where}: has {unused[0]} beside {name} that is text; only conversations have {unused[0]}")
 
 
 def _choose(messages: list[Message], first: int, flags: dict[int, bool], train_on: str, where: str) -> list[int]:
@@ -129,10 +134,16 @@ def _read_message(message: Any, number: int, where: str, flags: dict[int, bool])
             if (flag := message.pop(name, None)) is not None:
                 if flag not in (0, 1):
                     raise RecipeError(f"{where}: message {number} has {name} = {flag!r}; must be 0 or 1, false or true")
-                flags[number] = bool(flag)
+                if flags.setdefault(number, bool(flag)) != flag:
+                    raise RecipeError(f"{where}: message {number} has weight and train, and they differ; leave one out")
         if calls := message.pop("tool_calls", None):
             calls = _json(calls, f"{where}: tool_calls of message {number}")
+            if not isinstance(calls, list):
+                raise RecipeError(f"{where}: tool_calls of message {number} is {_kind(calls)}, must be a list of calls")
             message = {"content": ""} | message | {"tool_calls": [_read_call(call, number, where) for call in calls]}
+        if "function_call" in message:
+            message = {"content": ""} | message
+            _read_call(message["function_call"], number, where)
     if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
         raise RecipeError(f"{where}: message {number} needs a string role and a string content")
     return message
@@ -152,7 +163,10 @@ def _read_tools(tools: Any, where: str) -> list[Any] | None:
     if not tools:
         return None
     tools = _json(tools, f"{where}: tools") if isinstance(tools, str) else _without_none(tools)
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    tables = (
+        [isinstance(tool, dict) and tool.get("function", tool) for tool in tools] if isinstance(tools, list) else [0]
+    )
+    if not all(isinstance(table, dict) for table in tables):
         raise RecipeError(f"{where}: tools must be a list of JSON schemas, or that as a JSON string")
     return tools or None
 
@@ -179,12 +193,12 @@ def _from_turns(turns: list[Any], where: str) -> list[Message]:
         if not isinstance(turn, dict) or not ({"from", "value"} <= set(turn) or {"role", "content"} <= set(turn)):
             raise RecipeError(f"{where}: message {number} of conversations needs from and value, or role and content")
         said, value = (turn.pop("from"), turn.pop("value")) if "from" in turn else (turn["role"], turn["content"])
-        if said not in ROLES:
+        if not isinstance(said, str) or said not in ROLES:
             raise RecipeError(f"{where}: message {number} is from {said!r}; must be of {', '.join(ROLES)}")
         message = turn | {"role": ROLES[said], "content": value}
         if said == "function_call":
             try:
-                calls = json.loads(value)
+                calls = json.loads(value) if isinstance(value, str) else value
                 message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
             except ValueError:  # then it is what it is: text
                 pass
@@ -195,7 +209,10 @@ def _from_turns(turns: list[Any], where: str) -> list[Message]:
 def _from_instruction(row: Row, where: str) -> list[Message]:
     """Alpaca's history, instruction and input as messages."""
     messages = []
-    for number, turn in enumerate(row.get("history") or []):
+    history = row.get("history") or []
+    if not isinstance(history, list):
+        raise RecipeError(f"{where}: history is {_kind(history)}, must be a list of two texts each")
+    for number, turn in enumerate(history):
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(said, str) for said in turn)):
             raise RecipeError(f"{where}: history {number} must be two texts, the user's and the answer")
         messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), turn, strict=True)]
