@@ -152,7 +152,10 @@ TURNS = [{"from": "human", "value": "Hi"}]
     ("row", "split"),
     [
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, ("a", "b", "c")),
+        ({"prompt": "a:", "chosen": "a: b", "rejected": "a: c"}, ("a:", " b", " c")),  # both repeat the prompt
+        ({"prompt": "a", "chosen": "ab", "rejected": "c"}, ("a", "ab", "c")),
         ({"prompt": [USER], "chosen": [ANSWER], "rejected": [NO]}, ([USER], [ANSWER], [NO])),
+        ({"prompt": "Hi", "chosen": ANSWER, "rejected": NO}, ([USER], [ANSWER], [NO])),
         ({"prompt": [USER], "chosen": "ok", "rejected": "no"}, ([USER], [ANSWER], [NO])),
         # both begin with the prompt; as in ultrafeedback_binarized, whose prompt is text
         ({"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, NO]}, ([USER], [ANSWER], [NO])),
@@ -192,7 +195,17 @@ def test_pairs_with_tools():
     [
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected adds nothing"),
-        ({"chosen": "b", "rejected": "c"}, "has the fields chosen, rejected; a preference needs prompt"),
+        (
+            {"chosen": "a b", "rejected": "a c"},
+            "has the fields chosen, rejected; a preference needs prompt.* lacks prompt: text does not say where",
+        ),
+        ({"question": "a", "chosen": "b", "rejected": "c"}, r".*lacks prompt \(is that question\?\)"),
+        ({"prompt": "a", "chosen": 1, "rejected": 2}, ".*: prompt is text, chosen is a number, rejected is a number"),
+        ({"prompt": "a", "chosen": "b"}, ".*; lacks rejected"),
+        ({"prompt": 5, "chosen": [ANSWER], "rejected": [NO]}, ".*: prompt is a number, chosen is a list"),
+        ({"prompt": "a:", "chosen": "a:", "rejected": "a: c"}, "chosen adds nothing"),
+        ({"prompt": "a", "chosen": ["x", "a"], "rejected": ["x", "b"]}, "a message is text, must be a table"),
+        ({"prompt": [5], "chosen": [ANSWER], "rejected": [NO]}, "a message is a number, must be a table"),
         ({"chosen": [USER], "rejected": [USER, NO]}, "chosen adds nothing"),
         (
             {"prompt": "Bye", "chosen": [USER, ANSWER], "rejected": [USER, NO]},

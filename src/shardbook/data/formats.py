@@ -253,27 +253,23 @@ def _kind(value: Any) -> str:
 
 def split_pair(row: Row, where: str) -> list[Row]:
     """A preference as two rows of `prompt` and `completion`, the chosen first. `chosen` and `rejected` are text behind
-    a text `prompt`, or messages; those may begin with the prompt, which is then what both begin with. As messages or
+    a text `prompt`, or messages; both may begin with the prompt, which is then what they begin with. As messages or
     text, they may also stand behind `conversations` or `instruction`."""
     prompt, chosen, rejected = (row.get(key) for key in ("prompt", "chosen", "rejected"))
     if prompt is None and isinstance(row.get("conversations"), list):
         prompt = _from_turns(row["conversations"], where)
     elif prompt is None and isinstance(row.get("instruction"), str):
         prompt = _from_instruction(row, where)
-    if isinstance(prompt, list):
-        chosen, rejected = _as_messages(chosen), _as_messages(rejected)
+    chosen, rejected = (_as_messages(side, isinstance(prompt, list)) for side in (chosen, rejected))
     sides: list[Any]
     match prompt, chosen, rejected:
         case str(), str(), str():
-            sides = [chosen, rejected]
-        case _, list(), list():
+            repeated = len(prompt) if chosen.startswith(prompt) and rejected.startswith(prompt) else 0
+            sides = [chosen[repeated:], rejected[repeated:]]
+        case None | str() | list(), list(), list():
             prompt, sides = _split_messages(prompt, [_plain(chosen, where), _plain(rejected, where)], where)
         case _:
-            fields = ", ".join(name for name, value in row.items() if value is not None)
-            raise RecipeError(
-                f"{where}: has the fields {fields or 'none'}; a preference needs prompt, chosen and rejected, as text "
-                "or as messages"
-            )
+            raise RecipeError(f"{where}: {_no_pair(row)}")
     if sides[0] == sides[1]:
         raise RecipeError(f"{where}: chosen and rejected are the same")
     for name, side in zip(("chosen", "rejected"), sides, strict=True):
@@ -281,6 +277,21 @@ def split_pair(row: Row, where: str) -> list[Row]:
             raise RecipeError(f"{where}: {name} adds nothing to the prompt")
     more = {key: row[key] for key in ("tools", "system") if row.get(key)}
     return [{"prompt": prompt, "completion": side} | more for side in sides]
+
+
+def _no_pair(row: Row) -> str:
+    """Why a row is no preference: its fields, what is missing or of which type they are."""
+    fields = {name: value for name, value in row.items() if value is not None}
+    said = f"has the fields {', '.join(fields) or 'none'}"
+    needs = "a preference needs prompt, chosen and rejected, as text or as messages"
+    if lacks := [name for name in ("chosen", "rejected") if name not in fields]:
+        return f"{said}; {needs}; lacks {', '.join(lacks)}"
+    kinds = ", ".join(f"{name} is {_kind(fields[name])}" for name in ("prompt", "chosen", "rejected") if name in fields)
+    if {"prompt", "conversations", "instruction"} & set(fields):
+        return f"{said}; {needs}: {kinds}"
+    meant = next((name for name in fields if USUAL.get(name.lower()) == "prompt"), "")
+    hint = f" (is that {meant}?)" if meant else ": text does not say where an answer begins"
+    return f"{said}; {needs}: {kinds}; lacks prompt{hint}"
 
 
 def _split_messages(prompt: Any, sides: list[list[Message]], where: str) -> tuple[list[Message], list[list[Message]]]:
@@ -303,13 +314,15 @@ def _split_messages(prompt: Any, sides: list[list[Message]], where: str) -> tupl
     return sides[0][:shared], [side[shared:] for side in sides]
 
 
-def _as_messages(side: Any) -> Any:
-    """An answer that stands alone: text, or one message."""
-    if isinstance(side, str):
+def _as_messages(side: Any, is_chat: bool) -> Any:
+    """An answer that stands alone, one message or behind messages text, as messages."""
+    if is_chat and isinstance(side, str):
         return [{"role": "assistant", "content": side}]
     return [side] if isinstance(side, dict) else side
 
 
 def _plain(messages: list[Any], where: str) -> list[Any]:
-    turns = bool(messages) and all(isinstance(message, dict) and message.get("from") for message in messages)
+    if odd := [message for message in messages if not isinstance(message, dict)]:
+        raise RecipeError(f"{where}: a message is {_kind(odd[0])}, must be a table of role and content")
+    turns = bool(messages) and all(message.get("from") for message in messages)
     return _from_turns(messages, where) if turns else [_without_none(message) for message in messages]
