@@ -33,7 +33,7 @@ def test_overrides_take_toml_literals_and_bare_strings(file):
     assert recipe.train.compile is True
     assert recipe.data.train == ["a/b", "c.jsonl"]
     bare = load_recipe(
-        file, ["data.train=[b/a.jsonl, ~/b.jsonl,owner/name:test]", "lora.target_modules=[q_proj,v_proj]"]
+        file, ["data.train=[b/a.jsonl, ~/b.jsonl,owner/name:test]", "lora.r=8", "lora.target_modules=[q_proj,v_proj]"]
     )
     assert bare.data.train == ["b/a.jsonl", "~/b.jsonl", "owner/name:test"]
     assert bare.lora.target_modules == ["q_proj", "v_proj"]

@@ -23,6 +23,7 @@ ROLES = {
     "observation": "tool",
     "function_call": "assistant",
 } | {role: role for role in ("system", "user", "assistant", "tool")}
+OTHER_ROLES = ROLES | dict.fromkeys(("bot", "ai", "asistant", "response"), "assistant")  # guessed at in errors only
 FORMATS = {  # by their fields
     "messages": ["messages"],
     "conversations": ["conversations"],
@@ -117,7 +118,11 @@ def _choose(messages: list[Message], first: int, flags: dict[int, bool], train_o
     if train_on == "all":
         return answers
     if not answers:
-        raise RecipeError(f"{where}: no assistant text, so nothing to train on")
+        said = f"{where}: no assistant text, so nothing to train on"
+        roles = list(dict.fromkeys(message["role"] for message in messages[first:]))
+        meant = {role: OTHER_ROLES.get(role.lower()) for role in roles if role != "assistant"}
+        hints = "".join(f"; is {role!r} assistant?" for role, known in meant.items() if known == "assistant")
+        raise RecipeError(f"{said}; its roles are {', '.join(roles) or 'none'}{hints}")
     trained = [number for number in answers if flags.get(number, train_on != "last" or number == answers[-1])]
     if not trained:
         raise RecipeError(f"{where}: each answer asks not to be trained, so nothing to train on")
@@ -144,6 +149,8 @@ def _read_message(message: Any, number: int, where: str, flags: dict[int, bool])
         if "function_call" in message:
             message = {"content": ""} | message
             _read_call(message["function_call"], number, where)
+    if {"from", "value"} <= set(message):
+        raise RecipeError(f"{where}: message {number} has from and value; name their field conversations, not messages")
     if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
         raise RecipeError(f"{where}: message {number} needs a string role and a string content")
     return message

@@ -248,7 +248,7 @@ def _encode(rows: dict[str, list[Any]], indices: list[int], encoding: Encoding) 
     # the first token of a sequence is never predicted, so it is never trained; nor an example of which one has none,
     # nor a pair of one sequence and itself
     trained = [[int(mask[1:most].sum()) for _, mask in parts] for parts in grouped]
-    alike = [len(parts) > 1 and np.array_equal(*(ids[:most] for ids, _ in parts)) for parts in grouped]
+    alike = [every > 1 and np.array_equal(parts[0][0][:most], parts[-1][0][:most]) for parts in grouped]
     return {
         "input_ids": [np.concatenate([ids[:most] for ids, _ in parts]) for parts in grouped],
         "mask": [np.concatenate([mask[:most] for _, mask in parts]) for parts in grouped],
