@@ -15,6 +15,8 @@ from shardbook.data.loader import Batching, Loader, build_micro_batch, eval_micr
 from shardbook.data.sources import load_sources, mix
 from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, load_tokenizer, pack
 from shardbook.recipe import Data, RecipeError
+from shardbook.recipe.files import parse_recipe
+from shardbook.run.generate import build_prompts
 
 
 def text_rows(path, texts):
@@ -99,6 +101,17 @@ def test_messages_need_a_template(folder):
         build_documents(Data(train=str(folder / "a.jsonl")), tokenizer(None), folder / "coder")
 
 
+def test_rows_of_text_have_no_prompt_to_continue(folder):
+    source = text_rows(folder / "t.jsonl", ["some text", "more"])
+    words = [f"data.train={source}", "generate.steps=1", "generate.max_new_tokens=4"]
+    recipe = parse_recipe("[train]\nsteps = 1\n", "mine.toml", words)
+    coder = tokenizer()
+    documents, _ = build_documents(recipe.data, coder, folder / "coder")
+    said = r"generate.samples = 4: rows of text have no prompt; set generate.prompts"
+    with pytest.raises(RecipeError, match=said):
+        build_prompts(recipe, config(), coder, folder, documents)
+
+
 # ---- encoding
 
 
@@ -128,7 +141,7 @@ def test_rows_that_lose_every_trained_token(folder):
         build(folder, train=str(folder / "c.jsonl"), max_length=40)
     documents, _ = build(folder, train=str(folder / "c.jsonl"), max_length=40, skip_untrainable=True, packing=False)
     assert documents.rows == [(0,), (2,)]
-    assert documents.summary.endswith("1 rows without a trained token dropped")
+    assert documents.summary.endswith("1 documents without a trained token dropped")
     with pytest.raises(RecipeError, match=r"row 0: data.max_length = 8 .*\(3 of 3 rows\)"):
         build(folder, train=str(folder / "c.jsonl"), max_length=8, skip_untrainable=True)
 

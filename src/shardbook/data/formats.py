@@ -199,7 +199,7 @@ def _from_turns(turns: list[Any], where: str) -> list[Message]:
         turn = _without_none(turn)
         if not isinstance(turn, dict) or not ({"from", "value"} <= set(turn) or {"role", "content"} <= set(turn)):
             raise RecipeError(f"{where}: message {number} of conversations needs from and value, or role and content")
-        said, value = (turn.pop("from"), turn.pop("value")) if "from" in turn else (turn["role"], turn["content"])
+        said, value = map(turn.pop, ("from", "value") if {"from", "value"} <= set(turn) else ("role", "content"))
         if not isinstance(said, str) or said not in ROLES:
             raise RecipeError(f"{where}: message {number} is from {said!r}; must be of {', '.join(ROLES)}")
         message = turn | {"role": ROLES[said], "content": value}

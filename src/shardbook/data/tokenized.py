@@ -202,7 +202,7 @@ def _lay_out(
         summary += f"; {cut:,} {examples} cut to {data.max_length}"
     if dropped:
         why = "a trained token" if sequences == 1 else "a trained token in each answer, or with equal answers,"
-        summary += f"; {dropped:,} {examples if sequences > 1 else 'rows'} without {why} dropped"
+        summary += f"; {dropped:,} {examples} without {why} dropped"
     totals = Totals(trained, len(documents), chosen)
     return Documents(encoded, rows, float(lengths.mean()) / sequences, summary, totals, sources=sources)
 
