@@ -328,7 +328,7 @@ def test_prompts_of_ones_own(recipe, tiny, tmp_path):
     one = run_world(1, run_all, recipe, {"text": (*words, given)})[0]["text"]
     assert one["prompts"] == [tokenizer()(text)["input_ids"] for text in asked]
     ((code, _, said),) = run_world(1, train_rank, [str(recipe), "run.name=none", *words])
-    assert code == 2 and said.count("\n") == 1 and "generate.samples = 4: 0 rows have a prompt" in said
+    assert code == 2 and said.count("\n") == 1 and "generate.samples = 4: rows of text have no prompt" in said
     ((code, _, said),) = run_world(1, train_rank, [str(recipe), "run.name=long", *words[:3], given, "generate.max_new_tokens=90"])
     assert code == 2 and "generate.max_new_tokens = 90 and data.max_length = 128: the prompt 'tell me more" in said
 

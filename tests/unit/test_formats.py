@@ -42,6 +42,7 @@ LLAMA = (
 )
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
 SCHEMA = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+OLD = {"function_call": {"name": "look", "arguments": "{}"}}  # of OpenAI before tool_calls
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "ok"}
 TOOL = {"role": "tool", "content": "blue"}
 CALLING = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, TOOL, ANSWER]
@@ -76,6 +77,8 @@ def test_conversations_with_tools():
     row |= {"system": "Be kind.", "tools": json.dumps([SCHEMA])}
     assert trained_text(row, QWEN) == [SAID, "ok<|im_end|>"]
     assert whole_text(row, QWEN).startswith("<|im_start|>system\nBe kind.\n<tools>" + json.dumps(SCHEMA))
+    row["conversations"][1]["value"] = CALL["function"]
+    assert trained_text(row, QWEN) == [SAID, "ok<|im_end|>"]
     row["conversations"][1]["value"] = "look at the sky"  # no JSON: then it is an answer
     assert trained_text(row, QWEN) == ["look at the sky<|im_end|>", "ok<|im_end|>"]
 
@@ -149,7 +152,10 @@ TURNS = [{"from": "human", "value": "Hi"}]
     ("row", "split"),
     [
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, ("a", "b", "c")),
+        ({"prompt": "a:", "chosen": "a: b", "rejected": "a: c"}, ("a:", " b", " c")),  # both repeat the prompt
+        ({"prompt": "a", "chosen": "ab", "rejected": "c"}, ("a", "ab", "c")),
         ({"prompt": [USER], "chosen": [ANSWER], "rejected": [NO]}, ([USER], [ANSWER], [NO])),
+        ({"prompt": "Hi", "chosen": ANSWER, "rejected": NO}, ([USER], [ANSWER], [NO])),
         ({"prompt": [USER], "chosen": "ok", "rejected": "no"}, ([USER], [ANSWER], [NO])),
         # both begin with the prompt; as in ultrafeedback_binarized, whose prompt is text
         ({"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, NO]}, ([USER], [ANSWER], [NO])),
@@ -189,7 +195,17 @@ def test_pairs_with_tools():
     [
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected adds nothing"),
-        ({"chosen": "b", "rejected": "c"}, "has the fields chosen, rejected; a preference needs prompt"),
+        (
+            {"chosen": "a b", "rejected": "a c"},
+            "has the fields chosen, rejected; a preference needs prompt.* lacks prompt: text does not say where",
+        ),
+        ({"question": "a", "chosen": "b", "rejected": "c"}, r".*lacks prompt \(is that question\?\)"),
+        ({"prompt": "a", "chosen": 1, "rejected": 2}, ".*: prompt is text, chosen is a number, rejected is a number"),
+        ({"prompt": "a", "chosen": "b"}, ".*; lacks rejected"),
+        ({"prompt": 5, "chosen": [ANSWER], "rejected": [NO]}, ".*: prompt is a number, chosen is a list"),
+        ({"prompt": "a:", "chosen": "a:", "rejected": "a: c"}, "chosen adds nothing"),
+        ({"prompt": "a", "chosen": ["x", "a"], "rejected": ["x", "b"]}, "a message is text, must be a table"),
+        ({"prompt": [5], "chosen": [ANSWER], "rejected": [NO]}, "a message is a number, must be a table"),
         ({"chosen": [USER], "rejected": [USER, NO]}, "chosen adds nothing"),
         (
             {"prompt": "Bye", "chosen": [USER, ANSWER], "rejected": [USER, NO]},
@@ -339,6 +355,30 @@ def test_spans_are_what_a_template_marks_as_generated(name, answers):
             {"messages": [USER, ANSWER | {"tool_calls": [{"name": "look", "arguments": "{"}]}]},
             "arguments of look in message 1 = '{': is not JSON",
         ),
+        (
+            {"messages": [USER, ANSWER | {"role": "Assistant"}]},
+            "no assistant text, so nothing to train on; its roles are user, Assistant; is 'Assistant' assistant?",
+        ),
+        ({"messages": [USER | {"role": "human"}, ANSWER | {"role": "bot"}]}, "roles are human, bot; is 'bot' assist"),
+        ({"messages": [USER, USER | {"role": "developer"}]}, "its roles are user, developer"),
+        ({"messages": [USER, ANSWER | {"content": " "}]}, "its roles are user, assistant"),
+        ({"messages": TURNS}, "message 0 has from and value; name their field conversations, not messages"),
+        ({"messages": [USER, ANSWER | OLD]}, "does not write function_call look in message 1; set data.chat_template"),
+        ({"messages": [USER, {"role": "assistant", "content": None} | OLD]}, "does not write function_call look"),
+        ({"messages": [USER, ANSWER | {"function_call": "look"}]}, "a tool call of message 1 needs a name"),
+        ({"messages": [USER, ANSWER | {"content": "", "poem": "x"}]}, "message 1 is empty and the chat template does"),
+        ({"messages": [USER, ANSWER | {"tool_calls": 5}]}, "tool_calls of message 1 is a number, must be a list"),
+        ({"messages": [USER, ANSWER | {"tool_calls": "5"}]}, "tool_calls of message 1 is a number, must be a list"),
+        ({"messages": CHAT, "tools": [{"type": "function", "function": "look"}]}, "tools must be a list of JSON"),
+        ({"conversations": [{"from": "function_call", "value": 5}]}, "a tool call of message 0 needs a name"),
+        ({"conversations": [{"from": ["human"], "value": "x"}]}, "message 0 is from ['human']; must be of human"),
+        ({"instruction": "x", "output": "y", "history": 5}, "history is a number, must be a list"),
+        (
+            {"messages": [USER, ANSWER | {"train": True, "weight": 0}]},
+            "message 1 has weight and train, and they",
+        ),
+        ({"prompt": "p", "completion": " c", "system": "x"}, "has system beside completion that is text; only conv"),
+        ({"text": "p", "tools": [SCHEMA]}, "has tools beside text that is text; only conversations have tools"),
     ],
 )
 def test_rows_that_are_refused(row, message):
@@ -346,6 +386,17 @@ def test_rows_that_are_refused(row, message):
         encode_row(row, tokenizer(), "row 7")
     assert str(error.value).startswith("row 7: ") and message in str(error.value), str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("train_on", ["last", "all"])
+def test_a_call_that_is_not_written_is_refused_where_it_is_not_trained(train_on):
+    with pytest.raises(RecipeError, match=r"row 7: the chat template does not write the call of look in message 1"):
+        encode_row({"messages": CALLING}, tokenizer(), "row 7", train_on=train_on)
+
+
+def test_a_function_call_that_the_template_writes_is_trained():
+    writes = CHATML.replace("{{ message['c", "{{ message.function_call.name if message.function_call }}{{ message['c")
+    assert trained_text({"messages": [USER, {"role": "assistant"} | OLD]}, writes) == ["look<|im_end|>"]
 
 
 def test_a_flag_beside_every_token_is_refused():

@@ -32,6 +32,11 @@ def test_overrides_take_toml_literals_and_bare_strings(file):
     assert (recipe.run.name, recipe.run.project) == ("first", "a=b")
     assert recipe.train.compile is True
     assert recipe.data.train == ["a/b", "c.jsonl"]
+    bare = load_recipe(
+        file, ["data.train=[b/a.jsonl, ~/b.jsonl,owner/name:test]", "lora.r=8", "lora.target_modules=[q_proj,v_proj]"]
+    )
+    assert bare.data.train == ["b/a.jsonl", "~/b.jsonl", "owner/name:test"]
+    assert bare.lora.target_modules == ["q_proj", "v_proj"]
     assert recipe.optim.betas == [0.8, 0.9]
 
 
@@ -49,6 +54,20 @@ def test_resolved_recipe_is_complete_and_loads_to_the_same(file, tmp_path):
     assert load_recipe(resolved, ["optim.warmup_ratio=0.2"]).optim.warmup_steps == 0.2
     with pytest.raises(RecipeError, match=r"eval = 'x.jsonl' and eval_size = 3: set one of the two"):
         load_recipe(file, ["data.eval=x.jsonl", "data.eval_size=3"])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("data.weights=[true, 1]", "data.weights.0 = True: input should be a valid integer or a valid number"),
+        ("data.weights=[1, inf]", "data.weights.1 = inf: input should be a valid integer or a finite number"),
+        ("data.train=5", "data.train = 5: input should be a valid string or a valid list"),
+    ],
+)
+def test_a_value_of_neither_of_two_types_is_one_error(file, word, message):
+    with pytest.raises(RecipeError) as error:
+        load_recipe(file, [word])
+    assert str(error.value).removeprefix(f"{file}: ") == message
 
 
 def test_every_key_has_one_line_of_help():

@@ -12,9 +12,11 @@ from tiny import CHATML, config, tokenizer, write_chats
 
 import shardbook.data.tokenized as tokenized
 from shardbook.data.loader import Batching, Loader, build_micro_batch, eval_micro_batches, permute
-from shardbook.data.sources import load_source, mix
+from shardbook.data.sources import load_sources, mix
 from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, load_tokenizer, pack
 from shardbook.recipe import Data, RecipeError
+from shardbook.recipe.files import parse_recipe
+from shardbook.run.generate import build_prompts
 
 
 def text_rows(path, texts):
@@ -37,14 +39,15 @@ def build(folder, **data):
 
 def test_every_local_kind_of_source_gives_the_same_rows(folder):
     write_chats(folder / "a.jsonl", 6)
-    rows = load_source(str(folder / "a.jsonl"), "data.train").to_list()
+    rows = load_sources(str(folder / "a.jsonl"), "data.train")[0].to_list()
     (folder / "shards").mkdir()
     Dataset.from_list(rows[:4]).to_parquet(folder / "shards" / "0.parquet")
     Dataset.from_list(rows[4:]).to_parquet(folder / "shards" / "1.parquet")
     Dataset.from_list(rows).save_to_disk(folder / "saved")
     for name in ("shards", "saved"):
-        assert load_source(str(folder / name), "data.train").to_list() == rows
-    assert load_source([str(folder / "a.jsonl"), str(folder / "saved")], "data.train").to_list() == rows + rows
+        assert load_sources(str(folder / name), "data.train")[0].to_list() == rows
+    both = load_sources([str(folder / "a.jsonl"), str(folder / "saved")], "data.train")
+    assert [part.to_list() for part in both] == [rows, rows]
 
 
 def test_unusable_sources_are_named(folder):
@@ -52,6 +55,8 @@ def test_unusable_sources_are_named(folder):
     empty.write_text("")
     broken.write_text('{"text": \n')
     (folder / "nothing").mkdir()
+    (folder / "blank.jsonl").write_text("\n \n")
+    (folder / "list.jsonl").write_text('{"text": "a"}\n\n[1, 2]\n')
     (folder / "table.csv").write_text("a,b")
     cases = {
         str(folder / "absent.jsonl"): "no such file",
@@ -60,16 +65,24 @@ def test_unusable_sources_are_named(folder):
         "": "needs a file",
         "chitchatt": "no such directory, and not a hub id",
         str(empty): "holds no rows",
-        str(broken): "cannot be read as json",
+        str(broken): r"cannot be read as json \(line 1 of broken.jsonl: Expecting value",
+        str(folder / "blank.jsonl"): "holds no rows",
+        str(folder / "list.jsonl"): r"cannot be read as json \(line 3 of list.jsonl: is no table of fields\)",
         str(folder / "nothing"): "has no .jsonl, .json, .parquet file",
     }
     for name, message in cases.items():
         with pytest.raises(RecipeError, match=r"data.train = .*" + message):
-            load_source(name, "data.train")
+            load_sources(name, "data.train")
     with pytest.raises(
         RecipeError, match=r"data.eval = 'owner/name:test': the hub did not give it .*HF_TOKEN.*local file"
     ):
-        load_source("owner/name:test", "data.eval")
+        load_sources("owner/name:test", "data.eval")
+
+
+def test_text_that_is_not_utf_8_is_named(folder):
+    (folder / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "gr\xfc"}\n')
+    with pytest.raises(RecipeError, match=r"data.train: not UTF-8: byte 0xfc after 'gr'"):
+        build(folder, train=str(folder / "latin.jsonl"))
 
 
 def test_bad_rows_are_named_by_their_number_in_the_source(folder):
@@ -86,6 +99,17 @@ def test_messages_need_a_template(folder):
     write_chats(folder / "a.jsonl", 3)
     with pytest.raises(RecipeError, match=r"rows hold messages, .* no chat template; .* or data.chat_template to a"):
         build_documents(Data(train=str(folder / "a.jsonl")), tokenizer(None), folder / "coder")
+
+
+def test_rows_of_text_have_no_prompt_to_continue(folder):
+    source = text_rows(folder / "t.jsonl", ["some text", "more"])
+    words = [f"data.train={source}", "generate.steps=1", "generate.max_new_tokens=4"]
+    recipe = parse_recipe("[train]\nsteps = 1\n", "mine.toml", words)
+    coder = tokenizer()
+    documents, _ = build_documents(recipe.data, coder, folder / "coder")
+    said = r"generate.samples = 4: rows of text have no prompt; set generate.prompts"
+    with pytest.raises(RecipeError, match=said):
+        build_prompts(recipe, config(), coder, folder, documents)
 
 
 # ---- encoding
@@ -117,7 +141,7 @@ def test_rows_that_lose_every_trained_token(folder):
         build(folder, train=str(folder / "c.jsonl"), max_length=40)
     documents, _ = build(folder, train=str(folder / "c.jsonl"), max_length=40, skip_untrainable=True, packing=False)
     assert documents.rows == [(0,), (2,)]
-    assert documents.summary.endswith("1 rows without a trained token dropped")
+    assert documents.summary.endswith("1 documents without a trained token dropped")
     with pytest.raises(RecipeError, match=r"row 0: data.max_length = 8 .*\(3 of 3 rows\)"):
         build(folder, train=str(folder / "c.jsonl"), max_length=8, skip_untrainable=True)
 
@@ -190,7 +214,61 @@ def test_a_pair_of_which_one_side_is_not_trained_is_none(folder):
         build_documents(Data(train=str(folder / "same.jsonl")), tokenizer(), folder / "coder", sequences=2)
 
 
+def test_a_pair_whose_tokens_are_equal_is_none(folder):
+    """They differ only behind the cut: what is left has no better answer."""
+    rows = [{"prompt": "a", "chosen": "b" * 40 + end, "rejected": "b" * 40 + "d"} for end in ("c", "cc")]
+    rows.append({"prompt": "a", "chosen": "b", "rejected": "c"})
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Data(train=str(folder / "pairs.jsonl"), max_length=20)
+    said = r"row 0: data.max_length = 20 leaves it .*, or with equal answers \(2 of 3 rows\)"
+    with pytest.raises(RecipeError, match=said):
+        build_documents(data, tokenizer(), folder / "coder", sequences=2)
+    skips = data.model_copy(update={"skip_untrainable": True})
+    documents, _ = build_documents(skips, tokenizer(), folder / "coder", sequences=2)
+    assert documents.rows == [(2,)] and documents.totals == (4, 1, 2)
+    assert documents.summary.endswith(
+        "; 2 pairs without a trained token in each answer, or with equal answers, dropped"
+    )
+    whole, _ = build_documents(data.model_copy(update={"max_length": 43}), tokenizer(), folder / "coder", sequences=2)
+    assert whole.totals.examples == 3 and "cut" in whole.summary  # cut, and still not equal
+
+
+def test_a_system_prompt_for_text_is_refused(folder):
+    source = text_rows(folder / "t.jsonl", ["x"])
+    with pytest.raises(RecipeError, match=r"data.system = 'Be kind.': only conversations .* data.train holds text"):
+        build(folder, train=source, system="Be kind.")
+    write_chats(folder / "a.jsonl", 2)
+    mixed, _ = build(folder, train=[source, str(folder / "a.jsonl")], system="Be kind.")
+    assert mixed.totals.examples == 3
+
+
 # ---- mixtures
+
+
+def test_columns_of_sources_need_not_fit(folder):
+    """Each is encoded by itself: an unused column of another type, flags, calls, a prompt of messages beside text."""
+    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "ok"}
+    rows = [
+        {"messages": [user, answer], "id": 1},
+        {"messages": [user, answer | {"train": True, "name": "x"}], "id": "a"},
+        {"prompt": "1+1=", "completion": "2", "id": {"of": 1}},
+        {"prompt": [user], "completion": [answer], "id": [1]},
+        {"text": "all"},
+    ]
+    sources = [str(folder / f"{number}.jsonl") for number in range(len(rows))]
+    for source, row in zip(sources, rows, strict=True):
+        (folder / source).write_text(2 * (json.dumps(row) + "\n"))
+    apart = [build(folder, train=source)[0] for source in sources]
+    together, _ = build(folder, train=sources)
+    assert together.encoded.to_list() == [row for part in apart for row in part.encoded.to_list()]
+    assert [count for _, count in together.sources] == [2, 2, 2, 2, 2]
+    (folder / "bad.jsonl").write_text('{"text": "x"}\n{"text": " "}\n')
+    with pytest.raises(RecipeError, match=r"^data.train, .*/bad.jsonl: row 1: text is empty"):
+        build(folder, train=[sources[0], str(folder / "bad.jsonl")])
+    chat = [{"role": "user", "content": "u" * 50}, answer]
+    (folder / "long.jsonl").write_text(json.dumps(rows[0]) + "\n" + json.dumps({"messages": chat}) + "\n")
+    with pytest.raises(RecipeError, match=r"^data.train, .*/long.jsonl: row 1: data.max_length = 62 .*\(1 of 6 rows\)"):
+        build(folder, train=[sources[0], sources[1], str(folder / "long.jsonl")], max_length=62)
 
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=4), st.data())
@@ -209,6 +287,11 @@ def test_a_mixture_has_each_source_s_share_evenly(counts, dice):
         taken = np.flatnonzero(times == times.max())
         gaps = np.diff([*taken, taken[0] + count])
         assert times.max() == times.min() or gaps.max() - gaps.min() <= 1
+
+
+def test_weights_as_large_as_a_float_can_be():
+    assert mix(np.arange(8), [4, 4], [1e308, 1e308]).tolist() == list(range(8))
+    assert mix(np.arange(8), [4, 4], [1.5e308, 0.5e308]).tolist() == mix(np.arange(8), [4, 4], [3, 1]).tolist()
 
 
 def test_weights(folder):

@@ -94,8 +94,11 @@ class Encoder:
             return Rendered(text, [(len(example.prompt), len(text))], True)
         messages, trained, tools = example
         text = self._render(messages, where, tools)
-        if unwritten := [name for name in map(_name, tools or ()) if name not in text]:
-            raise RecipeError(f"{where}: the chat template does not write the tool {unwritten[0]}; {OTHER_TEMPLATE}")
+        named = {f"the tool {_name(tool)}": _name(tool) for tool in tools or ()}
+        for number, message in enumerate(messages):
+            named |= {f"{said} in message {number}": name for said, name in _calls(message).items()}
+        if unwritten := [said for said, name in named.items() if name not in text]:
+            raise RecipeError(f"{where}: the chat template does not write {unwritten[0]}; {OTHER_TEMPLATE}")
         if self.train_on == "all":
             return Rendered(text, [(0, len(text))], False)  # the template writes its own special tokens
         places = self._find_places(messages, text, tools)
@@ -140,13 +143,17 @@ class Encoder:
         if not (until.startswith(text[:header]) and text.startswith(tail, begin)):
             raise RecipeError(_unlike(where, number, self.train_on))
         end = begin + len(tail)
-        written = {f"the call of {_name(call)}": _name(call) for call in messages[number].get("tool_calls", ())}
-        written |= {name: str(messages[number].get(name, "")).strip() for name in THOUGHTS}
+        message = messages[number]
+        written = _calls(message) | {name: str(message.get(name, "")).strip() for name in THOUGHTS}
         if left := [name for name, said in written.items() if text.find(said, begin, end) < 0]:
             said = f"does not write {left[0]} in message {number}"
             raise RecipeError(f"{where}: the chat template {said}; {OTHER_TEMPLATE}")
-        if text.find(messages[number]["content"].strip(), header, end) < 0:
+        if text.find(message["content"].strip(), header, end) < 0:
             raise RecipeError(_unlike(where, number, self.train_on))
+        if not tail.strip().removesuffix(self.end_of_turn()):
+            fields = ", ".join(name for name in message if name not in PLAIN)
+            said = f"message {number} is empty and the chat template does not write its {fields}"
+            raise RecipeError(f"{where}: {said}; {OTHER_TEMPLATE}, or leave the message out")
         return begin, end
 
     def _find_header(
@@ -284,6 +291,13 @@ def _unended(where: str, number: int, mark: str) -> str:
 
 def _name(tool: dict[str, Any]) -> str:
     return str(tool.get("function", tool).get("name", ""))
+
+
+def _calls(message: Message) -> dict[str, str]:
+    """What a message calls, by how an error says it. `function_call` is what tool_calls once were."""
+    said = {f"the call of {_name(call)}": _name(call) for call in message.get("tool_calls", ())}
+    old = message.get("function_call")
+    return said | {f"function_call {_name(old)}": _name(old)} if old else said
 
 
 def _placeholders(roles: Sequence[str]) -> list[Message]:

@@ -23,6 +23,7 @@ ROLES = {
     "observation": "tool",
     "function_call": "assistant",
 } | {role: role for role in ("system", "user", "assistant", "tool")}
+OTHER_ROLES = ROLES | dict.fromkeys(("bot", "ai", "asistant", "response"), "assistant")  # guessed at in errors only
 FORMATS = {  # by their fields
     "messages": ["messages"],
     "conversations": ["conversations"],
@@ -66,14 +67,12 @@ def read_row(row: Row, where: str, system: str = "", train_on: str = "assistant"
         case {"prompt": list(prompt), "completion": list(completion)}:
             messages, first = prompt + completion, len(prompt)
         case {"prompt": str(prompt), "completion": str(completion)}:
-            if not completion.strip():
-                raise RecipeError(f"{where}: completion is empty")
+            _read_text(row, "completion", where)
             return Text("", prompt + completion) if train_on == "all" else Text(prompt, completion)
         case {"instruction": str(), "output": str(output)}:
             messages = [*_from_instruction(row, where), {"role": "assistant", "content": output}]
         case {"text": str(text)}:
-            if not text.strip():
-                raise RecipeError(f"{where}: text is empty")
+            _read_text(row, "text", where)
             return Text("", text)
         case _:
             raise RecipeError(f"{where}: {_unread(row)}")
@@ -89,6 +88,13 @@ def read_row(row: Row, where: str, system: str = "", train_on: str = "assistant"
         messages.insert(0, {"role": "system", "content": given or system})
         first, flags = first + 1, {number + 1: flag for number, flag in flags.items()}
     return Chat(messages, _choose(messages, first, flags, train_on, where), _read_tools(row.get("tools"), where))
+
+
+def _read_text(row: Row, name: str, where: str) -> None:
+    if not row[name].strip():
+        raise RecipeError(f"{where}: {name} is empty")
+    if unused := [key for key in ("system", "tools") if row.get(key)]:
+        raise RecipeError(f"{where}: has {unused[0]} beside {name} that is text; only conversations have {unused[0]}")
 
 
 def _choose(messages: list[Message], first: int, flags: dict[int, bool], train_on: str, where: str) -> list[int]:
@@ -112,7 +118,11 @@ def _choose(messages: list[Message], first: int, flags: dict[int, bool], train_o
     if train_on == "all":
         return answers
     if not answers:
-        raise RecipeError(f"{where}: no assistant text, so nothing to train on")
+        said = f"{where}: no assistant text, so nothing to train on"
+        roles = list(dict.fromkeys(message["role"] for message in messages[first:]))
+        meant = {role: OTHER_ROLES.get(role.lower()) for role in roles if role != "assistant"}
+        hints = "".join(f"; is {role!r} assistant?" for role, known in meant.items() if known == "assistant")
+        raise RecipeError(f"{said}; its roles are {', '.join(roles) or 'none'}{hints}")
     trained = [number for number in answers if flags.get(number, train_on != "last" or number == answers[-1])]
     if not trained:
         raise RecipeError(f"{where}: each answer asks not to be trained, so nothing to train on")
@@ -129,10 +139,18 @@ def _read_message(message: Any, number: int, where: str, flags: dict[int, bool])
             if (flag := message.pop(name, None)) is not None:
                 if flag not in (0, 1):
                     raise RecipeError(f"{where}: message {number} has {name} = {flag!r}; must be 0 or 1, false or true")
-                flags[number] = bool(flag)
+                if flags.setdefault(number, bool(flag)) != flag:
+                    raise RecipeError(f"{where}: message {number} has weight and train, and they differ; leave one out")
         if calls := message.pop("tool_calls", None):
             calls = _json(calls, f"{where}: tool_calls of message {number}")
+            if not isinstance(calls, list):
+                raise RecipeError(f"{where}: tool_calls of message {number} is {_kind(calls)}, must be a list of calls")
             message = {"content": ""} | message | {"tool_calls": [_read_call(call, number, where) for call in calls]}
+        if "function_call" in message:
+            message = {"content": ""} | message
+            _read_call(message["function_call"], number, where)
+    if {"from", "value"} <= set(message):
+        raise RecipeError(f"{where}: message {number} has from and value; name their field conversations, not messages")
     if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
         raise RecipeError(f"{where}: message {number} needs a string role and a string content")
     return message
@@ -152,7 +170,10 @@ def _read_tools(tools: Any, where: str) -> list[Any] | None:
     if not tools:
         return None
     tools = _json(tools, f"{where}: tools") if isinstance(tools, str) else _without_none(tools)
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    tables = (
+        [isinstance(tool, dict) and tool.get("function", tool) for tool in tools] if isinstance(tools, list) else [0]
+    )
+    if not all(isinstance(table, dict) for table in tables):
         raise RecipeError(f"{where}: tools must be a list of JSON schemas, or that as a JSON string")
     return tools or None
 
@@ -178,13 +199,13 @@ def _from_turns(turns: list[Any], where: str) -> list[Message]:
         turn = _without_none(turn)
         if not isinstance(turn, dict) or not ({"from", "value"} <= set(turn) or {"role", "content"} <= set(turn)):
             raise RecipeError(f"{where}: message {number} of conversations needs from and value, or role and content")
-        said, value = (turn.pop("from"), turn.pop("value")) if "from" in turn else (turn["role"], turn["content"])
-        if said not in ROLES:
+        said, value = map(turn.pop, ("from", "value") if {"from", "value"} <= set(turn) else ("role", "content"))
+        if not isinstance(said, str) or said not in ROLES:
             raise RecipeError(f"{where}: message {number} is from {said!r}; must be of {', '.join(ROLES)}")
         message = turn | {"role": ROLES[said], "content": value}
         if said == "function_call":
             try:
-                calls = json.loads(value)
+                calls = json.loads(value) if isinstance(value, str) else value
                 message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
             except ValueError:  # then it is what it is: text
                 pass
@@ -195,7 +216,10 @@ def _from_turns(turns: list[Any], where: str) -> list[Message]:
 def _from_instruction(row: Row, where: str) -> list[Message]:
     """Alpaca's history, instruction and input as messages."""
     messages = []
-    for number, turn in enumerate(row.get("history") or []):
+    history = row.get("history") or []
+    if not isinstance(history, list):
+        raise RecipeError(f"{where}: history is {_kind(history)}, must be a list of two texts each")
+    for number, turn in enumerate(history):
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(said, str) for said in turn)):
             raise RecipeError(f"{where}: history {number} must be two texts, the user's and the answer")
         messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), turn, strict=True)]
@@ -236,27 +260,23 @@ def _kind(value: Any) -> str:
 
 def split_pair(row: Row, where: str) -> list[Row]:
     """A preference as two rows of `prompt` and `completion`, the chosen first. `chosen` and `rejected` are text behind
-    a text `prompt`, or messages; those may begin with the prompt, which is then what both begin with. As messages or
+    a text `prompt`, or messages; both may begin with the prompt, which is then what they begin with. As messages or
     text, they may also stand behind `conversations` or `instruction`."""
     prompt, chosen, rejected = (row.get(key) for key in ("prompt", "chosen", "rejected"))
     if prompt is None and isinstance(row.get("conversations"), list):
         prompt = _from_turns(row["conversations"], where)
     elif prompt is None and isinstance(row.get("instruction"), str):
         prompt = _from_instruction(row, where)
-    if isinstance(prompt, list):
-        chosen, rejected = _as_messages(chosen), _as_messages(rejected)
+    chosen, rejected = (_as_messages(side, isinstance(prompt, list)) for side in (chosen, rejected))
     sides: list[Any]
     match prompt, chosen, rejected:
         case str(), str(), str():
-            sides = [chosen, rejected]
-        case _, list(), list():
+            repeated = len(prompt) if chosen.startswith(prompt) and rejected.startswith(prompt) else 0
+            sides = [chosen[repeated:], rejected[repeated:]]
+        case None | str() | list(), list(), list():
             prompt, sides = _split_messages(prompt, [_plain(chosen, where), _plain(rejected, where)], where)
         case _:
-            fields = ", ".join(name for name, value in row.items() if value is not None)
-            raise RecipeError(
-                f"{where}: has the fields {fields or 'none'}; a preference needs prompt, chosen and rejected, as text "
-                "or as messages"
-            )
+            raise RecipeError(f"{where}: {_no_pair(row)}")
     if sides[0] == sides[1]:
         raise RecipeError(f"{where}: chosen and rejected are the same")
     for name, side in zip(("chosen", "rejected"), sides, strict=True):
@@ -264,6 +284,21 @@ def split_pair(row: Row, where: str) -> list[Row]:
             raise RecipeError(f"{where}: {name} adds nothing to the prompt")
     more = {key: row[key] for key in ("tools", "system") if row.get(key)}
     return [{"prompt": prompt, "completion": side} | more for side in sides]
+
+
+def _no_pair(row: Row) -> str:
+    """Why a row is no preference: its fields, what is missing or of which type they are."""
+    fields = {name: value for name, value in row.items() if value is not None}
+    said = f"has the fields {', '.join(fields) or 'none'}"
+    needs = "a preference needs prompt, chosen and rejected, as text or as messages"
+    if lacks := [name for name in ("chosen", "rejected") if name not in fields]:
+        return f"{said}; {needs}; lacks {', '.join(lacks)}"
+    kinds = ", ".join(f"{name} is {_kind(fields[name])}" for name in ("prompt", "chosen", "rejected") if name in fields)
+    if {"prompt", "conversations", "instruction"} & set(fields):
+        return f"{said}; {needs}: {kinds}"
+    meant = next((name for name in fields if USUAL.get(name.lower()) == "prompt"), "")
+    hint = f" (is that {meant}?)" if meant else ": text does not say where an answer begins"
+    return f"{said}; {needs}: {kinds}; lacks prompt{hint}"
 
 
 def _split_messages(prompt: Any, sides: list[list[Message]], where: str) -> tuple[list[Message], list[list[Message]]]:
@@ -286,13 +321,15 @@ def _split_messages(prompt: Any, sides: list[list[Message]], where: str) -> tupl
     return sides[0][:shared], [side[shared:] for side in sides]
 
 
-def _as_messages(side: Any) -> Any:
-    """An answer that stands alone: text, or one message."""
-    if isinstance(side, str):
+def _as_messages(side: Any, is_chat: bool) -> Any:
+    """An answer that stands alone, one message or behind messages text, as messages."""
+    if is_chat and isinstance(side, str):
         return [{"role": "assistant", "content": side}]
     return [side] if isinstance(side, dict) else side
 
 
 def _plain(messages: list[Any], where: str) -> list[Any]:
-    turns = bool(messages) and all(isinstance(message, dict) and message.get("from") for message in messages)
+    if odd := [message for message in messages if not isinstance(message, dict)]:
+        raise RecipeError(f"{where}: a message is {_kind(odd[0])}, must be a table of role and content")
+    turns = bool(messages) and all(message.get("from") for message in messages)
     return _from_turns(messages, where) if turns else [_without_none(message) for message in messages]

@@ -1,10 +1,12 @@
 """Sources: a name in the recipe becomes a `datasets.Dataset` of raw rows. Knows nothing of tokens."""
 
+import json
+import math
 import sys
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_dataset, load_from_disk
+from datasets import Dataset, disable_progress_bars, load_dataset, load_from_disk
 
 from shardbook.data.chitchat import DATASETS, chitchat_file
 from shardbook.recipe import RecipeError, first_line
@@ -16,23 +18,14 @@ def source_names(spec: str | list[str]) -> list[str]:
     return [spec] if isinstance(spec, str) else spec
 
 
-def load_source(spec: str | list[str], what: str) -> Dataset:
-    """All rows of a source or a list of them. `what` is the recipe key, for errors. Raises RecipeError."""
-    return load_sources(spec, what)[0]
-
-
-def load_sources(spec: str | list[str], what: str) -> tuple[Dataset, list[int]]:
-    """All rows, source after source, and how many each has."""
+def load_sources(spec: str | list[str], what: str) -> list[Dataset]:
+    """The rows of each source. `what` is the recipe key, for errors. Raises RecipeError."""
     if not sys.stderr.isatty():  # in a log file a bar is one endless line
         disable_progress_bars()
     parts = [_load_one(name, what) for name in source_names(spec)]
-    counts = [len(part) for part in parts]
-    if not sum(counts):
+    if not any(len(part) for part in parts):
         raise RecipeError(f"{what} = {spec!r}: holds no rows")
-    try:
-        return parts[0] if len(parts) == 1 else concatenate_datasets(parts), counts
-    except ValueError as error:
-        raise RecipeError(f"{what} = {spec!r}: the parts have different columns ({first_line(error)})") from None
+    return parts
 
 
 def mix(numbers: np.ndarray, counts: list[int], weights: list[float]) -> np.ndarray:
@@ -40,7 +33,9 @@ def mix(numbers: np.ndarray, counts: list[int], weights: list[float]) -> np.ndar
     remainder): its rows repeat, or are left out, evenly. `counts`: rows of each source, in the order of numbers."""
     ends = np.cumsum(counts)
     parts = np.split(numbers, np.searchsorted(numbers, ends[:-1]))
-    exact = np.array(weights) / sum(weights) * len(numbers)
+    # their sum may be beyond a float; divided by a power of two no share changes
+    parted = np.ldexp(np.array(weights, dtype=float), -math.frexp(max(weights))[1])
+    exact = parted / sum(parted) * len(numbers)
     shares = np.floor(exact).astype(int)
     shares[np.argsort(shares - exact, kind="stable")[: len(numbers) - shares.sum()]] += 1
     for number, (part, share) in enumerate(zip(parts, shares, strict=True)):
@@ -90,5 +85,19 @@ def _read(reader: str, files: list[Path], name: str, what: str) -> Dataset:
     try:
         return load_dataset(reader, data_files=[str(file) for file in files], split="train")
     except Exception as error:  # of datasets, pyarrow or the reader itself: all mean an unreadable file
-        cause = error.__cause__ or error
-        raise RecipeError(f"{what} = {name!r}: cannot be read as {reader} ({first_line(cause)})") from None
+        if "corresponds to no data" in str(error):
+            raise RecipeError(f"{what} = {name!r}: holds no rows") from None
+        why = next(filter(None, map(_odd_line, files)), "") or first_line(error.__cause__ or error)
+        raise RecipeError(f"{what} = {name!r}: cannot be read as {reader} ({why})") from None
+
+
+def _odd_line(file: Path) -> str:
+    """Which line of a .jsonl file holds no row, if one does, and why."""
+    for number, line in enumerate(file.open("rb") if file.suffix == ".jsonl" else (), 1):
+        try:
+            why = "" if not line.strip() or isinstance(json.loads(line), dict) else "is no table of fields"
+        except ValueError as error:
+            why = first_line(error)
+        if why:
+            return f"line {number} of {file.name}: {why}"
+    return ""

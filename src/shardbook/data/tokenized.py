@@ -8,12 +8,12 @@ import bisect
 import functools
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from datasets import Dataset, List
+from datasets import Dataset, List, concatenate_datasets
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.data.chat import Encoder
@@ -21,7 +21,7 @@ from shardbook.data.formats import split_pair
 from shardbook.data.sources import load_sources, mix, source_names
 from shardbook.recipe import Data, RecipeError, first_line
 
-ENCODING_VERSION = 3  # raise it when an Encoder returns something else: the cache is keyed by it
+ENCODING_VERSION = 4  # raise it when an Encoder returns something else: the cache is keyed by it
 ENCODED_TOGETHER = 64  # rows: offsets of a token are two Python integers for a while
 SPLIT_SEED = 0  # of the held-out rows: the same for every train.seed, else another seed would train on them
 Row = tuple[int, ...]
@@ -131,43 +131,60 @@ def _encode_source(
     spec: str | list[str], what: str, data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path, sequences: int
 ) -> tuple[Dataset, np.ndarray, Sources]:
     """The encoded rows of a key's sources, the numbers of those that have a trained token, and the sources."""
-    raw, counts = load_sources(spec, what)
+    raws = load_sources(spec, what)
     template, kwargs = read_template(data.chat_template), data.chat_template_kwargs
     known = template or str(tokenizer.chat_template or "")
-    chats = [name for name in ("messages", "conversations", "instruction") if name in raw.column_names]
-    chats += [name for name in ("prompt", "chosen") if isinstance(raw.features.get(name), List)]
+    wholes = ("messages", "conversations", "instruction")
+    chats = [name for raw in raws for name in wholes if name in raw.column_names]
+    chats += [name for raw in raws for name in ("prompt", "chosen") if isinstance(raw.features.get(name), List)]
     if chats and not known:
         raise RecipeError(
             f"{what}: rows hold {chats[0]}, but the tokenizer in {folder} has no chat template; "
             "set model.tokenizer to one that has, or data.chat_template to a file"
         )
+    if data.system and not chats:
+        raise RecipeError(f"data.system = {data.system[:40]!r}: only conversations have one, and {what} holds text")
     if unread := [name for name in kwargs if name not in known]:
         raise RecipeError(f"data.chat_template_kwargs = {kwargs}: the chat template does not read {unread[0]}")
     if sequences > 1 and data.train_on == "all":
         raise RecipeError("data.train_on = 'all': a preference is between answers; set data.train_on=assistant")
     key = (template, json.dumps(kwargs, sort_keys=True), data.system, data.train_on)
     encoding = Encoding(str(folder), _digest(tokenizer), data.max_length, what, sequences, *key)
+    # each by itself: columns of one need not fit those of another
+    sources = tuple(zip(source_names(spec), map(len, raws), strict=True))
+    wheres = [f"{what}, {name}" if len(raws) > 1 else what for name, _ in sources]
+    encoded = concatenate_datasets(
+        [_map(raw, replace(encoding, what=at), data.num_proc) for raw, at in zip(raws, wheres, strict=True) if len(raw)]
+    )
+    trained = column(encoded, "trained")
+    usable = np.flatnonzero(trained > 0)
+    if not len(usable) or (len(usable) < len(trained) and not data.skip_untrainable):
+        number = int(np.flatnonzero(trained == 0)[0])
+        ends = np.cumsum([count for _, count in sources])
+        source = int(np.searchsorted(ends, number, side="right"))
+        row = f"{wheres[source]}: row {number - ends[source] + sources[source][1]}"
+        left = f"without a trained token{' in each answer, or with equal answers' * (sequences > 1)}"
+        raise RecipeError(
+            f"{row}: data.max_length = {data.max_length} leaves it {left} "
+            f"({len(trained) - len(usable)} of {len(trained)} rows); raise it, or set data.skip_untrainable=true"
+        )
+    return encoded, usable, sources
+
+
+def _map(raw: Dataset, encoding: Encoding, num_proc: int) -> Dataset:
     try:
-        encoded = raw.map(
+        return raw.map(
             _encode,
             with_indices=True,
             batched=True,
             batch_size=ENCODED_TOGETHER,
             fn_kwargs={"encoding": encoding},
             remove_columns=raw.column_names,
-            num_proc=data.num_proc if data.num_proc > 1 else None,
+            num_proc=num_proc if num_proc > 1 else None,
         )
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{what} = {spec!r}: not UTF-8 ({error.reason})") from None
-    trained = column(encoded, "trained")
-    usable = np.flatnonzero(trained > 0)
-    if not len(usable) or (len(usable) < len(trained) and not data.skip_untrainable):
-        raise RecipeError(
-            f"{what}: row {np.flatnonzero(trained == 0)[0]}: data.max_length = {data.max_length} leaves it "
-            f"without a trained token ({len(trained) - len(usable)} of {len(trained)} rows); "
-            "raise it, or set data.skip_untrainable=true"
-        )
-    return encoded, usable, tuple(zip(source_names(spec), counts, strict=True))
+        before = error.object[: error.start][-40:].decode(errors="replace")
+        raise RecipeError(f"{encoding.what}: not UTF-8: byte {error.object[error.start]:#x} after {before!r}") from None
 
 
 def _lay_out(
@@ -179,11 +196,13 @@ def _lay_out(
         rows = pack(documents.tolist(), lengths.tolist(), data.max_length * sequences)
     trained, chosen, cut = (int(column(encoded, name)[documents].sum()) for name in ("trained", "chosen", "cut"))
     said = f"{lengths.sum():,} tokens, {trained:,} of them trained"
-    summary = f"{len(documents):,} {'documents' if sequences == 1 else 'pairs'} in {len(rows):,} rows; {said}"
+    examples = "documents" if sequences == 1 else "pairs"
+    summary = f"{len(documents):,} {examples} in {len(rows):,} rows; {said}"
     if cut:
-        summary += f"; {cut:,} documents cut to {data.max_length}"
+        summary += f"; {cut:,} {examples} cut to {data.max_length}"
     if dropped:
-        summary += f"; {dropped:,} rows without a trained token dropped"
+        why = "a trained token" if sequences == 1 else "a trained token in each answer, or with equal answers,"
+        summary += f"; {dropped:,} {examples} without {why} dropped"
     totals = Totals(trained, len(documents), chosen)
     return Documents(encoded, rows, float(lengths.mean()) / sequences, summary, totals, sources=sources)
 
@@ -226,14 +245,16 @@ def _encode(rows: dict[str, list[Any]], indices: list[int], encoding: Encoding) 
     encoded = _cached_encoder(encoding).encode(raw, wheres)
     every, most = encoding.sequences, encoding.max_length
     grouped = [encoded[first : first + every] for first in range(0, len(encoded), every)]
-    # the first token of a sequence is never predicted, so it is never trained; nor an example of which one has none
+    # the first token of a sequence is never predicted, so it is never trained; nor an example of which one has none,
+    # nor a pair of one sequence and itself
     trained = [[int(mask[1:most].sum()) for _, mask in parts] for parts in grouped]
+    alike = [every > 1 and np.array_equal(parts[0][0][:most], parts[-1][0][:most]) for parts in grouped]
     return {
         "input_ids": [np.concatenate([ids[:most] for ids, _ in parts]) for parts in grouped],
         "mask": [np.concatenate([mask[:most] for _, mask in parts]) for parts in grouped],
         "lengths": [[min(most, len(ids)) for ids, _ in parts] for parts in grouped],
         "length": [sum(min(most, len(ids)) for ids, _ in parts) for parts in grouped],
-        "trained": [sum(counts) * all(counts) for counts in trained],
+        "trained": [sum(counts) * (all(counts) and not same) for counts, same in zip(trained, alike, strict=True)],
         "chosen": [counts[0] for counts in trained],
         "cut": [any(len(ids) > most for ids, _ in parts) for parts in grouped],
     }

@@ -58,7 +58,11 @@ def parse_recipe(text: str, source: str, overrides: list[str] | None = None) -> 
     try:
         return Recipe.model_validate(given)
     except ValidationError as error:
-        raise RecipeError(f"{source}: " + "; ".join(_explain(e) for e in error.errors())) from None
+        said: dict[str, list[str]] = {}  # a value that is of none of two types is one error
+        for one in error.errors():
+            what, should, rule = _explain(one).partition(": input should be ")
+            said.setdefault(what + should, []).append(rule)
+        raise RecipeError(f"{source}: " + "; ".join(what + " or ".join(said[what]) for what in said)) from None
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -116,9 +120,10 @@ def _override(given: dict[str, Any], word: str) -> None:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        # bare strings: run.name=first and lora.target_modules=[q_proj,v_proj] need no quotes in a shell
-        is_list = re.fullmatch(r"\[\s*[\w.-]+(\s*,\s*[\w.-]+)*\s*\]", text)
-        value = re.findall(r"[\w.-]+", text) if is_list else text
+        # bare strings: run.name=first and data.train=[mine/a.jsonl,b.jsonl] need no quotes in a shell
+        item = r"[^\s,\[\]{}\"']+"
+        is_list = re.fullmatch(rf"\[\s*{item}(\s*,\s*{item})*\s*\]", text)
+        value = re.findall(item, text) if is_list else text
     *sections, last = name.strip().split(".")
     table = given
     for section in sections:

@@ -33,7 +33,8 @@ class Data(Section):
         True, "Put several documents in one row of max_length; attention never crosses from one to another."
     )
     skip_untrainable: bool = key(
-        False, "Drop rows that max_length leaves without a trained token, and print how many (false: an error)."
+        False,
+        "Drop rows that max_length leaves without a trained token, or pairs with equal answers, and print how many.",
     )
     num_proc: int = key(1, "Processes that tokenise.", ge=1)
 

@@ -55,11 +55,15 @@ def build_prompts(
         if len(ids) > room:
             raise RecipeError(f"{said}: the prompt {text[:40]!r} has {len(ids)} tokens; {way_out}")
     if not asked.prompts:
+        begun = 0
         for number in nsmallest(LOOKED_AT, chain.from_iterable(documents.rows)):
             row = documents.encoded[number]
             ids = row["input_ids"][: row["mask"].index(True)]
+            begun += bool(ids)
             if 0 < len(ids) <= room and len(found) < asked.samples:
                 found.append(ids)
+        if not begun:
+            raise RecipeError(f"generate.samples = {asked.samples}: rows of text have no prompt; set generate.prompts")
         if len(found) < asked.samples:
             raise RecipeError(
                 f"generate.samples = {asked.samples}: {len(found)} rows have a prompt that leaves room for an answer "
