@@ -177,6 +177,45 @@ def test_a_run_does_not_go_on_with_another_reference(what, recipe, pairs, straig
     assert losses(run) == losses(straight)
 
 
+def refused(recipe, name, *words):
+    results = run_world(2, train_rank, [str(recipe), f"run.name={name}", *words])
+    assert [code for code, _, _ in results] == [2, 2], results
+    assert "reference " not in results[0][1]  # nothing was asked
+    return results[0][2].splitlines()[-1]
+
+
+def test_a_checkpoint_of_a_run_with_another_reference_is_refused(recipe, pairs, straight):
+    """Its weights are not the reference's: the first loss would not be ln 2."""
+    words = (*SAVING, *words_of("dpo:sigmoid", pairs))
+    other = run_train(2, recipe, "simpo", *SAVING, *words_of("simpo", pairs), "train.steps=2")
+    named = f"train.resume_from_checkpoint={other}/checkpoints/step-000002"
+    said = refused(recipe, "from-another", named, *words)
+    assert f"{other}/reference.npz is not there; to begin with what that run learned set model.path={other}/export" in said
+    begun = run_train(2, recipe, "from-export", *words, f"model.path={other}/export")
+    assert metrics(begun)[1]["train/loss"] == pytest.approx(math.log(2), rel=1e-6)
+    named = f"train.resume_from_checkpoint={begun}/checkpoints/step-000002"
+    assert "reference.npz is of another one, or of other data; to" in refused(recipe, "from-another", named, *words)
+    source = straight / "checkpoints" / "step-000004"
+    branch = run_train(2, recipe, "branch", *words, f"train.resume_from_checkpoint={source}")
+    assert losses(branch) == losses(straight)[4:]
+
+
+def test_a_checkpoint_that_is_refused_is_refused_before_the_reference_is_asked(recipe, tiny, pairs, straight):
+    named = f"train.resume_from_checkpoint={straight}/checkpoints/step-000004"
+    words = (*SAVING, *words_of("dpo:sigmoid", pairs), named)
+    assert "is of another model" in refused(recipe, "unfit", *words, f"model.path={tiny}/untied")
+    assert "seed 42, this recipe has" in refused(recipe, "unfit", *words, "train.seed=1")
+    assert "is at step 4, the recipe ends at step 3" in refused(recipe, "unfit", *words, "train.steps=3")
+
+
+@pytest.mark.slow
+def test_adapters_of_another_run_are_named_as_an_adapter(recipe, pairs):
+    words = (*SAVING, *words_of("dpo:sigmoid", pairs), "lora.r=4")
+    other = run_train(2, recipe, "adapted", *words, "method=simpo", "preference.loss_type=sigmoid")
+    named = f"train.resume_from_checkpoint={other}/checkpoints/step-000002"
+    assert f"set lora.adapter={other}/export in its place" in refused(recipe, "from-adapted", named, *words)
+
+
 def packed_pairs(recipe, tiny, pairs):
     from transformers import AutoTokenizer
 

@@ -55,9 +55,10 @@ class Reference:
         }
         self.rows |= {"eval": (held_out, held_out.rows)} if held_out else {}
 
-    def read(self, sharded: ShardedModel, weights: Path, goes_on: bool) -> bool:
+    def read(self, sharded: ShardedModel, weights: Path, goes_on: bool, named: str = "") -> bool:
         """Take what the run directory holds. Returns whether it is everything; raises RecipeError where a run `goes_on`
-        and it is of other data, or of other weights than those in the directory `weights`. Collective."""
+        and it is of other data, or of other weights than those in the directory `weights`; and where the run begins
+        with the checkpoint `named` of a run whose reference is not this one. Collective."""
         if not self.is_wanted:
             return True
         of = base_identity(sharded.model) or weights_identity(self.recipe, weights)
@@ -71,6 +72,17 @@ class Reference:
                     "began with, or choose another run.name"
                 )
             self.found = {}
+        if named:
+            run = Path(named).resolve().parent.parent
+            theirs: dict[str, Any] = broadcast_from_main(lambda: _read(run / FILE))
+            if theirs.get("digest") != self.digest:
+                key = "lora.adapter" if self.recipe.lora.r else "model.path"
+                raise RecipeError(
+                    f"train.resume_from_checkpoint = {named!r}: the reference is the model that a run begins with, and "
+                    f"{run / FILE} is {'of another one, or of other data' if theirs else 'not there'}; to begin with "
+                    f"what that run learned set {key}={run / 'export'} in its place"
+                )
+            self.found = self.found or theirs
         for name, (documents, _) in self.rows.items():
             self.found.setdefault(name, np.full((len(documents.encoded), self._sequences), np.inf, np.float32))
         return not any(self._missing(name) for name in self.rows)
