@@ -106,7 +106,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         done = f"this run has finished its {run.finished_steps} steps"
         console.print(f"done     {done}; raise train.steps, or choose another run.name")
         return DONE
-    run.check_goes_on(steps, newest)
+    run.check_goes_on(steps, newest, recipe)
 
     # Checkpointing -> compile -> stage -> memory.
     peak = predict_peak(layout, config, recipe)

@@ -200,6 +200,26 @@ def test_a_checkpoint_of_a_run_with_another_reference_is_refused(recipe, pairs, 
     assert losses(branch) == losses(straight)[4:]
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("method=simpo", "method was 'dpo' there, is 'simpo' here"),
+        ("preference.loss_type=ipo", "preference.loss_type was 'sigmoid' there, is 'ipo' here"),
+        ("preference.beta=0.5", "preference.beta was 0.1 there, is 0.5 here"),
+    ],
+)
+def test_a_run_keeps_what_it_minimises(word, said, recipe, pairs, straight):
+    name = "other-" + word.rpartition("=")[2]
+    run = go_on_from(straight, name, 4)
+    words = (*SAVING, *words_of("dpo", pairs), word)  # sigmoid is the default
+    assert f"run {run}: {said}; a run keeps what it minimises: choose another run.name" in refused(recipe, name, *words)
+    text = (run / "resolved.toml").read_text()
+    (run / "resolved.toml").write_text(text.replace('method = "dpo"\n', "").replace("[preference]", "[other]"))
+    if "beta" in word:  # an older run, which did not say; and what is not minimised may change
+        run_train(2, recipe, name, *words, "optim.learning_rate=1e-3")
+        assert losses(run)[:4] == losses(straight)[:4] and losses(run)[4:] != losses(straight)[4:]
+
+
 def test_a_checkpoint_that_is_refused_is_refused_before_the_reference_is_asked(recipe, tiny, pairs, straight):
     named = f"train.resume_from_checkpoint={straight}/checkpoints/step-000004"
     words = (*SAVING, *words_of("dpo:sigmoid", pairs), named)
