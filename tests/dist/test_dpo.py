@@ -124,6 +124,51 @@ def test_a_kill_during_and_after_the_reference_goes_on_bitwise(step, keep, recip
     assert not keep or (run / "reference.npz").stat().st_mtime_ns == before  # read, not asked again
 
 
+def stop_in_the_reference(rank_that_is_told, words):
+    """SIGTERM to one rank while the second part is asked."""
+    import os
+    import signal
+
+    from shardbook.run import reference
+
+    before, calls = reference._ask, []
+
+    def ask(*given):
+        calls.append(1)
+        if len(calls) == 2 and int(os.environ["RANK"]) == rank_that_is_told:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return before(*given)
+
+    reference._ask = ask
+    return *train_rank(words), len(calls)
+
+
+@pytest.mark.parametrize("step", [0, slow(4)])
+def test_a_stop_during_the_reference_is_after_its_part(step, recipe, pairs, straight):
+    name, words = f"stopped-{step}", [*SAVING, *words_of("dpo:sigmoid", pairs)]
+    run = go_on_from(straight, name, 4, keep=False) if step else recipe.parent / name
+    before = (run / "metrics.jsonl").read_text() if step else ""
+    for code, out, _, calls in run_world(2, stop_in_the_reference, 1, [str(recipe), f"run.name={name}", *words]):
+        assert (code, calls) == (75, 2), out
+    kept = np.load(run / "reference.npz")["train"]
+    assert 0 < np.isfinite(kept).all(1).sum() < ROWS / 2
+    # no step, no evaluation: as if the run had only begun
+    assert before == ((run / "metrics.jsonl").read_text() if step else "") and (step or not (run / "metrics.jsonl").exists())
+    run_train(2, recipe, name, *words)
+    assert all_but_speed(run) == all_but_speed(straight)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"garbage", lambda data: b""])
+def test_a_damaged_reference_is_named(damage, recipe, pairs, straight):
+    content = (straight / "reference.npz").read_bytes()
+    name = f"damaged-{len(damage(content))}"
+    run = go_on_from(straight, name, 4)
+    (run / "reference.npz").write_bytes(damage(content))
+    said = refused(recipe, name, *SAVING, *words_of("dpo:sigmoid", pairs))
+    assert said.startswith(f"shardbook: {run}/reference.npz: damaged (")
+    assert said.endswith("); remove it, and the reference is asked again")
+
+
 @pytest.mark.slow
 def test_more_steps_ask_of_more_rows(recipe, pairs, straight):
     words = words_of("dpo:sigmoid", pairs)

@@ -26,8 +26,8 @@ def start_from(
     steps: int,
     reference: Reference,
 ) -> tuple[TrainState, str]:
-    """Fill model, optimizer, loader and `reference`. Returns where the run stands, and from where, for people.
-    Collective.
+    """Fill model, optimizer, loader and `reference`, unless that is stopped. Returns where the run stands, and from
+    where, for people. Collective.
 
     Raises RecipeError where the checkpoint is of another model, or further than `steps`.
     """
@@ -47,6 +47,8 @@ def start_from(
         sharded.spread()
         loaded = time.perf_counter()
         reference.ask(sharded)
+        if reference.stopped:
+            return state, source
         began += time.perf_counter() - loaded
     if earlier:
         state, lost = load_checkpoint(earlier, sharded, optimizer)
