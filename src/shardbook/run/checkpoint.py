@@ -53,7 +53,7 @@ class TrainState:
 
     step: int  # optimizer steps done
     tokens: int  # trained tokens seen, all ranks
-    loader: dict[str, int]
+    loader: dict[str, Any]
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
