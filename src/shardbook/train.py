@@ -43,7 +43,7 @@ from shardbook.ranks.distributed import (
     stop_distributed,
     watch_steps,
 )
-from shardbook.ranks.exits import DONE, FAILED, PREEMPTED, WRONG, RunFailed, exit_rank, report_error
+from shardbook.ranks.exits import DONE, FAILED, WRONG, RunFailed, exit_rank, report_error
 from shardbook.ranks.progress import marked
 from shardbook.ranks.settings import use_deterministic
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe, resolve_precision
@@ -106,7 +106,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         done = f"this run has finished its {run.finished_steps} steps"
         console.print(f"done     {done}; raise train.steps, or choose another run.name")
         return DONE
-    run.check_goes_on(steps, newest)
+    run.check_goes_on(steps, newest, recipe)
 
     # Checkpointing -> compile -> stage -> memory.
     peak = predict_peak(layout, config, recipe)
@@ -128,8 +128,10 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         optimizer = fits.optimizer = settle(model, sharded, recipe.optim, ranks.device)
 
     # Where to start: this run's newest checkpoint, else the one the recipe names, else pretrained weights, else random.
-    reference = Reference(objective, recipe, loader, held_out, steps, run.path, ranks, console)
+    reference = Reference(objective, recipe, loader, held_out, steps, run.path, ranks, console, stop)
     state, source = start_from(newest, recipe, sharded, optimizer, loader, folder, steps, reference)
+    if reference.stopped:
+        return console.show_stopped(run.name, state.step, steps)
     held_out = reference.give()
     predicted |= tensor_traffic(layout, config, recipe, loader.step_at(loader.consumed_rows))
     saved_step = state.step
@@ -212,9 +214,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         read_loss(seen, names, norm, state.step)  # a step that was not logged was not looked at yet
         save_checkpoint(run.checkpoints, sharded, optimizer, state, recipe.train.save_total_limit)
     if stopped:
-        saved = f"after step {state.step} of {steps}, checkpoint saved" if state.step else "before the first step"
-        console.print(f"stopped  {saved}; continue with run.name={run.name}")
-        return PREEMPTED
+        return console.show_stopped(run.name, state.step, steps)
     if recipe.train.export:
         export_result(run.export, sharded, recipe, config, tokenizer, folder, ranks.is_main)
         console.print(f"export   {run.export}")

@@ -124,6 +124,51 @@ def test_a_kill_during_and_after_the_reference_goes_on_bitwise(step, keep, recip
     assert not keep or (run / "reference.npz").stat().st_mtime_ns == before  # read, not asked again
 
 
+def stop_in_the_reference(rank_that_is_told, words):
+    """SIGTERM to one rank while the second part is asked."""
+    import os
+    import signal
+
+    from shardbook.run import reference
+
+    before, calls = reference._ask, []
+
+    def ask(*given):
+        calls.append(1)
+        if len(calls) == 2 and int(os.environ["RANK"]) == rank_that_is_told:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return before(*given)
+
+    reference._ask = ask
+    return *train_rank(words), len(calls)
+
+
+@pytest.mark.parametrize("step", [0, slow(4)])
+def test_a_stop_during_the_reference_is_after_its_part(step, recipe, pairs, straight):
+    name, words = f"stopped-{step}", [*SAVING, *words_of("dpo:sigmoid", pairs)]
+    run = go_on_from(straight, name, 4, keep=False) if step else recipe.parent / name
+    before = (run / "metrics.jsonl").read_text() if step else ""
+    for code, out, _, calls in run_world(2, stop_in_the_reference, 1, [str(recipe), f"run.name={name}", *words]):
+        assert (code, calls) == (75, 2), out
+    kept = np.load(run / "reference.npz")["train"]
+    assert 0 < np.isfinite(kept).all(1).sum() < ROWS / 2
+    # no step, no evaluation: as if the run had only begun
+    assert before == ((run / "metrics.jsonl").read_text() if step else "") and (step or not (run / "metrics.jsonl").exists())
+    run_train(2, recipe, name, *words)
+    assert all_but_speed(run) == all_but_speed(straight)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"garbage", lambda data: b""])
+def test_a_damaged_reference_is_named(damage, recipe, pairs, straight):
+    content = (straight / "reference.npz").read_bytes()
+    name = f"damaged-{len(damage(content))}"
+    run = go_on_from(straight, name, 4)
+    (run / "reference.npz").write_bytes(damage(content))
+    said = refused(recipe, name, *SAVING, *words_of("dpo:sigmoid", pairs))
+    assert said.startswith(f"shardbook: {run}/reference.npz: damaged (")
+    assert said.endswith("); remove it, and the reference is asked again")
+
+
 @pytest.mark.slow
 def test_more_steps_ask_of_more_rows(recipe, pairs, straight):
     words = words_of("dpo:sigmoid", pairs)
@@ -175,6 +220,65 @@ def test_a_run_does_not_go_on_with_another_reference(what, recipe, pairs, straig
     for code, _, said in run_world(2, train_rank, [str(recipe), f"run.name={name}", *words]):
         assert code == 2 and "reference.npz: is of other data or other weights" in said, said
     assert losses(run) == losses(straight)
+
+
+def refused(recipe, name, *words):
+    results = run_world(2, train_rank, [str(recipe), f"run.name={name}", *words])
+    assert [code for code, _, _ in results] == [2, 2], results
+    assert "reference " not in results[0][1]  # nothing was asked
+    return results[0][2].splitlines()[-1]
+
+
+def test_a_checkpoint_of_a_run_with_another_reference_is_refused(recipe, pairs, straight):
+    """Its weights are not the reference's: the first loss would not be ln 2."""
+    words = (*SAVING, *words_of("dpo:sigmoid", pairs))
+    other = run_train(2, recipe, "simpo", *SAVING, *words_of("simpo", pairs), "train.steps=2")
+    named = f"train.resume_from_checkpoint={other}/checkpoints/step-000002"
+    said = refused(recipe, "from-another", named, *words)
+    assert f"{other}/reference.npz is not there; to begin with what that run learned set model.path={other}/export" in said
+    begun = run_train(2, recipe, "from-export", *words, f"model.path={other}/export")
+    assert metrics(begun)[1]["train/loss"] == pytest.approx(math.log(2), rel=1e-6)
+    named = f"train.resume_from_checkpoint={begun}/checkpoints/step-000002"
+    assert "reference.npz is of another one, or of other data; to" in refused(recipe, "from-another", named, *words)
+    source = straight / "checkpoints" / "step-000004"
+    branch = run_train(2, recipe, "branch", *words, f"train.resume_from_checkpoint={source}")
+    assert losses(branch) == losses(straight)[4:]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("method=simpo", "method was 'dpo' there, is 'simpo' here"),
+        ("preference.loss_type=ipo", "preference.loss_type was 'sigmoid' there, is 'ipo' here"),
+        ("preference.beta=0.5", "preference.beta was 0.1 there, is 0.5 here"),
+    ],
+)
+def test_a_run_keeps_what_it_minimises(word, said, recipe, pairs, straight):
+    name = "other-" + word.rpartition("=")[2]
+    run = go_on_from(straight, name, 4)
+    words = (*SAVING, *words_of("dpo", pairs), word)  # sigmoid is the default
+    assert f"run {run}: {said}; a run keeps what it minimises: choose another run.name" in refused(recipe, name, *words)
+    text = (run / "resolved.toml").read_text()
+    (run / "resolved.toml").write_text(text.replace('method = "dpo"\n', "").replace("[preference]", "[other]"))
+    if "beta" in word:  # an older run, which did not say; and what is not minimised may change
+        run_train(2, recipe, name, *words, "optim.learning_rate=1e-3")
+        assert losses(run)[:4] == losses(straight)[:4] and losses(run)[4:] != losses(straight)[4:]
+
+
+def test_a_checkpoint_that_is_refused_is_refused_before_the_reference_is_asked(recipe, tiny, pairs, straight):
+    named = f"train.resume_from_checkpoint={straight}/checkpoints/step-000004"
+    words = (*SAVING, *words_of("dpo:sigmoid", pairs), named)
+    assert "is of another model" in refused(recipe, "unfit", *words, f"model.path={tiny}/untied")
+    assert "seed 42, this recipe has" in refused(recipe, "unfit", *words, "train.seed=1")
+    assert "is at step 4, the recipe ends at step 3" in refused(recipe, "unfit", *words, "train.steps=3")
+
+
+@pytest.mark.slow
+def test_adapters_of_another_run_are_named_as_an_adapter(recipe, pairs):
+    words = (*SAVING, *words_of("dpo:sigmoid", pairs), "lora.r=4")
+    other = run_train(2, recipe, "adapted", *words, "method=simpo", "preference.loss_type=sigmoid")
+    named = f"train.resume_from_checkpoint={other}/checkpoints/step-000002"
+    assert f"set lora.adapter={other}/export in its place" in refused(recipe, "from-adapted", named, *words)
 
 
 def packed_pairs(recipe, tiny, pairs):

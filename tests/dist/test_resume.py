@@ -1,5 +1,6 @@
 """A run that stops goes on as if it had not: bitwise in the same world, to 1e-6 in another world or stage."""
 
+import json
 import os
 import shutil
 
@@ -219,6 +220,21 @@ def test_a_checkpoint_past_the_end_or_of_other_rows_is_refused(recipe, straight)
     assert "is at step 4, the recipe ends at step 3" in refused(recipe, 2, "no-3", named, "train.steps=3")
     assert "rows and seed 42, this recipe has" in refused(recipe, 2, "no-4", named, "data.max_length=100")
     assert "seed 42, this recipe has" in refused(recipe, 2, "no-5", named, "train.seed=1")
+
+
+def test_other_data_of_as_many_rows_is_refused_and_an_older_checkpoint_is_not_asked(recipe, tiny, tmp_path):
+    chats = (tiny / "chats.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "other.jsonl").write_text("".join(reversed(chats)))
+    words = (*SAVING, "data.packing=false", f"data.train={tmp_path}/other.jsonl", "data.eval_size=0", "train.eval_steps=0")
+    plain = (*words[:2], "data.packing=false", "data.eval_size=0", "train.eval_steps=0")
+    run = run_train(2, recipe, "other-data", *plain, "train.steps=4")
+    error = refused(recipe, 2, "other-data", *words)
+    assert "the checkpoint was made with other data (" in error and "as many rows): keep [data], or start" in error
+    state = run / "checkpoints" / "step-000004" / "state.json"
+    facts = json.loads(state.read_text())
+    del facts["loader"]["data"]
+    state.write_text(json.dumps(facts))
+    run_train(2, recipe, "other-data", *words)
 
 
 def test_a_run_directory_that_a_rank_does_not_see_is_refused(recipe):

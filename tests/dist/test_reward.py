@@ -12,7 +12,7 @@ from cases import DECAY, MAX_NORM, RATE, TOLERANCE, Case, assert_case, layouts, 
 from pairs import DIFFERENCE, all_but_speed, go_on_from, pairs_of_steps
 from tiny import tokenizer, write_pairs
 from transformers import AutoModelForSequenceClassification
-from world import losses, metrics, run_train, run_world
+from world import losses, metrics, run_train, run_world, train_rank
 
 load = AutoModelForSequenceClassification.from_pretrained
 
@@ -104,6 +104,13 @@ def test_the_export_is_a_classifier_of_transformers(recipe, tiny, pairs, straigh
     assert model.config.num_labels == 1 and model.config.pad_token_id is not None
     together = model(input_ids=torch.arange(6).view(2, 3)).logits  # more than one row at once
     assert together.shape == (2, 1)
+
+
+@pytest.mark.filterwarnings("default")
+def test_nothing_is_warned_of(recipe, tiny, pairs):
+    words = [str(recipe), "run.name=quiet", "train.steps=1", "train.export=false", *words_of(pairs, tiny / "model")]
+    for code, out, err in run_world(2, train_rank, words):
+        assert code == 0 and "view" not in out + err, out + err
 
 
 def test_a_kill_goes_on_bitwise(recipe, tiny, pairs, straight):

@@ -1,9 +1,11 @@
 """metrics.jsonl and trackers: nothing lost, nothing twice, and no tracker ends a run."""
 
 import json
+import math
 
 import pytest
 import torch
+from world import run_world
 
 import shardbook.run.metrics as metrics
 from shardbook.model.causal_lm import Flops
@@ -175,3 +177,32 @@ def test_out_of_memory_says_what_was_predicted_measured_and_would_fit(monkeypatc
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20 MiB")
     with pytest.raises(RuntimeError, match="another"), fits:
         raise RuntimeError("another error passes")
+
+
+def read(loss, margin, norm):
+    import torch.distributed as dist
+
+    from shardbook.ranks.exits import RunFailed
+
+    dist.init_process_group("gloo", rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
+    names = ["train/loss", "train/rewards/margins"]
+    try:
+        return str(metrics.read_loss(torch.tensor([loss, margin]), names, torch.tensor(norm), 3))
+    except RunFailed as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ((0.5, 1.0, 2.0), "{'train/loss': 0.5, 'train/rewards/margins': 1.0, 'train/grad_norm': 2.0}"),
+        ((math.nan, math.nan, 2.0), "step 3: train/loss is nan and train/grad_norm 2.0; lower optim.learning_rate"),
+        ((0.5, 1.0, math.inf), "step 3: train/loss is 0.5 and train/grad_norm inf; lower optim.learning_rate"),
+        (
+            (0.5, math.inf, 2.0),
+            "step 3: train/rewards/margins is inf; lower optim.learning_rate, or look at [preference]",
+        ),
+    ],
+)
+def test_what_is_not_finite_is_named(values, said):
+    assert run_world(1, read, *values)[0].startswith(said)

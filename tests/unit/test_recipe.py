@@ -215,6 +215,11 @@ USERS_WORDS = {
     "optimizer.lr": "optim.learning_rate",
     "parallelism.data_parallel_shard_degree": "parallel.dp_shard_size",
     "parallelism.tensor_parallel_degree": "parallel.tp_size",
+    "preference.reference_free": "method=simpo (or orpo): dpo has a reference",
+    "preference.ref_model": "model.path (the reference is the model that the run begins with)",
+    "preference.desirable_weight": (
+        "method=dpo with preference.loss_type=apo_zero: weights are of kto, whose loss is of a whole batch"
+    ),
     "BF16": "precision.params=bf16 (compute and gathers; auto does so on a GPU)",
 }
 
@@ -240,6 +245,11 @@ def test_other_programs_words_get_the_right_key(file, word):
 def test_a_key_of_another_section_and_a_misspelt_one(file, word, meant):
     with pytest.raises(RecipeError, match=re.escape(f"{word} is not a key of a recipe; did you mean {meant}?")):
         load_recipe(file, [f"{word}=1"])
+
+
+def test_a_teacher_that_is_not_heard_is_refused(file):
+    with pytest.raises(RecipeError, match=r"distill.kd_ratio = 0 and method = 'distill': .* not heard; set a share"):
+        load_recipe(file, ["method=distill", "distill.teacher=x", "distill.kd_ratio=0"])
 
 
 def test_every_word_leads_to_a_key_and_is_none_itself():

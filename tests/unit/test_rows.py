@@ -1,6 +1,7 @@
 """From sources to micro-batches: reading, caching, packing, order."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tiny import CHATML, config, tokenizer, write_chats
 import shardbook.data.tokenized as tokenized
 from shardbook.data.loader import Batching, Loader, build_micro_batch, eval_micro_batches, permute
 from shardbook.data.sources import load_sources, mix
-from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, load_tokenizer, pack
+from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, digest_rows, load_tokenizer, pack
 from shardbook.recipe import Data, RecipeError
 from shardbook.recipe.files import parse_recipe
 from shardbook.run.generate import build_prompts
@@ -374,6 +375,36 @@ def test_a_place_in_another_stream_is_refused():
     for other in ({"rows": 12}, {"seed": 6}):
         with pytest.raises(RecipeError, match=r"the checkpoint was made with .* this recipe has 11 rows and seed 5"):
             loader.load_state_dict(loader.state_dict() | other)
+
+
+def test_other_data_of_as_many_rows_is_refused():
+    loader = Loader(replace(fake_documents(11), digest="ours"), Batching(None, 1, 0, 1), 1, seed=5)
+    with pytest.raises(
+        RecipeError, match=r"made with other data \(theirs there, ours here; as many rows\): keep \[data\]"
+    ):
+        loader.load_state_dict(loader.state_dict() | {"data": "theirs"})
+    earlier = {name: value for name, value in loader.state_dict().items() if name != "data"}
+    loader.load_state_dict(earlier | {"consumed_rows": 3})
+    assert loader.consumed_rows == 3
+
+
+def test_the_digest_of_data_is_of_tokens_and_counts():
+    def digest(rows, documents, trained):
+        counts = [np.array([len(rows[d]) for d in documents]), np.array(trained)]
+        encoded = Dataset.from_dict({"input_ids": rows, "other": list(range(len(rows)))})
+        return digest_rows(encoded, np.array(documents), *counts)
+
+    rows = [[1, 2, 3], [4, 5], [6]]
+    base = digest(rows, [0, 1, 2], [2, 1, 1])
+    assert base == digest([*rows, [9]], [0, 1, 2], [2, 1, 1]) and len(base) == 16
+    others = [
+        ([[1, 2, 3], [4, 7], [6]], [0, 1, 2], [2, 1, 1]),
+        (rows, [0, 2, 1], [2, 1, 1]),
+        (rows, [0, 1, 2], [1, 1, 1]),
+    ]
+    assert len({base, *(digest(*other) for other in others)}) == 4
+    # int64, little-endian: not what this machine or a version of datasets happens to store
+    assert base == "bcce7d9c06f0fc2c"
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused():

@@ -147,10 +147,11 @@ class Loader:
                 ) from error
         return micros
 
-    def state_dict(self) -> dict[str, int]:
-        return {"consumed_rows": self.consumed_rows, "rows": len(self.documents.rows), "seed": self.seed}
+    def state_dict(self) -> dict[str, Any]:
+        rows, digest = len(self.documents.rows), self.documents.digest
+        return {"consumed_rows": self.consumed_rows, "rows": rows, "seed": self.seed, "data": digest}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Seek to a saved place. Raises RecipeError where it is a place in another stream of rows."""
         here = self.state_dict()
         if (state["rows"], state["seed"]) != (here["rows"], here["seed"]):
@@ -158,6 +159,11 @@ class Loader:
                 f"the checkpoint was made with {state['rows']} rows and seed {state['seed']}, this recipe has "
                 f"{here['rows']} rows and seed {here['seed']}: keep [data] and train.seed, "
                 "or start a new run from the export (model.path)"
+            )
+        if state.get("data", here["data"]) != here["data"]:  # absent in checkpoints of versions before 0.2
+            raise RecipeError(
+                f"the checkpoint was made with other data ({state['data']} there, {here['data']} here; as many rows): "
+                "keep [data], or start a new run from the export (model.path)"
             )
         self.consumed_rows = state["consumed_rows"]
 

@@ -24,6 +24,7 @@ from shardbook.recipe import Data, RecipeError, first_line
 ENCODING_VERSION = 4  # raise it when an Encoder returns something else: the cache is keyed by it
 ENCODED_TOGETHER = 64  # rows: offsets of a token are two Python integers for a while
 SPLIT_SEED = 0  # of the held-out rows: the same for every train.seed, else another seed would train on them
+SAMPLED = 1000  # documents whose tokens are in the digest of the data
 Row = tuple[int, ...]
 Sources = tuple[tuple[str, int], ...]  # in order: names, and how many rows each has
 
@@ -68,6 +69,7 @@ class Documents:
     totals: Totals = NOTHING  # of all rows
     reference: np.ndarray | None = None  # fp32 [encoded, sequences]: their log-probabilities under the reference model
     sources: Sources = ()  # of what is encoded
+    digest: str = ""  # of what is trained: see digest_rows
 
 
 def load_tokenizer(folder: Path, what: str, chat_template: str = "") -> PreTrainedTokenizerBase:
@@ -190,11 +192,13 @@ def _map(raw: Dataset, encoding: Encoding, num_proc: int) -> Dataset:
 def _lay_out(
     encoded: Dataset, documents: np.ndarray, data: Data, dropped: int, sequences: int, sources: Sources
 ) -> Documents:
-    lengths = column(encoded, "length")[documents]
+    lengths, targets = (column(encoded, name)[documents] for name in ("length", "trained"))
     rows: list[Row] = [(number,) for number in documents.tolist()]
     if data.packing:
         rows = pack(documents.tolist(), lengths.tolist(), data.max_length * sequences)
-    trained, chosen, cut = (int(column(encoded, name)[documents].sum()) for name in ("trained", "chosen", "cut"))
+    trained, chosen, cut = (
+        int(each.sum()) for each in (targets, *(column(encoded, name)[documents] for name in ("chosen", "cut")))
+    )
     said = f"{lengths.sum():,} tokens, {trained:,} of them trained"
     examples = "documents" if sequences == 1 else "pairs"
     summary = f"{len(documents):,} {examples} in {len(rows):,} rows; {said}"
@@ -204,7 +208,26 @@ def _lay_out(
         why = "a trained token" if sequences == 1 else "a trained token in each answer, or with equal answers,"
         summary += f"; {dropped:,} {examples} without {why} dropped"
     totals = Totals(trained, len(documents), chosen)
-    return Documents(encoded, rows, float(lengths.mean()) / sequences, summary, totals, sources=sources)
+    return Documents(
+        encoded,
+        rows,
+        float(lengths.mean()) / sequences,
+        summary,
+        totals,
+        None,
+        sources,
+        digest_rows(encoded, documents, lengths, targets),
+    )
+
+
+def digest_rows(encoded: Dataset, documents: np.ndarray, *counts: np.ndarray) -> str:
+    """Of `counts` of each of the `documents`, and of every token of SAMPLED of them: the same on every machine, and
+    another one where the data is not the same but for a few tokens. Cheap: no more is read."""
+    digest = hashlib.sha256(b"".join(each.astype("<i8").tobytes() for each in counts))
+    some = documents[np.linspace(0, len(documents) - 1, min(SAMPLED, len(documents)), dtype=np.int64)]
+    for ids in encoded.select_columns("input_ids").with_format("numpy")[some.tolist()]["input_ids"]:
+        digest.update(np.asarray(ids).astype("<i8").tobytes())
+    return digest.hexdigest()[:16]
 
 
 def column(encoded: Dataset, name: str) -> np.ndarray:

@@ -61,7 +61,8 @@ class ScoreHead(nn.Linear):
     """A reward model's head: hidden [n, hidden] -> scores [n], fp32. Takes what LossHead takes."""
 
     def forward(self, hidden: Tensor, targets: Tensor, summed: bool = False) -> Tensor:  # type: ignore[override]
-        return F.linear(hidden, self.weight)[:, 0].float()
+        # a copy: of a view FSDP warns that an operation in place would drop its hook
+        return F.linear(hidden, self.weight)[:, 0].to(torch.float32, copy=True)
 
 
 class _SummedLoss(torch.autograd.Function):

@@ -96,6 +96,11 @@ class Distill(Section):
             return
         if not self.teacher:
             raise ValueError("method = 'distill': needs distill.teacher")
+        if not self.kd_ratio:
+            raise ValueError(
+                "distill.kd_ratio = 0 and method = 'distill': the teacher would be loaded and not heard; set a share "
+                "above 0, or method=sft and leave [distill] out"
+            )
         for name, tier in offload.model_dump(include={"optimizer", "params", "activations"}).items():
             if tier != "none":
                 raise ValueError(

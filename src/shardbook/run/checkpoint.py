@@ -53,7 +53,7 @@ class TrainState:
 
     step: int  # optimizer steps done
     tokens: int  # trained tokens seen, all ranks
-    loader: dict[str, int]
+    loader: dict[str, Any]
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -104,17 +104,12 @@ def save_checkpoint(
     return path
 
 
-def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> tuple[TrainState, str]:
-    """Fill the model from a complete checkpoint, the optimizer where the state there is of its kind, and what is this
-    rank's own where the ranks are the same: random state, and residuals where they belong to the same exchanges.
-
-    Returns where the run stands, and what was not taken over, for people: empty where everything was. Raises
-    RecipeError where the checkpoint is incomplete or of another model. Collective.
-    """
-    model, residuals = sharded.masters, sharded.residuals
+def check_checkpoint(path: Path, sharded: ShardedModel) -> TrainState:
+    """Where the run of a checkpoint stands. Raises RecipeError where it is incomplete, or of another model."""
     with _readable(path):
         state = _read_state(path)
-        here, there = _shapes(model), state["shapes"]
+        here, there = _shapes(sharded.masters), state["shapes"]
+        stands = TrainState(state["step"], state["tokens"], state["loader"])
     if differ := [
         f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
         for name in here | there
@@ -135,6 +130,19 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
             f"checkpoint {path}: learned from another teacher ({there_teacher or 'none'} there, {teacher or 'none'} "
             "here); set method and [distill] to what the run began with"
         )
+    return stands
+
+
+def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> tuple[TrainState, str]:
+    """Fill the model from a complete checkpoint, the optimizer where the state there is of its kind, and what is this
+    rank's own where the ranks are the same: random state, and residuals where they belong to the same exchanges.
+
+    Returns where the run stands, and what was not taken over, for people: empty where everything was. Raises as
+    check_checkpoint does. Collective.
+    """
+    model, residuals, stands = sharded.masters, sharded.residuals, check_checkpoint(path, sharded)
+    with _readable(path):
+        state = _read_state(path)
     kind, there_kind = state_kind(optimizer, sharded.layout.shards), state.get(OPTIMIZER, "AdamW")
     same_kind = kind == there_kind
     read = _saved(_tensors(model, optimizer)) if same_kind else {"model": _parameters(model)}
@@ -152,7 +160,7 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
         lost.append(f"optimizer state: of {there_kind}, here {kind}")
     if (there_kept or residuals) and not (same_world and same_exchanges):
         lost.append("residuals of error feedback: other exchanges")
-    return TrainState(state["step"], state["tokens"], state["loader"]), "; ".join(lost)
+    return stands, "; ".join(lost)
 
 
 class _ReaderOnce(FileSystemReader):

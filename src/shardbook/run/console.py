@@ -23,6 +23,7 @@ from shardbook.parallel.mesh import describe_sizes
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual
 from shardbook.plan.peak import Peak
 from shardbook.plan.tensor import describe_sharing
+from shardbook.ranks.exits import PREEMPTED
 from shardbook.run.metrics import Metrics
 
 PEAK_OFF = 0.05  # of a predicted peak, that is said
@@ -52,6 +53,12 @@ class Console:
         self.print(f"train    {documents.summary}")
         if held_out:
             self.print(f"eval     {held_out.summary}")
+
+    def show_stopped(self, name: str, step: int, steps: int) -> int:
+        """Where a run stopped that was asked to, and how it goes on. Returns the exit code."""
+        saved = f"after step {step} of {steps}, checkpoint saved" if step else "before the first step"
+        self.print(f"stopped  {saved}; continue with run.name={name}")
+        return PREEMPTED
 
     def show_layout(
         self, layout: Layout, attention: Kernel, recomputed: str, peak: Peak, loader: Loader, steps: int

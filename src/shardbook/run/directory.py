@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import tomllib
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 import shardbook
-from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe, first_line
+from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe, first_line, flatten_recipe
 from shardbook.run.trackers import check_installed
 
 PACKAGES = ("transformers", "datasets", "accelerate", "safetensors")
@@ -50,13 +51,21 @@ class RunDirectory:
         _write_facts(self.path, environment() | facts | {"finished_steps": 0})
         write_whole(self.path / "resolved.toml", dump_recipe(recipe))  # last: where it is, the others are
 
-    def check_goes_on(self, steps: int, newest: Path | None) -> None:
-        """Raise RecipeError where the run is finished and has no checkpoint, its `newest`, to go on from to `steps`."""
+    def check_goes_on(self, steps: int, newest: Path | None, recipe: Recipe) -> None:
+        """Raise RecipeError where the run is finished and has no checkpoint, its `newest`, to go on from to `steps`; or
+        has one, and minimises something else in this `recipe`."""
         if self.finished_steps and newest is None:
             raise RecipeError(
                 f"run {self.path} finished at step {self.finished_steps} without a checkpoint to go on from, "
                 f"to {steps}; choose another run.name"
             )
+        here, there = flatten_recipe(recipe), _read_minimised(self.path / "resolved.toml") if newest else {}
+        for name, value in there.items():
+            if here.get(name, value) != value:
+                raise RecipeError(
+                    f"run {self.path}: {name} was {value!r} there, is {here[name]!r} here; a run keeps what it "
+                    "minimises: choose another run.name"
+                )
 
     def finish(self, steps: int) -> None:
         """Record that the run did all its steps and wrote all its results."""
@@ -134,6 +143,18 @@ def read_facts(run: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text())) if file.is_file() else {}
     except (ValueError, TypeError) as error:
         raise RecipeError(f"{file}: damaged ({first_line(error)}); choose another run.name") from None
+
+
+def _read_minimised(file: Path) -> dict[str, Any]:
+    """What the run in whose directory `file` is minimises, by section.key: what an older version did not know is
+    absent. Not the teacher's name: the checkpoint has its digest."""
+    try:
+        kept = tomllib.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise RecipeError(f"{file}: damaged ({first_line(error)}); choose another run.name") from None
+    sections = {f"{s}.{key}": value for s in ("preference", "distill") for key, value in kept.get(s, {}).items()}
+    sections.pop("distill.teacher", None)
+    return {"method": kept["method"], **sections} if "method" in kept else sections
 
 
 def _write_facts(run: Path, facts: dict[str, Any]) -> None:

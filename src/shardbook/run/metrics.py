@@ -106,11 +106,14 @@ def read_loss(seen: Tensor, names: list[str], norm: Tensor, step: int) -> Metric
     dist.all_reduce(seen)
     values = torch.cat([seen, norm.to(seen.device).view(1)]).tolist()
     metrics: Metrics = dict(zip([*names, "train/grad_norm"], values, strict=True))
-    if not all(map(math.isfinite, values)):
-        raise RunFailed(
-            f"step {step}: train/loss is {values[0]} and train/grad_norm {values[-1]}; "
-            "lower optim.learning_rate, or look at the rows of this step"
-        )
+    if broken := [name for name, value in metrics.items() if not math.isfinite(value)]:
+        said, looked_at = f"train/loss is {values[0]} and train/grad_norm {values[-1]}", "the rows of this step"
+        if not {names[0], "train/grad_norm"} & set(broken):
+            said, looked_at = (
+                f"{broken[0]} is {metrics[broken[0]]}",
+                "[preference], [distill] and the rows of this step",
+            )
+        raise RunFailed(f"step {step}: {said}; lower optim.learning_rate, or look at {looked_at}")
     return metrics
 
 

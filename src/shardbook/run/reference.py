@@ -21,8 +21,8 @@ from shardbook.model.adapters import base_identity, weights_identity
 from shardbook.objectives import Objective
 from shardbook.objectives.preference import log_probabilities
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.ranks.distributed import Ranks, broadcast_from_main
-from shardbook.recipe import Recipe, RecipeError
+from shardbook.ranks.distributed import Ranks, StopFlag, broadcast_from_main, sum_over_ranks
+from shardbook.recipe import Recipe, RecipeError, first_line
 from shardbook.run.console import Console
 from shardbook.run.directory import write_whole
 
@@ -45,9 +45,11 @@ class Reference:
         run: Path,
         ranks: Ranks,
         console: Console,
+        stop: StopFlag,
     ):
         self.is_wanted, self.recipe, self.loader, self.held_out = objective.reference, recipe, loader, held_out
-        self.file, self.ranks, self.console = run / FILE, ranks, console
+        self.file, self.ranks, self.console, self.stop = run / FILE, ranks, console, stop
+        self.stopped = False  # before everything was asked, or just after
         documents = loader.documents
         reached = min(steps * loader.rows_per_step, len(documents.rows))
         self.rows: dict[str, tuple[Documents, list[Row]]] = {
@@ -55,9 +57,10 @@ class Reference:
         }
         self.rows |= {"eval": (held_out, held_out.rows)} if held_out else {}
 
-    def read(self, sharded: ShardedModel, weights: Path, goes_on: bool) -> bool:
+    def read(self, sharded: ShardedModel, weights: Path, goes_on: bool, named: str = "") -> bool:
         """Take what the run directory holds. Returns whether it is everything; raises RecipeError where a run `goes_on`
-        and it is of other data, or of other weights than those in the directory `weights`. Collective."""
+        and it is of other data, or of other weights than those in the directory `weights`; and where the run begins
+        with the checkpoint `named` of a run whose reference is not this one. Collective."""
         if not self.is_wanted:
             return True
         of = base_identity(sharded.model) or weights_identity(self.recipe, weights)
@@ -71,6 +74,17 @@ class Reference:
                     "began with, or choose another run.name"
                 )
             self.found = {}
+        if named:
+            run = Path(named).resolve().parent.parent
+            theirs: dict[str, Any] = broadcast_from_main(lambda: _read(run / FILE))
+            if theirs.get("digest") != self.digest:
+                key = "lora.adapter" if self.recipe.lora.r else "model.path"
+                raise RecipeError(
+                    f"train.resume_from_checkpoint = {named!r}: the reference is the model that a run begins with, and "
+                    f"{run / FILE} is {'of another one, or of other data' if theirs else 'not there'}; to begin with "
+                    f"what that run learned set {key}={run / 'export'} in its place"
+                )
+            self.found = self.found or theirs
         for name, (documents, _) in self.rows.items():
             self.found.setdefault(name, np.full((len(documents.encoded), self._sequences), np.inf, np.float32))
         return not any(self._missing(name) for name in self.rows)
@@ -85,7 +99,8 @@ class Reference:
 
     def ask(self, sharded: ShardedModel) -> None:
         """What is not known yet, of the weights that are loaded; and keep it, a part at a time: a kill loses one, and
-        the others' micro-batches are as they would have been. Collective."""
+        the others' micro-batches are as they would have been. Where a rank is asked to stop, all stop after the same
+        part. Collective."""
         here = self.loader.batching
         for name, (documents, rows) in self.rows.items():
             missing = self._missing(name)
@@ -99,6 +114,9 @@ class Reference:
                     write_whole(self.file, content.getvalue())
                 done = len(rows) - len(missing) + min(first + part, len(missing))
                 self.console.print(f"reference {done:,} of {len(rows):,} rows of data.{name} asked")
+                self.stopped = sum_over_ranks(self.stop.asked)[0] > 0
+                if self.stopped:
+                    return
 
     def give(self) -> Documents | None:
         """To the loader; returns the held-out documents with theirs."""
@@ -126,8 +144,12 @@ def _ask(documents: Documents, batching: Batching, sharded: ShardedModel, ranks:
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    with np.load(file) as kept:
-        return {name: str(value) if name == "digest" else value for name, value in kept.items()}
+    try:
+        with np.load(file) as kept:
+            return dict(kept) | {"digest": str(kept["digest"])}
+    except Exception as error:  # of zip, zlib, numpy: each has its own
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise RecipeError(f"{file}: damaged ({why}); remove it, and the reference is asked again") from None
 
 
 def _digest(documents: Documents) -> str:

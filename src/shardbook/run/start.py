@@ -11,7 +11,7 @@ from shardbook.model.adapters import init_adapters, remember_base
 from shardbook.model.weights import SCORE, init_weights, load_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
-from shardbook.run.checkpoint import TrainState, load_checkpoint
+from shardbook.run.checkpoint import TrainState, check_checkpoint, load_checkpoint
 from shardbook.run.reference import Reference
 from shardbook.run.teacher import fill_teacher
 
@@ -26,30 +26,33 @@ def start_from(
     steps: int,
     reference: Reference,
 ) -> tuple[TrainState, str]:
-    """Fill model, optimizer, loader and `reference`. Returns where the run stands, and from where, for people.
-    Collective.
+    """Fill model, optimizer, loader and `reference`, unless that is stopped. Returns where the run stands, and from
+    where, for people. Collective.
 
     Raises RecipeError where the checkpoint is of another model, or further than `steps`.
     """
     began = time.perf_counter()
     state = TrainState(step=0, tokens=0, loader=loader.state_dict())
-    named = recipe.train.resume_from_checkpoint
+    named = "" if newest else recipe.train.resume_from_checkpoint
     earlier = newest or (Path(named) if named else None)
     source = _load_base(recipe, sharded, folder) if recipe.lora.r or not earlier else ""
     fill_teacher(sharded, recipe)
-    if not reference.read(sharded, folder, goes_on=bool(earlier)):
+    if earlier:  # what is refused is refused before the reference is asked, which takes long
+        state = check_checkpoint(earlier, sharded)
+        loader.load_state_dict(state.loader)
+        if state.step > steps:
+            raise RecipeError(f"checkpoint {earlier} is at step {state.step}, the recipe ends at step {steps}")
+    if not reference.read(sharded, folder, bool(newest), named):
         source = source or _load_base(recipe, sharded, folder)
         sharded.spread()
         loaded = time.perf_counter()
         reference.ask(sharded)
+        if reference.stopped:
+            return state, source
         began += time.perf_counter() - loaded
     if earlier:
-        source = str(earlier)
         state, lost = load_checkpoint(earlier, sharded, optimizer)
-        loader.load_state_dict(state.loader)
-        if state.step > steps:
-            raise RecipeError(f"checkpoint {source} is at step {state.step}, the recipe ends at step {steps}")
-        source += f" (begun anew: {lost})" if lost else ""
+        source = str(earlier) + (f" (begun anew: {lost})" if lost else "")
     sharded.spread()
     return state, f"{source}, {time.perf_counter() - began:.1f} s"
 
