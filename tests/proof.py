@@ -16,8 +16,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import conftest  # noqa: F401  # offline, caches of its own
+import tensor_cases
 from bugs import BUGS, run_planted
 from cases import (
+    TOLERANCE,
     Case,
     assert_case,
     covering_cases,
@@ -31,6 +33,7 @@ from cases import (
 from recompute import LAYERS, build, build_batch, flops, gradients, kept_bytes
 from smallest import STAGES, measure
 from smallest import table as smallest_table
+from tensor_cases import SAID, write_models
 from tiny import write_all, write_recipe
 from world import run_world
 
@@ -50,10 +53,13 @@ def main() -> int:
         tiny = Path(folder)
         write_all(tiny)
         recipe = write_recipe(tiny, tiny / "out")
+        write_models(tiny)
         cases = covering_cases() if asked.covering else every_case()
+        beside = tensor_cases.covering_cases() if asked.covering else tensor_cases.every_case()
         sections = [
             header(),
             parity(recipe, tiny, cases),
+            tensor(recipe, tiny, beside),
             planted(recipe, tiny),
             ledger(recipe, tiny),
             memory(recipe, tiny),
@@ -118,6 +124,32 @@ traffic and memory of every rank were equal to the formulas' to the byte, and re
 {rows(["ranks", "stage", "dp_replicate", "dp_shard", "runs", "worst"], lines)}
 
 {len(cases)} runs. Bit for bit the same losses, gradients and weights on two ranks: {"; ".join(alike)}."""
+
+
+def tensor(recipe: Path, tiny: Path, cases: list[Case]) -> str:
+    wanted, lines = reference_of(recipe, tiny), []
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder)
+        run_all(recipe, tiny, cases, results)
+        say("against the plain process")
+        found = {case: assert_case(case, outcomes_of(case, results), wanted(case)) for case in cases}
+    key = lambda case: (case.tp, case.replicas * case.shards, case.model, case.stage)  # noqa: E731
+    kinds = [("llama, 4 heads, 2 of keys", [case for case in cases if not case.model])]
+    kinds += [(said, [case for case in cases if case.model == name]) for name, said in SAID.items()]
+    for said, own in kinds:
+        for (tp, ranks), same in groupby(sorted(own, key=key), key=lambda case: key(case)[:2]):
+            group = list(same)
+            stages = ", ".join(f"`{stage}`" for stage in dict.fromkeys(case.stage for case in group))
+            worst = max(found[case] for case in group)
+            lines.append([said, tp, ranks, stages, len(group), f"{worst:.1e}"])
+    return f"""## Tensor parallel
+
+The same beside `parallel.tp_size`: the worst of each row must stay below {TOLERANCE:.0e}. Traffic along `tp` was equal
+to the formulas' to the byte on every rank, and what is not cut was equal to the bit along it.
+
+{rows(["model", "tp", "data-parallel ranks", "stages", "runs", "worst"], lines)}
+
+{len(cases)} runs, the worst {max(found.values()):.1e}."""
 
 
 def planted(recipe: Path, tiny: Path) -> str:

@@ -16,6 +16,14 @@ MODELS = {
     "nine-biased": ("llama", True, NINE | {"attention_bias": True}),
 }
 MODELS |= {family: (family, family != "qwen2", {}) for family in ("qwen2", "qwen3", "smollm3", "granite", "mistral")}
+SAID = {  # of those, for a table
+    "nine": "llama, 9 heads, 3 of keys",
+    "six": "llama, 6 heads, 3 of keys",
+    "one": "llama, 4 heads, 1 of keys",
+    "biased": "llama with biases",
+    "nine-biased": "llama, 9 heads, with biases",
+}
+SAID |= {name: name for name in MODELS if name not in SAID}
 THIRDS = ("data.max_length=126",)  # a row's tokens divide by three
 OPTIONS = MICROS, CLIPS, TIED, CHECKPOINTING
 
