@@ -183,6 +183,12 @@ def test_pairs(row, split):
     assert sides(row) == split
 
 
+def test_pairs_of_text_have_no_system_prompt():
+    chosen, _ = split_pair({"prompt": "a", "chosen": "b", "rejected": "c", "system": "Be kind."}, "row 7")
+    with pytest.raises(RecipeError, match="row 7: has system beside completion that is text"):
+        read_row(chosen, "row 7")
+
+
 def test_pairs_with_tools():
     row = {"chosen": CALLING, "rejected": [*CALLING[:3], NO], "tools": [SCHEMA], "system": "Be kind."}
     chosen, rejected = split_pair(row, "row 7")
@@ -359,7 +365,10 @@ def test_spans_are_what_a_template_marks_as_generated(name, answers):
             {"messages": [USER, ANSWER | {"role": "Assistant"}]},
             "no assistant text, so nothing to train on; its roles are user, Assistant; is 'Assistant' assistant?",
         ),
-        ({"messages": [USER | {"role": "human"}, ANSWER | {"role": "bot"}]}, "roles are human, bot; is 'bot' assist"),
+        (
+            {"messages": [USER | {"role": "human"}, ANSWER | {"role": "bot"}]},
+            "human, bot; is 'human' user?; is 'bot' assist",
+        ),
         ({"messages": [USER, USER | {"role": "developer"}]}, "its roles are user, developer"),
         ({"messages": [USER, ANSWER | {"content": " "}]}, "its roles are user, assistant"),
         ({"messages": TURNS}, "message 0 has from and value; name their field conversations, not messages"),

@@ -120,8 +120,8 @@ def _choose(messages: list[Message], first: int, flags: dict[int, bool], train_o
     if not answers:
         said = f"{where}: no assistant text, so nothing to train on"
         roles = list(dict.fromkeys(message["role"] for message in messages[first:]))
-        meant = {role: OTHER_ROLES.get(role.lower()) for role in roles if role != "assistant"}
-        hints = "".join(f"; is {role!r} assistant?" for role, known in meant.items() if known == "assistant")
+        meant = {role: OTHER_ROLES.get(role.lower(), role) for role in roles}
+        hints = "".join(f"; is {role!r} {known}?" for role, known in meant.items() if known != role)
         raise RecipeError(f"{said}; its roles are {', '.join(roles) or 'none'}{hints}")
     trained = [number for number in answers if flags.get(number, train_on != "last" or number == answers[-1])]
     if not trained:

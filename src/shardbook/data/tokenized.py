@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from datasets import Dataset, List, concatenate_datasets
+from datasets import Dataset, Value, concatenate_datasets
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.data.chat import Encoder
@@ -23,6 +23,7 @@ from shardbook.recipe import Data, RecipeError, first_line
 
 ENCODING_VERSION = 4  # raise it when an Encoder returns something else: the cache is keyed by it
 ENCODED_TOGETHER = 64  # rows: offsets of a token are two Python integers for a while
+TEXT = Value("string")
 SPLIT_SEED = 0  # of the held-out rows: the same for every train.seed, else another seed would train on them
 SAMPLED = 1000  # documents whose tokens are in the digest of the data
 Row = tuple[int, ...]
@@ -138,7 +139,9 @@ def _encode_source(
     known = template or str(tokenizer.chat_template or "")
     wholes = ("messages", "conversations", "instruction")
     chats = [name for raw in raws for name in wholes if name in raw.column_names]
-    chats += [name for raw in raws for name in ("prompt", "chosen") if isinstance(raw.features.get(name), List)]
+    chats += [
+        name for raw in raws for name in ("prompt", "chosen") if not isinstance(raw.features.get(name, TEXT), Value)
+    ]
     if chats and not known:
         raise RecipeError(
             f"{what}: rows hold {chats[0]}, but the tokenizer in {folder} has no chat template; "
