@@ -364,6 +364,8 @@ HEAD = 8  # numbers of a head, of every tiny model
 def part_of(name: str, shapes: dict[str, torch.Size], tp: int) -> torch.Size:
     """The shape of rank 0's part of a parameter: of an embedding and the head's matrix some of the vocabulary, of what
     widens some rows, of what narrows some columns; of projections none where heads do not divide."""
+    if tp == 1:
+        return shapes[name]
     shape, kind = list(shapes[name]), name.split(".")[-2]
     layer = name[: name.index("self_attn")] if "self_attn" in name else ""
     if layer:

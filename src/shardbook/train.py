@@ -133,7 +133,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     if reference.stopped:
         return console.show_stopped(run.name, state.step, steps)
     held_out = reference.give()
-    predicted |= tensor_traffic(layout, config, recipe, loader.step_at(loader.consumed_rows))
+    predicted |= tensor_traffic(layout, config, recipe, lambda: loader.step_at(loader.consumed_rows))
     saved_step = state.step
     console.print(f"weights  {source}, at step {state.step} of {steps}")
 

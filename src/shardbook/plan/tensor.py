@@ -3,7 +3,7 @@
 Invariant: as formulas.py, whose terms of a whole step (sums of what is not cut, the norm) are there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedConfig
 
@@ -17,10 +17,13 @@ TOLD_BYTES = 3 * 4  # of each trained token, by each rank: three fp32 numbers of
 
 
 def tensor_traffic(
-    layout: Layout, config: PreTrainedConfig, recipe: Recipe, micros: Sequence[MicroBatch] | None = None
+    layout: Layout,
+    config: PreTrainedConfig,
+    recipe: Recipe,
+    micros_of: Callable[[], Sequence[MicroBatch]] | None = None,
 ) -> Traffic:
-    """Gathers and reduce-scatters of tokens along tp, of the step whose `micros` a rank has; None: rows are full, and
-    every token but the first of each sequence is trained.
+    """Gathers and reduce-scatters of tokens along tp, of the step whose micro-batches `micros_of` makes; None: rows are
+    full, and every token but the first of each sequence is trained.
 
     A block gathers before attention and MLP and scatters after both, backward the other way round; one that is
     recomputed gathers twice more and scatters once more: what its last scatter gives nobody asks for again. The
@@ -30,7 +33,7 @@ def tensor_traffic(
         return {}
     count, sequences = recipe.train.gradient_accumulation_steps, recipe.micro_tokens // recipe.data.max_length
     full = (recipe.micro_tokens, recipe.micro_tokens - sequences)
-    sizes = [(m.input_ids.numel(), len(m.targets)) for m in micros] if micros else [full] * count
+    sizes = [(m.input_ids.numel(), len(m.targets)) for m in micros_of()] if micros_of else [full] * count
     kind, _, amount = recipe.activation.checkpointing.partition(":")
     layers, more = config.num_hidden_layers, recipe.forwards - 1
     again = {"none": 0, "budget": 0, "every": -(-layers // int(amount or 1))}.get(kind, layers)

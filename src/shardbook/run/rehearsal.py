@@ -44,8 +44,7 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     parts = build_documents(recipe.data, tokenizer, folder, recipe.sequences)
     console.show_data(*parts)
     place, documents = layout.data_rank(0), parts[0]
-    see = {"sequences": recipe.sequences, "alike": layout.alike}
-    batching = choose_batching(recipe.data, recipe.train, place, "cuda", *parts, **see)
+    batching = choose_batching(recipe.data, recipe.train, place, "cuda", *parts, sequences=recipe.sequences)
     loader = Loader(documents, batching, recipe.train.gradient_accumulation_steps, recipe.train.seed)
     steps = recipe.train.steps or -int(-recipe.train.epochs * len(documents.rows) // loader.rows_per_step)
     peak = predict_peak(layout, config, recipe)
