@@ -1,4 +1,4 @@
-"""docs/compare.png: verdicts and memory of docs/compare.html, as the README shows them.
+"""docs/compare.png: verdicts and the peak of a step of docs/compare.html, as the README shows them.
 
 .venv/bin/python tests/browser/picture.py            # needs Chromium
 """
@@ -27,10 +27,10 @@ def main() -> None:
         page.goto((DOCS / "compare.html").as_uri())
         page.wait_for_selector("body[data-drawn]")
         # what lies between the two is there for a reader who scrolls, not for a picture
-        page.add_style_tag(content="#loss, #difference, nav, #memory details, #verdicts caption { display: none }")
+        page.add_style_tag(content="#loss, #difference, nav, #memory, #peak details, #verdicts caption { display: none }")
         top = page.query_selector("h1").bounding_box()["y"] - 20
-        memory = page.query_selector("#memory").bounding_box()
-        clip = {"x": 0, "y": top, "width": WIDTH, "height": memory["y"] + memory["height"] - top + 8}
+        peak = page.query_selector("#peak").bounding_box()
+        clip = {"x": 0, "y": top, "width": WIDTH, "height": peak["y"] + peak["height"] - top + 8}
         page.screenshot(path=DOCS / "compare.png", full_page=True, clip=clip)
         browser.close()
 
