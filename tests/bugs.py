@@ -320,7 +320,7 @@ def norm_counts_uncut_on_each_rank(train):
 def tokens_counted_on_each_rank(train):
     """As if ranks of the tensor axis had rows of their own: loss and gradient halved."""
     real = train.choose_batching
-    train.choose_batching = lambda *given, **named: real(*given, **named | {"alike": 1})
+    train.choose_batching = lambda data, plan, rank, *rest, **named: real(data, plan, (*rank[:2], 1), *rest, **named)
 
 
 @planted_in("zero3", 1, 1, tp=2, model="padded")

@@ -27,7 +27,9 @@ def main() -> None:
         page.goto((DOCS / "compare.html").as_uri())
         page.wait_for_selector("body[data-drawn]")
         # what lies between the two is there for a reader who scrolls, not for a picture
-        page.add_style_tag(content="#loss, #difference, nav, #memory, #peak details, #verdicts caption { display: none }")
+        page.add_style_tag(
+            content="#loss, #difference, nav, #memory, #peak details, #verdicts caption { display: none }"
+        )
         top = page.query_selector("h1").bounding_box()["y"] - 20
         peak = page.query_selector("#peak").bounding_box()
         clip = {"x": 0, "y": top, "width": WIDTH, "height": peak["y"] + peak["height"] - top + 8}

@@ -97,6 +97,8 @@ def test_the_loss_of_a_vocabulary_in_parts_is_that_of_the_whole(size, spread):
     logits[:10, :20] -= 2 * spread  # a part of which hardly anything is left
     targets = torch.arange(50) % 37
     shares = torch.log_softmax(logits.double(), -1)
+    # differences of logits this large, and exponentials of them, are known to their rounding, twice: nothing is nearer
+    near = 2 * torch.finfo(torch.float32).eps * max(float(logits.abs().max()), 4.0)
     want_losses = -shares.gather(1, targets[:, None])[:, 0].float()
     want_slope = (shares.exp() - torch.nn.functional.one_hot(targets, 37)).float()
     parts = [TensorAxis(size, place).share(37) for place in range(size)]
@@ -104,7 +106,7 @@ def test_the_loss_of_a_vocabulary_in_parts_is_that_of_the_whole(size, spread):
     told = torch.stack([torch.stack(own) for _, *own in begun])
     for part, (slope, *own) in zip(parts, begun, strict=True):
         losses, share = end_part(told, own[0])
-        assert torch.allclose(losses, want_losses, rtol=1e-6, atol=1e-6)
+        assert torch.allclose(losses, want_losses, rtol=0, atol=near)
         assert torch.equal(losses, end_part(told, begun[0][1])[0])  # the same on every rank
         got = slope_of_part(slope, share, targets - part.start)
-        assert torch.allclose(got, want_slope[:, part], rtol=1e-5, atol=1e-6)
+        assert torch.allclose(got, want_slope[:, part], rtol=near, atol=near / 4)
