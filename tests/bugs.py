@@ -320,7 +320,9 @@ def norm_counts_uncut_on_each_rank(train):
 def tokens_counted_on_each_rank(train):
     """As if ranks of the tensor axis had rows of their own: loss and gradient halved."""
     real = train.choose_batching
-    train.choose_batching = lambda data, plan, rank, *rest, **named: real(data, plan, (*rank[:2], 1), *rest, **named)
+    train.choose_batching = lambda data, plan, rank, *rest, **named: real(
+        data, plan, rank._replace(alike=1), *rest, **named
+    )
 
 
 @planted_in("zero3", 1, 1, tp=2, model="padded")
@@ -330,6 +332,108 @@ def padding_token_is_trained(train):
     from shardbook.parallel.tensor import PartEmbedding
 
     PartEmbedding.padding_idx = property(lambda module: None, lambda module, value: None)
+
+
+@planted_in("zero3", 1, 2, cp=2)
+def slopes_of_other_slices_lost(train):
+    """What other slices made of this one's keys and values sends nothing back. Loss exact."""
+    from shardbook.parallel import context
+
+    real = context._Exchange.backward
+    context._Exchange.backward = staticmethod(lambda ctx, slope: (real(ctx, slope)[0] * 0, None, None, None))
+
+
+@planted_in("zero3", 1, 1, cp=2)
+def gradients_divided_by_slices(train):
+    """As if each slice's loss were a mean of its own. Loss exact."""
+    from shardbook.parallel.sharding import ShardedModel
+
+    real = ShardedModel.micro_batch
+
+    @contextlib.contextmanager
+    def micro_batch(sharded, is_last):
+        with real(sharded, is_last):
+            yield
+        for parameter in sharded.model.parameters():
+            parameter.grad = parameter.grad / 2
+
+    ShardedModel.micro_batch = micro_batch
+
+
+@planted_in("zero3", 1, 1, cp=2)
+def positions_restart_in_each_slice(train):
+    from shardbook.data import loader
+
+    real = loader.slice_rows
+
+    def slice_rows(whole, batching):
+        made = real(whole, batching)
+        return dataclasses.replace(made, position_ids=whole.position_ids[:, : made.position_ids.shape[1]].contiguous())
+
+    loader.slice_rows = slice_rows
+
+
+@planted_in("zero3", 1, 1, cp=2)
+def targets_shifted_after_the_cut(train):
+    """The last token of each slice predicts nothing: one target a slice is lost, and not counted."""
+    from shardbook.data import loader
+
+    real = loader.slice_rows
+
+    def slice_rows(whole, batching):
+        made = real(whole, batching)
+        length = made.input_ids.shape[1]
+        kept = (made.positions + 1) % length > 0
+        return dataclasses.replace(
+            made, positions=made.positions[kept], targets=made.targets[kept], trained=(int(kept.sum()),)
+        )
+
+    loader.slice_rows = slice_rows
+
+
+@planted_in("zero3", 1, 1, cp=2, extra=("data.max_length=256",))
+def slices_attend_without_documents(train):
+    """As an attention that is told nothing but that rows are causal."""
+    from shardbook.model import causal_lm
+
+    real = causal_lm.attention_mask
+    causal_lm.attention_mask = lambda kernel, boundaries, shape, packed, dtype: real(
+        kernel, boundaries, shape, False, dtype
+    )
+
+
+@planted_in("zero3", 1, 1, cp=2)
+def slices_attend_alone(train):
+    """The first slice's tokens stand for those of all: no exchange."""
+    from shardbook.parallel import context
+
+    context.exchange = lambda sent, to, by, axis: sent.new_empty(sum(by)).copy_(sent.repeat(2)[: sum(by)])
+
+
+@planted_in("zero3", 1, 1, cp=2)
+def tokens_counted_on_each_slice(train):
+    """As tp's ranks, which see the same tokens: here loss and gradient double."""
+    real = train.choose_batching
+    train.choose_batching = lambda data, how, at, *rest, **named: real(data, how, at._replace(alike=2), *rest, **named)
+
+
+@planted_in("zero3", 1, 1, cp=2)
+def context_ranks_read_other_rows(train):
+    real = train.choose_batching
+    train.choose_batching = lambda data, how, at, *rest, **named: real(
+        data, how, at._replace(number=at.slice, ranks=2), *rest, **named
+    )
+
+
+@planted_in("zero3", 1, 1, cp=4)
+def keys_dealt_out_to_others(train):
+    """Two heads of keys on four ranks: each computes with the wrong one."""
+    from shardbook.model import context
+
+    real = context.deal_heads
+    context.deal_heads = lambda heads, keys, size: [
+        (own, [1 - key for key in needed]) for own, needed in real(heads, keys, size)
+    ]
 
 
 @planted_in("zero3", 1, 1, extra=("train.per_device_train_batch_size=2",), tp=2)

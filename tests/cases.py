@@ -31,10 +31,11 @@ class Case:
     extra: tuple[str, ...] = ()  # further overrides
     tp: int = 1
     model: str = ""  # its directory beside the others
+    cp: int = 1
 
     @property
     def world(self) -> int:
-        return self.replicas * self.shards * self.tp
+        return self.replicas * self.shards * self.cp * self.tp
 
     @property
     def batch(self) -> int:
@@ -56,14 +57,14 @@ class Case:
 
     @property
     def layout(self) -> str:
-        beside = f", tp {self.tp}" if self.tp > 1 else ""
+        beside = f", cp {self.cp}" * (self.cp > 1) + f", tp {self.tp}" * (self.tp > 1)
         return (f"{self.stage} {self.replicas}x{self.shards}" if self.stage == "hsdp" else self.stage) + beside
 
     @property
     def name(self) -> str:
         words = (
             self.stage,
-            f"{self.replicas}x{self.shards}" + f"x{self.tp}" * (self.tp > 1),
+            f"{self.replicas}x{self.shards}" + f"xcp{self.cp}" * (self.cp > 1) + f"x{self.tp}" * (self.tp > 1),
             f"k{self.micros}",
             "clip" if self.clips else "free",
         )
@@ -75,6 +76,7 @@ class Case:
             f"parallel.stage={self.stage}",
             *([f"parallel.dp_replicate_size={self.replicas}"] if self.stage in ("hsdp", "ddp") else []),
             *([f"parallel.dp_shard_size={self.shards}"] if self.stage != "ddp" else []),
+            *([f"parallel.cp_size={self.cp}"] if self.cp > 1 else []),
             *([f"parallel.tp_size={self.tp}"] if self.tp > 1 else []),
             f"model.path={tiny}/{self.folder}",
             f"train.gradient_accumulation_steps={self.micros}",
@@ -197,9 +199,8 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
         for name, function in real.items():
             setattr(train, name, function)
     model, layout = seen["model"], seen["layout"]
-    assert layout.sizes == {"dp_replicate": case.replicas, "dp_shard": case.shards} | (
-        {"tp": case.tp} if case.tp > 1 else {}
-    )
+    beside = {axis: size for axis, size in (("cp", case.cp), ("tp", case.tp)) if size > 1}
+    assert layout.mesh == {"dp_replicate": case.replicas, "dp_shard": case.shards} | beside
     coordinates = tuple(seen["mesh"].get_local_rank(axis) for axis in layout.sizes)
     kept = predict_resident(layout, ranks.rank, settings.optim.name)
     memory = (kept.params_bytes, kept.grads_bytes, kept.optimizer_bytes)
@@ -321,8 +322,11 @@ def expected_traffic(
 ) -> dict[tuple[str, str], tuple[int, int]]:
     """The stage table in bytes, from Hugging Face's parameter names, without the code under test: fp32, a unit a
     block, tied weights and the last norm in one unit with the embedding. What is not `trained` is never summed. Of rank
-    0; with tp the units have its parts, and `rows` are the first step's."""
+    0; with tp the units have its parts, and `rows` are the first step's. Ranks along cp split one copy like others, or
+    where nothing is split hold copies."""
     sums = {} if case.tp == 1 else tensor_traffic(case, shapes, rows)
+    replicas, n = case.replicas, case.shards
+    replicas, n = (replicas * case.cp, n) if case.stage == "ddp" else (replicas, n * case.cp)
     parts = {name: part_of(name, shapes, case.tp) for name in shapes}
     units: dict[str, list[torch.Size]] = {}
     summed: dict[str, list[torch.Size]] = {}
@@ -335,7 +339,7 @@ def expected_traffic(
     frees = case.stage in ("zero3", "hsdp")
     gathers = {unit: 1 if not frees else case.micros * (2 if unit.isdigit() else 1) for unit in units}
     scatters = {"ddp": 0, "zero1": 1, "zero2": case.micros, "zero3": case.micros, "hsdp": case.micros}[case.stage]
-    n, found = case.shards, {}
+    found = {}
 
     def padded_bytes(shapes: list[torch.Size]) -> int:
         return 4 * sum(-(-s[0] // n) * n * s[1:].numel() for s in shapes)
@@ -346,12 +350,15 @@ def expected_traffic(
         found["all_gather", "dp_shard"] = sum(gathers.values()), sum(gathers[unit] * sizes[unit] for unit in units)
         found["reduce_scatter", "dp_shard"] = (scatters * len(summed), scatters * padded)
         found["all_reduce", "dp_shard"] = (1, 8)  # the norm
-    if case.replicas > 1:
+    if replicas > 1:
         found["all_reduce", "dp_replicate"] = (len(summed), padded // n)
     if case.tp > 1:  # gradients of what is not cut, of this rank's shards; and the norm
         uncut = padded_bytes([shape for name, shape in shapes.items() if parts[name] == shape]) // n
         found |= sums | {("all_reduce", "tp"): (2, uncut + 8)}
-    sizes = {"dp_replicate": case.replicas, "dp_shard": n, "tp": case.tp}
+    if case.cp > 1:  # by the name of the whole axis, where that is all of it
+        joined, size = ("dp_replicate", replicas) if case.stage == "ddp" else ("dp_shard", n)
+        found["all_to_all", joined if size == case.cp else "cp"] = context_traffic(case, shapes, rows)
+    sizes = {"dp_replicate": replicas, "dp_shard": n, "tp": case.tp}
     axis = next((axis for axis, size in sizes.items() if size == case.world), "world")
     calls, size = found.get(("all_reduce", axis), (0, 0))
     found["all_reduce", axis] = (calls + 1, size + 48)  # six counts
@@ -388,16 +395,12 @@ def tensor_traffic(case: Case, shapes: dict[str, torch.Size], rows: list[referen
     layers = len({name.split(".")[2] for name in shapes if ".layers." in name})
     kind, _, every = case.checkpointing.partition(":")
     again = {"none": 0, "every": len(range(0, layers, int(every or 1)))}.get(kind, layers)
-    ranks, gathered, scattered = case.replicas * case.shards, [0, 0], [0, 0]
+    gathered, scattered = [0, 0], [0, 0]
     chunk, pairs = int(case.said("train.loss_chunk_tokens", 1024)), case.said("method", "sft") != "sft"
     for micro in range(case.micros):
-        own = rows[micro * ranks * case.batch :][: case.batch]  # rank 0's
-        trained = sum(sum(mask[1:]) for row in own for _, mask in row)
-        length, many = int(case.said("data.max_length", 128)) * (1 + pairs), len(own)
-        if case.said("data.packing", "true") == "false":
-            length, many = max(len(ids) for row in own for ids, _ in row), sum(map(len, own))
-        multiple = math.lcm(64, case.tp)
-        tokens = many * -(-length // multiple) * multiple * shapes["model.embed_tokens.weight"][1] * 4
+        own, many, length = rows_of_first(case, rows, micro)
+        trained = trained_in(own, length // case.cp)
+        tokens = many * length // case.cp * shapes["model.embed_tokens.weight"][1] * 4
         scored = 1 + pairs  # where losses have slopes of their own, logits are made again
         for total, calls in ((gathered, 4 * layers + 2 * again + 2), (scattered, 4 * layers + again + 2)):
             total[0] += calls
@@ -405,6 +408,51 @@ def tensor_traffic(case: Case, shapes: dict[str, torch.Size], rows: list[referen
         gathered[0] += scored * math.ceil(trained / (chunk or max(1, trained)))
         gathered[1] += scored * 12 * trained * case.tp
     return {("all_gather", "tp"): tuple(gathered), ("reduce_scatter", "tp"): tuple(scattered)}
+
+
+def rows_of_first(case: Case, rows: list[reference.Row], micro: int) -> tuple[list[reference.Row], int, int]:
+    """Rank 0's rows of a micro-batch, each a list of documents; how many the model sees, and their length."""
+    own = rows[micro * case.replicas * case.shards * case.batch :][: case.batch]
+    length = int(case.said("data.max_length", 128)) * (1 + (case.said("method", "sft") != "sft"))
+    if case.said("data.packing", "true") == "false":
+        own = [[document] for row in own for document in row]
+        length = max(len(ids) for row in own for ids, _ in row)
+    multiple = math.lcm(64, case.tp * case.cp)
+    return own, len(own), -(-length // multiple) * multiple
+
+
+def trained_in(rows: list[reference.Row], length: int) -> int:
+    """How many of the first `length` tokens of each row are followed by one that is trained."""
+    count = 0
+    for row in rows:
+        follows = [trained for _, mask in row for trained in (*mask[1:], False)]
+        count += sum(follows[:length])
+    return count
+
+
+def context_traffic(case: Case, shapes: dict[str, torch.Size], rows: list[reference.Row]) -> tuple[int, int]:
+    """What moves between ranks that split rows: in a block queries, keys and values of its tokens to whoever computes
+    those heads, keys and values to each that needs them, and the result back; backward the same with slopes, and what
+    runs again moves again. Heads are dealt out in their order, as evenly as they go."""
+    heads, key_heads = (shapes[f"model.layers.0.self_attn.{each}_proj.weight"][0] // HEAD // case.tp for each in "qk")
+    dealt = [list(range(place * heads // case.cp, (place + 1) * heads // case.cp)) for place in range(case.cp)]
+    needed = []
+    for own in dealt:
+        each = [head * key_heads // heads for head in own]
+        even = len({each.count(head) for head in each}) == 1
+        needed.append(len(set(each)) if even else len(each))
+    layers = len({name.split(".")[2] for name in shapes if ".layers." in name})
+    kind, _, every = case.checkpointing.partition(":")
+    forwards = layers + {"none": 0, "every": len(range(0, layers, int(every or 1)))}.get(kind, layers)
+    calls = numbers = 0
+    for micro in range(case.micros):
+        _, many, length = rows_of_first(case, rows, micro)
+        around, inside = many * length // case.cp, many * length
+        given = around * (heads + 2 * sum(needed)), inside * (len(dealt[0]) + 2 * needed[0])
+        taken = inside * len(dealt[0]), around * heads
+        calls += 2 * (forwards + layers)
+        numbers += forwards * (given[0] + taken[0]) + layers * (given[1] + taken[1])
+    return calls, numbers * HEAD * 4
 
 
 def assert_case(case: Case, outcomes: list[Outcome], want: reference.Result, tolerance: float = TOLERANCE) -> float:

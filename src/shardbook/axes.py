@@ -2,8 +2,7 @@
 
 Only names, for all who read them; what the axes are for is said in parallel/."""
 
-DP_REPLICATE, DP_SHARD, TP = "dp_replicate", "dp_shard", "tp"
-AXES = (DP_REPLICATE, DP_SHARD, TP)
+DP_REPLICATE, DP_SHARD, CP, TP = "dp_replicate", "dp_shard", "cp", "tp"
 DATA_AXES = (DP_REPLICATE, DP_SHARD)  # ranks along these see different rows
 # dp_shard in two: the ranks of a node, and the nodes. Only ZeRO++ talks along these.
 INSIDE, ACROSS = "dp_shard_inside", "dp_shard_across"

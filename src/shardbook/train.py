@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from shardbook.comm.ledger import Ledger
+from shardbook.comm.ledger import Ledger, add_traffic
 from shardbook.data.loader import Loader, choose_batching
 from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
 from shardbook.memory.activation import apply_checkpointing
@@ -28,10 +28,10 @@ from shardbook.optim import check_optimizer, clip_gradients, learning_rate, set_
 from shardbook.parallel.layout import DTYPES, build_layout
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
+from shardbook.plan.axes import axes_traffic
 from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
 from shardbook.plan.peak import predict_peak
 from shardbook.plan.speed import predict_perf_metrics
-from shardbook.plan.tensor import tensor_traffic
 from shardbook.ranks.distributed import (
     Ranks,
     StopFlag,
@@ -133,13 +133,13 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     if reference.stopped:
         return console.show_stopped(run.name, state.step, steps)
     held_out = reference.give()
-    predicted |= tensor_traffic(layout, config, recipe, lambda: loader.step_at(loader.consumed_rows))
+    predicted = add_traffic(predicted, axes_traffic(layout, config, recipe, ranks.rank, loader.peek))
     saved_step = state.step
     console.print(f"weights  {source}, at step {state.step} of {steps}")
 
     if ranks.is_main:
-        run.record(recipe_path, recipe, {"world_size": ranks.world_size, "mesh": layout.sizes})
-    tracked = flat_config(flatten_recipe(recipe) | {"world_size": ranks.world_size}, layout.sizes)
+        run.record(recipe_path, recipe, {"world_size": ranks.world_size, "mesh": layout.mesh})
+    tracked = flat_config(flatten_recipe(recipe) | {"world_size": ranks.world_size}, layout.mesh)
     recorder = Recorder(run.path, run.name, recipe.run, tracked, ranks.is_main, state.step)
     profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
     shown, watch = console.start(state.step, steps), watch_steps(ranks, recipe.run.hang_seconds)

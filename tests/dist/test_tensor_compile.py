@@ -52,7 +52,10 @@ def counts_while_it_traces(torch):
     "case",
     [
         Case("zero3", 1, 1, 3, True, checkpointing="full", extra=COMPILED, tp=2),
+        Case("zero3", 1, 1, 3, True, checkpointing="full", extra=COMPILED, cp=2),
         pytest.param(Case("zero2", 1, 2, 1, tied=False, extra=COMPILED, tp=2), marks=pytest.mark.slow),
+        pytest.param(Case("zero2", 1, 1, 3, True, checkpointing="selective", extra=COMPILED, cp=4), marks=pytest.mark.slow),
+        pytest.param(Case("zero1", 1, 1, 1, extra=COMPILED, cp=2, tp=2), marks=pytest.mark.slow),
         pytest.param(Case("ddp", 1, 1, 1, extra=COMPILED, tp=4), marks=pytest.mark.slow),
     ],
     ids=lambda case: case.name,
@@ -75,7 +78,8 @@ def test_a_trace_through_the_ledger_turns_it_red(recipe, tiny, tmp_path):
 
 @needs_compiler
 @pytest.mark.slow
-def test_fused_kernels_too(recipe, tiny, wanted, tmp_path):
-    case = Case("zero3", 1, 1, 3, True, checkpointing="selective", extra=("train.compile=true",), tp=2)
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_fused_kernels_too(axis, recipe, tiny, wanted, tmp_path):
+    case = Case("zero3", 1, 1, 3, True, checkpointing="selective", extra=("train.compile=true",), **{axis: 2})
     assert run_world(2, run_cases, recipe, tiny, [case], tmp_path, seconds=600) == [[], []]
     print(f"\nworst {assert_case(case, outcomes_of(case, tmp_path), wanted(case)):.1e}  {case.name}")

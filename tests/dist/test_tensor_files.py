@@ -1,4 +1,5 @@
-"""Files know nothing of tensor parallel: what was saved, exported or drawn with it is what one process reads and writes."""
+"""Files know nothing of the axes inside a model: what was saved, exported or drawn with them is what one process reads
+and writes."""
 
 import shutil
 from pathlib import Path
@@ -22,6 +23,11 @@ LAYOUTS = {
         4,
         ["parallel.tp_size=2", "parallel.stage=hsdp", "parallel.dp_shard_size=1", "train.gradient_accumulation_steps=3"],
     ),
+}
+LAYOUTS |= {
+    "cp2 x dp2": (4, ["parallel.cp_size=2", "train.gradient_accumulation_steps=3"]),
+    "cp2 x tp2": (4, ["parallel.cp_size=2", "parallel.tp_size=2", "train.gradient_accumulation_steps=6"]),
+    "ddp, cp2": (2, ["parallel.cp_size=2", "parallel.stage=ddp", "train.gradient_accumulation_steps=6"]),
 }
 FIRST = "tp2 x dp2"
 
@@ -71,7 +77,7 @@ def move(words: list[str], recipe: Path, source: Path, out: Path) -> None:
     save_checkpoint(out, sharded, optimizer, state, 0)
 
 
-@pytest.mark.parametrize("way", [["one", "tp4"], pytest.param(["dp3", "hsdp, tp2", "one", FIRST], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", [["one", "cp2 x tp2"], pytest.param(["dp3", "hsdp, tp2", "cp2 x dp2", "tp4", "ddp, cp2", FIRST], marks=pytest.mark.slow)])
 def test_a_checkpoint_is_the_same_to_the_bit_from_layout_to_layout(way, recipe, straight, tmp_path):
     """Each saves what it loaded of the one before."""
     newest = straight / "checkpoints" / "step-000004"
@@ -101,9 +107,9 @@ def export_of(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "export" / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", [FIRST, "one", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dp3", "tp4"))])
+@pytest.mark.parametrize("name", [FIRST, "one", *(pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS if n not in (FIRST, "one"))])
 def test_a_run_goes_on_as_the_plain_process_would(name, recipe, straight, plain):
-    run = cut_back(straight, f"to {name}".replace(" ", "-"))
+    run = cut_back(straight, f"to {name}".replace(",", "").replace(" ", "-"))
     world, words = LAYOUTS[name]
     run_train(world, recipe, run.name, *SAVING, *words)
     assert losses(run) == pytest.approx(plain.losses, rel=TOLERANCE)

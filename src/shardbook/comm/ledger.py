@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardbook.axes import TP, WORLD
+from shardbook.axes import CP, TP, WORLD
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 # function of torch.distributed -> operation, and the argument that is the full tensor
@@ -46,6 +46,11 @@ class Volume:
 Traffic = dict[tuple[str, str], Volume]  # (operation, mesh axis)
 
 
+def add_traffic(*parts: Traffic) -> Traffic:
+    keys = dict.fromkeys(key for part in parts for key in part)
+    return {key: sum((part[key] for part in parts if key in part), Volume()) for key in keys}
+
+
 class Ledger:
     """Counts from `open` to `close`; as a context it is closed at the latest when that ends."""
 
@@ -55,11 +60,12 @@ class Ledger:
         self.groups = groups | {WORLD: list(range(dist.get_world_size()))}
         self.traffic: Traffic = {}
         self._replaced: dict[str, Any] = {}
+        # blocks that are compiled hold collectives: a trace through these functions would break in each, for good
+        self._eager = any(len(groups.get(axis, ())) > 1 for axis in (CP, TP))
 
     def open(self) -> None:
         assert not self._replaced, "the ledger is open already"
-        if len(self.groups.get(TP, ())) > 1:
-            # blocks that are compiled hold collectives: a trace through these functions would break in each, for good
+        if self._eager:
             torch.compiler.set_stance("force_eager")
         for name, (op, argument) in FUNCTIONS.items():
             if hasattr(dist, name):
@@ -69,7 +75,7 @@ class Ledger:
     def close(self) -> bool:
         """Put torch.distributed back. Returns whether it was open."""
         was_open = bool(self._replaced)
-        if was_open and len(self.groups.get(TP, ())) > 1:
+        if was_open and self._eager:
             torch.compiler.set_stance("default")
         while self._replaced:
             setattr(dist, *self._replaced.popitem())

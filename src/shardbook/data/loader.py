@@ -15,6 +15,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from shardbook.data.tokenized import Documents, Row
+from shardbook.parallel.mesh import DataRank
 from shardbook.recipe import Data, RecipeError, Train
 
 # By device: rows are padded to a multiple of this. Few lengths where rows are not packed; on a GPU kernels take tiles
@@ -25,7 +26,8 @@ MASK64 = 2**64 - 1
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of one rank. B rows of length L, n trained tokens; all int64."""
+    """One micro-batch of one rank. B rows of length L, n trained tokens; all int64. Where ranks split rows: of a slice
+    of each, L its length; boundaries are of the whole rows, and pairs the first slice's."""
 
     input_ids: Tensor  # [B, L]
     position_ids: Tensor  # [B, L], from 0 in every document
@@ -89,25 +91,26 @@ class Batching:
     documents: int = 1  # the most that a row holds
     multiple: int = ROUND_TO["cpu"]  # row lengths are rounded up to one
     sequences: int = 1  # that an example holds: 2 where it is a pair
-    alike: int = 1  # ranks that see the same rows as this one, itself too
+    alike: int = 1  # ranks that see the same tokens as this one, itself too
+    slice: int = 0  # of each row, and how many slices a row has
+    slices: int = 1
 
 
 def choose_batching(
     data: Data,
     train: Train,
-    data_rank: tuple[int, int, int],
+    at: DataRank,
     device_type: str,
     *parts: Documents | None,
     sequences: int = 1,
 ) -> Batching:
-    """How `data_rank` (its number, how many there are, and ranks that are the same one) sees the rows of `parts` on
-    that kind of device."""
-    number, ranks, alike = data_rank
+    """How a rank sees the rows of `parts` on that kind of device."""
     row_length = data.max_length * sequences if data.packing else None
     # so that boundaries have the same shape in every micro-batch, of an evaluation too
     most = max((len(row) for part in parts if part for row in part.rows), default=1)
-    multiple = math.lcm(ROUND_TO[device_type], alike)  # each of them computes with its share of a row's tokens
-    return Batching(row_length, train.per_device_train_batch_size, number, ranks, most, multiple, sequences, alike)
+    multiple = math.lcm(ROUND_TO[device_type], at.alike * at.slices)  # each computes with its share of a row's tokens
+    shape = row_length, train.per_device_train_batch_size
+    return Batching(*shape, at.number, at.ranks, most, multiple, sequences, at.alike, at.slice, at.slices)
 
 
 class RowError(RuntimeError):
@@ -146,6 +149,10 @@ class Loader:
                     f"cannot be read: {type(error).__name__}: {error}"
                 ) from error
         return micros
+
+    def peek(self) -> list[MicroBatch]:
+        """The step that comes next."""
+        return self.step_at(self.consumed_rows)
 
     def state_dict(self) -> dict[str, Any]:
         rows, digest = len(self.documents.rows), self.documents.digest
@@ -236,6 +243,32 @@ def build_micro_batch(
     if reference is not None:
         known = torch.from_numpy(reference[[document for row in rows for document in row]].flatten())
     targets = targets.flatten()[positions]
-    return MicroBatch(
+    whole = MicroBatch(
         ids, places, boundaries, positions, targets, packed, pairs, tuple(trained), torch.tensor(ends), known
+    )
+    return slice_rows(whole, batching) if batching.slices > 1 else whole
+
+
+def slice_rows(whole: MicroBatch, batching: Batching) -> MicroBatch:
+    """What one of the ranks that split rows has of a micro-batch, made when positions and targets are: the last token
+    of a slice predicts the first of the next."""
+    length = whole.input_ids.shape[1]
+    each = length // batching.slices
+    start = batching.slice * each
+    rows, columns = whole.positions // length, whole.positions % length
+    here = (start <= columns) & (columns < start + each)
+    ids, places = (of[:, start : start + each].contiguous() for of in (whole.input_ids, whole.position_ids))
+    positions = (rows * each + columns - start)[here]
+    # the sequence of each trained token, by the order in which they stand
+    owners = torch.arange(len(whole.trained)).repeat_interleave(torch.tensor(whole.trained, dtype=torch.int64))
+    trained = torch.bincount(owners[here], minlength=len(whole.trained)).tolist()
+    return MicroBatch(
+        ids,
+        places,
+        whole.boundaries,
+        positions,
+        whole.targets[here],
+        whole.packed,
+        whole.pairs * (batching.slice == 0),
+        tuple(trained),
     )

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardbook.data.loader import Loader, choose_batching
 from shardbook.data.tokenized import Documents, build_documents, column
+from shardbook.parallel.mesh import DataRank
 from shardbook.recipe import Recipe
 
 BARS = 12  # of a histogram, at most so many
@@ -99,7 +100,7 @@ def _count(name: str, documents: Documents, numbers: np.ndarray, dropped: int) -
 
 def _padding(documents: Documents, recipe: Recipe, sequences: int) -> tuple[float, str]:
     """Share of padding in the rows of the first epoch on a GPU, and what is padded to what."""
-    here = choose_batching(recipe.data, recipe.train, (0, 1, 1), "cuda", documents, sequences=sequences)
+    here = choose_batching(recipe.data, recipe.train, DataRank(), "cuda", documents, sequences=sequences)
     tokens = column(documents.encoded, "length")
     used = sum(int(tokens[number]) for row in documents.rows for number in row)
     if here.row_length:

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from shardbook.model.attention import KERNELS, Kernel
 from shardbook.model.causal_lm import CausalLM, build_model
+from shardbook.model.context import split_rows
 from shardbook.model.nf4 import PackedLinear, pack_module, packed_product, unpacked_weight
 from shardbook.model.stored import digest_share
 from shardbook.model.teacher import attach_teacher
@@ -117,6 +118,7 @@ def build_adapted(
     if teacher:
         attach_teacher(model, build_model(teacher, recipe.precision.frozen, attention=attention))
     cut_model(model, recipe.parallel.tp_size, rank)
+    split_rows(model, recipe.parallel, rank)
     return model
 
 

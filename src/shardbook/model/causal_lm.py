@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig
 from shardbook.model.attention import KERNELS, Kernel, attention_mask, head_size, use_attention
 from shardbook.model.families import FAMILIES
 from shardbook.model.loss_head import Lesson, LossHead, ScoreHead
+from shardbook.parallel.context import ContextAxis
 from shardbook.parallel.layout import DTYPES
 from shardbook.parallel.units import count_parameters
 from shardbook.recipe import Distill
@@ -33,6 +34,7 @@ class CausalLM(nn.Module):
     is_adapted = False  # adapters.py, teacher.py: what is not trained is in no checkpoint
 
     teacher: "CausalLM | None"  # teacher.py
+    context: ContextAxis | None = None  # of rows whose slices it takes (context.py)
 
     around_block: Callable[[int, Tensor], AbstractContextManager[Any]] = staticmethod(lambda *_: nullcontext())
 
@@ -100,7 +102,8 @@ class CausalLM(nn.Module):
 
         input_ids, position_ids: int64 [B, L]. A token attends to itself and earlier tokens of its own document;
         documents lie between `boundaries` [m], int32 offsets into the flat [B * L]. Not `packed`: one document a row,
-        padding only at its end (nothing attends forward to it). `distill`: the three sums of a LossHead's lesson.
+        padding only at its end (nothing attends forward to it). Of split rows ids, positions and targets are of this
+        rank's slices, L their length, and boundaries of the whole. `distill`: the three sums of a LossHead's lesson.
         """
         batch = input_ids, position_ids, boundaries, positions, packed
         if distill is None:
@@ -122,7 +125,9 @@ class CausalLM(nn.Module):
             hidden = hidden * getattr(self.config, family.embedding_scale)
         rotary = self.model.rotary_emb(hidden, position_ids=position_ids)
         kernel = self.config._attn_implementation
-        mask = attention_mask(kernel, boundaries, input_ids.shape, packed, hidden.dtype)
+        rows, length = input_ids.shape
+        whole = torch.Size((rows, length * (self.context.size if self.context else 1)))
+        mask = attention_mask(kernel, boundaries, whole, packed, hidden.dtype)
         for number, block in enumerate(self.model.layers):
             with self.around_block(number, hidden):
                 hidden = block(hidden, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)

@@ -12,9 +12,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardbook.axes import DATA_AXES, DP_REPLICATE, DP_SHARD, TP
+from shardbook.axes import CP, DATA_AXES, DP_REPLICATE, DP_SHARD, TP
 from shardbook.comm.collectives import ZeroppSwitches
-from shardbook.parallel.mesh import axis_groups, rank_along, resolve_sizes
+from shardbook.parallel.mesh import (
+    DataRank,
+    axis_groups,
+    fold_sizes,
+    rank_along,
+    ranks_along,
+    resolve_sizes,
+    unfold_sizes,
+)
 from shardbook.parallel.stages import Stage, check_offload, check_stage, read_switches
 from shardbook.parallel.units import Unit, choose_units
 from shardbook.recipe import Offload, Parallel, Precision, RecipeError
@@ -31,7 +39,7 @@ class Layout:
     """
 
     stage: Stage
-    sizes: dict[str, int]  # of every mesh axis, outermost first
+    sizes: dict[str, int]  # of every mesh axis that parameters lie on, outermost first
     units: tuple[Unit, ...]  # in forward order, the root last
     parallel: Parallel  # the knobs between the table's rows: prefetch, wrap
     precision: Precision  # without `auto`
@@ -39,10 +47,22 @@ class Layout:
     ranks_per_node: int
     offload: Offload = ON_DEVICE  # where what is kept lies
     teacher: Any = None  # config of the model that runs beside, forward only
+    context: int = 1  # ranks that split rows (context.py): a part of those that hold parts, or copies, of the model
 
     @property
     def world_size(self) -> int:
         return prod(self.sizes.values())
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The size of every axis, for people: of the data's, and of cp beside them."""
+        return unfold_sizes(self.sizes, self.stage.shards, self.context)
+
+    @property
+    def context_axis(self) -> str:
+        """What traffic along cp goes by: the name of the axis that it is a part of, where it is all of that."""
+        joined = DP_SHARD if self.stage.shards else DP_REPLICATE
+        return joined if self.sizes[joined] == self.context else CP
 
     @property
     def shards(self) -> int:
@@ -56,7 +76,7 @@ class Layout:
 
     @property
     def alike(self) -> int:
-        """Ranks that see the same rows: they share the model's matrices (tensor.py), of which units have this rank's
+        """Ranks that see the same tokens: they share the model's matrices (tensor.py), of which units have this rank's
         parts."""
         return self.sizes.get(TP, 1)
 
@@ -105,16 +125,17 @@ class Layout:
         earlier = prod(ranks for _, ranks, _ in self.hops[:-1])
         return unit.padded_numel(self.shards, trained_only=True) // earlier
 
-    def data_rank(self, rank: int) -> tuple[int, int, int]:
-        """The number of `rank` among those that see different rows, how many they are, and how many see the same."""
+    def data_rank(self, rank: int) -> DataRank:
         number, count = 0, 1
         for axis in DATA_AXES:
             number, count = number * self.sizes[axis] + rank_along(self.sizes, axis, rank), count * self.sizes[axis]
-        return number, count, self.alike
+        number, place = divmod(number, self.context)
+        return DataRank(number, count // self.context, self.alike, place, self.context)
 
     def groups(self, rank: int) -> dict[str, list[int]]:
         """The ranks that `rank` talks to along each axis."""
-        return axis_groups(self.sizes, rank, self.switches.inside)
+        groups = axis_groups(self.sizes, rank, self.switches.inside)
+        return groups | ({CP: ranks_along(self.mesh, CP, rank)} if self.context > 1 else {})
 
 
 def build_layout(
@@ -133,7 +154,7 @@ def build_layout(
     Raises RecipeError where what is asked for contradicts itself or fits neither the ranks nor the model.
     """
     stage = check_stage(parallel)
-    sizes = resolve_sizes(parallel, stage.axes, world_size)
+    sizes = fold_sizes(resolve_sizes(parallel, stage.axes, world_size), stage.shards)
     switches = read_switches(parallel, sizes[DP_SHARD], ranks_per_node)
     units = choose_units(model, parts, blocks, stage.reshard_after_forward, parallel)
     largest = max(unit.numel for unit in units)
@@ -144,4 +165,4 @@ def build_layout(
         )
     check_offload(offload, stage, switches)
     beside = getattr(getattr(model, "teacher", None), "config", None)
-    return Layout(stage, sizes, units, parallel, precision, switches, ranks_per_node, offload, beside)
+    return Layout(stage, sizes, units, parallel, precision, switches, ranks_per_node, offload, beside, parallel.cp_size)

@@ -1,19 +1,21 @@
 """The device mesh: how many ranks each axis has, and which of them talk to each other. (The names: axes.py.)
 
 Invariant: the product of the axes is the world size. All but building the mesh is arithmetic of sizes, so it needs no
-process group. Room for pp (outside) and cp (beside tp): an axis is one more name in AXES.
+process group. Ranks along cp split rows, and one copy like all others that do: cp is a cut of the axis that parameters
+lie on, as ZeRO++'s nodes are, and `fold_sizes` has what they lie on.
 """
 
 from math import prod
+from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardbook.axes import ACROSS, DATA_AXES, DP_REPLICATE, DP_SHARD, INSIDE, TP
+from shardbook.axes import ACROSS, CP, DATA_AXES, DP_REPLICATE, DP_SHARD, INSIDE, TP
 from shardbook.recipe import Parallel, RecipeError
 
 
 def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: int | None) -> dict[str, int]:
-    """Size of every axis, in order; of tp only where it is more than 1.
+    """Size of every axis, in order; of cp and tp only where it is more than 1.
 
     `free_axes` are those that the stage may make larger than 1; any other must be 1 or -1. At most one free axis
     may be -1 and is inferred from `world_size`; with `world_size` None it stays -1. Raises RecipeError.
@@ -27,8 +29,7 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
             said = f"stage {parallel.stage} has no such axis; leave it out, or set parallel.stage=hsdp"
             raise RecipeError(f"parallel.{axis}_size = {size}: {said}")
         sizes[axis] = size if axis in free_axes else 1
-    if parallel.tp_size > 1:
-        sizes[TP] = parallel.tp_size
+    sizes |= {axis: size for axis, size in ((CP, parallel.cp_size), (TP, parallel.tp_size)) if size > 1}
     inferred = [axis for axis, size in sizes.items() if size == -1]
     if len(inferred) > 1:
         keys = " and ".join(f"parallel.{axis}_size" for axis in inferred)
@@ -49,6 +50,32 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
         needs = f"mesh {describe_sizes(sizes)} needs {fixed} ranks, the world has {world_size}"
         raise RecipeError(f"{needs}: start {fixed} ranks, or set one size to -1")
     return sizes
+
+
+class DataRank(NamedTuple):
+    """Which rows a rank sees, and what of each."""
+
+    number: int = 0  # among those that see different rows
+    ranks: int = 1  # how many these are
+    alike: int = 1  # ranks that see the same tokens
+    slice: int = 0  # of a row's tokens that is this rank's
+    slices: int = 1
+
+
+def fold_sizes(sizes: dict[str, int], shards: bool) -> dict[str, int]:
+    """Of the axes on which parameters lie: cp is a part of dp_shard or, where nothing `shards`, of dp_replicate."""
+    joined = DP_SHARD if shards else DP_REPLICATE
+    folded = sizes | {joined: sizes[joined] * sizes.get(CP, 1)}
+    return {axis: size for axis, size in folded.items() if axis != CP}
+
+
+def unfold_sizes(sizes: dict[str, int], shards: bool, context: int) -> dict[str, int]:
+    """The other way round, for `context` ranks along cp."""
+    if context == 1:
+        return sizes
+    joined = DP_SHARD if shards else DP_REPLICATE
+    own = {axis: sizes[axis] // (context if axis == joined else 1) for axis in DATA_AXES}
+    return own | {CP: context} | {axis: size for axis, size in sizes.items() if axis not in DATA_AXES}
 
 
 def describe_sizes(sizes: dict[str, int]) -> str:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shardbook.axes import DP_REPLICATE, DP_SHARD
 from shardbook.comm.collectives import QuantizedAllGather, QuantizedReduceScatter, share_secondary_mesh
+from shardbook.parallel.context import lend_group
 from shardbook.parallel.copies import Copies
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import build_node_mesh, describe_sizes
@@ -107,6 +108,7 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedMo
 
     Where there is more than one shard each unit is wrapped with fully_shard, inner before outer, the root last.
     """
+    lend_group(model, layout)
     if layout.copies:
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from shardbook.comm.ledger import add_traffic
 from shardbook.memory.shelf import shelf_sizes
 from shardbook.model.adapters import build_adapted
 from shardbook.model.attention import KERNELS
@@ -22,11 +23,11 @@ from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.mesh import describe_sizes
 from shardbook.parallel.stages import STAGES, find_stage
 from shardbook.parallel.units import count_parameters
+from shardbook.plan.axes import axes_traffic
 from shardbook.plan.formulas import predict_traffic
 from shardbook.plan.hardware import GPUS, Cluster
 from shardbook.plan.peak import Peak, predict_fullest
 from shardbook.plan.speed import StepTime, model_flops, predict_step
-from shardbook.plan.tensor import tensor_traffic
 from shardbook.recipe import Offload, Parallel, Recipe, resolve_precision
 
 AGAIN = {"none": 0.0, "selective": 0.05, "full": 0.25}  # of a step, at most, what checkpointing makes again
@@ -81,15 +82,14 @@ class Candidate:
         sums: dict[str, int] = {}
         micros, optimizer = self.recipe.train.gradient_accumulation_steps, self.recipe.optim.name
         sent = predict_traffic(self.layout, micros, optimizer, self.recipe.forwards)
-        sent |= tensor_traffic(self.layout, self.config, self.recipe)
-        for (op, _), volume in sent.items():
+        for (op, _), volume in add_traffic(sent, axes_traffic(self.layout, self.config, self.recipe)).items():
             sums[f"{op}_bytes"] = sums.get(f"{op}_bytes", 0) + volume.payload_bytes
         return sums
 
     @property
     def tokens(self) -> int:
         """Of a step of all ranks, rows full."""
-        ranks = self.layout.world_size // self.layout.alike
+        ranks = self.layout.data_rank(0).ranks
         return self.recipe.micro_tokens * self.recipe.train.gradient_accumulation_steps * ranks
 
     @property
@@ -103,7 +103,7 @@ class Candidate:
         return 1e9 / self.speed / 3600
 
     def words(self) -> str:
-        train, offload, mesh = self.recipe.train, self.recipe.offload, describe_sizes(self.layout.sizes)
+        train, offload, mesh = self.recipe.train, self.recipe.offload, describe_sizes(self.layout.mesh)
         away = [f"{what} on {tier}" for what in ("optimizer", "params") if (tier := getattr(offload, what)) != "none"]
         sizes = [f"{size / 1e9:,.0f} GB of {where} a rank" for where, size in self.away.items()]
         return (

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from shardbook.memory.activation import is_thin
 from shardbook.model.attention import head_size
+from shardbook.model.context import deal_heads
 from shardbook.model.families import FAMILIES
 from shardbook.model.loss_head import PRODUCT_ROWS
 from shardbook.model.tensor import share_heads
@@ -32,17 +33,25 @@ class Widths:
     wide_norms: bool = False  # all heads together; and a block's norms come after, not before
     fused: bool = False  # one matrix makes queries, keys and values, another gate and up
     alike: int = 1  # ranks that share its tokens around norms
+    attended: tuple[int, int] = (
+        0,
+        0,
+    )  # heads of queries and of keys that attention itself sees, times their rows' length
 
 
-def read_widths(config: PreTrainedConfig, alike: int = 1) -> Widths:
-    """Of a rank where `alike` of them share a block's matrices: of the one with most heads."""
+def read_widths(config: PreTrainedConfig, alike: int = 1, context: int = 1) -> Widths:
+    """Of a rank where `alike` of them share a block's matrices, and `context` rows: of the one with most heads."""
     heads, key_heads, size = config.num_attention_heads, config.num_key_value_heads, head_size(config)
     family, inner = FAMILIES[config.model_type], config.intermediate_size // alike
     facts = family.head_norms, family.wide_norms, family.fused
     if alike > 1:
         shares = [share_heads(heads, key_heads, TensorAxis(alike, place)) for place in range(alike)]
         heads, key_heads = (max(map(len, each)) for each in zip(*shares, strict=True))
-    return Widths(config.hidden_size, heads * size, key_heads * size, inner, heads, key_heads, *facts, alike)
+    attended = heads, key_heads
+    if context > 1:  # all tokens of its rows, so many times its own
+        dealt = deal_heads(heads, key_heads, context)
+        attended = context * max(own for own, _ in dealt), context * max(len(keys) for _, keys in dealt)
+    return Widths(config.hidden_size, heads * size, key_heads * size, inner, heads, key_heads, *facts, alike, attended)
 
 
 @dataclass(frozen=True)
@@ -81,14 +90,17 @@ def kept_by_a_block(kind: str, of: Widths, itemsize: int, adapted: Adapted = Ada
     selective: that and the results of SAVED_OPS. Of what is frozen the inputs are not kept; an adapter keeps r numbers.
 
     Where ranks share matrices, inputs and norms are of a share of the tokens, and what products take and make of all.
+    Where they share rows, attention has other heads, and its result comes back as another.
     """
-    attention = (2 * of.queries + 2 * of.keys) * itemsize + of.heads * FP32
+    size, (heads, key_heads) = of.queries // of.heads, of.attended
+    attention = (2 * heads + 2 * key_heads) * size * itemsize + heads * FP32
     low = adapted.r * len(adapted.widths) * itemsize
     if kind == "full":
         return of.hidden * itemsize / of.alike
     if kind == "selective":
         again = sum(width for _, width in adapted.widths if not is_thin(adapted.r, width))
         made = sum(not is_thin(width, of.hidden) for width in (of.queries, of.inner)) + 1 / of.alike
+        attention -= (heads - of.heads + 2 * (key_heads - of.key_heads)) * size * itemsize  # what was made of all heads
         return made * of.hidden * itemsize + attention + 2 * of.inner * itemsize + low + again * itemsize
 
     def norm(width: int, count: int, is_read: bool, shares: int = 1) -> float:

@@ -62,15 +62,15 @@ class Work:
 
 def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work:
     """Rows count as full (data.max_length). With a budget, and compiled, blocks keep less than is said here."""
-    of, itemsize = read_widths(config, layout.alike), layout.dtype("params").itemsize
+    of, itemsize = read_widths(config, layout.alike, layout.context), layout.dtype("params").itemsize
     rows, layers = recipe.train.per_device_train_batch_size, config.num_hidden_layers
-    tokens = recipe.micro_tokens
+    tokens = recipe.micro_tokens // layout.context
     kind, _, amount = recipe.activation.checkpointing.partition(":")
     adapted = read_adapted(recipe.lora, of)
     trains_head = not adapted.r or "lm_head" in recipe.lora.modules_to_save
     kept = {name: kept_by_a_block(name, of, itemsize, adapted) for name in ("none", "full", "selective")}
-    if config._attn_implementation == "sdpa":  # its result by head, and by token for the product that follows
-        kept["none"] += of.queries * itemsize
+    if config._attn_implementation == "sdpa" or (layout.context > 1 and adapted.trains("o_proj")):
+        kept["none"] += of.queries * itemsize  # its result by head, and by token for the product that follows
     again = {"none": 0, "budget": 0, "every": -(-layers // int(amount or 1))}.get(kind, layers)  # run in backward again
     of_again = kept["selective" if kind == "selective" else "full"]
     held = again * of_again + (layers - again) * kept["none"]
@@ -80,7 +80,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
         held = int(layers * max(kept["full"], float(amount) * kept["none"]))
     dense = 0
     if config._attn_implementation in ("sdpa", "eager") and recipe.data.packing:
-        dense = tokens**2 // rows  # of bool, for all blocks; each has its own in the dtype of compute
+        dense = recipe.micro_tokens**2 // rows  # of bool, for all blocks; each has its own in the dtype of compute
     # backward of a gate: its three gradients, when the product's input, one of what was held, is gone; that of the
     # block's result (in fp32 the checkpoint itself is what a block's first norm keeps)
     alone = of_again - kept["full"] * (itemsize != FP32)

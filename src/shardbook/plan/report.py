@@ -131,7 +131,7 @@ def _row(report: Report, candidate: Candidate) -> dict[str, Any]:
     count = sum(unit.parameters for unit in layout.units)
     return {
         "stage": layout.stage.name,
-        "mesh": layout.sizes,
+        "mesh": layout.mesh,
         "checkpointing": candidate.recipe.activation.checkpointing,
         "per_device_train_batch_size": train.per_device_train_batch_size,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,

@@ -10,17 +10,17 @@ from itertools import compress
 
 from transformers import PreTrainedConfig
 
-from shardbook.axes import DP_REPLICATE, TP
+from shardbook.axes import CP, DP_REPLICATE, TP
 from shardbook.memory.shelf import plan_shelf, step_bytes
 from shardbook.model.causal_lm import Flops
 from shardbook.optim import state_bytes
 from shardbook.optim.muon import orthogonal_flops
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import Unit, backward_order
+from shardbook.plan.axes import axes_traffic
 from shardbook.plan.formulas import backward_gather, forward_gather, muon_exchanges, reduction, replica_bytes
 from shardbook.plan.hardware import ATTENTION, DISK_READ, GPUS, MEMORY, PCIE_SHARE, PRODUCTS, Cluster, gpu_of
 from shardbook.plan.kept import read_widths
-from shardbook.plan.tensor import tensor_traffic
 from shardbook.recipe import Recipe
 
 H100 = GPUS["h100-80gb"]
@@ -54,13 +54,13 @@ def predict_step(
     cluster: Cluster | None = None,
 ) -> StepTime:
     """A step of full rows of documents of `document_tokens` each, compiled; without `cluster` on an H100 where all
-    collectives hide but those along tp, which never do. Ranks that share matrices share their work."""
+    collectives hide but those along tp and cp, which never do. Ranks that share matrices, or rows, share their work."""
     gpu, slowness = (cluster.gpu, cluster.slowness) if cluster else (H100, 1.0)
     peak_flops, memory_rate = gpu.flops / slowness, MEMORY * gpu.memory / slowness  # of memory: read plus written
     of, itemsize = read_widths(config), layout.dtype("params").itemsize
     micros = recipe.train.gradient_accumulation_steps
-    tokens = recipe.micro_tokens
-    pairs = tokens * min(document_tokens, recipe.data.max_length)
+    tokens = recipe.micro_tokens // layout.context
+    pairs = recipe.micro_tokens * min(document_tokens, recipe.data.max_length)
     alike = layout.alike
     outputs = -(-recipe.outputs(config.vocab_size) // alike)
     head = outputs * of.hidden
@@ -73,7 +73,7 @@ def predict_step(
     shapes = (shape for unit in own for shape in compress(unit.shapes, unit.trained))
     passes_of_head = 3 + more + any(shape[0] == outputs for shape in shapes)
     products = 2 * tokens * (blocks + head * passes_of_head) / (PRODUCTS * peak_flops)
-    own_pairs = pairs * read_widths(config, alike).heads / of.heads
+    own_pairs = pairs * read_widths(config, alike, layout.context).attended[0] / layout.context / of.heads
     attention = (
         flops.per_pair * own_pairs * (1 + (again + more) / 3) / (ATTENTION * peak_flops)
     )  # of what is not masked
@@ -105,10 +105,10 @@ def predict_step(
         products, attention, memory = products + more_products, attention + more_attention, memory + more_memory
         taught = more_products + more_attention + more_memory
     link = LINK_SHARE * (products + attention) * (layout.world_size > 1)
-    exposed = along_tp = tensor_seconds(layout, config, recipe, cluster)
+    exposed = inside = inside_seconds(layout, config, recipe, cluster)
     away = 0.0
     if cluster:
-        micro = products + attention + memory + copies + link + along_tp / micros
+        micro = products + attention + memory + copies + link + inside / micros
         forward = (micro - taught) / (3 + again + more)
         passes = forward + taught, micro - taught - (1 + more) * forward
         exposed += exposed_seconds(layout, cluster, micros, *passes, more)
@@ -122,15 +122,18 @@ def predict_step(
     )
 
 
-def tensor_seconds(layout: Layout, config: PreTrainedConfig, recipe: Recipe, cluster: Cluster | None) -> float:
-    """Of all collectives along tp in a step, for each of which the GPU waits; without `cluster` on H100s."""
-    if layout.alike == 1:
+def inside_seconds(layout: Layout, config: PreTrainedConfig, recipe: Recipe, cluster: Cluster | None) -> float:
+    """Of all collectives along tp and cp in a step, for each of which the GPU waits; without `cluster` on H100s."""
+    if layout.alike == layout.context == 1:
         return 0.0
-    cluster = cluster or Cluster(H100, layout.world_size, layout.ranks_per_node, H100.nics)
-    ranks = layout.groups(0)[TP]
-    moved = tensor_traffic(layout, config, recipe).values()
-    tokens = sum(each.calls * cluster.ring_seconds(each.payload_bytes / each.calls, ranks) for each in moved)
-    return tokens + 2 * cluster.ring_seconds(layout.uncut_numel * layout.dtype("master").itemsize, ranks)
+    cluster, groups = cluster or Cluster(H100, layout.world_size, layout.ranks_per_node, H100.nics), layout.groups(0)
+    seconds = 0.0
+    for (_, axis), moved in axes_traffic(layout, config, recipe).items():
+        ranks = groups[axis if axis == TP else CP]
+        seconds += moved.calls * cluster.ring_seconds(moved.payload_bytes / moved.calls, ranks)
+    if layout.alike > 1:
+        seconds += 2 * cluster.ring_seconds(layout.uncut_numel * layout.dtype("master").itemsize, groups[TP])
+    return seconds
 
 
 def offload_seconds(
@@ -151,8 +154,9 @@ def offload_seconds(
 
 
 def model_flops(recipe: Recipe, flops: Flops, document_tokens: float) -> float:
-    """Model FLOPs of one rank in such a step: its share, where ranks share matrices."""
-    tokens = recipe.micro_tokens * recipe.train.gradient_accumulation_steps / recipe.parallel.tp_size
+    """Model FLOPs of one rank in such a step: its share, where ranks share matrices or rows."""
+    shared = recipe.parallel.tp_size * recipe.parallel.cp_size
+    tokens = recipe.micro_tokens * recipe.train.gradient_accumulation_steps / shared
     return flops.of(tokens, tokens * min(document_tokens, recipe.data.max_length))
 
 

@@ -3,27 +3,28 @@
 Invariant: as formulas.py, whose terms of a whole step (sums of what is not cut, the norm) are there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from transformers import PreTrainedConfig
 
 from shardbook.axes import TP
 from shardbook.comm.ledger import Traffic, Volume
-from shardbook.data.loader import MicroBatch
 from shardbook.parallel.layout import Layout
 from shardbook.recipe import Recipe
 
 TOLD_BYTES = 3 * 4  # of each trained token, by each rank: three fp32 numbers of its part of the logits
 
 
+def recomputed_blocks(recipe: Recipe, layers: int) -> int:
+    kind, _, amount = recipe.activation.checkpointing.partition(":")
+    return {"none": 0, "budget": 0, "every": -(-layers // int(amount or 1))}.get(kind, layers)
+
+
 def tensor_traffic(
-    layout: Layout,
-    config: PreTrainedConfig,
-    recipe: Recipe,
-    micros_of: Callable[[], Sequence[MicroBatch]] | None = None,
+    layout: Layout, config: PreTrainedConfig, recipe: Recipe, sizes: Sequence[tuple[int, int]]
 ) -> Traffic:
-    """Gathers and reduce-scatters of tokens along tp, of the step whose micro-batches `micros_of` makes; None: rows are
-    full, and every token but the first of each sequence is trained.
+    """Gathers and reduce-scatters of tokens along tp, of a step whose micro-batches have so many tokens, and trained
+    ones.
 
     A block gathers before attention and MLP and scatters after both, backward the other way round; one that is
     recomputed gathers twice more and scatters once more: what its last scatter gives nobody asks for again. The
@@ -31,12 +32,8 @@ def tensor_traffic(
     """
     if layout.alike == 1:
         return {}
-    count, sequences = recipe.train.gradient_accumulation_steps, recipe.micro_tokens // recipe.data.max_length
-    full = (recipe.micro_tokens, recipe.micro_tokens - sequences)
-    sizes = [(m.input_ids.numel(), len(m.targets)) for m in micros_of()] if micros_of else [full] * count
-    kind, _, amount = recipe.activation.checkpointing.partition(":")
     layers, more = config.num_hidden_layers, recipe.forwards - 1
-    again = {"none": 0, "budget": 0, "every": -(-layers // int(amount or 1))}.get(kind, layers)
+    again = recomputed_blocks(recipe, layers)
     chunk, itemsize = recipe.train.loss_chunk_tokens, layout.dtype("params").itemsize
     gathers = 4 * layers + 2 * again + 2 + more * (2 * layers + 1)
     scatters = 4 * layers + again + 2 + more * (2 * layers + 1)

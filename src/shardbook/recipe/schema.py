@@ -136,36 +136,55 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def axes_that_compose(self) -> "Recipe":
-        """What tensor parallel has not been made for."""
-        if self.parallel.tp_size == 1:
-            return self
+        """What tensor and context parallel have not been made for."""
         sharding, method = self.parallel, self.method
-        if self.data.max_length % sharding.tp_size:
+        sizes = {f"parallel.{axis}_size": getattr(sharding, f"{axis}_size") for axis in ("tp", "cp")}
+        asked = " and ".join(f"{key} = {size}" for key, size in sizes.items() if size > 1)
+        if not asked:
+            return self
+        together = sharding.tp_size * sharding.cp_size
+        if self.data.max_length % together:
             raise ValueError(
-                f"data.max_length = {self.data.max_length} and parallel.tp_size = {sharding.tp_size}: so many ranks "
-                f"share a row's tokens; data.max_length must be a multiple of {sharding.tp_size}"
+                f"data.max_length = {self.data.max_length} and {asked}: so many ranks share a row's tokens; "
+                f"data.max_length must be a multiple of {together}"
             )
         switch = sharding.quantize_weights or sharding.quantize_gradients or sharding.secondary_shard
-        for unfit, what, way_out in (
-            (sharding.stage == "zeropp", "parallel.stage = 'zeropp'", "set parallel.stage=zero3"),
-            (switch, "a switch of ZeRO++", "leave parallel.quantize_weights, quantize_gradients, secondary_shard out"),
-            (sharding.wrap.startswith("size:"), f"parallel.wrap = {sharding.wrap!r}", "set parallel.wrap=block"),
-            (self.lora.r, f"lora.r = {self.lora.r}", "leave one of the two out"),
-            (method in ("reward", "distill"), f"method = {method!r}", "leave parallel.tp_size out"),
-            (self.generate.steps, f"generate.steps = {self.generate.steps}", "set generate.steps=0"),
+        both, tensor, context = tuple(sizes), ("parallel.tp_size",), ("parallel.cp_size",)
+        for keys, unfit, what, way_out in (
+            (both, sharding.stage == "zeropp", "parallel.stage = 'zeropp'", "set parallel.stage=zero3"),
             (
+                both,
+                switch,
+                "a switch of ZeRO++",
+                "leave parallel.quantize_weights, quantize_gradients, secondary_shard out",
+            ),
+            (
+                tensor,
+                sharding.wrap.startswith("size:"),
+                f"parallel.wrap = {sharding.wrap!r}",
+                "set parallel.wrap=block",
+            ),
+            (tensor, self.lora.r, f"lora.r = {self.lora.r}", "leave one of the two out"),
+            (tensor, method in ("reward", "distill"), f"method = {method!r}", "leave parallel.tp_size out"),
+            (context, method != "sft", f"method = {method!r}", "leave parallel.cp_size out"),
+            (both, self.generate.steps, f"generate.steps = {self.generate.steps}", "set generate.steps=0"),
+            (context, self.model.attention == "eager", "model.attention = 'eager'", "set model.attention=sdpa"),
+            (
+                tensor,
                 self.offload.optimizer != "none",
                 f"offload.optimizer = {self.offload.optimizer!r}",
                 "set offload.optimizer=none and offload.params=none",
             ),
             (
+                tensor,
                 self.optim.name in ("muon", "adamw_8bit", "adamw_bf16"),
                 f"optim.name = {self.optim.name!r}, which looks at whole matrices or counts their elements",
                 "set optim.name=adamw",
             ),
         ):
-            if unfit:
-                raise ValueError(f"parallel.tp_size = {sharding.tp_size} and {what}: they do not compose; {way_out}")
+            said = " and ".join(f"{key} = {sizes[key]}" for key in keys if sizes[key] > 1)
+            if unfit and said:
+                raise ValueError(f"{said} and {what}: they do not compose; {way_out}")
         return self
 
     @property

@@ -73,6 +73,9 @@ class Parallel(Section):
     dp_shard_size: int = key(
         -1, "Ranks that split one copy (zero1, zero2, zero3, hsdp, zeropp); -1: what the other axis leaves.", ge=-1
     )
+    cp_size: int = key(
+        1, "Neighbouring ranks that split each row's tokens (context parallel, Ulysses), for long rows; 1: off.", ge=1
+    )
     tp_size: int = key(
         1, "Neighbouring ranks that split each matrix, and tokens between them (tensor parallel); 1: off.", ge=1
     )

@@ -71,7 +71,7 @@ class Console:
         freed = f"{frees} freed in each micro-batch" if layout.shards > 1 else here
         table = Table(title="effective layout", show_header=False, title_justify="left")
         table.add_row("stage", f"{layout.stage.name} ({layout.stage.source})")
-        table.add_row("mesh", describe_sizes(layout.sizes))
+        table.add_row("mesh", describe_sizes(layout.mesh))
         if sharing := describe_sharing(layout):
             table.add_row("tensor", sharing)
         table.add_row("units", f"{len(own)}, wrapped by {layout.parallel.wrap}; {freed}")

@@ -126,7 +126,7 @@ class Samples:
 
     def _continue(self, step: int) -> list[list[int]]:
         """Tokens that follow each prompt. A rank continues every n-th; one that has fewer, the first ones again."""
-        place, places, _ = self.sharded.layout.data_rank(self.ranks.rank)
+        place, places, *_ = self.sharded.layout.data_rank(self.ranks.rank)
         count, most = len(self.prompts.ids), self.asked.max_new_tokens
         numbers = [(place + turn * places) % count for turn in range(-(-count // places))]
         draws = torch.stack([draw(self.seed, step, number, most) for number in numbers]).to(self.ranks.device)

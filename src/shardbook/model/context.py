@@ -1,0 +1,72 @@
+"""Which heads a rank computes where rows are split (parallel/context.py), and the kernels that know of it."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from shardbook.model.attention import Attention
+from shardbook.model.causal_lm import CausalLM
+from shardbook.model.tensor import share_heads
+from shardbook.parallel.context import ContextAxis
+from shardbook.parallel.tensor import TensorAxis
+from shardbook.recipe import Parallel, RecipeError
+
+
+def split_rows(model: CausalLM, parallel: Parallel, rank: int) -> None:
+    """Have `model` take slices of rows where the global `rank` shares them with its neighbours. Raises RecipeError
+    where heads do not go round."""
+    size, alike = parallel.cp_size, parallel.tp_size
+    if size == 1:
+        return
+    config: Any = model.config
+    heads, key_heads = own_heads(config, alike, rank % alike)
+    if config.num_attention_heads // alike < size:
+        said = f"each of {alike} ranks along tp has {config.num_attention_heads // alike} of" if alike > 1 else "it has"
+        raise RecipeError(
+            f"parallel.cp_size = {size}: ranks share a model's heads inside attention, and {said} "
+            f"{config.num_attention_heads}; must be at most {config.num_attention_heads // alike}"
+        )
+    shares = deal_heads(heads, key_heads, size)
+    axis = ContextAxis(rank // alike % size, [own for own, _ in shares], [keys for _, keys in shares])
+    model.context = axis
+    for block in model.model.layers:
+        block.self_attn.context = axis
+        block.self_attn.num_key_value_groups = axis.heads[axis.place] // len(axis.key_heads[axis.place])
+    share_attention(config._attn_implementation)
+
+
+def own_heads(config: Any, alike: int, place: int) -> tuple[int, int]:
+    """How many heads of queries, and of keys, a rank has where `alike` of them share matrices."""
+    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+    if alike == 1:
+        return heads, key_heads
+    own, own_keys = share_heads(heads, key_heads, TensorAxis(alike, place))
+    return len(own), len(own_keys)
+
+
+def deal_heads(heads: int, key_heads: int, size: int) -> list[tuple[int, list[int]]]:
+    """Of each of `size` ranks, how many heads of queries it computes and with which keys."""
+    shares = [share_heads(heads, key_heads, TensorAxis(size, place)) for place in range(size)]
+    return [(len(own), keys) for own, keys in shares]
+
+
+def share_attention(name: str) -> None:
+    """Have the kernel that transformers' blocks call by `name` stand between two exchanges, where a module says so."""
+    kernel = ALL_ATTENTION_FUNCTIONS[name]
+    if not isinstance(kernel, Shared):
+        ALL_ATTENTION_FUNCTIONS.register(name, Shared(kernel))
+
+
+class Shared:
+    def __init__(self, kernel: Attention):
+        self.kernel = kernel
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, told: Any, **named: Any
+    ) -> tuple[Tensor, None]:
+        axis = getattr(module, "context", None)
+        if axis is None:
+            return self.kernel(module, query, key, value, told, **named)
+        made, _ = self.kernel(module, *axis.give_heads(query, key, value), told, **named)
+        return axis.take_heads(made), None

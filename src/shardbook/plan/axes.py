@@ -1,0 +1,56 @@
+"""What the axes inside a model send in a step, exactly: tensor parallel's gathers, context parallel's exchanges.
+
+Invariant: as formulas.py, whose terms of a whole step (sums of what is not cut, the norm) are there.
+"""
+
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedConfig
+
+from shardbook.comm.ledger import Traffic, Volume, add_traffic
+from shardbook.data.loader import MicroBatch
+from shardbook.model.attention import head_size
+from shardbook.model.context import deal_heads, own_heads
+from shardbook.parallel.layout import Layout
+from shardbook.plan.tensor import recomputed_blocks, tensor_traffic
+from shardbook.recipe import Recipe
+
+Micros = Callable[[], Sequence[MicroBatch]]
+
+
+def axes_traffic(
+    layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int = 0, micros_of: Micros | None = None
+) -> Traffic:
+    """Of the global `rank`, of the step whose micro-batches `micros_of` makes; None: rows are full, and every token but
+    the first of each sequence is trained."""
+    if layout.alike == layout.context == 1:
+        return {}
+    micros = micros_of() if micros_of else None
+    sizes = [(m.input_ids.numel(), len(m.targets)) for m in micros] if micros else full_micros(layout, recipe)
+    tensor = tensor_traffic(layout, config, recipe, sizes)
+    return add_traffic(tensor, context_traffic(layout, config, recipe, rank, [tokens for tokens, _ in sizes]))
+
+
+def full_micros(layout: Layout, recipe: Recipe) -> list[tuple[int, int]]:
+    tokens, sequences = recipe.micro_tokens, recipe.micro_tokens // recipe.data.max_length
+    full = tokens // layout.context, (tokens - sequences) // layout.context
+    return [full] * recipe.train.gradient_accumulation_steps
+
+
+def context_traffic(
+    layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int, sizes: Sequence[int]
+) -> Traffic:
+    """The all-to-alls of blocks, for micro-batches of so many tokens of this rank each. Forward queries, keys and
+    values go, and what attention made comes back; backward the other way round; what is recomputed once more."""
+    if layout.context == 1:
+        return {}
+    heads, key_heads = own_heads(config, layout.alike, rank % layout.alike)
+    shares = deal_heads(heads, key_heads, layout.context)
+    own, keys = shares[rank // layout.alike % layout.context]
+    of_all = heads + 2 * sum(len(each) for _, each in shares)
+    layers = config.num_hidden_layers
+    forwards = layers * recipe.forwards + recomputed_blocks(recipe, layers)
+    inside = layout.context * own, layout.context * (own + 2 * len(keys))  # heads' tokens of the whole row
+    each = forwards * (of_all + inside[0]) + layers * (inside[1] + heads)
+    payload = each * sum(sizes) * head_size(config) * layout.dtype("params").itemsize
+    return {("all_to_all", layout.context_axis): Volume(2 * (forwards + layers) * len(sizes), payload)}

@@ -1,0 +1,67 @@
+"""The cases of context parallel: beside every stage, and models whose heads do not divide among the ranks."""
+
+import itertools
+
+from cases import PAIRWISE, Case, layouts
+from tensor_cases import MODELS, OPTIONS
+
+LONG = ("data.max_length=256",)  # rows of several documents, which slices cut
+THIRDS = ("data.max_length=252",)
+
+
+def of_model(model: str, stage: str, replicas: int, shards: int, cp: int, **how) -> Case:
+    return Case(stage, replicas, shards, tied=MODELS[model][1], cp=cp, model=model, **how)
+
+
+def quick_cases() -> list[Case]:
+    """Each stage beside cp 2, alone or on two ranks, every pair of options among them; then each other thing once."""
+    every = [*layouts(1), *layouts(2)[:4], ("hsdp", 2, 1)]
+    chosen = []
+    for number, layout in enumerate(every):
+        picked = [values[pick] for values, pick in zip(OPTIONS, PAIRWISE[number % len(PAIRWISE)], strict=True)]
+        if layout not in (("ddp", 2, 1), ("zero2", 1, 2)):  # in the slow run
+            chosen.append(Case(*layout, *picked, LONG, cp=2))
+    return [
+        *chosen,
+        Case("zero3", 1, 1, 3, checkpointing="selective", extra=LONG, cp=4),  # two heads of keys, four ranks
+        of_model("nine", "zero3", 1, 2, 2, micros=3, clips=True, checkpointing="every:2", extra=LONG),
+        Case("zero3", 1, 1, 3, cp=3, extra=THIRDS),
+        of_model("qwen3", "zero2", 1, 1, 2, micros=3, clips=True, extra=("data.packing=false",)),
+        Case("zero3", 1, 1, 3, True, checkpointing="full", extra=LONG, cp=2, tp=2),
+    ]
+
+
+def covering_cases() -> list[Case]:
+    """What else there is, each once: with quick_cases a covering set."""
+    both = ("data.packing=false", "train.per_device_train_batch_size=2")
+    chosen = [
+        Case("ddp", 2, 1, extra=LONG, cp=2),
+        Case("zero2", 1, 2, 3, tied=False, checkpointing="full", cp=2),
+        Case("hsdp", 1, 2, 3, True, cp=2),
+        Case("ddp", 1, 1, 3, checkpointing="selective", cp=2, tp=2),
+        of_model("six", "zero2", 1, 1, 4, clips=True, extra=("train.loss_chunk_tokens=16",)),
+        of_model("nine", "zero1", 1, 1, 3, clips=True, extra=THIRDS),
+        of_model("nine", "ddp", 1, 1, 4, checkpointing="full"),
+        of_model("one", "zero2", 1, 1, 2),
+        of_model("biased", "zero3", 1, 1, 2, micros=3, checkpointing="selective"),
+        of_model("qwen2", "zero1", 1, 1, 2, extra=("train.per_device_train_batch_size=2",)),
+        of_model("qwen3", "zero3", 1, 2, 2, micros=3, clips=True, extra=both[:1]),
+        of_model("smollm3", "zero3", 1, 1, 2, extra=both),
+        of_model("granite", "ddp", 1, 1, 2, micros=3, clips=True),
+        of_model("mistral", "zero2", 1, 1, 2, micros=3, extra=("train.per_device_train_batch_size=2", *LONG)),
+    ]
+    return quick_cases() + chosen
+
+
+def every_case() -> list[Case]:
+    """The product of stages, sizes and options, and each model beside each number of ranks that it allows."""
+    sizes, chosen = ((2, 1), (2, 2), (3, 1), (4, 1)), covering_cases()
+    for cp, ranks in sizes:
+        extra = THIRDS if cp == 3 else LONG
+        options = list(itertools.product(*OPTIONS))
+        chosen += [Case(*layout, *picked, extra, cp=cp) for layout in layouts(ranks) for picked in options]
+        for model in MODELS:
+            how = {"micros": 3, "extra": extra}
+            chosen.append(of_model(model, "zero3", 1, ranks, cp, clips=True, checkpointing="full", **how))
+            chosen.append(of_model(model, "zero1", 1, ranks, cp, checkpointing="selective", **how))
+    return list(dict.fromkeys(chosen))
