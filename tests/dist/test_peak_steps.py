@@ -29,7 +29,7 @@ STAGES = ("ddp", "zero1", "zero2", "zero3")
 KINDS = ("none", "full", "selective")
 
 
-def measure(shape, batch, length, params, cases):
+def measure(shape, batch, length, params, cases, *more):
     """Of each of `cases` (stage, checkpointing, micro-batches): bytes measured, bytes predicted, and when."""
     import torch.distributed as dist
     from torch.utils._python_dispatch import _disable_current_modes
@@ -37,8 +37,8 @@ def measure(shape, batch, length, params, cases):
 
     from shardbook.cli import PLAIN
     from shardbook.memory.activation import apply_checkpointing
-    from shardbook.model.attention import KERNELS
-    from shardbook.model.causal_lm import build_model, materialize
+    from shardbook.model.adapters import build_adapted
+    from shardbook.model.causal_lm import materialize
     from shardbook.model.weights import init_weights
     from shardbook.objectives.sft import sft_loss
     from shardbook.parallel.layout import build_layout
@@ -66,11 +66,11 @@ def measure(shape, batch, length, params, cases):
             *("model.path=test", f"parallel.stage={stage}", f"activation.checkpointing={kind}"),
             *(f"train.gradient_accumulation_steps={micros}", f"train.per_device_train_batch_size={batch}"),
             *(f"data.max_length={length}", f"precision.params={params}", "precision.reduce=fp32"),
-            *("precision.master=fp32", "train.compile=false"),
+            *("precision.master=fp32", "train.compile=false", *more),
         ]
         recipe, config = parse_recipe(PLAIN, "test", words), AutoConfig.for_model("llama", **shape)
-        model = build_model(config, recipe.at_rest, recipe.train.loss_chunk_tokens, KERNELS["sdpa"])
-        layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, 2, 2)
+        model, ranks = build_adapted(recipe, config, rank=dist.get_rank()), dist.get_world_size()
+        layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, ranks, ranks)
         apply_checkpointing(model.blocks, recipe.activation)
         sharded, live = apply_stage(model, layout, build_mesh(layout.sizes, "cpu")), LiveBytes()
         with live:
@@ -81,7 +81,7 @@ def measure(shape, batch, length, params, cases):
             for _ in range(2):
                 live.most = {}
                 for micro in range(micros):
-                    rows = _full_rows(recipe)
+                    rows = _full_rows(recipe, layout.context)
                     with sharded.micro_batch(is_last=micro == micros - 1):
                         live.moment = (micro, "forward", "before")
                         loss = sft_loss(model, rows) / len(rows.targets)
@@ -110,3 +110,35 @@ def test_a_step_makes_what_is_predicted(shape, batch, length, params, micros, bo
         assert len(found) == len(cases)
         off = {case: f"{said / made - 1:+.2%} at {when}" for case, (made, said, when) in found.items()}
         assert all(abs(said / made - 1) <= bound for made, said, _ in found.values()), off
+
+
+CONTEXT = ("parallel.cp_size=2",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "batch", "length", "params", "bound"),
+    [
+        pytest.param(TINY, 2, 128, "fp32", 0.02, id="tiny-fp32"),
+        pytest.param(TINY, 2, 128, "bf16", 0.02, id="tiny-bf16"),
+        pytest.param(SMOLLM2, 1, 256, "fp32", 0.01, id="smollm2-fp32"),  # nine heads: five are the first rank's
+    ],
+)
+def test_ranks_that_split_rows(shape, batch, length, params, bound):
+    cases = list(product(STAGES, KINDS, (1,)))
+    found = run_world(2, measure, shape, batch, length, params, cases, *CONTEXT, seconds=550)[0]
+    off = {case: f"{said / made - 1:+.2%} at {when}" for case, (made, said, when) in found.items()}
+    assert all(abs(said / made - 1) <= bound for made, said, _ in found.values()), off
+
+
+@pytest.mark.slow
+def test_a_row_of_32768_tokens_takes_half_the_memory_on_two_ranks():
+    """Of activations, which here are nearly everything: the model is small, the row is not packed and has no mask."""
+    cases, more = [("zero3", "none", 1), ("zero3", "full", 1)], ("data.packing=false",)
+    (alone,) = run_world(1, measure, TINY, 1, 32_768, "fp32", cases, *more, seconds=550)
+    for found in run_world(2, measure, TINY, 1, 32_768, "fp32", cases, *more, *CONTEXT, seconds=550):
+        for case in cases:
+            (whole, _, _), (half, said, when) = alone[case], found[case]
+            print(f"\n{case}: {whole:,} bytes on one rank, {half:,} on each of two, predicted {said:,}; fullest {when}")
+            assert half / whole == pytest.approx(0.5, abs=0.01)
+            assert said / half == pytest.approx(1, abs=0.02)

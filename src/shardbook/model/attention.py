@@ -81,8 +81,31 @@ def choose_attention(asked: str, config: PreTrainedConfig, device: torch.device,
 def use_attention(config: PreTrainedConfig, kernel: Kernel) -> None:
     """Have transformers' blocks of `config` call `kernel`."""
     if kernel.make:
-        ALL_ATTENTION_FUNCTIONS.register(kernel.name, kernel.make())
+        ALL_ATTENTION_FUNCTIONS.register(kernel.name, Shared(kernel.make()))
     config._attn_implementation = kernel.name
+
+
+class Shared:
+    """A kernel between two exchanges, where its module is told to split rows (parallel/context.py)."""
+
+    def __init__(self, kernel: Attention):
+        self.kernel = kernel
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, told: Any, **named: Any
+    ) -> tuple[Tensor, None]:
+        axis = getattr(module, "context", None)
+        if axis is None:
+            return self.kernel(module, query, key, value, told, **named)
+        made, _ = self.kernel(module, *axis.give_heads(query, key, value), told, **named)
+        return axis.take_heads(made), None
+
+
+def share_attention(name: str) -> None:
+    """Have the kernel that transformers' blocks call by `name` do so; for good, as it is transformers' own."""
+    kernel = ALL_ATTENTION_FUNCTIONS[name]
+    if not isinstance(kernel, Shared):
+        ALL_ATTENTION_FUNCTIONS.register(name, Shared(kernel))
 
 
 @contextmanager

@@ -2,10 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from shardbook.model.attention import Attention
+from shardbook.model.attention import share_attention
 from shardbook.model.causal_lm import CausalLM
 from shardbook.model.tensor import share_heads
 from shardbook.parallel.context import ContextAxis
@@ -49,24 +46,3 @@ def deal_heads(heads: int, key_heads: int, size: int) -> list[tuple[int, list[in
     """Of each of `size` ranks, how many heads of queries it computes and with which keys."""
     shares = [share_heads(heads, key_heads, TensorAxis(size, place)) for place in range(size)]
     return [(len(own), keys) for own, keys in shares]
-
-
-def share_attention(name: str) -> None:
-    """Have the kernel that transformers' blocks call by `name` stand between two exchanges, where a module says so."""
-    kernel = ALL_ATTENTION_FUNCTIONS[name]
-    if not isinstance(kernel, Shared):
-        ALL_ATTENTION_FUNCTIONS.register(name, Shared(kernel))
-
-
-class Shared:
-    def __init__(self, kernel: Attention):
-        self.kernel = kernel
-
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, told: Any, **named: Any
-    ) -> tuple[Tensor, None]:
-        axis = getattr(module, "context", None)
-        if axis is None:
-            return self.kernel(module, query, key, value, told, **named)
-        made, _ = self.kernel(module, *axis.give_heads(query, key, value), told, **named)
-        return axis.take_heads(made), None

@@ -159,7 +159,7 @@ def _simulate(
             for _ in range(2):
                 live.most = {}
                 for micro in range(micros):
-                    batch = _full_rows(recipe)
+                    batch = _full_rows(recipe, layout.context)
                     with sharded.micro_batch(is_last=micro == micros - 1):
                         live.moment = (micro, "forward", "before")
                         loss = shares(model, batch, Totals(*count_totals([batch], recipe.sequences)))[0]
@@ -184,13 +184,14 @@ def _optimizer_state(model: CausalLM, name: str) -> list[torch.Tensor]:
     return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
 
-def _full_rows(recipe: Recipe) -> MicroBatch:
+def _full_rows(recipe: Recipe, slices: int) -> MicroBatch:
+    """The first of so many slices of each row."""
     rows, of_row, length = recipe.train.per_device_train_batch_size, recipe.sequences, recipe.data.max_length
-    ids = torch.zeros(rows, of_row * length, dtype=torch.int64)
+    ids = torch.zeros(rows, of_row * length // slices, dtype=torch.int64)
     boundaries = torch.zeros(rows * (DOCUMENTS + 1) + 1, dtype=torch.int32)
-    trained = (length - 1,) * (rows * of_row)
+    trained = (length // slices - (slices == 1),) * (rows * of_row)
     positions = torch.zeros(sum(trained), dtype=torch.int64)
     ends = torch.zeros(len(trained), dtype=torch.int64)
     known = torch.zeros(len(trained)) if of_row > 1 and recipe.preference.precompute_ref_log_probs else None
     told = positions.clone()
-    return MicroBatch(ids, ids.clone(), boundaries, positions, told, True, 0, trained, ends, known)
+    return MicroBatch(ids, ids.clone(), boundaries, positions, told, recipe.data.packing, 0, trained, ends, known)
