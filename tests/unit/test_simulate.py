@@ -185,6 +185,8 @@ def test_activations_are_split_with_the_matrices(apart, ranks):
         ("zero3", "none", 1, 3, 16, ("parallel.tp_size=2",)),
         ("zero1", "full", 2, 3, 8, ("parallel.tp_size=8",)),  # one shard
         ("hsdp", "selective", 1, 3, 16, ("parallel.tp_size=4", "parallel.dp_shard_size=2")),
+        ("zero3", "none", 1, 3, 16, ("parallel.cp_size=2", "parallel.tp_size=4", *LONG)),
+        ("zero3", "full", 1, 3, 16, ("parallel.cp_size=8", "data.max_length=131072")),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
@@ -209,11 +211,35 @@ def test_activations_are_split_with_the_matrices(apart, ranks):
                 ("zero3", "none", 1, 4, 32, ("parallel.tp_size=16", "model.path=llama-3.2-1b")),
                 ("zero3", "none", 1, 4, 16, ("parallel.tp_size=8", "model.path=qwen3-0.6b")),
                 ("zero3", "full", 1, 4, 16, ("parallel.tp_size=4", "model.path=mistral-7b")),
+                # split rows
+                ("zero3", "full", 1, 6, 16, ("parallel.cp_size=2", *LONG)),
+                ("zero3", "none", 2, 8, 64, ("parallel.cp_size=4", *LONG)),
+                ("zero3", "selective", 1, 3, 16, ("parallel.cp_size=8", *LONG)),
+                ("zero1", "full", 2, 3, 8, ("parallel.cp_size=8", *LONG)),
+                ("zero2", "none", 2, 3, 16, ("parallel.cp_size=4", *LONG)),
+                ("ddp", "none", 1, 3, 16, ("parallel.cp_size=2", *LONG)),
+                ("ddp", "full", 2, 3, 16, ("parallel.cp_size=4", *LONG)),
+                ("hsdp", "selective", 1, 3, 16, ("parallel.cp_size=4", "parallel.dp_shard_size=2", *LONG)),
+                ("zero3", "none", 1, 3, 16, ("parallel.cp_size=2", "precision.params=fp32", *LONG)),
+                ("zero3", "full", 1, 4, 16, ("parallel.cp_size=2", "parallel.tp_size=4", *LONG)),
+                ("zero3", "selective", 1, 4, 16, ("parallel.cp_size=4", "parallel.tp_size=2", *LONG)),
+                ("ddp", "none", 1, 8, 16, ("parallel.cp_size=2", "model.path=smollm2-135m")),
+                ("zero3", "full", 1, 4, 16, ("parallel.cp_size=4", "model.path=smollm2-135m")),
+                ("zero3", "none", 1, 4, 32, ("parallel.cp_size=16", "model.path=llama-3.2-1b")),
+                ("zero3", "none", 1, 4, 16, ("parallel.cp_size=8", "model.path=qwen3-0.6b")),
+                (
+                    "zero3",
+                    "full",
+                    1,
+                    4,
+                    16,
+                    ("parallel.cp_size=4", "lora.r=16", "lora.target_modules=all-linear", *LONG),
+                ),
             ]
         ),
     ],
 )
-def test_ranks_that_share_matrices(alone, stage, checkpointing, micros, layers, world, words):
+def test_ranks_that_share_matrices_or_rows(alone, stage, checkpointing, micros, layers, world, words):
     (peak, kept), (formula, resident) = alone(stage, checkpointing, micros, layers, True, world, words)
     assert 0 <= kept - resident < 1024
     assert formula / peak == pytest.approx(1, abs=0.02), (formula / GB, peak / GB)
