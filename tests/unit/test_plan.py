@@ -10,8 +10,9 @@ from shardbook.cli import main
 from shardbook.model.causal_lm import count_flops
 from shardbook.model.shapes import hub_id, known_shapes
 from shardbook.parallel.stages import STAGES
+from shardbook.plan.advice import advise
 from shardbook.plan.calibrate import calibrate
-from shardbook.plan.cluster import advise, build_planner, stage_settings
+from shardbook.plan.cluster import build_planner, stage_settings
 from shardbook.plan.formulas import paper_resident
 from shardbook.plan.hardware import (
     ACROSS,
@@ -25,7 +26,13 @@ from shardbook.plan.hardware import (
     gpu_of,
 )
 from shardbook.plan.report import as_json, describe_advice, describe_calibrated, describe_shared, make_report
-from shardbook.plan.speed import break_even_micro_batch, exposed_seconds, predict_perf_metrics, prefetch_depth
+from shardbook.plan.speed import (
+    break_even_micro_batch,
+    exposed_seconds,
+    inside_seconds,
+    predict_perf_metrics,
+    prefetch_depth,
+)
 from shardbook.plan.tensor import describe_sharing
 from shardbook.recipe import Parallel, Recipe, dump_recipe, find_recipe, load_recipe
 from shardbook.run.console import describe_peak
@@ -379,19 +386,57 @@ def test_torchtitans_figures(model, gpus, words, measured):
 def test_sharing_matrices_is_advised_where_nothing_else_fits():
     report = make_report(plan_of("llama-3.1-70b", "data.max_length=65536"), "h100-80gb", 64)
     best = report.advice.best
-    assert best and best.layout.alike > 1 and not any(row.fits for row in report.stages.values())
+    assert best and best.layout.context > 1 and not any(row.fits for row in report.stages.values())
     told = as_json(report)["advice"]
-    assert told["take"]["mesh"]["tp"] == told["recipe"]["parallel.tp_size"] == best.layout.alike
-    assert f"x tp {best.layout.alike})" in describe_advice(report)[0]
+    assert told["take"]["mesh"]["cp"] == told["recipe"]["parallel.cp_size"] == best.layout.context
+    assert f"x cp {best.layout.context})" in describe_advice(report)[0]
     assert best.tokens == report.stages["zero3"].tokens  # a step of as many rows
+    tensor = report.planner.candidates(report.cluster, shares=(8, 1))
+    assert any(found.fits for found in tensor)  # matrices could be shared too
 
 
 def test_what_may_share_matrices():
     cluster = build_cluster("h100", 16)
-    assert build_planner(plan_of("llama-3.1-8b")).shares(cluster) == [2, 4, 8]
-    assert build_planner(plan_of("llama-3.1-8b", "parallel.tp_size=4")).shares(cluster) == [1, 2, 8]
-    assert build_planner(plan_of("llama-3.1-8b", "lora.r=16")).shares(cluster) == []
-    assert build_planner(plan_of("llama-3.1-8b")).shares(build_cluster("h100", 12, a_node=4)) == [2, 4]
+    split = [(1, 2), (1, 4), (1, 8)]  # rows
+    assert build_planner(plan_of("llama-3.1-8b")).shares(cluster) == [(2, 1), (4, 1), (8, 1), *split]
+    assert build_planner(plan_of("llama-3.1-8b", "parallel.tp_size=4")).shares(cluster) == [
+        (1, 1),
+        (2, 1),
+        (8, 1),
+        (4, 2),
+    ]
+    assert build_planner(plan_of("llama-3.1-8b", "parallel.cp_size=8")).shares(cluster) == [(1, 1), (1, 2), (1, 4)]
+    assert build_planner(plan_of("llama-3.1-8b", "lora.r=16")).shares(cluster) == split
+    assert build_planner(plan_of("llama-3.1-8b")).shares(build_cluster("h100", 12, a_node=4)) == [
+        *((2, 1), (4, 1)),
+        *split[:2],
+    ]
+    assert build_planner(plan_of("llama-3.1-8b")).shares(cluster, both=True) == [(8, 2)]
+    assert build_planner(plan_of("smollm2-135m")).shares(cluster, both=True) == []  # nine heads: eight have one
+
+
+CP = ("data.max_length=131072", "parallel.cp_size=8", "activation.checkpointing=full")
+
+
+def test_what_ranks_that_split_rows_send():
+    """Of a block three times queries, keys, values there and their result back, everything made again; 32 heads and 8
+    of keys go round (notes/axes.md, section 5). Work is an eighth, that of attention too."""
+    cluster = build_cluster("h100", 64)
+    planner = build_planner(plan_of("llama-3.1-8b", *CP))
+    found = planner.lay_out(planner.recipe, cluster)
+    exchanged = 131072 // 8 * (2 * 32 + 2 * 8) * 128 * 2
+    assert found.comm["all_to_all_bytes"] == 3 * 32 * exchanged
+    assert found.tokens == 8 * 131072
+    alone = build_planner(plan_of("llama-3.1-8b", *CP, "parallel.cp_size=1"))
+    assert count_flops(alone.model) == count_flops(planner.model)
+    split, whole = found, alone.lay_out(alone.recipe, cluster)
+    for what in ("products", "attention"):
+        assert getattr(split.time, what) == pytest.approx(getattr(whole.time, what) / 8, rel=1e-3)
+    assert split.peak.activations == pytest.approx(whole.peak.activations / 8, rel=1e-6)
+    flops = count_flops(planner.model).of(found.tokens, found.tokens * 1200)
+    assert planner.mfu(found) == pytest.approx(flops / found.time.seconds / 64 / cluster.gpu.flops)
+    ring = 3 * 32 * exchanged * 7 / 8 / (INSIDE * cluster.gpu.link)
+    assert ring < inside_seconds(found.layout, planner.config, planner.recipe, cluster) < 1.6 * ring
 
 
 def test_more_ranks_than_a_node_has_are_told():
@@ -403,6 +448,10 @@ def test_more_ranks_than_a_node_has_are_told():
     planner = build_planner(plan_of("llama-3.2-1b", "parallel.tp_size=8"))
     found = planner.lay_out(planner.recipe, build_cluster("h100", 8))
     assert describe_sharing(found.layout) == "8 ranks share matrices, and tokens between them"
+    report = make_report(plan_of("smollm2-135m", "parallel.cp_size=8", "data.max_length=2048"), "h100", 8, a_node=4)
+    (said,) = describe_shared(report)
+    assert said.startswith("context  8 ranks split each row") and "a rank has 2 of them or 1" in said
+    assert "a node has 4 ranks" in said
 
 
 PARAMETERS = {  # as the models' cards and papers round them

@@ -14,7 +14,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from shardbook.axes import TP
+from shardbook.axes import CP, TP
 from shardbook.compare.outcome import SOURCES, Outcome, differences, first_difference, judge
 from shardbook.run.console import readable_bytes
 
@@ -99,13 +99,14 @@ def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[str]], word
 def summary_rows(outcomes: list[Outcome]) -> list[list[str]]:
     """The table of the page and of the terminal, its heading first."""
     base = outcomes[0]
-    mesh = "replicas x shards" + " (x tp)" * any(TP in one.mesh for one in outcomes)
+    inner = [axis for axis in (CP, TP) if any(axis in one.mesh for one in outcomes)]
+    mesh = "replicas x shards" + f" (x {', '.join(inner)})" * bool(inner)
     rows = [["variant", "verdict", mesh, "last loss", "held-out", "kept", "peak", "sent a step", "tokens/s"]]
     for one in outcomes:
         row = [
             one.name,
             judge(one, base),
-            " x ".join(map(str, one.mesh.values())),
+            " x ".join(f"{axis} {size}" if axis in inner else str(size) for axis, size in one.mesh.items()),
             f"{one.losses[-1]:.4f}" if one.losses else "",
             f"{one.eval_losses[-1]:.4f}" if one.eval_losses else "",
             readable_bytes(one.resident_bytes) if one.memory else "",

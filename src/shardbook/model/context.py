@@ -17,13 +17,8 @@ def split_rows(model: CausalLM, parallel: Parallel, rank: int) -> None:
     if size == 1:
         return
     config: Any = model.config
+    check_heads(config, parallel)
     heads, key_heads = own_heads(config, alike, rank % alike)
-    if config.num_attention_heads // alike < size:
-        said = f"each of {alike} ranks along tp has {config.num_attention_heads // alike} of" if alike > 1 else "it has"
-        raise RecipeError(
-            f"parallel.cp_size = {size}: ranks share a model's heads inside attention, and {said} "
-            f"{config.num_attention_heads}; must be at most {config.num_attention_heads // alike}"
-        )
     shares = deal_heads(heads, key_heads, size)
     axis = ContextAxis(rank // alike % size, [own for own, _ in shares], [keys for _, keys in shares])
     model.context = axis
@@ -31,6 +26,17 @@ def split_rows(model: CausalLM, parallel: Parallel, rank: int) -> None:
         block.self_attn.context = axis
         block.self_attn.num_key_value_groups = axis.heads[axis.place] // len(axis.key_heads[axis.place])
     share_attention(config._attn_implementation)
+
+
+def check_heads(config: Any, parallel: Parallel) -> None:
+    """Raise RecipeError where a rank would have none."""
+    size, alike = parallel.cp_size, parallel.tp_size
+    if config.num_attention_heads // alike < size:
+        said = f"each of {alike} ranks along tp has {config.num_attention_heads // alike} of" if alike > 1 else "it has"
+        raise RecipeError(
+            f"parallel.cp_size = {size}: ranks share a model's heads inside attention, and {said} "
+            f"{config.num_attention_heads}; must be at most {config.num_attention_heads // alike}"
+        )
 
 
 def own_heads(config: Any, alike: int, place: int) -> tuple[int, int]:

@@ -54,3 +54,19 @@ def context_traffic(
     each = forwards * (of_all + inside[0]) + layers * (inside[1] + heads)
     payload = each * sum(sizes) * head_size(config) * layout.dtype("params").itemsize
     return {("all_to_all", layout.context_axis): Volume(2 * (forwards + layers) * len(sizes), payload)}
+
+
+def describe_splitting(layout: Layout, config: PreTrainedConfig) -> str:
+    """How many ranks split rows, how their heads go round, and whether they are more than a node has; empty where none
+    do."""
+    if layout.context == 1:
+        return ""
+    said = f"{layout.context} ranks split each row, and inside attention its heads"
+    shares = deal_heads(*own_heads(config, layout.alike, 0), layout.context)
+    most, least = max(own for own, _ in shares), min(own for own, _ in shares)
+    if most > least:
+        said += f"; they do not go round: a rank has {most} of them or {least}"
+    node = layout.ranks_per_node
+    if layout.context * layout.alike > node:
+        said += f"; a node has {node} ranks, and what they exchange in every block goes between nodes"
+    return said

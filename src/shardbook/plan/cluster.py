@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -17,6 +18,7 @@ from shardbook.memory.shelf import shelf_sizes
 from shardbook.model.adapters import build_adapted
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import CausalLM, Flops, count_flops
+from shardbook.model.context import check_heads
 from shardbook.model.shapes import shape_config
 from shardbook.model.weights import own_parameters
 from shardbook.parallel.layout import Layout, build_layout
@@ -25,16 +27,16 @@ from shardbook.parallel.stages import STAGES, find_stage
 from shardbook.parallel.units import count_parameters
 from shardbook.plan.axes import axes_traffic
 from shardbook.plan.formulas import predict_traffic
-from shardbook.plan.hardware import GPUS, Cluster
+from shardbook.plan.hardware import Cluster
 from shardbook.plan.peak import Peak, predict_fullest
 from shardbook.plan.speed import StepTime, model_flops, predict_step
 from shardbook.recipe import Offload, Parallel, Recipe, resolve_precision
 
-AGAIN = {"none": 0.0, "selective": 0.05, "full": 0.25}  # of a step, at most, what checkpointing makes again
-KINDS = tuple(AGAIN)  # the cheapest in time first
+KINDS = ("none", "selective", "full")  # the cheapest in time first
 DOCUMENT_TOKENS = 1200  # of documents in packed rows, where nothing else is said
-GAIN = 0.9  # of a step's time, at most, for which matrices are shared: an estimate is no better
-MICROS = 8  # micro-batches of a step, at most, where another number of ranks shares matrices
+MICROS = 8  # micro-batches of a step, at most, where another number of ranks shares matrices or rows
+SHARES = (1, 2, 4, 8)
+Shares = tuple[int, int]  # ranks that share matrices, and rows
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -187,31 +189,38 @@ class Planner:
                 return world
         return None
 
-    def shares(self, cluster: Cluster) -> list[int]:
-        """How many ranks of a node may share matrices, where that is not as the recipe says."""
-        found = []
-        for ranks in (1, 2, 4, 8):
-            parallel = Parallel(wrap=self.recipe.parallel.wrap, tp_size=ranks)
-            if ranks == self.recipe.parallel.tp_size or cluster.a_node % ranks:
+    def shares(self, cluster: Cluster, both: bool = False) -> list[Shares]:
+        """How many ranks of a node may share matrices, or rows, where that is not as the recipe says; with `both` a
+        node's share matrices and those of several rows."""
+        asked = self.recipe.parallel
+        tensor, context = ([(size, asked.cp_size) for size in SHARES], [(asked.tp_size, size) for size in SHARES])
+        choices = [(cluster.a_node, size) for size in SHARES[1:]] if both else tensor + context
+        found = list[Shares]()
+        for tp, cp in dict.fromkeys(choices):
+            parallel = Parallel(wrap=asked.wrap, tp_size=tp, cp_size=cp)
+            inside = tp if both else tp * cp
+            if (tp, cp) == (asked.tp_size, asked.cp_size) or cluster.a_node % inside or cluster.gpus % (tp * cp):
                 continue
             try:
                 Recipe.model_validate(self.recipe.model_dump() | {"parallel": parallel.model_dump()})
-                self.model_of(ranks)
+                self.model_of(tp)
+                check_heads(self.config, parallel)
             except ValueError:  # a recipe's own, and RecipeError
                 continue
-            found.append(ranks)
+            found.append((tp, cp))
         return found
 
-    def candidates(self, cluster: Cluster, tier: str = "none", ranks: int = 0) -> Iterator[Candidate]:
+    def candidates(self, cluster: Cluster, tier: str = "none", shares: Shares | None = None) -> Iterator[Candidate]:
         """Every stage, checkpointing and micro-batch whose steps have as many rows as the recipe's, with state at
-        `tier`, and with parameters there too; so many `ranks` share matrices (0: as the recipe says)."""
+        `tier`, and with parameters there too; so many ranks share matrices and rows (None: as the recipe says)."""
         train, asked = self.recipe.train, self.recipe.parallel
-        own = asked.model_copy(update={"tp_size": ranks or asked.tp_size})
+        own = asked.model_copy(update=dict(zip(("tp_size", "cp_size"), shares, strict=True)) if shares else {})
         rows, over = divmod(
-            train.per_device_train_batch_size * train.gradient_accumulation_steps * own.tp_size, asked.tp_size
+            train.per_device_train_batch_size * train.gradient_accumulation_steps * own.tp_size * own.cp_size,
+            asked.tp_size * asked.cp_size,
         )
         # with other ranks there are more rows to a rank, and small micro-batches are slow ones
-        most = max(MICROS, train.gradient_accumulation_steps) if ranks else rows
+        most = max(MICROS, train.gradient_accumulation_steps) if shares else rows
         for name in ("ddp", "zero1", "zero2", "zero3", "hsdp"):
             if over or not (parallel := stage_settings(name, own, cluster)):
                 continue
@@ -243,17 +252,19 @@ def _tiers(offload: Offload, tier: str, stage: str) -> list[Offload]:
 
 def stage_settings(name: str, parallel: Parallel, cluster: Cluster) -> Parallel | None:
     """`[parallel]` for a stage as a user would first set it on the cluster; None where it would be another one."""
-    settings: dict[str, Any] = {"stage": name, "wrap": parallel.wrap, "tp_size": parallel.tp_size}
-    if cluster.gpus % parallel.tp_size:
+    sizes = {"tp_size": parallel.tp_size, "cp_size": parallel.cp_size}
+    settings: dict[str, Any] = {"stage": name, "wrap": parallel.wrap, **sizes}
+    together = prod(sizes.values())
+    if cluster.gpus % together:
         return None
     if name != "ddp":
         settings["forward_prefetch"] = parallel.forward_prefetch
     if name == "hsdp":
-        settings["dp_shard_size"] = inside = cluster.a_node // parallel.tp_size
-        if inside < 2:
+        settings["dp_shard_size"] = inside = cluster.a_node // together
+        if not inside or inside * parallel.cp_size < 2:
             return None
     if name == "zeropp":
-        if parallel.tp_size > 1:
+        if together > 1:
             return None
         settings |= {"quantize_weights": 8, "quantize_gradients": [8, 4], "secondary_shard": "node"}
     if name in ("hsdp", "zeropp") and cluster.nodes == 1:
@@ -269,76 +280,3 @@ def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> P
     teacher = shape_config(path, longest, "distill.teacher") if path else None
     model = build_adapted(recipe, config, KERNELS["varlen"], teacher)
     return Planner(recipe, config, model, min(document_tokens, longest), teacher)
-
-
-@dataclass(frozen=True)
-class Advice:
-    """The fastest of what fits, and why not the others."""
-
-    best: Candidate | None
-    why: str
-    refused: list[tuple[Candidate, str]]  # one for each stage that nothing saves, and what stands in its way
-
-
-def advise(planner: Planner, cluster: Cluster) -> Advice:
-    """The fastest candidate that fits the cluster; ties go to the simpler stage, which stands first."""
-    # a recipe with tiers says itself which; other optimizers have none, nor has what is partly frozen
-    is_fixed = planner.recipe.offload.optimizer != "none" or planner.recipe.optim.name != "adamw"
-    is_fixed |= planner.model.is_adapted
-    everything, best = list[Candidate](), None
-    for tier in ("none",) if is_fixed else ("none", "cpu", "nvme"):  # each slower than the one before
-        everything += planner.candidates(cluster, tier)
-        best = _fastest(everything)
-        if tier == "none" and _may_gain(cluster, best):
-            others = [found for ranks in planner.shares(cluster) for found in planner.candidates(cluster, ranks=ranks)]
-            everything += others
-            other = _fastest(others)
-            if other and (best is None or other.time.seconds < GAIN * best.time.seconds):
-                best = other
-        if best:
-            break
-    refused = []
-    if best:  # by those that share as it does
-        everything = [candidate for candidate in everything if candidate.layout.alike == best.layout.alike]
-    for name in dict.fromkeys(candidate.layout.stage.name for candidate in everything):
-        own = [candidate for candidate in everything if candidate.layout.stage.name == name]
-        if not any(candidate.fits for candidate in own):
-            least = min(own, key=lambda candidate: candidate.peak.total)
-            over = ", ".join(f"most {what}; {count:,.1f} GB over" for what, count in least.over.items())
-            refused.append((least, over))
-    if best is None:
-        return Advice(None, _where_it_fits(planner, cluster, everything), refused)
-    return Advice(best, _reason(best, refused, cluster), refused)
-
-
-def _fastest(found: list[Candidate]) -> Candidate | None:
-    fitting = (candidate for candidate in found if candidate.fits)
-    return min(fitting, key=lambda candidate: candidate.time.seconds, default=None)
-
-
-def _may_gain(cluster: Cluster, best: Candidate | None) -> bool:
-    """Whether ranks that share matrices, whose collectives nothing hides, could be so much faster than `best`, or could
-    fit at all: across nodes, where it waits or makes activations again."""
-    if best is None:
-        return True
-    most = best.time.exposed / best.time.seconds + AGAIN[best.recipe.activation.checkpointing]
-    return cluster.nodes > 1 and most > 1 - GAIN
-
-
-def _reason(best: Candidate, refused: list[tuple[Candidate, str]], cluster: Cluster) -> str:
-    left = (cluster.room_bytes - best.peak.total) / 1e9
-    because = f"{best.layout.stage.name}: {left:.1f} GB of {cluster.room_bytes / 1e9:.0f} to spare; "
-    others = ", ".join(f"{found.layout.stage.name} does not fit ({why})" for found, why in refused)
-    waits = f"{best.time.exposed / best.time.seconds:.0%} of the step waits for the network"
-    return because + (f"{others}; " if others else "") + waits
-
-
-def _where_it_fits(planner: Planner, cluster: Cluster, everything: list[Candidate]) -> str:
-    least = min(everything, key=lambda candidate: candidate.peak.total)
-    for world in (size for size in WORLDS if size > cluster.gpus):
-        larger = cluster.resized(world)
-        if any(candidate.fits for candidate in planner.candidates(larger)):
-            return f"fits nowhere here; the smallest cluster of these GPUs where it does has {world}"
-    larger_gpus = [name for name, gpu in GPUS.items() if gpu.gb > cluster.gpu.gb]
-    other = f"larger GPUs ({', '.join(larger_gpus)}), or " if larger_gpus else ""
-    return f"fits on no number of these GPUs ({least.limit} is the largest term): {other}shorter rows (data.max_length)"

@@ -13,8 +13,10 @@ from rich.text import Text
 
 from shardbook.memory.shelf import step_bytes
 from shardbook.parallel.stages import find_stage
+from shardbook.plan.advice import Advice, advise
+from shardbook.plan.axes import describe_splitting
 from shardbook.plan.calibrate import Sample, calibrate
-from shardbook.plan.cluster import DOCUMENT_TOKENS, Advice, Candidate, Planner, advise, build_planner
+from shardbook.plan.cluster import DOCUMENT_TOKENS, Candidate, Planner, build_planner
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
 from shardbook.plan.tensor import describe_sharing
@@ -158,12 +160,15 @@ def _resident(resident: Resident) -> dict[str, float]:
 def _settings(report: Report, candidate: Candidate) -> dict[str, Any]:
     """The keys that the advice would change, as overrides."""
     recipe, train = candidate.recipe, candidate.recipe.train
-    shared = recipe.parallel.tp_size, report.planner.recipe.parallel.tp_size
+    own, asked = recipe.parallel, report.planner.recipe.parallel
+    shared = {
+        key: getattr(own, key) for key in ("tp_size", "cp_size") if max(getattr(own, key), getattr(asked, key)) > 1
+    }
     others = recipe.parallel.model_dump(exclude_defaults=True, exclude={"stage"})
     return {
         "parallel.stage": candidate.layout.stage.name,
         **{f"parallel.{key}": value for key, value in others.items()},
-        **({"parallel.tp_size": shared[0]} if max(shared) > 1 else {}),
+        **{f"parallel.{key}": size for key, size in shared.items()},
         **{f"offload.{key}": value for key, value in recipe.offload.model_dump(exclude_defaults=True).items()},
         "activation.checkpointing": recipe.activation.checkpointing,
         "train.per_device_train_batch_size": train.per_device_train_batch_size,
@@ -232,7 +237,8 @@ def describe_simulated(report: Report) -> list[str]:
 def describe_shared(report: Report) -> list[str]:
     """How the recipe's own stage shares matrices."""
     own = report.stages[find_stage(report.planner.recipe.parallel.stage).name]
-    return [f"tensor   {said}"] if (said := describe_sharing(own.layout)) else []
+    told = {"tensor": describe_sharing(own.layout), "context": describe_splitting(own.layout, own.config)}
+    return [f"{what:<9}{said}" for what, said in told.items() if said]
 
 
 def describe_offload(report: Report, candidate: Candidate) -> list[str]:

@@ -1,0 +1,99 @@
+"""What a plan advises: the fastest of the candidates that fit, and why not the others.
+
+Invariant: an estimate decides between them, so what costs traffic in the way of every block, shared matrices or rows,
+is taken only where it gains more than an estimate errs, or nothing else fits.
+"""
+
+from dataclasses import dataclass
+
+from shardbook.plan.cluster import WORLDS, Candidate, Planner
+from shardbook.plan.hardware import GPUS, Cluster
+
+AGAIN = {"none": 0.0, "selective": 0.05, "full": 0.25}  # of a step, at most, what checkpointing makes again
+GAIN = 0.9  # of a step's time, at most, for which matrices or rows are shared: an estimate is no better
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The fastest of what fits, and why not the others."""
+
+    best: Candidate | None
+    why: str
+    refused: list[tuple[Candidate, str]]  # one for each stage that nothing saves, and what stands in its way
+
+
+def advise(planner: Planner, cluster: Cluster) -> Advice:
+    """The fastest candidate that fits the cluster; ties go to the simpler stage, which stands first."""
+    # a recipe with tiers says itself which; other optimizers have none, nor has what is partly frozen
+    is_fixed = planner.recipe.offload.optimizer != "none" or planner.recipe.optim.name != "adamw"
+    is_fixed |= planner.model.is_adapted
+    everything, best = list[Candidate](), None
+    for tier in ("none",) if is_fixed else ("none", "cpu", "nvme"):  # each slower than the one before
+        everything += planner.candidates(cluster, tier)
+        best = _fastest(everything)
+        if tier == "none" and _may_gain(cluster, best):
+            others = _sharing(planner, cluster)
+            everything += others
+            other = _fastest(others)
+            if other and (best is None or other.time.seconds < GAIN * best.time.seconds):
+                best = other
+        if best:
+            break
+    refused = []
+    if best:  # by those that share as it does
+        own_axes = best.layout.alike, best.layout.context
+        everything = [found for found in everything if (found.layout.alike, found.layout.context) == own_axes]
+    for name in dict.fromkeys(candidate.layout.stage.name for candidate in everything):
+        own = [candidate for candidate in everything if candidate.layout.stage.name == name]
+        if not any(candidate.fits for candidate in own):
+            least = min(own, key=lambda candidate: candidate.peak.total)
+            over = ", ".join(f"most {what}; {count:,.1f} GB over" for what, count in least.over.items())
+            refused.append((least, over))
+    if best is None:
+        return Advice(None, _where_it_fits(planner, cluster, everything), refused)
+    return Advice(best, _reason(best, refused, cluster), refused)
+
+
+def _sharing(planner: Planner, cluster: Cluster) -> list[Candidate]:
+    """Where ranks share matrices or rows; where not one of these fits, both."""
+    found = list[Candidate]()
+    for both in (False, True):
+        found += [
+            each for shares in planner.shares(cluster, both) for each in planner.candidates(cluster, shares=shares)
+        ]
+        if _fastest(found):
+            break
+    return found
+
+
+def _fastest(found: list[Candidate]) -> Candidate | None:
+    fitting = (candidate for candidate in found if candidate.fits)
+    return min(fitting, key=lambda candidate: candidate.time.seconds, default=None)
+
+
+def _may_gain(cluster: Cluster, best: Candidate | None) -> bool:
+    """Whether ranks that share matrices or rows, whose collectives nothing hides, could be so much faster than `best`,
+    or could fit at all: across nodes, where it waits or makes activations again."""
+    if best is None:
+        return True
+    most = best.time.exposed / best.time.seconds + AGAIN[best.recipe.activation.checkpointing]
+    return cluster.nodes > 1 and most > 1 - GAIN
+
+
+def _reason(best: Candidate, refused: list[tuple[Candidate, str]], cluster: Cluster) -> str:
+    left = (cluster.room_bytes - best.peak.total) / 1e9
+    because = f"{best.layout.stage.name}: {left:.1f} GB of {cluster.room_bytes / 1e9:.0f} to spare; "
+    others = ", ".join(f"{found.layout.stage.name} does not fit ({why})" for found, why in refused)
+    waits = f"{best.time.exposed / best.time.seconds:.0%} of the step waits for the network"
+    return because + (f"{others}; " if others else "") + waits
+
+
+def _where_it_fits(planner: Planner, cluster: Cluster, everything: list[Candidate]) -> str:
+    least = min(everything, key=lambda candidate: candidate.peak.total)
+    for world in (size for size in WORLDS if size > cluster.gpus):
+        larger = cluster.resized(world)
+        if any(candidate.fits for candidate in planner.candidates(larger)):
+            return f"fits nowhere here; the smallest cluster of these GPUs where it does has {world}"
+    larger_gpus = [name for name, gpu in GPUS.items() if gpu.gb > cluster.gpu.gb]
+    other = f"larger GPUs ({', '.join(larger_gpus)}), or " if larger_gpus else ""
+    return f"fits on no number of these GPUs ({least.limit} is the largest term): {other}shorter rows (data.max_length)"
