@@ -91,7 +91,7 @@ HEADER = re.compile(
 def test_there_are_recipes():
     expected = {f"smollm2-135m-{stage}" for stage in ("fsdp", "ddp", "zero1", "zero2", "hsdp", "zeropp")}
     expected |= {"llama8b-zero2", "llama8b-fsdp", "llama70b-fsdp", "llama70b-hsdp", "qwen3-8b-fsdp"}
-    expected |= {"smollm2-135m-tp", "llama70b-tp-fsdp", "llama405b-tp-fsdp"}
+    expected |= {"smollm2-135m-tp", "llama70b-tp-fsdp", "llama405b-tp-fsdp", "smollm2-135m-cp", "llama8b-128k"}
     expected |= {"llama8b-zeropp", "llama70b-zeropp", "llama8b-1gpu", "llama405b-fsdp"}
     expected |= {
         "smollm2-135m-offload",
@@ -113,7 +113,7 @@ def test_recipe(name, tmp_path):
     assert measured == "not yet measured" or re.search(r"\d", measured)
     recipe = load_recipe(path)
     last = name.removesuffix("-dpo").rsplit("-", 1)[-1]
-    stages = dict.fromkeys(("fsdp", "1gpu", "offload", "nvme", "qlora", "tp"), "zero3")
+    stages = dict.fromkeys(("fsdp", "1gpu", "offload", "nvme", "qlora", "tp", "cp", "128k"), "zero3")
     stages |= {"lora": recipe.parallel.stage}
     if recipe.method != "sft":
         assert f"-{recipe.method}" in name
@@ -121,6 +121,7 @@ def test_recipe(name, tmp_path):
     assert recipe.parallel.stage == stages.get(last, last)
     assert (bool(recipe.lora.r), recipe.model.load_in_4bit) == ("lora" in name, "qlora" in name)
     assert (recipe.parallel.tp_size > 1) == ("-tp" in name)
+    assert (recipe.parallel.cp_size > 1) == name.endswith(("-cp", "-128k"))
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(dump_recipe(recipe))
     assert load_recipe(resolved) == recipe
