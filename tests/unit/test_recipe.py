@@ -111,6 +111,8 @@ WRONG = {
     "parallel.forward_prefetch=-2": ["parallel.forward_prefetch = -2", "greater than or equal to -1"],
     "parallel.pp_size=2": ["parallel.pp_size is not a key"],
     "parallel.tp_size=0": ["parallel.tp_size = 0", "greater than or equal to 1"],
+    "parallel.cp_size=0": ["parallel.cp_size = 0", "greater than or equal to 1"],
+    "parallel.cp_size=3": ["data.max_length = 1024 and parallel.cp_size = 3", "must be a multiple of 3"],
     "parallel.tp_size=3": ["data.max_length = 1024 and parallel.tp_size = 3", "must be a multiple of 3"],
     "run.report_to=wandbb": ["report_to = 'wandbb'", "did you mean wandb?"],
     "run.name=a/b": ["run.name = 'a/b'"],
@@ -198,6 +200,23 @@ def test_what_does_not_compose_with_tensor_parallel_exits_2(file, words, capsys)
     assert "parallel.tp_size = 2 and" in captured.err and TENSOR[words] in captured.err
 
 
+CONTEXT = {  # and with context parallel
+    ("parallel.stage=zeropp",): "set parallel.stage=zero3",
+    ("parallel.stage=hsdp", "parallel.secondary_shard=2"): "leave parallel.quantize_weights",
+    ("method=dpo",): "leave parallel.cp_size out",
+    ("model.attention=eager",): "set model.attention=sdpa",
+    ("generate.steps=5",): "set generate.steps=0",
+}
+
+
+@pytest.mark.parametrize("words", CONTEXT, ids=" ".join)
+def test_what_does_not_compose_with_context_parallel_exits_2(file, words, capsys):
+    assert cli.main(["train", str(file), "parallel.cp_size=2", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1, captured
+    assert "parallel.cp_size = 2 and" in captured.err and CONTEXT[words] in captured.err
+
+
 USERS_WORDS = {
     "optim.lr": "optim.learning_rate",
     "lr": "optim.learning_rate",
@@ -215,6 +234,11 @@ USERS_WORDS = {
     "optimizer.lr": "optim.learning_rate",
     "parallelism.data_parallel_shard_degree": "parallel.dp_shard_size",
     "parallelism.tensor_parallel_degree": "parallel.tp_size",
+    "parallelism.context_parallel_degree": "parallel.cp_size",
+    "context_parallel_size": "parallel.cp_size",
+    "parallel.sp_size": "parallel.cp_size",
+    "sequence_parallel_size": "parallel.cp_size",
+    "ring_attn_func": "parallel.cp_size (slices of rows are exchanged for heads, nothing goes round a ring)",
     "preference.reference_free": "method=simpo (or orpo): dpo has a reference",
     "preference.ref_model": "model.path (the reference is the model that the run begins with)",
     "preference.desirable_weight": (
@@ -235,6 +259,7 @@ def test_other_programs_words_get_the_right_key(file, word):
     "word, meant",
     [
         ("stage", "parallel.stage"),
+        ("cp_size", "parallel.cp_size"),
         ("training.steps", "train.steps or generate.steps"),
         ("train.learning_rate", "optim.learning_rate"),
         ("name", "optim.name or run.name"),

@@ -277,8 +277,8 @@ DEEPSPEED = {
             "tensor_parallel": {"autotp_size": 0, "tp": {"tp_size": 2, "tp_grain_size": 64}},
             "sequence_parallel_size": 2,
         },
-        {"parallel.stage": "zero3", "parallel.tp_size": None},
-        ["tensor_parallel.tp.tp_size", "sequence_parallel_size"],
+        {"parallel.stage": "zero3", "parallel.tp_size": None, "parallel.cp_size": 2},
+        ["tensor_parallel.tp.tp_size"],
     ),
     "AutoTP of one rank": (
         {
@@ -286,8 +286,53 @@ DEEPSPEED = {
             "tensor_parallel": {"autotp_size": 1, "tp": {"tp_size": 1}},
             "sequence_parallel_size": 1,
         },
-        {"parallel.stage": "zero3", "parallel.tp_size": None},
+        {"parallel.stage": "zero3", "parallel.tp_size": None, "parallel.cp_size": None},
         [],
+    ),
+    "sequences of eight ranks, two of which share matrices": (
+        {
+            "zero_optimization": {"stage": 2},
+            "bf16": {"enabled": True},
+            "sequence_parallel_size": 4,
+            "data_parallel_size": 2,
+            "seq_parallel_communication_data_type": "bf16",
+            "tensor_parallel": {"autotp_size": 2},
+        },
+        {
+            "parallel.stage": "zero2",
+            "parallel.cp_size": 4,
+            "parallel.tp_size": 2,
+            "parallel.dp_shard_size": None,
+            "precision.reduce": None,
+        },
+        [],
+    ),
+    "sequences and qwZ": (
+        {
+            "zero_optimization": {"stage": 3, "zero_quantized_weights": True},
+            "sequence_parallel_size": 2,
+            "tensor_parallel": {"autotp_size": 2},
+        },
+        {"parallel.stage": "zeropp", "parallel.cp_size": None, "parallel.tp_size": None},
+        ["sequence_parallel_size", "tensor_parallel.autotp_size"],
+    ),
+    "sequences and AutoTP, offloaded": (
+        {
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "sequence_parallel_size": 2,
+            "tensor_parallel": {"autotp_size": 2},
+        },
+        {"offload.optimizer": "cpu", "parallel.tp_size": None, "parallel.cp_size": 2},
+        ["tensor_parallel.autotp_size"],
+    ),
+    "sequences of three ranks, offloaded with AutoTP": (
+        {
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "sequence_parallel_size": 6,
+            "tensor_parallel": {"autotp_size": 2},
+        },
+        {"offload.optimizer": "cpu", "parallel.tp_size": None, "parallel.cp_size": None},
+        ["sequence_parallel_size", "tensor_parallel.autotp_size"],
     ),
     "AutoTP and hpZ": (
         {
@@ -480,13 +525,78 @@ ACCELERATE = {
         {"parallel.stage": "hsdp", "parallel.dp_shard_size": 4, "parallel.tp_size": 2},
         [],
     ),
+    "context parallel, inside shards, inside replicas": (
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": {"fsdp_version": 2},
+            "parallelism_config": {
+                "parallelism_config_dp_replicate_size": 2,
+                "parallelism_config_dp_shard_size": 2,
+                "parallelism_config_tp_size": 2,
+                "parallelism_config_cp_size": 4,
+                "parallelism_config_cp_backend": "torch",
+                "parallelism_config_cp_comm_strategy": "alltoall",
+            },
+        },
+        {
+            "parallel.stage": "hsdp",
+            "parallel.dp_replicate_size": 2,
+            "parallel.dp_shard_size": 2,
+            "parallel.cp_size": 4,
+            "parallel.tp_size": 2,
+        },
+        [],
+    ),
+    "hybrid shard inside machines, both axes inside that": (
+        {
+            **LAUNCH,
+            "num_machines": 2,
+            "num_processes": 16,
+            "distributed_type": "FSDP",
+            "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": "HYBRID_SHARD"},
+            "parallelism_config": {"parallelism_config_tp_size": 2, "parallelism_config_cp_size": 2},
+        },
+        {"parallel.stage": "hsdp", "parallel.dp_shard_size": 2, "parallel.tp_size": 2, "parallel.cp_size": 2},
+        [],
+    ),
+    "trl's Ulysses on four GPUs": (
+        {
+            **LAUNCH,
+            "distributed_type": "DEEPSPEED",
+            "mixed_precision": "bf16",
+            "num_machines": 1,
+            "num_processes": 4,
+            "deepspeed_config": {"zero_stage": 3, "seq_parallel_communication_data_type": "bf16"},
+            "parallelism_config": {
+                "parallelism_config_dp_replicate_size": 1,
+                "parallelism_config_dp_shard_size": 2,
+                "parallelism_config_tp_size": 1,
+                "parallelism_config_sp_size": 2,
+                "parallelism_config_sp_backend": "deepspeed",
+                "parallelism_config_sp_seq_length": 8192,
+                "parallelism_config_sp_seq_length_is_variable": True,
+                "parallelism_config_sp_attn_implementation": "flash_attention_2",
+            },
+        },
+        {"parallel.stage": "zero3", "parallel.cp_size": 2, "parallel.dp_shard_size": None},
+        [],
+    ),
+    "Ulysses beside what accelerate calls replicas, which ZeRO shards over": (
+        {
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {"zero_stage": 2},
+            "parallelism_config": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_sp_size": 2},
+        },
+        {"parallel.stage": "zero2", "parallel.cp_size": 2, "parallel.dp_replicate_size": None},
+        [],
+    ),
     "context and sequence parallel": (
         {
             "distributed_type": "FSDP",
             "fsdp_config": {"fsdp_version": 2},
             "parallelism_config": {"parallelism_config_cp_size": 2, "parallelism_config_sp_size": 4},
         },
-        {"parallel.stage": "zero3", "parallel.tp_size": None},
+        {"parallel.stage": "zero3", "parallel.cp_size": None},
         ["parallelism_config.parallelism_config_cp_size", "parallelism_config.parallelism_config_sp_size"],
     ),
     "tensor parallel, wrapped by size": (
@@ -567,11 +677,25 @@ def test_a_quoted_no_is_no(said, tier, tmp_path):
 
 def test_a_size_that_is_no_number_of_ranks(tmp_path):
     for value in (-1, 2.5, True, "many"):
-        _, entries = translate(written(tmp_path, "tp.json", {"tensor_parallel": {"autotp_size": value}}))
-        assert [entry.key for entry in entries if entry.refused] == ["tensor_parallel.autotp_size"], value
-    three = {"parallelism_config": {"parallelism_config_tp_size": 3}}
-    size = translate(written(tmp_path, "tp.yaml", three))[1][0]
-    assert size.refused and "data.max_length = 1024 and parallel.tp_size = 3" in str(size)
+        given = {"tensor_parallel": {"autotp_size": value}, "sequence_parallel_size": value}
+        _, entries = translate(written(tmp_path, "tp.json", given))
+        refused = [entry.key for entry in entries if entry.refused]
+        assert refused == ["tensor_parallel.autotp_size", "sequence_parallel_size"], value
+    for axis, key in (("tp", "tp_size"), ("cp", "cp_size"), ("sp", "cp_size")):
+        three = {"parallelism_config": {f"parallelism_config_{axis}_size": 3}}
+        size = translate(written(tmp_path, "axis.yaml", three))[1][0]
+        assert size.refused and f"data.max_length = 1024 and parallel.{key} = 3: so many ranks share" in str(size)
+
+
+def test_rows_are_split_by_one_key(tmp_path):
+    """Of two, in one file or in that which it names, neither is taken."""
+    written(tmp_path, "ds.json", {"zero_optimization": {"stage": 3}, "sequence_parallel_size": 4})
+    outer = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    outer["parallelism_config"] = {"parallelism_config_sp_size": 2}
+    settings, entries = translate(written(tmp_path, "outer.yaml", outer))
+    refused = [entry for entry in entries if entry.refused]
+    assert "parallel.cp_size" not in settings and [entry.value for entry in refused] == [2, 4]
+    assert all("is parallel.cp_size here, and so is another key" in entry.said for entry in refused)
 
 
 def test_what_follows_from_a_stage_follows_from_the_last_word_on_it(tmp_path):

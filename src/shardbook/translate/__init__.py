@@ -8,7 +8,7 @@ counts as given, where Shardbook's own default is another.
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from shardbook.recipe import Recipe, RecipeError, first_line, nearest, parse_recipe
-from shardbook.translate.rules import ACCELERATE, DEEPSPEED, STAGE, TP_SIZE, Refused, Rule, Settings
+from shardbook.translate.rules import ACCELERATE, CP_SIZE, DEEPSPEED, STAGE, TP_SIZE, Refused, Rule, Settings
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ def translate(path: Path) -> tuple[Settings, list[Entry]]:
         whole = inside | whole  # for what several keys say together
     elif is_deepspeed:
         entries += _assumed(whole)
+    if str(whole.get("distributed_type")).upper() == "DEEPSPEED":
+        entries = [_over_all_ranks(entry) for entry in entries]
     settings: Settings = {}
     for entry in entries:
         for key, value in entry.settings.items():
@@ -72,6 +74,7 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
         settings.update(changed)
         entries.append(Entry(key, value, changed, said, refused))
 
+    _settle_slices(settings, entries)
     settings.setdefault(STAGE, "zero3")
     number = _section(whole, "zero_optimization").get("stage", 3)
     switches = {"parallel.quantize_weights", "parallel.quantize_gradients", "parallel.secondary_shard"}
@@ -85,9 +88,10 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
         settings[STAGE] = named[-1] if named else "zero3"
     stage = settings[STAGE]
     if stage == "hsdp" and "parallel.dp_shard_size" not in settings:
-        ranks, machines, alike = whole.get("num_processes"), whole.get("num_machines", 1), settings.get(TP_SIZE, 1)
-        if all(type(count) is int and count > 0 for count in (ranks, machines)) and ranks % (machines * alike) == 0:
-            shards = {"parallel.dp_shard_size": ranks // (machines * alike)}
+        ranks, machines = whole.get("num_processes"), whole.get("num_machines", 1)
+        inside = settings.get(TP_SIZE, 1) * settings.get(CP_SIZE, 1)
+        if all(type(count) is int and count > 0 for count in (ranks, machines)) and ranks % (machines * inside) == 0:
+            shards = {"parallel.dp_shard_size": ranks // (machines * inside)}
             note("num_processes", ranks, shards, "hsdp shards inside a machine")
         else:
             said = "hsdp needs a whole number of shards on each machine: set parallel.dp_shard_size"
@@ -102,20 +106,41 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
     if "train.steps" not in settings:
         said = "neither program's file says how long: set train.epochs or steps"
         note("(steps or epochs)", None, {"train.epochs": 1}, said)
-    _settle_tensor(settings, entries)
+    _settle_axes(settings, entries)
     return settings
 
 
-def _settle_tensor(settings: Settings, entries: list[Entry]) -> None:
-    """Refuse the size of tensor parallel where a recipe would, with its words."""
+def _over_all_ranks(entry: Entry) -> Entry:
+    """What accelerate's sizes of the data's axes are beside DeepSpeed: not heard."""
+    if not entry.key.startswith("parallelism_config.parallelism_config_dp_"):
+        return entry
+    return replace(entry, settings={}, said="nothing to set: ZeRO shards over all ranks")
+
+
+def _settle_slices(settings: Settings, entries: list[Entry]) -> None:
+    """Refuse what splits rows where more than one key does, as accelerate does."""
+    named = [at for at, entry in enumerate(entries) if CP_SIZE in entry.settings]
+    if len(named) > 1:
+        del settings[CP_SIZE]
+        for at in named:
+            said = f"is {CP_SIZE} here, and so is another key of this file; set one of them to 1"
+            entries[at] = replace(entries[at], settings={}, said=said, refused=True)
+
+
+def _settle_axes(settings: Settings, entries: list[Entry]) -> None:
+    """Refuse the sizes of the model's axes where a recipe would, with its words."""
     try:
         parse_recipe(write_recipe(settings, [], ""), "")
     except RecipeError as error:
-        at = next((at for at, entry in enumerate(entries) if TP_SIZE in entry.settings), None)
-        if at is None or TP_SIZE not in str(error):
-            return
-        del settings[TP_SIZE]
-        entries[at] = Entry(entries[at].key, entries[at].value, {}, str(error).strip(": "), refused=True)
+        said = str(error).strip(": ")
+        unfit = [key for key in (TP_SIZE, CP_SIZE) if key in settings and key in said]
+        for at, entry in enumerate(entries):
+            if set(unfit) & set(entry.settings):
+                entries[at] = replace(entry, settings={}, said=said, refused=True)
+        for key in unfit:
+            del settings[key]
+        if unfit:  # the other of the two may not fit either
+            _settle_axes(settings, entries)
 
 
 def _settle_tiers(settings: Settings, note: Callable[..., None]) -> None:

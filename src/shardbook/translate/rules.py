@@ -67,7 +67,7 @@ def pick(choices: dict[str, Settings], why: str, said: str, value: Any) -> tuple
     return choices[key], said if choices[key] or key != "false" else "off"
 
 
-STAGE, TP_SIZE = "parallel.stage", "parallel.tp_size"
+STAGE, TP_SIZE, CP_SIZE = "parallel.stage", "parallel.tp_size", "parallel.cp_size"
 
 
 def tables(program: str) -> dict[str, Rule]:
@@ -140,12 +140,15 @@ def secondary_of(value: Any) -> tuple[Settings, str]:
     return ({STAGE: "zeropp", "parallel.secondary_shard": value}, "hpZ") if value > 1 else ({}, "off")
 
 
-def alike_of(value: Any) -> tuple[Settings, str]:
-    """Of ranks that share matrices: 1 is none, and in DeepSpeed 0."""
+def axis_of(key: str, said: str, value: Any) -> tuple[Settings, str]:
+    """Of ranks along an axis inside the model: 1 is none, and in DeepSpeed 0."""
     if whole(value) < 0:
         raise Refused("must be a whole number of ranks")
-    said = "neighbouring ranks; between matrices they split tokens too"
-    return ({TP_SIZE: whole(value)}, said) if whole(value) > 1 else ({}, "off")
+    return ({key: whole(value)}, said) if whole(value) > 1 else ({}, "off")
+
+
+alike_of = partial(axis_of, TP_SIZE, "neighbouring ranks; between matrices they split tokens too")
+slices_of = partial(axis_of, CP_SIZE, "neighbouring ranks; inside attention slices are exchanged for heads (Ulysses)")
 
 
 def tracker_of(value: Any) -> tuple[Settings, str]:
@@ -212,6 +215,7 @@ DEEPSPEED: dict[str, Rule] = tables("deepspeed") | {
     "zero_optimization.cpu_offload": when({"offload.optimizer": "cpu"}),
     "zero_optimization.cpu_offload_params": when({"offload.params": "cpu"}),
     "tensor_parallel.autotp_size": alike_of,
+    "sequence_parallel_size": slices_of,
     "activation_checkpointing.cpu_checkpointing": when(INPUTS, "inputs of blocks"),
     "wandb": tracker_of,
 }
@@ -231,4 +235,6 @@ ACCELERATE: dict[str, Rule] = tables("accelerate") | {
     "parallelism_config.parallelism_config_dp_replicate_size": to("parallel.dp_replicate_size", whole),
     "parallelism_config.parallelism_config_dp_shard_size": to("parallel.dp_shard_size", whole),
     "parallelism_config.parallelism_config_tp_size": alike_of,
+    "parallelism_config.parallelism_config_cp_size": slices_of,
+    "parallelism_config.parallelism_config_sp_size": slices_of,
 }
