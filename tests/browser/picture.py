@@ -10,7 +10,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 DOCS = Path(__file__).parents[2] / "docs"
-WIDTH = 1100
+WIDTH = 1240
 
 
 def find_chromium() -> str:
