@@ -58,14 +58,26 @@ def test_parity_in_fp32_and_exact_bytes(world, recipe, tiny, tmp_path, wanted):
 
 
 @pytest.mark.parametrize("compiles", ["false", "true"])
-def test_matrices_shared_by_two_ranks(compiles, recipe, tiny, tmp_path, wanted):
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_matrices_or_rows_shared_by_two_ranks(axis, compiles, recipe, tiny, tmp_path, wanted):
     extra = ("precision.params=fp32", "precision.reduce=fp32", f"train.compile={compiles}")
     kinds = [("zero3", 1, 1, 3, True, True, "none"), ("zero1", 1, 1, 1, False, False, "full")]
-    cases = [Case(*kind, extra=extra, tp=2) for kind in kinds]
+    cases = [Case(*kind, extra=extra, **{axis: 2}) for kind in kinds]
     assert run_world(2, over_gloo, run_cases, recipe, tiny, cases, tmp_path) == [[], []]
     for case in cases:
         assert_parity(outcomes_of(case, tmp_path)[0].result, wanted(case), TOLERANCE)
         assert_exact_bytes(outcomes_of(case, tmp_path))
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "sdpa"])
+def test_split_rows_of_several_documents_in_bf16(kernel, recipe, tiny, tmp_path, wanted):
+    """Between two exchanges a kernel is told of the documents of whole rows, by which slices are not cut."""
+    extra = ("precision.params=bf16", f"model.attention={kernel}", "data.max_length=256")
+    case = Case("zero3", 1, 1, 3, True, True, "full", extra=extra, cp=2)
+    assert run_world(2, over_gloo, run_cases, recipe, tiny, [case], tmp_path) == [[], []]
+    outcomes = outcomes_of(case, tmp_path)
+    assert outcomes[0].result.losses == pytest.approx(wanted(case).losses, rel=TOLERANCE_BF16)
+    assert_exact_bytes(outcomes)
 
 
 @pytest.mark.parametrize("world", [1, 2])
