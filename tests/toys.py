@@ -174,7 +174,7 @@ def train_toy(
 
     model = scenario.model().to(device)
     layout = scenario.layout(model, stage, replicas, shards)
-    rank, ranks, _ = layout.data_rank(dist.get_rank())
+    rank, ranks, *_ = layout.data_rank(dist.get_rank())
     sharded = apply_stage(model, layout, build_mesh(layout.sizes, device))
     settings = Optim(name=scenario.optimizer, learning_rate=RATE, weight_decay=DECAY, eps=reference.EPS)
     optimizer = build_optimizer(model, settings)

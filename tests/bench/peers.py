@@ -210,6 +210,7 @@ def prepare(folder: Path, settings: dict) -> None:
     from shardbook.data.chitchat import chitchat_file
     from shardbook.data.loader import Loader, choose_batching
     from shardbook.data.tokenized import build_documents, load_tokenizer
+    from shardbook.parallel.mesh import DataRank
     from shardbook.recipe import find_recipe, load_recipe
 
     tokenizer = load_tokenizer(Path(settings["model"]), "model.path")
@@ -228,7 +229,8 @@ def prepare(folder: Path, settings: dict) -> None:
         documents, _ = build_documents(recipe.data, tokenizer, Path(settings["model"]))  # tokenised here, once
         if recipe.data.max_length == settings["length"]:
             batchings = [
-                choose_batching(recipe.data, recipe.train, (rank, RANKS, 1), "cpu", documents) for rank in range(RANKS)
+                choose_batching(recipe.data, recipe.train, DataRank(rank, RANKS), "cpu", documents)
+                for rank in range(RANKS)
             ]
             loaders = [Loader(documents, batching, 1, recipe.train.seed) for batching in batchings]
             steps = [

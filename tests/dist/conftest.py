@@ -1,4 +1,4 @@
-"""The matrix of an axis: a test module that names its cases (`CASES`, a module) asks for `case`, `outcomes` and the rest."""
+"""The matrix of an axis: a test module that names its cases (`AXIS`, a module) asks for `case`, `outcomes` and the rest."""
 
 from functools import cache
 
@@ -9,7 +9,7 @@ from world import run_world
 
 
 def pytest_generate_tests(metafunc):
-    cases = getattr(metafunc.module, "CASES", None)
+    cases = getattr(metafunc.module, "AXIS", None)
     if cases and "outcomes" in metafunc.fixturenames:
         chosen = cases.every_case() if metafunc.config.getoption("everything") else cases.covering_cases()
         quick = cases.quick_cases()

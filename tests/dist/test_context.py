@@ -5,7 +5,7 @@ import pytest
 from cases import TOLERANCE, Case, assert_case, assert_exact_bytes, assert_parity, assert_replicas_agree, outcomes_of, run_cases
 from world import losses, metrics, run_train, run_world
 
-CASES = context_cases
+AXIS = context_cases
 
 
 def test_parity_and_exact_bytes(case, outcomes, wanted_of):

@@ -319,9 +319,10 @@ def test_packed_is_padded_and_any_split_is_the_same(recipe, tiny, pairs):
 
 def test_a_pair_is_never_split_over_rows(recipe, tiny, pairs):
     from shardbook.data.loader import build_micro_batch, choose_batching
+    from shardbook.parallel.mesh import DataRank
 
     settings, documents = packed_pairs(recipe, tiny, pairs)
-    batching = choose_batching(settings.data, settings.train, (0, 1, 1), "cpu", documents, sequences=2)
+    batching = choose_batching(settings.data, settings.train, DataRank(), "cpu", documents, sequences=2)
     assert any(len(row) > 1 for row in documents.rows)
     for row in documents.rows:
         micro = build_micro_batch(documents.encoded, [row], batching)

@@ -26,7 +26,7 @@ def slow(values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-CASES = tensor_cases
+AXIS = tensor_cases
 
 
 def test_parity_and_exact_bytes(case, outcomes, wanted_of):

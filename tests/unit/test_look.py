@@ -11,6 +11,7 @@ from shardbook.compare.data_page import write_data_page
 from shardbook.data.loader import Loader, choose_batching
 from shardbook.data.look import _bars, _pieces, as_text, show_look, take_look
 from shardbook.data.tokenized import build_documents
+from shardbook.parallel.mesh import DataRank
 from shardbook.recipe import load_recipe
 
 
@@ -70,7 +71,7 @@ def test_counts_are_those_of_the_rows(place, words):
     ]
     assert sum(count for _, _, count in look.bars) == len(numbers)
     # padding, by the loader itself: an epoch of whole micro-batches
-    batching = choose_batching(recipe.data, recipe.train, (0, 1, 1), "cuda", documents)
+    batching = choose_batching(recipe.data, recipe.train, DataRank(), "cuda", documents)
     loader, rows = Loader(documents, batching, 1, recipe.train.seed), len(documents.rows)
     assert rows % batch == 0
     micros = [micro for start in range(0, rows, batch) for micro in loader.step_at(start)]
