@@ -441,7 +441,8 @@ def test_what_ranks_that_split_rows_send():
 
 def test_more_ranks_than_a_node_has_are_told():
     report = make_report(plan_of("smollm2-135m", "parallel.tp_size=8", "data.max_length=2048"), "h100", 8, a_node=4)
-    (said,) = describe_shared(report)
+    said, *advised = describe_shared(report)
+    assert all(line.endswith("(advised)") for line in advised)
     assert said.startswith("tensor   8 ranks share matrices") and "slow: a node has 4 ranks" in said
     assert "heads do not divide" in said  # nine
     assert describe_shared(make_report(plan_of("llama-3.2-1b"), "h100", 8)) == []
@@ -449,9 +450,26 @@ def test_more_ranks_than_a_node_has_are_told():
     found = planner.lay_out(planner.recipe, build_cluster("h100", 8))
     assert describe_sharing(found.layout) == "8 ranks share matrices, and tokens between them"
     report = make_report(plan_of("smollm2-135m", "parallel.cp_size=8", "data.max_length=2048"), "h100", 8, a_node=4)
-    (said,) = describe_shared(report)
+    said, *_ = describe_shared(report)
     assert said.startswith("context  8 ranks split each row") and "a rank has 2 of them or 1" in said
     assert "a node has 4 ranks" in said
+
+
+def test_a_dense_mask_that_is_named_counts():
+    """A byte for each pair of tokens of a packed row, on every rank that splits it; and a copy in bf16 for one block."""
+    long = ("data.max_length=32768", "parallel.cp_size=8", "activation.checkpointing=full")
+    cluster, peaks = build_cluster("h100", 8), {}
+    for words in ((), ("model.attention=sdpa",), ("model.attention=sdpa", "data.packing=false")):
+        planner = build_planner(plan_of("llama-3.1-8b", *long, *words))
+        peaks[words] = planner.lay_out(planner.recipe, cluster).peak
+    none, dense, plain = peaks.values()
+    assert dense.activations - none.activations == 32768**2 and plain.total == none.total
+
+
+def test_an_advice_that_shares_what_the_recipe_does_not_says_so():
+    report = make_report(plan_of("llama-3.1-70b", "data.max_length=65536"), "h100-80gb", 64)
+    assert [line for line in describe_shared(report) if line.startswith("context  4 ranks") and "(advised)" in line]
+    assert "ddp with cp 4 does not fit" in report.advice.why
 
 
 PARAMETERS = {  # as the models' cards and papers round them

@@ -78,6 +78,11 @@ def choose_attention(asked: str, config: PreTrainedConfig, device: torch.device,
     return KERNELS[asked]
 
 
+def kernel_on_gpu(asked: str) -> Kernel:
+    """What `model.attention` is for a plan: on GPUs of today nothing takes a dense mask but what is named."""
+    return KERNELS[asked if asked in ("sdpa", "eager") else "varlen"]
+
+
 def use_attention(config: PreTrainedConfig, kernel: Kernel) -> None:
     """Have transformers' blocks of `config` call `kernel`."""
     if kernel.make:

@@ -83,7 +83,9 @@ def _may_gain(cluster: Cluster, best: Candidate | None) -> bool:
 def _reason(best: Candidate, refused: list[tuple[Candidate, str]], cluster: Cluster) -> str:
     left = (cluster.room_bytes - best.peak.total) / 1e9
     because = f"{best.layout.stage.name}: {left:.1f} GB of {cluster.room_bytes / 1e9:.0f} to spare; "
-    others = ", ".join(f"{found.layout.stage.name} does not fit ({why})" for found, why in refused)
+    shared = {"tp": best.layout.alike, "cp": best.layout.context}
+    beside = "".join(f" with {axis} {size}" for axis, size in shared.items() if size > 1)
+    others = ", ".join(f"{found.layout.stage.name}{beside} does not fit ({why})" for found, why in refused)
     waits = f"{best.time.exposed / best.time.seconds:.0%} of the step waits for the network"
     return because + (f"{others}; " if others else "") + waits
 

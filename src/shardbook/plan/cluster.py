@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from shardbook.comm.ledger import add_traffic
 from shardbook.memory.shelf import shelf_sizes
 from shardbook.model.adapters import build_adapted
-from shardbook.model.attention import KERNELS
+from shardbook.model.attention import kernel_on_gpu
 from shardbook.model.causal_lm import CausalLM, Flops, count_flops
 from shardbook.model.context import check_heads
 from shardbook.model.shapes import shape_config
@@ -142,7 +142,7 @@ class Planner:
         if ranks not in self.cut:
             parallel = self.recipe.parallel.model_copy(update={"tp_size": ranks})
             recipe = self.recipe.model_copy(update={"parallel": parallel})
-            self.cut[ranks] = build_adapted(recipe, self.config, KERNELS["varlen"], self.teacher)
+            self.cut[ranks] = build_adapted(recipe, self.config, kernel_on_gpu(recipe.model.attention), self.teacher)
         return self.cut[ranks]
 
     def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:
@@ -278,5 +278,5 @@ def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> P
     config = shape_config(recipe.model.path, recipe.data.max_length)
     path, longest = recipe.distill.teacher, recipe.data.max_length
     teacher = shape_config(path, longest, "distill.teacher") if path else None
-    model = build_adapted(recipe, config, KERNELS["varlen"], teacher)
+    model = build_adapted(recipe, config, kernel_on_gpu(recipe.model.attention), teacher)
     return Planner(recipe, config, model, min(document_tokens, longest), teacher)

@@ -235,8 +235,15 @@ def describe_simulated(report: Report) -> list[str]:
 
 
 def describe_shared(report: Report) -> list[str]:
-    """How the recipe's own stage shares matrices."""
+    """How ranks share matrices and rows under the recipe's own stage, and under the advice where it differs."""
     own = report.stages[find_stage(report.planner.recipe.parallel.stage).name]
+    best = report.advice.best
+    if best and (best.layout.alike, best.layout.context) != (own.layout.alike, own.layout.context):
+        return [*_sharing_lines(own), *(f"{line} (advised)" for line in _sharing_lines(best))]
+    return _sharing_lines(own)
+
+
+def _sharing_lines(own: Candidate) -> list[str]:
     told = {"tensor": describe_sharing(own.layout), "context": describe_splitting(own.layout, own.config)}
     return [f"{what:<9}{said}" for what, said in told.items() if said]
 

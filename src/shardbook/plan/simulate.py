@@ -28,7 +28,7 @@ from shardbook.data.loader import MicroBatch, count_totals
 from shardbook.data.tokenized import Totals
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.adapters import build_adapted
-from shardbook.model.attention import KERNELS
+from shardbook.model.attention import kernel_on_gpu
 from shardbook.model.causal_lm import CausalLM, materialize
 from shardbook.optim import state_bytes
 from shardbook.parallel.layout import build_layout
@@ -145,7 +145,7 @@ def _simulate(
     # this process as rank 0 of so many, whose collectives send nothing; no process group may be there already
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
-        model = build_adapted(recipe, config, KERNELS["varlen"], teacher)
+        model = build_adapted(recipe, config, kernel_on_gpu(recipe.model.attention), teacher)
         world = (world_size, ranks_per_node)
         layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world)
         apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)

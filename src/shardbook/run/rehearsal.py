@@ -10,7 +10,7 @@ import torch
 from shardbook.data.loader import Loader, choose_batching
 from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
 from shardbook.model.adapters import build_adapted
-from shardbook.model.attention import KERNELS
+from shardbook.model.attention import kernel_on_gpu
 from shardbook.model.families import load_config
 from shardbook.model.hub import config_folder, tokenizer_folder
 from shardbook.objectives import build_objective
@@ -33,7 +33,7 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     recipe = resolve_precision(recipe, "cuda")
     check_optimizer(recipe.optim, "cuda")
     config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
-    attention = KERNELS["varlen"]
+    attention = kernel_on_gpu(recipe.model.attention)
     teacher = load_teacher(recipe)
     model = build_adapted(recipe, config, attention, teacher)
     world = (world_size, ranks_per_node)
