@@ -52,7 +52,7 @@ class Work:
 
     held: int  # what all blocks hold for backward
     layers: int
-    before_blocks: int  # the batch, rotation
+    before_blocks: int  # the batch, rotation, a dense mask
     loss: int
     head_gradient: int  # in the dtype of compute
     gate: int  # what a block's backward needs at its MLP, with the gradient of its largest matrix
@@ -107,9 +107,9 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     shares = (FP32 + 3 * itemsize) * of.hidden / of.alike
     attention = int(tokens * (shares + (3 * of.hidden + of.queries) * itemsize)) * (of.alike > 1)
     return Work(
-        held=int(held * tokens) + dense * (1 + itemsize * (layers - again)),
+        held=int(held * tokens) + dense * itemsize * (layers - again),
         layers=layers,
-        before_blocks=tokens * (2 * head_size(config) * itemsize + 5 * 8),
+        before_blocks=tokens * (2 * head_size(config) * itemsize + 5 * 8) + dense,
         loss=last + sum(loss_bytes(scored, chunk, outputs, of.hidden, itemsize, trains_head, taught, of.alike > 1)),
         head_gradient=outputs * of.hidden * itemsize * trains_head,
         gate=int(gate * tokens) + matrix + dense * itemsize * bool(again),
