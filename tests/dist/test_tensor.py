@@ -85,12 +85,13 @@ def test_other_knobs_and_exact_bytes(tolerance, knobs, recipe, models, tmp_path,
         assert got.losses[0] == pytest.approx(want.losses[0], rel=5e-3)
 
 
-def test_norm_loss_and_tokens_are_those_without_it(recipe):
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_norm_loss_and_tokens_are_those_without_it(axis, recipe):
     """Clipped at each step. Tokens are counted once, trained ones and rows' alike."""
     words = ("train.steps=3", "train.eval_steps=1", "optim.max_grad_norm=0.2", "data.eval_size=3", "train.export=false")
     runs = [
-        run_train(world, recipe, f"counted-{world}", *words, *more)
-        for world, more in ((1, ["parallel.stage=ddp"]), (2, ["parallel.tp_size=2"]))
+        run_train(world, recipe, f"{axis}-counted-{world}", *words, *more)
+        for world, more in ((1, ["parallel.stage=ddp"]), (2, [f"parallel.{axis}_size=2"]))
     ]
     for one, two in zip(*map(metrics, runs), strict=True):
         assert one.get("train/tokens") == two.get("train/tokens")
