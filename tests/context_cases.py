@@ -25,7 +25,6 @@ def quick_cases() -> list[Case]:
         *chosen,
         Case("zero3", 1, 1, 3, checkpointing="selective", extra=LONG, cp=4),  # two heads of keys, four ranks
         of_model("nine", "zero3", 1, 2, 2, micros=3, clips=True, checkpointing="every:2", extra=LONG),
-        Case("zero3", 1, 1, 3, cp=3, extra=THIRDS),
         of_model("qwen3", "zero2", 1, 1, 2, micros=3, clips=True, extra=("data.packing=false",)),
         Case("zero3", 1, 1, 3, True, checkpointing="full", extra=LONG, cp=2, tp=2),
     ]
@@ -37,6 +36,7 @@ def covering_cases() -> list[Case]:
     chosen = [
         Case("ddp", 2, 1, extra=LONG, cp=2),
         Case("zero2", 1, 2, 3, tied=False, checkpointing="full", cp=2),
+        Case("zero3", 1, 1, 3, cp=3, extra=THIRDS),
         Case("hsdp", 1, 2, 3, True, cp=2),
         Case("ddp", 1, 1, 3, checkpointing="selective", cp=2, tp=2),
         of_model("six", "zero2", 1, 1, 4, clips=True, extra=("train.loss_chunk_tokens=16",)),

@@ -191,7 +191,8 @@ def free_bytes() -> int:
 
 def finish(name: str, said: list[dict], settings: dict) -> dict:
     """What the ranks of `name` said at their end, as one row. All have as many tokens, so losses are their mean."""
-    losses = [sum(each) / RANKS for each in zip(*(rank["losses"] for rank in said), strict=True)]
+    of_ranks = [rank["losses"] for rank in said if rank["losses"]]  # ours are all ranks' already, and rank 0's to say
+    losses = [sum(each) / len(each) for each in zip(*of_ranks, strict=True)]
     if len(losses) != settings["steps"]:
         raise LeftOut(f"{len(losses)} losses of {settings['steps']} steps")
     full = RANKS * settings["batch"] * (settings["length"] - 1)  # the first token of a row is not predicted
