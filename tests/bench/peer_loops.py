@@ -133,7 +133,7 @@ def run_ours(bench: Bench, rows: Callable[[dict, Path], dict]) -> dict:
     if code:
         sys.exit(code)
     if bench.rank:  # rank 0 writes the file, and may not have ended yet
-        return {}
+        return {"losses": None}
     file = bench.folder / "runs" / bench.name / "metrics.jsonl"
     logged = [json.loads(line) for line in file.read_text().splitlines()]
     bench.losses = [row["train/loss"] for row in logged]

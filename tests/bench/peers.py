@@ -191,7 +191,7 @@ def free_bytes() -> int:
 
 def finish(name: str, said: list[dict], settings: dict) -> dict:
     """What the ranks of `name` said at their end, as one row. All have as many tokens, so losses are their mean."""
-    of_ranks = [rank["losses"] for rank in said if rank["losses"]]  # ours are all ranks' already, and rank 0's to say
+    of_ranks = [rank["losses"] for rank in said if rank["losses"] is not None]  # ours are of all, and rank 0's to say
     losses = [sum(each) / len(each) for each in zip(*of_ranks, strict=True)]
     if len(losses) != settings["steps"]:
         raise LeftOut(f"{len(losses)} losses of {settings['steps']} steps")

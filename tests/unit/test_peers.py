@@ -81,6 +81,17 @@ def test_the_page_says_what_was_measured_and_why_not(tmp_path):
     assert (tmp_path / "peers.md").read_text() == page  # written again it does not grow
 
 
+def test_losses_are_the_mean_of_ranks_or_what_rank_0_says_of_all():
+    def rank(losses):
+        return {"losses": losses, "peak_resident_bytes": 1}
+
+    settings = {"steps": 2, "batch": 4, "length": 128}
+    assert peers.finish("bare DDP", [rank([3.0, 2.0]), rank([5.0, 3.0])], settings)["losses"] == [4.0, 2.5]
+    assert peers.finish("ddp", [rank([3.0, 2.0]), rank(None)], settings)["losses"] == [3.0, 2.0]
+    with pytest.raises(ValueError):  # a rank that lost its own
+        peers.finish("bare DDP", [rank([3.0, 2.0]), rank([])], settings)
+
+
 def test_every_pair_steps_in_turn():
     assert {name for group in peers.GROUPS for name in group} == set(CONTENDERS)
     assert {name for pair in PAIRS for name in pair} == set(CONTENDERS)

@@ -450,7 +450,8 @@ def test_more_ranks_than_a_node_has_are_told():
     found = planner.lay_out(planner.recipe, build_cluster("h100", 8))
     assert describe_sharing(found.layout) == "8 ranks share matrices, and tokens between them"
     report = make_report(plan_of("smollm2-135m", "parallel.cp_size=8", "data.max_length=2048"), "h100", 8, a_node=4)
-    said, *_ = describe_shared(report)
+    said, *advised = describe_shared(report)
+    assert all(line.endswith("(advised)") for line in advised)
     assert said.startswith("context  8 ranks split each row") and "a rank has 2 of them or 1" in said
     assert "a node has 4 ranks" in said
 
