@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardbook.optim.adamw_bf16 import AdamWBf16
 from shardbook.optim.elementwise import AdEMAMix, Lion, local_part
 from shardbook.optim.muon import Muon
+from shardbook.parallel.pipeline import StageParameters
 from shardbook.recipe import Optim, RecipeError, first_line
 
 STEP_BYTES = 4  # the step count of one parameter
@@ -145,8 +146,11 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
     before, an fp32 scalar where they are: no host sync. Collective."""
     if not isinstance(parameters, Iterable):
         return parameters.clip(max_norm)
+    stage = parameters if isinstance(parameters, StageParameters) else None
+    counted_elsewhere = set(stage.copies) if stage else ()
     parameters = [p for p in parameters if p.grad is not None]
-    norm = gradient_norm([p.grad for p in parameters if p.grad is not None])
+    counted = [p.grad for p in parameters if p.grad is not None and p not in counted_elsewhere]
+    norm = gradient_norm(counted, group=stage.group if stage else None)
     # on a CPU one may look, and what is not too large need not be multiplied by one
     if max_norm and not (norm.is_cpu and max_norm / (norm + 1e-6) >= 1):
         # torch's own clip_grads_with_norm_ refuses DTensors of two meshes; private: all in few launches, as it does it
@@ -155,9 +159,11 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
     return norm
 
 
-def gradient_norm(gradients: list[Tensor], known: list[Tensor] | None = None) -> Tensor:
+def gradient_norm(
+    gradients: list[Tensor], known: list[Tensor] | None = None, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """2-norm of all gradients together, sharded or not, as an fp32 scalar, the same on every rank. `known`: their
-    squares_of, where they were taken already. Collective.
+    squares_of, where they were taken already; `group`: ranks that have other layers. Collective.
 
     Rows are summed in fp64: in fp32 a tensor of 28M elements already gives another norm whole than in halves (1.4e-5
     on SmolLM2), so that clipping would tell the layouts apart.
@@ -189,6 +195,8 @@ def gradient_norm(gradients: list[Tensor], known: list[Tensor] | None = None) ->
         part = sums.pop(inner)
         dist.all_reduce(part, group=group_of[inner[-1]])
         sums[inner[:-1]] = sums.get(inner[:-1], 0) + part
+    if group is not None:
+        dist.all_reduce(sums[()], group=group)
     return sums[()].sqrt().float()
 
 

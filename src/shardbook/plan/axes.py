@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedConfig
 
+from shardbook.axes import PP_BACKWARD, PP_FORWARD
 from shardbook.comm.ledger import Traffic, Volume, add_traffic
 from shardbook.data.loader import MicroBatch
 from shardbook.model.attention import head_size
@@ -23,12 +24,13 @@ def axes_traffic(
 ) -> Traffic:
     """Of the global `rank`, of the step whose micro-batches `micros_of` makes; None: rows are full, and every token but
     the first of each sequence is trained."""
-    if layout.alike == layout.context == 1:
+    if layout.alike == layout.context == layout.pipeline.ranks == 1:
         return {}
     micros = micros_of() if micros_of else None
     sizes = [(m.input_ids.numel(), len(m.targets)) for m in micros] if micros else full_micros(layout, recipe)
-    tensor = tensor_traffic(layout, config, recipe, sizes)
-    return add_traffic(tensor, context_traffic(layout, config, recipe, rank, [tokens for tokens, _ in sizes]))
+    tokens = [tokens for tokens, _ in sizes]
+    inside = tensor_traffic(layout, config, recipe, sizes), context_traffic(layout, config, recipe, rank, tokens)
+    return add_traffic(*inside, pipeline_traffic(layout, config, tokens))
 
 
 def full_micros(layout: Layout, recipe: Recipe) -> list[tuple[int, int]]:
@@ -48,12 +50,24 @@ def context_traffic(
     shares = deal_heads(heads, key_heads, layout.context)
     own, keys = shares[rank // layout.alike % layout.context]
     of_all = heads + 2 * sum(len(each) for _, each in shares)
-    layers = config.num_hidden_layers
+    layers = layout.layers(config.num_hidden_layers)
     forwards = layers * recipe.forwards + recomputed_blocks(recipe, layers)
     inside = layout.context * own, layout.context * (own + 2 * len(keys))  # heads' tokens of the whole row
     each = forwards * (of_all + inside[0]) + layers * (inside[1] + heads)
     payload = each * sum(sizes) * head_size(config) * layout.dtype("params").itemsize
     return {("all_to_all", layout.context_axis): Volume(2 * (forwards + layers) * len(sizes), payload)}
+
+
+def pipeline_traffic(layout: Layout, config: PreTrainedConfig, sizes: Sequence[int]) -> Traffic:
+    """What passes between stages, for micro-batches of so many tokens of this rank each: activations, and slopes."""
+    pipeline, found = layout.pipeline, dict[tuple[str, str], Volume]()
+    for chunk in range(pipeline.chunks) if pipeline.ranks > 1 else ():
+        payload = sum(tokens // layout.alike for tokens in sizes) * config.hidden_size * layout.dtype("params").itemsize
+        sent = Volume(len(sizes), payload)
+        for axis, is_end in ((PP_FORWARD, pipeline.is_last(chunk)), (PP_BACKWARD, pipeline.is_first(chunk))):
+            if not is_end:
+                found["p2p", axis] = found.get(("p2p", axis), Volume()) + sent
+    return found
 
 
 def describe_splitting(layout: Layout, config: PreTrainedConfig) -> str:
