@@ -451,9 +451,9 @@ def tensor_traffic(case: Case, shapes: dict[str, torch.Size], rows: list[referen
     attention and MLP and summed after them, in backward the other way round; the embedding's result is summed, what
     the last norm gives gathered. Of a block that runs again both gathers, and of its sums not the last. And for each
     trained token three numbers of each rank."""
-    layers = len({name.split(".")[2] for name in shapes if ".layers." in name})
+    numbers = {int(name.split(".")[2]) for name in shapes if ".layers." in name}
     kind, _, every = case.checkpointing.partition(":")
-    again = {"none": 0, "every": len(range(0, layers, int(every or 1)))}.get(kind, layers)
+    layers, again = len(numbers), 0 if kind == "none" else sum(number % int(every or 1) == 0 for number in numbers)
     outer = 2 if case.pp == 1 else 1  # of the first stage the embedding alone
     gathered, scattered = [0, 0], [0, 0]
     chunk, pairs = int(case.said("train.loss_chunk_tokens", 1024)), case.said("method", "sft") != "sft"
@@ -502,9 +502,10 @@ def context_traffic(case: Case, shapes: dict[str, torch.Size], rows: list[refere
         each = [head * key_heads // heads for head in own]
         even = len({each.count(head) for head in each}) == 1
         needed.append(len(set(each)) if even else len(each))
-    layers = len({name.split(".")[2] for name in shapes if ".layers." in name})
+    numbers = {int(name.split(".")[2]) for name in shapes if ".layers." in name}
     kind, _, every = case.checkpointing.partition(":")
-    forwards = layers + {"none": 0, "every": len(range(0, layers, int(every or 1)))}.get(kind, layers)
+    layers = len(numbers)
+    forwards = layers + (0 if kind == "none" else sum(number % int(every or 1) == 0 for number in numbers))
     calls = numbers = 0
     for micro in range(case.micros):
         _, many, length = rows_of_first(case, rows, micro)

@@ -116,7 +116,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     flops, on = count_flops(model), torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
     forecast |= predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, on)
     send_inputs(
-        model, apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0), recipe.offload
+        model, apply_checkpointing(model.model.layers, recipe.activation, recipe.lora.lora_dropout > 0), recipe.offload
     )
     if recipe.train.compile:
         apply_compile(model)

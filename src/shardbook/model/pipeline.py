@@ -59,7 +59,9 @@ def _keep(model: CausalLM, numbers: Sequence[int], begins: bool, ends: bool) -> 
 
 
 def _view(model: CausalLM) -> CausalLM:
-    """Another model of the same modules."""
+    """Another model of the same modules, with hooks of its own."""
     view, body = copy.copy(model), copy.copy(model.model)
-    view._modules, body._modules = model._modules | {"model": body}, dict(model.model._modules)
+    for module in (view, body):
+        vars(module).update({name: value.copy() for name, value in vars(module).items() if isinstance(value, dict)})
+    view.model = body
     return view

@@ -132,10 +132,11 @@ class Layout:
         parts = [self.units[start : start + count] for start, count in zip(starts, self.chunk_units, strict=True)]
         return [replace(self, units=units, chunk_units=()) for units in parts]
 
-    def layers(self, whole: int) -> int:
-        """How many of a model's `whole` layers this rank has."""
+    def blocks(self, whole: int) -> list[int]:
+        """Which of a model's `whole` blocks this rank has."""
         own = self.pipeline
-        return sum(len(own.own_layers(chunk)) for chunk in range(own.chunks)) if own.layers else whole
+        chunks = [own.own_layers(chunk) for chunk in range(own.chunks)] if own.layers else [range(whole)]
+        return [number for chunk in chunks for number in chunk]
 
     def residual_numel(self, unit: Unit) -> int:
         """Elements that error feedback keeps on a rank for `unit`: what its last exchange sends."""
@@ -199,4 +200,4 @@ def pipeline_groups(along: list[int], rank: int) -> dict[str, list[int]]:
     last stage of a chunk of layers is followed by the first of the next."""
     place = along.index(rank)
     following, before = along[(place + 1) % len(along)], along[place - 1]
-    return {PP_FORWARD: [rank, following], PP_BACKWARD: [rank, before], PP_ENDS: [along[0], along[-1]]}
+    return {PP_ENDS: [along[0], along[-1]], PP_FORWARD: [rank, following], PP_BACKWARD: [rank, before]}

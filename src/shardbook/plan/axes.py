@@ -50,8 +50,9 @@ def context_traffic(
     shares = deal_heads(heads, key_heads, layout.context)
     own, keys = shares[rank // layout.alike % layout.context]
     of_all = heads + 2 * sum(len(each) for _, each in shares)
-    layers = layout.layers(config.num_hidden_layers)
-    forwards = layers * recipe.forwards + recomputed_blocks(recipe, layers)
+    numbers = layout.blocks(config.num_hidden_layers)
+    layers = len(numbers)
+    forwards = layers * recipe.forwards + recomputed_blocks(recipe, numbers)
     inside = layout.context * own, layout.context * (own + 2 * len(keys))  # heads' tokens of the whole row
     each = forwards * (of_all + inside[0]) + layers * (inside[1] + heads)
     payload = each * sum(sizes) * head_size(config) * layout.dtype("params").itemsize
