@@ -400,7 +400,7 @@ def expected_traffic(
                 calls, size = found.get(("p2p", axis), (0, 0))
                 if times:
                     found["p2p", axis] = calls + times, size + times * passed
-    sizes = {"pp": case.pp, "dp_replicate": replicas, "dp_shard": n, "tp": case.tp}
+    sizes = ({"pp": case.pp} if case.pp > 1 else {}) | {"dp_replicate": replicas, "dp_shard": n, "tp": case.tp}
     axis = next((axis for axis, size in sizes.items() if size == case.world), "world")
     calls, size = found.get(("all_reduce", axis), (0, 0))
     found["all_reduce", axis] = (calls + 1, size + 48)  # six counts

@@ -85,6 +85,11 @@ class Layout:
         parts."""
         return self.sizes.get(TP, 1)
 
+    @property
+    def shared(self) -> dict[str, int]:
+        """Ranks that have one micro-batch together, by axis: its matrices, rows or layers."""
+        return {TP: self.alike, CP: self.context, PP: self.pipeline.ranks}
+
     def dtype(self, what: Literal["params", "reduce", "output", "master"]) -> torch.dtype:
         """Of gathered parameters and compute; of gradients on the wire and their sum; of what the model returns; of
         parameters at rest, reduced gradients and optimizer state."""

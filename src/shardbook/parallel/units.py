@@ -121,7 +121,7 @@ def choose_units(
         fate = getattr(modules[0], FORWARD_ONLY, "")
         is_kept |= modules[0] not in in_blocks and fate != FREED and not parallel.reshard_root
         is_lookup = all(isinstance(module, nn.Embedding) for module in modules)
-        is_around = outer == [modules] == list(parts[:1]) and not is_lookup  # not what begins or ends a stage alone
+        is_around = outer == [modules] and not is_lookup and modules != parts[-1]  # not one end of some layers alone
         spans = modules == [model] or is_around or fate == HELD
         units.append(
             Unit(

@@ -13,6 +13,7 @@ from shardbook.data.loader import MicroBatch
 from shardbook.model.attention import head_size
 from shardbook.model.context import deal_heads, own_heads
 from shardbook.parallel.layout import Layout
+from shardbook.parallel.schedule import bubble, in_flight
 from shardbook.plan.tensor import recomputed_blocks, tensor_traffic
 from shardbook.recipe import Recipe
 
@@ -69,6 +70,25 @@ def pipeline_traffic(layout: Layout, config: PreTrainedConfig, sizes: Sequence[i
             if not is_end:
                 found["p2p", axis] = found.get(("p2p", axis), Volume()) + sent
     return found
+
+
+def describe_pipeline(layout: Layout, micros: int) -> str:
+    """What the stages of a pipeline are, how long they wait for each other, what one holds; and what makes it slow.
+    Empty where there is none."""
+    pipeline, stage = layout.pipeline, layout.stage
+    if pipeline.ranks == 1:
+        return ""
+    most, least = max(pipeline.layers), min(pipeline.layers)
+    blocks = f"{most} blocks" if most == least else f"{least} to {most} blocks"
+    said = f"{len(pipeline.layers)} stages of {blocks} on {pipeline.ranks} ranks, {pipeline.schedule}: "
+    held = in_flight(pipeline.schedule, 0, pipeline.ranks, micros, pipeline.chunks)
+    said += f"the first holds activations of {held} passes; "
+    said += f"bubble {bubble(pipeline.ranks, micros, pipeline.chunks):.0%} of computing"
+    if micros < pipeline.ranks:
+        said += f"; slow: {micros} micro-batches for {pipeline.ranks} ranks (train.gradient_accumulation_steps)"
+    if stage.reshard_after_forward and layout.shards > 1:
+        said += f"; {stage.name} gathers each block {2 * micros} times a step, zero1 and zero2 once"
+    return said
 
 
 def describe_splitting(layout: Layout, config: PreTrainedConfig) -> str:
