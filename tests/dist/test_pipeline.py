@@ -5,6 +5,7 @@ import shutil
 import pipeline_cases
 import pytest
 from cases import (
+    TOLERANCE,
     Case,
     assert_case,
     assert_exact_bytes,
@@ -17,7 +18,7 @@ from cases import (
 )
 from pipeline_cases import deep
 from safetensors.torch import load_file, save_file
-from world import run_world, train_rank
+from world import metrics, run_train, run_world, train_rank
 
 AXIS = pipeline_cases
 
@@ -77,6 +78,45 @@ def test_what_the_last_stage_lacks_every_rank_refuses(recipe, tiny, tmp_path):
     words = [str(recipe), "parallel.pp_size=2", f"model.path={model}", "run.name=lacks"]
     for code, _, said in run_world(2, train_rank, words, seconds=60):
         assert code == 2 and f"do not fit the model: missing {lacks}\n" in said, said
+
+
+def skips_evaluation():
+    """Planted bug: what has no backward runs on one stage."""
+    import torch
+
+    from shardbook.run import evaluation
+
+    evaluation.run_forward = lambda *given: torch.zeros(())
+
+
+def shares_evaluation():
+    """Planted bug: a loss of the last stage alone is taken for one that each stage has a part of."""
+    from shardbook.run import evaluation
+
+    real = evaluation.run_forward
+    evaluation.run_forward = lambda *given: real(*given) / 2
+
+
+def train_planted(plan, words):
+    plan()
+    return train_rank(words)
+
+
+def eval_losses(run) -> list[float]:
+    return [row["eval/loss"] for row in metrics(run) if "eval/loss" in row]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", [skips_evaluation, shares_evaluation])
+def test_an_evaluation_gone_wrong_turns_it_red(bug, recipe):
+    """tests/dist/test_tensor.py compares losses of evaluations with and without a pipeline."""
+    words = ("train.steps=2", "train.eval_steps=1", "train.export=false")
+    want = eval_losses(run_train(1, recipe, f"{bug.__name__}-one", *words))
+    name = f"{bug.__name__}-two"
+    for plan, wrong in ((tuple, False), (bug, True)):
+        given = [str(recipe), f"run.name={name}-{wrong}", "parallel.pp_size=2", *words]
+        assert [code for code, _, _ in run_world(2, train_planted, plan, given)] == [0, 0]
+        assert (eval_losses(recipe.parent / f"{name}-{wrong}") != pytest.approx(want, rel=TOLERANCE)) is wrong
 
 
 KNOBS = [
