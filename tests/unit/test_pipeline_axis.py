@@ -9,12 +9,13 @@ from shardbook.model.causal_lm import build_model, count_flops
 from shardbook.model.pipeline import split_stages
 from shardbook.model.tensor import cut_model
 from shardbook.model.weights import own_parameters, whole_shapes
+from shardbook.optim import build_optimizer
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import DataRank, resolve_sizes
 from shardbook.parallel.schedule import Pipeline, deal_layers
 from shardbook.parallel.stages import STAGES
-from shardbook.recipe import Parallel, Precision, RecipeError, load_recipe
+from shardbook.recipe import Optim, Parallel, Precision, RecipeError, load_recipe
 
 TWO, LOOPED = "parallel.pp_size=2", "parallel.pipeline_schedule=interleaved"
 ALONE, SWITCH = ["there is no pipeline", "set parallel.pp_size"], ["a switch of ZeRO++", "leave parallel.quantize"]
@@ -163,6 +164,23 @@ def test_names_shapes_and_work_are_those_of_the_whole(ranks, chunks, alike, tied
         assert sorted(map(id, runs)) == sorted(map(id, part.blocks)), "blocks of chunks are those of the rank"
     twice = {"model.embed_tokens.weight": 2 * alike} if tied else {}  # at either end
     assert times == dict.fromkeys(shapes, alike) | twice
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bf16_moments_round_by_the_place_in_the_whole_model(tied):
+    """So bits are those of one stage, and copies of a tied weight stay the same."""
+
+    def numbers(model):
+        optimizer = build_optimizer(model, Optim(name="adamw_bf16", learning_rate=1e-3))
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+        return dict(zip(ordered, optimizer.numbers, strict=True))
+
+    facts = {"num_hidden_layers": 7, "tied": tied}
+    whole = numbers(build_model(config(**facts), "fp32"))
+    assert list(whole.values()) == list(range(len(whole)))
+    parts = [numbers(part_of(parallel_of(2, 2), rank, 2, **facts)) for rank in range(2)]
+    assert all(part[name] == whole[name] for part in parts for name in part) and parts[0] | parts[1] == whole
 
 
 def layout_of(stage: str, rank: int, world: int, **sizes) -> Layout:
