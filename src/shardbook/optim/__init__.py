@@ -20,6 +20,7 @@ from shardbook.optim.adamw_bf16 import AdamWBf16
 from shardbook.optim.elementwise import AdEMAMix, Lion, local_part
 from shardbook.optim.muon import Muon
 from shardbook.parallel.pipeline import StageParameters
+from shardbook.parallel.units import WHOLE
 from shardbook.recipe import Optim, RecipeError, first_line
 
 STEP_BYTES = 4  # the step count of one parameter
@@ -75,6 +76,16 @@ def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
+def numbers_in_whole(model: nn.Module) -> list[int] | None:
+    """The place of each parameter of `parameter_groups` in those of the whole model; None where this is all of it."""
+    whole: dict[str, torch.Size] | None = getattr(model, WHOLE, None)
+    if whole is None:
+        return None
+    own = dict(model.named_parameters())
+    order = sorted(whole, key=lambda name: len(whole[name]) < 2)
+    return [number for number, name in enumerate(order) if name in own]
+
+
 def adamw_settings(optim: Optim) -> dict[str, Any]:
     return {"lr": optim.learning_rate, "betas": tuple(optim.betas), "eps": optim.eps}
 
@@ -87,7 +98,7 @@ def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
         case "adamw":
             return torch.optim.AdamW(groups, fused=True, **settings)
         case "adamw_bf16":
-            return AdamWBf16(groups, **settings)
+            return AdamWBf16(groups, **settings, numbers=numbers_in_whole(model))
         case "adamw_8bit":
             from torchao.optim import AdamW8bit
 
