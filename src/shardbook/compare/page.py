@@ -14,7 +14,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from shardbook.axes import CP, TP
+from shardbook.axes import CP, PP, TP
 from shardbook.compare.outcome import SOURCES, Outcome, differences, first_difference, judge
 from shardbook.run.console import readable_bytes
 
@@ -99,14 +99,15 @@ def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[str]], word
 def summary_rows(outcomes: list[Outcome]) -> list[list[str]]:
     """The table of the page and of the terminal, its heading first."""
     base = outcomes[0]
-    inner = [axis for axis in (CP, TP) if any(axis in one.mesh for one in outcomes)]
-    mesh = "replicas x shards" + f" (x {', '.join(inner)})" * bool(inner)
+    named = [axis for axis in (PP, CP, TP) if any(axis in one.mesh for one in outcomes)]
+    inner = ", ".join(axis for axis in named if axis != PP)
+    mesh = "(pp x) " * (PP in named) + "replicas x shards" + f" (x {inner})" * bool(inner)
     rows = [["variant", "verdict", mesh, "last loss", "held-out", "kept", "peak", "sent a step", "tokens/s"]]
     for one in outcomes:
         row = [
             one.name,
             judge(one, base),
-            " x ".join(f"{axis} {size}" if axis in inner else str(size) for axis, size in one.mesh.items()),
+            " x ".join(f"{axis} {size}" if axis in named else str(size) for axis, size in one.mesh.items()),
             f"{one.losses[-1]:.4f}" if one.losses else "",
             f"{one.eval_losses[-1]:.4f}" if one.eval_losses else "",
             readable_bytes(one.resident_bytes) if one.memory else "",
