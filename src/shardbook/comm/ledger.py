@@ -154,6 +154,8 @@ def traffic_metrics(traffic: Traffic, inter_node_bytes: int) -> dict[str, int]:
     metrics: dict[str, int] = {}
     for op in OPS:
         volume = sum((volume for (name, _), volume in traffic.items() if name == op), Volume())
+        if op == "p2p" and not volume.calls:  # of pipelines alone
+            continue
         metrics |= {f"comm/{op}_calls": volume.calls, f"comm/{op}_bytes": volume.payload_bytes}
     return metrics | {"comm/inter_node_bytes": inter_node_bytes}
 
