@@ -451,6 +451,128 @@ def tensor_ranks_shuffle_alone(train):
     loader.build_micro_batch = build_micro_batch
 
 
+@planted_in("zero3", 1, 1, micros=3, pp=2)
+def gradients_scaled_by_micros(train):
+    """The loss that is shown is divided, that of which gradients are taken is not."""
+    real = train.run_step
+
+    def run_step(sharded, micros, shares_of, device):
+        def scaled(*given):
+            shares = shares_of(*given)
+            return shares.detach() + len(micros) * (shares - shares.detach())
+
+        return real(sharded, micros, scaled, device)
+
+    train.run_step = run_step
+
+
+@planted_in("zero2", 1, 1, micros=3, pp=2)
+def activations_of_the_micro_before(train):
+    """What is sent is what was made before."""
+    from shardbook.parallel.pipeline import Links
+
+    real, earlier = Links.send, {}
+
+    def send(links, tensor, is_forward):
+        before = earlier.get(is_forward, tensor)
+        earlier[is_forward] = tensor
+        real(links, before if is_forward and before.shape == tensor.shape else tensor, is_forward)
+
+    Links.send = send
+
+
+@planted_in("zero2", 1, 1, micros=3, pp=2)
+def slopes_of_another_micro(train):
+    """Of two micro-batches on their way the last is taken first. In the first step the loss is exact."""
+    from shardbook.parallel.pipeline import Passes
+
+    real = Passes.backward
+
+    def backward(passes, action, *more):
+        first, *others = passes.made
+        if others:
+            passes.made[first], passes.made[others[-1]] = passes.made[others[-1]], passes.made[first]
+        return real(passes, action, *more)
+
+    Passes.backward = backward
+
+
+@planted_in("zero1", 1, 2, micros=3, pp=2)
+def reduced_after_the_last_forward(train):
+    """The last backward of a step told by the forwards, as in a loop without stages: gradients right, bytes more."""
+    from shardbook.parallel.pipeline import Passes
+
+    real, seen = (Passes.forward, Passes.backward), []
+    Passes.forward = lambda passes, action, *more: (seen.append(action.micro), real[0](passes, action, *more))[1]
+    Passes.backward = lambda passes, action, is_last, came: real[1](passes, action, seen[-1] == 2, came)
+
+
+@planted_in("zero3", 1, 1, pp=2, refused="embed_tokens.weight is not the same on two ranks")
+def tied_ends_not_summed(train):
+    from shardbook.parallel.pipeline import Links
+
+    Links.sum_tied = lambda links, model: None
+
+
+@planted_in("zero3", 1, 1, micros=3, pp=2, refused="embed_tokens.weight is not the same on two ranks")
+def tied_ends_summed_in_one_alone(train):
+    """The head's half goes to the embedding, and nothing comes back."""
+    from shardbook.parallel.pipeline import Links, tied_weight
+
+    real = Links.sum_tied
+
+    def sum_tied(links, model):
+        gradient = tied_weight(model).grad
+        before = gradient.clone()
+        real(links, model)
+        if links.pipeline.ends:
+            tied_weight(model).grad = before
+
+    Links.sum_tied = sum_tied
+
+
+@planted_in("zero3", 1, 1, clips=True, tied=False, pp=2)
+def norm_of_own_layers_alone(train):
+    """Each stage of the model scales by a norm of its own."""
+    from shardbook import optim
+
+    real = optim.gradient_norm
+    optim.gradient_norm = lambda gradients, known=None, group=None: real(gradients, known)
+
+
+@planted_in("zero3", 1, 1, clips=True, pp=2)
+def norm_counts_both_tied_ends(train):
+    """Loss and gradient exact."""
+    from shardbook.parallel.pipeline import Links
+
+    real = Links.parameters
+    Links.parameters = lambda links, model: dataclasses.replace(real(links, model), copies=[])
+
+
+@planted_in("zero3", 1, 1, pp=2)
+def tokens_counted_on_each_stage(train):
+    """Loss and gradient halved."""
+    real = train.choose_batching
+    train.choose_batching = lambda data, how, at, *rest, **named: real(data, how, at._replace(stages=1), *rest, **named)
+
+
+@planted_in("zero3", 1, 2, 4, model="deep", pp=2, chunks=2, schedule="interleaved")
+def chunks_share_their_hooks(train):
+    """As if one root were over both: after a backward of one chunk the other's units are done with, too."""
+    import copy
+
+    from shardbook.model import pipeline
+
+    def _view(model):
+        view, body = copy.copy(model), copy.copy(model.model)
+        for module in (view, body):
+            module._modules = module._modules.copy()
+        view.model = body
+        return view
+
+    pipeline._view = _view
+
+
 def after_applying(train, change):
     """`change(units)` once, when the stage has been applied."""
     real = train.apply_stage

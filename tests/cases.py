@@ -32,10 +32,13 @@ class Case:
     tp: int = 1
     model: str = ""  # its directory beside the others
     cp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    schedule: str = "1f1b"
 
     @property
     def world(self) -> int:
-        return self.replicas * self.shards * self.cp * self.tp
+        return self.pp * self.replicas * self.shards * self.cp * self.tp
 
     @property
     def batch(self) -> int:
@@ -58,13 +61,17 @@ class Case:
     @property
     def layout(self) -> str:
         beside = f", cp {self.cp}" * (self.cp > 1) + f", tp {self.tp}" * (self.tp > 1)
+        beside += f", pp {self.pp}" * (self.pp > 1)
         return (f"{self.stage} {self.replicas}x{self.shards}" if self.stage == "hsdp" else self.stage) + beside
 
     @property
     def name(self) -> str:
         words = (
             self.stage,
-            f"{self.replicas}x{self.shards}" + f"xcp{self.cp}" * (self.cp > 1) + f"x{self.tp}" * (self.tp > 1),
+            f"pp{self.pp}{self.schedule}{self.chunks}x" * (self.pp > 1)
+            + f"{self.replicas}x{self.shards}"
+            + f"xcp{self.cp}" * (self.cp > 1)
+            + f"x{self.tp}" * (self.tp > 1),
             f"k{self.micros}",
             "clip" if self.clips else "free",
         )
@@ -78,6 +85,9 @@ class Case:
             *([f"parallel.dp_shard_size={self.shards}"] if self.stage != "ddp" else []),
             *([f"parallel.cp_size={self.cp}"] if self.cp > 1 else []),
             *([f"parallel.tp_size={self.tp}"] if self.tp > 1 else []),
+            *([f"parallel.pp_size={self.pp}"] if self.pp > 1 else []),
+            *([f"parallel.pipeline_schedule={self.schedule}"] if self.pp > 1 else []),
+            *([f"parallel.pipeline_chunks={self.chunks}"] if self.chunks > 1 else []),
             f"model.path={tiny}/{self.folder}",
             f"train.gradient_accumulation_steps={self.micros}",
             f"optim.max_grad_norm={MAX_NORM if self.clips else 0}",
@@ -200,8 +210,10 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
             setattr(train, name, function)
     model, layout = seen["model"], seen["layout"]
     beside = {axis: size for axis, size in (("cp", case.cp), ("tp", case.tp)) if size > 1}
-    assert layout.mesh == {"dp_replicate": case.replicas, "dp_shard": case.shards} | beside
-    coordinates = tuple(seen["mesh"].get_local_rank(axis) for axis in layout.sizes)
+    first = {"pp": case.pp} if case.pp > 1 else {}
+    assert layout.mesh == first | {"dp_replicate": case.replicas, "dp_shard": case.shards} | beside
+    coordinates = tuple(seen["mesh"].get_local_rank(axis) for axis in layout.sizes if axis != "pp")
+    coordinates = (*coordinates, ranks.rank * case.pp // case.world)
     kept = predict_resident(layout, ranks.rank, settings.optim.name)
     memory = (kept.params_bytes, kept.grads_bytes, kept.optimizer_bytes)
     groups = layout.groups(ranks.rank) | {WORLD: list(range(case.world))}
@@ -213,6 +225,11 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
         digest.update(part.flatten().view(torch.uint8).numpy().tobytes())
         if not (isinstance(p, DTensor) and "tp" in p.device_mesh.mesh_dim_names):
             uncut.update(part.flatten().view(torch.uint8).numpy().tobytes())
+    if case.pp > 1:  # each has its own layers
+        everyone = [None] * case.world
+        torch.distributed.all_gather_object(everyone, (gradients, weights))
+        weights = merged([theirs for _, theirs in everyone])
+        gradients = [merged(each) for each in zip(*(theirs for theirs, _ in everyone), strict=True)]
     result = None
     if ranks.is_main:
         rows = [
@@ -225,6 +242,15 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
     return Outcome(
         coordinates, *digests, seen["traffic"], (seen["inter_node"], inter_node), (seen["memory"], memory), result
     )
+
+
+def merged(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What ranks have by name; of what several have the same bits."""
+    found = {}
+    for part in parts:
+        for name, tensor in part.items():
+            assert torch.equal(found.setdefault(name, tensor), tensor), f"{name} is not the same on two ranks"
+    return found
 
 
 def whole(tensor) -> Tensor:
@@ -314,7 +340,8 @@ def assert_replicas_agree(outcomes: list[Outcome]) -> None:
     digests, uncut = {}, {}
     for outcome in outcomes:
         assert digests.setdefault(outcome.coordinates[1:], outcome.digest) == outcome.digest, "replicas drifted apart"
-        assert uncut.setdefault(outcome.coordinates[1], outcome.uncut) == outcome.uncut, "ranks along tp drifted apart"
+        place = outcome.coordinates[1], outcome.coordinates[-1]
+        assert uncut.setdefault(place, outcome.uncut) == outcome.uncut, "ranks along tp drifted apart"
 
 
 def expected_traffic(
@@ -324,6 +351,7 @@ def expected_traffic(
     block, tied weights and the last norm in one unit with the embedding. What is not `trained` is never summed. Of rank
     0; with tp the units have its parts, and `rows` are the first step's. Ranks along cp split one copy like others, or
     where nothing is split hold copies."""
+    shapes = shapes if case.pp == 1 else stage_of(case, shapes)
     sums = {} if case.tp == 1 else tensor_traffic(case, shapes, rows)
     replicas, n = case.replicas, case.shards
     replicas, n = (replicas * case.cp, n) if case.stage == "ddp" else (replicas, n * case.cp)
@@ -354,15 +382,46 @@ def expected_traffic(
         found["all_reduce", "dp_replicate"] = (len(summed), padded // n)
     if case.tp > 1:  # gradients of what is not cut, of this rank's shards; and the norm
         uncut = padded_bytes([shape for name, shape in shapes.items() if parts[name] == shape]) // n
-        found |= sums | {("all_reduce", "tp"): (2, uncut + 8)}
+        found |= sums | {("all_reduce", "tp"): (1 + case.chunks, uncut + 8)}
     if case.cp > 1:  # by the name of the whole axis, where that is all of it
         joined, size = ("dp_replicate", replicas) if case.stage == "ddp" else ("dp_shard", n)
         found["all_to_all", joined if size == case.cp else "cp"] = context_traffic(case, shapes, rows)
-    sizes = {"dp_replicate": replicas, "dp_shard": n, "tp": case.tp}
+    if case.pp > 1:
+        embedding = parts["model.embed_tokens.weight"]
+        found["all_reduce", "pp"] = 1, 8  # the norm
+        if case.tied:
+            axis = "pp" if case.pp == 2 else "pp_ends"
+            calls, size = found.get(("all_reduce", axis), (0, 0))
+            found["all_reduce", axis] = calls + 1, size + 4 * -(-embedding[0] // n) * embedding[1]
+        for micro in range(case.micros):
+            _, many, length = rows_of_first(case, rows, micro)
+            passed = many * length // case.cp // case.tp * embedding[1] * 4
+            for axis, times in (("pp_forward", case.chunks), ("pp_backward", case.chunks - 1)):
+                calls, size = found.get(("p2p", axis), (0, 0))
+                if times:
+                    found["p2p", axis] = calls + times, size + times * passed
+    sizes = ({"pp": case.pp} if case.pp > 1 else {}) | {"dp_replicate": replicas, "dp_shard": n, "tp": case.tp}
     axis = next((axis for axis, size in sizes.items() if size == case.world), "world")
     calls, size = found.get(("all_reduce", axis), (0, 0))
     found["all_reduce", axis] = (calls + 1, size + 48)  # six counts
     return found
+
+
+def stage_of(case: Case, shapes: dict[str, torch.Size]) -> dict[str, torch.Size]:
+    """What the first rank of a pipeline has: the embedding and, of each chunk, the first of its stages' blocks. Blocks
+    are dealt out evenly; the second stage has one more before the first does, and the last is the last to."""
+    layers, stages = len({name.split(".")[2] for name in shapes if ".layers." in name}), case.pp * case.chunks
+    counts = [layers // stages] * stages
+    for stage in [*range(1, stages - 1), 0, stages - 1][: layers % stages]:
+        counts[stage] += 1
+    own = set()
+    for stage in range(0, stages, case.pp):
+        own |= set(range(sum(counts[:stage]), sum(counts[: stage + 1])))
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if (int(name.split(".")[2]) in own if ".layers." in name else "embed" in name)
+    }
 
 
 HEAD = 8  # numbers of a head, of every tiny model
@@ -392,9 +451,10 @@ def tensor_traffic(case: Case, shapes: dict[str, torch.Size], rows: list[referen
     attention and MLP and summed after them, in backward the other way round; the embedding's result is summed, what
     the last norm gives gathered. Of a block that runs again both gathers, and of its sums not the last. And for each
     trained token three numbers of each rank."""
-    layers = len({name.split(".")[2] for name in shapes if ".layers." in name})
+    numbers = {int(name.split(".")[2]) for name in shapes if ".layers." in name}
     kind, _, every = case.checkpointing.partition(":")
-    again = {"none": 0, "every": len(range(0, layers, int(every or 1)))}.get(kind, layers)
+    layers, again = len(numbers), 0 if kind == "none" else sum(number % int(every or 1) == 0 for number in numbers)
+    outer = 2 if case.pp == 1 else 1  # of the first stage the embedding alone
     gathered, scattered = [0, 0], [0, 0]
     chunk, pairs = int(case.said("train.loss_chunk_tokens", 1024)), case.said("method", "sft") != "sft"
     for micro in range(case.micros):
@@ -402,11 +462,12 @@ def tensor_traffic(case: Case, shapes: dict[str, torch.Size], rows: list[referen
         trained = trained_in(own, length // case.cp)
         tokens = many * length // case.cp * shapes["model.embed_tokens.weight"][1] * 4
         scored = 1 + pairs  # where losses have slopes of their own, logits are made again
-        for total, calls in ((gathered, 4 * layers + 2 * again + 2), (scattered, 4 * layers + again + 2)):
+        for total, calls in ((gathered, 4 * layers + 2 * again + outer), (scattered, 4 * layers + again + outer)):
             total[0] += calls
             total[1] += calls * tokens
-        gathered[0] += scored * math.ceil(trained / (chunk or max(1, trained)))
-        gathered[1] += scored * 12 * trained * case.tp
+        if case.pp == 1:
+            gathered[0] += scored * math.ceil(trained / (chunk or max(1, trained)))
+            gathered[1] += scored * 12 * trained * case.tp
     return {("all_gather", "tp"): tuple(gathered), ("reduce_scatter", "tp"): tuple(scattered)}
 
 
@@ -441,9 +502,10 @@ def context_traffic(case: Case, shapes: dict[str, torch.Size], rows: list[refere
         each = [head * key_heads // heads for head in own]
         even = len({each.count(head) for head in each}) == 1
         needed.append(len(set(each)) if even else len(each))
-    layers = len({name.split(".")[2] for name in shapes if ".layers." in name})
+    numbers = {int(name.split(".")[2]) for name in shapes if ".layers." in name}
     kind, _, every = case.checkpointing.partition(":")
-    forwards = layers + {"none": 0, "every": len(range(0, layers, int(every or 1)))}.get(kind, layers)
+    layers = len(numbers)
+    forwards = layers + (0 if kind == "none" else sum(number % int(every or 1) == 0 for number in numbers))
     calls = numbers = 0
     for micro in range(case.micros):
         _, many, length = rows_of_first(case, rows, micro)

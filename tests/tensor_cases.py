@@ -29,6 +29,8 @@ OPTIONS = MICROS, CLIPS, TIED, CHECKPOINTING
 
 
 def write_models(folder: Path) -> None:
+    for tied in (True, False):  # with blocks for many stages, which do not go round
+        write_model(folder / ("deep" if tied else "deep-untied"), tied=tied, num_hidden_layers=7)
     for name, (family, tied, changes) in MODELS.items():
         write_model(folder / name, family, tied, 259 if tied else 287, **changes)
 

@@ -27,6 +27,7 @@ from shardbook.objectives import build_objective
 from shardbook.optim import check_optimizer, clip_gradients, learning_rate, set_learning_rate
 from shardbook.parallel.layout import DTYPES, build_layout
 from shardbook.parallel.mesh import build_mesh
+from shardbook.parallel.pipeline import run_step
 from shardbook.parallel.sharding import apply_stage
 from shardbook.plan.axes import axes_traffic
 from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
@@ -79,7 +80,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
         teacher = load_teacher(recipe)
     attention = choose_attention(recipe.model.attention, config, ranks.device, DTYPES[recipe.precision.params])
-    model = build_adapted(recipe, config, attention, teacher, ranks.rank)
+    model = build_adapted(recipe, config, attention, teacher, ranks.rank, ranks.world_size)
     world = (ranks.world_size, ranks.ranks_per_node)
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world, recipe.offload)
 
@@ -110,12 +111,12 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
 
     # Checkpointing -> compile -> stage -> memory.
     peak = predict_peak(layout, config, recipe)
-    predicted = predict_traffic(layout, loader.accumulation, recipe.optim.name, recipe.forwards)
+    predicted = predict_traffic(layout, loader.accumulation, recipe.optim.name, recipe.forwards, ranks.rank)
     forecast = predict_memory_metrics(layout, recipe.optim.name, asdict(peak), loader.accumulation)
     flops, on = count_flops(model), torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
     forecast |= predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, on)
     send_inputs(
-        model, apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0), recipe.offload
+        model, apply_checkpointing(model.model.layers, recipe.activation, recipe.lora.lora_dropout > 0), recipe.offload
     )
     if recipe.train.compile:
         apply_compile(model)
@@ -173,11 +174,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             rate = learning_rate(recipe.optim, step, steps)
             set_learning_rate(optimizer, rate)  # here: off the device a unit may be stepped in backward
             seen = torch.zeros(1 + len(objective.metrics), device=ranks.device)
-            for micro in marked(micros, "micro-batch"):
-                with sharded.micro_batch(is_last=micro is micros[-1]):
-                    shares = objective.shares(model, micro.to(ranks.device), totals)
-                    shares[0].backward()
-                seen += shares.detach()
+            for shares in marked(run_step(sharded, micros, objective.of(totals), ranks.device), "micro-batch"):
+                seen += shares
             norm = clip_gradients(sharded.gradients, recipe.optim.max_grad_norm)
             optimizer.step()
             state = TrainState(step, state.tokens + int(totals.tokens), loader.state_dict())

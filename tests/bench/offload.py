@@ -177,6 +177,7 @@ def bench_hidden(rounds: int) -> dict:
     stepped = 0.05 * sum(bool(unit.shapes) for unit in layout.units)
     for number in range(rounds + 2):
         sharded.offloaded.homes.waited = 0.0
+        sharded.begin_step()
         with sharded.micro_batch(is_last=True):
             sft_loss(model, micro).backward()  # its forward waits for what the step before began
         waited = sharded.offloaded.homes.waited

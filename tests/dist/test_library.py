@@ -211,6 +211,17 @@ REFUSED = {
         r"embed.weight \(in block embed\) and head.weight \(in block head\) are one parameter",
     ),
     "needs switches": (lambda m: {"blocks": [m.a], "stage": "zeropp"}, "none of its switches is zero3"),
+    **{
+        f"{key} of two": (
+            lambda m, key=key: {"blocks": [m.a, m.b], "stage": Parallel(**{key: 2})},
+            f"parallel.{key} = 2: it {lacks}; leave it out",
+        )
+        for key, lacks in (
+            ("tp_size", "cuts no matrices"),
+            ("cp_size", "splits no rows"),
+            ("pp_size", "deals out no layers"),
+        )
+    },
     "unknown stage": (lambda m: {"blocks": [m.a], "stage": "zero4"}, "parallel.stage = 'zero4': must be one of ddp"),
     "no process group": (lambda m: {"blocks": [m.a, m.b]}, "no process group; call torch.distributed.init_process_group"),
 }

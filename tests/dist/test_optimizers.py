@@ -177,3 +177,17 @@ def test_8_bit_blocks_are_not_cut_anew(trained, recipe, large, torchao):
     folder, printed = resumed(trained, EIGHT, recipe, "blocks", 1, large, *EIGHT, "train.gradient_accumulation_steps=2")
     assert "optimizer state: of AdamW8bit over 2 shards, here AdamW8bit over 1 shards" in printed
     assert len(losses(folder)) == 4
+
+
+@pytest.mark.slow
+def test_8_bits_along_a_pipeline(recipe, tiny, torchao):
+    """Resumed to the bit, and by one rank, whose blocks are the same ones."""
+    model = write_model(tiny / "two", vocab=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    words = (*SAVING, *EIGHT, f"model.path={model}", "train.gradient_accumulation_steps=2")
+    straight, _ = run(2, recipe, "piped", *words, "parallel.pp_size=2")
+    for world, more in ((2, ["parallel.pp_size=2"]), (1, [])):
+        folder = recipe.parent / f"piped-{world}"
+        shutil.copytree(straight, folder, ignore=shutil.ignore_patterns("export", "step-000004", "run.json"))
+        _, printed = run(world, recipe, folder.name, *words, *more)
+        assert "optimizer state: of" not in printed
+        assert losses(folder) == (losses(straight) if world == 2 else pytest.approx(losses(straight), rel=1e-4))

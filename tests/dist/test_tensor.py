@@ -85,7 +85,7 @@ def test_other_knobs_and_exact_bytes(tolerance, knobs, recipe, models, tmp_path,
         assert got.losses[0] == pytest.approx(want.losses[0], rel=5e-3)
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp"])
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
 def test_norm_loss_and_tokens_are_those_without_it(axis, recipe):
     """Clipped at each step. Tokens are counted once, trained ones and rows' alike."""
     words = ("train.steps=3", "train.eval_steps=1", "optim.max_grad_norm=0.2", "data.eval_size=3", "train.export=false")

@@ -14,13 +14,13 @@ COMPILED = ("train.compile=true", "data.eval_size=0", "train.eval_steps=0")  # a
 
 
 def run_counting(plan, recipe, tiny, case, results):
-    """`case` with blocks compiled by aot_eager: graphs, how often one ran, why any broke."""
+    """`case` with blocks compiled by aot_eager: graphs, how often one ran, why any broke, and the rank's blocks."""
     import torch
 
     from shardbook import train
 
     plan and plan(torch)
-    made, runs, counters = [], [], torch._dynamo.utils.counters
+    made, runs, blocks, counters = [], [], [], torch._dynamo.utils.counters
 
     def backend(graph, inputs):
         made.append(1)
@@ -33,14 +33,15 @@ def run_counting(plan, recipe, tiny, case, results):
         return run
 
     def apply_compile(model):
-        for block in model.blocks:
+        blocks.extend(model.blocks)
+        for block in blocks:
             block.compile(backend=backend)
 
     train.apply_compile = apply_compile
     counters.clear()
     errors = run_cases(recipe, tiny, [case], results)
     assert not errors, errors
-    return len(made), len(runs), dict(counters["graph_break"])
+    return len(made), len(runs), dict(counters["graph_break"]), len(blocks)
 
 
 def counts_while_it_traces(torch):
@@ -57,28 +58,37 @@ def counts_while_it_traces(torch):
         pytest.param(Case("zero2", 1, 1, 3, True, checkpointing="selective", extra=COMPILED, cp=4), marks=pytest.mark.slow),
         pytest.param(Case("zero1", 1, 1, 1, extra=COMPILED, cp=2, tp=2), marks=pytest.mark.slow),
         pytest.param(Case("ddp", 1, 1, 1, extra=COMPILED, tp=4), marks=pytest.mark.slow),
+        pytest.param(Case("zero2", 1, 2, 3, True, checkpointing="full", extra=COMPILED, pp=2), marks=pytest.mark.slow),
+        pytest.param(Case("zero3", 1, 1, 3, tied=False, extra=COMPILED, pp=2, tp=2), marks=pytest.mark.slow),
+        pytest.param(
+            Case("zero1", 1, 1, 3, checkpointing="selective", extra=COMPILED, pp=2, cp=2), marks=pytest.mark.slow
+        ),
     ],
     ids=lambda case: case.name,
 )
 def test_one_graph_a_block_and_no_break(case, recipe, tiny, wanted, tmp_path):
-    """Every step after the first, which the ledger has eager. What is recomputed is in the graph of backward."""
-    for made, runs, breaks in run_world(case.world, run_counting, None, recipe, tiny, case, tmp_path):
+    """Every step after the first, which the ledger has eager where blocks hold collectives. What is recomputed is in the
+    graph of backward."""
+    steps = STEPS - (case.tp * case.cp > 1)
+    found = run_world(case.world, run_counting, None, recipe, tiny, case, tmp_path)
+    for made, runs, breaks, blocks in found:
         assert (made, breaks) == (1, {})  # all blocks share it
-        assert runs == (STEPS - 1) * case.micros * BLOCKS
+        assert runs == steps * case.micros * blocks
+    assert sum(blocks for *_, blocks in found) == BLOCKS * case.world // case.pp
     print(f"\nworst {assert_case(case, outcomes_of(case, tmp_path), wanted(case)):.1e}  {case.name}")
 
 
 @pytest.mark.slow
 def test_a_trace_through_the_ledger_turns_it_red(recipe, tiny, tmp_path):
     case = Case("zero3", 1, 1, 1, extra=COMPILED, tp=2)
-    for made, runs, breaks in run_world(2, run_counting, counts_while_it_traces, recipe, tiny, case, tmp_path):
+    for made, runs, breaks, _ in run_world(2, run_counting, counts_while_it_traces, recipe, tiny, case, tmp_path):
         assert made > 1 and breaks and runs > (STEPS - 1) * BLOCKS
         print(f"\n{made} graphs, {runs} runs, {len(breaks)} breaks")
 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["tp", "cp"])
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
 def test_fused_kernels_too(axis, recipe, tiny, wanted, tmp_path):
     case = Case("zero3", 1, 1, 3, True, checkpointing="selective", extra=("train.compile=true",), **{axis: 2})
     assert run_world(2, run_cases, recipe, tiny, [case], tmp_path, seconds=600) == [[], []]

@@ -1,5 +1,5 @@
-"""Files know nothing of the axes inside a model: what was saved, exported or drawn with them is what one process reads
-and writes."""
+"""Files know nothing of the axes inside a model, or of a pipeline: what was saved, exported or drawn with them is what one
+process reads and writes."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from cases import DECAY, RATE, TOLERANCE, documents_of_steps, relative_error
 from safetensors.torch import load_file
 from tensor_cases import write_models
-from world import losses, metrics, run_train, run_world
+from world import losses, metrics, run_train, run_world, train_rank
 
 SAVING = ("train.steps=5", "train.save_steps=2", "optim.eps=1e-3", "train.eval_steps=2")
 # six rows a step in each: world, words
@@ -29,6 +29,16 @@ LAYOUTS |= {
     "cp2 x tp2": (4, ["parallel.cp_size=2", "parallel.tp_size=2", "train.gradient_accumulation_steps=6"]),
     "ddp, cp2": (2, ["parallel.cp_size=2", "parallel.stage=ddp", "train.gradient_accumulation_steps=6"]),
 }
+LAYOUTS |= {
+    "pp2 x dp2": (4, ["parallel.pp_size=2", "train.gradient_accumulation_steps=3"]),
+    "pp2 x tp2": (4, ["parallel.pp_size=2", "parallel.tp_size=2", "train.gradient_accumulation_steps=6"]),
+    "ddp, pp2": (2, ["parallel.pp_size=2", "parallel.stage=ddp", "train.gradient_accumulation_steps=6"]),
+    "pp3, gpipe": (
+        3,
+        ["parallel.pp_size=3", "parallel.pipeline_schedule=gpipe", "train.gradient_accumulation_steps=6"],
+    ),
+}
+LOOPED = ["parallel.pp_size=2", "parallel.pipeline_schedule=interleaved", "parallel.pipeline_chunks=2"]
 FIRST = "tp2 x dp2"
 
 
@@ -68,7 +78,7 @@ def move(words: list[str], recipe: Path, source: Path, out: Path) -> None:
     ranks = start_distributed()
     settings = resolve_precision(load_recipe(recipe, words), "cpu")
     config = load_config(settings.model, Path(settings.model.path), settings.data.max_length)
-    model = build_adapted(settings, config, rank=ranks.rank)
+    model = build_adapted(settings, config, rank=ranks.rank, world_size=ranks.world_size)
     parts, world = (model, model.parts, model.blocks), (ranks.world_size, ranks.ranks_per_node)
     layout = build_layout(settings.parallel, settings.precision, *parts, *world)
     sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
@@ -77,7 +87,19 @@ def move(words: list[str], recipe: Path, source: Path, out: Path) -> None:
     save_checkpoint(out, sharded, optimizer, state, 0)
 
 
-@pytest.mark.parametrize("way", [["one", "cp2 x tp2"], pytest.param(["dp3", "hsdp, tp2", "cp2 x dp2", "tp4", "ddp, cp2", FIRST], marks=pytest.mark.slow)])
+# from each of three to each of three
+PAIRS = (
+    *("cp2 x dp2", "one", "cp2 x dp2", "dp3", "cp2 x dp2", "pp2 x tp2", "pp2 x tp2", "dp3", "pp2 x dp2", "one"),
+    *("pp2 x dp2", "dp3", "pp2 x dp2", "pp2 x tp2", "one"),
+)
+WAYS = [
+    ["pp2 x tp2", "one", "cp2 x tp2"],
+    pytest.param(["dp3", "hsdp, tp2", "cp2 x dp2", "tp4", "ddp, pp2", "ddp, cp2", "pp3, gpipe", FIRST], marks=pytest.mark.slow),
+    pytest.param(PAIRS, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["few", "all", "pairs"])
 def test_a_checkpoint_is_the_same_to_the_bit_from_layout_to_layout(way, recipe, straight, tmp_path):
     """Each saves what it loaded of the one before."""
     newest = straight / "checkpoints" / "step-000004"
@@ -107,7 +129,10 @@ def export_of(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "export" / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", [FIRST, "one", *(pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS if n not in (FIRST, "one"))])
+QUICK = (FIRST, "one", "pp2 x dp2")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in LAYOUTS])
 def test_a_run_goes_on_as_the_plain_process_would(name, recipe, straight, plain):
     run = cut_back(straight, f"to {name}".replace(",", "").replace(" ", "-"))
     world, words = LAYOUTS[name]
@@ -138,6 +163,28 @@ def test_what_went_elsewhere_comes_back(recipe, straight, plain):
         assert relative_error(export_of(run)[tensor], want) < TOLERANCE, tensor
 
 
+@pytest.mark.parametrize(
+    ("name", "world", "words"),
+    [
+        ("looped", 2, [*LOOPED, "train.gradient_accumulation_steps=6"]),
+        *(pytest.param(name, *LAYOUTS[name], marks=pytest.mark.slow) for name in ("pp2 x dp2", "pp2 x tp2", "ddp, pp2")),
+    ],
+)
+def test_a_pipeline_goes_on_bitwise(name, world, words, recipe, models):
+    """On the layout on which it stopped; and on one rank as it would have gone on."""
+    of, name = [*SAVING, f"model.path={models}/deep"], f"deep {name}".replace(",", "").replace(" ", "-")
+    straight = run_train(world, recipe, name, *of, *words)
+    run = cut_back(straight, f"{name}-again")
+    run_train(world, recipe, run.name, *of, *words)
+    assert losses(run) == losses(straight)
+    assert all(torch.equal(export_of(run)[tensor], want) for tensor, want in export_of(straight).items())
+    elsewhere = cut_back(straight, f"{name}-on-one")
+    run_train(1, recipe, elsewhere.name, *of, *LAYOUTS["one"][1])
+    assert losses(elsewhere) == pytest.approx(losses(straight), rel=TOLERANCE)
+    for tensor, want in export_of(straight).items():
+        assert relative_error(export_of(elsewhere)[tensor], want) < TOLERANCE, tensor
+
+
 LOADED = ("train.steps=1", "optim.learning_rate=1e-30", "data.eval_size=0")
 RANDOM = ("model.init=random", "train.seed=7")
 
@@ -153,6 +200,11 @@ def models(tiny):
     [
         (4, ["parallel.tp_size=2"], "untied", ()),
         (4, ["parallel.tp_size=2"], "nine", RANDOM),
+        (2, [*LOOPED, "train.gradient_accumulation_steps=2"], "deep", RANDOM),
+        pytest.param(2, ["parallel.pp_size=2"], "untied", (), marks=pytest.mark.slow),
+        pytest.param(3, ["parallel.pp_size=3", "parallel.stage=zero1"], "biased", RANDOM, marks=pytest.mark.slow),
+        pytest.param(4, ["parallel.pp_size=2", "parallel.tp_size=2"], "deep", RANDOM, marks=pytest.mark.slow),
+        pytest.param(4, ["parallel.pp_size=4", "parallel.stage=ddp"], "deep-untied", (), marks=pytest.mark.slow),
         pytest.param(4, ["parallel.tp_size=4"], "model", RANDOM, marks=pytest.mark.slow),
         pytest.param(4, ["parallel.tp_size=4"], "biased", (), marks=pytest.mark.slow),
         pytest.param(3, ["parallel.tp_size=3", "data.max_length=126"], "qwen2", (), marks=pytest.mark.slow),
@@ -162,10 +214,34 @@ def test_an_export_is_that_of_one_process_to_the_bit(world, words, model, start,
     """Of weights that were loaded, or drawn: a rate of 1e-30 moves none of them. Drawn ones are the same in any layout."""
     more = (*LOADED, *start, f"model.path={models}/{model}")
     name = f"{model}-{world}-{len(start)}"
-    ours = export_of(run_train(world, recipe, f"{name}-tp", *more, *words))
+    ours = export_of(run_train(world, recipe, f"{name}-cut", *more, *words))
     theirs = export_of(run_train(1, recipe, f"{name}-one", *more))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[tensor], theirs[tensor]) for tensor in theirs)
     if not start:
         source = load_file(models / model / "model.safetensors")
         assert all(torch.equal(ours[tensor], source[tensor]) for tensor in ours)
+
+
+def draws_by_own_place(words):
+    """Planted bug: weights begin as their place among those of the rank says, so two stages begin alike."""
+    from shardbook.parallel.units import WHOLE
+    from shardbook.run import start
+
+    def init_weights(model, *given, **named):
+        whole = vars(model).pop(WHOLE)
+        real(model, *given, **named)
+        setattr(model, WHOLE, whole)
+
+    real, start.init_weights = start.init_weights, init_weights
+    return train_rank(words)
+
+
+@pytest.mark.slow
+def test_stages_that_begin_alike_turn_it_red(recipe, models):
+    words = (*LOADED, *RANDOM, f"model.path={models}/deep-untied")
+    want = export_of(run_train(1, recipe, "begun-one", *words))
+    given = [str(recipe), "run.name=begun-alike", "parallel.pp_size=2", *words]
+    assert [code for code, _, _ in run_world(2, draws_by_own_place, given)] == [0, 0]
+    found = export_of(recipe.parent / "begun-alike")
+    assert not all(torch.equal(found[tensor], want[tensor]) for tensor in want)

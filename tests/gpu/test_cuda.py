@@ -5,8 +5,11 @@ import os
 
 import pytest
 import torch
-from cases import Case, assert_exact_bytes, assert_parity, layouts, outcomes_of, run_cases
+import torch.distributed as dist
+from cases import Case, assert_exact_bytes, assert_parity, layouts, outcomes_of, reference_of, run_cases
+from pipeline_cases import deep
 from quantized import assert_alike_but_for_ties
+from tensor_cases import write_models
 from toys import Scenario, Toy, train_toy
 from world import losses, metrics, run_train, run_world
 
@@ -28,12 +31,37 @@ def cuda():
 
 def over_gloo(function, *args):
     """`function(*args)` on a rank that shares its GPU: NCCL refuses two ranks on one, gloo copies through the host."""
-    import torch.distributed as dist
-
     real = dist.init_process_group
     dist.init_process_group = lambda backend, **options: real("cpu:gloo,cuda:gloo", **options)
+    dist.isend, dist.irecv = ByHost.isend, ByHost.irecv
     os.environ["LOCAL_RANK"] = "0"
     return function(*args)
+
+
+class ByHost:
+    """What one rank sends another by way of the host's memory: gloo reduces what lies on a GPU, but sends none."""
+
+    isend_of_torch, irecv_of_torch = dist.isend, dist.irecv
+
+    def __init__(self, pass_on, tensor, other, group, arrives):
+        self.staged, self.target = tensor.to("cpu", copy=True), tensor if arrives else None
+        self.work = pass_on(self.staged, other, group)
+
+    @classmethod
+    def isend(cls, tensor, dst=None, group=None):
+        return cls(cls.isend_of_torch, tensor, dst, group, arrives=False)
+
+    @classmethod
+    def irecv(cls, tensor, src=None, group=None):
+        return cls(cls.irecv_of_torch, tensor, src, group, arrives=True)
+
+    def is_completed(self):
+        return self.work.is_completed()
+
+    def wait(self):
+        self.work.wait()
+        if self.target is not None:
+            self.target.copy_(self.staged)
 
 
 def matrix(world, precision):
@@ -67,6 +95,37 @@ def test_matrices_or_rows_shared_by_two_ranks(axis, compiles, recipe, tiny, tmp_
     for case in cases:
         assert_parity(outcomes_of(case, tmp_path)[0].result, wanted(case), TOLERANCE)
         assert_exact_bytes(outcomes_of(case, tmp_path))
+
+
+@pytest.fixture(scope="module")
+def models(tiny):
+    write_models(tiny)
+    return tiny
+
+
+PIPELINES = {
+    "1f1b": deep("zero1", 1, 1, 4, clips=True, pp=2, extra=("precision.params=fp32",)),
+    "gpipe": deep("zero3", 1, 1, 4, pp=2, schedule="gpipe", extra=("precision.params=fp32",)),
+    "interleaved": deep(
+        "zero2", 1, 1, 4, tied=False, pp=2, chunks=2, schedule="interleaved", extra=("precision.params=fp32",)
+    ),
+    "compiled": deep(
+        "zero1", 1, 1, 3, checkpointing="full", pp=2, extra=("precision.params=fp32", "train.compile=true")
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", PIPELINES)
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_layers_on_one_rank_after_another(backend, schedule, recipe, models, tmp_path):
+    """Over NCCL: that ranks which send and receive in the order of a table do not wait for each other for ever."""
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL refuses two ranks on one GPU")
+    case, words = PIPELINES[schedule], (run_cases, recipe, models, [PIPELINES[schedule]], tmp_path)
+    assert run_world(2, *(words if backend == "nccl" else (over_gloo, *words)), seconds=300) == [[], []]
+    outcomes = outcomes_of(case, tmp_path)
+    assert_parity(outcomes[0].result, reference_of(recipe, models)(case), TOLERANCE)
+    assert_exact_bytes(outcomes)
 
 
 @pytest.mark.parametrize("kernel", ["varlen", "sdpa"])

@@ -92,6 +92,7 @@ def test_there_are_recipes():
     expected = {f"smollm2-135m-{stage}" for stage in ("fsdp", "ddp", "zero1", "zero2", "hsdp", "zeropp")}
     expected |= {"llama8b-zero2", "llama8b-fsdp", "llama70b-fsdp", "llama70b-hsdp", "qwen3-8b-fsdp"}
     expected |= {"smollm2-135m-tp", "llama70b-tp-fsdp", "llama405b-tp-fsdp", "smollm2-135m-cp", "llama8b-128k"}
+    expected |= {"smollm2-135m-pp"}
     expected |= {"llama8b-zeropp", "llama70b-zeropp", "llama8b-1gpu", "llama405b-fsdp"}
     expected |= {
         "smollm2-135m-offload",
@@ -114,7 +115,7 @@ def test_recipe(name, tmp_path):
     recipe = load_recipe(path)
     last = name.removesuffix("-dpo").rsplit("-", 1)[-1]
     stages = dict.fromkeys(("fsdp", "1gpu", "offload", "nvme", "qlora", "tp", "cp", "128k"), "zero3")
-    stages |= {"lora": recipe.parallel.stage}
+    stages |= {"lora": recipe.parallel.stage, "pp": "zero1"}
     if recipe.method != "sft":
         assert f"-{recipe.method}" in name
         stages |= dict.fromkeys(("135m", "llama8b", recipe.method), "zero3")
@@ -122,6 +123,7 @@ def test_recipe(name, tmp_path):
     assert (bool(recipe.lora.r), recipe.model.load_in_4bit) == ("lora" in name, "qlora" in name)
     assert (recipe.parallel.tp_size > 1) == ("-tp" in name)
     assert (recipe.parallel.cp_size > 1) == name.endswith(("-cp", "-128k"))
+    assert (recipe.parallel.pp_size > 1) == name.endswith("-pp")
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(dump_recipe(recipe))
     assert load_recipe(resolved) == recipe
@@ -141,8 +143,13 @@ def wrap(path, folder, world, count):
     recipe = resolve_precision(load_recipe(path), "cuda")
     config = load_config(recipe.model, folder, recipe.data.max_length)
     # whoever teaches is of the same shape
-    model = build_adapted(recipe, config, KERNELS["varlen"], config if recipe.distill.teacher else None, world - 1)
+    teacher = config if recipe.distill.teacher else None
+    model = build_adapted(recipe, config, KERNELS["varlen"], teacher, world - 1, world)
     added = sum(parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name))
+    if recipe.parallel.pp_size > 1:  # the last stage of a tied model has all but the blocks of the others
+        others = [number for number, block in enumerate(model.model.layers) if block is None]
+        count -= len(others) * count_parameters(model.model.layers[-1].parameters())
+        assert len(others) == config.num_hidden_layers * (recipe.parallel.pp_size - 1) // recipe.parallel.pp_size
     assert count_parameters(model.parameters()) == count * (1 + bool(recipe.distill.teacher)) + added
     assert bool(added) == bool(recipe.lora.r)
     own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)

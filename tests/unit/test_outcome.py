@@ -7,6 +7,7 @@ import pytest
 
 from shardbook import cli
 from shardbook.compare.outcome import Outcome, differences, first_difference, judge, read_outcome
+from shardbook.compare.page import in_legend, summary_rows
 
 
 def outcome(name, steps, losses, kept=100.0, sent=50.0):
@@ -33,6 +34,23 @@ BASE = outcome("ddp", [1, 2, 3], [4.0, 2.0, 1.0])
 )
 def test_verdicts(one, verdict):
     assert judge(one, BASE).startswith(verdict)
+
+
+def test_axes_inside_a_model_stand_by_name_in_a_mesh():
+    ranks = {"dp_replicate": 1, "dp_shard": 2}
+    one, two = (replace(BASE, mesh=mesh) for mesh in (ranks, {"pp": 2, **ranks, "tp": 4}))
+    assert [row[2] for row in summary_rows([one, two])] == [
+        "(pp x) replicas x shards (x tp)",
+        "1 x 2",
+        "pp 2 x 1 x 2 x tp 4",
+    ]
+    assert summary_rows([one])[0][2] == "replicas x shards"
+
+
+def test_a_long_name_is_broken_in_a_legend():
+    name = "zero1," + ",".join(f"parallel.key_{number}=interleaved" for number in range(5))
+    assert in_legend(name).replace("<br>", "") == name
+    assert max(map(len, in_legend(name).split("<br>"))) <= 100 and in_legend("zero3") == "zero3"
 
 
 def test_the_peak_of_a_step_tells_apart_what_is_kept_alike():

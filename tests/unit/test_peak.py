@@ -14,8 +14,9 @@ from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model, count_flops
 from shardbook.model.loss_head import LossHead
 from shardbook.parallel.layout import build_layout
+from shardbook.plan.change import smallest_change
 from shardbook.plan.kept import kept_by_a_block, loss_bytes, read_widths
-from shardbook.plan.peak import predict_peak, smallest_change
+from shardbook.plan.peak import predict_peak
 from shardbook.plan.speed import predict_mfu
 from shardbook.recipe import Activation, Parallel, Precision, Recipe, Train
 

@@ -391,28 +391,27 @@ def test_sharing_matrices_is_advised_where_nothing_else_fits():
     assert told["take"]["mesh"]["cp"] == told["recipe"]["parallel.cp_size"] == best.layout.context
     assert f"x cp {best.layout.context})" in describe_advice(report)[0]
     assert best.tokens == report.stages["zero3"].tokens  # a step of as many rows
-    tensor = report.planner.candidates(report.cluster, shares=(8, 1))
+    tensor = report.planner.candidates(report.cluster, shares=(8, 1, 1))
     assert any(found.fits for found in tensor)  # matrices could be shared too
 
 
 def test_what_may_share_matrices():
     cluster = build_cluster("h100", 16)
-    split = [(1, 2), (1, 4), (1, 8)]  # rows
-    assert build_planner(plan_of("llama-3.1-8b")).shares(cluster) == [(2, 1), (4, 1), (8, 1), *split]
-    assert build_planner(plan_of("llama-3.1-8b", "parallel.tp_size=4")).shares(cluster) == [
-        (1, 1),
-        (2, 1),
-        (8, 1),
-        (4, 2),
-    ]
-    assert build_planner(plan_of("llama-3.1-8b", "parallel.cp_size=8")).shares(cluster) == [(1, 1), (1, 2), (1, 4)]
+    split = [(1, 2, 1), (1, 4, 1), (1, 8, 1)]  # rows
+    layers = [(1, 1, 2)]  # of two nodes
+    matrices = [(2, 1, 1), (4, 1, 1), (8, 1, 1)]
+    assert build_planner(plan_of("llama-3.1-8b")).shares(cluster) == [*matrices, *split, *layers]
+    own = build_planner(plan_of("llama-3.1-8b", "parallel.tp_size=4"))
+    assert own.shares(cluster) == [(1, 1, 1), (2, 1, 1), (8, 1, 1), (4, 2, 1), (4, 1, 2)]
+    own = build_planner(plan_of("llama-3.1-8b", "parallel.cp_size=8"))
+    assert own.shares(cluster) == [(1, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 2)]
+    own = build_planner(plan_of("llama-3.1-8b", "parallel.pp_size=2"))
+    assert own.shares(cluster) == [(2, 1, 2), (4, 1, 2), (8, 1, 2), (1, 2, 2), (1, 4, 2), (1, 8, 2), (1, 1, 1)]
     assert build_planner(plan_of("llama-3.1-8b", "lora.r=16")).shares(cluster) == split
-    assert build_planner(plan_of("llama-3.1-8b")).shares(build_cluster("h100", 12, a_node=4)) == [
-        *((2, 1), (4, 1)),
-        *split[:2],
-    ]
-    assert build_planner(plan_of("llama-3.1-8b")).shares(cluster, both=True) == [(8, 2)]
-    assert build_planner(plan_of("smollm2-135m")).shares(cluster, both=True) == []  # nine heads: eight have one
+    twelve = build_planner(plan_of("llama-3.1-8b")).shares(build_cluster("h100", 12, a_node=4))
+    assert twelve == [*matrices[:2], *split[:2]]  # three nodes
+    assert build_planner(plan_of("llama-3.1-8b")).shares(cluster, both=True) == [(8, 2, 1), (8, 1, 2)]
+    assert build_planner(plan_of("smollm2-135m")).shares(cluster, both=True) == [(8, 1, 2)]  # nine heads: none for more
 
 
 CP = ("data.max_length=131072", "parallel.cp_size=8", "activation.checkpointing=full")

@@ -109,7 +109,11 @@ WRONG = {
     "parallel.wrap=blok": ["parallel.wrap = 'blok'", "block, none, size:<whole number>", "did you mean block?"],
     "parallel.wrap=size:0": ["parallel.wrap = 'size:0'", "size:<whole number>"],
     "parallel.forward_prefetch=-2": ["parallel.forward_prefetch = -2", "greater than or equal to -1"],
-    "parallel.pp_size=2": ["parallel.pp_size is not a key"],
+    "parallel.pipeline_chunks=2": ["parallel.pipeline_chunks = 2: there is no pipeline; set parallel.pp_size"],
+    "parallel.pipeline_schedule=gpipe": ["parallel.pipeline_schedule = 'gpipe': there is no pipeline"],
+    "parallel.pipeline_schedule=zb": [
+        "parallel.pipeline_schedule = 'zb': input should be 'gpipe', '1f1b' or 'interleaved'"
+    ],
     "parallel.tp_size=0": ["parallel.tp_size = 0", "greater than or equal to 1"],
     "parallel.cp_size=0": ["parallel.cp_size = 0", "greater than or equal to 1"],
     "parallel.cp_size=3": ["data.max_length = 1024 and parallel.cp_size = 3", "must be a multiple of 3"],
@@ -217,6 +221,36 @@ def test_what_does_not_compose_with_context_parallel_exits_2(file, words, capsys
     assert "parallel.cp_size = 2 and" in captured.err and CONTEXT[words] in captured.err
 
 
+PIPELINE = {  # and with pipeline parallel
+    ("parallel.stage=zeropp",): "set parallel.stage=zero3",
+    ("parallel.stage=hsdp", "parallel.secondary_shard=2"): "leave parallel.quantize_weights",
+    ("parallel.wrap=none",): "set parallel.wrap=block",
+    ("parallel.wrap=size:1000",): "set parallel.wrap=block",
+    ("lora.r=4",): "leave one of the two out",
+    ("method=dpo",): "leave parallel.pp_size out",
+    ("method=reward",): "leave parallel.pp_size out",
+    ("generate.steps=5",): "set generate.steps=0",
+    ("optim.name=muon",): "set optim.name=adamw",
+    ("offload.optimizer=cpu",): "leave [offload] out",
+    ("offload.activations=cpu", "activation.checkpointing=full"): "leave [offload] out",
+    ("parallel.pipeline_schedule=interleaved",): "set parallel.pipeline_chunks=2, or leave both out",
+    ("parallel.pipeline_chunks=2",): "set parallel.pipeline_schedule=interleaved, or leave both out",
+    (
+        "parallel.pipeline_schedule=interleaved",
+        "parallel.pipeline_chunks=2",
+        "train.gradient_accumulation_steps=3",
+    ): "must be a multiple of 2",
+}
+
+
+@pytest.mark.parametrize("words", PIPELINE, ids=" ".join)
+def test_what_does_not_compose_with_pipeline_parallel_exits_2(file, words, capsys):
+    assert cli.main(["train", str(file), "parallel.pp_size=2", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1, captured
+    assert "parallel.p" in captured.err and PIPELINE[words] in captured.err
+
+
 USERS_WORDS = {
     "optim.lr": "optim.learning_rate",
     "lr": "optim.learning_rate",
@@ -239,6 +273,10 @@ USERS_WORDS = {
     "parallel.sp_size": "parallel.cp_size",
     "sequence_parallel_size": "parallel.cp_size",
     "ring_attn_func": "parallel.cp_size (slices of rows are exchanged for heads, nothing goes round a ring)",
+    "pipeline_model_parallel_size": "parallel.pp_size",
+    "parallelism.pipeline_parallel_degree": "parallel.pp_size",
+    "pp_schedule": "parallel.pipeline_schedule (1f1b, gpipe or interleaved)",
+    "virtual_pipeline_model_parallel_size": ("parallel.pipeline_chunks (and parallel.pipeline_schedule=interleaved)"),
     "preference.reference_free": "method=simpo (or orpo): dpo has a reference",
     "preference.ref_model": "model.path (the reference is the model that the run begins with)",
     "preference.desirable_weight": (

@@ -307,6 +307,51 @@ DEEPSPEED = {
         },
         [],
     ),
+    "a pipeline": (
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 8,
+            "zero_optimization": {"stage": 1},
+            "bf16": {"enabled": True},
+            "pipeline": {
+                "stages": 4,
+                "partition": "best",
+                "seed_layers": False,
+                "activation_checkpoint_interval": 1,
+                "pipe_partitioned": True,
+                "grad_partitioned": True,
+            },
+        },
+        {
+            "parallel.stage": "zero1",
+            "parallel.pp_size": 4,
+            "train.gradient_accumulation_steps": 8,
+            "activation.checkpointing": "full",
+        },
+        [],
+    ),
+    "a pipeline whose stages the script says, split by hand": (
+        {
+            "zero_optimization": {"stage": 1},
+            "pipeline": {"stages": "auto", "partition": "type:decoder", "activation_checkpoint_interval": 0, "odd": 1},
+        },
+        {"parallel.stage": "zero1", "parallel.pp_size": None, "activation.checkpointing": None},
+        ["pipeline.partition", "pipeline.odd"],
+    ),
+    "a pipeline, offloaded": (
+        {
+            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+            "pipeline": {"stages": 2, "activation_checkpoint_interval": 4},
+            "sequence_parallel_size": 2,
+        },
+        {
+            "offload.optimizer": "cpu",
+            "parallel.pp_size": None,
+            "parallel.cp_size": 2,
+            "activation.checkpointing": "full",
+        },
+        ["pipeline.stages"],
+    ),
     "sequences and qwZ": (
         {
             "zero_optimization": {"stage": 3, "zero_quantized_weights": True},
@@ -608,15 +653,46 @@ ACCELERATE = {
         {"parallel.wrap": "size:1000", "parallel.tp_size": None},
         ["parallelism_config.parallelism_config_tp_size"],
     ),
-    "tensor parallel, fp16, Megatron": (
+    "the Megatron-LM guide": (
+        {
+            **LAUNCH,
+            "deepspeed_config": {},
+            "distributed_type": "MEGATRON_LM",
+            "downcast_bf16": "no",
+            "fsdp_config": {},
+            "megatron_lm_config": {
+                "megatron_lm_gradient_clipping": 1.0,
+                "megatron_lm_num_micro_batches": 2,
+                "megatron_lm_pp_degree": 2,
+                "megatron_lm_recompute_activations": True,
+                "megatron_lm_sequence_parallelism": True,
+                "megatron_lm_tp_degree": 2,
+                "megatron_lm_use_distributed_optimizer": True,
+            },
+            "mixed_precision": "bf16",
+        },
+        {
+            "parallel.stage": "zero1",
+            "parallel.tp_size": 2,
+            "parallel.pp_size": 2,
+            "train.gradient_accumulation_steps": 2,
+            "activation.checkpointing": "selective",
+        },
+        [],
+    ),
+    "tensor parallel twice, fp16, Megatron": (
         {
             "distributed_type": "MEGATRON_LM",
             "mixed_precision": "fp16",
-            "megatron_lm_config": {"megatron_lm_tp_degree": 2},
+            "megatron_lm_config": {"megatron_lm_tp_degree": 2, "megatron_lm_pp_degree": 1},
             "parallelism_config": {"parallelism_config_tp_size": 2},
         },
-        {"parallel.tp_size": 2},
-        ["distributed_type", "mixed_precision", "megatron_lm_config"],
+        {"parallel.stage": "ddp", "parallel.tp_size": None, "parallel.pp_size": None},
+        [
+            "mixed_precision",
+            "megatron_lm_config.megatron_lm_tp_degree",
+            "parallelism_config.parallelism_config_tp_size",
+        ],
     ),
 }
 CASES = [("ds.json", name, *case) for name, case in DEEPSPEED.items()]
@@ -678,9 +754,11 @@ def test_a_quoted_no_is_no(said, tier, tmp_path):
 def test_a_size_that_is_no_number_of_ranks(tmp_path):
     for value in (-1, 2.5, True, "many"):
         given = {"tensor_parallel": {"autotp_size": value}, "sequence_parallel_size": value}
+        given["pipeline"] = {"stages": value, "activation_checkpoint_interval": value}
         _, entries = translate(written(tmp_path, "tp.json", given))
         refused = [entry.key for entry in entries if entry.refused]
-        assert refused == ["tensor_parallel.autotp_size", "sequence_parallel_size"], value
+        parts = ["pipeline.stages", "pipeline.activation_checkpoint_interval"]
+        assert refused == ["tensor_parallel.autotp_size", "sequence_parallel_size", *parts], value
     for axis, key in (("tp", "tp_size"), ("cp", "cp_size"), ("sp", "cp_size")):
         three = {"parallelism_config": {f"parallelism_config_{axis}_size": 3}}
         size = translate(written(tmp_path, "axis.yaml", three))[1][0]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardbook.axes import CP, TP, WORLD
 
-OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p")
 # function of torch.distributed -> operation, and the argument that is the full tensor
 FUNCTIONS = {
     "all_gather_into_tensor": ("all_gather", "output_tensor"),
@@ -28,13 +28,14 @@ FUNCTIONS = {
     "reduce_scatter_single": ("reduce_scatter", "input"),
     "all_reduce": ("all_reduce", "tensor"),
     "all_to_all_single": ("all_to_all", "input"),
+    "isend": ("p2p", "tensor"),  # who receives has not sent
 }
 
 
 @dataclass(frozen=True)
 class Volume:
     """Payload is the full tensor in the dtype on the wire: the output of an all-gather, the input of a reduce-scatter
-    or all-to-all, the tensor of an all-reduce."""
+    or all-to-all, the tensor of an all-reduce, or what one rank sends another."""
 
     calls: int = 0
     payload_bytes: int = 0
@@ -95,7 +96,10 @@ class Ledger:
     def _count(self, op: str, tensor: Tensor, group: Any) -> None:
         ranks = dist.get_process_group_ranks(group)
         axis = next((axis for axis, known in self.groups.items() if known == ranks), f"ranks {ranks}")
-        self.groups[axis] = ranks
+        if op == "p2p":  # to one of two neighbours, who may be the same rank: the group says what it is for
+            axis = group.group_desc
+        else:
+            self.groups[axis] = ranks
         volume = self.traffic.get((op, axis), Volume())
         self.traffic[op, axis] = volume + Volume(1, tensor.numel() * tensor.element_size())
 
@@ -130,7 +134,7 @@ def sent_between_nodes(traffic: Traffic, groups: dict[str, list[int]], rank: int
 
     By the ring, in rank order: an all-gather or reduce-scatter of M bytes over n ranks passes M (n - 1) / n to the next
     rank, an all-reduce twice that (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 2009, section 3).
-    An all-to-all sends each rank its part.
+    An all-to-all sends each rank its part; what is sent to a rank goes there.
     """
     total, node = 0, rank // ranks_per_node
     for (op, axis), volume in traffic.items():
@@ -138,6 +142,8 @@ def sent_between_nodes(traffic: Traffic, groups: dict[str, list[int]], rank: int
         following = ranks[(ranks.index(rank) + 1) % len(ranks)]
         if op == "all_to_all":
             total += sent * sum(other // ranks_per_node != node for other in ranks) // len(ranks)
+        elif op == "p2p":
+            total += sent * (following // ranks_per_node != node)
         elif following // ranks_per_node != node:
             total += sent * (len(ranks) - 1) * (2 if op == "all_reduce" else 1) // len(ranks)
     return total
@@ -148,6 +154,8 @@ def traffic_metrics(traffic: Traffic, inter_node_bytes: int) -> dict[str, int]:
     metrics: dict[str, int] = {}
     for op in OPS:
         volume = sum((volume for (name, _), volume in traffic.items() if name == op), Volume())
+        if op == "p2p" and not volume.calls:  # of pipelines alone
+            continue
         metrics |= {f"comm/{op}_calls": volume.calls, f"comm/{op}_bytes": volume.payload_bytes}
     return metrics | {"comm/inter_node_bytes": inter_node_bytes}
 

@@ -33,7 +33,8 @@ from shardbook.run.directory import read_facts
 from shardbook.run.trackers import check_installed
 
 # Keys of [parallel] that only some stages have: a variant of another stage than the recipe's starts without them.
-OF_A_STAGE = [key for key in Parallel.model_fields if key not in ("stage", "wrap", "tp_size", "cp_size")]
+BESIDE = ("stage", "wrap", "tp_size", "cp_size", "pp_size", "pipeline_schedule", "pipeline_chunks")
+OF_A_STAGE = [key for key in Parallel.model_fields if key not in BESIDE]
 LISTED = "variants.json"  # the runs of a comparison in order, directory -> name
 
 

@@ -10,11 +10,12 @@ from html import escape
 from pathlib import Path
 from statistics import median
 from string import Template
+from textwrap import wrap
 from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from shardbook.axes import CP, TP
+from shardbook.axes import CP, PP, TP
 from shardbook.compare.outcome import SOURCES, Outcome, differences, first_difference, judge
 from shardbook.run.console import readable_bytes
 
@@ -99,14 +100,15 @@ def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[str]], word
 def summary_rows(outcomes: list[Outcome]) -> list[list[str]]:
     """The table of the page and of the terminal, its heading first."""
     base = outcomes[0]
-    inner = [axis for axis in (CP, TP) if any(axis in one.mesh for one in outcomes)]
-    mesh = "replicas x shards" + f" (x {', '.join(inner)})" * bool(inner)
+    named = [axis for axis in (PP, CP, TP) if any(axis in one.mesh for one in outcomes)]
+    inner = ", ".join(axis for axis in named if axis != PP)
+    mesh = "(pp x) " * (PP in named) + "replicas x shards" + f" (x {inner})" * bool(inner)
     rows = [["variant", "verdict", mesh, "last loss", "held-out", "kept", "peak", "sent a step", "tokens/s"]]
     for one in outcomes:
         row = [
             one.name,
             judge(one, base),
-            " x ".join(f"{axis} {size}" if axis in inner else str(size) for axis, size in one.mesh.items()),
+            " x ".join(f"{axis} {size}" if axis in named else str(size) for axis, size in one.mesh.items()),
             f"{one.losses[-1]:.4f}" if one.losses else "",
             f"{one.eval_losses[-1]:.4f}" if one.eval_losses else "",
             readable_bytes(one.resident_bytes) if one.memory else "",
@@ -143,6 +145,17 @@ def label(one: Outcome) -> str:
     return one.name.replace(",", ",<br>")
 
 
+def longest_label(outcomes: list[Outcome]) -> int:
+    """In lines."""
+    return max(label(one).count("<br>") + 1 for one in outcomes)
+
+
+def in_legend(name: str) -> str:
+    """Broken behind a comma where it would run over the page's edge; it has no spaces of its own."""
+    lines = wrap(name.replace(",", ", "), 100, break_long_words=False, break_on_hyphens=False)
+    return "<br>".join(line.replace(", ", ",") for line in lines)
+
+
 def colour(number: int) -> str:
     return PALETTE[number % len(PALETTE)]
 
@@ -153,7 +166,7 @@ def draw_losses(outcomes: list[Outcome]) -> Panel:
         # equal curves lie on each other: the first is widest, so that each still shows
         width = 1.5 + 1.5 * (len(outcomes) - 1 - number)
         line = {"color": colour(number), "width": width}
-        trace = {"type": "scatter", "mode": "lines", "name": one.name, "legendgroup": one.name, "line": line}
+        trace = {"type": "scatter", "mode": "lines", "name": in_legend(one.name), "legendgroup": one.name, "line": line}
         traces.append(trace | {"x": one.steps, "y": one.losses})
         if one.eval_losses:
             marker = {"color": colour(number), "size": 6 + width, "symbol": "diamond"}
@@ -179,7 +192,7 @@ def draw_differences(outcomes: list[Outcome]) -> Panel | None:
         if step is not None:
             line = {"color": colour(number), "width": 1.5}
             points = {step: share for step, share in apart.items() if share}  # a logarithm shows no zero
-            trace = {"type": "scatter", "mode": "lines+markers", "name": one.name, "line": line}
+            trace = {"type": "scatter", "mode": "lines+markers", "name": in_legend(one.name), "line": line}
             traces.append(trace | {"x": list(points), "y": list(points.values())})
     if not traces:
         return None
@@ -211,8 +224,9 @@ def draw_stacks(
     for one, source, counts in found:
         shown = [*(counts.get(part, 0) for part in parts), sum(counts.values())]
         rows.append([one.name, source, *(f"{count:,.0f}" for count in shown)])
-    lines = max(label(one).count("<br>") + 1 for one in outcomes) / max(1, len(sources))
-    return bars(traces, len(found), "MiB", lines), table(what, ["variant", "source", *parts, "total"], rows)
+    return bars(traces, len(found), "MiB", longest_label(outcomes) / max(1, len(sources))), table(
+        what, ["variant", "source", *parts, "total"], rows
+    )
 
 
 def draw_memory(outcomes: list[Outcome]) -> Panel:
@@ -248,7 +262,7 @@ def draw_traffic(outcomes: list[Outcome]) -> Panel:
     sources, counted = ("predicted", "measured"), "Payload bytes of the first rank's first step"
     return (
         "Traffic",
-        "Payload of one step's collectives by operation and mesh axis: the full tensor, in the dtype on the wire, "
+        "Payload of what one step sends, by operation and mesh axis: the full tensor, in the dtype on the wire, "
         "scales included. A ring passes an all-reduce twice, so verdicts compare the bytes that a rank sends.",
         *draw_stacks(outcomes, lambda one: one.traffic, sources, counted),
     )
@@ -270,7 +284,7 @@ def draw_throughput(outcomes: list[Outcome]) -> Panel:
         "Throughput",
         "Seconds of each step but the first. Variants ran one after another; on a shared machine small differences "
         "say nothing.",
-        bars(traces, 2 * len(outcomes), "seconds a step"),
+        bars(traces, 2 * len(outcomes), "seconds a step", longest_label(outcomes) / 2),
         table("Throughput", head, rows),
     )
 

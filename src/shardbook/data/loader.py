@@ -94,6 +94,7 @@ class Batching:
     alike: int = 1  # ranks that see the same tokens as this one, itself too
     slice: int = 0  # of each row, and how many slices a row has
     slices: int = 1
+    stages: int = 1  # of the model: ranks of each have the same tokens
 
 
 def choose_batching(
@@ -110,7 +111,7 @@ def choose_batching(
     most = max((len(row) for part in parts if part for row in part.rows), default=1)
     multiple = math.lcm(ROUND_TO[device_type], at.alike * at.slices)  # each computes with its share of a row's tokens
     shape = row_length, train.per_device_train_batch_size
-    return Batching(*shape, at.number, at.ranks, most, multiple, sequences, at.alike, at.slice, at.slices)
+    return Batching(*shape, at.number, at.ranks, most, multiple, sequences, at.alike, at.slice, at.slices, at.stages)
 
 
 class RowError(RuntimeError):

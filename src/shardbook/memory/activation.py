@@ -5,7 +5,7 @@ block (its forward is replaced, not the module), so recomputation issues no seco
 and before the stage.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,8 +30,11 @@ SAVED_OPS = {
 }
 
 
-def apply_checkpointing(blocks: list[nn.Module], activation: Activation, is_random: bool = False) -> list[int]:
+def apply_checkpointing(
+    blocks: Sequence[nn.Module | None], activation: Activation, is_random: bool = False
+) -> list[int]:
     """Make blocks recompute in backward (non-reentrant), as `activation.checkpointing` says. Returns their numbers.
+    `blocks`: all of the model, None for those that are on other ranks.
 
     `none`: keep everything. `full`: keep a block's input. `every:<n>`: full, on blocks 0, n, 2n, ... `selective`: keep
     a block's input and the outputs of SAVED_OPS. `budget:<b>`: torch.compile keeps what recomputes dearest, within b
@@ -40,7 +43,8 @@ def apply_checkpointing(blocks: list[nn.Module], activation: Activation, is_rand
     """
     kind, _, amount = activation.checkpointing.partition(":")
     torch._functorch.config.activation_memory_budget = 1.0 if activation.budget is None else activation.budget
-    numbers = range(0, len(blocks), int(amount) if kind == "every" else 1)
+    every = int(amount) if kind == "every" else 1
+    own = {number: block for number, block in enumerate(blocks) if block is not None and number % every == 0}
     match kind:
         case "none" | "budget":
             return []
@@ -50,16 +54,16 @@ def apply_checkpointing(blocks: list[nn.Module], activation: Activation, is_rand
                     f"activation.checkpointing = {activation.checkpointing!r}: the model has {len(blocks)} blocks; "
                     f"must be every:1 to every:{len(blocks)}, or none"
                 )
-            for number in numbers:
-                blocks[number].forward = recomputed(blocks[number].forward, is_random)
+            for block in own.values():
+                block.forward = recomputed(block.forward, is_random)
         case "selective":
-            for block in blocks:
+            for block in own.values():
                 block.forward = recomputed(
                     block.forward, is_random, context_fn=partial(create_selective_checkpoint_contexts, keep_saved_ops)
                 )
         case other:
             raise ValueError(f"activation.checkpointing = {other!r} is not known")
-    return list(numbers)
+    return list(own)
 
 
 def keep_saved_ops(context: Any, op: Any, *positional: Any, **named: Any) -> CheckpointPolicy:

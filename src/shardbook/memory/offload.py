@@ -51,7 +51,7 @@ class Offloaded:
     """What is off the device: masters by name, the optimizer that steps them, and the way back."""
 
     def __init__(self, model: CausalLM, layout: Layout, optim: Optim, device: torch.device, file: DirectFile | None):
-        self.layout, self.was_last = layout, True
+        self.layout = layout
         root = layout.units[-1].handle
         root._get_fsdp_state()._lazy_init()  # private: pads shards, which must lie there when it does
         params = {number: _params_of(unit) for number, unit in enumerate(layout.units) if unit.shapes}
@@ -106,12 +106,13 @@ class Offloaded:
         if self.file is not None:
             self.file.flush()
 
+    def begin_step(self) -> None:
+        self.optimizer.moved.clear()
+        self.homes.gathered.clear()
+
     def begin(self, is_last: bool) -> None:
-        """A micro-batch begins, the `is_last` of its step."""
-        if self.was_last:
-            self.optimizer.moved.clear()
-            self.homes.gathered.clear()
-        self.optimizer.is_last = self.was_last = is_last
+        """The backward of a micro-batch begins, the `is_last` of its step."""
+        self.optimizer.is_last = is_last
 
     def take_metrics(self) -> dict[str, float]:
         """Bytes that the last step moved; seconds, since they were asked for last, that gathers waited for the host's

@@ -25,6 +25,7 @@ from shardbook.model.attention import KERNELS, Kernel
 from shardbook.model.causal_lm import CausalLM, build_model
 from shardbook.model.context import split_rows
 from shardbook.model.nf4 import PackedLinear, pack_module, packed_product, unpacked_weight
+from shardbook.model.pipeline import split_stages
 from shardbook.model.stored import digest_share
 from shardbook.model.teacher import attach_teacher
 from shardbook.model.tensor import cut_model
@@ -103,10 +104,11 @@ def build_adapted(
     attention: Kernel = KERNELS["sdpa"],
     teacher: PreTrainedConfig | None = None,
     rank: int = 0,
+    world_size: int = 1,
 ) -> CausalLM:
-    """The model of a recipe (without `auto`) on the meta device, as the global `rank` has it where matrices are shared:
-    build_model, and adapters where it asks for them, and in it a model of the config `teacher`. Raises RecipeError
-    where these do not fit the model."""
+    """The model of a recipe (without `auto`) on the meta device, as the global `rank` has it where matrices or layers
+    are shared: build_model, and adapters where it asks for them, and in it a model of the config `teacher`. Raises
+    RecipeError where these do not fit the model."""
     chunk, scores = recipe.train.loss_chunk_tokens, recipe.method == "reward"
     if scores and config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         raise RecipeError(f"method = 'reward': transformers has no classifier of the family {config.model_type!r}")
@@ -119,6 +121,7 @@ def build_adapted(
         attach_teacher(model, build_model(teacher, recipe.precision.frozen, attention=attention))
     cut_model(model, recipe.parallel.tp_size, rank)
     split_rows(model, recipe.parallel, rank)
+    split_stages(model, recipe.parallel, rank, world_size)
     return model
 
 

@@ -20,6 +20,7 @@ from shardbook.model.families import FAMILIES
 from shardbook.model.loss_head import Lesson, LossHead, ScoreHead
 from shardbook.parallel.context import ContextAxis
 from shardbook.parallel.layout import DTYPES
+from shardbook.parallel.schedule import Pipeline
 from shardbook.parallel.units import count_parameters
 from shardbook.recipe import Distill
 
@@ -35,6 +36,11 @@ class CausalLM(nn.Module):
 
     teacher: "CausalLM | None"  # teacher.py
     context: ContextAxis | None = None  # of rows whose slices it takes (context.py)
+    # of one that has some layers only (pipeline.py): the others' place, and what else of the model it has
+    pipeline = Pipeline()
+    chunks: "list[CausalLM]"  # of it, each of which runs by itself
+    begins = ends = True  # with the embedding; with the head
+    flops: "Flops | None" = None  # of the whole model
 
     around_block: Callable[[int, Tensor], AbstractContextManager[Any]] = staticmethod(lambda *_: nullcontext())
 
@@ -43,6 +49,7 @@ class CausalLM(nn.Module):
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self.config = config
+        self.chunks = [self]
         self.model = hf.model
         self.scores = scores
         # After the body: a tied weight then goes by the embedding's name, as in Hugging Face files.
@@ -57,7 +64,7 @@ class CausalLM(nn.Module):
 
     def tie(self) -> None:
         """Make head and embedding one parameter, where the config says so."""
-        if self.is_tied:
+        if self.is_tied and self.begins and self.ends:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @property
@@ -70,16 +77,16 @@ class CausalLM(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return list(self.model.layers)
+        return [block for block in self.model.layers if block is not None]
 
     @property
     def parts(self) -> list[list[nn.Module]]:
         """The groups of modules to shard and gather together, in forward order; tied weights share one group."""
         body, blocks = self.model, [[block] for block in self.blocks]
         first = self.teacher.parts if self.teacher else []
-        if self.is_tied:
+        if self.is_tied and self.begins and self.ends:
             return [*first, [body.norm, body.embed_tokens, self.head], *blocks]
-        return [*first, [body.embed_tokens], *blocks, [body.norm, self.head]]
+        return [*first, *[[body.embed_tokens]] * self.begins, *blocks, *[[body.norm, self.head]] * self.ends]
 
     def forward(self, *batch: Any, cache: Cache | None = None, **named: Any) -> Tensor:
         """`losses` of a batch or, with a `cache`, `next_logits`. One way in: only a forward of the root gathers what
@@ -96,6 +103,7 @@ class CausalLM(nn.Module):
         packed: bool,
         summed: bool = False,
         distill: Distill | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """Negative log-likelihood [n], fp32, of `targets` [n] at `positions` [n], indices into the flat [B * L]; or its
         sum, which takes one product of the head less.
@@ -104,10 +112,14 @@ class CausalLM(nn.Module):
         documents lie between `boundaries` [m], int32 offsets into the flat [B * L]. Not `packed`: one document a row,
         padding only at its end (nothing attends forward to it). Of split rows ids, positions and targets are of this
         rank's slices, L their length, and boundaries of the whole. `distill`: the three sums of a LossHead's lesson.
+
+        Of layers that do not begin the model `hidden` is what those before made; those that do not end it return
+        theirs.
         """
         batch = input_ids, position_ids, boundaries, positions, packed
         if distill is None:
-            found: Tensor = self.head(self.hidden_states(*batch), targets, summed)
+            made = self.hidden_states(*batch, hidden)
+            found: Tensor = self.head(made, targets, summed) if self.ends else made
             return found
         assert self.teacher is not None, "nobody teaches"
         with torch.no_grad():
@@ -116,21 +128,30 @@ class CausalLM(nn.Module):
         return self.lm_head(self.hidden_states(*batch), targets, lesson=lesson)
 
     def hidden_states(
-        self, input_ids: Tensor, position_ids: Tensor, boundaries: Tensor, positions: Tensor, packed: bool
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        boundaries: Tensor,
+        positions: Tensor,
+        packed: bool,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """What the head makes logits of, [n, hidden]."""
+        """What the head makes logits of, [n, hidden]; or what the next layers go on from."""
         family = FAMILIES[self.config.model_type]
-        hidden = self.model.embed_tokens(input_ids)
-        if family.embedding_scale:
-            hidden = hidden * getattr(self.config, family.embedding_scale)
+        if hidden is None:
+            hidden = self.model.embed_tokens(input_ids)
+            if family.embedding_scale:
+                hidden = hidden * getattr(self.config, family.embedding_scale)
         rotary = self.model.rotary_emb(hidden, position_ids=position_ids)
         kernel = self.config._attn_implementation
         rows, length = input_ids.shape
         whole = torch.Size((rows, length * (self.context.size if self.context else 1)))
         mask = attention_mask(kernel, boundaries, whole, packed, hidden.dtype)
-        for number, block in enumerate(self.model.layers):
+        for number, block in enumerate(self.blocks):
             with self.around_block(number, hidden):
                 hidden = block(hidden, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
+        if not self.ends:
+            return hidden
         hidden = self.model.norm(hidden).flatten(0, 1)[positions]  # by one name: what is not kept is gone
         if family.logits_divisor and not self.scores:  # of fewer numbers than logits are
             hidden = hidden / getattr(self.config, family.logits_divisor)
@@ -206,6 +227,8 @@ def count_flops(model: CausalLM) -> Flops:
     halved since half of the scores are masked. The embedding lookup is no matmul; a tied head counts once;
     recomputation and padding's own attention do not count.
     """
+    if model.flops:
+        return model.flops
     config = model.config
     matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
     block = count_parameters(matrices)

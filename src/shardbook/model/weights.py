@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -24,6 +25,7 @@ from shardbook.model.families import FAMILIES
 from shardbook.model.nf4 import ABSMAX, PACKED, fill_rows
 from shardbook.model.stored import FLOATS, INDEX, open_tensors
 from shardbook.parallel.layout import DTYPES
+from shardbook.parallel.units import WHOLE
 from shardbook.recipe import RecipeError
 
 SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
@@ -50,13 +52,16 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     """
     named = dict(model.named_parameters())  # a tied weight appears once, under its embedding's name
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - named.keys()
-    wanted = places(model)
+    own = places(model)
+    elsewhere = {name: shape for name, shape in whole_shapes(model).items() if name not in named}
+    wanted = {name: place.shape for name, place in own.items()} | elsewhere
     config: Any = model.config
+    tied |= {"lm_head.weight"} if config.tie_word_embeddings else set()
     ignored = FAMILIES[config.model_type].ignored_suffixes
     with open_tensors(folder) as stored:
         if SCORE in wanted:
             ignored += ("lm_head.weight",)
-            wanted = {name: place for name, place in wanted.items() if name != SCORE or name in stored}
+            wanted = {name: shape for name, shape in wanted.items() if name != SCORE or name in stored}
         problems = [f"missing {name}" for name in wanted if name not in stored]
         problems += [
             f"unexpected {name}"
@@ -65,13 +70,13 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         ]
         for name in (name for name in wanted if name in stored):
             shape, dtype = list(stored[name].shape), stored[name].dtype
-            if shape != list(wanted[name].shape):
-                problems.append(f"{name} has shape {shape}, the model wants {list(wanted[name].shape)}")
+            if shape != list(wanted[name]):
+                problems.append(f"{name} has shape {shape}, the model wants {list(wanted[name])}")
             elif dtype not in FLOATS:
                 problems.append(f"{name} has dtype {dtype}, not a float")
         if problems:
             raise RecipeError(f"weights in {folder} do not fit the model: {'; '.join(problems)}")
-        for name, place in wanted.items():
+        for name, place in ((name, place) for name, place in own.items() if name in wanted):
             place.fill(stored[name].read_part(place.rows, place.columns))
 
 
@@ -88,6 +93,12 @@ class Place:
     def fill_from(self, whole: Tensor) -> None:
         part = whole[self.rows]
         self.fill(part if self.columns is None else part[:, self.columns])
+
+
+def whole_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """The shape of every parameter of the model, of its layers on other ranks too, by name and in order."""
+    whole: dict[str, torch.Size] | None = getattr(model, WHOLE, None)
+    return whole or {name: parameter.shape for name, parameter in own_parameters(model)}
 
 
 def places(model: nn.Module) -> dict[str, Place]:
@@ -114,9 +125,11 @@ def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
     """
     config: Any = model.config
     device = next(model.parameters()).device
-    for index, (name, place) in enumerate(places(model).items()):
-        if only and name != only:
+    own, whole = places(model), list(whole_shapes(model)) if hasattr(model, WHOLE) else None
+    for index, name in enumerate(whole or own):  # in the whole model: no two stages begin alike
+        if name not in own or (only and name != only):
             continue
+        place = own[name]
         if len(place.shape) == 1:
             place.fill_from(torch.full(place.shape, 0.0 if name.endswith("bias") else 1.0, device=device))
             continue
@@ -163,9 +176,28 @@ def full_tensors(model: nn.Module, dtype: str) -> Iterator[tuple[str, Tensor]]:
     Each rank casts its shard before the gather: the values are the same, since a cast looks at one value alone, and
     fp32 masters exported in bf16 cost half the bytes on the wire and half the memory.
     """
-    for name, parameter in own_parameters(model):
-        cast = parameter.detach().to(DTYPES[dtype])
-        yield name, whole_tensor(cast) if isinstance(cast, DTensor) else cast
+    own, device = dict(own_parameters(model)), next(model.parameters()).device
+    for name, shape in whole_shapes(model).items() if hasattr(model, WHOLE) else ((name, None) for name in own):
+        tensor = torch.empty(0, device=device)
+        if name in own:
+            cast = own[name].detach().to(DTYPES[dtype])
+            tensor = whole_tensor(cast) if isinstance(cast, DTensor) else cast
+        if shape is not None:
+            tensor = bring_to_main(tensor, shape, DTYPES[dtype], name in own)
+        yield name, tensor
+
+
+def bring_to_main(tensor: Tensor, shape: torch.Size, dtype: torch.dtype, is_here: bool) -> Tensor:
+    """The whole `tensor` of `shape` of those ranks where it `is_here`, on rank 0. Collective."""
+    holders = torch.tensor([dist.get_rank() if is_here else dist.get_world_size()], device=tensor.device)
+    dist.all_reduce(holders, dist.ReduceOp.MIN)
+    first, rank = int(holders), dist.get_rank()
+    if first and rank == first:
+        dist.send(tensor.contiguous(), 0)
+    elif first and rank == 0:
+        tensor = torch.empty(shape, dtype=dtype, device=tensor.device)
+        dist.recv(tensor, first)
+    return tensor
 
 
 def whole_tensor(tensor: DTensor) -> Tensor:

@@ -28,6 +28,10 @@ class Objective:
     metrics: tuple[str, ...] = ()
     reference: bool = False  # whether micro-batches hold what the model says of them before the first step
 
+    def of(self, totals: Totals) -> Callable[[nn.Module, MicroBatch], Tensor]:
+        """`shares` of a step that has so many."""
+        return lambda model, micro: self.shares(model, micro, totals)
+
     def names(self, what: str) -> list[str]:
         """What shares are logged as; `what`: train or eval."""
         return [f"{what}/{name}" for name in ("loss", *self.metrics)]

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from shardbook.optim.adamw_bf16 import AdamWBf16
 from shardbook.optim.elementwise import AdEMAMix, Lion, local_part
 from shardbook.optim.muon import Muon
+from shardbook.parallel.pipeline import StageParameters
+from shardbook.parallel.units import WHOLE
 from shardbook.recipe import Optim, RecipeError, first_line
 
 STEP_BYTES = 4  # the step count of one parameter
@@ -74,6 +76,16 @@ def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
+def numbers_in_whole(model: nn.Module) -> list[int] | None:
+    """The place of each parameter of `parameter_groups` in those of the whole model; None where this is all of it."""
+    whole: dict[str, torch.Size] | None = getattr(model, WHOLE, None)
+    if whole is None:
+        return None
+    own = dict(model.named_parameters())
+    order = sorted(whole, key=lambda name: len(whole[name]) < 2)
+    return [number for number, name in enumerate(order) if name in own]
+
+
 def adamw_settings(optim: Optim) -> dict[str, Any]:
     return {"lr": optim.learning_rate, "betas": tuple(optim.betas), "eps": optim.eps}
 
@@ -86,7 +98,7 @@ def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
         case "adamw":
             return torch.optim.AdamW(groups, fused=True, **settings)
         case "adamw_bf16":
-            return AdamWBf16(groups, **settings)
+            return AdamWBf16(groups, **settings, numbers=numbers_in_whole(model))
         case "adamw_8bit":
             from torchao.optim import AdamW8bit
 
@@ -145,8 +157,11 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
     before, an fp32 scalar where they are: no host sync. Collective."""
     if not isinstance(parameters, Iterable):
         return parameters.clip(max_norm)
+    stage = parameters if isinstance(parameters, StageParameters) else None
+    counted_elsewhere = set(stage.copies) if stage else ()
     parameters = [p for p in parameters if p.grad is not None]
-    norm = gradient_norm([p.grad for p in parameters if p.grad is not None])
+    counted = [p.grad for p in parameters if p.grad is not None and p not in counted_elsewhere]
+    norm = gradient_norm(counted, group=stage.group if stage else None)
     # on a CPU one may look, and what is not too large need not be multiplied by one
     if max_norm and not (norm.is_cpu and max_norm / (norm + 1e-6) >= 1):
         # torch's own clip_grads_with_norm_ refuses DTensors of two meshes; private: all in few launches, as it does it
@@ -155,9 +170,11 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
     return norm
 
 
-def gradient_norm(gradients: list[Tensor], known: list[Tensor] | None = None) -> Tensor:
+def gradient_norm(
+    gradients: list[Tensor], known: list[Tensor] | None = None, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """2-norm of all gradients together, sharded or not, as an fp32 scalar, the same on every rank. `known`: their
-    squares_of, where they were taken already. Collective.
+    squares_of, where they were taken already; `group`: ranks that have other layers. Collective.
 
     Rows are summed in fp64: in fp32 a tensor of 28M elements already gives another norm whole than in halves (1.4e-5
     on SmolLM2), so that clipping would tell the layouts apart.
@@ -189,6 +206,8 @@ def gradient_norm(gradients: list[Tensor], known: list[Tensor] | None = None) ->
         part = sums.pop(inner)
         dist.all_reduce(part, group=group_of[inner[-1]])
         sums[inner[:-1]] = sums.get(inner[:-1], 0) + part
+    if group is not None:
+        dist.all_reduce(sums[()], group=group)
     return sums[()].sqrt().float()
 
 

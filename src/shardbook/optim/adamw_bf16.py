@@ -32,19 +32,29 @@ ALL = 2**64 - 1
 class AdamWBf16(torch.optim.Optimizer):
     """AdamW (decoupled weight decay, arXiv 1711.05101) with both moments in bf16, over tensors and DTensors of
     `Shard(0)`: in fp32, or in bf16, which are rounded stochastically too. State of a parameter, by AdamW's names:
-    `step` (fp32, on the host), `exp_avg` and `exp_avg_sq` (bf16, placed as the parameter)."""
+    `step` (fp32, on the host), `exp_avg` and `exp_avg_sq` (bf16, placed as the parameter).
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float):
+    `numbers`: of each parameter, in the order of `groups`, its place among all of the model; None: these are all."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        numbers: list[int] | None = None,
+    ):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.numbers = numbers or range(sum(len(group["params"]) for group in self.param_groups))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no gradient is made anew here
         """One step on the gradients that are there. No collective, no host sync."""
         numbers: dict[Any, Tensor] = {}  # of a group and a step, made once
-        number = -1
+        places = iter(self.numbers)
         for which, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                number += 1
+                number = next(places)
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]

@@ -83,9 +83,10 @@ class Part:
 
 
 class Copies:
-    """`model` on ranks that hold all of it, its gradients summed over `replicas` (None: there is one rank)."""
+    """`model` on ranks that hold all of it, its gradients summed over `replicas` (None: there is one rank); what it
+    returns is of the dtype `output`."""
 
-    def __init__(self, model: nn.Module, layout: Layout, replicas: dist.ProcessGroup | None):
+    def __init__(self, model: nn.Module, layout: Layout, replicas: dist.ProcessGroup | None, output: torch.dtype):
         self.model, self.layout, self.replicas = model, layout, replicas
         self.is_last = True  # as with fully_shard: a loop that says nothing reduces after each backward
         self.parts: list[Part] = []  # in the order in which they are sent, on every rank the same
@@ -96,7 +97,7 @@ class Copies:
         compute = layout.dtype("params")
         is_cast = any(unit.cast_numel(compute.itemsize) for unit in layout.units)
         COPIED.add(model)
-        model.register_forward_hook(lambda module, inputs, output: _cast(output, layout.dtype("output")))
+        model.register_forward_hook(lambda module, inputs, made: _cast(made, output))
         for module in {module: None for unit in layout.units for module in unit.modules} if is_cast else ():
             module.register_forward_pre_hook(partial(_cast_inputs, compute), with_kwargs=True)
         self.is_cast = is_cast

@@ -5,14 +5,14 @@ a number of ranks, so a laptop has the layout of a cluster. A later axis is one 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shardbook.axes import CP, DATA_AXES, DP_REPLICATE, DP_SHARD, TP
+from shardbook.axes import CP, DATA_AXES, DP_REPLICATE, DP_SHARD, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP
 from shardbook.comm.collectives import ZeroppSwitches
 from shardbook.parallel.mesh import (
     DataRank,
@@ -23,12 +23,13 @@ from shardbook.parallel.mesh import (
     resolve_sizes,
     unfold_sizes,
 )
+from shardbook.parallel.schedule import Pipeline
 from shardbook.parallel.stages import Stage, check_offload, check_stage, read_switches
 from shardbook.parallel.units import Unit, choose_units
 from shardbook.recipe import Offload, Parallel, Precision, RecipeError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the names that a recipe has for them
-ON_DEVICE = Offload()
+ON_DEVICE, WHOLE_MODEL = Offload(), Pipeline()
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class Layout:
 
     stage: Stage
     sizes: dict[str, int]  # of every mesh axis that parameters lie on, outermost first
-    units: tuple[Unit, ...]  # in forward order, the root last
+    units: tuple[
+        Unit, ...
+    ]  # of this rank, in forward order, the root last; of several chunks of layers one after another
     parallel: Parallel  # the knobs between the table's rows: prefetch, wrap
     precision: Precision  # without `auto`
     switches: ZeroppSwitches
@@ -48,6 +51,8 @@ class Layout:
     offload: Offload = ON_DEVICE  # where what is kept lies
     teacher: Any = None  # config of the model that runs beside, forward only
     context: int = 1  # ranks that split rows (context.py): a part of those that hold parts, or copies, of the model
+    pipeline: Pipeline = WHOLE_MODEL  # the layers that this rank has, where others have others
+    chunk_units: tuple[int, ...] = ()  # of each chunk of layers, how many units are its own; empty: there is one
 
     @property
     def world_size(self) -> int:
@@ -79,6 +84,11 @@ class Layout:
         """Ranks that see the same tokens: they share the model's matrices (tensor.py), of which units have this rank's
         parts."""
         return self.sizes.get(TP, 1)
+
+    @property
+    def shared(self) -> dict[str, int]:
+        """Ranks that have one micro-batch together, by axis: its matrices, rows or layers."""
+        return {TP: self.alike, CP: self.context, PP: self.pipeline.ranks}
 
     def dtype(self, what: Literal["params", "reduce", "output", "master"]) -> torch.dtype:
         """Of gathered parameters and compute; of gradients on the wire and their sum; of what the model returns; of
@@ -118,6 +128,21 @@ class Layout:
         """Elements whose gradients are summed over the ranks that share matrices, of this rank's shards, padded."""
         return sum(unit.uncut_numel(self.shards) for unit in self.units) * (self.alike > 1)
 
+    @property
+    def chunks(self) -> "list[Layout]":
+        """Of each chunk of layers, whose units are gathered and reduced by themselves."""
+        if len(self.chunk_units) < 2:
+            return [self]
+        starts = [sum(self.chunk_units[:number]) for number in range(len(self.chunk_units))]
+        parts = [self.units[start : start + count] for start, count in zip(starts, self.chunk_units, strict=True)]
+        return [replace(self, units=units, chunk_units=()) for units in parts]
+
+    def blocks(self, whole: int) -> list[int]:
+        """Which of a model's `whole` blocks this rank has."""
+        own = self.pipeline
+        chunks = [own.own_layers(chunk) for chunk in range(own.chunks)] if own.layers else [range(whole)]
+        return [number for chunk in chunks for number in chunk]
+
     def residual_numel(self, unit: Unit) -> int:
         """Elements that error feedback keeps on a rank for `unit`: what its last exchange sends."""
         if not (self.switches.error_feedback and self.switches.quantizes(unit.numel) and self.hops):
@@ -130,12 +155,13 @@ class Layout:
         for axis in DATA_AXES:
             number, count = number * self.sizes[axis] + rank_along(self.sizes, axis, rank), count * self.sizes[axis]
         number, place = divmod(number, self.context)
-        return DataRank(number, count // self.context, self.alike, place, self.context)
+        return DataRank(number, count // self.context, self.alike, place, self.context, self.pipeline.ranks)
 
     def groups(self, rank: int) -> dict[str, list[int]]:
         """The ranks that `rank` talks to along each axis."""
         groups = axis_groups(self.sizes, rank, self.switches.inside)
-        return groups | ({CP: ranks_along(self.mesh, CP, rank)} if self.context > 1 else {})
+        groups |= {CP: ranks_along(self.mesh, CP, rank)} if self.context > 1 else {}
+        return groups | (pipeline_groups(groups[PP], rank) if PP in groups else {})
 
 
 def build_layout(
@@ -156,7 +182,12 @@ def build_layout(
     stage = check_stage(parallel)
     sizes = fold_sizes(resolve_sizes(parallel, stage.axes, world_size), stage.shards)
     switches = read_switches(parallel, sizes[DP_SHARD], ranks_per_node)
-    units = choose_units(model, parts, blocks, stage.reshard_after_forward, parallel)
+    views: Any = getattr(model, "chunks", None) or [model]
+    own = [(parts, blocks)] if len(views) == 1 else [(view.parts, view.blocks) for view in views]
+    chunks = [
+        choose_units(view, *each, stage.reshard_after_forward, parallel) for view, each in zip(views, own, strict=True)
+    ]
+    units = tuple(unit for chunk in chunks for unit in chunk)
     largest = max(unit.numel for unit in units)
     if (switches.weights_bits or switches.gradients_bits) and not switches.quantizes(largest):
         raise RecipeError(
@@ -165,4 +196,13 @@ def build_layout(
         )
     check_offload(offload, stage, switches)
     beside = getattr(getattr(model, "teacher", None), "config", None)
-    return Layout(stage, sizes, units, parallel, precision, switches, ranks_per_node, offload, beside, parallel.cp_size)
+    found = (stage, sizes, units, parallel, precision, switches, ranks_per_node, offload, beside, parallel.cp_size)
+    return Layout(*found, getattr(model, "pipeline", WHOLE_MODEL), tuple(map(len, chunks)))
+
+
+def pipeline_groups(along: list[int], rank: int) -> dict[str, list[int]]:
+    """Of the ranks `along` pp, those that `rank` sends activations to, and gradients, and its ends; itself first. The
+    last stage of a chunk of layers is followed by the first of the next."""
+    place = along.index(rank)
+    following, before = along[(place + 1) % len(along)], along[place - 1]
+    return {PP_ENDS: [along[0], along[-1]], PP_FORWARD: [rank, following], PP_BACKWARD: [rank, before]}

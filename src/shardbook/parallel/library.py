@@ -60,9 +60,9 @@ def shard_model(
     check_parameters(model)
     parallel = stage if isinstance(stage, Parallel) else Parallel(stage=stage)
     row = check_stage(parallel)
-    for key, size, lacks in (("tp", parallel.tp_size, "cuts no matrices"), ("cp", parallel.cp_size, "splits no rows")):
-        if size > 1:
-            raise RecipeError(f"shard_model: parallel.{key}_size = {size}: it {lacks}; leave it out")
+    for axis, lacks in (("tp", "cuts no matrices"), ("cp", "splits no rows"), ("pp", "deals out no layers")):
+        if (size := getattr(parallel, f"{axis}_size")) > 1:
+            raise RecipeError(f"shard_model: parallel.{axis}_size = {size}: it {lacks}; leave it out")
     if not dist.is_initialized():
         raise RecipeError("shard_model: no process group; call torch.distributed.init_process_group first")
     device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardbook.axes import ACROSS, CP, DATA_AXES, DP_REPLICATE, DP_SHARD, INSIDE, TP
+from shardbook.axes import ACROSS, CP, DATA_AXES, DP_REPLICATE, DP_SHARD, INSIDE, PP, TP
 from shardbook.recipe import Parallel, RecipeError
 
 
 def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: int | None) -> dict[str, int]:
-    """Size of every axis, in order; of cp and tp only where it is more than 1.
+    """Size of every axis, in order; of pp, cp and tp only where it is more than 1.
 
     `free_axes` are those that the stage may make larger than 1; any other must be 1 or -1. At most one free axis
     may be -1 and is inferred from `world_size`; with `world_size` None it stays -1. Raises RecipeError.
@@ -30,6 +30,7 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
             raise RecipeError(f"parallel.{axis}_size = {size}: {said}")
         sizes[axis] = size if axis in free_axes else 1
     sizes |= {axis: size for axis, size in ((CP, parallel.cp_size), (TP, parallel.tp_size)) if size > 1}
+    sizes = {PP: parallel.pp_size} | sizes if parallel.pp_size > 1 else sizes
     inferred = [axis for axis, size in sizes.items() if size == -1]
     if len(inferred) > 1:
         keys = " and ".join(f"parallel.{axis}_size" for axis in inferred)
@@ -57,9 +58,10 @@ class DataRank(NamedTuple):
 
     number: int = 0  # among those that see different rows
     ranks: int = 1  # how many these are
-    alike: int = 1  # ranks that see the same tokens
+    alike: int = 1  # ranks that see the same tokens and make the same loss of them
     slice: int = 0  # of a row's tokens that is this rank's
     slices: int = 1
+    stages: int = 1  # of the model (pipeline.py): ranks of each see the tokens too, and of one make the loss
 
 
 def fold_sizes(sizes: dict[str, int], shards: bool) -> dict[str, int]:
@@ -74,8 +76,8 @@ def unfold_sizes(sizes: dict[str, int], shards: bool, context: int) -> dict[str,
     if context == 1:
         return sizes
     joined = DP_SHARD if shards else DP_REPLICATE
-    own = {axis: sizes[axis] // (context if axis == joined else 1) for axis in DATA_AXES}
-    return own | {CP: context} | {axis: size for axis, size in sizes.items() if axis not in DATA_AXES}
+    own = {axis: size // (context if axis == joined else 1) for axis, size in sizes.items() if axis != TP}
+    return own | {CP: context} | {axis: size for axis, size in sizes.items() if axis == TP}
 
 
 def describe_sizes(sizes: dict[str, int]) -> str:

@@ -25,6 +25,61 @@ class Action:
         return f"{'F' if self.is_forward else 'B'}{self.micro}" + f".{self.chunk}" * bool(self.chunk)
 
 
+@dataclass(frozen=True)
+class Pipeline:
+    """The place of a rank among those that have a model's layers one after another, and which layers each stage has."""
+
+    schedule: Schedule = "1f1b"
+    rank: int = 0  # along pp
+    ranks: int = 1
+    layers: tuple[int, ...] = ()  # of each stage of the model, `chunks` of which are each rank's; empty: there is one
+    is_tied: bool = False  # one weight is the first stage's embedding and the last one's head
+
+    @property
+    def chunks(self) -> int:
+        return max(1, len(self.layers) // self.ranks)
+
+    @property
+    def begins(self) -> bool:
+        """Whether this rank has the first stage."""
+        return self.rank == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self.rank == self.ranks - 1
+
+    def stage(self, chunk: int) -> int:
+        return chunk * self.ranks + self.rank
+
+    def is_first(self, chunk: int) -> bool:
+        return self.stage(chunk) == 0
+
+    def is_last(self, chunk: int) -> bool:
+        return self.stage(chunk) == self.chunks * self.ranks - 1
+
+    def own_layers(self, chunk: int) -> range:
+        """The numbers of the blocks of a chunk, in the whole model."""
+        before = sum(self.layers[: self.stage(chunk)])
+        return range(before, before + self.layers[self.stage(chunk)])
+
+    def actions(self, micros: int) -> "list[Action]":
+        return actions(self.schedule, self.rank, self.ranks, micros, self.chunks)
+
+    def held(self, micros: int) -> int:
+        """Most passes through one of its chunks whose activations the rank holds at once."""
+        return in_flight(self.schedule, self.rank, self.ranks, micros, self.chunks)
+
+
+def deal_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """How many of a model's `layers` each of so many stages has, in order: as many, or one more; the last stage, which
+    has the head and the loss, is the last to have more, and before it the first, which holds most activations (as
+    Llama 3 405B was dealt out: arXiv 2407.21783, section 3.3.2)."""
+    each, more = divmod(layers, stages)
+    longer = [*range(1, stages - 1), 0][:more]
+    return tuple(each + (stage in longer) for stage in range(stages))
+
+
 def actions(schedule: Schedule, rank: int, ranks: int, micros: int, chunks: int = 1) -> list[Action]:
     """What `rank` of `ranks` does in a step of `micros` micro-batches, in order; `chunks` of layers on each rank, more
     than one only if interleaved, whose micro-batches come in groups of `ranks`.

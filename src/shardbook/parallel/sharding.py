@@ -6,7 +6,7 @@ factor is 1. `shard_model` is the same for a loop of one's own: see docs/library
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
@@ -22,6 +22,7 @@ from shardbook.parallel.context import lend_group
 from shardbook.parallel.copies import Copies
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import build_node_mesh, describe_sizes
+from shardbook.parallel.pipeline import Links, build_links
 from shardbook.parallel.tensor import place_cuts, sum_uncut
 from shardbook.parallel.units import Unit, backward_order
 
@@ -38,6 +39,9 @@ class ShardedModel:
     residuals: dict[str, Tensor]
     copies: Copies | None = None
     mesh: DeviceMesh | None = None  # where it has an axis tp
+    # of each chunk of layers that runs by itself, where there are several; and what passes between ranks of them
+    parts: "list[ShardedModel]" = field(default_factory=list)
+    links: Links | None = None
     offloaded: Any = None  # memory/offload.py's, where masters are not on the device
 
     @property
@@ -48,7 +52,14 @@ class ShardedModel:
     @property
     def gradients(self) -> Any:
         """What has them after a step's last backward: the parameters, or what took them off the device."""
+        if self.links:
+            return self.links.parameters(self.model)
         return self.offloaded.optimizer if self.offloaded else self.model.parameters()
+
+    @property
+    def chunks(self) -> "list[ShardedModel]":
+        """What runs by itself: all of it, or each of its parts."""
+        return self.parts or [self]
 
     def take_metrics(self) -> dict[str, float]:
         """What moved between the device and elsewhere; nothing where nothing does."""
@@ -59,10 +70,14 @@ class ShardedModel:
         if self.offloaded:
             self.offloaded.spread()
 
+    def begin_step(self) -> None:
+        if self.offloaded:
+            self.offloaded.begin_step()
+
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Around forward and backward of one micro-batch: what its backward reduces and which parameters it frees.
-        `is_last`: of the optimizer step."""
+        """Around forward and backward of one micro-batch, or around its backward: what that reduces and which
+        parameters it frees. `is_last`: of the optimizer step."""
         for other in (self.copies, self.offloaded):
             if other:
                 other.begin(is_last)
@@ -95,6 +110,10 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Free what is gathered. Needed after an evaluation: a forward without backward leaves parameters gathered."""
+        for part in self.parts:
+            part.reshard()
+        if self.parts:
+            return
         if self.copies:
             self.copies.free()
             return
@@ -106,14 +125,26 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedMo
     """Put `model` under its stage, in place; `mesh` has the axes of `layout.sizes`. The model may lie on the meta
     device; what does not is moved to the mesh's, where residuals of error feedback are made too.
 
-    Where there is more than one shard each unit is wrapped with fully_shard, inner before outer, the root last.
+    Where there is more than one shard each unit is wrapped with fully_shard, inner before outer, the root last. A model
+    of several chunks of layers has a root for each: after a backward of one nothing is done to the others.
     """
     lend_group(model, layout)
+    links = build_links(layout, mesh)
+    views: Any = getattr(model, "chunks", None) or [model]
+    parts = [_apply(view, own, mesh) for view, own in zip(views, layout.chunks, strict=True)]
+    if len(parts) == 1:
+        parts[0].links = links
+        return parts[0]
+    return ShardedModel(model, layout, {}, parts=parts, links=links)
+
+
+def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedModel:
+    output = layout.dtype("output") if getattr(model, "ends", True) else layout.dtype("params")
     if layout.copies:
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(mesh.device_type)
-        return ShardedModel(model, layout, {}, Copies(model, layout, replica_group(layout, mesh)))
+        return ShardedModel(model, layout, {}, Copies(model, layout, replica_group(layout, mesh), output))
     whole = mesh if layout.alike > 1 else None
     if whole:
         place_cuts(model, whole)
@@ -126,7 +157,7 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedMo
             policy = MixedPrecisionPolicy(
                 param_dtype=layout.dtype("params"),
                 reduce_dtype=layout.dtype("reduce"),
-                output_dtype=layout.dtype("output") if unit is order[-1] else None,
+                output_dtype=output if unit is order[-1] else None,
             )
             modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
             reshards = unit.reshard_after_forward and ((unit.gathers_again and switches.secondary) or True)

@@ -18,6 +18,7 @@ from shardbook.recipe import Parallel, RecipeError
 FORWARD_ONLY = "forward_only"  # of a module that no backward reaches: FREED after its forward, or HELD to its end
 FREED, HELD = "freed", "held"
 STANDS_FOR = "stands_for"  # of a parameter that is packed, or cut: how many of the model's it is
+WHOLE = "whole_shapes"  # of a model that has some of a pipeline's layers: the shape of every parameter of all, by name
 CUT = "cut"  # of one that is cut for tensor parallel: along which dim, and its whole shape
 
 
@@ -119,7 +120,9 @@ def choose_units(
         is_kept = sum(p.numel() for p in own) < parallel.reshard_min_params
         fate = getattr(modules[0], FORWARD_ONLY, "")
         is_kept |= modules[0] not in in_blocks and fate != FREED and not parallel.reshard_root
-        spans = modules == [model] or outer == [modules] or fate == HELD
+        is_lookup = all(isinstance(module, nn.Embedding) for module in modules)
+        is_around = outer == [modules] and not is_lookup and modules != parts[-1]  # not one end of some layers alone
+        spans = modules == [model] or is_around or fate == HELD
         units.append(
             Unit(
                 modules=tuple(modules),
@@ -130,8 +133,11 @@ def choose_units(
                 cut=tuple(hasattr(p, CUT) for p in own),
                 parameters=count_parameters(own),
                 frees=frees and not is_kept,
-                reshard_after_forward=frees and not is_kept and not spans and modules not in outer[-1:],
-                read_in_backward=not (fate or all(isinstance(module, nn.Embedding) for module in modules)),
+                reshard_after_forward=frees
+                and not is_kept
+                and not spans
+                and not (modules in outer[-1:] and modules == parts[-1]),
+                read_in_backward=not (fate or is_lookup),
                 spans=spans,
                 forward_only=bool(fate),
             )

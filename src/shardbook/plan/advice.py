@@ -41,8 +41,7 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
             break
     refused = []
     if best:  # by those that share as it does
-        own_axes = best.layout.alike, best.layout.context
-        everything = [found for found in everything if (found.layout.alike, found.layout.context) == own_axes]
+        everything = [found for found in everything if found.layout.shared == best.layout.shared]
     for name in dict.fromkeys(candidate.layout.stage.name for candidate in everything):
         own = [candidate for candidate in everything if candidate.layout.stage.name == name]
         if not any(candidate.fits for candidate in own):
@@ -83,10 +82,10 @@ def _may_gain(cluster: Cluster, best: Candidate | None) -> bool:
 def _reason(best: Candidate, refused: list[tuple[Candidate, str]], cluster: Cluster) -> str:
     left = (cluster.room_bytes - best.peak.total) / 1e9
     because = f"{best.layout.stage.name}: {left:.1f} GB of {cluster.room_bytes / 1e9:.0f} to spare; "
-    shared = {"tp": best.layout.alike, "cp": best.layout.context}
-    beside = "".join(f" with {axis} {size}" for axis, size in shared.items() if size > 1)
+    beside = "".join(f" with {axis} {size}" for axis, size in best.layout.shared.items() if size > 1)
     others = ", ".join(f"{found.layout.stage.name}{beside} does not fit ({why})" for found, why in refused)
     waits = f"{best.time.exposed / best.time.seconds:.0%} of the step waits for the network"
+    waits += f", {best.time.bubble / best.time.seconds:.0%} for other stages" * (best.layout.pipeline.ranks > 1)
     return because + (f"{others}; " if others else "") + waits
 
 

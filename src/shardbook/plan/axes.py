@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedConfig
 
+from shardbook.axes import PP_BACKWARD, PP_FORWARD
 from shardbook.comm.ledger import Traffic, Volume, add_traffic
 from shardbook.data.loader import MicroBatch
 from shardbook.model.attention import head_size
 from shardbook.model.context import deal_heads, own_heads
 from shardbook.parallel.layout import Layout
+from shardbook.parallel.schedule import bubble, in_flight
 from shardbook.plan.tensor import recomputed_blocks, tensor_traffic
 from shardbook.recipe import Recipe
 
@@ -23,12 +25,13 @@ def axes_traffic(
 ) -> Traffic:
     """Of the global `rank`, of the step whose micro-batches `micros_of` makes; None: rows are full, and every token but
     the first of each sequence is trained."""
-    if layout.alike == layout.context == 1:
+    if layout.alike == layout.context == layout.pipeline.ranks == 1:
         return {}
     micros = micros_of() if micros_of else None
     sizes = [(m.input_ids.numel(), len(m.targets)) for m in micros] if micros else full_micros(layout, recipe)
-    tensor = tensor_traffic(layout, config, recipe, sizes)
-    return add_traffic(tensor, context_traffic(layout, config, recipe, rank, [tokens for tokens, _ in sizes]))
+    tokens = [tokens for tokens, _ in sizes]
+    inside = tensor_traffic(layout, config, recipe, sizes), context_traffic(layout, config, recipe, rank, tokens)
+    return add_traffic(*inside, pipeline_traffic(layout, config, tokens))
 
 
 def full_micros(layout: Layout, recipe: Recipe) -> list[tuple[int, int]]:
@@ -48,12 +51,44 @@ def context_traffic(
     shares = deal_heads(heads, key_heads, layout.context)
     own, keys = shares[rank // layout.alike % layout.context]
     of_all = heads + 2 * sum(len(each) for _, each in shares)
-    layers = config.num_hidden_layers
-    forwards = layers * recipe.forwards + recomputed_blocks(recipe, layers)
+    numbers = layout.blocks(config.num_hidden_layers)
+    layers = len(numbers)
+    forwards = layers * recipe.forwards + recomputed_blocks(recipe, numbers)
     inside = layout.context * own, layout.context * (own + 2 * len(keys))  # heads' tokens of the whole row
     each = forwards * (of_all + inside[0]) + layers * (inside[1] + heads)
     payload = each * sum(sizes) * head_size(config) * layout.dtype("params").itemsize
     return {("all_to_all", layout.context_axis): Volume(2 * (forwards + layers) * len(sizes), payload)}
+
+
+def pipeline_traffic(layout: Layout, config: PreTrainedConfig, sizes: Sequence[int]) -> Traffic:
+    """What passes between stages, for micro-batches of so many tokens of this rank each: activations, and slopes."""
+    pipeline, found = layout.pipeline, dict[tuple[str, str], Volume]()
+    for chunk in range(pipeline.chunks) if pipeline.ranks > 1 else ():
+        payload = sum(tokens // layout.alike for tokens in sizes) * config.hidden_size * layout.dtype("params").itemsize
+        sent = Volume(len(sizes), payload)
+        for axis, is_end in ((PP_FORWARD, pipeline.is_last(chunk)), (PP_BACKWARD, pipeline.is_first(chunk))):
+            if not is_end:
+                found["p2p", axis] = found.get(("p2p", axis), Volume()) + sent
+    return found
+
+
+def describe_pipeline(layout: Layout, micros: int) -> str:
+    """What the stages of a pipeline are, how long they wait for each other, what one holds; and what makes it slow.
+    Empty where there is none."""
+    pipeline, stage = layout.pipeline, layout.stage
+    if pipeline.ranks == 1:
+        return ""
+    most, least = max(pipeline.layers), min(pipeline.layers)
+    blocks = f"{most} blocks" if most == least else f"{least} to {most} blocks"
+    said = f"{len(pipeline.layers)} stages of {blocks} on {pipeline.ranks} ranks, {pipeline.schedule}: "
+    held = in_flight(pipeline.schedule, 0, pipeline.ranks, micros, pipeline.chunks)
+    said += f"the first holds activations of {held} passes; "
+    said += f"bubble {bubble(pipeline.ranks, micros, pipeline.chunks):.0%} of computing"
+    if micros < pipeline.ranks:
+        said += f"; slow: {micros} micro-batches for {pipeline.ranks} ranks (train.gradient_accumulation_steps)"
+    if stage.reshard_after_forward and layout.shards > 1:
+        said += f"; {stage.name} gathers each block {2 * micros} times a step, zero1 and zero2 once"
+    return said
 
 
 def describe_splitting(layout: Layout, config: PreTrainedConfig) -> str:

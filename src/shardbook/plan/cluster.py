@@ -34,9 +34,12 @@ from shardbook.recipe import Offload, Parallel, Recipe, resolve_precision
 
 KINDS = ("none", "selective", "full")  # the cheapest in time first
 DOCUMENT_TOKENS = 1200  # of documents in packed rows, where nothing else is said
+FILLED = 4  # as many micro-batches for each rank of a pipeline as are tried
 MICROS = 8  # micro-batches of a step, at most, where another number of ranks shares matrices or rows
 SHARES = (1, 2, 4, 8)
-Shares = tuple[int, int]  # ranks that share matrices, and rows
+STAGES_OF = (2, 4, 8, 16)  # ranks along pp
+Shares = tuple[int, int, int]  # ranks that share matrices, rows, and layers
+SHARED = ("tp_size", "cp_size", "pp_size")
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -124,8 +127,8 @@ class Planner:
     model: CausalLM
     document_tokens: float = DOCUMENT_TOKENS
     teacher: PreTrainedConfig | None = None
-    made: dict[tuple[str, str, int, int], Layout] = field(default_factory=dict)
-    cut: dict[int, CausalLM] = field(default_factory=dict)  # the model as ranks have it where so many share matrices
+    made: dict[tuple[str, str, int, int, int], Layout] = field(default_factory=dict)
+    cut: dict[str, CausalLM] = field(default_factory=dict)  # what a rank has of the model, by how it is shared
 
     @cached_property
     def parameters(self) -> int:
@@ -135,27 +138,41 @@ class Planner:
     def flops(self) -> Flops:
         return count_flops(self.model)
 
-    def model_of(self, ranks: int) -> CausalLM:
-        """Raises RecipeError where so many cannot share the model."""
-        if ranks == self.recipe.parallel.tp_size:
+    def model_of(self, parallel: Parallel, stage: int = 0) -> CausalLM:
+        """What a rank of that stage of a pipeline has. Raises RecipeError where so many cannot share the model."""
+        key = (
+            f"{parallel.tp_size}, {parallel.pp_size}, {parallel.pipeline_schedule}, {parallel.pipeline_chunks}, {stage}"
+        )
+        if parallel.pp_size == 1 and parallel.tp_size == self.recipe.parallel.tp_size:
             return self.model
-        if ranks not in self.cut:
-            parallel = self.recipe.parallel.model_copy(update={"tp_size": ranks})
-            recipe = self.recipe.model_copy(update={"parallel": parallel})
-            self.cut[ranks] = build_adapted(recipe, self.config, kernel_on_gpu(recipe.model.attention), self.teacher)
-        return self.cut[ranks]
+        if key not in self.cut:
+            own = self.recipe.parallel.model_copy(update={"tp_size": parallel.tp_size, **pipeline_settings(parallel)})
+            recipe, inside = self.recipe.model_copy(update={"parallel": own}), own.tp_size * own.cp_size
+            place = kernel_on_gpu(recipe.model.attention), self.teacher, stage * inside, own.pp_size * inside
+            self.cut[key] = build_adapted(recipe, self.config, *place)
+        return self.cut[key]
 
-    def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:
-        """Raises RecipeError where the recipe's mesh does not fit the cluster."""
-        model, world = self.model_of(recipe.parallel.tp_size), (cluster.gpus, cluster.a_node)
-        key = (recipe.parallel.model_dump_json(), recipe.offload.model_dump_json(), *world)
+    def layout_of(self, recipe: Recipe, cluster: Cluster, stage: int) -> Layout:
+        world = cluster.gpus, cluster.a_node
+        key = (recipe.parallel.model_dump_json(), recipe.offload.model_dump_json(), *world, stage)
         if key not in self.made:
+            model = self.model_of(recipe.parallel, stage)
             own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)
             self.made[key] = build_layout(*own, *world, recipe.offload)
-        layout = self.made[key]
-        peak = predict_fullest(layout, self.config, recipe)
-        time = predict_step(layout, self.config, recipe, self.flops, self.document_tokens, cluster)
-        return Candidate(recipe, layout, peak, time, cluster, self.config)
+        return self.made[key]
+
+    def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:
+        """Of a pipeline the fullest stage, and the time that the slowest sets: those at its ends, or the second, which
+        of those between is the longest and holds most. Raises RecipeError where the recipe's mesh does not fit the
+        cluster."""
+        ranks = recipe.parallel.pp_size
+        layouts = [self.layout_of(recipe, cluster, stage) for stage in sorted({0, min(1, ranks - 1), ranks - 1})]
+        peaks = [predict_fullest(layout, self.config, recipe) for layout in layouts]
+        more = recipe, self.flops, self.document_tokens, cluster
+        times = [predict_step(layout, self.config, *more) for layout in layouts]
+        fullest = max(range(len(layouts)), key=lambda number: peaks[number].total)
+        time = max(times, key=lambda each: each.seconds)
+        return Candidate(recipe, layouts[fullest], peaks[fullest], time, cluster, self.config)
 
     def mfu(self, candidate: Candidate) -> float:
         """Model FLOPs over the GPUs' peak."""
@@ -190,42 +207,52 @@ class Planner:
         return None
 
     def shares(self, cluster: Cluster, both: bool = False) -> list[Shares]:
-        """How many ranks of a node may share matrices, or rows, where that is not as the recipe says; with `both` a
-        node's share matrices and those of several rows."""
+        """How many ranks of a node may share matrices, or rows, or nodes layers, where that is not as the recipe says;
+        with `both` a node's share matrices, and those of several rows or layers."""
         asked = self.recipe.parallel
-        tensor, context = ([(size, asked.cp_size) for size in SHARES], [(asked.tp_size, size) for size in SHARES])
-        choices = [(cluster.a_node, size) for size in SHARES[1:]] if both else tensor + context
+        tp, cp, pp = own = asked.tp_size, asked.cp_size, asked.pp_size
+        choices = [(size, cp, pp) for size in SHARES] + [(tp, size, pp) for size in SHARES]
+        choices += [(tp, cp, size) for size in (1, *STAGES_OF)]
+        if both:
+            choices = [(cluster.a_node, size, pp) for size in SHARES[1:]]
+            choices += [(cluster.a_node, cp, size) for size in STAGES_OF]
         found = list[Shares]()
-        for tp, cp in dict.fromkeys(choices):
-            parallel = Parallel(wrap=asked.wrap, tp_size=tp, cp_size=cp)
-            inside = tp if both else tp * cp
-            if (tp, cp) == (asked.tp_size, asked.cp_size) or cluster.a_node % inside or cluster.gpus % (tp * cp):
+        for each in dict.fromkeys(choices):
+            stages = pipeline_settings(asked) if each[2] == asked.pp_size else {"pp_size": each[2]}
+            parallel = Parallel.model_validate({"wrap": asked.wrap, "tp_size": each[0], "cp_size": each[1]} | stages)
+            inside = each[0] if both else each[0] * each[1]
+            if each == own or cluster.a_node % inside or cluster.gpus % prod(each) or cluster.nodes % each[2]:
                 continue
             try:
                 Recipe.model_validate(self.recipe.model_dump() | {"parallel": parallel.model_dump()})
-                self.model_of(tp)
+                self.model_of(parallel)
                 check_heads(self.config, parallel)
             except ValueError:  # a recipe's own, and RecipeError
                 continue
-            found.append((tp, cp))
+            found.append(each)
         return found
 
     def candidates(self, cluster: Cluster, tier: str = "none", shares: Shares | None = None) -> Iterator[Candidate]:
         """Every stage, checkpointing and micro-batch whose steps have as many rows as the recipe's, with state at
         `tier`, and with parameters there too; so many ranks share matrices and rows (None: as the recipe says)."""
         train, asked = self.recipe.train, self.recipe.parallel
-        own = asked.model_copy(update=dict(zip(("tp_size", "cp_size"), shares, strict=True)) if shares else {})
+        own = asked.model_copy(update=dict(zip(SHARED, shares, strict=True)) if shares else {})
+        if own.pp_size != asked.pp_size:
+            own = own.model_copy(update={"pipeline_schedule": "1f1b", "pipeline_chunks": 1})
         rows, over = divmod(
-            train.per_device_train_batch_size * train.gradient_accumulation_steps * own.tp_size * own.cp_size,
-            asked.tp_size * asked.cp_size,
+            train.per_device_train_batch_size * train.gradient_accumulation_steps * shared_by(own), shared_by(asked)
         )
-        # with other ranks there are more rows to a rank, and small micro-batches are slow ones
-        most = max(MICROS, train.gradient_accumulation_steps) if shares else rows
+        # with other ranks there are more rows to a rank, and small micro-batches are slow ones, but fill a pipeline
+        most = max(MICROS, train.gradient_accumulation_steps, FILLED * own.pp_size) if shares else rows
+        if own.pp_size > 1 and tier != "none":
+            return
         for name in ("ddp", "zero1", "zero2", "zero3", "hsdp"):
             if over or not (parallel := stage_settings(name, own, cluster)):
                 continue
             for kind in KINDS:
                 sizes = [size for size in range(1, rows + 1) if rows % size == 0 and rows // size <= most]
+                if own.pipeline_chunks > 1:
+                    sizes = [size for size in sizes if rows // size % own.pp_size == 0]
                 for batch, offload in product(sizes, _tiers(self.under(parallel).offload, tier, name)):
                     changes = {
                         "parallel": parallel,
@@ -252,16 +279,16 @@ def _tiers(offload: Offload, tier: str, stage: str) -> list[Offload]:
 
 def stage_settings(name: str, parallel: Parallel, cluster: Cluster) -> Parallel | None:
     """`[parallel]` for a stage as a user would first set it on the cluster; None where it would be another one."""
-    sizes = {"tp_size": parallel.tp_size, "cp_size": parallel.cp_size}
+    sizes = {"tp_size": parallel.tp_size, "cp_size": parallel.cp_size, **pipeline_settings(parallel)}
     settings: dict[str, Any] = {"stage": name, "wrap": parallel.wrap, **sizes}
-    together = prod(sizes.values())
+    together, inside = shared_by(parallel), parallel.tp_size * parallel.cp_size
     if cluster.gpus % together:
         return None
     if name != "ddp":
         settings["forward_prefetch"] = parallel.forward_prefetch
     if name == "hsdp":
-        settings["dp_shard_size"] = inside = cluster.a_node // together
-        if not inside or inside * parallel.cp_size < 2:
+        settings["dp_shard_size"] = shards = cluster.a_node // inside
+        if not shards or shards * parallel.cp_size < 2 or cluster.gpus % (together * shards):
             return None
     if name == "zeropp":
         if together > 1:
@@ -272,11 +299,22 @@ def stage_settings(name: str, parallel: Parallel, cluster: Cluster) -> Parallel 
     return Parallel.model_validate(settings)
 
 
+def pipeline_settings(parallel: Parallel) -> dict[str, Any]:
+    return {key: getattr(parallel, key) for key in ("pp_size", "pipeline_schedule", "pipeline_chunks")}
+
+
+def shared_by(parallel: Parallel) -> int:
+    """Ranks that have one micro-batch together."""
+    return parallel.tp_size * parallel.cp_size * parallel.pp_size
+
+
 def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> Planner:
     """A planner for `recipe` on GPUs. Reads shapes alone. Raises RecipeError where the model's are not known."""
     recipe = resolve_precision(recipe, "cuda")
     config = shape_config(recipe.model.path, recipe.data.max_length)
     path, longest = recipe.distill.teacher, recipe.data.max_length
     teacher = shape_config(path, longest, "distill.teacher") if path else None
-    model = build_adapted(recipe, config, kernel_on_gpu(recipe.model.attention), teacher)
+    alone = recipe.parallel.model_copy(update=pipeline_settings(Parallel()))
+    whole = recipe.model_copy(update={"parallel": alone})
+    model = build_adapted(whole, config, kernel_on_gpu(recipe.model.attention), teacher)
     return Planner(recipe, config, model, min(document_tokens, longest), teacher)

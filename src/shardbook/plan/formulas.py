@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import compress
 from math import prod
 
-from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, TP, WORLD
+from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_ENDS, TP, WORLD
 from shardbook.comm.ledger import Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
 from shardbook.memory.shelf import shelf_sizes, step_bytes
@@ -83,8 +83,18 @@ def muon_exchanges(layout: Layout) -> Volumes:
     return exchanges
 
 
-def predict_traffic(layout: Layout, micros: int, optimizer_name: str = "adamw", forwards: int = 1) -> Traffic:
-    """Calls and payload bytes of one optimizer step of one rank, by operation and mesh axis.
+def tied_numel(layout: Layout, rank: int) -> int:
+    """Elements that the global `rank` has of a weight which is tied over both ends of a pipeline: its unit's matrix."""
+    end = layout.chunks[0 if layout.pipeline.begins else -1]
+    outer = (zip(unit.shapes, unit.hidden, strict=True) for unit in end.units)
+    shape = max((shape for each in outer for shape, is_hidden in each if not is_hidden), key=len)
+    return shard_rows(shape[0], layout.shards, rank_along(layout.sizes, DP_SHARD, rank)) * prod(shape[1:])
+
+
+def predict_traffic(
+    layout: Layout, micros: int, optimizer_name: str = "adamw", forwards: int = 1, rank: int = 0
+) -> Traffic:
+    """Calls and payload bytes of one optimizer step of the global `rank`, by operation and mesh axis.
 
     A group of one rank gathers and reduces nothing. Every unit is taken to run forward and backward in each of the
     step's `micros` micro-batches; before that so many `forwards` less one of their own.
@@ -109,9 +119,15 @@ def predict_traffic(layout: Layout, micros: int, optimizer_name: str = "adamw", 
         add("all_reduce", DP_SHARD, 1, NORM_BYTES)
         for op, axis, payload in muon_exchanges(layout) if optimizer_name == "muon" else ():
             add(op, axis, 1, payload)
+    master, pipeline = layout.dtype("master").itemsize, layout.pipeline
     if layout.alike > 1:
-        add("all_reduce", TP, 1, layout.uncut_numel * layout.dtype("master").itemsize)
+        for chunk in layout.chunks:
+            add("all_reduce", TP, 1, chunk.uncut_numel * master)
         add("all_reduce", TP, 1, NORM_BYTES)
+    if pipeline.ranks > 1:
+        add("all_reduce", PP, 1, NORM_BYTES)
+        if pipeline.is_tied and (pipeline.begins or pipeline.ends):
+            add("all_reduce", PP if pipeline.ranks == 2 else PP_ENDS, 1, tied_numel(layout, rank) * master)
     everyone = next((axis for axis, size in layout.sizes.items() if size == layout.world_size), WORLD)
     add("all_reduce", everyone, 1, COUNTS_BYTES)
     return traffic

@@ -1,4 +1,4 @@
-"""The peak of a step's memory, by category and moment; and what to change where it does not fit.
+"""The peak of a step's memory, by category and moment.
 
 Invariant: a step is fullest at one of a few moments, and each is a sum of counts: what a rank keeps, gathers, sends and
 holds for backward, and what the loss or one block needs on top. plan/simulate.py counts the same from the code itself,
@@ -6,21 +6,22 @@ and tests hold the two together. Sources of the counts: what autograd saves of t
 fully_shard holds; Korthikanti et al., arXiv 2205.05198, section 4, for the idea.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import compress
 from math import prod
 
 from transformers import PreTrainedConfig
 
-from shardbook.axes import DP_SHARD
 from shardbook.model.attention import head_size
 from shardbook.parallel.layout import Layout
-from shardbook.parallel.stages import find_stage
+from shardbook.parallel.schedule import Pipeline
 from shardbook.parallel.units import Unit, backward_order
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual, predict_secondary
 from shardbook.plan.kept import FP32, kept_by_a_block, loss_bytes, read_adapted, read_widths
-from shardbook.recipe import Generate, Recipe
+from shardbook.plan.tensor import recomputed_blocks
+from shardbook.recipe import Recipe
 
 GB = 10**9
 
@@ -48,22 +49,44 @@ class Peak:
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes of a micro-batch that no stage changes."""
+    """Bytes of a micro-batch that no stage of ZeRO changes."""
 
-    held: int  # what all blocks hold for backward
+    held: int  # what all blocks hold for backward, of a chunk of layers where a rank has several
     layers: int
+    stream: int  # what passes from block to block
+    passing: int  # what one pass through them takes and gives, which is there until its backward
     before_blocks: int  # the batch, rotation, a dense mask
     loss: int
+    loss_kept: int  # of that, until its backward
     head_gradient: int  # in the dtype of compute
     gate: int  # what a block's backward needs at its MLP, with the gradient of its largest matrix
     norm: int  # the same at its first norm, with none
     teacher: int  # what a block of the model beside needs in forward
 
+    def of_a_pass(self, pipeline: Pipeline) -> int:
+        """What one holds through a chunk of layers until its backward, while others run: in gpipe of the loss too."""
+        waits = pipeline.ends and pipeline.schedule == "gpipe"
+        return self.held + self.before_blocks + self.passing + self.loss_kept * waits
+
+
+@cache
+def most_in_flight(pipeline: Pipeline, micros: int, micro: int, is_forward: bool) -> int:
+    """Passes whose activations are there while a micro-batch runs forward, or backward, through a chunk of layers: its
+    own, and those that are to run backward."""
+    flying = most = 0
+    for action in pipeline.actions(micros):
+        flying += action.is_forward
+        if action.micro == micro and action.is_forward == is_forward:
+            most = max(most, flying)
+        flying -= not action.is_forward
+    return most
+
 
 def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work:
     """Rows count as full (data.max_length). With a budget, and compiled, blocks keep less than is said here."""
     of, itemsize = read_widths(config, layout.alike, layout.context), layout.dtype("params").itemsize
-    rows, layers = recipe.train.per_device_train_batch_size, config.num_hidden_layers
+    numbers, pipeline = layout.blocks(config.num_hidden_layers), layout.pipeline
+    rows, layers = recipe.train.per_device_train_batch_size, len(numbers)
     tokens = recipe.micro_tokens // layout.context
     kind, _, amount = recipe.activation.checkpointing.partition(":")
     adapted = read_adapted(recipe.lora, of)
@@ -71,7 +94,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     kept = {name: kept_by_a_block(name, of, itemsize, adapted) for name in ("none", "full", "selective")}
     if config._attn_implementation == "sdpa" or (layout.context > 1 and adapted.trains("o_proj")):
         kept["none"] += of.queries * itemsize  # its result by head, and by token for the product that follows
-    again = {"none": 0, "budget": 0, "every": -(-layers // int(amount or 1))}.get(kind, layers)  # run in backward again
+    again = recomputed_blocks(recipe, numbers)  # run in backward again
     of_again = kept["selective" if kind == "selective" else "full"]
     held = again * of_again + (layers - again) * kept["none"]
     if recipe.offload.activations != "none":  # all inputs leave but the last; two are back at once
@@ -102,15 +125,24 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     last = tokens // of.alike * of.hidden * (FP32 + (not adapted.r) * itemsize)
     beside = read_widths(layout.teacher) if layout.teacher else None
     taught = (layout.teacher.vocab_size, beside.hidden) if beside else (0, 0)
+    loss = loss_bytes(scored, chunk, outputs, of.hidden, itemsize, trains_head, taught, of.alike > 1)
     # the first norm's backward, step by step, in fp32; before it that of queries, with two gathered slopes
     norm = tokens // of.alike * of.hidden * (6 * FP32 + itemsize)
     shares = (FP32 + 3 * itemsize) * of.hidden / of.alike
     attention = int(tokens * (shares + (3 * of.hidden + of.queries) * itemsize)) * (of.alike > 1)
+    stream = tokens // of.alike * of.hidden * itemsize
+    # what came in is what a recomputed block keeps, or in fp32 its first norm; one more comes, and its slope
+    is_kept = itemsize == FP32 or again == layers
+    looped = pipeline.chunks > 1  # then each rank has passes that neither begin nor end
+    passing = stream * ((looped or not pipeline.begins) * (not is_kept) + (looped or not pipeline.ends))
     return Work(
-        held=int(held * tokens) + dense * itemsize * (layers - again),
-        layers=layers,
+        held=(int(held * tokens) + dense * itemsize * (layers - again)) // pipeline.chunks,
+        layers=layers // pipeline.chunks,
+        stream=stream,
+        passing=passing,
         before_blocks=tokens * (2 * head_size(config) * itemsize + 5 * 8) + dense,
-        loss=last + sum(loss_bytes(scored, chunk, outputs, of.hidden, itemsize, trains_head, taught, of.alike > 1)),
+        loss=last + sum(loss),
+        loss_kept=loss[1],
         head_gradient=outputs * of.hidden * itemsize * trains_head,
         gate=int(gate * tokens) + matrix + dense * itemsize * bool(again),
         norm=max(norm, attention),
@@ -213,8 +245,10 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
     vocabulary = -(-config.vocab_size // layout.alike)
     by_head = [unit for unit in lies.back[:1] if any(shape[0] in (vocabulary, 1) for shape in unit.shapes)]
     blocks = [unit for unit in lies.back if unit not in by_head and unit.read_in_backward]
-    tied = 0 if by_head else work.head_gradient  # waits for the embedding's
-    visits = [("loss", "forward", [*by_head, *lies.spanning, *lies.back][0], work.held, work.loss)]
+    pipeline = layout.pipeline
+    tied = 0 if by_head or not pipeline.ends else work.head_gradient  # waits for the embedding's
+    first = [*by_head, *lies.spanning, *lies.back][0]
+    visits = [("loss", "forward", first, work.held, work.loss)] if pipeline.ends else []
     visits += [("head", "reduction", unit, work.held, 0) for unit in by_head]
     beside = [unit for unit in lies.order if unit.forward_only]
     widest = sorted(beside, key=lambda unit: unit.numel)[-1:]
@@ -236,14 +270,18 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
         for name, phase, unit, held, working in visits:
             order = [*lies.back, *lies.spanning]
             done = order[: order.index(unit)] if phase != "forward" else []
-            sums, gathered, buffers, own = lies.at(micro, phase, unit, done)
+            others = most_in_flight(pipeline, micros, micro, phase == "forward") - 1
+            # what comes next is there, and a slope that came is no block's own
+            arrived = work.stream * (phase != "forward") * (1 + (unit is not blocks[0])) if pipeline.ranks > 1 else 0
+            before_all = phase == "forward" and pipeline.schedule == "gpipe" and pipeline.ranks > 1
+            sums, gathered, buffers, own = lies.at(0 if before_all else micro, phase, unit, done)
             moments[f"micro-batch {micro + 1}, {name}"] = Peak(
                 params=int(state.params_bytes),
                 grads=sums + predict_residual(layout),
                 optimizer=int(state.optimizer_bytes),
                 gathered=gathered + predict_secondary(layout),
                 buffers=buffers,
-                activations=held + work.before_blocks,
+                activations=held + work.before_blocks + work.passing + others * work.of_a_pass(pipeline) + arrived,
                 working=working + own,
             )
     if layout.alike > 1:  # after all else, their sums
@@ -286,35 +324,3 @@ def predict_fullest(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
     step = predict_peak(layout, config, recipe)
     between = [predict_generation(layout, config, recipe)] if recipe.generate.steps else []
     return max([step, *between], key=lambda moment: moment.total)
-
-
-def smallest_change(layout: Layout, config: PreTrainedConfig, recipe: Recipe, room: float) -> str:
-    """What to set so that the peak is at most `room` bytes: the first that is enough of those that change one thing,
-    the cheapest in time first. Empty where none is."""
-    for words, changed_layout, changed in _changes(layout, recipe):
-        if predict_fullest(changed_layout, config, changed).total <= room:
-            return words
-    return ""
-
-
-def _changes(layout: Layout, recipe: Recipe) -> Iterator[tuple[str, Layout, Recipe]]:
-    if recipe.generate.steps:
-        yield "generate.steps=0", layout, recipe.model_copy(update={"generate": Generate()})
-    batch, steps = recipe.train.per_device_train_batch_size, recipe.train.gradient_accumulation_steps
-    while batch > 1:
-        batch, steps = -(-batch // 2), steps * 2
-        keys = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
-        words = " ".join(f"train.{key}={value}" for key, value in keys.items())
-        yield words, layout, recipe.model_copy(update={"train": recipe.train.model_copy(update=keys)})
-    kinds = ["none", "selective", "full"]
-    now = recipe.activation.checkpointing
-    for kind in kinds[kinds.index(now) + 1 if now in kinds else 1 :]:
-        activation = recipe.activation.model_copy(update={"checkpointing": kind})
-        yield f"activation.checkpointing={kind}", layout, recipe.model_copy(update={"activation": activation})
-    if not layout.stage.reshard_after_forward and layout.world_size > 1:
-        units = tuple(replace(unit, frees=True, reshard_after_forward=not unit.spans) for unit in layout.units)
-        sizes = dict.fromkeys(layout.sizes, 1) | {DP_SHARD: layout.world_size}
-        yield "parallel.stage=zero3", replace(layout, stage=find_stage("zero3"), sizes=sizes, units=units), recipe
-    for times in (2, 4, 8) if layout.stage.shards else ():
-        sizes = layout.sizes | {DP_SHARD: layout.shards * times}
-        yield f"{layout.world_size * times} ranks", replace(layout, sizes=sizes), recipe

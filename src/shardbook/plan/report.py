@@ -14,9 +14,9 @@ from rich.text import Text
 from shardbook.memory.shelf import step_bytes
 from shardbook.parallel.stages import find_stage
 from shardbook.plan.advice import Advice, advise
-from shardbook.plan.axes import describe_splitting
+from shardbook.plan.axes import describe_pipeline, describe_splitting
 from shardbook.plan.calibrate import Sample, calibrate
-from shardbook.plan.cluster import DOCUMENT_TOKENS, Candidate, Planner, build_planner
+from shardbook.plan.cluster import DOCUMENT_TOKENS, SHARED, Candidate, Planner, build_planner
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
 from shardbook.plan.tensor import describe_sharing
@@ -161,9 +161,7 @@ def _settings(report: Report, candidate: Candidate) -> dict[str, Any]:
     """The keys that the advice would change, as overrides."""
     recipe, train = candidate.recipe, candidate.recipe.train
     own, asked = recipe.parallel, report.planner.recipe.parallel
-    shared = {
-        key: getattr(own, key) for key in ("tp_size", "cp_size") if max(getattr(own, key), getattr(asked, key)) > 1
-    }
+    shared = {key: getattr(own, key) for key in SHARED if max(getattr(own, key), getattr(asked, key)) > 1}
     others = recipe.parallel.model_dump(exclude_defaults=True, exclude={"stage"})
     return {
         "parallel.stage": candidate.layout.stage.name,
@@ -238,13 +236,14 @@ def describe_shared(report: Report) -> list[str]:
     """How ranks share matrices and rows under the recipe's own stage, and under the advice where it differs."""
     own = report.stages[find_stage(report.planner.recipe.parallel.stage).name]
     best = report.advice.best
-    if best and (best.layout.alike, best.layout.context) != (own.layout.alike, own.layout.context):
+    if best and best.layout.shared != own.layout.shared:
         return [*_sharing_lines(own), *(f"{line} (advised)" for line in _sharing_lines(best))]
     return _sharing_lines(own)
 
 
 def _sharing_lines(own: Candidate) -> list[str]:
     told = {"tensor": describe_sharing(own.layout), "context": describe_splitting(own.layout, own.config)}
+    told["pipeline"] = describe_pipeline(own.layout, own.recipe.train.gradient_accumulation_steps)
     return [f"{what:<9}{said}" for what, said in told.items() if said]
 
 

@@ -34,7 +34,7 @@ from shardbook.optim import state_bytes
 from shardbook.parallel.layout import build_layout
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
-from shardbook.recipe import Recipe
+from shardbook.recipe import Recipe, RecipeError
 
 LAYERS = (4, 5)  # blocks are alike: from these two any number follows
 # Micro-batch, forward or backward, and where in it: a block, counted from its nearer end, or before or after them.
@@ -115,6 +115,8 @@ def simulate_step(
     """Two steps of `recipe` (without `auto`) with a model of `config`, rows full and every token but the first trained;
     the second is counted. Attention by `varlen`. A `teacher` runs beside, with all its layers. Raises RecipeError where
     the mesh does not fit."""
+    if recipe.parallel.pp_size > 1:
+        raise RecipeError(f"--simulate: parallel.pp_size = {recipe.parallel.pp_size}: no pipeline is simulated")
     times, how = config.num_hidden_layers - LAYERS[1], (world_size, ranks_per_node, shares, teacher)
     if times <= 0:
         most, kept = _simulate(recipe, config, *how)

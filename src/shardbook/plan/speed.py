@@ -10,12 +10,13 @@ from itertools import compress
 
 from transformers import PreTrainedConfig
 
-from shardbook.axes import CP, DP_REPLICATE, TP
+from shardbook.axes import CP, DP_REPLICATE, PP_FORWARD, TP
 from shardbook.memory.shelf import plan_shelf, step_bytes
 from shardbook.model.causal_lm import Flops
 from shardbook.optim import state_bytes
 from shardbook.optim.muon import orthogonal_flops
 from shardbook.parallel.layout import Layout
+from shardbook.parallel.schedule import bubble
 from shardbook.parallel.units import Unit, backward_order
 from shardbook.plan.axes import axes_traffic
 from shardbook.plan.formulas import backward_gather, forward_gather, muon_exchanges, reduction, replica_bytes
@@ -39,6 +40,7 @@ class StepTime:
     optimizer: float
     exposed: float  # collectives that nothing hides
     offload: float = 0.0  # steps on the host, and transfers, that nothing hides
+    bubble: float = 0.0  # stages of a pipeline that others wait for: its beginning and its end
 
     @property
     def seconds(self) -> float:
@@ -54,7 +56,8 @@ def predict_step(
     cluster: Cluster | None = None,
 ) -> StepTime:
     """A step of full rows of documents of `document_tokens` each, compiled; without `cluster` on an H100 where all
-    collectives hide but those along tp and cp, which never do. Ranks that share matrices, or rows, share their work."""
+    collectives hide but those along tp and cp, which never do. Ranks that share matrices, or rows, share their work; of
+    a pipeline it is the time that all take if each stage is as long as this rank's."""
     gpu, slowness = (cluster.gpu, cluster.slowness) if cluster else (H100, 1.0)
     peak_flops, memory_rate = gpu.flops / slowness, MEMORY * gpu.memory / slowness  # of memory: read plus written
     of, itemsize = read_widths(config), layout.dtype("params").itemsize
@@ -68,20 +71,23 @@ def predict_step(
     again = {"full": 1.0}.get(kind, 0.0)  # forward products that backward makes again
     more = recipe.forwards - 1  # passes without a backward
     # multiply-adds: forward, and the gradient of what went in; of weights where they are trained
-    blocks = (flops.block * (2 + again + more) + flops.block_trained) / alike
+    pipeline, layers = layout.pipeline, len(layout.blocks(config.num_hidden_layers))
+    part = layers / config.num_hidden_layers  # of the model's blocks that are this rank's
+    blocks = part * (flops.block * (2 + again + more) + flops.block_trained) / alike
+    head, outputs = head * pipeline.ends, outputs * pipeline.ends
     own = [unit for unit in layout.units if not unit.forward_only]
     shapes = (shape for unit in own for shape in compress(unit.shapes, unit.trained))
     passes_of_head = 3 + more + any(shape[0] == outputs for shape in shapes)
     products = 2 * tokens * (blocks + head * passes_of_head) / (PRODUCTS * peak_flops)
     own_pairs = pairs * read_widths(config, alike, layout.context).attended[0] / layout.context / of.heads
     attention = (
-        flops.per_pair * own_pairs * (1 + (again + more) / 3) / (ATTENTION * peak_flops)
+        part * flops.per_pair * own_pairs * (1 + (again + more) / 3) / (ATTENTION * peak_flops)
     )  # of what is not masked
     # two norms (read, write), two sums, the rotation, the gate; the loss: fp32 logits five times
     wide = 10 * of.hidden + 2 * (of.queries + of.keys) + 3 * of.inner
-    passes = (PASSES + (kind in ("full", "selective")) + more) * wide / alike * config.num_hidden_layers * itemsize
+    passes = (PASSES + (kind in ("full", "selective")) + more) * wide / alike * layers * itemsize
     # a base in four bits is unpacked for each of its products, by one kernel
-    unpacked = flops.block * (2 + again + more) * (0.5 + itemsize) * recipe.model.load_in_4bit
+    unpacked = part * flops.block * (2 + again + more) * (0.5 + itemsize) * recipe.model.load_in_4bit
     memory = (tokens * (passes + outputs * 5 * 4) + unpacked) / memory_rate
     # casts, copies in and out of a gather, and of a reduction, of each parameter; AdamW, norm and clipping of a shard
     sharded = layout.shards > 1
@@ -110,15 +116,26 @@ def predict_step(
     if cluster:
         micro = products + attention + memory + copies + link + inside / micros
         forward = (micro - taught) / (3 + again + more)
-        passes = forward + taught, micro - taught - (1 + more) * forward
-        exposed += exposed_seconds(layout, cluster, micros, *passes, more)
+        both = forward + taught, micro - taught - (1 + more) * forward
+        exposed += exposed_seconds(layout, cluster, micros, *both, more)
         if recipe.optim.name == "muon":
             exposed += sum(
                 cluster.ring_seconds(size, layout.groups(0)[axis]) for _, axis, size in muon_exchanges(layout)
             )
-        away = offload_seconds(layout, cluster, micros, *passes, clips=bool(recipe.optim.max_grad_norm))
+        if pipeline.ranks > 1:
+            exposed += passing_seconds(layout, config, tokens, cluster)
+        away = offload_seconds(layout, cluster, micros, *both, clips=bool(recipe.optim.max_grad_norm))
+    computing = products + attention + memory + copies + link + inside / micros
+    waits = bubble(pipeline.ranks, micros, pipeline.chunks) * micros * computing
     return StepTime(
-        micros * products, micros * attention, micros * (memory + copies), micros * link, optimizer, exposed, away
+        micros * products,
+        micros * attention,
+        micros * (memory + copies),
+        micros * link,
+        optimizer,
+        exposed,
+        away,
+        waits,
     )
 
 
@@ -128,12 +145,22 @@ def inside_seconds(layout: Layout, config: PreTrainedConfig, recipe: Recipe, clu
         return 0.0
     cluster, groups = cluster or Cluster(H100, layout.world_size, layout.ranks_per_node, H100.nics), layout.groups(0)
     seconds = 0.0
-    for (_, axis), moved in axes_traffic(layout, config, recipe).items():
+    for (op, axis), moved in axes_traffic(layout, config, recipe).items():
+        if op == "p2p":  # while others compute
+            continue
         ranks = groups[axis if axis == TP else CP]
         seconds += moved.calls * cluster.ring_seconds(moved.payload_bytes / moved.calls, ranks)
     if layout.alike > 1:
         seconds += 2 * cluster.ring_seconds(layout.uncut_numel * layout.dtype("master").itemsize, groups[TP])
     return seconds
+
+
+def passing_seconds(layout: Layout, config: PreTrainedConfig, tokens: int, cluster: Cluster) -> float:
+    """Of activations and slopes on their way from stage to stage while nothing computes: those of the first micro-batch
+    through all of them, and back; the others' pass while their neighbours compute."""
+    payload = tokens // layout.alike * config.hidden_size * layout.dtype("params").itemsize
+    once = cluster.ring_seconds(2 * payload, layout.groups(0)[PP_FORWARD])  # all of it goes one way
+    return 2 * (layout.pipeline.ranks * layout.pipeline.chunks - 1) * once
 
 
 def offload_seconds(
@@ -154,8 +181,8 @@ def offload_seconds(
 
 
 def model_flops(recipe: Recipe, flops: Flops, document_tokens: float) -> float:
-    """Model FLOPs of one rank in such a step: its share, where ranks share matrices or rows."""
-    shared = recipe.parallel.tp_size * recipe.parallel.cp_size
+    """Model FLOPs of one rank in such a step: its share, where ranks share matrices, rows or layers."""
+    shared = recipe.parallel.tp_size * recipe.parallel.cp_size * recipe.parallel.pp_size
     tokens = recipe.micro_tokens * recipe.train.gradient_accumulation_steps / shared
     return flops.of(tokens, tokens * min(document_tokens, recipe.data.max_length))
 

@@ -15,9 +15,11 @@ from shardbook.recipe import Recipe
 TOLD_BYTES = 3 * 4  # of each trained token, by each rank: three fp32 numbers of its part of the logits
 
 
-def recomputed_blocks(recipe: Recipe, layers: int) -> int:
+def recomputed_blocks(recipe: Recipe, numbers: Sequence[int]) -> int:
+    """How many of those blocks of a model run in backward again."""
     kind, _, amount = recipe.activation.checkpointing.partition(":")
-    return {"none": 0, "budget": 0, "every": -(-layers // int(amount or 1))}.get(kind, layers)
+    every = sum(number % int(amount or 1) == 0 for number in numbers)
+    return {"none": 0, "budget": 0}.get(kind, every)
 
 
 def tensor_traffic(
@@ -32,18 +34,19 @@ def tensor_traffic(
     """
     if layout.alike == 1:
         return {}
-    layers, more = config.num_hidden_layers, recipe.forwards - 1
-    again = recomputed_blocks(recipe, layers)
+    numbers, more = layout.blocks(config.num_hidden_layers), recipe.forwards - 1
+    layers, again = len(numbers), recomputed_blocks(recipe, numbers)
     chunk, itemsize = recipe.train.loss_chunk_tokens, layout.dtype("params").itemsize
-    gathers = 4 * layers + 2 * again + 2 + more * (2 * layers + 1)
-    scatters = 4 * layers + again + 2 + more * (2 * layers + 1)
+    outer = layout.pipeline.begins + layout.pipeline.ends
+    gathers = 4 * layers + 2 * again + outer + more * (2 * layers + 1)
+    scatters = 4 * layers + again + outer + more * (2 * layers + 1)
     scored = 1 + more + (recipe.sequences > 1)  # where each loss has a slope of its own, logits are made again
     gathered = scattered = Volume()
     for tokens, trained in sizes:
         payload = tokens * config.hidden_size * itemsize
         chunks = -(-trained // (chunk or max(1, trained)))
         told = Volume(scored * chunks, scored * trained * layout.alike * TOLD_BYTES)
-        gathered += Volume(gathers, gathers * payload) + told
+        gathered += Volume(gathers, gathers * payload) + (told if layout.pipeline.ends else Volume())
         scattered += Volume(scatters, scatters * payload)
     return {("all_gather", TP): gathered, ("reduce_scatter", TP): scattered}
 

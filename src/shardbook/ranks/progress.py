@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -78,8 +79,13 @@ HERE = Progress()  # a process has one main thread
 
 def marked(items: Iterable[T], name: str) -> Iterator[T]:
     """`items`, each a `name`, with a mark before each and one after the last."""
-    for number, item in enumerate(items, 1):
-        HERE.mark(f"in {name} {number}")
+    each = iter(items)
+    for number in count(1):
+        HERE.mark(f"in {name} {number}")  # before it is made: some are work
+        try:
+            item = next(each)
+        except StopIteration:
+            break
         yield item
     HERE.mark(f"after its last {name}")
 

@@ -187,6 +187,44 @@ class Recipe(Section):
                 raise ValueError(f"{said} and {what}: they do not compose; {way_out}")
         return self
 
+    @model_validator(mode="after")
+    def stages_that_compose(self) -> "Recipe":
+        """What pipeline parallel has not been made for."""
+        sharding, micros = self.parallel, self.train.gradient_accumulation_steps
+        said, chunks = f"parallel.pp_size = {sharding.pp_size}", sharding.pipeline_chunks
+        schedule = f"parallel.pipeline_schedule = {sharding.pipeline_schedule!r}"
+        is_looped = sharding.pipeline_schedule == "interleaved"
+        if sharding.pp_size == 1:
+            if chunks > 1 or sharding.pipeline_schedule != "1f1b":
+                alone = f"parallel.pipeline_chunks = {chunks}" if chunks > 1 else schedule
+                raise ValueError(f"{alone}: there is no pipeline; set parallel.pp_size, or leave it out")
+            return self
+        switch = sharding.quantize_weights or sharding.quantize_gradients or sharding.secondary_shard
+        for unfit, what, way_out in (
+            (sharding.stage == "zeropp", "parallel.stage = 'zeropp'", "set parallel.stage=zero3"),
+            (switch, "a switch of ZeRO++", "leave parallel.quantize_weights, quantize_gradients, secondary_shard out"),
+            (sharding.wrap != "block", f"parallel.wrap = {sharding.wrap!r}", "set parallel.wrap=block"),
+            (self.lora.r, f"lora.r = {self.lora.r}", "leave one of the two out"),
+            (self.method != "sft", f"method = {self.method!r}", "leave parallel.pp_size out"),
+            (self.generate.steps, f"generate.steps = {self.generate.steps}", "set generate.steps=0"),
+            (self.optim.name == "muon", "optim.name = 'muon'", "set optim.name=adamw"),
+            *(
+                (tier != "none", f"offload.{place} = {tier!r}", "leave [offload] out")
+                for place, tier in (("optimizer", self.offload.optimizer), ("activations", self.offload.activations))
+            ),
+        ):
+            if unfit:
+                raise ValueError(f"{said} and {what}: they do not compose; {way_out}")
+        if is_looped != (chunks > 1):
+            way_out = "set parallel.pipeline_chunks=2" if is_looped else "set parallel.pipeline_schedule=interleaved"
+            raise ValueError(f"{schedule} and parallel.pipeline_chunks = {chunks}: {way_out}, or leave both out")
+        if is_looped and micros % sharding.pp_size:
+            raise ValueError(
+                f"{schedule}, {said} and train.gradient_accumulation_steps = {micros}: micro-batches come in groups of "
+                f"as many as there are ranks; must be a multiple of {sharding.pp_size}"
+            )
+        return self
+
     @property
     def at_rest(self) -> str:
         """Dtype of a rank's shards on its device: with masters on the host, what it computes in."""

@@ -79,6 +79,15 @@ class Parallel(Section):
     tp_size: int = key(
         1, "Neighbouring ranks that split each matrix, and tokens between them (tensor parallel); 1: off.", ge=1
     )
+    pp_size: int = key(
+        1, "Groups of ranks that have a model's layers one after another (pipeline parallel); 1: off.", ge=1
+    )
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved"] = key(
+        "1f1b", "Order of micro-batches along pp: gpipe, 1f1b, or interleaved (pipeline_chunks)."
+    )
+    pipeline_chunks: int = key(
+        1, "Runs of layers that each rank along pp has, with interleaved: the bubble is so many times smaller.", ge=1
+    )
     wrap: str = key(
         "block", "What is gathered together: block, none (everything at once), or size:<parameters>.", pattern=WRAPS
     )

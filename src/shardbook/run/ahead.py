@@ -56,7 +56,8 @@ class StepsAhead:
     def take(self) -> Step:
         """The next step; where nobody stops it is taken: the loader stands behind it."""
         micros, wait = self._counted
-        tokens, examples, chosen, stops, *work = (count / self.loader.batching.alike for count in wait())
+        same = self.loader.batching.alike * self.loader.batching.stages  # as often each is counted
+        tokens, examples, chosen, stops, *work = (count / same for count in wait())
         if not stops:
             self.loader.consumed_rows += self.loader.rows_per_step
             self.steps += 1

@@ -29,6 +29,7 @@ from shardbook.model.adapters import base_identity, kept_parameters
 from shardbook.model.teacher import teacher_identity
 from shardbook.optim import state_kind
 from shardbook.parallel.sharding import ShardedModel
+from shardbook.parallel.units import WHOLE
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.progress import long_phase
 from shardbook.recipe import RecipeError, first_line
@@ -247,6 +248,11 @@ def _saved(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shapes(model: nn.Module) -> dict[str, list[int]]:
+    whole = getattr(model, WHOLE, None)  # of layers on other ranks too
+    return {name: list(shape) for name, shape in whole.items()} if whole else _own_shapes(model)
+
+
+def _own_shapes(model: nn.Module) -> dict[str, list[int]]:
     return {name: list(p.shape) for name, p in kept_parameters(model).items()}
 
 

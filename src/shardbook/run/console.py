@@ -20,6 +20,7 @@ from shardbook.memory.shelf import shelf_sizes
 from shardbook.model.attention import Kernel
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
+from shardbook.plan.axes import describe_pipeline
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual
 from shardbook.plan.peak import Peak
 from shardbook.plan.tensor import describe_sharing
@@ -74,6 +75,8 @@ class Console:
         table.add_row("mesh", describe_sizes(layout.mesh))
         if sharing := describe_sharing(layout):
             table.add_row("tensor", sharing)
+        if stages := describe_pipeline(layout, loader.accumulation):
+            table.add_row("pipeline", stages)
         table.add_row("units", f"{len(own)}, wrapped by {layout.parallel.wrap}; {freed}")
         if layout.shards > 1:
             ahead = f"ahead {layout.forward_prefetch} forward, {layout.backward_prefetch} backward"
@@ -87,7 +90,8 @@ class Console:
         count = sum(unit.parameters for unit in own)
         is_part = trained < sum(unit.numel for unit in own)
         frozen = f"; {trained:,} of them trained, the others at rest in {precision.frozen}" * is_part
-        table.add_row("parameters", f"{count:,}{frozen}")
+        of_first = " in the layers of the first rank, as all that follows" * bool(stages)
+        table.add_row("parameters", f"{count:,}{of_first}{frozen}")
         computed = f"computed {precision.params}, reduced {precision.reduce}, returned {precision.output}"
         table.add_row("dtypes", f"kept {precision.master}, {computed}")
         state = predict_resident(layout, rank=0)  # the optimizer's is the recipe's, which the peak knows

@@ -7,8 +7,9 @@ from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 
 from shardbook.parallel.sharding import ShardedModel
+from shardbook.plan.change import smallest_change
 from shardbook.plan.hardware import ROOM
-from shardbook.plan.peak import GB, predict_fullest, smallest_change
+from shardbook.plan.peak import GB, predict_fullest
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Recipe
 from shardbook.run.metrics import memory_metrics, peak_metrics

@@ -35,7 +35,7 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
     attention = kernel_on_gpu(recipe.model.attention)
     teacher = load_teacher(recipe)
-    model = build_adapted(recipe, config, attention, teacher)
+    model = build_adapted(recipe, config, attention, teacher, world_size=world_size)
     world = (world_size, ranks_per_node)
     layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world, recipe.offload)
     folder = tokenizer_folder(recipe.model)
@@ -52,11 +52,14 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     console.show_layout(layout, attention, recomputed, peak, loader, steps)
     from shardbook.plan.simulate import simulate_step  # makes a process group, and loads what fakes tensors
 
-    if recipe.offload.optimizer == "none":
+    if recipe.offload.optimizer == "none" and recipe.parallel.pp_size == 1:
         objective = build_objective(recipe.method, recipe.preference, recipe.distill)
         found = simulate_step(recipe, config, *world, objective.shares, teacher)
         console.print(f"a step   on fake tensors: {readable_bytes(found.peak_bytes)} at its peak, in {found.moment}")
-    console.print("dry run  done: config, layout, data and a step; not looked at: weights, processes, links")
+        looked = "config, layout, data and a step; not looked at:"
+    else:
+        looked = "config, layout and data; not looked at: a step,"
+    console.print(f"dry run  done: {looked} weights, processes, links")
 
 
 def check_memory(recipe: Recipe, recipe_path: Path, nodes: int) -> None:

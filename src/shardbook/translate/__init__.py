@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from shardbook.recipe import Recipe, RecipeError, first_line, nearest, parse_recipe
-from shardbook.translate.rules import ACCELERATE, CP_SIZE, DEEPSPEED, STAGE, TP_SIZE, Refused, Rule, Settings
+from shardbook.translate.rules import ACCELERATE, AXES, CP_SIZE, DEEPSPEED, STAGE, TP_SIZE, Refused, Rule, Settings
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,11 @@ def translate(path: Path) -> tuple[Settings, list[Entry]]:
         whole = inside | whole  # for what several keys say together
     elif is_deepspeed:
         entries += _assumed(whole)
-    if str(whole.get("distributed_type")).upper() == "DEEPSPEED":
+    program = str(whole.get("distributed_type")).upper()
+    if program == "DEEPSPEED":
         entries = [_over_all_ranks(entry) for entry in entries]
+    elif program == "MEGATRON_LM" and not any(entry.key.endswith("use_distributed_optimizer") for entry in entries):
+        entries.append(Entry("(use_distributed_optimizer)", None, {STAGE: "ddp"}, "absent is false in accelerate"))
     settings: Settings = {}
     for entry in entries:
         for key, value in entry.settings.items():
@@ -74,7 +77,7 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
         settings.update(changed)
         entries.append(Entry(key, value, changed, said, refused))
 
-    _settle_slices(settings, entries)
+    _settle_twice(settings, entries)
     settings.setdefault(STAGE, "zero3")
     number = _section(whole, "zero_optimization").get("stage", 3)
     switches = {"parallel.quantize_weights", "parallel.quantize_gradients", "parallel.secondary_shard"}
@@ -117,14 +120,15 @@ def _over_all_ranks(entry: Entry) -> Entry:
     return replace(entry, settings={}, said="nothing to set: ZeRO shards over all ranks")
 
 
-def _settle_slices(settings: Settings, entries: list[Entry]) -> None:
-    """Refuse what splits rows where more than one key does, as accelerate does."""
-    named = [at for at, entry in enumerate(entries) if CP_SIZE in entry.settings]
-    if len(named) > 1:
-        del settings[CP_SIZE]
-        for at in named:
-            said = f"is {CP_SIZE} here, and so is another key of this file; set one of them to 1"
-            entries[at] = replace(entries[at], settings={}, said=said, refused=True)
+def _settle_twice(settings: Settings, entries: list[Entry]) -> None:
+    """Refuse sizes of an axis that more than one key gives: of slices and of sequences accelerate does so too."""
+    for key in AXES:
+        named = [at for at, entry in enumerate(entries) if key in entry.settings]
+        if len(named) > 1:
+            del settings[key]
+            for at in named:
+                said = f"is {key} here, and so is another key of this file; set one of them to 1"
+                entries[at] = replace(entries[at], settings={}, said=said, refused=True)
 
 
 def _settle_axes(settings: Settings, entries: list[Entry]) -> None:
@@ -133,13 +137,13 @@ def _settle_axes(settings: Settings, entries: list[Entry]) -> None:
         parse_recipe(write_recipe(settings, [], ""), "")
     except RecipeError as error:
         said = str(error).strip(": ")
-        unfit = [key for key in (TP_SIZE, CP_SIZE) if key in settings and key in said]
+        unfit = [key for key in AXES if key in settings and key in said]
         for at, entry in enumerate(entries):
             if set(unfit) & set(entry.settings):
                 entries[at] = replace(entry, settings={}, said=said, refused=True)
         for key in unfit:
             del settings[key]
-        if unfit:  # the other of the two may not fit either
+        if unfit:  # another of them may not fit either
             _settle_axes(settings, entries)
 
 
@@ -192,7 +196,7 @@ def _entries(section: Settings, rules: dict[str, Rule], prefix: str = "") -> lis
             if value == "auto":
                 found.append(Entry(key, value, {}, "Shardbook's default"))
             elif has_parts and isinstance(value, dict):
-                found += _entries(value, rules, f"{key}.")
+                found += _entries(value, rules, f"{key}.") or [Entry(key, value, {}, "empty")]
             elif has_parts and key not in rules:
                 raise Refused("must be a section: keys and values")
             elif rule is None:

@@ -67,7 +67,8 @@ def pick(choices: dict[str, Settings], why: str, said: str, value: Any) -> tuple
     return choices[key], said if choices[key] or key != "false" else "off"
 
 
-STAGE, TP_SIZE, CP_SIZE = "parallel.stage", "parallel.tp_size", "parallel.cp_size"
+STAGE = "parallel.stage"
+AXES = TP_SIZE, CP_SIZE, PP_SIZE = "parallel.tp_size", "parallel.cp_size", "parallel.pp_size"
 
 
 def tables(program: str) -> dict[str, Rule]:
@@ -149,6 +150,15 @@ def axis_of(key: str, said: str, value: Any) -> tuple[Settings, str]:
 
 alike_of = partial(axis_of, TP_SIZE, "neighbouring ranks; between matrices they split tokens too")
 slices_of = partial(axis_of, CP_SIZE, "neighbouring ranks; inside attention slices are exchanged for heads (Ulysses)")
+stages_of = partial(axis_of, PP_SIZE, "blocks are dealt out evenly, micro-batches run in 1f1b")
+
+
+def runs_of(value: Any) -> tuple[Settings, str]:
+    """DeepSpeed's runs of layers of which the first one's input is kept."""
+    if whole(value) < 0:
+        raise Refused("must be a whole number of layers")
+    said = f"the input of each block is kept, not of each run of {value}" if whole(value) > 1 else ""
+    return ({"activation.checkpointing": "full"}, said) if whole(value) else ({}, "off")
 
 
 def tracker_of(value: Any) -> tuple[Settings, str]:
@@ -216,6 +226,8 @@ DEEPSPEED: dict[str, Rule] = tables("deepspeed") | {
     "zero_optimization.cpu_offload_params": when({"offload.params": "cpu"}),
     "tensor_parallel.autotp_size": alike_of,
     "sequence_parallel_size": slices_of,
+    "pipeline.stages": stages_of,
+    "pipeline.activation_checkpoint_interval": runs_of,
     "activation_checkpointing.cpu_checkpointing": when(INPUTS, "inputs of blocks"),
     "wandb": tracker_of,
 }
@@ -237,4 +249,8 @@ ACCELERATE: dict[str, Rule] = tables("accelerate") | {
     "parallelism_config.parallelism_config_tp_size": alike_of,
     "parallelism_config.parallelism_config_cp_size": slices_of,
     "parallelism_config.parallelism_config_sp_size": slices_of,
+    "megatron_lm_config.megatron_lm_tp_degree": alike_of,
+    "megatron_lm_config.megatron_lm_pp_degree": stages_of,
+    "megatron_lm_config.megatron_lm_num_micro_batches": ACCUMULATION,
+    "megatron_lm_config.megatron_lm_gradient_clipping": CLIPPING,
 }

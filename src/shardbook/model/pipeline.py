@@ -1,0 +1,67 @@
+"""Which layers of a model a rank has where they lie on several one after another (parallel/pipeline.py).
+
+Invariant: what stays keeps its name and, at what is noted here, the whole model's facts: shapes by name, in order, for
+checkpoints, files and seeds, and its FLOPs. Applied on the meta device, after matrices are cut and rows split.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardbook.model.causal_lm import CausalLM, count_flops
+from shardbook.parallel.schedule import Pipeline, deal_layers
+from shardbook.parallel.units import CUT, WHOLE
+from shardbook.recipe import Parallel, RecipeError
+
+
+def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int) -> None:
+    """Leave of `model` what the global `rank` has of it. Raises RecipeError for fewer blocks than stages."""
+    ranks, chunks = parallel.pp_size, parallel.pipeline_chunks
+    if ranks == 1:
+        return
+    blocks = list(model.model.layers)
+    if ranks * chunks > len(blocks):
+        said = f"parallel.pp_size = {ranks}" + f", parallel.pipeline_chunks = {chunks}" * (chunks > 1)
+        raise RecipeError(f"{said}: {ranks * chunks} stages of a model that has {len(blocks)} blocks; set them lower")
+    model.flops = count_flops(model)
+    setattr(model, WHOLE, {name: _whole_shape(parameter) for name, parameter in model.named_parameters()})
+    place = rank * ranks // world_size
+    layers = deal_layers(len(blocks), ranks * chunks)
+    pipeline = model.pipeline = Pipeline(parallel.pipeline_schedule, place, ranks, layers, model.is_tied)
+    own = [pipeline.own_layers(chunk) for chunk in range(chunks)]
+    _keep(model, [number for numbers in own for number in numbers], pipeline.is_first(0), pipeline.is_last(chunks - 1))
+    model.chunks = [model]
+    if chunks > 1:
+        model.chunks = [_view(model) for _ in own]
+        for chunk, view in enumerate(model.chunks):
+            _keep(view, own[chunk], pipeline.is_first(chunk), pipeline.is_last(chunk))
+
+
+def _whole_shape(parameter: nn.Parameter) -> torch.Size:
+    _, shape = getattr(parameter, CUT, (0, parameter.shape))
+    return torch.Size(shape)
+
+
+def _keep(model: CausalLM, numbers: Sequence[int], begins: bool, ends: bool) -> None:
+    """No block but those; the others' places stay, so that no name changes. A tied head goes by the embedding's name,
+    where that is another stage's too."""
+    of: Any = model
+    body = of.model
+    body.layers = nn.ModuleList([block if number in numbers else None for number, block in enumerate(body.layers)])
+    if not begins:
+        body.embed_tokens = model.lm_head if ends and model.is_tied else None
+    if not ends:
+        body.norm = of.lm_head = None
+    model.begins, model.ends = begins, ends
+
+
+def _view(model: CausalLM) -> CausalLM:
+    """Another model of the same modules, with hooks of its own."""
+    view, body = copy.copy(model), copy.copy(model.model)
+    for module in (view, body):
+        vars(module).update({name: value.copy() for name, value in vars(module).items() if isinstance(value, dict)})
+    view.model = body
+    return view

@@ -1,0 +1,44 @@
+"""What to change where a step does not fit: one thing, the cheapest in time first."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from shardbook.axes import DP_SHARD
+from shardbook.parallel.layout import Layout
+from shardbook.parallel.stages import find_stage
+from shardbook.plan.peak import predict_fullest
+from shardbook.recipe import Generate, Recipe
+
+
+def smallest_change(layout: Layout, config: PreTrainedConfig, recipe: Recipe, room: float) -> str:
+    """What to set so that the peak is at most `room` bytes: the first that is enough of those that change one thing,
+    the cheapest in time first. Empty where none is."""
+    for words, changed_layout, changed in _changes(layout, recipe):
+        if predict_fullest(changed_layout, config, changed).total <= room:
+            return words
+    return ""
+
+
+def _changes(layout: Layout, recipe: Recipe) -> Iterator[tuple[str, Layout, Recipe]]:
+    if recipe.generate.steps:
+        yield "generate.steps=0", layout, recipe.model_copy(update={"generate": Generate()})
+    batch, steps = recipe.train.per_device_train_batch_size, recipe.train.gradient_accumulation_steps
+    while batch > 1:
+        batch, steps = -(-batch // 2), steps * 2
+        keys = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
+        words = " ".join(f"train.{key}={value}" for key, value in keys.items())
+        yield words, layout, recipe.model_copy(update={"train": recipe.train.model_copy(update=keys)})
+    kinds = ["none", "selective", "full"]
+    now = recipe.activation.checkpointing
+    for kind in kinds[kinds.index(now) + 1 if now in kinds else 1 :]:
+        activation = recipe.activation.model_copy(update={"checkpointing": kind})
+        yield f"activation.checkpointing={kind}", layout, recipe.model_copy(update={"activation": activation})
+    if not layout.stage.reshard_after_forward and layout.world_size > 1:
+        units = tuple(replace(unit, frees=True, reshard_after_forward=not unit.spans) for unit in layout.units)
+        sizes = dict.fromkeys(layout.sizes, 1) | {DP_SHARD: layout.world_size}
+        yield "parallel.stage=zero3", replace(layout, stage=find_stage("zero3"), sizes=sizes, units=units), recipe
+    for times in (2, 4, 8) if layout.stage.shards else ():
+        sizes = layout.sizes | {DP_SHARD: layout.shards * times}
+        yield f"{layout.world_size * times} ranks", replace(layout, sizes=sizes), recipe

@@ -1,0 +1,229 @@
+"""Pipeline parallel without ranks: what is refused, who has which layers and rows, and what a part is of the whole."""
+
+import pytest
+import torch
+from tiny import config, write_recipe
+
+from shardbook.axes import CP, DATA_AXES, DP_REPLICATE, DP_SHARD, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP
+from shardbook.model.causal_lm import build_model, count_flops
+from shardbook.model.pipeline import split_stages
+from shardbook.model.tensor import cut_model
+from shardbook.model.weights import own_parameters, whole_shapes
+from shardbook.optim import build_optimizer
+from shardbook.parallel.layout import Layout, build_layout
+from shardbook.parallel.library import shard_model
+from shardbook.parallel.mesh import DataRank, resolve_sizes
+from shardbook.parallel.schedule import Pipeline, deal_layers
+from shardbook.parallel.stages import STAGES
+from shardbook.recipe import Optim, Parallel, Precision, RecipeError, load_recipe
+
+TWO, LOOPED = "parallel.pp_size=2", "parallel.pipeline_schedule=interleaved"
+ALONE, SWITCH = ["there is no pipeline", "set parallel.pp_size"], ["a switch of ZeRO++", "leave parallel.quantize"]
+REFUSED = {  # a recipe's words, and what the error says
+    "chunks alone": (["parallel.pipeline_chunks=2", LOOPED], ["parallel.pipeline_chunks = 2", *ALONE]),
+    "gpipe alone": (["parallel.pipeline_schedule=gpipe"], ["parallel.pipeline_schedule = 'gpipe'", *ALONE]),
+    "interleaved alone": ([LOOPED], ["parallel.pipeline_schedule = 'interleaved'", *ALONE]),
+    "none": (["parallel.pp_size=0"], ["parallel.pp_size = 0", "greater than or equal to 1"]),
+    "no chunks": ([TWO, "parallel.pipeline_chunks=0"], ["parallel.pipeline_chunks = 0", "greater than or equal to 1"]),
+    "unknown": ([TWO, "parallel.pipeline_schedule=zbv"], ["parallel.pipeline_schedule = 'zbv'", "'1f1b'"]),
+    "zeropp": ([TWO, "parallel.stage=zeropp"], ["parallel.stage = 'zeropp'", "set parallel.stage=zero3"]),
+    "qwZ": ([TWO, "parallel.stage=hsdp", "parallel.quantize_weights=8"], SWITCH),
+    "qgZ": ([TWO, "parallel.quantize_gradients=[8, 4]"], SWITCH),
+    "hpZ": ([TWO, "parallel.stage=hsdp", "parallel.secondary_shard=2"], SWITCH),
+    "one unit": ([TWO, "parallel.wrap=none"], ["parallel.wrap = 'none'", "set parallel.wrap=block"]),
+    "units": ([TWO, "parallel.wrap=size:1000"], ["parallel.wrap = 'size:1000'", "set parallel.wrap=block"]),
+    "lora": ([TWO, "lora.r=4"], ["lora.r = 4", "leave one of the two out"]),
+    "distill": (
+        [TWO, "method=distill", "distill.teacher=somewhere"],
+        ["method = 'distill'", "leave parallel.pp_size out"],
+    ),
+    "generate": ([TWO, "generate.steps=2"], ["generate.steps = 2", "set generate.steps=0"]),
+    "muon": ([TWO, "optim.name=muon"], ["optim.name = 'muon'", "set optim.name=adamw"]),
+    "state away": ([TWO, "offload.optimizer=cpu"], ["offload.optimizer = 'cpu'", "leave [offload] out"]),
+    "inputs away": (
+        [TWO, "offload.activations=cpu", "activation.checkpointing=full"],
+        ["offload.activations = 'cpu'", "leave [offload] out"],
+    ),
+    "one chunk": ([TWO, LOOPED], ["parallel.pipeline_chunks = 1", "set parallel.pipeline_chunks=2"]),
+    "not looped": (
+        [TWO, "parallel.pipeline_chunks=2"],
+        ["parallel.pipeline_schedule = '1f1b'", "set parallel.pipeline_schedule=interleaved"],
+    ),
+    "micros": (
+        ["parallel.pp_size=4", LOOPED, "parallel.pipeline_chunks=2", "train.gradient_accumulation_steps=6"],
+        ["parallel.pp_size = 4", "train.gradient_accumulation_steps = 6", "must be a multiple of 4"],
+    ),
+}
+REFUSED |= {
+    method: ([TWO, f"method={method}"], [f"method = '{method}'", "leave parallel.pp_size out"])
+    for method in ("dpo", "orpo", "simpo", "reward")
+}
+
+
+def said_by(function, *given, **named) -> str:
+    with pytest.raises(RecipeError) as caught:
+        function(*given, **named)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_compose_is_refused_in_one_line(name, tiny, tmp_path):
+    words, parts = REFUSED[name]
+    said = said_by(load_recipe, write_recipe(tiny, tmp_path), words)
+    assert "parallel.p" in said and all(part in said for part in parts), said
+
+
+def test_a_world_that_it_does_not_divide_is_refused():
+    said = said_by(resolve_sizes, Parallel(pp_size=2), (DP_SHARD,), 3)
+    assert "parallel.pp_size = 2: 2 does not divide the world of 3 ranks" in said
+    said = said_by(resolve_sizes, Parallel(pp_size=2, tp_size=2), (DP_SHARD,), 6)
+    assert "parallel.pp_size = 2, parallel.tp_size = 2: 4 does not divide the world of 6 ranks" in said
+    said = said_by(resolve_sizes, Parallel(pp_size=2, dp_shard_size=2), (DP_SHARD,), 2)
+    assert "pp 2 x dp_replicate 1 x dp_shard 2 needs 4 ranks, the world has 2" in said
+
+
+def test_a_loop_of_ones_own_is_told_that_no_layers_are_dealt_out():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    said = said_by(shard_model, model, blocks=[model[0]], stage=Parallel(pp_size=2))
+    assert said == "shard_model: parallel.pp_size = 2: it deals out no layers; leave it out"
+
+
+def parallel_of(ranks: int, chunks: int = 1, **more) -> Parallel:
+    looped = {"pipeline_schedule": "interleaved", "pipeline_chunks": chunks} if chunks > 1 else {}
+    return Parallel(pp_size=ranks, **looped, **more)
+
+
+def part_of(parallel: Parallel, rank: int, world: int, **facts):
+    """The model as the global `rank` has it."""
+    model = build_model(config(**facts), "fp32")
+    cut_model(model, parallel.tp_size, rank)
+    split_stages(model, parallel, rank, world)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "said"),
+    [
+        (4, 1, "parallel.pp_size = 4: 4 stages of a model that has 3 blocks; set them lower"),
+        (
+            2,
+            2,
+            "parallel.pp_size = 2, parallel.pipeline_chunks = 2: 4 stages of a model that has 3 blocks; set them lower",
+        ),
+    ],
+)
+def test_more_stages_than_blocks_are_refused_on_each_rank(ranks, chunks, said):
+    for rank in range(ranks):
+        assert said_by(part_of, parallel_of(ranks, chunks), rank, ranks) == said
+
+
+def test_layers_are_dealt_out_evenly_and_the_last_stage_has_more_last():
+    assert [deal_layers(layers, 3) for layers in (3, 4, 5, 6)] == [(1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2)]
+    assert deal_layers(126, 16) == (7, *[8] * 14, 7)  # Llama 3 405B
+    for stages in range(1, 9):
+        for layers in range(stages, 40):
+            dealt = deal_layers(layers, stages)
+            assert sum(dealt) == layers and len(dealt) == stages and max(dealt) - min(dealt) <= 1
+            assert dealt[-1] == min(dealt) and dealt[0] <= min(dealt[1:-1], default=layers)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_each_layer_is_one_ranks(ranks, chunks):
+    for layers in range(ranks * chunks, 30):
+        dealt = deal_layers(layers, ranks * chunks)
+        places = [Pipeline("interleaved", rank, ranks, dealt) for rank in range(ranks)]
+        assert {place.chunks for place in places} == {chunks}
+        # one chunk of every rank after another is the model, in order
+        order = [number for chunk in range(chunks) for place in places for number in place.own_layers(chunk)]
+        assert order == list(range(layers))
+        ends = [(place.is_first(chunk), place.is_last(chunk)) for chunk in range(chunks) for place in places]
+        assert ends == [(stage == 0, stage == ranks * chunks - 1) for stage in range(ranks * chunks)]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "alike"), [(2, 1, 1), (3, 1, 1), (7, 1, 1), (2, 3, 1), (3, 2, 2), (2, 1, 4)]
+)
+def test_names_shapes_and_work_are_those_of_the_whole(ranks, chunks, alike, tied):
+    facts = {"num_hidden_layers": 7, "tied": tied}
+    whole, world = build_model(config(**facts), "fp32"), ranks * alike
+    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
+    times = dict.fromkeys(shapes, 0)
+    for rank in range(world):
+        part = part_of(parallel_of(ranks, chunks, tp_size=alike), rank, world, **facts)
+        assert list(whole_shapes(part).items()) == list(shapes.items())
+        assert count_flops(part) == count_flops(whole)
+        assert [name in part.state_dict() for name in ("model.norm.weight", "lm_head.weight")] == [part.ends] * 2
+        own = [name for name, _ in own_parameters(part)]
+        assert own == [name for name in shapes if name in own]  # in the whole model's order
+        for name in own:
+            times[name] += 1
+        runs = [block for chunk in part.chunks for block in chunk.blocks]
+        assert sorted(map(id, runs)) == sorted(map(id, part.blocks)), "blocks of chunks are those of the rank"
+    twice = {"model.embed_tokens.weight": 2 * alike} if tied else {}  # at either end
+    assert times == dict.fromkeys(shapes, alike) | twice
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bf16_moments_round_by_the_place_in_the_whole_model(tied):
+    """So bits are those of one stage, and copies of a tied weight stay the same."""
+
+    def numbers(model):
+        optimizer = build_optimizer(model, Optim(name="adamw_bf16", learning_rate=1e-3))
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+        return dict(zip(ordered, optimizer.numbers, strict=True))
+
+    facts = {"num_hidden_layers": 7, "tied": tied}
+    whole = numbers(build_model(config(**facts), "fp32"))
+    assert list(whole.values()) == list(range(len(whole)))
+    parts = [numbers(part_of(parallel_of(2, 2), rank, 2, **facts)) for rank in range(2)]
+    assert all(part[name] == whole[name] for part in parts for name in part) and parts[0] | parts[1] == whole
+
+
+def layout_of(stage: str, rank: int, world: int, **sizes) -> Layout:
+    parallel = Parallel(stage=stage, **sizes)
+    model = part_of(parallel, rank, world, num_hidden_layers=4)
+    return build_layout(parallel, Precision(), model, model.parts, model.blocks, world, world)
+
+
+@pytest.mark.parametrize("stage", [name for name in STAGES if name != "zeropp"])
+def test_who_sees_which_rows_and_talks_to_whom(stage):
+    """Ranks of a stage of the model are neighbours, and all of them see what those of the next see."""
+    more = {"dp_replicate_size": 2, "dp_shard_size": 1} if stage == "hsdp" else {}
+    for rank in range(16):
+        layout = layout_of(stage, rank, 16, pp_size=2, cp_size=2, tp_size=2, **more)
+        assert list(layout.mesh) == [PP, *DATA_AXES, CP, TP] and layout.mesh[PP] == 2
+        assert list(layout.sizes) == [PP, *DATA_AXES, TP] and layout.world_size == 16
+        place = rank % 8
+        assert layout.data_rank(rank) == DataRank(place // 4, 2, 2, place // 2 % 2, 2, 2), rank
+        groups = layout.groups(rank)
+        assert groups[PP] == groups[PP_ENDS] == [place, place + 8]
+        assert groups[PP_FORWARD] == groups[PP_BACKWARD] == [rank, (rank + 8) % 16]
+        shared = {axis: groups[axis] for axis in (*DATA_AXES, CP, TP)}
+        assert all(other // 8 == rank // 8 for group in shared.values() for other in group), "of one stage of the model"
+
+
+def test_neighbours_of_a_middle_stage():
+    layout = layout_of("hsdp", 5, 12, pp_size=3, dp_shard_size=2)
+    assert layout.mesh == {PP: 3, DP_REPLICATE: 2, DP_SHARD: 2}
+    groups = layout.groups(5)
+    assert (groups[PP], groups[PP_ENDS]) == ([1, 5, 9], [1, 9])
+    assert (groups[PP_FORWARD], groups[PP_BACKWARD]) == ([5, 9], [5, 1])
+    assert layout.blocks(4) == [1, 2] and layout.data_rank(5) == DataRank(1, 4, 1, 0, 1, 3)
+
+
+def test_chunks_have_units_of_their_own():
+    """A block each, a root that has nothing itself, and what is at the model's ends."""
+    for rank, units in ((0, (3, 2)), (1, (2, 3))):
+        layout = layout_of("zero3", 2 * rank, 4, pp_size=2, pipeline_schedule="interleaved", pipeline_chunks=2)
+        assert layout.chunk_units == units and tuple(len(chunk.units) for chunk in layout.chunks) == units
+        assert not any(chunk.units[-1].shapes for chunk in layout.chunks)
+        assert layout.blocks(4) == [rank, rank + 2]
+
+
+def test_nothing_is_split_off_one_rank():
+    model = part_of(Parallel(), 0, 4)
+    assert model.chunks == [model] and model.begins and model.ends and model.pipeline == Pipeline()
