@@ -39,9 +39,16 @@ def document_loss(model, document: Document) -> tuple[Tensor, int]:
     return nll[mask[1:]].sum(), int(mask[1:].sum())
 
 
-def train(folder: Path, steps: list[list[Document]], rate: float, decay: float, max_norm: float = 0.0) -> Result:
-    """Train the Hugging Face model in `folder` on the documents of each step, in fp32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+def train(
+    folder: Path,
+    steps: list[list[Document]],
+    rate: float,
+    decay: float,
+    max_norm: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> Result:
+    """Train the Hugging Face model in `folder` on the documents of each step, in `dtype`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
 
     def loss_of(step: int) -> Tensor:
         parts = [document_loss(model, document) for document in steps[step]]

@@ -92,7 +92,7 @@ def test_there_are_recipes():
     expected = {f"smollm2-135m-{stage}" for stage in ("fsdp", "ddp", "zero1", "zero2", "hsdp", "zeropp")}
     expected |= {"llama8b-zero2", "llama8b-fsdp", "llama70b-fsdp", "llama70b-hsdp", "qwen3-8b-fsdp"}
     expected |= {"smollm2-135m-tp", "llama70b-tp-fsdp", "llama405b-tp-fsdp", "smollm2-135m-cp", "llama8b-128k"}
-    expected |= {"smollm2-135m-pp"}
+    expected |= {"smollm2-135m-pp", "llama405b-3d"}
     expected |= {"llama8b-zeropp", "llama70b-zeropp", "llama8b-1gpu", "llama405b-fsdp"}
     expected |= {
         "smollm2-135m-offload",
@@ -115,15 +115,15 @@ def test_recipe(name, tmp_path):
     recipe = load_recipe(path)
     last = name.removesuffix("-dpo").rsplit("-", 1)[-1]
     stages = dict.fromkeys(("fsdp", "1gpu", "offload", "nvme", "qlora", "tp", "cp", "128k"), "zero3")
-    stages |= {"lora": recipe.parallel.stage, "pp": "zero1"}
+    stages |= {"lora": recipe.parallel.stage, "pp": "zero1", "3d": "zero1"}
     if recipe.method != "sft":
         assert f"-{recipe.method}" in name
         stages |= dict.fromkeys(("135m", "llama8b", recipe.method), "zero3")
     assert recipe.parallel.stage == stages.get(last, last)
     assert (bool(recipe.lora.r), recipe.model.load_in_4bit) == ("lora" in name, "qlora" in name)
-    assert (recipe.parallel.tp_size > 1) == ("-tp" in name)
+    assert (recipe.parallel.tp_size > 1) == ("-tp" in name or name.endswith("-3d"))
     assert (recipe.parallel.cp_size > 1) == name.endswith(("-cp", "-128k"))
-    assert (recipe.parallel.pp_size > 1) == name.endswith("-pp")
+    assert (recipe.parallel.pp_size > 1) == name.endswith(("-pp", "-3d"))
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(dump_recipe(recipe))
     assert load_recipe(resolved) == recipe
@@ -137,6 +137,11 @@ def test_recipe(name, tmp_path):
     assert process.exitcode == 0
 
 
+def lay_out(recipe, model, world):
+    own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)
+    return build_layout(*own, world, min(8, world), recipe.offload)
+
+
 def wrap(path, folder, world, count):
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=world - 1, world_size=world)
@@ -146,17 +151,23 @@ def wrap(path, folder, world, count):
     teacher = config if recipe.distill.teacher else None
     model = build_adapted(recipe, config, KERNELS["varlen"], teacher, world - 1, world)
     added = sum(parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name))
-    if recipe.parallel.pp_size > 1:  # the last stage of a tied model has all but the blocks of the others
+    pp = recipe.parallel.pp_size
+    if pp > 1:  # the last stage has all but the blocks of the others, and of the embedding what is tied
         others = [number for number, block in enumerate(model.model.layers) if block is None]
         count -= len(others) * count_parameters(model.model.layers[-1].parameters())
-        assert len(others) == config.num_hidden_layers * (recipe.parallel.pp_size - 1) // recipe.parallel.pp_size
+        count -= 0 if model.is_tied else config.vocab_size * config.hidden_size
+        assert abs(len(others) - config.num_hidden_layers * (pp - 1) / pp) < 1
     assert count_parameters(model.parameters()) == count * (1 + bool(recipe.distill.teacher)) + added
     assert bool(added) == bool(recipe.lora.r)
-    own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)
-    layout = build_layout(*own, world, min(8, world), recipe.offload)
+    stages = [lay_out(recipe, model, world)]
+    for place in reversed(range(pp - 1)):
+        other = build_adapted(recipe, config, KERNELS["varlen"], teacher, place * world // pp, world)
+        stages.insert(0, lay_out(recipe, other, world))
+    layout = stages[-1]
     away = shelf_sizes(layout, 0) if recipe.offload.optimizer != "none" else {}
     if said := re.search(r"^# predicted: (\d+) GB .* MFU (0\.\d+) ", path.read_text(), re.MULTILINE):
-        peak, mfu = predict_peak(layout, config, recipe), predict_mfu(layout, config, recipe, count_flops(model), 1200)
+        peak = max((predict_peak(stage, config, recipe) for stage in stages), key=lambda peak: peak.total)
+        mfu = min(predict_mfu(stage, config, recipe, count_flops(model), 1200) for stage in stages)
         assert (said[1], said[2]) == (f"{peak.total / 1e9:.0f}", f"{mfu:.2f}"), (peak, mfu)
         assert peak.total < 0.92 * (24e9 if "24 GB" in path.read_text() else 80e9), "does not fit"
     elif said := AWAY.search(path.read_text()):
@@ -184,15 +195,18 @@ def wrap(path, folder, world, count):
         elif not layout.copies:
             assert isinstance(parameter, DTensor) and list(parameter.placements) == placed, name
             assert -(-len(parameter) // shard) >= len(parameter.to_local())
-    modules = {module for module in model.modules() if isinstance(module, FSDPModule)}
-    assert modules == (set() if layout.copies else {module for part in model.parts for module in part} | {model})
+    modules = {module for chunk in model.chunks for module in chunk.modules() if isinstance(module, FSDPModule)}
+    split = {module for part in model.parts for module in part} | set(model.chunks)
+    assert modules == (set() if layout.copies else split)
     # what a rank keeps is its share: every matrix of these models divides evenly, so exactly
     kept = sum((p if layout.copies else p.to_local()).numel() for p in model.parameters())
     if all(len(parameter) % (shard * alike) == 0 for parameter in model.parameters()):
         assert kept == held // shard
     assert kept_bytes(()) == 0
     # what the recipe says it needs is what its layout keeps, over all ranks
-    needs = sum(predict_resident(layout, rank, recipe.optim.name).total_bytes for rank in range(world))
+    needs = sum(
+        predict_resident(stages[rank * pp // world], rank, recipe.optim.name).total_bytes for rank in range(world)
+    )
     assert (recipe.hardware.memory_gb or needs < 10e9) and needs / 1e9 == pytest.approx(
         recipe.hardware.memory_gb or needs / 1e9, rel=0.01
     ), needs
