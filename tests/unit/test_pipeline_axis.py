@@ -227,3 +227,12 @@ def test_chunks_have_units_of_their_own():
 def test_nothing_is_split_off_one_rank():
     model = part_of(Parallel(), 0, 4)
     assert model.chunks == [model] and model.begins and model.ends and model.pipeline == Pipeline()
+
+
+def test_a_knob_that_does_nothing_to_blocks_every_rank_refuses():
+    """And what does nothing on some ranks alone, none does: the others would wait for it."""
+    most = max(unit.numel for unit in layout_of("zero3", 1, 4, pp_size=4).units)
+    for rank in range(4):
+        assert layout_of("zero3", rank, 4, pp_size=4, forward_prefetch=1).parallel.forward_prefetch == 1
+        said = said_by(layout_of, "zero3", rank, 4, pp_size=4, reshard_min_params=most + 1)
+        assert "nothing would be freed (the largest of 1 units" in said

@@ -142,14 +142,16 @@ def choose_units(
                 forward_only=bool(fate),
             )
         )
-    _check_units(units, frees, parallel)
+    _check_units(units, blocks, frees, parallel)
     return (*units[-2::-1], units[-1])
 
 
-def _check_units(units: list[Unit], frees: bool, parallel: Parallel) -> None:
-    """Raise RecipeError where a knob can do nothing to these units."""
-    own = [unit for unit in units if unit.shapes]
-    if max(parallel.forward_prefetch, parallel.backward_prefetch) > 0 and len(own) == 1:
+def _check_units(units: list[Unit], blocks: Sequence[nn.Module], frees: bool, parallel: Parallel) -> None:
+    """Raise RecipeError where a knob can do nothing to these units; of a pipeline to none of its blocks, which are alike
+    on all ranks: else one would refuse alone, and the others wait for it."""
+    whole = parallel.pp_size == 1
+    own = [unit for unit in units if unit.shapes and (whole or unit.modules[0] in blocks)]
+    if max(parallel.forward_prefetch, parallel.backward_prefetch) > 0 and len(own) == 1 and whole:
         raise RecipeError(
             f"parallel.wrap = {parallel.wrap!r} leaves one unit of {own[0].numel:,} parameters, so there is no next "
             "one to gather ahead; set parallel.wrap=block, or leave the prefetch out"
