@@ -296,9 +296,9 @@ def norm_skips_what_is_cut_twice(train):
 
     real = optim.gradient_norm
 
-    def gradient_norm(gradients, known=None):
+    def gradient_norm(gradients, **more):
         _StridedShard.is_replicate = lambda placement: True
-        found = real(gradients, known)
+        found = real(gradients, **more)
         del _StridedShard.is_replicate  # its own, not the inherited one
         return found
 
@@ -311,8 +311,8 @@ def norm_counts_uncut_on_each_rank(train):
     from shardbook import optim
 
     real = optim.gradient_norm
-    optim.gradient_norm = lambda gradients: real(
-        gradients + [each for each in gradients if "tp" not in each.device_mesh.mesh_dim_names]
+    optim.gradient_norm = lambda gradients, **more: real(
+        gradients + [each for each in gradients if "tp" not in each.device_mesh.mesh_dim_names], **more
     )
 
 
