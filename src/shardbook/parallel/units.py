@@ -147,8 +147,8 @@ def choose_units(
 
 
 def _check_units(units: list[Unit], blocks: Sequence[nn.Module], frees: bool, parallel: Parallel) -> None:
-    """Raise RecipeError where a knob can do nothing to these units; of a pipeline to none of its blocks, which are alike
-    on all ranks: else one would refuse alone, and the others wait for it."""
+    """Raise RecipeError where a knob can do nothing to these units; of a pipeline to its blocks, which are alike on all
+    ranks: else one would refuse alone, and the others wait for it."""
     whole = parallel.pp_size == 1
     own = [unit for unit in units if unit.shapes and (whole or unit.modules[0] in blocks)]
     if max(parallel.forward_prefetch, parallel.backward_prefetch) > 0 and len(own) == 1 and whole:
