@@ -14,7 +14,7 @@ from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model, count_flops
 from shardbook.model.loss_head import LossHead
 from shardbook.parallel.layout import build_layout
-from shardbook.plan.change import smallest_change
+from shardbook.plan.change import _changes, smallest_change
 from shardbook.plan.kept import kept_by_a_block, loss_bytes, read_widths
 from shardbook.plan.peak import predict_peak
 from shardbook.plan.speed import predict_mfu
@@ -112,6 +112,17 @@ def test_the_smallest_change_that_fits():
     total = predict_peak(layout, made, light).total
     assert smallest_change(layout, made, light, total - 1) == "parallel.stage=zero3"
     assert smallest_change(layout, made, light, 0.6 * total) == "16 ranks"  # 8 leave 0.61
+
+
+def test_a_change_of_stage_leaves_what_layers_and_matrices_are_shared_by():
+    """Two ranks of four have the same layers: zero3 has two shards, not four."""
+    recipe = settings(
+        parallel={"stage": "zero2", "pp_size": 2}, train={"steps": 1}, activation={"checkpointing": "full"}
+    )
+    layout, _ = lay_out(recipe)
+    changed = {words: other for words, other, _ in _changes(layout, recipe)}
+    assert changed["parallel.stage=zero3"].sizes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2}
+    assert changed["8 ranks"].sizes == {"pp": 2, "dp_replicate": 1, "dp_shard": 4}
 
 
 @pytest.mark.parametrize("stage", ["ddp", "zero1", "zero2", "zero3"])

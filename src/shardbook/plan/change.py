@@ -1,11 +1,12 @@
 """What to change where a step does not fit: one thing, the cheapest in time first."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from shardbook.axes import DP_SHARD
+from shardbook.axes import DATA_AXES, DP_SHARD
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.stages import find_stage
 from shardbook.plan.peak import predict_fullest
@@ -35,9 +36,10 @@ def _changes(layout: Layout, recipe: Recipe) -> Iterator[tuple[str, Layout, Reci
     for kind in kinds[kinds.index(now) + 1 if now in kinds else 1 :]:
         activation = recipe.activation.model_copy(update={"checkpointing": kind})
         yield f"activation.checkpointing={kind}", layout, recipe.model_copy(update={"activation": activation})
-    if not layout.stage.reshard_after_forward and layout.world_size > 1:
+    data_ranks = math.prod(layout.sizes[axis] for axis in DATA_AXES)
+    if not layout.stage.reshard_after_forward and data_ranks > 1:
         units = tuple(replace(unit, frees=True, reshard_after_forward=not unit.spans) for unit in layout.units)
-        sizes = dict.fromkeys(layout.sizes, 1) | {DP_SHARD: layout.world_size}
+        sizes = layout.sizes | dict.fromkeys(DATA_AXES, 1) | {DP_SHARD: data_ranks}
         yield "parallel.stage=zero3", replace(layout, stage=find_stage("zero3"), sizes=sizes, units=units), recipe
     for times in (2, 4, 8) if layout.stage.shards else ():
         sizes = layout.sizes | {DP_SHARD: layout.shards * times}

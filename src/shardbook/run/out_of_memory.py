@@ -14,6 +14,8 @@ from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Recipe
 from shardbook.run.metrics import memory_metrics, peak_metrics
 
+NONE_FITS = "No single change would fit; shardbook plan also tries parallel.tp_size, cp_size and pp_size"
+
 
 class OutOfMemory(AbstractContextManager["OutOfMemory"]):
     """A context that raises RunFailed in place of torch.OutOfMemoryError; it can be entered again."""
@@ -36,5 +38,5 @@ class OutOfMemory(AbstractContextManager["OutOfMemory"]):
         change = smallest_change(layout, self.config, self.recipe, ROOM * total)
         return (
             f"out of memory: {str(error).splitlines()[0]} Predicted at the peak: {predicted}. Measured in GB: {shown}. "
-            + (f"The smallest change that would fit: {change}" if change else "No single change would fit")
+            + (f"The smallest change that would fit: {change}" if change else NONE_FITS)
         )
