@@ -4,6 +4,7 @@ import random
 
 import pytest
 from tiny import CHATML, tokenizer, trained_text
+from tokenizers import processors
 
 import shardbook.data.chat
 from shardbook.data.chat import Encoder, encode_row
@@ -84,6 +85,17 @@ def test_whitespace_after_an_answer_does_not_lose_its_end_of_turn(template, answ
     chat = [CHAT[0], {"role": "assistant", "content": answer}, CHAT[2], {"role": "assistant", "content": "fine"}]
     first, last = trained_text({"messages": chat}, template)
     assert first == answer + "<|im_end|>" and last.endswith("fine<|im_end|>")
+
+
+@pytest.mark.parametrize("template", [CHATML, MISTRAL])
+def test_spaces_that_a_tokenizer_trims_from_offsets_are_trained(template):
+    """Indentation is a part of an answer, in RoBERTa's post-processor too, which says that its tokens are empty."""
+    code = "def f(x):\n    return  x"
+    chat = [CHAT[0], {"role": "assistant", "content": code}, CHAT[2], {"role": "assistant", "content": " 1 2"}]
+    whole, trims = tokenizer(template), tokenizer(template)
+    trims.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert (0, 0) not in (offsets := trims(code, return_offsets_mapping=True)["offset_mapping"]) and (11, 11) in offsets
+    assert encode_row({"messages": chat}, trims, "row 7") == encode_row({"messages": chat}, whole, "row 7")
 
 
 STRIPPING = CHATML.replace("message['content']", "message['content'].split('</think>')[-1].strip()")

@@ -53,6 +53,9 @@ class Encoder:
         kwargs: Mapping[str, Any] | None = None,
     ):
         self.tokenizer, self.system, self.train_on, self.kwargs = tokenizer, system, train_on, kwargs or {}
+        self.backend: Any = tokenizer.backend_tokenizer  # by itself: what transformers lays around it costs a tenth
+        self.backend.no_truncation()
+        self.backend.no_padding()
         self.end_of_turn = functools.cache(self._find_end_of_turn)
         self.header = functools.lru_cache(SHAPES_KEPT)(self._render_header)
         self.shape = functools.lru_cache(SHAPES_KEPT)(self._find_shape)
@@ -67,16 +70,10 @@ class Encoder:
         found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for special in (False, True):
             if numbers := [number for number, text in enumerate(rendered) if text.special is special]:
-                encoded = self.tokenizer(
-                    [rendered[number].text for number in numbers],
-                    add_special_tokens=special,
-                    return_attention_mask=False,
-                    return_token_type_ids=False,
-                    return_offsets_mapping=True,
-                    verbose=False,
-                )
-                for number, ids, offsets in zip(numbers, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-                    found[number] = np.array(ids, dtype=np.int64), _mark(offsets, rendered[number].spans)
+                texts = [rendered[number].text for number in numbers]
+                encoded = self.backend.encode_batch(texts, add_special_tokens=special)
+                for number, each in zip(numbers, encoded, strict=True):
+                    found[number] = np.array(each.ids, dtype=np.int64), _mark(each.offsets, rendered[number].spans)
         return [found[number] for number in range(len(rendered))]
 
     def prompt(self, text: str, where: str) -> list[int]:
@@ -306,9 +303,11 @@ def _placeholders(roles: Sequence[str]) -> list[Message]:
 
 def _mark(offsets: list[tuple[int, int]], spans: Spans) -> np.ndarray:
     """Which tokens begin inside one of `spans`, which are in order and apart: one that begins before belongs to the
-    header; (0, 0) is a special token that the tokenizer added."""
+    header. (0, 0) is a special token that the tokenizer added; another of no length is a space that its post-processor
+    trims from offsets, and begins before."""
     flat = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets))  # thrice as fast as array
     starts, ends = flat[::2], flat[1::2]
-    first, last = np.array([*spans, (np.iinfo(np.int64).max,) * 2]).T
-    nearest = np.searchsorted(last, starts, side="right")  # the span that ends after the token begins
-    return (ends > starts) & (first[nearest] <= starts)
+    halves = 2 * starts - (starts == ends)
+    first, last = 2 * np.array([*spans, (np.iinfo(np.int64).max // 2,) * 2]).T
+    nearest = np.searchsorted(last, halves, side="right")  # the span that ends after the token begins
+    return first[nearest] <= halves
