@@ -16,6 +16,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import conftest  # noqa: F401  # offline, caches of its own
+import context_cases
+import pipeline_cases
 import tensor_cases
 from bugs import BUGS, run_planted
 from cases import (
@@ -55,11 +57,10 @@ def main() -> int:
         recipe = write_recipe(tiny, tiny / "out")
         write_models(tiny)
         cases = covering_cases() if asked.covering else every_case()
-        beside = tensor_cases.covering_cases() if asked.covering else tensor_cases.every_case()
         sections = [
             header(),
             parity(recipe, tiny, cases),
-            tensor(recipe, tiny, beside),
+            *(axis(title, recipe, tiny, asked.covering) for title in AXES),
             planted(recipe, tiny),
             ledger(recipe, tiny),
             memory(recipe, tiny),
@@ -126,30 +127,62 @@ traffic and memory of every rank were equal to the formulas' to the byte, and re
 {len(cases)} runs. Bit for bit the same losses, gradients and weights on two ranks: {"; ".join(alike)}."""
 
 
-def tensor(recipe: Path, tiny: Path, cases: list[Case]) -> str:
-    wanted, lines = reference_of(recipe, tiny), []
+AXES = {  # beside a stage: the cases of each, what its section says
+    "Tensor parallel": (
+        tensor_cases,
+        "The same beside `parallel.tp_size`. What is not cut was equal to the bit along it",
+    ),
+    "Context parallel": (
+        context_cases,
+        "The same beside `parallel.cp_size`, with rows of several documents, which its slices cut",
+    ),
+    "Pipeline parallel": (
+        pipeline_cases,
+        "The same beside `parallel.pp_size`. Both copies of a tied weight were equal to the bit",
+    ),
+}
+
+
+def axis(title: str, recipe: Path, tiny: Path, covering: bool) -> str:
+    module, said = AXES[title]
+    cases = module.covering_cases() if covering else module.every_case()
+    wanted, lines, wrong = reference_of(recipe, tiny), [], []
+    found: dict[Case, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder)
         run_all(recipe, tiny, cases, results)
-        say("against the plain process")
-        found = {case: assert_case(case, outcomes_of(case, results), wanted(case)) for case in cases}
-    key = lambda case: (case.tp, case.replicas * case.shards, case.model, case.stage)  # noqa: E731
+        say(f"{title}: against the plain process")
+        for case in cases:
+            try:
+                found[case] = assert_case(case, outcomes_of(case, results), wanted(case))
+            except AssertionError as error:
+                wrong.append(f"{case.name}: {str(error).splitlines()[0][:150]}")
+    if wrong:
+        raise SystemExit("\n".join([f"{title}: {len(wrong)} of {len(cases)} cases are red", *wrong]))
+    key = lambda case: (along(case), case.replicas * case.shards, case.stage != "ddp", case.stage)  # noqa: E731
     kinds = [("llama, 4 heads, 2 of keys", [case for case in cases if not case.model])]
-    kinds += [(said, [case for case in cases if case.model == name]) for name, said in SAID.items()]
-    for said, own in kinds:
-        for (tp, ranks), same in groupby(sorted(own, key=key), key=lambda case: key(case)[:2]):
+    kinds += [(said_of, [case for case in cases if case.model == name]) for name, said_of in SAID.items()]
+    kinds += [("llama of 7 blocks", [case for case in cases if case.model.startswith("deep")])]
+    for said_of, own in kinds:
+        for (sizes, ranks), same in groupby(sorted(own, key=key), key=lambda case: key(case)[:2]):
             group = list(same)
             stages = ", ".join(f"`{stage}`" for stage in dict.fromkeys(case.stage for case in group))
             worst = max(found[case] for case in group)
-            lines.append([said, tp, ranks, stages, len(group), f"{worst:.1e}"])
-    return f"""## Tensor parallel
+            lines.append([said_of, sizes, ranks, stages, len(group), f"{worst:.1e}"])
+    return f"""## {title}
 
-The same beside `parallel.tp_size`: the worst of each row must stay below {TOLERANCE:.0e}. Traffic along `tp` was equal
-to the formulas' to the byte on every rank, and what is not cut was equal to the bit along it.
+{said}. The worst of each row must stay below {TOLERANCE:.0e}; all traffic was equal to the formulas' to the byte on every rank.
 
-{rows(["model", "tp", "data-parallel ranks", "stages", "runs", "worst"], lines)}
+{rows(["model", "axes", "data-parallel ranks", "stages", "runs", "worst"], lines)}
 
 {len(cases)} runs, the worst {max(found.values()):.1e}."""
+
+
+def along(case: Case) -> str:
+    """The axes beside those of the stage."""
+    schedule = f"pp {case.pp} {case.schedule}" + f" {case.chunks}" * (case.chunks > 1)
+    sizes = ((case.pp, schedule), (case.cp, f"cp {case.cp}"), (case.tp, f"tp {case.tp}"))
+    return ", ".join(said for size, said in sizes if size > 1)
 
 
 def planted(recipe: Path, tiny: Path) -> str:
