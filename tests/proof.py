@@ -171,7 +171,8 @@ def axis(title: str, recipe: Path, tiny: Path, covering: bool) -> str:
             lines.append([said_of, sizes, ranks, stages, len(group), f"{worst:.1e}"])
     return f"""## {title}
 
-{said}. The worst of each row must stay below {TOLERANCE:.0e}; all traffic was equal to the formulas' to the byte on every rank.
+{said}. The worst of each row must stay below {TOLERANCE:.0e}; traffic was equal to the formulas' to the byte, on every
+rank and axis.
 
 {rows(["model", "axes", "data-parallel ranks", "stages", "runs", "worst"], lines)}
 
