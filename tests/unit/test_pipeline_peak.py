@@ -147,6 +147,26 @@ def test_layers_are_shared_where_the_network_is_slow():
     assert as_json(report)["advice"]["recipe"]["parallel.pp_size"] == best.layout.pipeline.ranks
 
 
+def test_layers_in_two_runs_wait_half_as_long():
+    words = ("parallel.stage=zero1", "train.gradient_accumulation_steps=8")
+    planner, cluster = build_planner(recipe_of(*words)), build_cluster("h100", 64)
+    plain = planner.lay_out(planner.recipe, cluster)
+    looped = planner.looped(plain)
+    assert looped and looped.time.bubble < 0.6 * plain.time.bubble and looped.time.seconds < plain.time.seconds
+    assert looped.peak.activations > plain.peak.activations and planner.looped(looped) is None
+    for more in ("parallel.pp_size=1", "train.gradient_accumulation_steps=6", "parallel.pp_size=32"):
+        asked = recipe_of(*words, *(["train.gradient_accumulation_steps=32"] if more.endswith("32") else []), more)
+        assert planner.looped(planner.lay_out(asked, cluster)) is None
+
+
+@pytest.mark.slow
+def test_two_runs_are_advised_where_they_are_faster():
+    words = ("parallel.stage=zero1", "train.gradient_accumulation_steps=16", "train.per_device_train_batch_size=1")
+    advised = as_json(make_report(recipe_of(*words, model="llama-3.1-70b"), "h100-80gb", 64, nics=100))["advice"]
+    assert advised["recipe"]["parallel.pipeline_schedule"] == "interleaved"
+    assert advised["recipe"]["parallel.pipeline_chunks"] == 2
+
+
 def test_a_pipeline_is_not_simulated():
     from shardbook.plan.simulate import simulate_step
 

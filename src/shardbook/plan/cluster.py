@@ -30,7 +30,7 @@ from shardbook.plan.formulas import predict_traffic
 from shardbook.plan.hardware import Cluster
 from shardbook.plan.peak import Peak, predict_fullest
 from shardbook.plan.speed import StepTime, model_flops, predict_step
-from shardbook.recipe import Offload, Parallel, Recipe, resolve_precision
+from shardbook.recipe import Offload, Parallel, Recipe, RecipeError, resolve_precision
 
 KINDS = ("none", "selective", "full")  # the cheapest in time first
 DOCUMENT_TOKENS = 1200  # of documents in packed rows, where nothing else is said
@@ -231,6 +231,19 @@ class Planner:
                 continue
             found.append(each)
         return found
+
+    def looped(self, found: Candidate) -> Candidate | None:
+        """`found` with each rank's layers in two runs, which halves what its pipeline waits and holds more activations.
+        None where it has none, or has them already, or blocks or micro-batches are too few."""
+        recipe, parallel = found.recipe, found.recipe.parallel
+        few = recipe.train.gradient_accumulation_steps % parallel.pp_size
+        if parallel.pp_size == 1 or parallel.pipeline_chunks > 1 or few:
+            return None
+        looped = parallel.model_copy(update={"pipeline_schedule": "interleaved", "pipeline_chunks": 2})
+        try:
+            return self.lay_out(recipe.model_copy(update={"parallel": looped}), found.cluster)
+        except RecipeError:
+            return None
 
     def candidates(self, cluster: Cluster, tier: str = "none", shares: Shares | None = None) -> Iterator[Candidate]:
         """Every stage, checkpointing and micro-batch whose steps have as many rows as the recipe's, with state at
