@@ -233,6 +233,7 @@ def refused(recipe, name, *words):
     return results[0][2].splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_with_another_reference_is_refused(recipe, pairs, straight):
     """Its weights are not the reference's: the first loss would not be ln 2."""
     words = (*SAVING, *words_of("dpo:sigmoid", pairs))

@@ -164,6 +164,7 @@ def test_export_command_writes_the_same_model_from_a_checkpoint(first, tmp_path)
     assert not torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "3")(ids).logits, logits[0])
 
 
+@pytest.mark.slow
 def test_the_export_has_the_template_that_was_trained_with(recipe, tmp_path):
     template = tmp_path / "own.jinja"
     template.write_text("{{ greeting }}" + tokenizer().chat_template)

@@ -195,6 +195,7 @@ def test_what_the_plan_is_held_to_fits_a_gpu_of_80_gb(tmp_path):
     assert all(8 < peak < 0.92 * 80 for peak in peaks.values()), peaks
 
 
+@pytest.mark.slow
 def test_a_case_of_the_plan_runs_here(tmp_path, capsys):
     out = tmp_path / "plan.json"
     assert gpu.main(["--plan", "--any-device", "--out", str(out)]) == 0

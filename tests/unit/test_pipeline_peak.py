@@ -137,6 +137,7 @@ def test_what_a_plan_tells_of_a_pipeline():
     assert "zeropp" not in report.stages and describe_advice(report)
 
 
+@pytest.mark.slow
 def test_layers_are_shared_where_the_network_is_slow():
     """Gathers of a model that must be split wait for 25 Gbit/s; activations are few."""
     words = ("parallel.pp_size=1", "train.gradient_accumulation_steps=1", "train.per_device_train_batch_size=4")

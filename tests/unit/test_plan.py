@@ -178,6 +178,7 @@ def test_advice_takes_what_fits_and_says_why_not():
     assert rows == {2}
 
 
+@pytest.mark.slow
 def test_what_fits_nowhere_names_the_smallest_cluster():
     planner = build_planner(load_recipe(find_recipe("llama70b-fsdp")))
     small = build_cluster("h100", 8, host_gb=32)
