@@ -207,7 +207,7 @@ def symptom(name, case, refused, recipe, tiny, folder, wanted) -> str:
         run_world(case.world, run_planted, name, recipe, tiny, [case], folder)
     except AssertionError as error:
         if refused and refused in str(error):
-            return f"torch refuses: {refused}"
+            return f"refused: {refused}"
         raise
     try:
         assert_case(case, outcomes_of(case, folder), wanted(case))
