@@ -105,11 +105,12 @@ def part_of(parallel: Parallel, rank: int, world: int, **facts):
 @pytest.mark.parametrize(
     ("ranks", "chunks", "said"),
     [
-        (4, 1, "parallel.pp_size = 4: 4 stages of a model that has 3 blocks; set them lower"),
+        (4, 1, "parallel.pp_size = 4: 4 stages of a model that has 3 blocks; there may be 3 at most; set it lower"),
         (
             2,
             2,
-            "parallel.pp_size = 2, parallel.pipeline_chunks = 2: 4 stages of a model that has 3 blocks; set them lower",
+            "parallel.pp_size = 2, parallel.pipeline_chunks = 2: 4 stages of a model that has 3 blocks; "
+            "there may be 3 at most; set one of them lower",
         ),
     ],
 )

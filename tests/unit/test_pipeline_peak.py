@@ -127,7 +127,8 @@ def test_the_405b_of_torchtitan():
 
 def test_what_a_plan_tells_of_a_pipeline():
     report = make_report(recipe_of("parallel.stage=zero3", "train.gradient_accumulation_steps=2"), "h100-80gb", 64)
-    [said] = [line for line in describe_shared(report) if line.startswith("pipeline")]
+    said, *advised = [line for line in describe_shared(report) if line.startswith("pipeline")]
+    assert all(line.endswith("(advised)") for line in advised)
     assert said.startswith("pipeline 4 stages of 8 blocks on 4 ranks, 1f1b: the first holds activations of 2 passes;")
     assert "bubble 150% of computing; slow: 2 micro-batches for 4 ranks" in said
     assert said.endswith("zero3 gathers each block 4 times a step, zero1 and zero2 once")
@@ -172,5 +173,12 @@ def test_a_pipeline_is_not_simulated():
     from shardbook.plan.simulate import simulate_step
 
     recipe = recipe_of()
-    with pytest.raises(RecipeError, match=r"parallel.pp_size = 4: no pipeline is simulated"):
+    with pytest.raises(RecipeError, match=r"parallel.pp_size = 4: no pipeline is simulated; leave --simulate out"):
         simulate_step(recipe, shape_config(recipe.model.path, 8192), 8, 8, lambda *_: None)
+
+
+def test_no_pipeline_is_advised_where_it_waits_and_all_fits():
+    report = make_report(recipe_of("parallel.stage=zero1", "train.gradient_accumulation_steps=4"), "h100-80gb", 8)
+    best = report.advice.best
+    assert best and best.layout.pipeline.ranks == 1 and report.stages["zero1"].layout.pipeline.ranks == 4
+    assert best.time.seconds < 0.9 * report.stages["zero1"].time.seconds

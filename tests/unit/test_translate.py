@@ -838,3 +838,11 @@ def test_bad_files(file, text, words, tmp_path, capsys):
         (tmp_path / file).write_text(text)
     assert main(["translate", str(tmp_path / file)]) == 2
     assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_stages_that_the_script_says_are_not_shardbooks_default(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 1}, "pipeline": {"stages": "auto"}}')
+    settings, entries = translate(path)
+    [said] = [entry.said for entry in entries if entry.key == "pipeline.stages"]
+    assert "set parallel.pp_size to the num_stages" in said and "parallel.pp_size" not in settings

@@ -25,7 +25,8 @@ def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int
     blocks = list(model.model.layers)
     if ranks * chunks > len(blocks):
         said = f"parallel.pp_size = {ranks}" + f", parallel.pipeline_chunks = {chunks}" * (chunks > 1)
-        raise RecipeError(f"{said}: {ranks * chunks} stages of a model that has {len(blocks)} blocks; set them lower")
+        way_out = f"there may be {len(blocks)} at most; set {'one of them' if chunks > 1 else 'it'} lower"
+        raise RecipeError(f"{said}: {ranks * chunks} stages of a model that has {len(blocks)} blocks; {way_out}")
     model.flops = count_flops(model)
     setattr(model, WHOLE, {name: _whole_shape(parameter) for name, parameter in model.named_parameters()})
     place = rank * ranks // world_size

@@ -49,7 +49,7 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
         sizes[inferred[0]] = world_size // fixed
     elif fixed != world_size:
         needs = f"mesh {describe_sizes(sizes)} needs {fixed} ranks, the world has {world_size}"
-        raise RecipeError(f"{needs}: start {fixed} ranks, or set one size to -1")
+        raise RecipeError(f"{needs}: start {fixed} ranks, or set parallel.{free_axes[-1]}_size=-1")
     return sizes
 
 

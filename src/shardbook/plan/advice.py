@@ -75,11 +75,12 @@ def _fastest(found: list[Candidate]) -> Candidate | None:
 
 def _may_gain(cluster: Cluster, best: Candidate | None) -> bool:
     """Whether ranks that share matrices or rows, whose collectives nothing hides, could be so much faster than `best`,
-    or could fit at all: across nodes, where it waits or makes activations again."""
+    or could fit at all: across nodes or stages of layers, where it waits or makes activations again."""
     if best is None:
         return True
-    most = best.time.exposed / best.time.seconds + AGAIN[best.recipe.activation.checkpointing]
-    return cluster.nodes > 1 and most > 1 - GAIN
+    waits = best.time.exposed + best.time.bubble
+    most = waits / best.time.seconds + AGAIN[best.recipe.activation.checkpointing]
+    return (cluster.nodes > 1 or best.time.bubble > 0) and most > 1 - GAIN
 
 
 def _reason(best: Candidate, refused: list[tuple[Candidate, str]], cluster: Cluster) -> str:

@@ -116,7 +116,8 @@ def simulate_step(
     the second is counted. Attention by `varlen`. A `teacher` runs beside, with all its layers. Raises RecipeError where
     the mesh does not fit."""
     if recipe.parallel.pp_size > 1:
-        raise RecipeError(f"--simulate: parallel.pp_size = {recipe.parallel.pp_size}: no pipeline is simulated")
+        asked = f"--simulate: parallel.pp_size = {recipe.parallel.pp_size}"
+        raise RecipeError(f"{asked}: no pipeline is simulated; leave --simulate out, or set parallel.pp_size=1")
     times, how = config.num_hidden_layers - LAYERS[1], (world_size, ranks_per_node, shares, teacher)
     if times <= 0:
         most, kept = _simulate(recipe, config, *how)

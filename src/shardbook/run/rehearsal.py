@@ -58,7 +58,8 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
         console.print(f"a step   on fake tensors: {readable_bytes(found.peak_bytes)} at its peak, in {found.moment}")
         looked = "config, layout, data and a step; not looked at:"
     else:
-        looked = "config, layout and data; not looked at: a step,"
+        why = "offload.optimizer" if recipe.parallel.pp_size == 1 else "parallel.pp_size"
+        looked = f"config, layout and data; not looked at: a step (none is simulated with {why}),"
     console.print(f"dry run  done: {looked} weights, processes, links")
 
 

@@ -18,6 +18,8 @@ import yaml
 from shardbook.recipe import Recipe, RecipeError, first_line, nearest, parse_recipe
 from shardbook.translate.rules import ACCELERATE, AXES, CP_SIZE, DEEPSPEED, STAGE, TP_SIZE, Refused, Rule, Settings
 
+AUTO = {"pipeline.stages": "no pipeline: set parallel.pp_size to the num_stages of the script's PipelineModule"}
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -194,7 +196,7 @@ def _entries(section: Settings, rules: dict[str, Rule], prefix: str = "") -> lis
         rule = rules.get(key) or rules.get(prefix.rstrip("."))
         try:
             if value == "auto":
-                found.append(Entry(key, value, {}, "Shardbook's default"))
+                found.append(Entry(key, value, {}, AUTO.get(key, "Shardbook's default")))
             elif has_parts and isinstance(value, dict):
                 found += _entries(value, rules, f"{key}.") or [Entry(key, value, {}, "empty")]
             elif has_parts and key not in rules:
