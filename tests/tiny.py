@@ -5,12 +5,14 @@ import json
 import random
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from shardbook.data.chat import encode_row
+from shardbook.recipe import RecipeError
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -37,6 +39,14 @@ def trained_text(row: dict, template: str | None = CHATML, **settings) -> list[s
     ids, mask = encode_row(row, coder, "row 7", **settings)
     runs = itertools.groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
     return [coder.decode([i for i, _ in run]) for trained, run in runs if trained]
+
+
+def said_by(function, *given, **named) -> str:
+    """The one line with which it refuses."""
+    with pytest.raises(RecipeError) as caught:
+        function(*given, **named)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def config(family: str = "llama", tied: bool = True, vocab: int = 259, **changes):

@@ -159,10 +159,9 @@ def wrap(path, folder, world, count):
         assert abs(len(others) - config.num_hidden_layers * (pp - 1) / pp) < 1
     assert count_parameters(model.parameters()) == count * (1 + bool(recipe.distill.teacher)) + added
     assert bool(added) == bool(recipe.lora.r)
-    stages = [lay_out(recipe, model, world)]
-    for place in reversed(range(pp - 1)):
-        other = build_adapted(recipe, config, KERNELS["varlen"], teacher, place * world // pp, world)
-        stages.insert(0, lay_out(recipe, other, world))
+    firsts = [place * world // pp for place in range(pp - 1)]  # ranks of the stages before
+    others = [build_adapted(recipe, config, KERNELS["varlen"], teacher, first, world) for first in firsts]
+    stages = [lay_out(recipe, each, world) for each in (*others, model)]
     layout = stages[-1]
     away = shelf_sizes(layout, 0) if recipe.offload.optimizer != "none" else {}
     if said := re.search(r"^# predicted: (\d+) GB .* MFU (0\.\d+) ", path.read_text(), re.MULTILINE):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from tiny import config, write_recipe
+from tiny import config, said_by, write_recipe
 
 from shardbook.axes import CP, DP_REPLICATE, DP_SHARD, TP
 from shardbook.data.loader import Batching, build_micro_batch
@@ -15,7 +15,7 @@ from shardbook.parallel.layout import Layout
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import DataRank, fold_sizes, resolve_sizes, unfold_sizes
 from shardbook.parallel.stages import STAGES, find_stage, read_switches
-from shardbook.recipe import Parallel, Precision, RecipeError, load_recipe
+from shardbook.recipe import Parallel, Precision, load_recipe
 
 BESIDE = {  # what a recipe may not have beside cp_size = 2, and what the error says
     "zeropp": (["parallel.stage=zeropp"], ["parallel.stage = 'zeropp'", "set parallel.stage=zero3"]),
@@ -34,13 +34,6 @@ BESIDE |= {
     method: ([f"method={method}"], [f"method = '{method}'", "leave parallel.cp_size out"])
     for method in ("dpo", "orpo", "simpo")
 }
-
-
-def said_by(function, *given, **named) -> str:
-    with pytest.raises(RecipeError) as caught:
-        function(*given, **named)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", BESIDE)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import config, write_recipe
+from tiny import config, said_by, write_recipe
 
 from shardbook.axes import CP, DATA_AXES, DP_REPLICATE, DP_SHARD, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP
 from shardbook.model.causal_lm import build_model, count_flops
@@ -15,7 +15,7 @@ from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import DataRank, resolve_sizes
 from shardbook.parallel.schedule import Pipeline, deal_layers
 from shardbook.parallel.stages import STAGES
-from shardbook.recipe import Optim, Parallel, Precision, RecipeError, load_recipe
+from shardbook.recipe import Optim, Parallel, Precision, load_recipe
 
 TWO, LOOPED = "parallel.pp_size=2", "parallel.pipeline_schedule=interleaved"
 ALONE, SWITCH = ["there is no pipeline", "set parallel.pp_size"], ["a switch of ZeRO++", "leave parallel.quantize"]
@@ -58,13 +58,6 @@ REFUSED |= {
     method: ([TWO, f"method={method}"], [f"method = '{method}'", "leave parallel.pp_size out"])
     for method in ("dpo", "orpo", "simpo", "reward")
 }
-
-
-def said_by(function, *given, **named) -> str:
-    with pytest.raises(RecipeError) as caught:
-        function(*given, **named)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", REFUSED)

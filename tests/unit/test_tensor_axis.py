@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import config, write_recipe
+from tiny import config, said_by, write_recipe
 from transformers import AutoConfig
 
 from shardbook.model.loss_head import begin_part, end_part, slope_of_part
@@ -10,7 +10,7 @@ from shardbook.model.tensor import check_fits, share_heads
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import resolve_sizes
 from shardbook.parallel.tensor import TensorAxis
-from shardbook.recipe import Parallel, RecipeError, load_recipe
+from shardbook.recipe import Parallel, load_recipe
 
 BESIDE = {  # what a recipe may not have beside tp_size = 2, and what the error says
     "lora": (["lora.r=4"], ["lora.r = 4", "leave one of the two out"]),
@@ -28,13 +28,6 @@ BESIDE = {  # what a recipe may not have beside tp_size = 2, and what the error 
     "length": (["data.max_length=127"], ["data.max_length = 127", "must be a multiple of 2"]),
     "none": (["parallel.tp_size=0"], ["parallel.tp_size = 0", "greater than or equal to 1"]),
 }
-
-
-def said_by(function, *given, **named) -> str:
-    with pytest.raises(RecipeError) as caught:
-        function(*given, **named)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", BESIDE)

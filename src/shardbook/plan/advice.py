@@ -40,8 +40,10 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
         if best:
             break
     if best:
-        waiting = (each for each in everything if each.time.seconds - each.time.bubble / 2 < best.time.seconds)
-        best = _fastest([best, *(looped for each in waiting if (looped := planner.looped(each)))])
+        able = (
+            each for each in everything if each.fits and each.time.seconds - each.time.bubble / 2 < best.time.seconds
+        )
+        best = _fastest([best, *filter(None, map(planner.looped, able))])
     refused = []
     if best:  # by those that share as it does
         everything = [found for found in everything if found.layout.shared == best.layout.shared]

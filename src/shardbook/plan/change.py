@@ -1,6 +1,5 @@
 """What to change where a step does not fit: one thing, the cheapest in time first."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -36,7 +35,7 @@ def _changes(layout: Layout, recipe: Recipe) -> Iterator[tuple[str, Layout, Reci
     for kind in kinds[kinds.index(now) + 1 if now in kinds else 1 :]:
         activation = recipe.activation.model_copy(update={"checkpointing": kind})
         yield f"activation.checkpointing={kind}", layout, recipe.model_copy(update={"activation": activation})
-    data_ranks = math.prod(layout.sizes[axis] for axis in DATA_AXES)
+    data_ranks = layout.replicas * layout.shards
     if not layout.stage.reshard_after_forward and data_ranks > 1:
         units = tuple(replace(unit, frees=True, reshard_after_forward=not unit.spans) for unit in layout.units)
         sizes = layout.sizes | dict.fromkeys(DATA_AXES, 1) | {DP_SHARD: data_ranks}

@@ -52,14 +52,15 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     console.show_layout(layout, attention, recomputed, peak, loader, steps)
     from shardbook.plan.simulate import simulate_step  # makes a process group, and loads what fakes tensors
 
-    if recipe.offload.optimizer == "none" and recipe.parallel.pp_size == 1:
+    beside = {"offload.optimizer": recipe.offload.optimizer != "none", "parallel.pp_size": recipe.parallel.pp_size > 1}
+    unsimulated = " and ".join(key for key, is_there in beside.items() if is_there)
+    if not unsimulated:
         objective = build_objective(recipe.method, recipe.preference, recipe.distill)
         found = simulate_step(recipe, config, *world, objective.shares, teacher)
         console.print(f"a step   on fake tensors: {readable_bytes(found.peak_bytes)} at its peak, in {found.moment}")
         looked = "config, layout, data and a step; not looked at:"
     else:
-        why = "offload.optimizer" if recipe.parallel.pp_size == 1 else "parallel.pp_size"
-        looked = f"config, layout and data; not looked at: a step (none is simulated with {why}),"
+        looked = f"config, layout and data; not looked at: a step (none is simulated with {unsimulated}),"
     console.print(f"dry run  done: {looked} weights, processes, links")
 
 
