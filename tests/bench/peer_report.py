@@ -65,34 +65,38 @@ def rates(row: dict, warmup: int) -> list[float]:
 
 
 def compare(groups: list[Group], warmup: int) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Of each pair that was measured in one group: the median over rounds of our tokens/s divided by theirs in the same
-    round, and the lower and upper quartile."""
+    """Of each pair that was measured in one group: the median over rounds, of all launches, of our tokens/s divided by
+    theirs in the same round, and the lower and upper quartile."""
     medians, quartiles = {}, {}
     for ours, theirs in PAIRS:
+        found = []
         for rows in [[group.get(name, {}) for name in (ours, theirs)] for group in groups]:
             if all("losses" in row and "wrong" not in row for row in rows):
-                found = [our / their for our, their in zip(*(rates(row, warmup) for row in rows), strict=True)]
-                low, middle, high = statistics.quantiles(found, n=4, method="inclusive") if found[1:] else found * 3
-                medians[f"{ours} / {theirs}"], quartiles[f"{ours} / {theirs}"] = middle, [low, high]
+                found += [our / their for our, their in zip(*(rates(row, warmup) for row in rows), strict=True)]
+        if found:
+            low, middle, high = statistics.quantiles(found, n=4, method="inclusive") if found[1:] else found * 3
+            medians[f"{ours} / {theirs}"], quartiles[f"{ours} / {theirs}"] = middle, [low, high]
     return medians, quartiles
 
 
 def tabulate(data: dict) -> str:
-    """A line a contender: seconds a step, tokens/s, peak memory, how far its losses are off; or why it has none. Then a
-    line a ratio."""
+    """A line a ratio. Then a line a contender, over its launches: seconds a step, tokens/s, peak memory, how far its
+    losses are off; or why it has none."""
     from page import table
 
-    lines = []
-    for name, row in [pair for group in data["groups"] for pair in group.items()]:
-        reason = next((f"{kind.replace('_', ' ')}: {row[kind]}" for kind in ("left_out", "wrong") if kind in row), None)
-        if reason:
-            lines.append([name, reason, "", "", ""])
+    lines, warmup = [], data["settings"]["warmup"]
+    for name in dict.fromkeys(name for group in data["groups"] for name in group):
+        rows = [group[name] for group in data["groups"] if name in group]
+        kinds = [(row, kind) for kind in ("wrong", "left_out") for row in rows if kind in row]
+        if kinds:  # in one launch is enough to be said
+            row, kind = kinds[0]
+            lines.append([name, f"{kind.replace('_', ' ')}: {row[kind]}", "", "", ""])
             continue
-        seconds = row["seconds"][data["settings"]["warmup"] :]
-        off = f"{row['largest_difference']:.1e}" if "largest_difference" in row else ""
-        speed = statistics.median(rates(row, data["settings"]["warmup"]))
-        memory = f"{row['peak_resident_bytes'] / 1e9:.1f}"
-        lines.append([name, f"{statistics.median(seconds):.2f}", f"{speed:.0f}", memory, off])
+        seconds = statistics.median(each for row in rows for each in row["seconds"][warmup:])
+        speed = statistics.median(each for row in rows for each in rates(row, warmup))
+        memory = max(row["peak_resident_bytes"] for row in rows) / 1e9
+        off = [row["largest_difference"] for row in rows if "largest_difference" in row]
+        lines.append([name, f"{seconds:.2f}", f"{speed:.0f}", f"{memory:.1f}", f"{max(off):.1e}" if off else ""])
     head = ["contender", "seconds a step", "useful tokens/s", "peak resident GB, a rank", "losses off by at most"]
     ratios = []
     for pair, middle in data["ratios"].items():

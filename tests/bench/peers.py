@@ -274,7 +274,8 @@ def facts(site: Path) -> dict:
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=6, help="steps of each contender that count")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each contender that count, in each launch")
+    parser.add_argument("--launches", type=int, default=2, help="of each group: who has which core and pages is luck")
     parser.add_argument("--warmup", type=int, default=1, help="rounds before them, beside the step at the start")
     parser.add_argument("--only", nargs="*", default=[], help="contenders whose name holds one of these words")
     parser.add_argument(
@@ -283,8 +284,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--site", type=Path, default=ROOT / ".venv" / "peers", help="folder that DeepSpeed is in")
     parser.add_argument("--out", type=Path, help="folder for peers.json alone (the repository's data stays as it is)")
     asked = parser.parse_args(words)
-    if asked.rounds < 1 or asked.warmup < 0:
-        print(f"--rounds {asked.rounds} --warmup {asked.warmup}: must be at least 1 and 0", file=sys.stderr)
+    if min(asked.rounds, asked.launches) < 1 or asked.warmup < 0:
+        given = f"--rounds {asked.rounds} --launches {asked.launches} --warmup {asked.warmup}"
+        print(f"{given}: must be at least 1, 1 and 0", file=sys.stderr)
         return 2
     groups = [
         [name for name in group if not asked.only or any(word in name for word in asked.only)] for group in GROUPS
@@ -306,10 +308,12 @@ def main(words: list[str] | None = None) -> int:
             "needed_bytes": NEEDED_BYTES["tiny" if asked.tiny else "smollm2"],
             "optim": OPTIM,
             "warmup": asked.warmup,
+            "launches": asked.launches,
             "steps": 1 + asked.warmup + asked.rounds,
         }
         prepare(folder, settings)
-        measured = [run_group(group, folder, asked.site, settings) for group in groups if group]
+        launched = [group for _ in range(asked.launches) for group in groups if group]
+        measured = [run_group(group, folder, asked.site, settings) for group in launched]
     finally:
         shutil.rmtree(folder)
     judged = judge(measured)

@@ -38,6 +38,13 @@ def test_a_ratio_is_of_rounds_and_of_tokens():
     assert medians["ddp / bare DDP"] == 1.5 and quartiles["ddp / bare DDP"] == [1.5, 1.5]  # one round has no spread
 
 
+def test_rounds_of_all_launches_count():
+    again = {"ddp": row([1.0] * 3), "bare DDP": row([1.0, 4.0, 4.0])}
+    medians, quartiles = compare(judge([measured(), again]), warmup=1)
+    assert medians["ddp / bare DDP"] == 2.75 and quartiles["ddp / bare DDP"] == [1.25, 4.0]  # of 0.5, 1.5, 4, 4
+    assert medians["packed / padded"] == pytest.approx(3.0)
+
+
 def test_other_losses_are_wrong_and_have_no_ratio():
     found = measured()
     found["HF Trainer"] = row([0.1, 0.1, 0.1], [3.0, 2.5, 2.25 * 1.0002, 2.0])
