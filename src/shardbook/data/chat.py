@@ -28,6 +28,7 @@ EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 PLACEHOLDER = "\u2063placeholder\u2063"  # occurs in no template and no conversation
 SHAPES_KEPT = 4096  # of conversations by their roles
+CHARACTERS_TOGETHER = 4_000_000  # or one text that is longer
 CHECKED = 16  # messages from the beginning
 _SPACE = re.compile(r"\s*")
 
@@ -69,7 +70,11 @@ class Encoder:
         rendered = [self._render_row(row, where) for row, where in zip(rows, wheres, strict=True)]
         found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for special in (False, True):
-            if numbers := [number for number, text in enumerate(rendered) if text.special is special]:
+            alike = [number for number, text in enumerate(rendered) if text.special is special]
+            # as many at once as CHARACTERS_TOGETHER: what the library says of a token takes some 100 bytes
+            ends = np.cumsum([len(rendered[number].text) for number in alike], dtype=np.int64) // CHARACTERS_TOGETHER
+            for _, some in itertools.groupby(zip(ends, alike, strict=True), key=lambda pair: pair[0]):
+                numbers = [number for _, number in some]
                 texts = [rendered[number].text for number in numbers]
                 encoded = self.backend.encode_batch(texts, add_special_tokens=special)
                 for number, each in zip(numbers, encoded, strict=True):
@@ -93,7 +98,8 @@ class Encoder:
         text = self._render(messages, where, tools)
         named = {f"the tool {_name(tool)}": _name(tool) for tool in tools or ()}
         for number, message in enumerate(messages):
-            named |= {f"{said} in message {number}": name for said, name in _calls(message).items()}
+            if len(message) > len(PLAIN):
+                named |= {f"{said} in message {number}": name for said, name in _calls(message).items()}
         if unwritten := [said for said, name in named.items() if name not in text]:
             raise RecipeError(f"{where}: the chat template does not write {unwritten[0]}; {OTHER_TEMPLATE}")
         if self.train_on == "all":
@@ -176,12 +182,12 @@ class Encoder:
             begin = at + len(header)
             at, follows = begin + len(thought), after + more
             places.append(Place(begin, at, bool(thought), opening))
-            for content in (message["content"], message["content"].strip()):
-                if text.startswith(content, at) and text.startswith(follows, at + len(content)):
-                    at += len(content)
-                    break
-            else:
-                return None
+            content = message["content"]
+            if not (text.startswith(content, at) and text.startswith(follows, at + len(content))):
+                content = content.strip()
+                if not (text.startswith(content, at) and text.startswith(follows, at + len(content))):
+                    return None
+            at += len(content)
         return places if at + len(shape[-1].header) == len(text) else None
 
     def _find_shape(self, roles: tuple[str, ...]) -> "list[Before] | None":

@@ -149,8 +149,9 @@ def _read_message(message: Any, number: int, where: str, flags: dict[int, bool])
         if "function_call" in message:
             message = {"content": ""} | message
             _read_call(message["function_call"], number, where)
-    if {"from", "value"} <= set(message):
-        raise RecipeError(f"{where}: message {number} has from and value; name their field conversations, not messages")
+        if {"from", "value"} <= message.keys():
+            said = "has from and value; name their field conversations, not messages"
+            raise RecipeError(f"{where}: message {number} {said}")
     if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
         raise RecipeError(f"{where}: message {number} needs a string role and a string content")
     return message
