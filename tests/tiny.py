@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from shardbook.data.chat import encode_row
+from shardbook.data.chat import Encoder
 from shardbook.recipe import RecipeError
 
 CHATML = (
@@ -31,6 +31,12 @@ def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
     made.chat_template = template
     return made
+
+
+def encode_row(row: dict, coder: PreTrainedTokenizerFast, where: str, **settings) -> tuple[list[int], list[bool]]:
+    """Token ids and trained mask of one row, uncut. `settings`: of an Encoder."""
+    ((ids, mask),) = Encoder(coder, **settings).encode([row], [where])
+    return ids.tolist(), mask.tolist()
 
 
 def trained_text(row: dict, template: str | None = CHATML, **settings) -> list[str]:

@@ -126,6 +126,7 @@ def run_train(
     if is_dry:
         from shardbook.run.rehearsal import rehearse
 
+        Nodes(node[0], 0, "head")  # of a dry run only their number matters
         nproc = nproc or choose_nproc(recipe, None, node[0])
         rehearse(recipe, nproc * node[0], nproc)
         return 0
@@ -160,7 +161,9 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
 def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
     """Print what each stage takes, and advice. Allocates nothing and fetches nothing."""
     words = [*asked.overrides, *rest]
-    if "=" in asked.recipe:  # the first of the overrides, where --model stands for the recipe
+    if (
+        "=" in asked.recipe and not Path(asked.recipe).is_file()
+    ):  # the first of the overrides, where --model stands for the recipe
         words, asked.recipe = [asked.recipe, *words], ""
     if not (asked.recipe or asked.model):
         raise RecipeError("plan: needs a recipe, or --model with a model's name, hub id or directory")
@@ -245,10 +248,7 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
     if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(f"--out {out}: exists and is not empty; name a new directory")
     dtype = dtype or recipe.train.export_dtype
-    try:
-        export_checkpoint(source, target, recipe, config, tokenizer, folder, dtype, merges)
-    except OSError as error:
-        raise RecipeError(f"--out {target}: cannot be written ({error.strerror})") from None
+    export_checkpoint(source, target, recipe, config, tokenizer, folder, dtype, merges)
     print(f"{source} -> {target}")
     return 0
 

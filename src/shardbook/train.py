@@ -132,7 +132,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     reference = Reference(objective, recipe, loader, held_out, steps, run.path, ranks, console, stop)
     state, source = start_from(newest, recipe, sharded, optimizer, loader, folder, steps, reference)
     if reference.stopped:
-        return console.show_stopped(run.name, state.step, steps)
+        return console.show_stopped(run.name, newest_checkpoint(run.checkpoints), state.step, steps)
     held_out = reference.give()
     predicted = add_traffic(predicted, axes_traffic(layout, config, recipe, ranks.rank, loader.peek))
     saved_step = state.step
@@ -212,7 +212,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         read_loss(seen, names, norm, state.step)  # a step that was not logged was not looked at yet
         save_checkpoint(run.checkpoints, sharded, optimizer, state, recipe.train.save_total_limit)
     if stopped:
-        return console.show_stopped(run.name, state.step, steps)
+        return console.show_stopped(run.name, newest_checkpoint(run.checkpoints), state.step, steps)
     if recipe.train.export:
         export_result(run.export, sharded, recipe, config, tokenizer, folder, ranks.is_main)
         console.print(f"export   {run.export}")

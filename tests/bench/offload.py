@@ -18,17 +18,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from parts import in_turn
 from torch.optim.adamw import adamw
 from transformers import AutoConfig
 
 from shardbook.data.loader import MicroBatch
 from shardbook.memory.direct_io import DirectFile, page_buffer
-from shardbook.memory.host_adamw import _adamw
 from shardbook.memory.offload import settle
 from shardbook.model.causal_lm import build_model
 from shardbook.model.weights import init_weights
 from shardbook.objectives.sft import sft_loss
 from shardbook.optim import clip_gradients
+from shardbook.optim.elementwise import step_adamw
 from shardbook.parallel.layout import build_layout
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
@@ -46,17 +47,6 @@ def seconds(work) -> float:
     return time.perf_counter() - began
 
 
-def in_turn(rounds: int, **works) -> dict[str, list[float]]:
-    """Seconds of each, one after the other in every round, the first of which warms up."""
-    found = {name: [] for name in works}
-    for number in range(rounds + 1):
-        for name, work in works.items():
-            taken = seconds(work)
-            if number:
-                found[name].append(taken)
-    return found
-
-
 def bench_adamw(rounds: int) -> dict:
     """Million parameters a second of one thread: whole tensors, and pieces of a bucket."""
     torch.set_num_threads(1)
@@ -70,9 +60,9 @@ def bench_adamw(rounds: int) -> dict:
     def pieces():
         for begin in range(0, PARAMETERS, BUCKET):
             cut = slice(begin, begin + BUCKET)
-            _adamw([[flat[cut]] for flat in (master, first, second, gradient)], [torch.tensor(3.0)], SETTINGS)
+            step_adamw([[flat[cut]] for flat in (master, first, second, gradient)], [torch.tensor(3.0)], **SETTINGS)
 
-    taken = in_turn(rounds, whole=whole, pieces=pieces)
+    taken = in_turn({"whole": whole, "pieces": pieces}, rounds)
     return {name: [PARAMETERS / one / 1e6 for one in values] for name, values in taken.items()}
 
 
@@ -117,7 +107,7 @@ def bench_pipeline(folder: Path, rounds: int) -> dict:
 
     def step(slot):
         flats = list(slot.view(torch.float32).split(BUCKET))
-        _adamw([[flat] for flat in (*flats, gradient)], [torch.tensor(3.0)], SETTINGS)
+        step_adamw([[flat] for flat in (*flats, gradient)], [torch.tensor(3.0)], **SETTINGS)
 
     def transfers():
         reads = reader.submit(lambda: [file.read(slots[0], n * size) for n in range(parts)])
@@ -142,7 +132,11 @@ def bench_pipeline(folder: Path, rounds: int) -> dict:
         for future in written:
             future.result()
 
-    return in_turn(rounds, transfers=transfers, adamw=lambda: [step(slots[0]) for _ in range(parts)], ring=ring)
+    def alone():
+        for _ in range(parts):
+            step(slots[0])
+
+    return in_turn({"transfers": transfers, "adamw": alone, "ring": ring}, rounds)
 
 
 def bench_hidden(rounds: int) -> dict:

@@ -25,10 +25,10 @@ ROUNDS = 9
 TOKENS, WIDTH, VOCABULARY = 512, 576, 49_152  # of a micro-batch of SmolLM2
 
 
-def in_turn(forms):
+def in_turn(forms, rounds=ROUNDS):
     """Seconds of each form, round by round, after one round that does not count."""
     seconds = {name: [] for name in forms}
-    for round_ in range(ROUNDS + 1):
+    for round_ in range(rounds + 1):
         for name, work in sorted(forms.items(), reverse=bool(round_ % 2)):
             began = time.perf_counter()
             work()

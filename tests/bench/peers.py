@@ -24,21 +24,11 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
 from peer_loops import CONTENDERS, exchanges, full_rows, recipe_words
-from peer_report import DOCS, TOLERANCE, compare, judge, show
+from peer_report import DOCS, PAIRS, TOLERANCE, compare, judge, show
 
 ROOT = Path(__file__).parents[2]
-GROUPS = [  # what stands in memory together, and steps in turn: each takes 6 to 7 GB, and malloc keeps it between steps
-    ["ddp", "bare DDP"],
-    ["ddp", "HF Trainer"],
-    ["zero1", "bare fully_shard, gathered"],
-    ["zero1", "DeepSpeed ZeRO-1"],
-    ["zero2", "bare fully_shard, gathered"],
-    ["zero2", "DeepSpeed ZeRO-2"],
-    ["zero3", "bare fully_shard"],
-    ["zero3", "transformers, sharded on load"],
-    ["zero3", "DeepSpeed ZeRO-3"],
-    ["packed", "padded"],
-]
+# what stands in memory together, and steps in turn: each takes 6 to 7 GB, and malloc keeps it between steps
+GROUPS = [list(pair) for pair in PAIRS]
 RANKS = 2
 EXCHANGES = 6000  # some 400 packed rows
 NEEDED_BYTES = {"tiny": 1.5e9, "smollm2": 7.5e9}  # of the ranks of one contender, all together
@@ -138,21 +128,18 @@ def run_group(names: list[str], folder: Path, site: Path, settings: dict) -> dic
     worlds: dict[str, World] = {}
 
     def leave(name: str, why: LeftOut) -> None:
-        worlds.pop(name).end()
+        if world := worlds.pop(name, None):
+            world.end()
         rows[name] = {"left_out": str(why)}
         print(f"{name:32} left out: {why}", flush=True)
 
     try:
         for name in names:
-            began, free = time.perf_counter(), free_bytes()
-            if free < settings["needed_bytes"]:  # else the kernel would end one, of whomever
-                why = f"needs {settings['needed_bytes'] / 1e9:.0f} GB of memory, {free / 1e9:.0f} are free"
-                rows[name] = {"left_out": why}
-                print(f"{name:32} left out: {why}", flush=True)
-                continue
-            worlds[name] = World(name, folder, site)
-            rows[name] = {"seconds": [], "idle_share": 0.0}
+            began, free, needed = time.perf_counter(), free_bytes(), settings["needed_bytes"]
             try:
+                if free < needed:  # else the kernel would end one, of whomever
+                    raise LeftOut(f"needs {needed / 1e9:.0f} GB of memory, {free / 1e9:.0f} are free")
+                worlds[name], rows[name] = World(name, folder, site), {"seconds": [], "idle_share": 0.0}
                 worlds[name].hear()
                 print(f"{name:32} stands after {time.perf_counter() - began:.0f} s", flush=True)
             except LeftOut as why:

@@ -210,5 +210,5 @@ def test_floats_are_cast_wherever_they_lie():
     pair = nn.utils.rnn.PackedSequence(torch.ones(2), torch.tensor([1, 1]))
     given = (torch.ones(1), [torch.ones(1, dtype=torch.int64), {"a": torch.ones(1)}], pair, Other(torch.ones(1)), None)
     cast = _cast(given, torch.bfloat16)
-    assert cast[0].dtype == cast[1][1]["a"].dtype == cast[2].data.dtype == torch.bfloat16
-    assert cast[1][0].dtype == torch.int64 and cast[3].x.dtype == torch.float32 and cast[4] is None
+    assert cast[0].dtype == cast[1][1]["a"].dtype == cast[2].data.dtype == cast[3].x.dtype == torch.bfloat16
+    assert cast[1][0].dtype == torch.int64 and given[3].x.dtype == torch.float32 and cast[4] is None

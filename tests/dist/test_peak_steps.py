@@ -101,7 +101,7 @@ def measure(shape, batch, length, params, cases, *more):
         pytest.param(TINY, 2, 64, "bf16", (3,), 0.01, id="tiny-bf16", marks=pytest.mark.slow),
         pytest.param(TINY, 2, 64, "bf16", (1,), 0.01, id="tiny-bf16-whole", marks=pytest.mark.slow),
         pytest.param(TINY, 2, 64, "fp32", (1, 3), 0.01, id="tiny-fp32", marks=pytest.mark.slow),
-        pytest.param(SMOLLM2, 2, 64, "fp32", (1, 3), 0.005, id="smollm2-fp32", marks=pytest.mark.slow),
+        pytest.param(SMOLLM2, 2, 64, "fp32", (2,), 0.005, id="smollm2-fp32", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_makes_what_is_predicted(shape, batch, length, params, micros, bound):
@@ -132,11 +132,12 @@ def test_ranks_that_split_rows(shape, batch, length, params, bound):
 
 
 @pytest.mark.slow
-def test_a_row_of_32768_tokens_takes_half_the_memory_on_two_ranks():
-    """Of activations, which here are nearly everything: the model is small, the row is not packed and has no mask."""
+def test_a_long_row_takes_half_the_memory_on_two_ranks():
+    """Of activations, which here are nearly everything: the model is small, the row is not packed and has no mask. Of
+    32,768 tokens it is the same (docs/parallel.md), and takes four times as long."""
     cases, more = [("zero3", "none", 1), ("zero3", "full", 1)], ("data.packing=false",)
-    (alone,) = run_world(1, measure, TINY, 1, 32_768, "fp32", cases, *more, seconds=550)
-    for found in run_world(2, measure, TINY, 1, 32_768, "fp32", cases, *more, *CONTEXT, seconds=550):
+    (alone,) = run_world(1, measure, TINY, 1, 16_384, "fp32", cases, *more, seconds=550)
+    for found in run_world(2, measure, TINY, 1, 16_384, "fp32", cases, *more, *CONTEXT, seconds=550):
         for case in cases:
             (whole, _, _), (half, said, when) = alone[case], found[case]
             print(f"\n{case}: {whole:,} bytes on one rank, {half:,} on each of two, predicted {said:,}; fullest {when}")

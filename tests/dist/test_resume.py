@@ -200,18 +200,52 @@ def test_weights_that_are_not_finite_are_not_saved_where_nothing_was_logged(reci
     assert newest_checkpoint(recipe.parent / "broken" / "checkpoints") is None
 
 
-def test_a_disk_that_is_full_is_said(recipe, monkeypatch):
-    for code, _, errors in run_world(2, save_to_a_full_disk, [str(recipe), "run.name=full", *SAVING]):
-        assert code == 1 and "GB are free there (OSError: [Errno 28] No space left on device)" in errors, errors
+@pytest.mark.parametrize("place", ["tensors", "state"])
+def test_a_disk_that_is_full_is_said(recipe, place):
+    alone = ("run.lost_seconds=0", "run.hang_seconds=0")  # nobody ends the other rank from outside
+    words = [str(recipe), f"run.name=full-{place}", *SAVING, *alone]
+    (code, _, errors), other = run_world(2, save_to_a_full_disk, place, words)
+    assert code == 1 and "GB are free there (OSError: [Errno 28] No space left on device)" in errors, errors
+    assert other[0] == 1
 
 
-def save_to_a_full_disk(words):
+def save_to_a_full_disk(place, words):
     import shardbook.run.checkpoint as checkpoint
 
     def save(*anything, **named):
         raise OSError(28, "No space left on device")
 
-    checkpoint.state_dict_saver.save = save
+    if place == "tensors":
+        checkpoint.state_dict_saver.save = save
+    else:
+        checkpoint._shapes = save  # asked of rank 0 alone, when tensors are written
+    return train_rank(words)
+
+
+def test_stopped_before_its_first_step_a_run_that_began_with_anothers_checkpoint_has_none(recipe, straight):
+    named = f"train.resume_from_checkpoint={straight}/checkpoints/step-000004"
+    for code, said, _ in run_world(2, stop_at_once, [str(recipe), "run.name=none-yet", *SAVING, named]):
+        assert code == 75
+        assert not said or "stopped  before its first step; continue with run.name=none-yet" in said
+    assert newest_checkpoint(recipe.parent / "none-yet" / "checkpoints") is None
+    run = run_train(2, recipe, "none-yet", *SAVING, named)
+    assert losses(run) == losses(straight)[4:]
+
+
+def stop_at_once(words):
+    """SIGTERM to each rank when its weights are there."""
+    import signal
+
+    import shardbook.train as train
+
+    before = train.start_from
+
+    def start_from(*given):
+        found = before(*given)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    train.start_from = start_from
     return train_rank(words)
 
 

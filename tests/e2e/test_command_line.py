@@ -404,8 +404,14 @@ def test_a_dry_run_checks_a_recipe_at_its_world_size(recipe, capsys):
     said = capsys.readouterr().out
     assert "4 ranks share matrices" in said and "slow: a node has 2 ranks" in said and "dry run  done" in said
     assert cli.main(["train", str(recipe), "--dry-run", "--nproc", "3", "parallel.dp_shard_size=2"]) == 2
-    assert cli.main(["train", str(recipe), "--dry-run", "data.train=/nowhere.jsonl"]) == 2
-    assert "data.train = '/nowhere.jsonl': no such file" in capsys.readouterr().err
+    for words, said in (
+        (["data.train=/nowhere.jsonl"], "data.train = '/nowhere.jsonl': no such file"),
+        (["--nodes", "0"], "--nodes 0: must be at least 1"),
+        (["--nodes", "-1"], "--nodes -1: must be at least 1"),
+        (["generate.steps=1", "generate.max_new_tokens=200"], "generate.max_new_tokens = 200 and data.max_length = "),
+    ):
+        assert cli.main(["train", str(recipe), "--dry-run", *words]) == 2, words
+        assert said in capsys.readouterr().err, words
     assert set(recipe.parent.iterdir()) == before  # no run directory
 
 

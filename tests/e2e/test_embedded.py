@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
+from tiny import encode_row
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shardbook.data.chat import encode_row
 from shardbook.data.chitchat import chitchat_file
 from shardbook.data.loader import Batching, build_micro_batch
 from shardbook.model import embedded

@@ -3,6 +3,7 @@ and what rounding to the nearest would lose."""
 
 import importlib.util
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -171,7 +172,7 @@ def test_what_bf16_has_stays_and_so_does_what_is_no_number():
 def decayed(steps=700, count=2**14):
     """The mean of a second moment that begins at 1 and gets no gradient."""
     parameter = torch.nn.Parameter(torch.zeros(count))
-    optimizer = AdamWBf16([{"params": [parameter]}], 1e-3, (0.9, 0.999), 1e-8)
+    optimizer = AdamWBf16([{"params": [parameter]}], {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8})
     parameter.grad = torch.zeros(count)
     optimizer.step()
     optimizer.state[parameter]["exp_avg_sq"].fill_(1)
@@ -223,9 +224,11 @@ def test_weights_in_bf16_move_as_far_as_they_should():
     (2e-5 * 2^-11)^(1/2), and that of the mean of 2^14 elements' 100 steps below 7.8e-6; five of those."""
     start = (torch.randn(2**14, generator=torch.Generator().manual_seed(0)) * 0.02).clamp(-0.12, 0.12).bfloat16()
     moved = {}
-    for name, kind in (("nearest", torch.optim.AdamW), ("ours", AdamWBf16)):
+    settings = {"lr": 2e-5, "betas": (0.9, 0.999), "eps": 1e-8}
+    ours = partial(AdamWBf16, settings=settings)
+    for name, kind in (("nearest", partial(torch.optim.AdamW, **settings)), ("ours", ours)):
         parameter = torch.nn.Parameter(start.clone())
-        optimizer = kind([{"params": [parameter], "weight_decay": 0.0}], lr=2e-5, betas=(0.9, 0.999), eps=1e-8)
+        optimizer = kind([{"params": [parameter], "weight_decay": 0.0}])
         for _ in range(100):
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
@@ -254,7 +257,9 @@ def test_a_state_dict_keeps_the_moments_dtype():
     optimizers = []
     for _ in range(2):
         parameter = torch.nn.Parameter(torch.ones(10))
-        optimizers.append((parameter, AdamWBf16([{"params": [parameter]}], 1e-3, (0.9, 0.999), 1e-8)))
+        optimizers.append(
+            (parameter, AdamWBf16([{"params": [parameter]}], {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}))
+        )
     (parameter, optimizer), (other, loaded) = optimizers
     parameter.grad = torch.full((10,), 0.3)
     optimizer.step()

@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from tiny import CHATML, tokenizer, trained_text
+from tiny import CHATML, encode_row, tokenizer, trained_text
 from tokenizers import processors
 
 import shardbook.data.chat
-from shardbook.data.chat import Encoder, encode_row
+from shardbook.data.chat import Encoder
 from shardbook.recipe import RecipeError
 
 LLAMA3 = (

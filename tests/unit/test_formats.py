@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from tiny import CHATML, tokenizer, trained_text
+from tiny import CHATML, encode_row, tokenizer, trained_text
 
-from shardbook.data.chat import encode_row
 from shardbook.data.formats import Chat, Text, read_row, split_pair
 from shardbook.recipe import RecipeError
 

@@ -79,6 +79,16 @@ def test_counts_are_those_of_the_rows(place, words):
     assert f"; {1 - together.lengths.sum() / tokens:.1%} of " in look.summary
 
 
+def test_what_is_dropped_of_held_out_rows_is_counted(place):
+    long = {"messages": [{"role": "user", "content": "a" * 500}, {"role": "assistant", "content": "b"}]}
+    short = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (place / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (long, short, long)))
+    look, _ = look_at(place, f"data.eval={place}/held.jsonl")
+    assert (len(look.parts[-1].lengths), look.parts[-1].dropped) == (1, 2)
+    look, _ = look_at(place, "data.eval_size=2", f"data.train={place}/held.jsonl", "data.eval_size=0")
+    assert look.parts[-1].dropped == 2  # of train
+
+
 def test_pairs_stand_one_under_the_other(place, capsys):
     rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "3 or 4"}] * 2
     (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

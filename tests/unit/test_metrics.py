@@ -34,6 +34,15 @@ def test_resuming_drops_what_will_be_written_again(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_resuming_keeps_samples_with_whatever_unicode_calls_a_line(tmp_path):
+    samples = [{"step": step, "completion": "a\u2028b\u0085c\nd"} for step in (2, 4)]
+    recorder(tmp_path).log_samples(samples)
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"step": 2, "comp')  # killed in mid-line
+    recorder(tmp_path, done=3)
+    assert [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().split("\n") if line] == samples[:1]
+
+
 def test_only_rank_0_writes(tmp_path):
     with recorder(tmp_path, main=False) as quiet:
         quiet.log(1, {"train/loss": 1.0})

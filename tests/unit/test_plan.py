@@ -11,6 +11,7 @@ from shardbook.model.causal_lm import count_flops
 from shardbook.model.shapes import hub_id, known_shapes
 from shardbook.parallel.stages import STAGES
 from shardbook.plan.advice import advise
+from shardbook.plan.axes import describe_sharing
 from shardbook.plan.calibrate import calibrate
 from shardbook.plan.cluster import build_planner, stage_settings
 from shardbook.plan.formulas import paper_resident
@@ -27,13 +28,10 @@ from shardbook.plan.hardware import (
 )
 from shardbook.plan.report import as_json, describe_advice, describe_calibrated, describe_shared, make_report
 from shardbook.plan.speed import (
-    break_even_micro_batch,
     exposed_seconds,
     inside_seconds,
     predict_perf_metrics,
-    prefetch_depth,
 )
-from shardbook.plan.tensor import describe_sharing
 from shardbook.recipe import Parallel, Recipe, dump_recipe, find_recipe, load_recipe
 from shardbook.run.console import describe_peak
 from shardbook.run.measured import read_sample
@@ -98,7 +96,24 @@ def test_traffic_in_units_of_the_parameters():
     )
 
 
+def break_even_micro_batch(
+    parameters: float, layers: int, length: int, alpha: float, beta: float, flops: float, share: float = 0.05
+) -> float:
+    """Rows of a micro-batch from which zero3's three collectives a layer (two gathers, one reduction, 2 bytes a
+    parameter, `alpha` seconds and `beta` bytes a second) take at most `share` of its computing (6 FLOPs a parameter and
+    token at `flops` a second): ZeRO-Infinity, arXiv 2104.07857, section 4, for the idea."""
+    layer = parameters / layers
+    return 3 * (alpha + 2 * layer / beta) / (share * 6 * layer * length / flops)
+
+
+def prefetch_depth(parameters: float, beta: float, computing: float) -> int:
+    """k* = ceil(T_gather / T_compute): units to gather ahead so that a unit of `parameters`, 2 bytes each, is there in
+    time over a link of `beta` bytes a second, where computing one takes `computing` seconds."""
+    return -int(-(2 * parameters / beta) // computing)
+
+
 def test_break_even_and_prefetch_depth():
+    """Numbers of docs/planning.md."""
     rows = break_even_micro_batch(7e9, 32, 2048, alpha=10e-6, beta=100e9, flops=150e12)
     assert round(rows, 1) == 14.7 and math.ceil(rows) == 15
     assert [prefetch_depth(200e6, rate * 1e9, 10e-3) for rate in (50, 100, 200, 25)] == [1, 1, 1, 2]
@@ -231,6 +246,20 @@ def test_the_command_prints_json_alone(capsys):
     out = capsys.readouterr().out
     kept = next(row for row in json.loads(out)["stages"] if row["stage"] == "ddp")["resident"]
     assert kept["optimizer_bytes"] == pytest.approx(4 * 8_030_261_248, rel=1e-6)
+
+
+def test_what_is_recomputed_takes_time_and_a_budget_is_planned(tmp_path, capsys):
+    def seconds(kind):
+        words = (f"activation.checkpointing={kind}", "train.compile=true", "train.per_device_train_batch_size=1")
+        assert main(["plan", "llama8b-fsdp", "--gpus", "8", "--json", *words]) == 0
+        return {row["stage"]: row["step_seconds"] for row in json.loads(capsys.readouterr().out)["stages"]}["zero3"]
+
+    none, full = seconds("none"), seconds("full")
+    assert seconds("every:1") == full > seconds("every:2") > none
+    assert seconds("budget:0.5") == seconds("budget:0") == none
+    path = tmp_path / "lr=1e-4.toml"
+    path.write_text(find_recipe("llama8b-fsdp").read_text())
+    assert main(["plan", str(path), "--gpus", "8", "--json"]) == 0
 
 
 def test_the_table_names_each_stage(capsys):
@@ -563,7 +592,7 @@ def test_scaling_as_the_page_has_it():
     assert [f"{time.exposed / time.seconds:.1%}" for time in waits] == ["1.4%", "1.7%", "2.6%"]
     assert [f"{waits[0].seconds / time.seconds:.0%}" for time in waits] == ["100%", "101%", "100%"]
     slow = [waits[0].seconds / found(gpus, stage, 400).seconds for stage in ("zero3", "hsdp") for gpus in (64, 512)]
-    assert [f"{share:.0%}" for share in slow] == ["56%", "49%", "64%", "60%"]
+    assert [f"{share:.0%}" for share in slow] == ["55%", "48%", "64%", "59%"]
 
 
 def test_gpus_of_the_plan_and_of_a_runs_mfu_have_one_peak():

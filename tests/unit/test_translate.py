@@ -167,6 +167,11 @@ DEEPSPEED = {
         {"parallel.stage": "zero3"},
         [],
     ),
+    "ZeRO++ on a stage in quotes": (
+        {"zero_optimization": {"stage": "3", "zero_quantized_weights": True}, "bf16": {"enabled": True}},
+        {"parallel.stage": "zeropp", "parallel.quantize_weights": 8},
+        [],
+    ),
     "ZeRO++ on stage 2": (
         {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}, "bf16": {"enabled": True}},
         {"parallel.stage": "zero2"},
@@ -455,6 +460,16 @@ ACCELERATE = {
         },
         {"parallel.stage": "zero3", "activation.checkpointing": "full"},
         [],
+    ),
+    "one process, NO without quotes": (
+        {"distributed_type": False, "mixed_precision": False, "dynamo_config": {"dynamo_backend": False}},
+        {"parallel.stage": "ddp", "precision.params": "fp32", "train.compile": None},
+        [],
+    ),
+    "compiled by another, with a key that is not known": (
+        {"dynamo_config": {"dynamo_backend": "AOT_EAGER", "dynamo_mode": "default", "dynamo_use_fullgrap": True}},
+        {"train.compile": None},
+        ["dynamo_config.dynamo_backend", "dynamo_config.dynamo_use_fullgrap"],
     ),
     "fsdp 2, gathered through a step": (
         {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False}},

@@ -113,6 +113,10 @@ def test_files_cut_short_or_absent(tmp_path):
     (tmp_path / weights.INDEX).write_text('{"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}')
     with pytest.raises(RecipeError, match=r"model-00001-of-00001.safetensors: named in .*, but not there"):
         load(tmp_path)
+    for damaged in ('{"weight_map": {"model.norm', "{}", "[]"):
+        (tmp_path / weights.INDEX).write_text(damaged)
+        with pytest.raises(RecipeError, match=r"model.safetensors.index.json: damaged \((JSON|Key|Type)"):
+            load(tmp_path)
 
 
 def shift_first(header):

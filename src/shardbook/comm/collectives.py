@@ -140,11 +140,6 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
     gather(output, shard, group=group)
 
 
-def all_to_all(received: Tensor, sent: Tensor, to: list[int], group: dist.ProcessGroup, by: list[int]) -> None:
-    """Of flat `sent` so many elements `to` each rank, into flat `received`, so many `by` each."""
-    dist.all_to_all_single(received, sent, by, to, group=group)
-
-
 def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch before 2.13
     reduce(output, whole, group=group)

@@ -33,14 +33,6 @@ CHECKED = 16  # messages from the beginning
 _SPACE = re.compile(r"\s*")
 
 
-def encode_row(
-    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: str, **settings: Any
-) -> tuple[list[int], list[bool]]:
-    """Token ids and trained mask of one row, uncut; see `Encoder`."""
-    ((ids, mask),) = Encoder(tokenizer, **settings).encode([row], [where])
-    return ids.tolist(), mask.tolist()
-
-
 class Encoder:
     """Rows to tokens with one tokenizer. Remembers how its template writes conversations of the same roles, so that a
     row of n messages is rendered once and not n times. `system`: of conversations without one; `train_on`: assistant,

@@ -262,14 +262,6 @@ def slice_rows(whole: MicroBatch, batching: Batching) -> MicroBatch:
     positions = (rows * each + columns - start)[here]
     # the sequence of each trained token, by the order in which they stand
     owners = torch.arange(len(whole.trained)).repeat_interleave(torch.tensor(whole.trained, dtype=torch.int64))
-    trained = torch.bincount(owners[here], minlength=len(whole.trained)).tolist()
-    return MicroBatch(
-        ids,
-        places,
-        whole.boundaries,
-        positions,
-        whole.targets[here],
-        whole.packed,
-        whole.pairs * (batching.slice == 0),
-        tuple(trained),
-    )
+    trained = tuple(torch.bincount(owners[here], minlength=len(whole.trained)).tolist())
+    pairs = whole.pairs * (batching.slice == 0)
+    return MicroBatch(ids, places, whole.boundaries, positions, whole.targets[here], whole.packed, pairs, trained)

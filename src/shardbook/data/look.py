@@ -86,7 +86,9 @@ def take_look(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: Path, 
     if len(parts) > 1:
         parts.append(_count("together", documents, numbers, sum(part.dropped for part in parts)))
     if held_out:
-        parts.append(_count("held out", held_out, np.array([number for row in held_out.rows for number in row]), 0))
+        here = np.array([number for row in held_out.rows for number in row])
+        lost = int((column(held_out.encoded, "trained") == 0).sum()) if recipe.data.eval else 0  # else dropped above
+        parts.append(_count("held out", held_out, here, lost))
     lengths = column(documents.encoded, "lengths")[numbers].flatten()
     padding, of = _padding(documents, recipe, sequences)
     summary = f"{documents.summary}; {padding:.1%} of {of} is padding"
@@ -106,12 +108,8 @@ def _padding(documents: Documents, recipe: Recipe, sequences: int) -> tuple[floa
     if here.row_length:
         length = -(-here.row_length // here.multiple) * here.multiple
         return 1 - used / (length * len(documents.rows)), f"rows of {length:,} tokens"
-    loader, padded, longest = (
-        Loader(documents, here, 1, recipe.train.seed),
-        0,
-        column(documents.encoded, "lengths").max(axis=1),
-    )
-    order = [loader.row_at(index)[0] for index in range(len(documents.rows))]
+    loader, longest = Loader(documents, here, 1, recipe.train.seed), column(documents.encoded, "lengths").max(axis=1)
+    order, padded = [loader.row_at(index)[0] for index in range(len(documents.rows))], 0
     for start in range(0, len(order), here.batch_size):
         together = order[start : start + here.batch_size]
         padded += len(together) * sequences * (-(-int(longest[together].max()) // here.multiple) * here.multiple)

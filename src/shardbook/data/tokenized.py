@@ -210,17 +210,9 @@ def _lay_out(
     if dropped:
         why = "a trained token" if sequences == 1 else "a trained token in each answer, or with equal answers,"
         summary += f"; {dropped:,} {examples} without {why} dropped"
-    totals = Totals(trained, len(documents), chosen)
-    return Documents(
-        encoded,
-        rows,
-        float(lengths.mean()) / sequences,
-        summary,
-        totals,
-        None,
-        sources,
-        digest_rows(encoded, documents, lengths, targets),
-    )
+    digest = digest_rows(encoded, documents, lengths, targets)
+    mean, totals = float(lengths.mean()) / sequences, Totals(trained, len(documents), chosen)
+    return Documents(encoded, rows, mean, summary, totals, None, sources, digest)
 
 
 def digest_rows(encoded: Dataset, documents: np.ndarray, *counts: np.ndarray) -> str:

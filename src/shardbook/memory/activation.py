@@ -43,26 +43,20 @@ def apply_checkpointing(
     """
     kind, _, amount = activation.checkpointing.partition(":")
     torch._functorch.config.activation_memory_budget = 1.0 if activation.budget is None else activation.budget
+    if kind in ("none", "budget"):
+        return []
     every = int(amount) if kind == "every" else 1
+    if every > len(blocks):
+        raise RecipeError(
+            f"activation.checkpointing = {activation.checkpointing!r}: the model has {len(blocks)} blocks; "
+            f"must be every:1 to every:{len(blocks)}, or none"
+        )
     own = {number: block for number, block in enumerate(blocks) if block is not None and number % every == 0}
-    match kind:
-        case "none" | "budget":
-            return []
-        case "full" | "every":
-            if int(amount or 1) > len(blocks):
-                raise RecipeError(
-                    f"activation.checkpointing = {activation.checkpointing!r}: the model has {len(blocks)} blocks; "
-                    f"must be every:1 to every:{len(blocks)}, or none"
-                )
-            for block in own.values():
-                block.forward = recomputed(block.forward, is_random)
-        case "selective":
-            for block in own.values():
-                block.forward = recomputed(
-                    block.forward, is_random, context_fn=partial(create_selective_checkpoint_contexts, keep_saved_ops)
-                )
-        case other:
-            raise ValueError(f"activation.checkpointing = {other!r} is not known")
+    options: dict[str, Any] = {}
+    if kind == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_saved_ops)
+    for block in own.values():
+        block.forward = recomputed(block.forward, is_random, **options)
     return list(own)
 
 

@@ -51,9 +51,6 @@ class HostInputs:
         hidden_shape = hidden.shape
         return saved_tensors_hooks(pack, unpack)
 
-    def bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers.values())
-
     def _send(self, number: int, tensor: Tensor) -> None:
         buffer = self.buffers.get(number)
         if buffer is None or buffer.shape != tensor.shape:

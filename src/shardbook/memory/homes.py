@@ -121,7 +121,6 @@ class Pager:
         self.ahead: tuple[Held, int, Future[Tensor]] | None = None
         self.trail: tuple[int, int] = (-1, -1)  # numbers of the last two units
         self.follows: dict[tuple[int, int], Held] = {}
-        self.taken = self.found = 0  # units, and those of them that were there already
 
     def take(self, unit: Held) -> Tensor:
         """The wire of `unit`, bytes, until the one after the next is taken."""
@@ -130,8 +129,7 @@ class Pager:
         data = ahead[2].result() if ahead else None
         is_found = ahead is not None and ahead[0] is unit and ahead[1] == unit.version
         if data is None or not is_found:
-            data = self._read(unit, self.slot)
-        self.taken, self.found = self.taken + 1, self.found + is_found
+            data = self._read(unit, self.slot, self.leaves)  # what was there may be on its way to the device
         self.follows[self.trail] = unit
         self.trail = (self.trail[1], unit.number)
         if (guess := self.follows.get(self.trail)) is not None and guess is not unit:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from shardbook.memory.direct_io import page_buffer
 from shardbook.memory.homes import Homes
 from shardbook.memory.shelf import ALIGN, FP32, Held, Place, stepped_bytes
 from shardbook.optim import gradient_norm, squares_of
+from shardbook.optim.elementwise import step_adamw
 from shardbook.parallel.layout import Layout
 from shardbook.ranks.exits import RunFailed
 
@@ -43,7 +43,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.layout, offload = layout, layout.offload
         self.moved, self.seconds = Counter[str](), 0.0  # of this step; of the host's steps
         self.units, self.homes, self.clips, self.is_last, self.coefficient = units, homes, clips, True, 1.0
-        self.order = {master: number for number, master in enumerate(order)}
+        self.order = order
         self.file = homes.file if offload.optimizer == "nvme" else None
         self.bucket = max(ALIGN, offload.bucket_mb * 2**20 // (3 * FP32) // ALIGN * ALIGN)
         own = torch.get_num_threads()
@@ -99,7 +99,7 @@ class HostAdamW(torch.optim.Optimizer):
             else:
                 total += came
             if is_last:
-                unit.squares[number] = squares_of([total.view(place.shape)])[0]
+                unit.squares[unit.masters[number]] = squares_of([total.view(place.shape)])[0]
 
     # ---- the step
 
@@ -109,14 +109,9 @@ class HostAdamW(torch.optim.Optimizer):
         for unit in self.units:
             if unit.arrived is not None:
                 unit.arrived.result()
-        found = [
-            (master, unit.squares[number])
-            for unit in self.units
-            for number, master in enumerate(unit.masters)
-            if number in unit.squares
-        ]
-        found.sort(key=lambda pair: self.order[pair[0]])
-        norm = gradient_norm([master for master, _ in found], [squares for _, squares in found])
+        found = {master: squares for unit in self.units for master, squares in unit.squares.items()}
+        own = [master for master in self.order if master in found]
+        norm = gradient_norm([*own], [found[master] for master in own])
         self.coefficient = 1.0
         if max_norm and self.clips:
             self.coefficient = min(1.0, float(max_norm / (norm + 1e-6)))
@@ -174,9 +169,8 @@ class HostAdamW(torch.optim.Optimizer):
                 ]
                 if cut:
                     settings = next(other for _, other, _ in trained if other["weight_decay"] == decay)
-                    _adamw(
-                        [[flat[a:b] for a, b, _ in cut] for flat in flats], [step.clone() for *_, step in cut], settings
-                    )
+                    tensors = [[flat[a:b] for a, b, _ in cut] for flat in flats]
+                    step_adamw(tensors, [step.clone() for *_, step in cut], **settings)  # clones: it counts them up
             self.homes.put(unit, first, last, flats[0])
 
         began = time.perf_counter()
@@ -232,25 +226,3 @@ def _overlap(place: Place, first: int, last: int) -> tuple[int, int] | tuple[()]
     """What of `place` lies between `first` and `last`, counted from `first`; nothing: an empty tuple."""
     begin, end = max(place.start, first), min(place.start + place.numel, last)
     return (begin - first, end - first) if begin < end else ()
-
-
-def _adamw(flats: list[list[Tensor]], steps: list[Tensor], settings: dict[str, Any]) -> None:
-    """torch's fused AdamW over views: masters, moments, gradients. `steps`: copies, since each call counts one up."""
-    masters, first, second, gradients = flats
-    beta1, beta2 = settings["betas"]
-    adamw(
-        masters,
-        gradients,
-        first,
-        second,
-        [],
-        steps,
-        fused=True,
-        amsgrad=False,
-        maximize=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=settings["lr"],
-        weight_decay=settings["weight_decay"],
-        eps=settings["eps"],
-    )

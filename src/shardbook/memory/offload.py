@@ -6,6 +6,7 @@ CPU. What cannot be is refused before any memory is taken.
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,6 @@ class Offloaded:
         root = layout.units[-1].handle
         root._get_fsdp_state()._lazy_init()  # private: pads shards, which must lie there when it does
         params = {number: _params_of(unit) for number, unit in enumerate(layout.units) if unit.shapes}
-        named = {parameter: name for name, parameter in model.named_parameters()}
         self.homes = Homes(params, layout.offload.params, file, device)
         self.file, self.units, masters = file, list[Held](), dict[nn.Parameter, nn.Parameter]()
         units = [_as_reduced(unit, params.get(number, [])) for number, unit in enumerate(layout.units)]
@@ -69,7 +69,7 @@ class Offloaded:
                 own.append(nn.Parameter(master, requires_grad=param.sharded_param.requires_grad))
                 masters[param.sharded_param] = own[-1]
             self.units.append(Held(number, shelf, own))
-        assert masters.keys() == named.keys()
+        assert masters.keys() == set(model.parameters())
         self.tree = masters_tree(model, masters)
         self.optimizer = HostAdamW(
             parameter_groups(self.tree, optim),
@@ -82,7 +82,7 @@ class Offloaded:
             threads=layout.offload.threads or share_of_cores(layout.ranks_per_node, device.type),
         )
         for held in self.units:
-            layout.units[held.number].handle.set_all_reduce_hook(_hook(self.optimizer, held))
+            layout.units[held.number].handle.set_all_reduce_hook(partial(self.optimizer.arrive, held))
             for param in params[held.number]:
                 if param.sharded_param.requires_grad:
                     param.sharded_param.register_post_accumulate_grad_hook(_drop)
@@ -133,13 +133,9 @@ class Offloaded:
             for flat in (unit.shelf.masters, unit.shelf.first, unit.shelf.second, unit.shelf.gradients, unit.shelf.wire)
             if flat is not None
         ]
-        if self.file is None:
-            return {"host": sum(flat.nbytes for flat in flats)}
-        mapped = self.file.map().untyped_storage().data_ptr()
-        on_disk = [flat.untyped_storage().data_ptr() == mapped for flat in flats]
-        sums = {"host": 0, "disk": self.file.size}
-        sums["host"] = sum(flat.nbytes for flat, is_there in zip(flats, on_disk, strict=True) if not is_there)
-        return sums
+        mapped = None if self.file is None else self.file.map().untyped_storage().data_ptr()
+        host = sum(flat.nbytes for flat in flats if flat.untyped_storage().data_ptr() != mapped)
+        return {"host": host} | ({"disk": self.file.size} if self.file else {})
 
 
 def _params_of(unit: Any) -> list[Any]:
@@ -154,10 +150,6 @@ def _as_reduced(unit: Unit, params: list[Any]) -> Unit:
     shapes, trained = (tuple(found) for found in ([p._orig_size for p in params], [p.sharded_param for p in params]))
     assert sorted(shapes) == sorted(unit.shapes), "a unit is another one under fully_shard"
     return replace(unit, shapes=shapes, trained=tuple(parameter.requires_grad for parameter in trained))
-
-
-def _hook(optimizer: HostAdamW, unit: Held) -> Any:
-    return lambda flat: optimizer.arrive(unit, flat)
 
 
 def _drop(parameter: torch.Tensor) -> None:

@@ -100,7 +100,7 @@ class Held:
     arrived: Future[None] | None = None
     ready: Future[None] | None = None  # its last step, to the end of its way to the device
     version: int = 0  # of its masters: steps that began, and loads
-    squares: dict[int, Tensor] = field(default_factory=dict)  # of the gradients, by place
+    squares: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # of the gradients, by master
 
 
 def shelf_sizes(layout: Layout, rank: int) -> dict[str, int]:

@@ -33,8 +33,6 @@ from shardbook.model.weights import MAGNITUDE, is_adapter, local_rows
 from shardbook.parallel.layout import DTYPES
 from shardbook.recipe import Lora, Recipe, RecipeError, nearest
 
-BASE = "base"  # of a model with adapters: what remember_base noted
-
 
 class LoraLinear(nn.Linear):
     """A frozen linear map and its update: x W^T + scaling * dropout(x) A^T B^T, A [r, in] and B [out, r]; with DoRA all
@@ -170,7 +168,7 @@ def find_targets(model: CausalLM, lora: Lora) -> list[nn.Linear]:
     asked = names if lora.target_modules == "all-linear" else lora.target_modules
     for name in asked:
         if name not in names:
-            outside = [word for word in ("lm_head", "embed_tokens") if name == word]
+            outside = name in ("lm_head", "embed_tokens")
             said = "; train it whole with lora.modules_to_save" if outside else nearest(name, names)
             raise RecipeError(f"lora.target_modules: {name!r} is no linear map of a block; there are {names}{said}")
     return [module for name, module in found if name.rpartition(".")[2] in asked]
@@ -222,14 +220,9 @@ def digest_weights(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def remember_base(model: nn.Module, folder: Path, recipe: Recipe) -> None:
-    """Note what the frozen parameters are. Collective."""
-    setattr(model, BASE, weights_identity(recipe, folder))
-
-
 def base_identity(model: nn.Module) -> str:
-    """What remember_base noted; empty where every parameter is in a checkpoint."""
-    return str(getattr(model, BASE, "")) if getattr(model, "is_adapted", False) else ""
+    """What the frozen parameters are, as noted when they were loaded; empty where every one is in a checkpoint."""
+    return str(getattr(model, "identity", ""))
 
 
 def init_adapters(model: nn.Module, seed: int) -> None:

@@ -33,6 +33,7 @@ class CausalLM(nn.Module):
 
     scores = False  # whether its head is ScoreHead
     is_adapted = False  # adapters.py, teacher.py: what is not trained is in no checkpoint
+    identity = ""  # of what is not trained, or of a teacher: what its weights are, noted when they are loaded
 
     teacher: "CausalLM | None"  # teacher.py
     context: ContextAxis | None = None  # of rows whose slices it takes (context.py)

@@ -41,10 +41,7 @@ def check_heads(config: Any, parallel: Parallel) -> None:
 
 def own_heads(config: Any, alike: int, place: int) -> tuple[int, int]:
     """How many heads of queries, and of keys, a rank has where `alike` of them share matrices."""
-    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
-    if alike == 1:
-        return heads, key_heads
-    own, own_keys = share_heads(heads, key_heads, TensorAxis(alike, place))
+    own, own_keys = share_heads(config.num_attention_heads, config.num_key_value_heads, TensorAxis(alike, place))
     return len(own), len(own_keys)
 
 

@@ -10,10 +10,9 @@ from shardbook.recipe import Model, RecipeError, first_line, nearest
 
 @dataclass(frozen=True)
 class Family:
-    """What we know of a transformers architecture beyond its config: which old checkpoint entries mean nothing, how
-    queries and keys are normalised, what happens outside of blocks, and which matrices are one."""
+    """What we know of a transformers architecture beyond its config: how queries and keys are normalised, what happens
+    outside of blocks, and which matrices are one."""
 
-    ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)  # saved as weights by transformers before 4.32
     head_norms: bool = False  # of queries and keys, by head
     wide_norms: bool = False  # of queries and keys, all heads together; and a block's norms come after, not before
     embedding_scale: str = ""  # the config's name of what embeddings are multiplied by

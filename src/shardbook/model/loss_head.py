@@ -1,8 +1,7 @@
 """The loss head: hidden states and targets become losses, never all logits at once."""
 
-import functools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +12,7 @@ from torch.autograd.function import once_differentiable
 from shardbook.parallel.tensor import TensorAxis, gather_plain, own_part
 
 PRODUCT_ROWS = 32_768  # of the head's gradient, made at once
-
-
+# of a chunk's logits, which rows these are, and whether slopes are wanted: losses and slopes
 Compare = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]]
 
 
@@ -44,17 +42,16 @@ class LossHead(nn.Linear):
         """The loss of each target [n], or, `summed`, their sum: then gradients are made with the logits at hand, where
         the other form makes each chunk's logits again in backward. Without targets: logits [n, vocabulary]. With a
         `lesson` three sums [3]: the loss, which alone has the gradient; likelihood and divergence that are in it."""
-        weight, compare = own_part(self.weight), None
+        weight, axis = own_part(self.weight), self.axis
         if targets is None:
             return F.linear(hidden, weight)
         rows = self.chunk_tokens or max(1, len(targets))
-        if self.axis:
-            compare = partial(score_part, self.axis, targets - self.first)
         if lesson:
             return _TaughtLoss.apply(hidden, weight, targets, lesson, rows, torch.is_grad_enabled())
+        compare = partial(score_part, axis, targets - self.first) if axis else partial(score, targets)
         if summed:
-            return _SummedLoss.apply(hidden, weight, targets, rows, torch.is_grad_enabled(), compare)
-        return _Losses.apply(hidden, weight, targets, rows, compare)
+            return _SummedLoss.apply(hidden, weight, rows, torch.is_grad_enabled(), compare)
+        return _Losses.apply(hidden, weight, rows, compare)
 
 
 class ScoreHead(nn.Linear):
@@ -70,18 +67,16 @@ class _SummedLoss(torch.autograd.Function):
     recomputing takes (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, trains: bool, compare: Compare | None
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, rows: int, trains: bool, compare: Compare) -> Tensor:
         wanted = [trains and needed for needed in ctx.needs_input_grad[:2]]
-        losses, *ctx.gradients = score_chunks(hidden, weight, targets, rows, wanted, compare=compare)
+        losses, *ctx.gradients = score_chunks(hidden, weight, rows, wanted, compare)
         ctx.dtype = weight.dtype
         return losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> Any:
-        return *made_in_forward(ctx, slope), None, None, None, None
+        return *made_in_forward(ctx, slope), None, None, None
 
 
 def made_in_forward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -118,7 +113,7 @@ class _TaughtLoss(torch.autograd.Function):
             losses, divergences[here], slope = score(logits, taught, targets[here], temperature, ratio, trains)
             return losses, slope
 
-        losses, *ctx.gradients = score_chunks(hidden, weight, targets, rows, wanted, compare=compare)
+        losses, *ctx.gradients = score_chunks(hidden, weight, rows, wanted, compare)
         ctx.dtype = weight.dtype
         likelihood, divergence = losses.sum(), divergences.sum()
         return torch.stack([(1 - ratio) * likelihood + ratio * temperature**2 * divergence, likelihood, divergence])
@@ -133,49 +128,37 @@ class _Losses(torch.autograd.Function):
     """The loss of each target, whose slopes are known in backward only: there each chunk's logits are made again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, compare: Compare | None
-    ) -> Tensor:
-        ctx.save_for_backward(hidden, weight, targets)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, rows: int, compare: Compare) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
         ctx.rows, ctx.compare = rows, compare
-        return score_chunks(hidden, weight, targets, rows, [False, False], compare=compare)[0]
+        return score_chunks(hidden, weight, rows, [False, False], compare)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slopes: Tensor) -> Any:
-        hidden, weight, targets = ctx.saved_tensors
+        hidden, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:2]
-        _, of_hidden, of_weight = score_chunks(hidden, weight, targets, ctx.rows, wanted, slopes, ctx.compare)
-        return of_hidden, of_weight.to(weight.dtype) if of_weight is not None else None, None, None, None
+        _, of_hidden, of_weight = score_chunks(hidden, weight, ctx.rows, wanted, ctx.compare, slopes)
+        return of_hidden, of_weight.to(weight.dtype) if of_weight is not None else None, None, None
 
 
 def score_chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    rows: int,
-    wanted: Sequence[bool],
-    slopes: Tensor | None = None,
-    compare: Compare | None = None,
+    hidden: Tensor, weight: Tensor, rows: int, wanted: Sequence[bool], compare: Compare, slopes: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss of each target, fp32 [n], with the logits of `rows` of them at a time; and, where `wanted`, gradients of
-    hidden states and of the weight: of the sum of losses, or of each times its `slopes` [n]. `compare`: what makes
-    losses and slope of a chunk's logits, in place of `score`.
+    """The loss of each target, fp32 [n], with the logits of `rows` of them at a time, by `compare`; and, where
+    `wanted`, gradients of hidden states and of the weight: of the sum of losses, or of each times its `slopes` [n].
 
     The weight's gradient is added up in fp32: 64 chunks in bf16 would lose small ones.
     """
-    losses = torch.empty(len(targets), device=hidden.device)
+    losses = torch.empty(len(hidden), device=hidden.device)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
     of_weight = None
     if wanted[1]:
-        fills = torch.empty if len(targets) else torch.zeros  # the first chunk writes, the others add
+        fills = torch.empty if len(hidden) else torch.zeros  # the first chunk writes, the others add
         of_weight = fills(weight.shape, dtype=torch.float32, device=weight.device)
-    for first in range(0, len(targets), rows):
+    for first in range(0, len(hidden), rows):
         here = slice(first, first + rows)
-        if compare:
-            losses[here], slope = compare(F.linear(hidden[here], weight), here, any(wanted))
-        else:
-            losses[here], slope = score(F.linear(hidden[here], weight), targets[here], any(wanted))
+        losses[here], slope = compare(F.linear(hidden[here], weight), here, any(wanted))
         if slopes is not None:
             slope *= slopes[here, None]
         if of_hidden is not None:
@@ -244,19 +227,15 @@ def score_taught(
     return losses, divergences, slope
 
 
-@functools.cache
-def compiled(function: Any) -> Any:
-    """One kernel in place of many passes over [rows, vocabulary]; dynamic: the last chunk's length differs each time.
-    Not at import, which would pull the compiler into every process."""
-    return torch.compile(function, dynamic=True)
-
-
+@cache
 def run_as_one(function: Any, is_cuda: bool) -> Any:
-    return compiled(function) if is_cuda else function
+    """On a GPU one kernel in place of many passes over [rows, vocabulary]; dynamic: the last chunk's length differs
+    each time. Not at import, which would pull the compiler into every process."""
+    return torch.compile(function, dynamic=True) if is_cuda else function
 
 
-def score(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
-    scored: tuple[Tensor, Tensor] = run_as_one(score_plain, logits.is_cuda)(logits, targets, trains)
+def score(targets: Tensor, logits: Tensor, here: slice, trains: bool) -> tuple[Tensor, Tensor]:
+    scored: tuple[Tensor, Tensor] = run_as_one(score_plain, logits.is_cuda)(logits, targets[here], trains)
     return scored
 
 

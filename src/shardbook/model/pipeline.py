@@ -8,7 +8,6 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardbook.model.causal_lm import CausalLM, count_flops
@@ -28,22 +27,16 @@ def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int
         way_out = f"there may be {len(blocks)} at most; set {'one of them' if chunks > 1 else 'it'} lower"
         raise RecipeError(f"{said}: {ranks * chunks} stages of a model that has {len(blocks)} blocks; {way_out}")
     model.flops = count_flops(model)
-    setattr(model, WHOLE, {name: _whole_shape(parameter) for name, parameter in model.named_parameters()})
+    setattr(model, WHOLE, {name: getattr(own, CUT, (0, own.shape))[1] for name, own in model.named_parameters()})
     place = rank * ranks // world_size
     layers = deal_layers(len(blocks), ranks * chunks)
     pipeline = model.pipeline = Pipeline(parallel.pipeline_schedule, place, ranks, layers, model.is_tied)
     own = [pipeline.own_layers(chunk) for chunk in range(chunks)]
     _keep(model, [number for numbers in own for number in numbers], pipeline.is_first(0), pipeline.is_last(chunks - 1))
-    model.chunks = [model]
     if chunks > 1:
         model.chunks = [_view(model) for _ in own]
         for chunk, view in enumerate(model.chunks):
             _keep(view, own[chunk], pipeline.is_first(chunk), pipeline.is_last(chunk))
-
-
-def _whole_shape(parameter: nn.Parameter) -> torch.Size:
-    _, shape = getattr(parameter, CUT, (0, parameter.shape))
-    return torch.Size(shape)
 
 
 def _keep(model: CausalLM, numbers: Sequence[int], begins: bool, ends: bool) -> None:

@@ -68,8 +68,11 @@ class Stored:
 def weights_files(folder: Path) -> list[Path]:
     """The weights files of a Hugging Face directory. Raises RecipeError where there is none."""
     if (folder / INDEX).is_file():
-        names = json.loads((folder / INDEX).read_text())["weight_map"]
-        return sorted({folder / file for file in names.values()})
+        try:
+            names = json.loads((folder / INDEX).read_text())["weight_map"].values()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RecipeError(f"weights file {folder / INDEX}: damaged ({type(error).__name__}: {error})") from None
+        return sorted({folder / file for file in names})
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     raise RecipeError(f"{folder}: no model.safetensors and no {INDEX} (pickled weights are not read)")

@@ -12,8 +12,6 @@ from shardbook.model.causal_lm import CausalLM
 from shardbook.model.loss_head import LossHead
 from shardbook.parallel.units import FORWARD_ONLY, FREED, HELD
 
-WEIGHTS = "weights_digest"  # of a teacher: what remember_teacher noted
-
 
 class TeacherHead(LossHead):
     """A head that hands over what its logits are made of. It is called although it makes nothing: the hooks of its unit
@@ -35,11 +33,6 @@ def attach_teacher(model: CausalLM, teacher: CausalLM) -> None:
     model.is_adapted = True
 
 
-def remember_teacher(teacher: nn.Module, digest: str) -> None:
-    """Note what its weights are."""
-    setattr(teacher, WEIGHTS, digest)
-
-
 def teacher_identity(model: nn.Module) -> str:
-    """What remember_teacher noted; empty where there is none."""
-    return str(getattr(getattr(model, "teacher", None), WEIGHTS, ""))
+    """What its weights are, as noted when they were loaded; empty where there is none."""
+    return str(getattr(getattr(model, "teacher", None), "identity", ""))

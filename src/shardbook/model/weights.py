@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from shardbook.model.families import FAMILIES
 from shardbook.model.nf4 import ABSMAX, PACKED, fill_rows
 from shardbook.model.stored import FLOATS, INDEX, open_tensors
 from shardbook.parallel.layout import DTYPES
@@ -30,6 +29,7 @@ from shardbook.recipe import RecipeError
 
 SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
 SCORE = "score.weight"  # a reward model's head, which a causal LM's files do not have
+MEANINGLESS = ".rotary_emb.inv_freq"  # saved as a weight by transformers before 4.32
 ADAPTERS = LOW, HIGH, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 
 
@@ -50,23 +50,19 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     unexpected, misshapen and non-float entries are named in one error, before anything is read. A reward model's head
     is taken where it is there; the language model's is not looked at then.
     """
-    named = dict(model.named_parameters())  # a tied weight appears once, under its embedding's name
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - named.keys()
-    own = places(model)
+    own, named = places(model), dict(model.named_parameters())  # a tied weight once, under its embedding's name
     elsewhere = {name: shape for name, shape in whole_shapes(model).items() if name not in named}
     wanted = {name: place.shape for name, place in own.items()} | elsewhere
     config: Any = model.config
-    tied |= {"lm_head.weight"} if config.tie_word_embeddings else set()
-    ignored = FAMILIES[config.model_type].ignored_suffixes
+    unread = {"lm_head.weight"} if config.tie_word_embeddings or SCORE in wanted else set()
     with open_tensors(folder) as stored:
         if SCORE in wanted:
-            ignored += ("lm_head.weight",)
             wanted = {name: shape for name, shape in wanted.items() if name != SCORE or name in stored}
         problems = [f"missing {name}" for name in wanted if name not in stored]
         problems += [
             f"unexpected {name}"
             for name in stored
-            if name not in wanted and name not in tied and not name.endswith(ignored)
+            if name not in wanted and name not in unread and not name.endswith(MEANINGLESS)
         ]
         for name in (name for name in wanted if name in stored):
             shape, dtype = list(stored[name].shape), stored[name].dtype

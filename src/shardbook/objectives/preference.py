@@ -41,22 +41,12 @@ class Pairs(NamedTuple):
         return self.chosen - self.rejected
 
     @property
-    def averages(self) -> tuple[Tensor, Tensor]:
-        """For each token of its answer."""
-        return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
+    def delta_of_averages(self) -> Tensor:
+        """The same of what each answer has for each of its tokens."""
+        return self.chosen / self.chosen_tokens - self.rejected / self.rejected_tokens
 
 
 Score = Callable[[Pairs, Preference], Tensor]  # [P], of each pair
-
-
-def _ipo(pairs: Pairs, of: Preference) -> Tensor:
-    chosen, rejected = pairs.averages
-    return (chosen - rejected - 1 / (2 * of.beta)) ** 2
-
-
-def _sigmoid_norm(pairs: Pairs, of: Preference) -> Tensor:
-    chosen, rejected = pairs.averages
-    return -F.logsigmoid(of.beta * (chosen - rejected))
 
 
 def _robust(pairs: Pairs, of: Preference) -> Tensor:
@@ -83,9 +73,9 @@ LOSSES: dict[str, Score] = {
     # SLiC-HF, Zhao et al., arXiv 2305.10425, equation 1, on DPO's differences
     "hinge": lambda pairs, of: torch.relu(1 - of.beta * pairs.delta),
     # Azar et al., arXiv 2310.12036, equation 17; for each token, as its authors do
-    "ipo": _ipo,
+    "ipo": lambda pairs, of: (pairs.delta_of_averages - 1 / (2 * of.beta)) ** 2,
     # DPO for each token: Lambert et al. (Tülu 3), arXiv 2411.15124, equation 6
-    "sigmoid_norm": _sigmoid_norm,
+    "sigmoid_norm": lambda pairs, of: -F.logsigmoid(of.beta * pairs.delta_of_averages),
     # Chowdhury et al., arXiv 2403.00409, equation 8
     "robust": _robust,
     # APO, D'Oosterlinck et al., arXiv 2408.06266, equations 7 and 8

@@ -98,7 +98,7 @@ def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
         case "adamw":
             return torch.optim.AdamW(groups, fused=True, **settings)
         case "adamw_bf16":
-            return AdamWBf16(groups, **settings, numbers=numbers_in_whole(model))
+            return AdamWBf16(groups, settings, numbers_in_whole(model))
         case "adamw_8bit":
             from torchao.optim import AdamW8bit
 

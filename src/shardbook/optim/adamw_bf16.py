@@ -34,17 +34,11 @@ class AdamWBf16(torch.optim.Optimizer):
     `Shard(0)`: in fp32, or in bf16, which are rounded stochastically too. State of a parameter, by AdamW's names:
     `step` (fp32, on the host), `exp_avg` and `exp_avg_sq` (bf16, placed as the parameter).
 
-    `numbers`: of each parameter, in the order of `groups`, its place among all of the model; None: these are all."""
+    `settings`: lr, betas, eps. `numbers`: of each parameter, in the order of `groups`, its place among all of the
+    model; None: these are all."""
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        numbers: list[int] | None = None,
-    ):
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+    def __init__(self, groups: list[dict[str, Any]], settings: dict[str, Any], numbers: list[int] | None = None):
+        super().__init__(groups, settings | {"weight_decay": 0.0})
         self.numbers = numbers or range(sum(len(group["params"]) for group in self.param_groups))
 
     @torch.no_grad()

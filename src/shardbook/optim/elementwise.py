@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from shardbook.recipe import Optim
 
@@ -19,6 +20,14 @@ from shardbook.recipe import Optim
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank has of it, as numbers that nobody differentiates."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def step_adamw(tensors: Sequence[list[Tensor]], steps: list[Tensor], betas: Sequence[float], **rates: Any) -> None:
+    """torch's fused AdamW over plain tensors, in place. `tensors`: weights, both moments, gradients; `rates`: lr, eps,
+    weight_decay. Counts `steps` up."""
+    weights, first, second, gradients = tensors
+    how: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "amsgrad": False, "maximize": False}
+    adamw(weights, gradients, first, second, [], steps, fused=True, **how, **rates)
 
 
 class Elementwise(torch.optim.Optimizer, ABC):

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim.adamw import adamw
 
-from shardbook.optim.elementwise import local_part
+from shardbook.optim.elementwise import local_part, step_adamw
 from shardbook.recipe import Optim
 
 ITERATIONS, QUINTIC, TINY = 5, (3.4445, -4.7750, 2.0315), 1e-7  # Jordan's
@@ -76,23 +75,11 @@ class Muon(torch.optim.Optimizer):
                 state["step"] = torch.zeros((), device=local_part(parameter).device)
                 state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         states = [self.state[parameter] for parameter in parameters]
-        first, second = self.optim.betas
-        adamw(
-            [local_part(parameter) for parameter in parameters],
-            [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
-            [local_part(state["exp_avg"]) for state in states],
-            [local_part(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            amsgrad=False,
-            beta1=first,
-            beta2=second,
-            lr=rate,
-            weight_decay=decay,
-            eps=self.optim.eps,
-            maximize=False,
-        )
+        moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        tensors: list[Any] = [parameters, *moments, [parameter.grad for parameter in parameters]]
+        parts = [[local_part(each) for each in some] for some in tensors]
+        rates = {"lr": rate, "weight_decay": decay, "eps": self.optim.eps}
+        step_adamw(parts, [state["step"] for state in states], self.optim.betas, **rates)
 
 
 def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:

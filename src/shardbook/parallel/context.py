@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardbook.axes import CP
-from shardbook.comm.collectives import all_to_all
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import ranks_along
 
@@ -84,7 +83,7 @@ class _Exchange(torch.autograd.Function):
 def exchange(sent: Tensor, to: list[int], by: list[int], axis: ContextAxis) -> Tensor:
     assert axis.group is not None, "the axis has no group yet"
     received = sent.new_empty(1, sum(by))
-    all_to_all(received[0], sent.contiguous(), to, axis.group, by)
+    dist.all_to_all_single(received[0], sent.contiguous(), by, to, group=axis.group)
     return received.view(-1)  # torch 2.11's compiler loses the gradient of the very tensor that was written
 
 

@@ -7,7 +7,7 @@ of (replicas, 1), to the bit.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -190,7 +190,7 @@ class Copies:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating tensor in it, inside tuples, lists and mappings too, in `dtype`."""
+    """`value` with every floating tensor in it, inside tuples, lists, mappings and dataclasses too, in `dtype`."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple | list):
@@ -198,6 +198,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, Mapping):
         return type(value)({name: _cast(part, dtype) for name, part in value.items()})  # type: ignore[call-arg]
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: _cast(getattr(value, each.name), dtype) for each in fields(value)})
     return value
 
 

@@ -66,10 +66,6 @@ class Pipeline:
     def actions(self, micros: int) -> "list[Action]":
         return actions(self.schedule, self.rank, self.ranks, micros, self.chunks)
 
-    def held(self, micros: int) -> int:
-        """Most passes through one of its chunks whose activations the rank holds at once."""
-        return in_flight(self.schedule, self.rank, self.ranks, micros, self.chunks)
-
 
 def deal_layers(layers: int, stages: int) -> tuple[int, ...]:
     """How many of a model's `layers` each of so many stages has, in order: as many, or one more; the last stage, which

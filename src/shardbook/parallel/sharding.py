@@ -110,15 +110,12 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Free what is gathered. Needed after an evaluation: a forward without backward leaves parameters gathered."""
-        for part in self.parts:
-            part.reshard()
-        if self.parts:
-            return
-        if self.copies:
-            self.copies.free()
-            return
-        for unit in self.layout.units:
-            unit.handle.reshard()
+        for part in self.chunks:
+            if part.copies:
+                part.copies.free()
+            else:
+                for unit in part.layout.units:
+                    unit.handle.reshard()
 
 
 def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedModel:
@@ -144,7 +141,8 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedModel:
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(mesh.device_type)
-        return ShardedModel(model, layout, {}, Copies(model, layout, replica_group(layout, mesh), output))
+        replicas = mesh.get_group(DP_REPLICATE) if layout.replicas > 1 else None  # the ranks that hold the same
+        return ShardedModel(model, layout, {}, Copies(model, layout, replicas, output))
     whole = mesh if layout.alike > 1 else None
     if whole:
         place_cuts(model, whole)
@@ -183,11 +181,6 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedModel:
                 unit.handle.set_custom_reduce_scatter(QuantizedReduceScatter(hops, switches.block, residual))
     apply_prefetch(layout)
     return ShardedModel(model, layout, residuals, mesh=whole)
-
-
-def replica_group(layout: Layout, mesh: DeviceMesh) -> ProcessGroup | None:
-    """The ranks that hold the same, or None where there is one."""
-    return mesh.get_group(DP_REPLICATE) if layout.replicas > 1 else None
 
 
 def build_hops(layout: Layout, mesh: DeviceMesh) -> list[tuple[ProcessGroup, int]]:

@@ -43,8 +43,7 @@ class TensorAxis:
 
     def gather(self, part: Tensor) -> Tensor:
         """Tokens [1, n, hidden] of each rank -> [1, size * n, hidden]; backward sums and scatters."""
-        whole: Tensor = _Gather.apply(part, self)
-        return whole
+        return _Gather.apply(part, self)
 
     def scatter(self, whole: Tensor) -> Tensor:
         """Tokens [..., hidden], size * n of them, of which each rank has a summand -> [1, n, hidden], its part of the
@@ -228,8 +227,9 @@ def place_cuts(model: nn.Module, mesh: DeviceMesh) -> None:
                 continue
             if parameter not in made:
                 dim, shape = cut
+                stride = torch.empty(shape, device="meta").stride()
                 placed = DTensor.from_local(
-                    parameter.detach(), along, [Shard(dim)], run_check=False, shape=shape, stride=_strides(shape)
+                    parameter.detach(), along, [Shard(dim)], run_check=False, shape=shape, stride=stride
                 )
                 made[parameter] = nn.Parameter(placed, parameter.requires_grad)
             setattr(module, name, made[parameter])
@@ -238,24 +238,15 @@ def place_cuts(model: nn.Module, mesh: DeviceMesh) -> None:
             axis.group = along.get_group()
 
 
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
-
-
-def uncut_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those that ranks of the axis hold alike."""
-    return [p for p in model.parameters() if TP not in (p.device_mesh.mesh_dim_names or ())]  # type: ignore[attr-defined]
-
-
 @torch.no_grad()
 def sum_uncut(model: nn.Module, mesh: DeviceMesh, numel: int) -> None:
     """Sum the gradients of what is not cut over the ranks of the axis, in one all-reduce of `numel` elements, padding
     included. Once a step, after its last backward. Collective."""
-    parts = [own_part(p.grad) for p in uncut_parameters(model) if p.grad is not None]
+    alike = [p for p in model.parameters() if TP not in (p.device_mesh.mesh_dim_names or ())]  # type: ignore[attr-defined]
+    parts = [own_part(p.grad) for p in alike if p.grad is not None]
+    sizes = [part.numel() for part in parts]
     flat = parts[0].new_zeros(numel)
-    torch.cat([part.flatten() for part in parts], out=flat[: sum(part.numel() for part in parts)])
+    torch.cat([part.flatten() for part in parts], out=flat[: sum(sizes)])
     dist.all_reduce(flat, group=mesh.get_group(TP))
-    at = 0
-    for part in parts:
-        part.copy_(flat[at : at + part.numel()].view_as(part))
-        at += part.numel()
+    for part, summed in zip(parts, flat[: sum(sizes)].split(sizes), strict=True):
+        part.copy_(summed.view_as(part))

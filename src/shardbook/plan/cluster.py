@@ -128,7 +128,9 @@ class Planner:
     document_tokens: float = DOCUMENT_TOKENS
     teacher: PreTrainedConfig | None = None
     made: dict[tuple[str, str, int, int, int], Layout] = field(default_factory=dict)
-    cut: dict[str, CausalLM] = field(default_factory=dict)  # what a rank has of the model, by how it is shared
+    cut: dict[tuple[Any, ...], CausalLM] = field(
+        default_factory=dict
+    )  # what a rank has of the model, by how it is shared
 
     @cached_property
     def parameters(self) -> int:
@@ -140,9 +142,7 @@ class Planner:
 
     def model_of(self, parallel: Parallel, stage: int = 0) -> CausalLM:
         """What a rank of that stage of a pipeline has. Raises RecipeError where so many cannot share the model."""
-        key = (
-            f"{parallel.tp_size}, {parallel.pp_size}, {parallel.pipeline_schedule}, {parallel.pipeline_chunks}, {stage}"
-        )
+        key = (parallel.tp_size, *pipeline_settings(parallel).values(), stage)
         if parallel.pp_size == 1 and parallel.tp_size == self.recipe.parallel.tp_size:
             return self.model
         if key not in self.cut:

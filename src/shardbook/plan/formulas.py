@@ -102,40 +102,35 @@ def predict_traffic(
     reductions = sum(layout.stage.syncs(is_last_micro=micro == micros - 1) for micro in range(micros))
     traffic: Traffic = {}
 
-    def add(op: str, axis: str, calls: int, payload_bytes: int) -> None:
+    def add(op: str, axis: str, payload_bytes: int, calls: int = 1) -> None:
         if calls and payload_bytes:
             traffic[op, axis] = traffic.get((op, axis), Volume()) + Volume(calls, calls * payload_bytes)
 
     for unit in layout.units:
         if layout.shards > 1:
             again = micros if unit.frees and unit.gathers_again else 0
-            add("all_gather", *_called(unit.gathers(micros, forwards) - again, forward_gather(layout, unit)))
-            add("all_gather", *_called(again, backward_gather(layout, unit)))
-            for op, axis, payload in reduction(layout, unit):
-                add(op, axis, reductions, payload)
+            add("all_gather", *forward_gather(layout, unit), unit.gathers(micros, forwards) - again)
+            add("all_gather", *backward_gather(layout, unit), again)
+            for each in reduction(layout, unit):
+                add(*each, reductions)
         if layout.replicas > 1:  # once a step
-            add("all_reduce", DP_REPLICATE, 1, replica_bytes(layout, unit))
+            add("all_reduce", DP_REPLICATE, replica_bytes(layout, unit))
     if layout.shards > 1:
-        add("all_reduce", DP_SHARD, 1, NORM_BYTES)
-        for op, axis, payload in muon_exchanges(layout) if optimizer_name == "muon" else ():
-            add(op, axis, 1, payload)
+        add("all_reduce", DP_SHARD, NORM_BYTES)
+        for each in muon_exchanges(layout) if optimizer_name == "muon" else ():
+            add(*each)
     master, pipeline = layout.dtype("master").itemsize, layout.pipeline
     if layout.alike > 1:
         for chunk in layout.chunks:
-            add("all_reduce", TP, 1, chunk.uncut_numel * master)
-        add("all_reduce", TP, 1, NORM_BYTES)
+            add("all_reduce", TP, chunk.uncut_numel * master)
+        add("all_reduce", TP, NORM_BYTES)
     if pipeline.ranks > 1:
-        add("all_reduce", PP, 1, NORM_BYTES)
+        add("all_reduce", PP, NORM_BYTES)
         if pipeline.is_tied and (pipeline.begins or pipeline.ends):
-            add("all_reduce", PP if pipeline.ranks == 2 else PP_ENDS, 1, tied_numel(layout, rank) * master)
+            add("all_reduce", PP if pipeline.ranks == 2 else PP_ENDS, tied_numel(layout, rank) * master)
     everyone = next((axis for axis, size in layout.sizes.items() if size == layout.world_size), WORLD)
-    add("all_reduce", everyone, 1, COUNTS_BYTES)
+    add("all_reduce", everyone, COUNTS_BYTES)
     return traffic
-
-
-def _called(calls: int, gather: tuple[str, int]) -> tuple[str, int, int]:
-    axis, payload = gather
-    return axis, calls, payload
 
 
 def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -> Resident:

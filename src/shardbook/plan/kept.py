@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from shardbook.memory.activation import is_thin
 from shardbook.model.attention import head_size
 from shardbook.model.context import deal_heads
-from shardbook.model.families import FAMILIES
+from shardbook.model.families import FAMILIES, Family
 from shardbook.model.loss_head import PRODUCT_ROWS
 from shardbook.model.tensor import share_heads
 from shardbook.parallel.tensor import TensorAxis
@@ -29,21 +29,15 @@ class Widths:
     inner: int
     heads: int
     key_heads: int
-    head_norms: bool  # queries and keys are normalised by head
-    wide_norms: bool = False  # all heads together; and a block's norms come after, not before
-    fused: bool = False  # one matrix makes queries, keys and values, another gate and up
-    alike: int = 1  # ranks that share its tokens around norms
-    attended: tuple[int, int] = (
-        0,
-        0,
-    )  # heads of queries and of keys that attention itself sees, times their rows' length
+    family: Family
+    alike: int  # ranks that share its tokens around norms
+    attended: tuple[int, int]  # heads of queries and of keys that attention itself sees, times their rows' length
 
 
 def read_widths(config: PreTrainedConfig, alike: int = 1, context: int = 1) -> Widths:
     """Of a rank where `alike` of them share a block's matrices, and `context` rows: of the one with most heads."""
     heads, key_heads, size = config.num_attention_heads, config.num_key_value_heads, head_size(config)
     family, inner = FAMILIES[config.model_type], config.intermediate_size // alike
-    facts = family.head_norms, family.wide_norms, family.fused
     if alike > 1:
         shares = [share_heads(heads, key_heads, TensorAxis(alike, place)) for place in range(alike)]
         heads, key_heads = (max(map(len, each)) for each in zip(*shares, strict=True))
@@ -51,7 +45,7 @@ def read_widths(config: PreTrainedConfig, alike: int = 1, context: int = 1) -> W
     if context > 1:  # all tokens of its rows, so many times its own
         dealt = deal_heads(heads, key_heads, context)
         attended = context * max(own for own, _ in dealt), context * max(len(keys) for _, keys in dealt)
-    return Widths(config.hidden_size, heads * size, key_heads * size, inner, heads, key_heads, *facts, alike, attended)
+    return Widths(config.hidden_size, heads * size, key_heads * size, inner, heads, key_heads, family, alike, attended)
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ class Adapted:
 def read_adapted(lora: Lora, of: Widths) -> Adapted:
     widths = {"q_proj": of.queries, "k_proj": of.keys, "v_proj": of.keys}
     widths |= {"gate_proj": of.inner, "up_proj": of.inner}
-    if of.fused:
+    if of.family.fused:
         widths = {"qkv_proj": of.queries + 2 * of.keys, "gate_up_proj": 2 * of.inner}
     widths |= {"o_proj": of.hidden, "down_proj": of.hidden}
     asked = widths if lora.target_modules == "all-linear" else lora.target_modules
@@ -110,11 +104,13 @@ def kept_by_a_block(kind: str, of: Widths, itemsize: int, adapted: Adapted = Ada
     by_head = norm(of.queries, of.heads, False) + norm(of.keys, of.key_heads, False)
     reads = adapted.trains("q_proj", "k_proj", "v_proj", "qkv_proj")
     reads_too = adapted.trains("gate_proj", "up_proj", "gate_up_proj")
-    norms = norm(of.hidden, 1, reads, of.alike) + norm(of.hidden, 1, reads_too, of.alike) + by_head * of.head_norms
-    if of.wide_norms:  # of four results, all in fp32; products take what was not normalised
+    norms = (
+        norm(of.hidden, 1, reads, of.alike) + norm(of.hidden, 1, reads_too, of.alike) + by_head * of.family.head_norms
+    )
+    if of.family.wide_norms:  # of four results, all in fp32; products take what was not normalised
         norms = (of.queries + of.keys + 2 * of.hidden) * FP32 * (1 + (not adapted.r)) + 4 * FP32
         norms += of.hidden * itemsize * (reads + reads_too)
-    if of.fused:  # values are a part of a matrix' result, which stays whole
+    if of.family.fused:  # values are a part of a matrix' result, which stays whole
         attention += (of.queries + of.keys) * itemsize
     mlp = (3 + adapted.trains("down_proj")) * of.inner * itemsize
     decomposed = 2 * adapted.decomposed * sum(width for _, width in adapted.widths) * itemsize

@@ -18,9 +18,9 @@ from shardbook.model.attention import head_size
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import Pipeline
 from shardbook.parallel.units import Unit, backward_order
+from shardbook.plan.axes import recomputed_blocks
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual, predict_secondary
 from shardbook.plan.kept import FP32, kept_by_a_block, loss_bytes, read_adapted, read_widths
-from shardbook.plan.tensor import recomputed_blocks
 from shardbook.recipe import Recipe
 
 GB = 10**9

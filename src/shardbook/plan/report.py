@@ -14,12 +14,11 @@ from rich.text import Text
 from shardbook.memory.shelf import step_bytes
 from shardbook.parallel.stages import find_stage
 from shardbook.plan.advice import Advice, advise
-from shardbook.plan.axes import describe_pipeline, describe_splitting
+from shardbook.plan.axes import describe_pipeline, describe_sharing, describe_splitting
 from shardbook.plan.calibrate import Sample, calibrate
 from shardbook.plan.cluster import DOCUMENT_TOKENS, SHARED, Candidate, Planner, build_planner
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
-from shardbook.plan.tensor import describe_sharing
 from shardbook.recipe import Precision, Recipe, RecipeError, dump_recipe
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from shardbook.optim.muon import orthogonal_flops
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble
 from shardbook.parallel.units import Unit, backward_order
-from shardbook.plan.axes import axes_traffic
+from shardbook.plan.axes import axes_traffic, recomputed_blocks
 from shardbook.plan.formulas import backward_gather, forward_gather, muon_exchanges, reduction, replica_bytes
 from shardbook.plan.hardware import ATTENTION, DISK_READ, GPUS, MEMORY, PCIE_SHARE, PRODUCTS, Cluster, gpu_of
 from shardbook.plan.kept import read_widths
-from shardbook.recipe import Recipe
+from shardbook.recipe import PAIRED, Recipe
 
 H100 = GPUS["h100-80gb"]
 PASSES = 3.5  # over what a block reads and writes beside its products: once forward, and backward twice and a half
@@ -67,17 +67,19 @@ def predict_step(
     alike = layout.alike
     outputs = -(-recipe.outputs(config.vocab_size) // alike)
     head = outputs * of.hidden
-    kind = recipe.activation.checkpointing
-    again = {"full": 1.0}.get(kind, 0.0)  # forward products that backward makes again
+    kind, numbers = recipe.activation.checkpointing, layout.blocks(config.num_hidden_layers)
+    # forward products that backward makes again: of selective none
+    again = 0.0 if kind == "selective" else recomputed_blocks(recipe, numbers) / len(numbers)
     more = recipe.forwards - 1  # passes without a backward
+    again_in_head = recipe.method in PAIRED  # slopes are known in backward only: logits are made again
     # multiply-adds: forward, and the gradient of what went in; of weights where they are trained
-    pipeline, layers = layout.pipeline, len(layout.blocks(config.num_hidden_layers))
+    pipeline, layers = layout.pipeline, len(numbers)
     part = layers / config.num_hidden_layers  # of the model's blocks that are this rank's
     blocks = part * (flops.block * (2 + again + more) + flops.block_trained) / alike
     head, outputs = head * pipeline.ends, outputs * pipeline.ends
     own = [unit for unit in layout.units if not unit.forward_only]
     shapes = (shape for unit in own for shape in compress(unit.shapes, unit.trained))
-    passes_of_head = 3 + more + any(shape[0] == outputs for shape in shapes)
+    passes_of_head = 2 + again_in_head + more + any(shape[0] == outputs for shape in shapes)
     products = 2 * tokens * (blocks + head * passes_of_head) / (PRODUCTS * peak_flops)
     own_pairs = pairs * read_widths(config, alike, layout.context).attended[0] / layout.context / of.heads
     attention = (
@@ -85,7 +87,7 @@ def predict_step(
     )  # of what is not masked
     # two norms (read, write), two sums, the rotation, the gate; the loss: fp32 logits five times
     wide = 10 * of.hidden + 2 * (of.queries + of.keys) + 3 * of.inner
-    passes = (PASSES + (kind in ("full", "selective")) + more) * wide / alike * layers * itemsize
+    passes = (PASSES + (1 if kind == "selective" else again) + more) * wide / alike * layers * itemsize
     # a base in four bits is unpacked for each of its products, by one kernel
     unpacked = part * flops.block * (2 + again + more) * (0.5 + itemsize) * recipe.model.load_in_4bit
     memory = (tokens * (passes + outputs * 5 * 4) + unpacked) / memory_rate
@@ -290,19 +292,3 @@ class _Clock:
             if reducing:
                 self.link = max(self.link, self.gpu) + reducing
                 self.busy += reducing
-
-
-def break_even_micro_batch(
-    parameters: float, layers: int, length: int, alpha: float, beta: float, flops: float, share: float = 0.05
-) -> float:
-    """Rows of a micro-batch from which zero3's three collectives a layer (two gathers, one reduction, 2 bytes a
-    parameter, `alpha` seconds and `beta` bytes a second) take at most `share` of its computing (6 FLOPs a parameter and
-    token at `flops` a second): ZeRO-Infinity, arXiv 2104.07857, section 4, for the idea."""
-    layer = parameters / layers
-    return 3 * (alpha + 2 * layer / beta) / (share * 6 * layer * length / flops)
-
-
-def prefetch_depth(parameters: float, beta: float, computing: float) -> int:
-    """k* = ceil(T_gather / T_compute): units to gather ahead so that a unit of `parameters`, 2 bytes each, is there in
-    time over a link of `beta` bytes a second, where computing one takes `computing` seconds."""
-    return -int(-(2 * parameters / beta) // computing)

@@ -37,11 +37,11 @@ def report_error(error: BaseException, code: int) -> int:
     most errors meet every rank; another rank soon after, a node's first before its others; one that only lost its peer
     last, for it knows nothing, and its heartbeat speaks for it where it hears the reason meanwhile.
     """
-    lost_peer = isinstance(error, dist.DistError) or "gloo" in str(error)
+    refused = code == WRONG  # which every rank finds out by itself
+    lost_peer = isinstance(error, dist.DistError) or ("gloo" in str(error) and not refused)
     if lost_peer:
         time.sleep(PEER_SECONDS)
     LEAVING.set()
-    refused = code == WRONG  # which every rank finds out by itself
     turn = (os.environ.get("RANK", "0") != "0") + (os.environ.get("LOCAL_RANK", "0") != "0")
     if refused and turn:
         say_goodbye()  # rank 0, with whom the store may end, waits for that

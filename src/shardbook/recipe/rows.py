@@ -39,25 +39,17 @@ class Data(Section):
     num_proc: int = key(1, "Processes that tokenise.", ge=1)
 
     @model_validator(mode="after")
-    def one_evaluation(self) -> "Data":
+    def keys_that_agree(self) -> "Data":
         if self.eval and self.eval_size:
             raise ValueError(f"eval = {self.eval!r} and eval_size = {self.eval_size}: set one of the two")
         if self.eval_size != int(self.eval_size) and self.eval_size > 1:
             raise ValueError(f"eval_size = {self.eval_size}: a count of rows is a whole number, a share is below 1")
-        return self
-
-    @model_validator(mode="after")
-    def a_weight_for_each_source(self) -> "Data":
         sources = self.train if isinstance(self.train, list) else [self.train]
         if self.weights and (len(self.weights) != len(sources) or len(sources) == 1):
             said = f"{len(sources)} source{'s' * (len(sources) != 1)}"
             raise ValueError(f"weights = {self.weights}: needs one for each source of a list in train; it has {said}")
         if any(weight <= 0 for weight in self.weights):
             raise ValueError(f"weights = {self.weights}: each must be above 0; leave a source out of train instead")
-        return self
-
-    @model_validator(mode="after")
-    def kwargs_of_the_template(self) -> "Data":
         if taken := [name for name in self.chat_template_kwargs if name in OURS]:
             raise ValueError(f"chat_template_kwargs = {self.chat_template_kwargs}: {taken[0]} is set by the run itself")
         return self

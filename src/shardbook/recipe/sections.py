@@ -211,13 +211,9 @@ class Train(Section):
     export_dtype: Literal["fp32", "bf16"] = key("fp32", "Dtype of the exported weights.")
 
     @model_validator(mode="after")
-    def one_length(self) -> "Train":
+    def steps_that_come(self) -> "Train":
         if bool(self.steps) == bool(self.epochs):
             raise ValueError(f"steps = {self.steps} and epochs = {self.epochs}: set exactly one of the two above 0")
-        return self
-
-    @model_validator(mode="after")
-    def steps_that_come(self) -> "Train":
         asked = self.profile_steps
         if asked and not (len(asked) == 2 and 1 <= asked[0] <= asked[1] <= (self.steps or asked[1])):
             most = f", at most steps = {self.steps}" if self.steps else ""

@@ -70,20 +70,15 @@ def save_checkpoint(
     path = folder / f"step-{state.step:06d}"
     is_main = dist.get_rank() == 0
     if is_main:
-        (path / MARKER).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
+        with _writable(path):
+            (path / MARKER).unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
     own = {_own_key(): _rng_state() | _numbered(sharded.residuals, RESIDUAL)}
     tensors = _saved(_tensors(sharded.masters, optimizer)) | own
     planner = PlanOnce(tensors, _plans.pop(optimizer, None))  # waits for all: nobody writes into what rank 0 removes
-    try:
+    with _writable(path):
         state_dict_saver.save(tensors, checkpoint_id=path, planner=planner)
-    except (CheckpointException, OSError, RuntimeError) as error:
-        there = next(each for each in path.absolute().parents if each.exists())  # rank 0 may have begun path anew
-        free = shutil.disk_usage(there).free / 10**9
-        raise RunFailed(
-            f"checkpoint {path}: cannot be written, {free:.1f} GB are free there ({_cause(error)})"
-        ) from error
     _plans[optimizer] = planner.planned()
     if is_main:
         facts = {
@@ -96,11 +91,12 @@ def save_checkpoint(
         }
         frozen = {BASE: base_identity(sharded.model), TEACHER: teacher_identity(sharded.model)}
         facts |= {name: digest for name, digest in frozen.items() if digest}
-        (path / STATE).write_text(json.dumps(facts | {"shapes": _shapes(sharded.model)}, indent=1))
-        (path / MARKER).touch()
-        for old in sorted(_complete(folder), key=_step_of)[:-keep] if keep else []:
-            (old / MARKER).unlink()
-            shutil.rmtree(old)
+        with _writable(path):
+            (path / STATE).write_text(json.dumps(facts | {"shapes": _shapes(sharded.model)}, indent=1))
+            (path / MARKER).touch()
+            for old in sorted(_complete(folder), key=_step_of)[:-keep] if keep else []:
+                (old / MARKER).unlink()
+                shutil.rmtree(old)
     dist.barrier()
     return path
 
@@ -119,18 +115,15 @@ def check_checkpoint(path: Path, sharded: ShardedModel) -> TrainState:
         raise RecipeError(
             f"checkpoint {path} is of another model ({len(differ)} parameters differ; {'; '.join(differ[:3])})"
         )
-    base, there_base = base_identity(sharded.model), state.get(BASE, "")
-    if base != there_base:
-        raise RecipeError(
-            f"checkpoint {path}: holds adapters of another base model ({there_base or 'none'} there, {base or 'none'} "
-            "here); set [model] to what the run began with"
-        )
-    teacher, there_teacher = teacher_identity(sharded.model), state.get(TEACHER, "")
-    if teacher != there_teacher:
-        raise RecipeError(
-            f"checkpoint {path}: learned from another teacher ({there_teacher or 'none'} there, {teacher or 'none'} "
-            "here); set method and [distill] to what the run began with"
-        )
+    for key, ours, said, way_out in (
+        (BASE, base_identity(sharded.model), "holds adapters of another base model", "[model]"),
+        (TEACHER, teacher_identity(sharded.model), "learned from another teacher", "method and [distill]"),
+    ):
+        if ours != (theirs := state.get(key, "")):
+            raise RecipeError(
+                f"checkpoint {path}: {said} ({theirs or 'none'} there, {ours or 'none'} here); set {way_out} to what "
+                "the run began with"
+            )
     return stands
 
 
@@ -200,6 +193,18 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointException, OSError, RuntimeError) as error:
+        there = next(each for each in path.absolute().parents if each.exists())  # rank 0 may have begun path anew
+        free = shutil.disk_usage(there).free / 10**9
+        raise RunFailed(
+            f"checkpoint {path}: cannot be written, {free:.1f} GB are free there ({_cause(error)})"
+        ) from error
+
+
+@contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
     """What goes wrong inside is a checkpoint that was damaged after it was complete."""
     try:
@@ -248,12 +253,9 @@ def _saved(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shapes(model: nn.Module) -> dict[str, list[int]]:
-    whole = getattr(model, WHOLE, None)  # of layers on other ranks too
-    return {name: list(shape) for name, shape in whole.items()} if whole else _own_shapes(model)
-
-
-def _own_shapes(model: nn.Module) -> dict[str, list[int]]:
-    return {name: list(p.shape) for name, p in kept_parameters(model).items()}
+    own = {name: parameter.shape for name, parameter in kept_parameters(model).items()}
+    whole = getattr(model, WHOLE, None) or own  # of layers on other ranks too
+    return {name: list(shape) for name, shape in whole.items()}
 
 
 def _ranks(sharded: ShardedModel) -> list[Any]:

@@ -6,6 +6,7 @@ A progress bar on a terminal, plain lines elsewhere (a log file, CI), the same c
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import rich.console
@@ -20,10 +21,9 @@ from shardbook.memory.shelf import shelf_sizes
 from shardbook.model.attention import Kernel
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
-from shardbook.plan.axes import describe_pipeline
+from shardbook.plan.axes import describe_pipeline, describe_sharing
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual
 from shardbook.plan.peak import Peak
-from shardbook.plan.tensor import describe_sharing
 from shardbook.ranks.exits import PREEMPTED
 from shardbook.run.metrics import Metrics
 
@@ -55,9 +55,10 @@ class Console:
         if held_out:
             self.print(f"eval     {held_out.summary}")
 
-    def show_stopped(self, name: str, step: int, steps: int) -> int:
-        """Where a run stopped that was asked to, and how it goes on. Returns the exit code."""
-        saved = f"after step {step} of {steps}, checkpoint saved" if step else "before the first step"
+    def show_stopped(self, name: str, newest: Path | None, step: int, steps: int) -> int:
+        """Where a run stopped that was asked to, and how it goes on: from its `newest` checkpoint, or (none was named
+        yet, or another run's) as it began. Returns the exit code."""
+        saved = f"after step {step} of {steps}, checkpoint saved" if newest else "before its first step"
         self.print(f"stopped  {saved}; continue with run.name={name}")
         return PREEMPTED
 

@@ -89,26 +89,23 @@ def find_stops(
     return sorted({end for end in flat if end is not None})
 
 
+@dataclass(frozen=True)
 class Samples:
     """Takes them, every `generate.steps` steps and after the last, the `steps`th."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        prompts: Prompts,
-        tokenizer: PreTrainedTokenizerBase,
-        sharded: ShardedModel,
-        ranks: Ranks,
-        steps: int,
-        recorder: Recorder,
-        console: Console,
-    ):
-        self.asked, self.seed, self.prompts, self.tokenizer = recipe.generate, recipe.train.seed, prompts, tokenizer
-        self.sharded, self.ranks, self.steps, self.recorder, self.console = sharded, ranks, steps, recorder, console
+    recipe: Recipe
+    prompts: Prompts
+    tokenizer: PreTrainedTokenizerBase
+    sharded: ShardedModel
+    ranks: Ranks
+    steps: int
+    recorder: Recorder
+    console: Console
 
     def take(self, step: int, pause: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Where `step` is one of them: continue the prompts inside `pause`, and show what came. Collective."""
-        if not self.asked.steps or (step % self.asked.steps and step != self.steps):
+        every = self.recipe.generate.steps
+        if not every or (step % every and step != self.steps):
             return
         with pause():
             found = self._continue(step)
@@ -127,12 +124,13 @@ class Samples:
     def _continue(self, step: int) -> list[list[int]]:
         """Tokens that follow each prompt. A rank continues every n-th; one that has fewer, the first ones again."""
         place, places, *_ = self.sharded.layout.data_rank(self.ranks.rank)
-        count, most = len(self.prompts.ids), self.asked.max_new_tokens
+        asked, count = self.recipe.generate, len(self.prompts.ids)
+        seed, most = self.recipe.train.seed, asked.max_new_tokens
         numbers = [(place + turn * places) % count for turn in range(-(-count // places))]
-        draws = torch.stack([draw(self.seed, step, number, most) for number in numbers]).to(self.ranks.device)
+        draws = torch.stack([draw(seed, step, number, most) for number in numbers]).to(self.ranks.device)
 
         def choose(logits: Tensor, turn: int) -> Tensor:
-            return pick(logits.float(), self.asked.temperature, draws[:, turn])
+            return pick(logits.float(), asked.temperature, draws[:, turn])
 
         width = max(map(len, self.prompts.ids))  # of all ranks: the same shapes on each
         here = [self.prompts.ids[number] for number in numbers]

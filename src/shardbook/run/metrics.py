@@ -62,7 +62,8 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         path, self.samples = folder / "metrics.jsonl", folder / "samples.jsonl"
         for each in [path, *[self.samples] * self.samples.exists()]:
             # A run that died after its last checkpoint repeats steps; what it wrote of them goes: steps stay unique.
-            lines = each.read_text().splitlines() if done_steps and each.exists() else []
+            # not splitlines: a sample may hold what Unicode calls a line's end
+            lines = each.read_text().split("\n")[:-1] if done_steps and each.exists() else []
             write_whole(each, "".join(line + "\n" for line in lines if _step_of(line) <= done_steps))
         self.file = path.open("a")
         self.trackers = Trackers(folder, name, run, config)

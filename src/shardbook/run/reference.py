@@ -85,13 +85,10 @@ class Reference:
                     f"what that run learned set {key}={run / 'export'} in its place"
                 )
             self.found = self.found or theirs
+        sequences = self.loader.batching.sequences
         for name, (documents, _) in self.rows.items():
-            self.found.setdefault(name, np.full((len(documents.encoded), self._sequences), np.inf, np.float32))
+            self.found.setdefault(name, np.full((len(documents.encoded), sequences), np.inf, np.float32))
         return not any(self._missing(name) for name in self.rows)
-
-    @property
-    def _sequences(self) -> int:
-        return self.loader.batching.sequences
 
     def _missing(self, name: str) -> list[Row]:
         unknown = np.isinf(self.found[name]).any(1)

@@ -1,6 +1,7 @@
 """What a run does before its first step, and one step, with nothing allocated: `shardbook train --dry-run`, and whether
 this machine has the memory at all."""
 
+import math
 import os
 import re
 from pathlib import Path
@@ -18,12 +19,11 @@ from shardbook.optim import check_optimizer
 from shardbook.parallel.layout import build_layout
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import ROOM, build_cluster
-from shardbook.plan.peak import predict_peak
+from shardbook.plan.peak import GB, predict_peak
 from shardbook.recipe import Recipe, RecipeError, resolve_precision
 from shardbook.run.console import Console, readable_bytes
+from shardbook.run.generate import build_prompts
 from shardbook.run.teacher import load_teacher
-
-GB = 10**9
 
 
 def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
@@ -32,7 +32,8 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     console = Console(is_main=True)
     recipe = resolve_precision(recipe, "cuda")
     check_optimizer(recipe.optim, "cuda")
-    config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
+    config_at = config_folder(recipe.model)
+    config = load_config(recipe.model, config_at, recipe.data.max_length)
     attention = kernel_on_gpu(recipe.model.attention)
     teacher = load_teacher(recipe)
     model = build_adapted(recipe, config, attention, teacher, world_size=world_size)
@@ -42,11 +43,12 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     tokenizer = load_tokenizer(folder, "model.tokenizer", recipe.data.chat_template)
     check_vocabulary(tokenizer, config)
     parts = build_documents(recipe.data, tokenizer, folder, recipe.sequences)
+    build_prompts(recipe, config, tokenizer, config_at, parts[1] or parts[0])  # for what it refuses
     console.show_data(*parts)
     place, documents = layout.data_rank(0), parts[0]
     batching = choose_batching(recipe.data, recipe.train, place, "cuda", *parts, sequences=recipe.sequences)
     loader = Loader(documents, batching, recipe.train.gradient_accumulation_steps, recipe.train.seed)
-    steps = recipe.train.steps or -int(-recipe.train.epochs * len(documents.rows) // loader.rows_per_step)
+    steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
     peak = predict_peak(layout, config, recipe)
     recomputed = recipe.activation.checkpointing + ", compiled" * recipe.train.compile
     console.show_layout(layout, attention, recomputed, peak, loader, steps)

@@ -2,12 +2,13 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from shardbook.data.loader import Loader
 from shardbook.model.adapter_files import load_adapter
-from shardbook.model.adapters import init_adapters, remember_base
+from shardbook.model.adapters import init_adapters, weights_identity
 from shardbook.model.weights import SCORE, init_weights, load_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
@@ -65,9 +66,10 @@ def _load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:
     else:
         init_weights(sharded.masters, seed, only=SCORE)
         load_weights(sharded.masters, folder)
+    model: Any = sharded.model
     if recipe.lora.r:
-        remember_base(sharded.model, folder, recipe)
-    init_adapters(sharded.model, seed)
+        model.identity = weights_identity(recipe, folder)
+    init_adapters(model, seed)
     if recipe.lora.adapter:
-        load_adapter(sharded.model, Path(recipe.lora.adapter).expanduser(), recipe.lora)
+        load_adapter(model, Path(recipe.lora.adapter).expanduser(), recipe.lora)
     return ("random" if is_random else str(folder)) + f" and {recipe.lora.adapter}" * bool(recipe.lora.adapter)

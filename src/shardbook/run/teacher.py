@@ -10,7 +10,6 @@ from shardbook.data.tokenized import load_tokenizer
 from shardbook.model.adapters import digest_weights
 from shardbook.model.families import load_config
 from shardbook.model.hub import CONFIG_FILES, WEIGHT_FILES, fetch_folder, tokenizer_folder
-from shardbook.model.teacher import remember_teacher
 from shardbook.model.weights import load_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Model, Recipe, RecipeError
@@ -54,4 +53,4 @@ def fill_teacher(sharded: ShardedModel, recipe: Recipe) -> None:
         # ranks of a node ask at once: the hub's files have locks, and one of them downloads
         folder = fetch_folder(recipe.distill.teacher, "main", KEY, [*CONFIG_FILES, *WEIGHT_FILES])
         load_weights(teacher, folder)
-        remember_teacher(teacher, digest_weights(folder))
+        teacher.identity = digest_weights(folder)

@@ -59,10 +59,19 @@ def translate(path: Path) -> tuple[Settings, list[Entry]]:
     elif is_deepspeed:
         entries += _assumed(whole)
     program = str(whole.get("distributed_type")).upper()
-    if program == "DEEPSPEED":
-        entries = [_over_all_ranks(entry) for entry in entries]
+    if program == "DEEPSPEED":  # accelerate does not hear its sizes of the data's axes then
+        for at, entry in enumerate(entries):
+            if entry.key.startswith("parallelism_config.parallelism_config_dp_"):
+                entries[at] = replace(entry, settings={}, said="nothing to set: ZeRO shards over all ranks")
     elif program == "MEGATRON_LM" and not any(entry.key.endswith("use_distributed_optimizer") for entry in entries):
         entries.append(Entry("(use_distributed_optimizer)", None, {STAGE: "ddp"}, "absent is false in accelerate"))
+    for key in AXES:  # two sizes of slices and of sequences accelerate refuses too
+        if sum(key in entry.settings for entry in entries) > 1:
+            _refuse(entries, {key}, f"is {key} here, and so is another key of this file; set one of them to 1")
+    if str(number := _section(whole, "zero_optimization").get("stage", 3)) != "3":
+        switches = {"parallel.quantize_weights", "parallel.quantize_gradients", "parallel.secondary_shard"}
+        said = f"goes with stage 3, not {number}; set zero_optimization.stage to 3, or leave it out"
+        _refuse(entries, switches, said)
     settings: Settings = {}
     for entry in entries:
         for key, value in entry.settings.items():
@@ -79,18 +88,7 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
         settings.update(changed)
         entries.append(Entry(key, value, changed, said, refused))
 
-    _settle_twice(settings, entries)
     settings.setdefault(STAGE, "zero3")
-    number = _section(whole, "zero_optimization").get("stage", 3)
-    switches = {"parallel.quantize_weights", "parallel.quantize_gradients", "parallel.secondary_shard"}
-    if number != 3 and switches & set(settings):
-        said = f"goes with stage 3, not {number}; set zero_optimization.stage to 3, or leave it out"
-        for at, entry in enumerate(entries):
-            if switches & set(entry.settings):
-                entries[at] = Entry(entry.key, entry.value, {}, said, refused=True)
-                settings = {key: value for key, value in settings.items() if key not in entry.settings}
-        named = [entry.settings[STAGE] for entry in entries if STAGE in entry.settings]
-        settings[STAGE] = named[-1] if named else "zero3"
     stage = settings[STAGE]
     if stage == "hsdp" and "parallel.dp_shard_size" not in settings:
         ranks, machines = whole.get("num_processes"), whole.get("num_machines", 1)
@@ -115,22 +113,11 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
     return settings
 
 
-def _over_all_ranks(entry: Entry) -> Entry:
-    """What accelerate's sizes of the data's axes are beside DeepSpeed: not heard."""
-    if not entry.key.startswith("parallelism_config.parallelism_config_dp_"):
-        return entry
-    return replace(entry, settings={}, said="nothing to set: ZeRO shards over all ranks")
-
-
-def _settle_twice(settings: Settings, entries: list[Entry]) -> None:
-    """Refuse sizes of an axis that more than one key gives: of slices and of sequences accelerate does so too."""
-    for key in AXES:
-        named = [at for at, entry in enumerate(entries) if key in entry.settings]
-        if len(named) > 1:
-            del settings[key]
-            for at in named:
-                said = f"is {key} here, and so is another key of this file; set one of them to 1"
-                entries[at] = replace(entries[at], settings={}, said=said, refused=True)
+def _refuse(entries: list[Entry], keys: set[str], said: str) -> None:
+    """Each entry that sets one of `keys`, which then sets nothing."""
+    for at, entry in enumerate(entries):
+        if keys & set(entry.settings):
+            entries[at] = replace(entry, settings={}, said=said, refused=True)
 
 
 def _settle_axes(settings: Settings, entries: list[Entry]) -> None:
@@ -139,10 +126,8 @@ def _settle_axes(settings: Settings, entries: list[Entry]) -> None:
         parse_recipe(write_recipe(settings, [], ""), "")
     except RecipeError as error:
         said = str(error).strip(": ")
-        unfit = [key for key in AXES if key in settings and key in said]
-        for at, entry in enumerate(entries):
-            if set(unfit) & set(entry.settings):
-                entries[at] = replace(entry, settings={}, said=said, refused=True)
+        unfit = {key for key in AXES if key in settings and key in said}
+        _refuse(entries, unfit, said)
         for key in unfit:
             del settings[key]
         if unfit:  # another of them may not fit either

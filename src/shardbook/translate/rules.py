@@ -52,19 +52,12 @@ def off(why: str, value: Any) -> tuple[Settings, str]:
     raise Refused(why)
 
 
-def alone(why: str, value: Any) -> tuple[Settings, str]:
-    """A number of ranks: fine where it is one."""
-    if whole(value) > 1:
-        raise Refused(why)
-    return {}, "off"
-
-
 def pick(choices: dict[str, Settings], why: str, said: str, value: Any) -> tuple[Settings, str]:
     """One of `choices`, in any case; `true` and numbers by what they are written as."""
     key = str(value).lower()
     if key not in choices:
         raise Refused(f"{why}; what can be translated: {', '.join(choices)}")
-    return choices[key], said if choices[key] or key != "false" else "off"
+    return choices[key], said if choices[key] or key not in OFF else "off"
 
 
 STAGE = "parallel.stage"
@@ -76,7 +69,7 @@ def tables(program: str) -> dict[str, Rule]:
     remarks, choices = (
         tomllib.loads(Path(__file__).with_name(name).read_text())[program] for name in ("remarks.toml", "choices.toml")
     )
-    kinds = {"free": free, "off": off, "alone": alone}
+    kinds = {"free": free, "off": off}
     found = [(partial(kinds[kind], why), keys) for kind, reasons in remarks.items() for why, keys in reasons.items()]
     found += [(partial(pick, row["sets"], row["refused"], row.get("said", "")), row["keys"]) for row in choices]
     return {key: rule for rule, keys in found for key in keys}
@@ -169,35 +162,22 @@ def tracker_of(value: Any) -> tuple[Settings, str]:
     return {"run.report_to": "wandb"} | project, f"set {', '.join(left)} as wandb's own variables" if left else ""
 
 
-def compiler_of(value: Any) -> tuple[Settings, str]:
-    backend = str(value.get("dynamo_backend", "no")).lower()
-    if backend == "no":
-        return {}, "off"
-    if backend != "inductor":
-        raise Refused(f"dynamo_backend {backend} has no counterpart; train.compile is torch.compile with inductor")
-    return {"train.compile": True}, "each block is compiled in place, in torch.compile's default mode"
-
-
-def tier_of(what: str) -> Rule:
-    """The rule of a section, or of a device's name, that says where `what` (optimizer, params) lies."""
+def tier_of(what: str, value: Any) -> tuple[Settings, str]:
+    """Where `what` (optimizer, params) lies, by a section or a device's name."""
     same = {"device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init"}
     same |= {"pipeline_read", "pipeline_write", "ratio"}
-
-    def rule(value: Any) -> tuple[Settings, str]:
-        section = value if isinstance(value, dict) else {"device": value}
-        device = str(section.get("device") or "none").lower()
-        if device == "none":
-            return {}, "off"
-        if device not in ("cpu", "nvme"):
-            raise Refused("device must be none, cpu or nvme")
-        if section.get("ratio", 1) != 1:
-            raise Refused(f"ratio {section['ratio']}: all of it or nothing")
-        if other := [name for name in section if name not in same]:
-            raise Refused(f"{', '.join(other)}: has no counterpart")
-        path = {"offload.path": section["nvme_path"]} if section.get("nvme_path") and device == "nvme" else {}
-        return {f"offload.{what}": device} | path, "memory is pinned, and transfers overlap, always"
-
-    return rule
+    section = value if isinstance(value, dict) else {"device": value}
+    device = str(section.get("device") or "none").lower()
+    if device == "none":
+        return {}, "off"
+    if device not in ("cpu", "nvme"):
+        raise Refused("device must be none, cpu or nvme")
+    if section.get("ratio", 1) != 1:
+        raise Refused(f"ratio {section['ratio']}: all of it or nothing")
+    if other := [name for name in section if name not in same]:
+        raise Refused(f"{', '.join(other)}: has no counterpart")
+    path = {"offload.path": section["nvme_path"]} if section.get("nvme_path") and device == "nvme" else {}
+    return {f"offload.{what}": device} | path, "memory is pinned, and transfers overlap, always"
 
 
 def path_of(value: Any) -> tuple[Settings, str]:
@@ -220,8 +200,8 @@ DEEPSPEED: dict[str, Rule] = tables("deepspeed") | {
     "zero_optimization.mics_shard_size": lambda value: (
         ({STAGE: "hsdp", "parallel.dp_shard_size": whole(value)}, "MiCS is hybrid shard") if value > 0 else ({}, "off")
     ),
-    "zero_optimization.offload_optimizer": tier_of("optimizer"),
-    "zero_optimization.offload_param": tier_of("params"),
+    "zero_optimization.offload_optimizer": partial(tier_of, "optimizer"),
+    "zero_optimization.offload_param": partial(tier_of, "params"),
     "zero_optimization.cpu_offload": when({"offload.optimizer": "cpu"}),
     "zero_optimization.cpu_offload_params": when({"offload.params": "cpu"}),
     "tensor_parallel.autotp_size": alike_of,
@@ -236,11 +216,10 @@ FSDP: dict[str, Rule] = tables("fsdp") | {
     "fsdp_min_num_params": lambda value: ({"parallel.wrap": f"size:{whole(value)}"} if whole(value) else {}, ""),
 }
 ACCELERATE: dict[str, Rule] = tables("accelerate") | {
-    "dynamo_config": compiler_of,
     **{f"fsdp_config.{name}": rule for name, rule in FSDP.items()},
     "deepspeed_config.gradient_accumulation_steps": ACCUMULATION,
-    "deepspeed_config.offload_optimizer_device": tier_of("optimizer"),
-    "deepspeed_config.offload_param_device": tier_of("params"),
+    "deepspeed_config.offload_optimizer_device": partial(tier_of, "optimizer"),
+    "deepspeed_config.offload_param_device": partial(tier_of, "params"),
     "deepspeed_config.offload_optimizer_nvme_path": path_of,
     "deepspeed_config.offload_param_nvme_path": path_of,
     "deepspeed_config.gradient_clipping": CLIPPING,
