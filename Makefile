@@ -40,7 +40,7 @@ LAUNCH = $(TRAIN) --nodes $(NODES) --node-rank $(NODE_RANK) --head $(HEAD)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .DEFAULT_GOAL := help
 .PHONY: help train launch plan data compare recipes test test-slow test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-plan bench-link \
-	bench-convergence bench-offload bench-optimizers bench-peers lint format clean
+	bench-convergence bench-offload bench-optimizers bench-peers bench-work lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -110,6 +110,9 @@ bench-convergence: $(DEV)  ## ZeRO++ and zero3 on the same data: held-out loss o
 
 bench-peers: $(DEV) $(PEERS)  ## a step beside bare loops, HF Trainer and DeepSpeed, in turn: two CPU ranks (half an hour)
 	$(PYTHON3) tests/bench/peers.py $(ARGS)
+
+bench-work: $(DEV) $(PEERS)  ## what a step of each of them does, counted: products, memory, collectives (some minutes)
+	$(PYTHON3) tests/bench/peer_work.py $(ARGS)
 
 bench-offload: $(DEV)  ## AdamW on the host, the disk beside fio, their pipeline (fio: apt-get install fio; some five minutes)
 	$(PYTHON3) tests/bench/offload.py $(ARGS)

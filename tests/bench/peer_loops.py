@@ -23,6 +23,42 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+ADDRESSED = {"gather", "scatter_add_", "index", "index_put", "index_put_", "embedding", "nll_loss_forward"}
+UNTOUCHED = ("empty", "new_empty", "resize", "set_", "_local_scalar", "_unsafe_view")
+
+
+class Work(TorchDispatchMode):
+    """What operations do while it is on: multiply-adds of products, twice; bytes that all others but views take in and
+    give back; the same bytes of collectives. Of a DTensor, the part that is here; of what is only looked up in, or
+    added to in places, what goes in or out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done = {"products": 0, "memory": 0, "collectives": 0}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made, name = function(*args, **(kwargs or {})), function._opname
+        is_view = any(each.alias_info and not each.alias_info.is_write for each in function._schema.returns)
+        if function._overloadpacket in flop_registry:
+            self.done["products"] += flop_registry[function._overloadpacket](*args, **(kwargs or {}), out_val=made)
+        elif not is_view and not name.startswith(UNTOUCHED):
+            sizes = [local_bytes(value) for value in tree_leaves((args, kwargs, made))]
+            if name in ADDRESSED:
+                sizes = [size for size in sizes if size < max(sizes)]
+            self.done["collectives" if "c10d" in function.namespace else "memory"] += sum(sizes)
+        return made
+
+
+def local_bytes(value) -> int:
+    if not isinstance(value, torch.Tensor):
+        return 0
+    part = getattr(value, "_local_tensor", value)
+    return part.numel() * part.element_size()
+
 
 RECIPE = "smollm2-135m-fsdp"
 PACKED_LENGTH = 256  # of the rows that hold whole exchanges
@@ -39,6 +75,7 @@ class Bench:
     rank: int = field(default_factory=lambda: int(os.environ["RANK"]))
     losses: list[float] = field(default_factory=list)
     done: int = 0
+    work: Work = field(default_factory=Work)
 
     def rows(self) -> torch.Tensor:
         """[steps, batch, length] int64: this rank's, in the order in which our loader gives them."""
@@ -47,9 +84,13 @@ class Bench:
     def step_done(self, *_) -> None:
         """Say so, and wait to be told to go on; after the last step only say so."""
         self.done += 1
+        if self.done == self.settings["steps"] and "counts" in self.settings:
+            self.work.__exit__(None, None, None)
         self.connection.send("step")
         if self.done < self.settings["steps"]:
             self.connection.recv()
+        if self.done == self.settings["steps"] - 1 and "counts" in self.settings:
+            self.work.__enter__()
 
     def load_model(self, **named):
         from transformers import AutoModelForCausalLM
@@ -249,7 +290,7 @@ def main(name: str, folder: str, descriptor: str) -> None:
     # getrusage would give the parent's, where that is larger
     status = Path("/proc/self/status").read_text().splitlines()
     peak = 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-    connection.send({"losses": bench.losses, "peak_resident_bytes": peak} | facts)
+    connection.send({"losses": bench.losses, "peak_resident_bytes": peak, "work": bench.work.done} | facts)
     sys.stdout.flush()
     os._exit(0)  # what native threads do at an interpreter's end is not measured
 

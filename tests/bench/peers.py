@@ -92,12 +92,16 @@ class World:
                     raise LeftOut(self.reason(self.pipes.index(pipe))) from None
         return [heard[pipe] for pipe in self.pipes]
 
-    def step(self) -> float:
-        """One step of all ranks, in seconds of wall time. Raises LeftOut."""
-        began = time.perf_counter()
+    def step_on(self) -> None:
+        """Let all ranks begin their next step."""
         for pipe in self.pipes:
             with contextlib.suppress(BrokenPipeError):  # `hear` says why
                 pipe.send("go")
+
+    def step(self) -> float:
+        """One step of all ranks, in seconds of wall time. Raises LeftOut."""
+        began = time.perf_counter()
+        self.step_on()
         self.hear()
         return time.perf_counter() - began
 

@@ -36,6 +36,20 @@ def test_verdicts(one, verdict):
     assert judge(one, BASE).startswith(verdict)
 
 
+def test_other_rows_a_step_are_said_in_place_of_other_losses():
+    """Ranks along tp, cp and pp have a micro-batch together; runs of versions before them have no such key."""
+
+    def ran(**parallel):
+        train = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+        settings = {"train": train, "parallel": {"stage": "zero3", **parallel}}
+        return replace(BASE, losses=[4.1, 2.0, 1.0], settings=settings, facts={"world_size": 8})
+
+    alone, shared = ran(), ran(tp_size=2, pp_size=2)
+    assert (alone.rows, shared.rows, BASE.rows) == (48, 12, 0)
+    assert judge(shared, alone).startswith("12 rows a step in place of 48, so other losses; same memory")
+    assert judge(ran(cp_size=1), alone).startswith("same losses bitwise")
+
+
 def test_axes_inside_a_model_stand_by_name_in_a_mesh():
     ranks = {"dp_replicate": 1, "dp_shard": 2}
     one, two = (replace(BASE, mesh=mesh) for mesh in (ranks, {"pp": 2, **ranks, "tp": 4}))

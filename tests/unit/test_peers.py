@@ -4,9 +4,11 @@ import json
 import shutil
 
 import peer_report
+import peer_work
 import peers
 import pytest
-from peer_loops import CONTENDERS
+import torch
+from peer_loops import CONTENDERS, Work
 from peer_report import OTHER_ROWS, OURS, PAIRS, compare, judge, rates
 
 LOSSES = [3.0, 2.5, 2.25, 2.0]
@@ -102,6 +104,42 @@ def test_losses_are_the_mean_of_ranks_or_what_rank_0_says_of_all():
 def test_every_contender_is_in_a_pair():
     assert {name for pair in PAIRS for name in pair} == set(CONTENDERS)
     assert OTHER_ROWS < OURS < set(CONTENDERS)
+
+
+def test_what_operations_do_is_counted():
+    """Products by 2 m n k; others by what goes in and comes out; a view, an allocation by nothing; a lookup by what it
+    gives, and what it is asked."""
+    a, b, table = torch.ones(3, 4), torch.ones(4, 5), torch.ones(1000, 8)
+    work = Work()
+    with work:
+        (a @ b).view(15)
+        torch.empty(100)
+        assert work.done == {"products": 2 * 3 * 4 * 5, "memory": 0, "collectives": 0}
+        a + 1
+        assert work.done["memory"] == 2 * a.nbytes
+        a.mul_(a)
+        assert work.done["memory"] == 5 * a.nbytes
+        torch.nn.functional.embedding(torch.tensor([1, 7]), table)
+    assert work.done["memory"] == 5 * a.nbytes + 2 * 8 + 2 * 8 * 4
+
+
+@pytest.mark.slow
+def test_a_step_is_counted(tmp_path):
+    """Ours and the bare loop make the same products, but of the two tokens that nobody predicts or asks for; and send
+    what formulas say, the head's second gather apart."""
+    assert peer_work.main(["--tiny", "--only", "zero3", "bare fully_shard", "ddp", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "work.json").read_text())["contenders"]
+    ours, bare = found["zero3"], found["bare fully_shard"]
+    assert 0.99 < ours["products"] / bare["products"] < 1 and ours["collectives"] < bare["collectives"]
+    assert found["ddp"]["products"] == ours["products"] and "left_out" not in found["bare fully_shard, gathered"]
+    page = tmp_path / "peers.md"
+    shutil.copy(peer_report.DOCS / "peers.md", page)
+    data = {"commit": "0123456789abcdef", "torch": "2.13.0", "contenders": found | {"HF Trainer": {"left_out": "why"}}}
+    peer_work.show(data, tmp_path)
+    said = page.read_text()
+    assert "| HF Trainer | left out: why |  |  |" in said and "A step of one rank, commit 0123456789ab" in said
+    peer_work.show(data, tmp_path)
+    assert page.read_text() == said
 
 
 def test_bad_words(tmp_path, capsys):

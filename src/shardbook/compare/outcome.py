@@ -6,6 +6,7 @@ Invariant: what a run did not measure is absent here too. Reads files only: of t
 import json
 import tomllib
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,6 +51,15 @@ class Outcome:
     def fullest_bytes(self) -> float:
         """The peak of a step: as measured, else by formula; 0 in runs that knew neither."""
         return self.peak_bytes or sum(self.peak.values())
+
+    @property
+    def rows(self) -> int:
+        """That all ranks together take in a step: each micro-batch is one of all ranks along tp, cp and pp."""
+        if not self.settings or not self.facts:
+            return 0
+        train, sizes = self.settings["train"], self.settings["parallel"]
+        micros = self.facts["world_size"] // prod(sizes.get(f"{axis}_size", 1) for axis in ("tp", "cp", "pp"))
+        return int(micros * train["per_device_train_batch_size"] * train["gradient_accumulation_steps"])
 
     @property
     def resident_bytes(self) -> float:
@@ -153,6 +163,8 @@ def judge(one: Outcome, base: Outcome) -> str:
     largest = max(differences(one, base).values(), default=None)
     if largest is None:
         words = ["no step that both logged"]
+    elif one.rows != base.rows:
+        words = [f"{one.rows} rows a step in place of {base.rows}, so other losses"]
     elif step is None:
         words = ["same losses bitwise"]
     elif largest < ROUNDING:

@@ -69,11 +69,9 @@ def render(path: Path, title: str, about: str, verdicts: str, panels: dict[str, 
 def describe(base: Outcome) -> str:
     """What all variants share: model, rows, ranks, machine, versions."""
     settings, facts = base.settings, base.facts
-    train = settings["train"]
-    rows = train["per_device_train_batch_size"] * train["gradient_accumulation_steps"] * facts["world_size"]
     words = [
         f"{settings['model']['path']} on {settings['data']['train']}",
-        f"{rows} rows of {settings['data']['max_length']} tokens a step",
+        f"{base.rows} rows of {settings['data']['max_length']} tokens a step",
         f"{facts['world_size']} ranks on {facts.get('gpu', 'CPU cores')}",
         f"computed in {settings['precision']['params']}, reduced in {settings['precision']['reduce']}",
         f"torch {facts['torch']}",
