@@ -152,7 +152,7 @@ def test_bad_words(tmp_path, capsys):
 def test_the_bench_runs(tmp_path, monkeypatch):
     """A tiny model: ours and bare loops compute the same; one that does not start is left out, with its reason."""
     monkeypatch.setattr(peers, "GROUPS", [["ddp", "bare DDP", "megatron"], ["zero3", "bare fully_shard"]])
-    assert peers.main(["--tiny", "--rounds", "2", "--warmup", "0", "--out", str(tmp_path)]) == 0
+    assert peers.main(["--tiny", "--rounds", "2", "--launches", "1", "--warmup", "0", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "peers.json").read_text())
     assert set(found["ratios"]) == {"ddp / bare DDP", "zero3 / bare fully_shard"}
     assert found["groups"][0].pop("megatron")["left_out"] == "exit code 1: KeyError: 'megatron'"
