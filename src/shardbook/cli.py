@@ -161,9 +161,8 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
 def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
     """Print what each stage takes, and advice. Allocates nothing and fetches nothing."""
     words = [*asked.overrides, *rest]
-    if (
-        "=" in asked.recipe and not Path(asked.recipe).is_file()
-    ):  # the first of the overrides, where --model stands for the recipe
+    # the first of the overrides, where --model stands for the recipe
+    if "=" in asked.recipe and not Path(asked.recipe).is_file():
         words, asked.recipe = [asked.recipe, *words], ""
     if not (asked.recipe or asked.model):
         raise RecipeError("plan: needs a recipe, or --model with a model's name, hub id or directory")

@@ -126,6 +126,23 @@ def test_encoding_is_cached(folder, monkeypatch):
         build(folder, train=str(folder / "a.jsonl"), max_length=100)  # another encoding
 
 
+def test_long_rows_are_encoded_a_few_at_a_time(folder, monkeypatch):
+    """As many as fit, one at least; tokens do not depend on it."""
+    together, whole = [], Dataset.map
+
+    def spied(self, function, **named):
+        together.append(named["batch_size"])
+        return whole(self, function, **named)
+
+    monkeypatch.setattr(Dataset, "map", spied)
+    train = text_rows(folder / "long.jsonl", ["a" * 1000, "b" * 900, "c" * 1100])
+    found = []
+    for most in (4_000_000, 2_500, 10):
+        monkeypatch.setattr(tokenized, "BYTES_TOGETHER", most)
+        found.append(build(folder, train=train, max_length=2048)[0].encoded.to_list())
+    assert together == [512, 2, 1] and found[0] == found[1] == found[2]
+
+
 def test_cutting(folder):
     source = text_rows(folder / "t.jsonl", ["x" * 30, "y" * 5])
     documents, _ = build(folder, train=source, max_length=16, packing=False)

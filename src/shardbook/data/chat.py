@@ -28,7 +28,6 @@ EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 PLACEHOLDER = "\u2063placeholder\u2063"  # occurs in no template and no conversation
 SHAPES_KEPT = 4096  # of conversations by their roles
-CHARACTERS_TOGETHER = 4_000_000  # or one text that is longer
 CHECKED = 16  # messages from the beginning
 _SPACE = re.compile(r"\s*")
 
@@ -62,11 +61,7 @@ class Encoder:
         rendered = [self._render_row(row, where) for row, where in zip(rows, wheres, strict=True)]
         found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for special in (False, True):
-            alike = [number for number, text in enumerate(rendered) if text.special is special]
-            # as many at once as CHARACTERS_TOGETHER: what the library says of a token takes some 100 bytes
-            ends = np.cumsum([len(rendered[number].text) for number in alike], dtype=np.int64) // CHARACTERS_TOGETHER
-            for _, some in itertools.groupby(zip(ends, alike, strict=True), key=lambda pair: pair[0]):
-                numbers = [number for _, number in some]
+            if numbers := [number for number, text in enumerate(rendered) if text.special is special]:
                 texts = [rendered[number].text for number in numbers]
                 encoded = self.backend.encode_batch(texts, add_special_tokens=special)
                 for number, each in zip(numbers, encoded, strict=True):

@@ -238,12 +238,16 @@ def place_cuts(model: nn.Module, mesh: DeviceMesh) -> None:
             axis.group = along.get_group()
 
 
+def is_cut(parameter: nn.Parameter) -> bool:
+    """Whether ranks of the axis have each their own part of it."""
+    return isinstance(parameter, DTensor) and TP in (parameter.device_mesh.mesh_dim_names or ())
+
+
 @torch.no_grad()
 def sum_uncut(model: nn.Module, mesh: DeviceMesh, numel: int) -> None:
     """Sum the gradients of what is not cut over the ranks of the axis, in one all-reduce of `numel` elements, padding
     included. Once a step, after its last backward. Collective."""
-    alike = [p for p in model.parameters() if TP not in (p.device_mesh.mesh_dim_names or ())]  # type: ignore[attr-defined]
-    parts = [own_part(p.grad) for p in alike if p.grad is not None]
+    parts = [own_part(p.grad) for p in model.parameters() if p.grad is not None and not is_cut(p)]
     sizes = [part.numel() for part in parts]
     flat = parts[0].new_zeros(numel)
     torch.cat([part.flatten() for part in parts], out=flat[: sum(sizes)])
