@@ -66,7 +66,7 @@ def tensor_traffic(
     outer = layout.pipeline.begins + layout.pipeline.ends
     gathers = 4 * layers + 2 * again + outer + more * (2 * layers + 1)
     scatters = 4 * layers + again + outer + more * (2 * layers + 1)
-    scored = 1 + more + (recipe.sequences > 1)  # where each loss has a slope of its own, logits are made again
+    scored = 1 + more + recipe.remakes_logits
     gathered = scattered = Volume()
     for tokens, trained in sizes:
         payload = tokens * config.hidden_size * itemsize

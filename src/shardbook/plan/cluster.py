@@ -128,9 +128,8 @@ class Planner:
     document_tokens: float = DOCUMENT_TOKENS
     teacher: PreTrainedConfig | None = None
     made: dict[tuple[str, str, int, int, int], Layout] = field(default_factory=dict)
-    cut: dict[tuple[Any, ...], CausalLM] = field(
-        default_factory=dict
-    )  # what a rank has of the model, by how it is shared
+    # what a rank has of the model, by how it is shared
+    cut: dict[tuple[Any, ...], CausalLM] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> int:

@@ -22,7 +22,7 @@ from shardbook.plan.axes import axes_traffic, recomputed_blocks
 from shardbook.plan.formulas import backward_gather, forward_gather, muon_exchanges, reduction, replica_bytes
 from shardbook.plan.hardware import ATTENTION, DISK_READ, GPUS, MEMORY, PCIE_SHARE, PRODUCTS, Cluster, gpu_of
 from shardbook.plan.kept import read_widths
-from shardbook.recipe import PAIRED, Recipe
+from shardbook.recipe import Recipe
 
 H100 = GPUS["h100-80gb"]
 PASSES = 3.5  # over what a block reads and writes beside its products: once forward, and backward twice and a half
@@ -71,7 +71,6 @@ def predict_step(
     # forward products that backward makes again: of selective none
     again = 0.0 if kind == "selective" else recomputed_blocks(recipe, numbers) / len(numbers)
     more = recipe.forwards - 1  # passes without a backward
-    again_in_head = recipe.method in PAIRED  # slopes are known in backward only: logits are made again
     # multiply-adds: forward, and the gradient of what went in; of weights where they are trained
     pipeline, layers = layout.pipeline, len(numbers)
     part = layers / config.num_hidden_layers  # of the model's blocks that are this rank's
@@ -79,7 +78,7 @@ def predict_step(
     head, outputs = head * pipeline.ends, outputs * pipeline.ends
     own = [unit for unit in layout.units if not unit.forward_only]
     shapes = (shape for unit in own for shape in compress(unit.shapes, unit.trained))
-    passes_of_head = 2 + again_in_head + more + any(shape[0] == outputs for shape in shapes)
+    passes_of_head = 2 + recipe.remakes_logits + more + any(shape[0] == outputs for shape in shapes)
     products = 2 * tokens * (blocks + head * passes_of_head) / (PRODUCTS * peak_flops)
     own_pairs = pairs * read_widths(config, alike, layout.context).attended[0] / layout.context / of.heads
     attention = (

@@ -14,7 +14,7 @@ from shardbook.recipe.files import (
     parse_recipe,
     resolve_precision,
 )
-from shardbook.recipe.learning import PAIRED, Distill, Lora, Optim, Preference
+from shardbook.recipe.learning import Distill, Lora, Optim, Preference
 from shardbook.recipe.rows import Data
 from shardbook.recipe.schema import Recipe
 from shardbook.recipe.sections import (

@@ -55,6 +55,11 @@ class Recipe(Section):
         """Passes of a micro-batch: one before the others asks the reference, where that was not asked once for all."""
         return 1 + (not self.preference.precompute_ref_log_probs)
 
+    @property
+    def remakes_logits(self) -> bool:
+        """Whether the head makes its logits in backward again: each loss has a slope of its own, known only then."""
+        return self.method in PAIRED
+
     def outputs(self, vocabulary: int) -> int:
         """Numbers that the head makes of a token, or of a sequence where it scores."""
         return 1 if self.method == "reward" else vocabulary
