@@ -41,6 +41,41 @@ def test_the_allocators_default(given, added):
     assert allocator_default(given) == added
 
 
+FAULTS = """
+import resource, torch
+from shardbook.ranks.settings import keep_freed_memory
+if {first}:
+    keep_freed_memory()
+for _ in range(3):
+    torch.ones(2**24)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(3):
+    torch.ones(2**24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(first=True, **given):
+    """Of three tensors of 64 MiB, after as many before them."""
+    clean = {name: text for name, text in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "THP_"))}
+    result = subprocess.run(
+        [sys.executable, "-c", FAULTS.format(first=first)],
+        env=clean | given,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return int(result.stdout)
+
+
+def test_a_freed_tensors_pages_are_the_next_ones():
+    pages = 3 * 2**26 // resource.getpagesize()
+    assert faults(first=False) >= pages  # what this is about
+    assert faults() < 50
+    # what the user has set stays
+    assert faults(MALLOC_MMAP_MAX_="1000", THP_MEM_ALLOC_ENABLE="0") >= pages
+
+
 FRESH = """
 import os
 from shardbook.ranks.distributed import start_distributed

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from shardbook.ranks.heartbeat import Heartbeat, watch_launcher
 from shardbook.ranks.join import INTERFACE, Rendezvous, Store, join_ranks, read_member, read_rendezvous
 from shardbook.ranks.progress import HERE
-from shardbook.ranks.settings import allocator_default, raise_descriptors, record_in, start_recorder
+from shardbook.ranks.settings import allocator_default, keep_freed_memory, raise_descriptors, record_in, start_recorder
 from shardbook.recipe import RecipeError, first_line
 
 T = TypeVar("T")
@@ -75,6 +75,8 @@ def start_distributed(lost_seconds: float = 0, hang_seconds: float = 0) -> Ranks
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
         start_recorder()
+    else:
+        keep_freed_memory()
     HERE.blocks = device.type == "cpu"
     store = join_ranks(place)
     _share_cores(place, store)

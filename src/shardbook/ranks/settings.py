@@ -3,6 +3,7 @@
 Invariant: what the user has set stays as it is. Knows nothing of ranks and process groups.
 """
 
+import ctypes
 import os
 import resource
 from collections.abc import Mapping
@@ -18,6 +19,9 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the older is re
 RECORDER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORDER_DUMPS = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 RECORDER_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+HUGE_PAGES = ("THP_MEM_ALLOC_ENABLE",)
+MALLOC = ("MALLOC_", "GLIBC_TUNABLES")  # how the names of glibc's own begin
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 REPEATABLE = (":4096:8", ":16:8")  # the two with which cuBLAS repeats its results
 
@@ -27,6 +31,20 @@ def raise_descriptors() -> None:
     and with the usual 1,024 a run of some 300 ranks ends with "Too many open files"."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep the memory of freed tensors for the next ones, in huge pages; before the first tensor. For ranks
+    that compute on a CPU: each step makes and frees gigabytes, and glibc gives every tensor of megabytes back to the
+    system, so that each of its pages is faulted in, and filled with zeros, anew (docs/benchmarks/log.md).
+
+    Other C libraries have no `mallopt`, other allocators ignore it.
+    """
+    os.environ.update(_unless_set(os.environ, HUGE_PAGES, "1"))
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt") and not any(name.startswith(MALLOC) for name in os.environ):
+        library.mallopt(M_MMAP_MAX, 0)
+        library.mallopt(M_TRIM_THRESHOLD, -1)  # never: mallopt(3)
 
 
 def allocator_default(variables: Mapping[str, str]) -> dict[str, str]:
