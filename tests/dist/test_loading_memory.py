@@ -1,6 +1,7 @@
 """Loading weights: each rank's memory grows by its shard and at most one more tensor, measured by the kernel."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -136,6 +137,7 @@ def load_columns(folder, bug):
     stored.PIECE = MIB
     # M_MMAP_THRESHOLD: else glibc raises it with each large block that is freed, and sometimes a hole of 12 MiB stays
     ctypes.CDLL(None).mallopt(-3, MIB // 2)
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB // 2)  # said, so that the rank leaves it
     bug and bug(stored.Stored)
     return load(folder, "parallel.tp_size=2")
 

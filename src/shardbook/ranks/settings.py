@@ -19,8 +19,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the older is re
 RECORDER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORDER_DUMPS = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 RECORDER_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-HUGE_PAGES = ("THP_MEM_ALLOC_ENABLE",)
-MALLOC = ("MALLOC_", "GLIBC_TUNABLES")  # how the names of glibc's own begin
+MALLOC = ("MALLOC_MMAP", "MALLOC_TRIM", "MALLOC_TOP")  # how glibc's own names of these begin
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 REPEATABLE = (":4096:8", ":16:8")  # the two with which cuBLAS repeats its results
@@ -34,15 +33,15 @@ def raise_descriptors() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep the memory of freed tensors for the next ones, in huge pages; before the first tensor. For ranks
-    that compute on a CPU: each step makes and frees gigabytes, and glibc gives every tensor of megabytes back to the
-    system, so that each of its pages is faulted in, and filled with zeros, anew (docs/benchmarks/log.md).
+    """Have glibc's malloc keep what the main thread frees. For ranks that compute on a CPU: a step makes and frees
+    gigabytes, and glibc gives each tensor above 32 MiB, and a large free end of its heap, back to the system, so that
+    their pages are faulted in and zeroed anew in each step (docs/benchmarks/log.md). Resident memory stays at its most.
 
-    Other C libraries have no `mallopt`, other allocators ignore it.
+    Other C libraries have no `mallopt`, other allocators ignore it; what the user says to malloc stands.
     """
-    os.environ.update(_unless_set(os.environ, HUGE_PAGES, "1"))
     library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt") and not any(name.startswith(MALLOC) for name in os.environ):
+    said = any(name.startswith(MALLOC) for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if not said and hasattr(library, "mallopt"):
         library.mallopt(M_MMAP_MAX, 0)
         library.mallopt(M_TRIM_THRESHOLD, -1)  # never: mallopt(3)
 
