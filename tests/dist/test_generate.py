@@ -7,6 +7,7 @@ import shutil
 import pytest
 import reference
 import torch
+from live import SettledBytes
 from tiny import tokenizer, write_model
 from torch.distributed.tensor import DTensor
 from world import losses, run_train, run_world, train_rank
@@ -356,7 +357,7 @@ def measure(stages, words):
     from shardbook.parallel.mesh import build_mesh
     from shardbook.parallel.sharding import apply_stage
     from shardbook.plan.peak import predict_fullest, predict_generation
-    from shardbook.plan.simulate import LiveBytes, _optimizer_state
+    from shardbook.plan.simulate import _optimizer_state
     from shardbook.recipe import parse_recipe
     from shardbook.run.generate import decode, pick
 
@@ -367,7 +368,8 @@ def measure(stages, words):
         config = AutoConfig.for_model("llama", **SMOLLM2)
         model = build_model(config, recipe.at_rest)
         layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, 2, 2)
-        sharded, live = apply_stage(model, layout, build_mesh(layout.sizes, "cpu")), LiveBytes()
+        said = predict_generation(layout, config, recipe)
+        sharded, live = apply_stage(model, layout, build_mesh(layout.sizes, "cpu")), SettledBytes(1.01 * said.total)
         length, new = recipe.data.max_length, recipe.generate.max_new_tokens
         with live:
             materialize(model, torch.device("cpu"))
@@ -378,7 +380,6 @@ def measure(stages, words):
             prompts = [[1] * (length - new), [1] * (length - new - 5)]
             decode(sharded, prompts, length - new, [], new, lambda logits, turn: pick(logits.float(), 0, None), torch.device("cpu"))
             del state
-        said = predict_generation(layout, config, recipe)
         found[stage] = max(live.most.values()), said.total
         assert predict_fullest(layout, config, recipe).total >= said.total
     return found

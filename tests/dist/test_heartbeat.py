@@ -8,8 +8,7 @@ import time
 import pytest
 from world import losses, run_train, start_ranks
 
-LOST_SECONDS = 2
-PATIENT_SECONDS = 6  # where no rank is lost: on a busy machine a thread may stand still for a while
+LOST_SECONDS = 6  # on a busy machine a thread may stand still for a while, and none is lost then
 HOST = socket.gethostname()
 
 
@@ -35,7 +34,7 @@ def test_a_rank_that_is_not_heard_of(recipe, tmp_path, frozen):
         for rank in ranks:
             rank.kill()
     assert ranks[1 - frozen].exitcode == 1, read(tmp_path / str(1 - frozen))
-    assert LOST_SECONDS <= took < LOST_SECONDS + 8
+    assert LOST_SECONDS <= took < LOST_SECONDS + 20
     last = f"rank {frozen} (host {HOST}) has not been heard of for {LOST_SECONDS} s; run the same command again"
     assert read(tmp_path / str(1 - frozen)).splitlines()[-1] == f"shardbook: run failed: {last}"
 
@@ -50,11 +49,11 @@ def dawdle():
     def clip_late(*words):
         steps.append(1)
         if os.environ["RANK"] == "1" and len(steps) == 2:
-            time.sleep(PATIENT_SECONDS + 1)
+            time.sleep(LOST_SECONDS + 1)
         return clip(*words)
 
     def finish_late(*words):
-        time.sleep(PATIENT_SECONDS + 1)
+        time.sleep(LOST_SECONDS + 1)
         return finish(*words)
 
     train.clip_gradients, rundir.RunDirectory.finish = clip_late, finish_late
@@ -62,7 +61,7 @@ def dawdle():
 
 @pytest.mark.slow
 def test_ranks_that_wait_for_each_other_are_alive(recipe, tmp_path):
-    words = [str(recipe), "run.name=slow", f"run.lost_seconds={PATIENT_SECONDS}"]
+    words = [str(recipe), "run.name=slow", f"run.lost_seconds={LOST_SECONDS}"]
     ranks = start_ranks(2, words, tmp_path, dawdle)
     for rank in ranks:
         rank.join(90)

@@ -19,7 +19,7 @@ def start(recipe, seconds, changes):
     return *train_rank([str(recipe), "run.name=unmet"]), time.monotonic() - began
 
 
-def refused(recipe, size, said, seconds=2, changes=None, environment=None, bound=10):
+def refused(recipe, size, said, seconds=2, changes=None, environment=None, bound=60):
     for code, out, errors, took in run_world(size, start, recipe, seconds, changes or {}, environment=environment):
         assert code == 2 and re.search(f"^shardbook: {said}", errors) and errors.count("\n") == 1, (out, errors)
         assert took < bound
@@ -27,9 +27,9 @@ def refused(recipe, size, said, seconds=2, changes=None, environment=None, bound
 
 
 def test_ranks_that_do_not_come(recipe):
-    started = run_world(2, start, recipe, 2, {}, environment={"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"})
+    started = run_world(2, start, recipe, 6, {}, environment={"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"})
     for code, _, errors, took in started:
-        assert code == 2 and took < 8
+        assert code == 2 and took < 30
         said = r"shardbook: ranks 2, 3 of 4 did not come to 127\.0\.0\.1:\d+ in \d+ s; start the run on every node, "
         assert re.fullmatch(said + "with this address\n", errors), errors
     assert re.search(r"^waiting for ranks 2, 3 of 4 at 127\.0\.0\.1:\d+$", started[0][1], re.M)
@@ -63,7 +63,7 @@ def test_machines_with_unlike_numbers_of_ranks(recipe):
 
 def test_rank_0_on_another_machine_than_the_head(recipe):
     said = r"no-such-host\.invalid:\d+: rank 0 finds no run there \(no address of this machine, where rank 0 listens\)"
-    refused(recipe, 1, said, 1, {"0": {"MASTER_ADDR": "no-such-host.invalid"}}, bound=30)
+    refused(recipe, 1, said, 1, {"0": {"MASTER_ADDR": "no-such-host.invalid"}})
 
 
 def late(recipe):

@@ -19,7 +19,7 @@ def late_after_a_limit(seconds):
     dist.all_reduce(torch.ones(1), group=group)
     set_time_limit("cpu", timedelta(seconds=seconds))
     if ranks.rank:
-        time.sleep(6)
+        time.sleep(30)
         return None
     began = time.monotonic()
     try:
@@ -31,7 +31,7 @@ def late_after_a_limit(seconds):
 @pytest.mark.slow
 def test_the_limit_of_every_group():
     (took, said), _ = run_world(2, late_after_a_limit, 1)
-    assert 1 <= took < 4 and "1000ms" in said, (took, said)
+    assert 1 <= took < 25 and "1000ms" in said, (took, said)
 
 
 def limits_of_a_watch(device_type):
