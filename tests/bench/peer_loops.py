@@ -33,12 +33,12 @@ UNTOUCHED = ("empty", "new_empty", "resize", "set_", "_local_scalar", "_unsafe_v
 
 class Work(TorchDispatchMode):
     """What operations do while it is on: multiply-adds of products, twice; bytes that all others but views take in and
-    give back; the same bytes of collectives. Of a DTensor, the part that is here; of what is only looked up in, or
-    added to in places, what goes in or out."""
+    give back; bytes that collectives send. Of a DTensor, the part that is here; of what is only looked up in, or added
+    to in places, what goes in or out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.done = {"products": 0, "memory": 0, "collectives": 0}
+        self.done = {"products": 0, "memory": 0, "sent": 0}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made, name = function(*args, **(kwargs or {})), function._opname
@@ -46,11 +46,30 @@ class Work(TorchDispatchMode):
         if function._overloadpacket in flop_registry:
             self.done["products"] += flop_registry[function._overloadpacket](*args, **(kwargs or {}), out_val=made)
         elif not is_view and not name.startswith(UNTOUCHED):
-            sizes = [local_bytes(value) for value in tree_leaves((args, kwargs, made))]
+            leaves = tree_leaves((args, kwargs, made))
+            if "c10d" in function.namespace:
+                self.done["sent"] += sent_bytes(name, leaves)
+                return made
+            sizes = [local_bytes(value) for value in leaves]
             if name in ADDRESSED:
                 sizes = [size for size in sizes if size < max(sizes)]
-            self.done["collectives" if "c10d" in function.namespace else "memory"] += sum(sizes)
+            self.done["memory"] += sum(sizes)
         return made
+
+
+def sent_bytes(name: str, leaves: list) -> int:
+    """What a rank of a ring of all N sends for the collective `name`, whose tensors are among `leaves`: (N - 1) / N of
+    the whole for an all-gather or a reduce-scatter, twice that for an all-reduce, and in the ranks' mean as much as for
+    a gather for a broadcast or a reduction to one rank."""
+    ranks, plain = dist.get_world_size(), name.replace("_", "")
+    here = sum({id(value): local_bytes(value) for value in leaves}.values())  # outputs are also among the arguments
+    if "gather" in plain or "scatter" in plain:
+        return here * (ranks - 1) // (ranks + 1)  # the whole and a part are here
+    if plain.startswith(("allreduce", "broadcast", "reduce")):
+        return here * (ranks - 1) // ranks * (2 if plain.startswith("all") else 1)
+    if plain.startswith(("wait", "barrier")):
+        return 0
+    raise NotImplementedError(name)
 
 
 def local_bytes(value) -> int:
@@ -186,7 +205,7 @@ def run_ours(bench: Bench, rows: Callable[[dict, Path], dict]) -> dict:
 
 def run_ddp(bench: Bench) -> None:
     dist.init_process_group("gloo")
-    bench.loop(DistributedDataParallel(bench.load_model()))
+    bench.loop(DistributedDataParallel(bench.load_model(), gradient_as_bucket_view=True))
 
 
 def run_fully_shard(bench: Bench, reshards: bool) -> None:
@@ -194,7 +213,9 @@ def run_fully_shard(bench: Bench, reshards: bool) -> None:
     model = bench.load_model()
     for block in model.model.layers:
         fully_shard(block, reshard_after_forward=reshards)
-    bench.loop(fully_shard(model, reshard_after_forward=reshards))
+    bench.loop(
+        fully_shard(model, reshard_after_forward=None if reshards else False)
+    )  # None: the root stays, torch's way
 
 
 def run_shard_on_load(bench: Bench) -> None:

@@ -26,7 +26,7 @@ PAIRS = [  # ours, theirs
     ("packed", "padded"),
 ]
 OURS = {ours for ours, _ in PAIRS} | {"padded"}
-OTHER_ROWS = {"packed", "padded"}  # their losses are compared with nothing
+OTHER_ROWS = {"packed", "padded"}  # their losses are compared with nothing, and no two steps have the same tokens
 
 
 Group = dict[str, dict]  # what stepped in turn: a row a contender
@@ -64,15 +64,21 @@ def rates(row: dict, warmup: int) -> list[float]:
     return [tokens / seconds for tokens, seconds in pairs]
 
 
+def overall(row: dict, warmup: int) -> list[float]:
+    """The same over all those steps together, as one figure."""
+    return [sum(row["useful_tokens"][warmup:]) / sum(row["seconds"][warmup:])]
+
+
 def compare(groups: list[Group], warmup: int) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Of each pair that was measured in one group: the median over rounds, of all launches, of our tokens/s divided by
-    theirs in the same round, and the lower and upper quartile."""
+    theirs in the same round, and the lower and upper quartile. Of `OTHER_ROWS` over launches, each as a whole."""
     medians, quartiles = {}, {}
     for ours, theirs in PAIRS:
         found = []
         for rows in [[group.get(name, {}) for name in (ours, theirs)] for group in groups]:
             if all("losses" in row and "wrong" not in row for row in rows):
-                found += [our / their for our, their in zip(*(rates(row, warmup) for row in rows), strict=True)]
+                speed = overall if ours in OTHER_ROWS else rates
+                found += [our / their for our, their in zip(*(speed(row, warmup) for row in rows), strict=True)]
         if found:
             low, middle, high = statistics.quantiles(found, n=4, method="inclusive") if found[1:] else found * 3
             medians[f"{ours} / {theirs}"], quartiles[f"{ours} / {theirs}"] = middle, [low, high]
@@ -98,11 +104,19 @@ def tabulate(data: dict) -> str:
         off = [row["largest_difference"] for row in rows if "largest_difference" in row]
         lines.append([name, f"{seconds:.2f}", f"{speed:.0f}", f"{memory:.1f}", f"{max(off):.1e}" if off else ""])
     head = ["contender", "seconds a step", "useful tokens/s", "peak resident GB, a rank", "losses off by at most"]
-    ratios = []
-    for pair, middle in data["ratios"].items():
-        low, high = data["quartiles"][pair]
-        ratios.append([pair, f"{middle:.3f}", f"{low:.3f} to {high:.3f}"])
-    return table(["ours / theirs", "tokens/s, median", "quartiles"], ratios) + "\n\n" + table(head, lines)
+    same = [data["same_malloc"][key] for key in ("ratios", "quartiles")]
+    found = tabulate_ratios("ours / theirs", data["ratios"], data["quartiles"])
+    if same[0]:
+        found += "\n\n" + tabulate_ratios("the same malloc settings in both", *same)
+    return found + "\n\n" + table(head, lines)
+
+
+def tabulate_ratios(what: str, ratios: dict[str, float], quartiles: dict[str, list[float]]) -> str:
+    from page import table
+
+    spreads = {pair: f"{low:.3f} to {high:.3f}" for pair, (low, high) in quartiles.items()}
+    rows = [[pair, f"{middle:.3f}", spreads[pair]] for pair, middle in ratios.items()]
+    return table([what, "tokens/s, median", "quartiles"], rows)
 
 
 def draw(data: dict, out: Path) -> None:

@@ -2,7 +2,7 @@
 
 Whoever shares a machine with a benchmark moves its seconds by a tenth, and a loop that copies something it need
 not is 2% slower. So the operations of one step are counted: multiply-adds of products, bytes that everything else reads
-and writes, bytes of collectives. Writes docs/benchmarks/work.json, and its table in peers.md.
+and writes, bytes that collectives send. Writes docs/benchmarks/work.json, and its table in peers.md.
 
     make bench-work                                          # some minutes; other work beside it changes nothing
 """
@@ -22,7 +22,7 @@ from peers import OPTIM, ROOT, LeftOut, World, facts, finish, model_of, prepare
 KINDS = {
     "products": "TFLOP of products",
     "memory": "GB read and written beside them",
-    "collectives": "GB of collectives",
+    "sent": "GB sent",
 }
 
 

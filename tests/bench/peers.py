@@ -1,11 +1,13 @@
 """Shardbook beside its peers: the same model, rows and optimizer, steps in turn, in one run.
 
-Every contender is a world of processes of its own, blocked in a read while another one steps; a round is one step of
-each of a group, in an order that turns from round to round, so that what else the machine does hits all alike. Groups
-are what memory holds; ratios are of contenders of one group. Writes docs/benchmarks/peers.json, the table in
-peers.md and peers.svg.
+Every contender is a world of processes of its own, blocked in a read while another one steps; a round is a turn of
+each of a group, in an order that changes from round to round, so that what else the machine does hits all alike. A turn
+is two steps, and the second is timed: the first brings back what the other's turn, or the kernel meanwhile, took from
+caches and memory, which no run that has a machine to itself pays. Groups are what memory holds; ratios are of
+contenders of one group. At last the bare loops again, where every contender tells malloc what ours tells it. Writes
+docs/benchmarks/peers.json, the table in peers.md and peers.svg.
 
-    make bench-peers                                         # half an hour on two cores
+    make bench-peers                                         # an hour on two cores
     python tests/bench/peers.py --tiny --rounds 2 --out x    # a tiny model: is everything there? no figures
 """
 
@@ -35,6 +37,8 @@ NEEDED_BYTES = {"tiny": 1.5e9, "smollm2": 9e9}  # of the ranks of one contender,
 SECONDS = 600  # for a step, or for everything before the second one
 OPTIM = {"learning_rate": 2e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0}
 PACKAGES = ("transformers", "accelerate")
+# What shardbook.ranks.settings.keep_freed_memory asks of malloc, as variables; ours leaves it alone where they are set.
+SAME_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 class LeftOut(Exception):
@@ -44,7 +48,7 @@ class LeftOut(Exception):
 class World:
     """The ranks of one contender."""
 
-    def __init__(self, name: str, folder: Path, site: Path):
+    def __init__(self, name: str, folder: Path, site: Path, variables: dict[str, str] | None = None):
         from shardbook.ranks.distributed import free_port
 
         self.name, self.said = name, [folder / f"{name}.{rank}.txt" for rank in range(RANKS)]
@@ -59,7 +63,7 @@ class World:
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // RANKS)),
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
-        }
+        } | (variables or {})
         if name.startswith("DeepSpeed"):  # where it can be imported transformers imports it, in every contender
             paths = [str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
             shared |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -126,8 +130,8 @@ class World:
             process.wait()
 
 
-def run_group(names: list[str], folder: Path, site: Path, settings: dict) -> dict[str, dict]:
-    """A row a contender: seconds of each step after the first, losses of all; or `left_out`."""
+def run_group(names: list[str], folder: Path, site: Path, settings: dict, variables: dict | None = None) -> dict:
+    """A row a contender: seconds of the second step of each of its turns, losses of all steps; or `left_out`."""
     rows: dict[str, dict] = {}
     worlds: dict[str, World] = {}
 
@@ -143,22 +147,23 @@ def run_group(names: list[str], folder: Path, site: Path, settings: dict) -> dic
             try:
                 if free < needed:  # else the kernel would end one, of whomever
                     raise LeftOut(f"needs {needed / 1e9:.0f} GB of memory, {free / 1e9:.0f} are free")
-                worlds[name], rows[name] = World(name, folder, site), {"seconds": [], "idle_share": 0.0}
+                worlds[name], rows[name] = World(name, folder, site, variables), {"seconds": [], "idle_share": 0.0}
                 worlds[name].hear()
                 print(f"{name:32} stands after {time.perf_counter() - began:.0f} s", flush=True)
             except LeftOut as why:
                 leave(name, why)
-        for round_ in range(settings["steps"] - 1):
+        for round_ in range(settings["warmup"] + settings["rounds"]):
             turn = round_ % len(names)
             for name in [each for each in names[turn:] + names[:turn] if each in worlds]:
-                before = {other: world.cpu_seconds() for other, world in worlds.items()}
                 try:
+                    worlds[name].step()
+                    before = {other: world.cpu_seconds() for other, world in worlds.items()}
                     seconds = worlds[name].step()
                 except LeftOut as why:
                     leave(name, why)
                     continue
                 rows[name]["seconds"].append(seconds)
-                print(f"{name:32} step {round_ + 2}: {seconds:.2f} s", flush=True)
+                print(f"{name:32} round {round_ + 1}: {seconds:.2f} s", flush=True)
                 for other, world in worlds.items():
                     if other != name:  # its share of one core while it should be doing nothing
                         idle = (world.cpu_seconds() - before[other]) / seconds
@@ -190,7 +195,7 @@ def finish(name: str, said: list[dict], settings: dict) -> dict:
     useful = said[0].get("trained_tokens", [full] * settings["steps"])
     return {
         "losses": losses,
-        "useful_tokens": useful[1:],
+        "useful_tokens": useful[2::2],  # of the steps that are timed
         "peak_resident_bytes": max(rank["peak_resident_bytes"] for rank in said),
     }
 
@@ -255,7 +260,8 @@ def facts(site: Path) -> dict:
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    described = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    commit = subprocess.run(described, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     found = {"commit": commit, "torch": torch.__version__, "cpu": cpu, "cores": os.cpu_count()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -265,9 +271,9 @@ def facts(site: Path) -> dict:
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each contender that count, in each launch")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender that count, in each launch")
     parser.add_argument("--launches", type=int, default=2, help="of each group: who has which core and pages is luck")
-    parser.add_argument("--warmup", type=int, default=1, help="rounds before them, beside the step at the start")
+    parser.add_argument("--warmup", type=int, default=0, help="rounds before them, beside the step at the start")
     parser.add_argument("--only", nargs="*", default=[], help="contenders whose name holds one of these words")
     parser.add_argument(
         "--tiny", action="store_true", help="a tiny model with random weights, only to see that it runs"
@@ -288,7 +294,7 @@ def main(words: list[str] | None = None) -> int:
     if (asked.tiny or asked.only) and not asked.out:
         print("--tiny and --only need --out: what they give is no data of the repository", file=sys.stderr)
         return 2
-    folder = Path(tempfile.mkdtemp(prefix="peers-"))
+    folder, before = Path(tempfile.mkdtemp(prefix="peers-")), facts(asked.site)
     try:
         settings = {
             "model": str(model_of(folder, asked.tiny)),
@@ -300,17 +306,22 @@ def main(words: list[str] | None = None) -> int:
             "optim": OPTIM,
             "warmup": asked.warmup,
             "launches": asked.launches,
-            "steps": 1 + asked.warmup + asked.rounds,
+            "rounds": asked.rounds,
+            "steps": 1 + 2 * (asked.warmup + asked.rounds),
         }
         prepare(folder, settings)
         launched = [group for _ in range(asked.launches) for group in groups if group]
         measured = [run_group(group, folder, asked.site, settings) for group in launched]
+        bare = [group for group in groups if len(group) > 1 and any("bare" in name for name in group)]
+        same = [run_group(group, folder, asked.site, settings, SAME_MALLOC) for group in bare]
     finally:
         shutil.rmtree(folder)
-    judged = judge(measured)
+    judged, same = judge(measured), judge(same) if same else []
     ratios, quartiles = compare(judged, asked.warmup)
     settings["model"] = "tiny" if asked.tiny else "SmolLM2-135M-Instruct"
-    data = facts(asked.site) | {"settings": settings, "tolerance": TOLERANCE, "ratios": ratios, "quartiles": quartiles}
+    data = before | {"settings": settings, "tolerance": TOLERANCE, "ratios": ratios, "quartiles": quartiles}
+    again = dict(zip(("ratios", "quartiles"), compare(same, asked.warmup), strict=True))
+    data["same_malloc"] = {"variables": SAME_MALLOC} | again | {"groups": same}
     out = asked.out or DOCS
     out.mkdir(parents=True, exist_ok=True)
     data |= {"groups": judged}
