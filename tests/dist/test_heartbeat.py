@@ -78,14 +78,14 @@ def leave_early():
     stop = train.stop_distributed
 
     def stop_late(ranks):
-        time.sleep(4 * ranks.rank)
+        time.sleep(8 * ranks.rank)
         stop(ranks)
 
     train.stop_distributed = stop_late
 
 
 def test_rank_0_stays_for_those_who_are_not_done(recipe, tmp_path):
-    words = [str(recipe), "run.name=stays", "run.lost_seconds=8"]
+    words = [str(recipe), "run.name=stays", "run.lost_seconds=20"]
     ranks = start_ranks(2, words, tmp_path, leave_early)
     deadline = time.monotonic() + 60
     while "done     5 steps" not in read(tmp_path / "0") and time.monotonic() < deadline:

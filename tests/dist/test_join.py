@@ -32,7 +32,7 @@ def test_ranks_that_do_not_come(recipe):
         assert code == 2 and took < 30
         said = r"shardbook: ranks 2, 3 of 4 did not come to 127\.0\.0\.1:\d+ in \d+ s; start the run on every node, "
         assert re.fullmatch(said + "with this address\n", errors), errors
-    assert re.search(r"^waiting for ranks 2, 3 of 4 at 127\.0\.0\.1:\d+$", started[0][1], re.M)
+    assert re.search(r"^waiting for ranks (1, )?2, 3 of 4 at 127\.0\.0\.1:\d+$", started[0][1], re.M)
     assert "waiting" not in started[1][1]
 
 
@@ -75,7 +75,7 @@ def late(recipe):
     def wait_late(store, place):
         if place.rank == 1:
             store.wait(["verdict"])
-            time.sleep(0.5)
+            time.sleep(0.2)
         return wait(store, place)
 
     join._await_verdict = wait_late
@@ -103,7 +103,7 @@ def test_a_port_where_something_else_listens(recipe, rank):
 def test_a_head_that_no_one_knows(recipe):
     changes = {"0": {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "no-such-host.invalid"}}
     said = r"no-such-host\.invalid:\d+: rank 1 on \S+ did not reach rank 0 there in \d+ s \(no machine of that name\)"
-    refused(recipe, 1, said, 0.5, changes, bound=30)
+    refused(recipe, 1, said, 0.5, changes)
 
 
 def threads(variables, cores):
@@ -170,7 +170,7 @@ def test_a_host_name_that_means_loopback_is_said_before_gloo_tries(recipe):
     said = "shardbook: ranks 0, 1 would listen at 127.0.1.1, which is what node-0 means there, and no other machine "
     said += "reaches that; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, on each machine, to its interface "
     for code, _, errors, took in run_world(2, on_machines_of_their_own, recipe, ""):
-        assert code == 2 and errors.startswith(said) and errors.count("\n") == 1 and took < 10, errors
+        assert code == 2 and errors.startswith(said) and errors.count("\n") == 1 and took < 60, errors
     assert [result[0] for result in run_world(2, on_machines_of_their_own, recipe, "lo")] == [0, 0]
 
 

@@ -293,7 +293,7 @@ def logged(recipe, words):
     def stepped(self, unit, *rest):
         step(self, unit, *rest)
         events.append(f"stepped {unit.number}")
-        time.sleep(0.4)
+        time.sleep(0.6)
 
     def gathered(self, unit, number):
         found = shard(self, unit, number)

@@ -261,7 +261,7 @@ def test_a_signal_to_the_command_saves_and_exits_75_and_the_same_command_continu
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_run_and_the_same_command_continues_bitwise(first, recipe):
-    words = ["train", str(recipe), "run.name=killed", "train.save_steps=2", "train.steps=5", "run.report_to=none"]
+    words = ["train", str(recipe), "run.name=killed", "train.save_steps=2", "train.steps=11", "run.report_to=none"]
     process = subprocess.Popen([BIN / "shardbook", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     for line in process.stdout:
@@ -272,7 +272,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_continues_bitwise(first
     assert process.returncode == 1
     assert err.strip().splitlines()[-1].startswith("shardbook: run failed: rank 1 was ended by SIGKILL")
     assert shardbook(*words).returncode == 0
-    assert losses(recipe.parent / "killed") == losses(first[0])
+    assert losses(recipe.parent / "killed")[:5] == losses(first[0])
 
 
 def on_two_nodes(recipe, name, *words, stop=None, signum=signal.SIGTERM):

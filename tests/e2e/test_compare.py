@@ -240,7 +240,7 @@ def test_a_second_ctrl_c_stops_the_comparison(recipe):
 def running(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"  # nobody may collect an orphan
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second: collected between open and read
         return False
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import wandb
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from wandb_file import read_wandb
 
@@ -39,6 +40,7 @@ def test_samples_are_one_table_of_wandb_that_grows(tmp_path, monkeypatch):
         trackers.log_samples([{"step": step, "prompt": "why", "completion": word, "tokens": 1} for word in ("a", "b")])
     assert set(trackers._started) == {"wandb", "tensorboard"}  # neither failed
     trackers.finish(failed=False)
+    wandb.teardown()  # its process closes the file after finish() has returned
     (file,) = tmp_path.glob("wandb/offline-*/*.wandb")
     tables = [row for row in read_wandb(file).rows if "samples/_type" in row]
     assert [row[STEP] for row in tables] == [0, 5]

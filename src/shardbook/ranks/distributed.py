@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from random import SystemRandom
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -175,9 +176,12 @@ def _share_cores(place: Rendezvous, store: Store) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below those that kernels give to whoever asks for any: it is bound seconds later, by a process that still
+    has to import torch."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port := SystemRandom().randrange(10_000, 20_000)))
+            return port
 
 
 def sum_over_ranks(*values: float) -> list[float]:

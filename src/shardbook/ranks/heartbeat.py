@@ -168,7 +168,7 @@ class Heartbeat:
             if not LEAVING.is_set():
                 if hangs:
                     _soon(lambda: leave_evidence(self.place.rank), EVIDENCE_SECONDS)
-                    time.sleep(2 * self.every + 1)  # until the others have left theirs
+                    time.sleep(2 * self.every + 3)  # until the others have left theirs
                 # the node's first rank speaks for the others: its launcher then ends them
                 time.sleep(min(2, self.seconds) if self.place.local_rank else 0)
                 end_run(reason)
