@@ -213,9 +213,8 @@ def run_fully_shard(bench: Bench, reshards: bool) -> None:
     model = bench.load_model()
     for block in model.model.layers:
         fully_shard(block, reshard_after_forward=reshards)
-    bench.loop(
-        fully_shard(model, reshard_after_forward=None if reshards else False)
-    )  # None: the root stays, torch's way
+    root = None if reshards else False  # torch's own: the root stays gathered for its backward
+    bench.loop(fully_shard(model, reshard_after_forward=root))
 
 
 def run_shard_on_load(bench: Bench) -> None:
