@@ -104,8 +104,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     loader = Loader(documents, batching, recipe.train.gradient_accumulation_steps, recipe.train.seed)
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
     if run.finished_steps >= steps:
-        done = f"this run has finished its {run.finished_steps} steps"
-        console.print(f"done     {done}; raise train.steps, or choose another run.name")
+        more = "raise train.steps, or " * run.is_saved(newest)
+        console.print(f"done     this run has finished its {run.finished_steps} steps; {more}choose another run.name")
         return DONE
     run.check_goes_on(steps, newest, recipe)
 

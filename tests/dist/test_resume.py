@@ -288,9 +288,24 @@ def test_a_finished_run_says_so_and_does_nothing(recipe, straight):
     before = (straight / "metrics.jsonl").read_text()
     results = run_world(2, train_rank, [str(recipe), "run.name=straight", *SAVING])
     assert [code for code, _, _ in results] == [0, 0]
-    assert "this run has finished its 6 steps" in results[0][1]
+    assert "this run has finished its 6 steps; raise train.steps, or choose another run.name" in results[0][1]
     assert (straight / "metrics.jsonl").read_text() == before
     # more steps: from its last checkpoint; without one, refused rather than started over
     run = run_train(2, recipe, "kept-none", "train.steps=2")
     error = refused(recipe, 2, "kept-none", "train.steps=3")
     assert "finished at step 2 without a checkpoint" in error and losses(run) == losses(run)[:2]
+    results = run_world(2, train_rank, [str(recipe), "run.name=kept-none", "train.steps=2"])
+    assert "finished its 2 steps; choose another run.name" in results[0][1]  # what would be refused is not advised
+
+
+def test_a_finished_run_does_not_go_back_to_an_older_checkpoint(recipe, straight):
+    run = straight.parent / "older"
+    shutil.copytree(straight, run, ignore=shutil.ignore_patterns("step-000006"))
+    before = (run / "metrics.jsonl").read_text()
+    error = refused(recipe, 2, "older", *SAVING, "train.steps=8")
+    named = run / "checkpoints" / "step-000004"
+    assert f"choose another run.name, with train.resume_from_checkpoint={named} to go on from there" in error
+    assert (run / "metrics.jsonl").read_text() == before
+    # as advised
+    again = run_train(2, recipe, "elsewhere", *SAVING, f"train.resume_from_checkpoint={named}")
+    assert losses(again) == losses(straight)[4:]

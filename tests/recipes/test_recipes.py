@@ -83,7 +83,7 @@ CONFIGS = {
 }
 AWAY = re.compile(r"^# predicted: (\d+) GB at a rank's peak, (\d+) GB of host memory(?: and (\d+) GB of disk)?", re.M)
 HEADER = re.compile(
-    r"(?:# .+,\n)?# .+\.\n# run:      (.+)\n# hardware: (\d+) .+\n(?:# predicted: .+\n)?# measured: (.+)\n"
+    r"# .+\.\n(?:# .+\.\n)?# run:      (.+)\n# hardware: (\d+) .+\n(?:# predicted: .+\n)?# measured: (.+)\n"
     r'(?:method = "\w+"\n\n)?\['
 )
 
@@ -108,7 +108,7 @@ def test_there_are_recipes():
 def test_recipe(name, tmp_path):
     path = list_recipes()[name]
     header = HEADER.match(path.read_text())
-    assert header, "header: a sentence, then run, hardware (starting with the number of ranks), measured"
+    assert header, "header: a line or two of whole sentences, then run, hardware (starting with ranks), measured"
     command, world, measured = header[1], int(header[2]), header[3]
     assert f"RECIPE={name}" in command or f"recipes/{name}.toml" in command or name == "smollm2-135m-fsdp"
     assert measured == "not yet measured" or re.search(r"\d", measured)

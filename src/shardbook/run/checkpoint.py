@@ -59,7 +59,7 @@ class TrainState:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint with the most steps in `folder`, or None. Incomplete ones do not count."""
-    return max(_complete(folder), key=_step_of, default=None)
+    return max(_complete(folder), key=step_of, default=None)
 
 
 @long_phase("a checkpoint")
@@ -94,7 +94,7 @@ def save_checkpoint(
         with _writable(path):
             (path / STATE).write_text(json.dumps(facts | {"shapes": _shapes(sharded.model)}, indent=1))
             (path / MARKER).touch()
-            for old in sorted(_complete(folder), key=_step_of)[:-keep] if keep else []:
+            for old in sorted(_complete(folder), key=step_of)[:-keep] if keep else []:
                 (old / MARKER).unlink()
                 shutil.rmtree(old)
     dist.barrier()
@@ -230,7 +230,8 @@ def _complete(folder: Path) -> list[Path]:
     ]
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """After which step a checkpoint was written, by its name."""
     return int(path.name.removeprefix("step-"))
 
 

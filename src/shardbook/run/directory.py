@@ -25,6 +25,7 @@ import torch
 
 import shardbook
 from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe, first_line, flatten_recipe
+from shardbook.run.checkpoint import step_of
 from shardbook.run.trackers import check_installed
 
 PACKAGES = ("transformers", "datasets", "accelerate", "safetensors")
@@ -51,13 +52,18 @@ class RunDirectory:
         _write_facts(self.path, environment() | facts | {"finished_steps": 0})
         write_whole(self.path / "resolved.toml", dump_recipe(recipe))  # last: where it is, the others are
 
+    def is_saved(self, newest: Path | None) -> bool:
+        """Whether all the steps that the run finished are in its `newest` checkpoint."""
+        return newest is not None and step_of(newest) >= self.finished_steps
+
     def check_goes_on(self, steps: int, newest: Path | None, recipe: Recipe) -> None:
-        """Raise RecipeError where the run is finished and has no checkpoint, its `newest`, to go on from to `steps`; or
-        has one, and minimises something else in this `recipe`."""
-        if self.finished_steps and newest is None:
+        """Raise RecipeError where the run is finished and its `newest` checkpoint is not of its end, to go on from to
+        `steps`; or is, and this `recipe` minimises something else."""
+        if self.finished_steps and not self.is_saved(newest):
+            earlier = f", with train.resume_from_checkpoint={newest} to go on from there" if newest else ""
             raise RecipeError(
-                f"run {self.path} finished at step {self.finished_steps} without a checkpoint to go on from, "
-                f"to {steps}; choose another run.name"
+                f"run {self.path} finished at step {self.finished_steps} without a checkpoint of it to go on from, "
+                f"to {steps}; choose another run.name{earlier}"
             )
         here, there = flatten_recipe(recipe), _read_minimised(self.path / "resolved.toml") if newest else {}
         for name, value in there.items():
