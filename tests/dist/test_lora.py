@@ -203,10 +203,10 @@ def test_resume_is_bitwise_and_another_base_is_refused(recipe, tiny, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(tiny / "model", base)
     words = ("lora.r=4", "lora.lora_dropout=0.2", "activation.checkpointing=full", f"model.path={base}")
-    straight = run_train(2, recipe, "straight", "train.steps=4", *words)
-    run_train(2, recipe, "parts", "train.steps=2", "train.save_steps=2", "optim.lr_scheduler_type=constant", *words)
-    straight = run_train(2, recipe, "whole", "train.steps=4", "optim.lr_scheduler_type=constant", *words)
-    resumed = run_train(2, recipe, "parts", "train.steps=4", "optim.lr_scheduler_type=constant", *words)
+    saving = ("train.save_steps=2", "optim.lr_scheduler_type=constant")
+    run_train(2, recipe, "parts", "train.steps=2", *saving, *words)
+    straight = run_train(2, recipe, "whole", "train.steps=4", *saving, *words)
+    resumed = run_train(2, recipe, "parts", "train.steps=4", *saving, *words)
     assert losses(resumed)[-2:] == losses(straight)[-2:]
     weights = next(base.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
