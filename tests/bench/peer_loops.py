@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from peer_report import ON_FOUR_RANKS
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -80,6 +82,8 @@ def local_bytes(value) -> int:
 
 
 RECIPE = "smollm2-135m-fsdp"
+STAGES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+HYBRID = (2, 2)  # replicas, and shards of each
 PACKED_LENGTH = 256  # of the rows that hold whole exchanges
 
 
@@ -98,7 +102,8 @@ class Bench:
 
     def rows(self) -> torch.Tensor:
         """[steps, batch, length] int64: this rank's, in the order in which our loader gives them."""
-        return torch.load(self.folder / "rows.pt")[:, self.rank]
+        rows = torch.load(self.folder / "rows.pt")  # of a step, rank after rank
+        return rows.unflatten(1, (-1, self.settings["batch"]))[:, self.rank]
 
     def step_done(self, *_) -> None:
         """Say so, and wait to be told to go on; after the last step only say so."""
@@ -163,8 +168,10 @@ def recipe_words(settings: dict, folder: Path, name: str, rows: dict) -> list[st
 
 
 def full_rows(settings: dict, folder: Path, stage: str) -> dict:
+    axes = dict(zip(("dp_replicate_size", "dp_shard_size"), HYBRID, strict=True)) if stage == "hsdp" else {}
     return {
         "parallel.stage": stage,
+        **{f"parallel.{axis}": size for axis, size in axes.items()},
         "data.train": folder / "full.jsonl",
         "data.max_length": settings["length"],
         "data.packing": "false",  # one document fills a row: what packing does is measured apart
@@ -208,13 +215,15 @@ def run_ddp(bench: Bench) -> None:
     bench.loop(DistributedDataParallel(bench.load_model(), gradient_as_bucket_view=True))
 
 
-def run_fully_shard(bench: Bench, reshards: bool) -> None:
+def run_fully_shard(bench: Bench, reshards: bool, sizes: tuple[int, ...] = (2,)) -> None:
+    """`sizes`: of the mesh: shards, behind replicas where there are any."""
     dist.init_process_group("gloo")
-    model = bench.load_model()
+    names = ("replicas", "shards")[-len(sizes) :]
+    model, mesh = bench.load_model(), init_device_mesh("cpu", sizes, mesh_dim_names=names)
     for block in model.model.layers:
-        fully_shard(block, reshard_after_forward=reshards)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
     root = None if reshards else False  # torch's own: the root stays gathered for its backward
-    bench.loop(fully_shard(model, reshard_after_forward=root))
+    bench.loop(fully_shard(model, mesh=mesh, reshard_after_forward=root))
 
 
 def run_shard_on_load(bench: Bench) -> None:
@@ -260,7 +269,7 @@ def run_trainer(bench: Bench) -> None:
         disable_tqdm=True,
     )
     # batch after batch, rank after rank, is how the Trainer deals them out
-    ids = torch.load(bench.folder / "rows.pt").flatten(0, 2)
+    ids = torch.load(bench.folder / "rows.pt").flatten(0, 1)
     rows = [{"input_ids": row, "labels": row} for row in ids]
     Noted(model=bench.load_model(), args=arguments, train_dataset=rows, callbacks=[Steps()]).train()
 
@@ -289,12 +298,13 @@ def run_deepspeed(bench: Bench, stage: int) -> None:
 
 
 CONTENDERS: dict[str, Callable[[Bench], dict | None]] = {
-    **{stage: partial(run_ours, rows=partial(full_rows, stage=stage)) for stage in ("ddp", "zero1", "zero2", "zero3")},
+    **{stage: partial(run_ours, rows=partial(full_rows, stage=stage)) for stage in STAGES},
     "packed": partial(run_ours, rows=partial(exchanges, packing=True)),
     "padded": partial(run_ours, rows=partial(exchanges, packing=False)),
     "bare DDP": run_ddp,
     "bare fully_shard, gathered": partial(run_fully_shard, reshards=False),
     "bare fully_shard": partial(run_fully_shard, reshards=True),
+    "bare fully_shard, hybrid": partial(run_fully_shard, reshards=True, sizes=HYBRID),
     "HF Trainer": run_trainer,
     "transformers, sharded on load": run_shard_on_load,
     "DeepSpeed ZeRO-1": partial(run_deepspeed, stage=1),
@@ -305,7 +315,11 @@ CONTENDERS: dict[str, Callable[[Bench], dict | None]] = {
 
 def main(name: str, folder: str, descriptor: str) -> None:
     connection = Connection(int(descriptor))
-    bench = Bench(name, Path(folder), connection, json.loads((Path(folder) / "settings.json").read_text()))
+    settings = json.loads((Path(folder) / "settings.json").read_text())
+    if name in ON_FOUR_RANKS:
+        settings["model"] = settings["model_on_four_ranks"]
+        settings["batch"] = settings["batch"] * settings["ranks"] // 4  # as many rows in a step
+    bench = Bench(name, Path(folder), connection, settings)
     facts = CONTENDERS[name](bench) or {}
     # getrusage would give the parent's, where that is larger
     status = Path("/proc/self/status").read_text().splitlines()

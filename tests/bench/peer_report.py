@@ -7,6 +7,7 @@ Pure functions of docs/benchmarks/peers.json; `show` writes peers.md's table and
 
 import json
 import statistics
+from itertools import compress
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
@@ -23,9 +24,11 @@ PAIRS = [  # ours, theirs
     ("zero3", "bare fully_shard"),
     ("zero3", "transformers, sharded on load"),
     ("zero3", "DeepSpeed ZeRO-3"),
+    ("hsdp", "bare fully_shard, hybrid"),
     ("packed", "padded"),
 ]
 OURS = {ours for ours, _ in PAIRS} | {"padded"}
+ON_FOUR_RANKS = {"hsdp", "bare fully_shard, hybrid"}  # a mesh of two axes; as many rows in a step, a smaller model
 OTHER_ROWS = {"packed", "padded"}  # their losses are compared with nothing, and no two steps have the same tokens
 
 
@@ -33,14 +36,17 @@ Group = dict[str, dict]  # what stepped in turn: a row a contender
 
 
 def judge(groups: list[Group], tolerance: float = TOLERANCE) -> list[Group]:
-    """`groups`, each row with its largest relative difference of a loss from the median of those that are not ours,
-    step by step; beyond `tolerance` it is `wrong`, with the step. Without any of the others: from the median of ours.
+    """`groups`, each row with its largest relative difference of a loss from the median of those of the same model that
+    are not ours, step by step; beyond `tolerance` it is `wrong`, with the step. Without any of the others: from the
+    median of ours.
     """
     measured = [(name, row) for group in groups for name, row in group.items() if is_compared(name, row)]
-    referees = [row["losses"] for name, row in measured if name not in OURS] or [row["losses"] for _, row in measured]
-    expected = [statistics.median(losses) for losses in zip(*referees, strict=True)]
 
-    def judge_row(row: dict) -> dict:
+    def judge_row(name: str, row: dict) -> dict:
+        is_alike = [(each in ON_FOUR_RANKS) == (name in ON_FOUR_RANKS) for each, _ in measured]
+        same = [(each, other["losses"]) for each, other in compress(measured, is_alike)]
+        referees = [losses for each, losses in same if each not in OURS] or [losses for _, losses in same]
+        expected = [statistics.median(losses) for losses in zip(*referees, strict=True)]
         off = [abs(loss / other - 1) for loss, other in zip(row["losses"], expected, strict=True)]
         # written so that a loss that is not a number is wrong
         first = next((step for step, each in enumerate(off, 1) if not each <= tolerance), None)
@@ -50,7 +56,8 @@ def judge(groups: list[Group], tolerance: float = TOLERANCE) -> list[Group]:
         return row | {"wrong": f"loss of step {first} is {loss:.6f}, the others' {other:.6f}"}
 
     return [
-        {name: judge_row(row) if is_compared(name, row) else row for name, row in group.items()} for group in groups
+        {name: judge_row(name, row) if is_compared(name, row) else row for name, row in group.items()}
+        for group in groups
     ]
 
 
@@ -146,6 +153,8 @@ def show(data: dict, folder: Path = DOCS) -> None:
     before, _, rest = page.read_text().partition("<!-- measured -->")
     _, _, after = rest.partition("<!-- end -->")
     where = f"{data['settings']['ranks']} ranks on {data['cpu']}, torch {data['torch']}, commit {data['commit'][:12]}"
+    for each in data.get("added", []):
+        where += f"; {' and '.join(each['contenders'])} on {each['cpu']}, commit {each['commit'][:12]}"
     shown = f"{where}.\n\n![ratios](peers.svg)\n\n{tabulate(data)}"
     page.write_text(f"{before}<!-- measured -->\n\n{shown}\n\n<!-- end -->{after}")
     draw(data, folder / "peers.svg")

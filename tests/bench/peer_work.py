@@ -17,7 +17,7 @@ from pathlib import Path
 from page import table
 from peer_loops import CONTENDERS
 from peer_report import DOCS, OTHER_ROWS
-from peers import OPTIM, ROOT, LeftOut, World, facts, finish, model_of, prepare
+from peers import OPTIM, ROOT, LeftOut, World, facts, finish, model_of, name_models, prepare
 
 KINDS = {
     "products": "TFLOP of products",
@@ -80,7 +80,7 @@ def main(words: list[str] | None = None) -> int:
             print(name, found[name], flush=True)
     finally:
         shutil.rmtree(folder)
-    settings["model"] = "tiny" if asked.tiny else "SmolLM2-135M-Instruct"
+    settings |= name_models(asked.tiny)
     data = {key: value for key, value in facts(asked.site).items() if key not in ("cpu", "cores")}
     data |= {"settings": settings, "contenders": found}
     out = asked.out or DOCS

@@ -26,17 +26,19 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
 from peer_loops import CONTENDERS, exchanges, full_rows, recipe_words
-from peer_report import DOCS, PAIRS, TOLERANCE, compare, judge, show
+from peer_report import DOCS, ON_FOUR_RANKS, PAIRS, TOLERANCE, Group, compare, judge, show
 
 ROOT = Path(__file__).parents[2]
 # what stands in memory together, and steps in turn: each takes 6 to 9 GB, and malloc keeps it between steps
 GROUPS = [list(pair) for pair in PAIRS]
 RANKS = 2
+BLOCKS = 15  # of the model of four ranks: two contenders with all thirty do not fit into 24 GB
 EXCHANGES = 6000  # some 400 packed rows
 NEEDED_BYTES = {"tiny": 1.5e9, "smollm2": 9e9}  # of the ranks of one contender, all together
 SECONDS = 600  # for a step, or for everything before the second one
 OPTIM = {"learning_rate": 2e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0}
 PACKAGES = ("transformers", "accelerate")
+COUNTS = ("launches", "rounds", "warmup", "batch", "length")  # without which ratios are not of one kind
 # What shardbook.ranks.settings.keep_freed_memory asks of malloc, as variables; ours leaves it alone where they are set.
 SAME_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
@@ -51,23 +53,24 @@ class World:
     def __init__(self, name: str, folder: Path, site: Path, variables: dict[str, str] | None = None):
         from shardbook.ranks.distributed import free_port
 
-        self.name, self.said = name, [folder / f"{name}.{rank}.txt" for rank in range(RANKS)]
+        ranks = 4 if name in ON_FOUR_RANKS else RANKS
+        self.name, self.said = name, [folder / f"{name}.{rank}.txt" for rank in range(ranks)]
         self.pipes: list[Connection] = []
         self.processes: list[subprocess.Popen] = []
         shared = {
-            "WORLD_SIZE": str(RANKS),
-            "LOCAL_WORLD_SIZE": str(RANKS),
-            "LOCAL_SIZE": str(RANKS),  # DeepSpeed's
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "LOCAL_SIZE": str(ranks),  # DeepSpeed's
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // RANKS)),
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
         } | (variables or {})
         if name.startswith("DeepSpeed"):  # where it can be imported transformers imports it, in every contender
             paths = [str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
             shared |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        for rank in range(RANKS):
+        for rank in range(ranks):
             here, there = Pipe()
             command = [sys.executable, str(Path(__file__).with_name("peer_loops.py")), name, str(folder)]
             with self.said[rank].open("w") as said:
@@ -85,7 +88,7 @@ class World:
     def hear(self) -> list:
         """What each rank says next. Raises LeftOut."""
         heard: dict[Connection, object] = {}
-        while len(heard) < RANKS:
+        while len(heard) < len(self.pipes):
             ready = wait([pipe for pipe in self.pipes if pipe not in heard], SECONDS)
             if not ready:
                 raise LeftOut(f"said nothing for {SECONDS} s")
@@ -234,7 +237,8 @@ def prepare(folder: Path, settings: dict) -> None:
                 [loader.step_at(step * loader.rows_per_step)[0].input_ids for loader in loaders]
                 for step in range(settings["steps"])
             ]
-            torch.save(torch.stack([torch.stack(step) for step in steps]), folder / "rows.pt")
+            torch.save(torch.stack([torch.cat(step) for step in steps]), folder / "rows.pt")
+    settings["model_on_four_ranks"] = str(cut_model(Path(settings["model"]), folder / "cut"))
     (folder / "settings.json").write_text(json.dumps(settings))
 
 
@@ -253,6 +257,26 @@ def model_of(folder: Path, tiny: bool) -> Path:
     return small.write_model(folder / "model", max_position_embeddings=512)
 
 
+def cut_model(model: Path, out: Path) -> Path:
+    """`model` with its first BLOCKS blocks alone, in `out`; itself where it has no more."""
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    if whole.config.num_hidden_layers <= BLOCKS:
+        return model
+    del whole.model.layers[BLOCKS:]
+    whole.config.num_hidden_layers = BLOCKS
+    shutil.copytree(model, out, ignore=shutil.ignore_patterns("*.safetensors"))  # its tokenizer
+    whole.save_pretrained(out)
+    return out
+
+
+def name_models(tiny: bool) -> dict[str, str]:
+    """What the data says in place of their folders."""
+    whole = "tiny" if tiny else "SmolLM2-135M-Instruct"
+    return {"model": whole, "model_on_four_ranks": whole if tiny else f"{whole}, its first {BLOCKS} blocks"}
+
+
 def facts(site: Path) -> dict:
     import torch
 
@@ -269,6 +293,22 @@ def facts(site: Path) -> dict:
     return found | {each.name: each.version for each in distributions(name="deepspeed", path=[str(site)])}
 
 
+def add_to(there: dict, here: dict, measured: list[Group], same: list[Group]) -> tuple[dict, list[Group], list[Group]]:
+    """What is `there`, with groups measured here in place of those of the same contenders; the data says which were."""
+    counts = [{name: data["settings"][name] for name in COUNTS} for data in (there, here)]
+    if counts[0] != counts[1]:
+        raise SystemExit(f"--add: peers.json has {counts[0]}, these are {counts[1]}")
+    own = [set(group) for group in measured]
+    kept = [
+        [group for group in groups if set(group) not in own]
+        for groups in (there["groups"], there["same_malloc"]["groups"])
+    ]
+    added = {"contenders": sorted(set().union(*own))} | {key: here[key] for key in ("commit", "torch", "cpu", "cores")}
+    others = [each for each in there.get("added", []) if each["contenders"] != added["contenders"]]
+    data = there | {"settings": there["settings"] | here["settings"], "added": [*others, added]}
+    return data, kept[0] + measured, kept[1] + same
+
+
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender that count, in each launch")
@@ -280,6 +320,7 @@ def main(words: list[str] | None = None) -> int:
     )
     parser.add_argument("--site", type=Path, default=ROOT / ".venv" / "peers", help="folder that DeepSpeed is in")
     parser.add_argument("--out", type=Path, help="folder for peers.json alone (the repository's data stays as it is)")
+    parser.add_argument("--add", action="store_true", help="groups of --only to what the repository's data has")
     asked = parser.parse_args(words)
     if min(asked.rounds, asked.launches) < 1 or asked.warmup < 0:
         given = f"--rounds {asked.rounds} --launches {asked.launches} --warmup {asked.warmup}"
@@ -291,8 +332,14 @@ def main(words: list[str] | None = None) -> int:
     if not any(groups):
         print(f"--only {asked.only}: no contender; there are", *CONTENDERS, sep="\n  ", file=sys.stderr)
         return 2
-    if (asked.tiny or asked.only) and not asked.out:
-        print("--tiny and --only need --out: what they give is no data of the repository", file=sys.stderr)
+    if (asked.tiny or (asked.only and not asked.add)) and not asked.out:
+        print(
+            "--tiny and --only need --out: what they give is no data of the repository (--add: of --only)",
+            file=sys.stderr,
+        )
+        return 2
+    if asked.add and (asked.tiny or asked.out or not asked.only):
+        print("--add goes with --only, and neither with --tiny nor --out", file=sys.stderr)
         return 2
     folder, before = Path(tempfile.mkdtemp(prefix="peers-")), facts(asked.site)
     try:
@@ -316,15 +363,17 @@ def main(words: list[str] | None = None) -> int:
         same = [run_group(group, folder, asked.site, settings, SAME_MALLOC) for group in bare]
     finally:
         shutil.rmtree(folder)
+    settings |= name_models(asked.tiny)
+    data = before | {"settings": settings, "tolerance": TOLERANCE}
+    out = asked.out or DOCS
+    if asked.add:
+        data, measured, same = add_to(json.loads((out / "peers.json").read_text()), data, measured, same)
     judged, same = judge(measured), judge(same) if same else []
     ratios, quartiles = compare(judged, asked.warmup)
-    settings["model"] = "tiny" if asked.tiny else "SmolLM2-135M-Instruct"
-    data = before | {"settings": settings, "tolerance": TOLERANCE, "ratios": ratios, "quartiles": quartiles}
     again = dict(zip(("ratios", "quartiles"), compare(same, asked.warmup), strict=True))
-    data["same_malloc"] = {"variables": SAME_MALLOC} | again | {"groups": same}
-    out = asked.out or DOCS
+    data |= {"ratios": ratios, "quartiles": quartiles}
+    data |= {"same_malloc": {"variables": SAME_MALLOC} | again | {"groups": same}, "groups": judged}
     out.mkdir(parents=True, exist_ok=True)
-    data |= {"groups": judged}
     (out / "peers.json").write_text(json.dumps(data, indent=1) + "\n")
     for pair, middle in ratios.items():
         print(f"{pair:48} {middle:.3f}  ({quartiles[pair][0]:.3f} to {quartiles[pair][1]:.3f})")

@@ -78,8 +78,9 @@ def test_another_world_or_stage_continues(recipe, straight, world, words):
 
 
 def test_what_is_saved_is_needed(recipe, straight):
-    """Planted bug: a resume that loses the optimizer's moments, or the loader's place, does not pass the first test."""
-    for loss in (lose_moments, lose_place):
+    """Planted bugs: a resume that loses the optimizer's moments, or the loader's place, or takes micro-batches that lay
+    ready before it, does not pass the first test."""
+    for loss in (lose_moments, lose_place, take_a_stale_step):
         run = cut_back(straight, loss.__name__, 2)
         results = run_world(2, loss, [str(recipe), f"run.name={loss.__name__}", *SAVING])
         assert [code for code, _, _ in results] == [0, 0]
@@ -103,6 +104,19 @@ def lose_place(words):
     from shardbook.data.loader import Loader
 
     Loader.load_state_dict = lambda self, state: None
+    return train_rank(words)
+
+
+def take_a_stale_step(words):
+    from shardbook.data.loader import Loader
+
+    real, made = Loader.step_at, []
+
+    def step_at(loader, start):
+        made.append(start)
+        return real(loader, start if made[1:] else 0)
+
+    Loader.step_at = step_at
     return train_rank(words)
 
 

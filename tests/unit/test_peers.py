@@ -69,6 +69,34 @@ def test_ours_are_held_to_the_others():
     assert not any("wrong" in each for each in judge([found])[0].values())  # alone: with each other
 
 
+def test_a_model_of_its_own_is_judged_by_itself():
+    other = [loss + 1 for loss in LOSSES]
+    found = {"hsdp": row([1.0] * 3, other), "bare fully_shard, hybrid": row([2.0] * 3, other)}
+    judged = judge([found, {"bare DDP": row([1.0] * 3)}])
+    assert not any("wrong" in each for group in judged for each in group.values())
+    assert compare(judged, 1)[0] == {"hsdp / bare fully_shard, hybrid": 2.0}
+    found["hsdp"] = row([1.0] * 3)  # the losses of the model that it does not have
+    assert "loss of step 1 is 3.000000" in judge([found, {"bare DDP": row([1.0] * 3)}])[0]["hsdp"]["wrong"]
+
+
+def test_a_group_is_added_to_what_was_measured():
+    counts = {"launches": 2, "rounds": 3, "warmup": 0, "batch": 4, "length": 128}
+    old, new, pair = {"zero3": 1, "bare fully_shard": 2}, {"hsdp": 3, "bare fully_shard, hybrid": 4}, {"ddp": 5}
+    machine = {"torch": "2.13.0", "cpu": "a CPU", "cores": 2}
+    there = {"settings": counts, "commit": "old", "groups": [old, pair, old], "same_malloc": {"groups": [old]}}
+    here = {"settings": counts | {"more": "said"}, "commit": "new"} | machine
+    data, measured, same = peers.add_to(there, here, [new, new], [new])
+    assert measured == [old, pair, old, new, new] and same == [old, new]
+    assert data["commit"] == "old" and data["settings"]["more"] == "said"
+    assert data["added"] == [{"contenders": sorted(new), "commit": "new"} | machine]
+    there = data | {"groups": measured, "same_malloc": {"groups": same}}
+    data, measured, same = peers.add_to(there, here | {"commit": "newer"}, [new], [])  # in place of those before
+    assert measured == [old, pair, old, new] and same == [old]
+    assert [each["commit"] for each in data["added"]] == ["newer"]
+    with pytest.raises(SystemExit, match=r"'rounds': 3.*'rounds': 1"):
+        peers.add_to(there, here | {"settings": counts | {"rounds": 1}}, [new], [])
+
+
 def data_of(found: dict[str, dict]) -> dict:
     judged = judge([found])
     medians, quartiles = compare(judged, 1)
@@ -166,6 +194,7 @@ def test_bad_words(tmp_path, capsys):
     assert peers.main(["--rounds", "0"]) == 2 and "--rounds 0" in capsys.readouterr().err
     assert peers.main(["--only", "megatron"]) == 2 and "DeepSpeed ZeRO-1" in capsys.readouterr().err
     assert peers.main(["--tiny"]) == 2 and "--out" in capsys.readouterr().err
+    assert peers.main(["--add"]) == 2 and "--add goes with --only" in capsys.readouterr().err
 
 
 @pytest.mark.slow
