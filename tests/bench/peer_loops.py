@@ -60,10 +60,13 @@ class Work(TorchDispatchMode):
 
 
 def sent_bytes(name: str, leaves: list) -> int:
-    """What a rank of a ring of all N sends for the collective `name`, whose tensors are among `leaves`: (N - 1) / N of
-    the whole for an all-gather or a reduce-scatter, twice that for an all-reduce, and in the ranks' mean as much as for
-    a gather for a broadcast or a reduction to one rank."""
-    ranks, plain = dist.get_world_size(), name.replace("_", "")
+    """What a rank of a ring of all N of a group sends for the collective `name`, whose tensors are among `leaves`:
+    (N - 1) / N of the whole for an all-gather or a reduce-scatter, twice that for an all-reduce, and in the ranks' mean
+    as much as for a gather for a broadcast or a reduction to one rank."""
+    groups = [
+        dist.ProcessGroup.unbox(leaf) for leaf in leaves if isinstance(leaf, torch.ScriptObject) and is_group(leaf)
+    ]
+    ranks, plain = (groups[0].size() if groups else dist.get_world_size()), name.replace("_", "")
     here = sum({id(value): local_bytes(value) for value in leaves}.values())  # outputs are also among the arguments
     if "gather" in plain or "scatter" in plain:
         return here * (ranks - 1) // (ranks + 1)  # the whole and a part are here
@@ -72,6 +75,10 @@ def sent_bytes(name: str, leaves: list) -> int:
     if plain.startswith(("wait", "barrier")):
         return 0
     raise NotImplementedError(name)
+
+
+def is_group(leaf: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in leaf._type().qualified_name()
 
 
 def local_bytes(value) -> int:

@@ -171,6 +171,20 @@ def test_a_ring_of_four_sends(name, named, sent, monkeypatch):
     assert sent_bytes(name, [*(tensors[each] for each in named), 4, None]) == sent
 
 
+def test_a_group_of_two_sends_less():
+    torch.distributed.init_process_group("fake", rank=0, world_size=4)
+    try:
+        two, work, whole, part = torch.distributed.new_group([0, 1]), Work(), torch.zeros(1000), torch.zeros(500)
+        with work:
+            torch.distributed.all_reduce(whole)
+            assert work.done["sent"] == 2 * 3 * 1000
+            torch.distributed.all_reduce(whole, group=two)
+            torch.distributed.all_gather_into_tensor(whole, part, group=two)
+        assert work.done["sent"] == 2 * 3 * 1000 + 2 * 2000 + 2000
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.slow
 def test_a_step_is_counted(tmp_path):
     """Ours and the bare loop make the same products, but of the token that nobody predicts; and send as much, but for
