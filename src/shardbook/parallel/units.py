@@ -6,6 +6,7 @@ device, and no rank need exist, so formulas read them as stages do.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress
 from math import prod
 
@@ -22,7 +23,7 @@ WHOLE = "whole_shapes"  # of a model that has some of a pipeline's layers: the s
 CUT = "cut"  # of one that is cut for tensor parallel: along which dim, and its whole shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is itself: plans look one up thousands of times
 class Unit:
     """Modules that are sharded, gathered and reduced together, and what of them is a fact before any rank exists."""
 
@@ -39,7 +40,7 @@ class Unit:
     spans: bool  # runs first and last (the root, or embedding and head in one): never freed inside a pass
     forward_only: bool  # no backward reaches it
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(prod(shape) for shape in self.shapes)
 
@@ -73,6 +74,11 @@ class Unit:
         """All-gathers in a step of `micros` micro-batches, each of so many `forwards`: the last has a backward."""
         again = self.gathers_again + (forwards - 1) * self.reshard_after_forward
         return micros * (1 + again) if self.frees else 1
+
+    @cached_property
+    def inside(self) -> set[nn.Module]:
+        """The first of its modules, with all in it: those of units inside it too."""
+        return set(self.modules[0].modules())
 
     @property
     def gathers_again(self) -> bool:
@@ -198,9 +204,10 @@ def backward_order(units: Sequence[Unit]) -> list[Unit]:
     """The order in which backward reaches `units`, which are in forward order, outer before inner: what spans the pass
     first, then from the last on, and again each outer unit before those inside it."""
 
+    place = {unit.modules[0]: number for number, unit in enumerate(units)}
+
     def last_inside(number: int) -> int:
-        inside = set(units[number].modules[0].modules())
-        return max(n for n, unit in enumerate(units) if unit.modules[0] in inside)
+        return max(place[module] for module in units[number].inside & place.keys())
 
     reached = [n for n, unit in enumerate(units) if not unit.forward_only]
     inner = [n for n in reached if not units[n].spans]
