@@ -1,15 +1,18 @@
 """Worlds of ranks for tests: functions run in N real processes over gloo, forked from a server that has imported torch
-once, so that a world of four costs about a second."""
+once (preloaded.py), so that a world of four costs about a second."""
 
 import contextlib
 import faulthandler
+import functools
 import io
 import itertools
 import json
 import multiprocessing
 import os
 import socket
+import sys
 import traceback
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -18,8 +21,19 @@ SECONDS = 240
 # pytest's workers has its own, and two sessions on one machine seldom the same.
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 ports = itertools.count(20_000 + 4_000 * WORKER + os.getpid() % 3_000)
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "transformers", "datasets", "shardbook.train", "shardbook.cli"])
+
+
+@functools.cache
+def forks() -> multiprocessing.context.ForkServerContext:
+    """What makes processes: forked from a server that has imported preloaded.py, which it finds by PYTHONPATH alone."""
+    context, variables = multiprocessing.get_context("forkserver"), os.environ.copy()
+    context.set_forkserver_preload(["preloaded"])
+    paths = filter(None, [str(Path(__file__).parent), variables.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    forkserver.ensure_running()
+    del os.environ["PYTHONPATH"]
+    os.environ.update(variables)
+    return context
 
 
 def free_port() -> int:
@@ -34,9 +48,9 @@ def run_world(size: int, fn, *args, environment: dict[str, str] | None = None, s
     """`fn(*args)` on each of `size` ranks; results by rank. A rank that raises fails the test, with its traceback."""
     port, pipes, processes = free_port(), [], []
     for rank in range(size):
-        here, there = context.Pipe()
+        here, there = forks().Pipe()
         variables = variables_of(rank, size, port, environment)
-        process = context.Process(target=_rank, args=(variables, there, fn, args), daemon=True)
+        process = forks().Process(target=_rank, args=(variables, there, fn, args), daemon=True)
         process.start()
         there.close()
         pipes.append(here)
@@ -80,7 +94,7 @@ def start_ranks(size: int, words: list[str], said: Path, prepare=None):
     processes = []
     for rank in range(size):
         given = (variables_of(rank, size, port), words, said / str(rank), prepare)
-        processes.append(context.Process(target=_whole_rank, args=given, daemon=True))
+        processes.append(forks().Process(target=_whole_rank, args=given, daemon=True))
         processes[-1].start()
     return processes
 
@@ -104,6 +118,7 @@ def _whole_rank(variables: dict[str, str], words: list[str], said: Path, prepare
 def _rank(variables: dict[str, str], pipe: Connection, fn, args) -> None:
     import torch
 
+    assert "preloaded" in sys.modules  # the server leaves out in silence what it cannot import
     faulthandler.enable()  # where native code ends a rank: what each of its threads did
     os.environ.update(variables)
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoConfig
-from world import context
+from world import forks
 
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.memory.shelf import shelf_sizes
@@ -131,7 +131,7 @@ def test_recipe(name, tmp_path):
     family, facts, count = CONFIGS[recipe.model.path]
     AutoConfig.for_model(family, **facts).save_pretrained(tmp_path)
     # in a process of its own: a world is made once in a process's life
-    process = context.Process(target=wrap, args=(path, tmp_path, world, count))
+    process = forks().Process(target=wrap, args=(path, tmp_path, world, count))
     process.start()
     process.join(120)
     assert process.exitcode == 0

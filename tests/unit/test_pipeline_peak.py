@@ -3,7 +3,7 @@
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-from world import context
+from world import forks
 
 from shardbook.model.shapes import shape_config
 from shardbook.plan.cluster import build_planner
@@ -90,7 +90,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "tolerance"), CASES)
 def test_stages_take_what_the_formula_says(words, tolerance):
-    with ProcessPoolExecutor(1, mp_context=context) as apart:
+    with ProcessPoolExecutor(1, mp_context=forks()) as apart:
         for stage in (0, 1, RANKS - 1):
             peak, formula = apart.submit(bytes_of_stage, words, stage).result(240)
             assert formula / peak == pytest.approx(1, abs=tolerance), (stage, formula / 1e9, peak / 1e9)

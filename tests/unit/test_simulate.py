@@ -4,7 +4,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from world import context
+from world import forks
 
 GB = 1e9
 TEACHER_LAYERS = 6  # of what a student learns from: not as many as it has itself
@@ -73,7 +73,7 @@ def held_by_a_block(checkpointing, ranks):
 @pytest.fixture(scope="module")
 def apart():
     """Runs a function in a process of its own: a process has one process group, and other tests may have made it."""
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with ProcessPoolExecutor(1, mp_context=forks()) as pool:
         yield lambda function, *words: pool.submit(function, *words).result(240)
 
 

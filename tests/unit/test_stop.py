@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from world import context, run_world
+from world import forks, run_world
 
 
 class Busy:
@@ -41,7 +41,7 @@ def ending(folder):
 
 
 def test_a_rank_that_must_end_ends_where_its_exit_file_cannot_be_written(tmp_path):
-    process = context.Process(target=ending, args=(tmp_path,))
+    process = forks().Process(target=ending, args=(tmp_path,))
     process.start()
     process.join(60)
     assert process.exitcode == 3

@@ -161,10 +161,7 @@ class _Sharded:
         self.compute, self.reduce = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
         self.master = layout.dtype("master").itemsize
         self.stays = layout.offload.optimizer == "none"  # what is reduced, on the device
-        # looked up thousands of times; by id, since units are equal by all that they hold
-        self.sizes = {
-            id(unit): [unit.padded_numel(layout.shards, only) for only in (False, True)] for unit in self.order
-        }
+        self.sizes = {unit: [unit.padded_numel(layout.shards, only) for only in (False, True)] for unit in self.order}
 
     def at(self, micro: int, phase: str, running: Unit, done: Sequence[Unit]) -> tuple[int, int, int, int]:
         """Bytes of sums, of gathered parameters, of buffers, and of gradients of `running` that are not summed yet, in
@@ -218,7 +215,7 @@ class _Sharded:
         return sums, self._whole(gathered) * self.compute, buffers, own
 
     def _whole(self, units: Iterable[Unit], trained_only: bool = False) -> int:
-        return sum(self.sizes[id(unit)][trained_only] for unit in units)
+        return sum(self.sizes[unit][trained_only] for unit in units)
 
 
 class _Copied(_Sharded):
