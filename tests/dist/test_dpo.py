@@ -270,6 +270,7 @@ def test_a_run_keeps_what_it_minimises(word, said, recipe, pairs, straight):
         assert losses(run)[:4] == losses(straight)[:4] and losses(run)[4:] != losses(straight)[4:]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_refused_is_refused_before_the_reference_is_asked(recipe, tiny, pairs, straight):
     named = f"train.resume_from_checkpoint={straight}/checkpoints/step-000004"
     words = (*SAVING, *words_of("dpo:sigmoid", pairs), named)

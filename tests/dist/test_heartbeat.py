@@ -16,7 +16,7 @@ def read(path):
     return path.read_text() if path.exists() else ""
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("frozen", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_not_heard_of(recipe, tmp_path, frozen):
     """Stopped, its connections stay open: as with a machine that has lost its link."""
     words = [str(recipe), f"run.name=frozen-{frozen}", "train.steps=100000", f"run.lost_seconds={LOST_SECONDS}"]

@@ -214,7 +214,7 @@ def test_weights_that_are_not_finite_are_not_saved_where_nothing_was_logged(reci
     assert newest_checkpoint(recipe.parent / "broken" / "checkpoints") is None
 
 
-@pytest.mark.parametrize("place", ["tensors", "state"])
+@pytest.mark.parametrize("place", ["tensors", pytest.param("state", marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_is_said(recipe, place):
     alone = ("run.lost_seconds=0", "run.hang_seconds=0")  # nobody ends the other rank from outside
     words = [str(recipe), f"run.name=full-{place}", *SAVING, *alone]
@@ -285,6 +285,7 @@ def test_other_data_of_as_many_rows_is_refused_and_an_older_checkpoint_is_not_as
     run_train(2, recipe, "other-data", *words)
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_a_rank_does_not_see_is_refused(recipe):
     results = run_world(2, unshared, [str(recipe), "run.name=unshared"])
     assert results[1][0] == 2 and "not seen by every rank; set run.dir" in results[1][2]

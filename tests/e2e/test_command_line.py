@@ -200,6 +200,7 @@ def test_export_does_not_pass_an_older_checkpoint_for_the_result(first, tmp_path
     assert "newest checkpoint is step-000003; the result of its 5 steps is in" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_refused_continuation_changes_nothing(first):
     run = first[0]
     before = {name: (run / name).read_bytes() for name in ("recipe.toml", "resolved.toml", "run.json", "metrics.jsonl")}
@@ -363,6 +364,7 @@ def test_wrong_nodes_are_refused(words, said, recipe, capsys):
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_exit_codes_of_ranks_come_through(recipe):
     started = shardbook("train", str(recipe), "data.max_length=300")
     assert started.returncode == 2

@@ -413,6 +413,7 @@ def test_torchtitans_figures(model, gpus, words, measured):
     assert found.fits and 1 <= found.speed / measured < 1.35
 
 
+@pytest.mark.slow
 def test_sharing_matrices_is_advised_where_nothing_else_fits():
     report = make_report(plan_of("llama-3.1-70b", "data.max_length=65536"), "h100-80gb", 64)
     best = report.advice.best
@@ -496,6 +497,7 @@ def test_a_dense_mask_that_is_named_counts():
     assert dense.activations - none.activations >= 32768**2 and plain.total == none.total
 
 
+@pytest.mark.slow
 def test_an_advice_that_shares_what_the_recipe_does_not_says_so():
     report = make_report(plan_of("llama-3.1-70b", "data.max_length=65536"), "h100-80gb", 64)
     assert [line for line in describe_shared(report) if line.startswith("context  4 ranks") and "(advised)" in line]
