@@ -1,5 +1,6 @@
 """The parity matrix: its cases, how one is run through the whole of `train()`, and what must hold afterwards."""
 
+import gc
 import hashlib
 import itertools
 import json
@@ -147,6 +148,7 @@ def run_cases(recipe: Path, tiny: Path, cases: list[Case], results: Path) -> lis
 
     ranks, errors = start_distributed(), []
     for case in cases:
+        gc.freeze()  # a run ends with gc.unfreeze, and the next one's first collection would walk through all of torch
         try:
             settings = load_recipe(recipe, [*case.words(tiny), f"run.dir={results}"])
             outcome = run_case(train, settings, recipe, ranks, case)
