@@ -108,7 +108,7 @@ bench-convergence: $(DEV)  ## ZeRO++ and zero3 on the same data: held-out loss o
 	$(PYTHON3) tests/bench/convergence.py
 	$(PYTHON3) tests/bench/page.py
 
-bench-peers: $(DEV) $(PEERS)  ## a step beside bare loops, HF Trainer and DeepSpeed, in turn: two CPU ranks (half an hour)
+bench-peers: $(DEV) $(PEERS)  ## a step beside bare loops, HF Trainer and DeepSpeed, in turn, on CPU ranks (an hour and a half)
 	$(PYTHON3) tests/bench/peers.py $(ARGS)
 
 bench-work: $(DEV) $(PEERS)  ## what a step of each of them does, counted: products, memory, collectives (some minutes)

@@ -180,6 +180,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             optimizer.step()
             state = TrainState(step, state.tokens + int(totals.tokens), loader.state_dict())
             ahead.begin()
+            collect(step)  # a device is still computing
             if ledger.close():
                 console.show_traffic(ledger.traffic, predicted)
 
@@ -204,7 +205,6 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
                 with pace.paused():
                     save_checkpoint(run.checkpoints, sharded, optimizer, state, recipe.train.save_total_limit)
                 saved_step = step
-            collect(step)
             finish_step(step)
 
     stopped = state.step < steps

@@ -6,6 +6,7 @@ python tests/bench/parts.py       # writes docs/benchmarks/parts.json, which log
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import get_total_norm
 
 from shardbook.model.loss_head import LossHead
 from shardbook.optim import gradient_norm
@@ -59,7 +61,11 @@ def norm():
     def copied():
         return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients]).sum().sqrt()
 
-    return {"in pieces": lambda: gradient_norm(gradients), "fp64 copies": copied}
+    return {
+        "by rows": lambda: gradient_norm(gradients),
+        "fp64 copies": copied,
+        "torch's own, fp32": lambda: get_total_norm(gradients),
+    }
 
 
 def blocks():
@@ -89,7 +95,9 @@ def world_of_one():
 def main() -> int:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
-    data = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cores": os.cpu_count(), "parts": {}}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=OUT.parent, capture_output=True, text=True).stdout.strip()
+    data = {"commit": commit, "torch": torch.__version__, "threads": torch.get_num_threads(), "cores": os.cpu_count()}
+    data["parts"] = {}
     for name, make in {"loss head": loss_head, "gradient norm": norm, "world of one": world_of_one}.items():
         seconds = in_turn(make())
         first, *others = seconds

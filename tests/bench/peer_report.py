@@ -45,8 +45,10 @@ def judge(groups: list[Group], tolerance: float = TOLERANCE) -> list[Group]:
     def judge_row(name: str, row: dict) -> dict:
         is_alike = [(each in ON_FOUR_RANKS) == (name in ON_FOUR_RANKS) for each, _ in measured]
         same = [(each, other["losses"]) for each, other in compress(measured, is_alike)]
-        referees = [losses for each, losses in same if each not in OURS] or [losses for _, losses in same]
-        expected = [statistics.median(losses) for losses in zip(*referees, strict=True)]
+        referees = [(each, losses) for each, losses in same if each not in OURS] or same
+        if {each for each, _ in referees} == {name}:
+            return row  # it would be compared with itself
+        expected = [statistics.median(losses) for losses in zip(*(losses for _, losses in referees), strict=True)]
         off = [abs(loss / other - 1) for loss, other in zip(row["losses"], expected, strict=True)]
         # written so that a loss that is not a number is wrong
         first = next((step for step, each in enumerate(off, 1) if not each <= tolerance), None)
@@ -59,6 +61,15 @@ def judge(groups: list[Group], tolerance: float = TOLERANCE) -> list[Group]:
         {name: judge_row(name, row) if is_compared(name, row) else row for name, row in group.items()}
         for group in groups
     ]
+
+
+def label(name: str) -> str:
+    return name + " (four ranks, half of the model)" * (name in ON_FOUR_RANKS)
+
+
+def shortened(commit: str) -> str:
+    """A commit's first twelve digits, and that the tree was not clean where it was not."""
+    return commit[:12] + "-dirty" * commit.endswith("-dirty")
 
 
 def is_compared(name: str, row: dict) -> bool:
@@ -109,7 +120,7 @@ def tabulate(data: dict) -> str:
         speed = statistics.median(each for row in rows for each in rates(row, warmup))
         memory = max(row["peak_resident_bytes"] for row in rows) / 1e9
         off = [row["largest_difference"] for row in rows if "largest_difference" in row]
-        lines.append([name, f"{seconds:.2f}", f"{speed:.0f}", f"{memory:.1f}", f"{max(off):.1e}" if off else ""])
+        lines.append([label(name), f"{seconds:.2f}", f"{speed:.0f}", f"{memory:.1f}", f"{max(off):.1e}" if off else ""])
     head = ["contender", "seconds a step", "useful tokens/s", "peak resident GB, a rank", "losses off by at most"]
     same = [data["same_malloc"][key] for key in ("ratios", "quartiles")]
     found = tabulate_ratios("ours / theirs", data["ratios"], data["quartiles"])
@@ -152,9 +163,11 @@ def show(data: dict, folder: Path = DOCS) -> None:
     page = folder / "peers.md"
     before, _, rest = page.read_text().partition("<!-- measured -->")
     _, _, after = rest.partition("<!-- end -->")
-    where = f"{data['settings']['ranks']} ranks on {data['cpu']}, torch {data['torch']}, commit {data['commit'][:12]}"
+    where = (
+        f"{data['settings']['ranks']} ranks on {data['cpu']}, torch {data['torch']}, commit {shortened(data['commit'])}"
+    )
     for each in data.get("added", []):
-        where += f"; {' and '.join(each['contenders'])} on {each['cpu']}, commit {each['commit'][:12]}"
+        where += f"; {' and '.join(each['contenders'])} on {each['cpu']}, commit {shortened(each['commit'])}"
     shown = f"{where}.\n\n![ratios](peers.svg)\n\n{tabulate(data)}"
     page.write_text(f"{before}<!-- measured -->\n\n{shown}\n\n<!-- end -->{after}")
     draw(data, folder / "peers.svg")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from page import table
 from peer_loops import CONTENDERS
-from peer_report import DOCS, OTHER_ROWS
+from peer_report import DOCS, OTHER_ROWS, label, shortened
 from peers import OPTIM, ROOT, LeftOut, World, facts, finish, model_of, name_models, prepare
 
 KINDS = {
@@ -28,7 +28,7 @@ KINDS = {
 
 def tabulate(data: dict) -> str:
     rows = [
-        [name, *(f"{row[kind] / (1e12 if kind == 'products' else 1e9):.3f}" for kind in KINDS)]
+        [label(name), *(f"{row[kind] / (1e12 if kind == 'products' else 1e9):.3f}" for kind in KINDS)]
         if "left_out" not in row
         else [name, f"left out: {row['left_out']}", "", ""]
         for name, row in data["contenders"].items()
@@ -41,13 +41,13 @@ def show(data: dict, folder: Path = DOCS) -> None:
     page = folder / "peers.md"
     before, _, rest = page.read_text().partition("<!-- counted -->")
     _, _, after = rest.partition("<!-- end of counted -->")
-    said = f"A step of one rank, commit {data['commit'][:12]}, torch {data['torch']}."
+    said = f"A step of one rank, commit {shortened(data['commit'])}, torch {data['torch']}."
     page.write_text(f"{before}<!-- counted -->\n\n{said}\n\n{tabulate(data)}\n\n<!-- end of counted -->{after}")
 
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", nargs="*", default=[], help="contenders whose name holds one of these words")
+    parser.add_argument("--only", nargs="+", default=[], help="contenders whose name holds one of these words")
     parser.add_argument("--tiny", action="store_true", help="a tiny model with random weights")
     parser.add_argument("--site", type=Path, default=ROOT / ".venv" / "peers", help="folder that DeepSpeed is in")
     parser.add_argument("--out", type=Path, help="folder for work.json alone (the repository's data stays as it is)")

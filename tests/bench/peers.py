@@ -7,7 +7,7 @@ caches and memory, which no run that has a machine to itself pays. Groups are wh
 contenders of one group. At last the bare loops again, where every contender tells malloc what ours tells it. Writes
 docs/benchmarks/peers.json, the table in peers.md and peers.svg.
 
-    make bench-peers                                         # an hour on two cores
+    make bench-peers                                         # an hour and a half on two cores
     python tests/bench/peers.py --tiny --rounds 2 --out x    # a tiny model: is everything there? no figures
 """
 
@@ -314,7 +314,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender that count, in each launch")
     parser.add_argument("--launches", type=int, default=2, help="of each group: who has which core and pages is luck")
     parser.add_argument("--warmup", type=int, default=0, help="rounds before them, beside the step at the start")
-    parser.add_argument("--only", nargs="*", default=[], help="contenders whose name holds one of these words")
+    parser.add_argument("--only", nargs="+", default=[], help="contenders whose name holds one of these words")
     parser.add_argument(
         "--tiny", action="store_true", help="a tiny model with random weights, only to see that it runs"
     )
@@ -332,14 +332,14 @@ def main(words: list[str] | None = None) -> int:
     if not any(groups):
         print(f"--only {asked.only}: no contender; there are", *CONTENDERS, sep="\n  ", file=sys.stderr)
         return 2
+    if asked.add and (asked.tiny or asked.out or not asked.only):
+        print("--add goes with --only, and neither with --tiny nor --out", file=sys.stderr)
+        return 2
     if (asked.tiny or (asked.only and not asked.add)) and not asked.out:
         print(
             "--tiny and --only need --out: what they give is no data of the repository (--add: of --only)",
             file=sys.stderr,
         )
-        return 2
-    if asked.add and (asked.tiny or asked.out or not asked.only):
-        print("--add goes with --only, and neither with --tiny nor --out", file=sys.stderr)
         return 2
     folder, before = Path(tempfile.mkdtemp(prefix="peers-")), facts(asked.site)
     try:

@@ -59,6 +59,7 @@ def test_unusable_sources_are_named(folder):
     (folder / "blank.jsonl").write_text("\n \n")
     (folder / "list.jsonl").write_text('{"text": "a"}\n\n[1, 2]\n')
     (folder / "table.csv").write_text("a,b")
+    (folder / "cut.parquet").write_bytes(b"PAR1 and no more")
     cases = {
         str(folder / "absent.jsonl"): "no such file",
         str(folder / "absent"): "no such directory",
@@ -67,6 +68,7 @@ def test_unusable_sources_are_named(folder):
         "chitchatt": "no such directory, and not a hub id",
         str(empty): "holds no rows",
         str(broken): r"cannot be read as json \(line 1 of broken.jsonl: Expecting value",
+        str(folder / "cut.parquet"): r"cannot be read as parquet \(.+; where the file is whole, delete its copy in /",
         str(folder / "blank.jsonl"): "holds no rows",
         str(folder / "list.jsonl"): r"cannot be read as json \(line 3 of list.jsonl: is no table of fields\)",
         str(folder / "nothing"): "has no .jsonl, .json, .parquet file",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, disable_progress_bars, load_dataset, load_from_disk
+from datasets.config import HF_DATASETS_CACHE as CACHE
 
 from shardbook.data.chitchat import DATASETS, chitchat_file
 from shardbook.recipe import RecipeError, first_line
@@ -87,7 +88,8 @@ def _read(reader: str, files: list[Path], name: str, what: str) -> Dataset:
     except Exception as error:  # of datasets, pyarrow or the reader itself: all mean an unreadable file
         if "corresponds to no data" in str(error):
             raise RecipeError(f"{what} = {name!r}: holds no rows") from None
-        why = next(filter(None, map(_odd_line, files)), "") or first_line(error.__cause__ or error)
+        unknown = f"{first_line(error.__cause__ or error)}; where the file is whole, delete its copy in {CACHE}"
+        why = next(filter(None, map(_odd_line, files)), unknown)
         raise RecipeError(f"{what} = {name!r}: cannot be read as {reader} ({why})") from None
 
 

@@ -203,13 +203,9 @@ def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
 def backward_order(units: Sequence[Unit]) -> list[Unit]:
     """The order in which backward reaches `units`, which are in forward order, outer before inner: what spans the pass
     first, then from the last on, and again each outer unit before those inside it."""
-
     place = {unit.modules[0]: number for number, unit in enumerate(units)}
-
-    def last_inside(number: int) -> int:
-        return max(place[module] for module in units[number].inside & place.keys())
-
+    last_inside = [max(place[module] for module in unit.inside & place.keys()) for unit in units]
     reached = [n for n, unit in enumerate(units) if not unit.forward_only]
     inner = [n for n in reached if not units[n].spans]
-    inner.sort(key=lambda n: (last_inside(n), -n), reverse=True)
+    inner.sort(key=lambda n: (last_inside[n], -n), reverse=True)
     return [units[n] for n in [*(n for n in reached if units[n].spans), *inner]]

@@ -25,6 +25,7 @@ POLL_SECONDS = 0.1
 PORT = 29500
 SENDERS = {
     "SIGKILL": "; the kernel does so when memory runs out",
+    "SIGBUS": "; the kernel does so when a file that it had read, as the cache of datasets, is cut short",
     "SIGABRT": "; NCCL does so when a collective takes longer than its limit, and says above which",
 }
 

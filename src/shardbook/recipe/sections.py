@@ -194,7 +194,7 @@ class Train(Section):
         0, "Write a checkpoint every so many steps and after the last (0: only when preempted).", ge=0
     )
     save_total_limit: int = key(0, "Keep this many newest checkpoints (0: all).", ge=0)
-    logging_steps: int = key(1, "Log every so many steps (0: off).", ge=0)
+    logging_steps: int = key(1, "Log every so many steps, each its own loss, not a mean (0: off).", ge=0)
     resume_from_checkpoint: str = key("", "A checkpoint directory to start from when this run has none of its own.")
     seed: int = key(42, "Seed of data order and random weights.", ge=0, lt=2**63)
     profile_steps: list[int] = key(

@@ -9,8 +9,8 @@ EVERY = 100  # steps
 
 @contextlib.contextmanager
 def collected_together() -> Iterator[Callable[[int], None]]:
-    """Call what it gives at the end of each step. After the first one what lives is never looked at again: modules,
-    parameters and hooks of a 70B take a second."""
+    """Call what it gives in each step, when its work is on its way. After the first one what lives is never looked at
+    again: modules, parameters and hooks of a 70B take a second."""
     was_on, first = gc.isenabled(), [True]
 
     def after(step: int) -> None:

@@ -108,13 +108,11 @@ def read_loss(seen: Tensor, names: list[str], norm: Tensor, step: int) -> Metric
     values = torch.cat([seen, norm.to(seen.device).view(1)]).tolist()
     metrics: Metrics = dict(zip([*names, "train/grad_norm"], values, strict=True))
     if broken := [name for name, value in metrics.items() if not math.isfinite(value)]:
-        said, looked_at = f"train/loss is {values[0]} and train/grad_norm {values[-1]}", "the rows of this step"
+        said, looked_at = f"train/loss is {values[0]} and train/grad_norm {values[-1]}", ""
         if not {names[0], "train/grad_norm"} & set(broken):
-            said, looked_at = (
-                f"{broken[0]} is {metrics[broken[0]]}",
-                "[preference], [distill] and the rows of this step",
-            )
-        raise RunFailed(f"step {step}: {said}; lower optim.learning_rate, or look at {looked_at}")
+            said, looked_at = f"{broken[0]} is {metrics[broken[0]]}", "[preference], [distill] and "
+        rows = "the rows of this step, or of one since the last that was logged"
+        raise RunFailed(f"step {step}: {said}; lower optim.learning_rate, or look at {looked_at}{rows}")
     return metrics
 
 
