@@ -182,9 +182,9 @@ def test_compiled_it_is_the_same(recipe, base, adapters, tmp_path):
 
 @pytest.mark.slow
 def test_resume_is_bitwise_and_other_bits_are_another_base(recipe, base, tmp_path):
-    words = ("lora.r=4", FOUR, f"model.path={base / 'model'}", "optim.lr_scheduler_type=constant")
+    words = ("lora.r=4", FOUR, f"model.path={base / 'model'}", "optim.lr_scheduler_type=constant", "train.save_steps=2")
     straight = run_train(2, recipe, "whole", "train.steps=4", *words)
-    run_train(2, recipe, "parts", "train.steps=2", "train.save_steps=2", *words)
+    run_train(2, recipe, "parts", "train.steps=2", *words)
     resumed = run_train(2, recipe, "parts", "train.steps=4", *words)
     assert losses(resumed)[-2:] == losses(straight)[-2:]
     shapes = json.loads((recipe.parent / "parts" / "checkpoints" / "step-000002" / "state.json").read_text())["shapes"]
