@@ -161,6 +161,64 @@ def test_planted_bugs_turn_it_red():
         run_world(2, compare, "bf16", "fp32", evaluation_stays)
 
 
+def sums_of(stage, reduces):
+    """Gradients after a backward for each of `reduces`: whether ranks sum in it."""
+    from shardbook import shard_model
+    from shardbook.ranks.distributed import start_distributed
+
+    ranks, model = start_distributed(), made()
+    sharded = shard_model(model, blocks=model.blocks, stage=stage)
+    for ids, is_last in zip(batches(ranks.rank), reduces, strict=False):
+        with sharded.micro_batch(is_last):
+            loss_of(model, ids, skips=False).backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {name: getattr(each, "full_tensor", lambda each=each: each)().tolist() for name, each in found.items()}
+
+
+def sums_are_sent_again(stage, reduces):
+    """Planted bug: as if what a parameter has were of this rank alone."""
+    from shardbook.parallel.copies import Copies
+
+    Copies._set_aside = lambda *given: None
+    return sums_of(stage, reduces)
+
+
+@pytest.mark.parametrize("reduces", [(True, True), (True, False, True)])
+def test_what_is_summed_is_not_sent_again(reduces):
+    """In a loop that reduces several times before it steps: fully_shard's sums, to rounding."""
+    ddp, planted, zero3 = (
+        run_world(2, run, stage, reduces)[0]
+        for run, stage in ((sums_of, "ddp"), (sums_are_sent_again, "ddp"), (sums_of, "zero3"))
+    )
+    assert ddp.keys() == zero3.keys()
+    for name, wanted in zero3.items():
+        torch.testing.assert_close(torch.tensor(ddp[name]), torch.tensor(wanted), rtol=1e-5, atol=1e-6)
+    assert (torch.tensor(planted["embed.weight"]) - torch.tensor(ddp["embed.weight"])).abs().max() > 1e-3
+
+
+def go_on_after_an_error():
+    from shardbook import shard_model
+    from shardbook.ranks.distributed import start_distributed
+
+    start_distributed()
+    model = made()
+    shard_model(model, blocks=model.blocks, stage="ddp")
+    broken = model.blocks[0][0].weight.register_hook(lambda _: 1 / 0)
+    said = []
+    for _ in range(2):
+        try:
+            loss_of(model, batches(0)[0], False).backward()
+        except (ZeroDivisionError, RuntimeError) as error:
+            said.append(str(error))
+        broken.remove()
+    return said
+
+
+def test_a_backward_that_broke_is_not_gone_on_from():
+    for said in run_world(2, go_on_after_an_error):
+        assert "division by zero" in said[0] and "its gradients are lost: build it anew" in said[1]
+
+
 def train_alone(stage):
     """What a rank alone sends and keeps under a stage that would shard."""
     import torch.distributed as dist

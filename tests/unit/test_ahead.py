@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 
-from shardbook.data.loader import Batching, Loader
+from shardbook.data.loader import Batching, Loader, RowError
 from shardbook.data.tokenized import Documents
 from shardbook.ranks.exits import RunFailed
 from shardbook.run import ahead
@@ -118,5 +118,16 @@ def test_an_error_of_the_thread_is_the_runs_with_its_rows():
 
     here.documents = Documents(Encoded(), here.documents.rows, 3.0, "")  # type: ignore[arg-type]
     message = r"data.train: rows [02] to [13] of the run \(documents (2, \d|\d, 2)\) cannot be read: OSError: Truncated"
+    run = StepsAhead(here, never())  # says nothing yet: the step that runs is logged and saved first, or is the last
     with pytest.raises(RunFailed, match=message):
-        StepsAhead(here, never())
+        run.take()
+
+
+def test_who_stops_does_not_need_the_rows_of_the_next_step():
+    here, stop = loader(), never()
+    run = StepsAhead(here, stop)
+    run.take()
+    run._made.result()
+    run._error, stop.asked = RowError("of the step that nobody begins"), True
+    run.begin()
+    assert run.take().stops == 1

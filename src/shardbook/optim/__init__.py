@@ -53,11 +53,12 @@ def check_optimizer(optim: Optim, device_type: str) -> None:
     way_out = f"pip install 'torchao>={TORCHAO}' (the extra `8bit`), or set optim.name=adamw_bf16"
     try:
         from torchao.optim import AdamW8bit  # noqa: F401
-    except (ImportError, AttributeError) as error:
+
+        version = importlib.metadata.version("torchao")
+    except Exception as error:  # where it was built for another torch it may raise anything
         raise RecipeError(
             f"optim.name = 'adamw_8bit': torchao cannot be used ({first_line(error)}); {way_out}"
         ) from error
-    version = importlib.metadata.version("torchao")
     if [int(part) for part in re.findall(r"\d+", version)[:2]] < [int(part) for part in TORCHAO.split(".")]:
         raise RecipeError(f"optim.name = 'adamw_8bit': torchao is {version}; {way_out}")
     if device_type == "cuda" and not importlib.util.find_spec("triton"):

@@ -33,6 +33,7 @@ class Part:
     filled: set[int] = field(default_factory=set)  # those of `masters` whose gradient is in it
     arrived: set[int] = field(default_factory=set)  # those whose gradient came in this backward
     sent: list[tuple[Tensor, dist.Work | None]] = field(default_factory=list)
+    aside: dict[int, Tensor | None] = field(default_factory=dict)  # what `masters` had, while a gradient comes
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         """The piece of `flat` that belongs to each of `masters`, in its shape."""
@@ -118,6 +119,8 @@ class Copies:
             self._gathered = False
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if self._running:
+            raise RuntimeError("a backward of this model ended in an error, and its gradients are lost: build it anew")
         if not self._found:  # not earlier: a parameter that lay on the meta device was another one then
             self._find()
         if self.is_cast and not self._gathered:
@@ -153,7 +156,14 @@ class Copies:
                 for number, parameter in enumerate(trained):
                     leaf = leaves.get(parameter, parameter)
                     leaf.register_post_accumulate_grad_hook(partial(self._take, part, number))
+                    if leaf is parameter:
+                        leaf.register_hook(partial(self._set_aside, part, number))
         self._found = True
+
+    def _set_aside(self, part: Part, number: int, gradient: Tensor) -> None:
+        """A gradient comes to a parameter at rest: what that has is a sum already, and is not to be sent again."""
+        master = part.masters[number]
+        part.aside[number], master.grad = master.grad, None
 
     def _take(self, part: Part, number: int, leaf: Tensor) -> None:
         """A gradient is complete, in this backward: the sums that are waited for go ahead of what is not there yet."""
@@ -162,7 +172,7 @@ class Copies:
             # public one. tests/unit/test_torch.py notices when it moves
             Variable._execution_engine.queue_callback(self._finish)
             self._running, self._unsent = True, 0
-        gradient, leaf.grad = leaf.grad, None
+        gradient, leaf.grad = leaf.grad, part.aside.pop(number, None)
         assert gradient is not None
         part.add(number, gradient, self.layout.sum_dtype)
         if self.is_last:

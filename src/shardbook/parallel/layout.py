@@ -6,6 +6,7 @@ a number of ranks, so a laptop has the layout of a cluster. A later axis is one 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
@@ -100,11 +101,13 @@ class Layout:
         """Whether ranks hold the whole model on their devices (copies.py): nothing is gathered, nothing away."""
         return self.shards == 1 and self.alike == 1 and self.offload.optimizer == "none"
 
-    @property
+    @cached_property
     def sum_dtype(self) -> torch.dtype:
         """Of the sums of gradients that a rank holds through a step where one shard is all (copies.py): what it sends,
-        or, where it sends nothing and its stage would reduce at each micro-batch, what they are kept in."""
-        sends = self.replicas > 1 or not self.stage.reduce_every_micro
+        or, where it sends nothing and casts nothing or its stage would reduce at each micro-batch, what they are kept
+        in."""
+        is_cast = any(unit.cast_numel(self.dtype("params").itemsize) for unit in self.units)
+        sends = self.replicas > 1 or (is_cast and not self.stage.reduce_every_micro)
         return self.dtype("reduce" if sends else "master")
 
     @property

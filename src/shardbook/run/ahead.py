@@ -31,6 +31,7 @@ class StepsAhead:
         self.next_row = loader.consumed_rows
         self.waited_seconds, self.steps = 0.0, 0
         self._thread = ThreadPoolExecutor(1, "loader")
+        self._error: RowError | None = None
         self._made = self._make()
         self.begin()
         self.waited_seconds = 0.0  # nothing computed yet that could have hidden it
@@ -42,8 +43,8 @@ class StepsAhead:
         HERE.mark("at the rows of its next step")
         try:
             micros = self._made.result()
-        except RowError as error:
-            raise RunFailed(str(error)) from error
+        except RowError as error:  # of a step that may not be taken; the others' sum goes on
+            micros, self._error = [], error
         HERE.mark("after its last micro-batch")
         self.waited_seconds += time.perf_counter() - began
         self._made = self._make()
@@ -54,11 +55,14 @@ class StepsAhead:
         )
 
     def take(self) -> Step:
-        """The next step; where nobody stops it is taken: the loader stands behind it."""
+        """The next step; where nobody stops it is taken: the loader stands behind it. Raises RunFailed where its rows
+        could not be read."""
         micros, wait = self._counted
         same = self.loader.batching.alike * self.loader.batching.stages  # as often each is counted
         tokens, examples, chosen, stops, *work = (count / same for count in wait())
         if not stops:
+            if self._error:
+                raise RunFailed(str(self._error)) from self._error
             self.loader.consumed_rows += self.loader.rows_per_step
             self.steps += 1
         return Step(micros, Totals(tokens, examples, chosen), stops, work)
