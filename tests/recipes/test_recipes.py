@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from headers import predict_mfu
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoConfig
@@ -23,7 +24,6 @@ from shardbook.parallel.sharding import apply_stage
 from shardbook.parallel.units import count_parameters
 from shardbook.plan.formulas import predict_resident
 from shardbook.plan.peak import predict_peak
-from shardbook.plan.speed import predict_mfu
 from shardbook.recipe import dump_recipe, list_recipes, load_recipe, resolve_precision
 from shardbook.run.metrics import kept_bytes
 

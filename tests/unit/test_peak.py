@@ -4,6 +4,7 @@ from inspect import signature
 
 import pytest
 import torch
+from headers import predict_mfu
 from live import allocated
 from tiny import config
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,7 +18,6 @@ from shardbook.parallel.layout import build_layout
 from shardbook.plan.change import _changes, smallest_change
 from shardbook.plan.kept import kept_by_a_block, loss_bytes, read_widths
 from shardbook.plan.peak import predict_peak
-from shardbook.plan.speed import predict_mfu
 from shardbook.recipe import Activation, Parallel, Precision, Recipe, Train
 
 ROWS, LENGTH = 2, 128

@@ -50,21 +50,18 @@ def check_optimizer(optim: Optim, device_type: str) -> None:
     """Raise RecipeError where this machine lacks what optim.name needs on `device_type`. Fetches and builds nothing."""
     if optim.name != "adamw_8bit":
         return
+    said = "optim.name = 'adamw_8bit':"
     way_out = f"pip install 'torchao>={TORCHAO}' (the extra `8bit`), or set optim.name=adamw_bf16"
     try:
         from torchao.optim import AdamW8bit  # noqa: F401
 
         version = importlib.metadata.version("torchao")
     except Exception as error:  # where it was built for another torch it may raise anything
-        raise RecipeError(
-            f"optim.name = 'adamw_8bit': torchao cannot be used ({first_line(error)}); {way_out}"
-        ) from error
+        raise RecipeError(f"{said} torchao cannot be used ({first_line(error)}); {way_out}") from error
     if [int(part) for part in re.findall(r"\d+", version)[:2]] < [int(part) for part in TORCHAO.split(".")]:
-        raise RecipeError(f"optim.name = 'adamw_8bit': torchao is {version}; {way_out}")
+        raise RecipeError(f"{said} torchao is {version}; {way_out}")
     if device_type == "cuda" and not importlib.util.find_spec("triton"):
-        raise RecipeError(
-            "optim.name = 'adamw_8bit': compiles its step, and Triton is absent; set optim.name=adamw_bf16"
-        )
+        raise RecipeError(f"{said} compiles its step, and Triton is absent; set optim.name=adamw_bf16")
 
 
 def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:

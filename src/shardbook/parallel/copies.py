@@ -96,13 +96,11 @@ class Copies:
         self._found = self._gathered = self._running = False
         self._unsent = 0  # the first of `parts` that is not sent in this backward
         compute = layout.dtype("params")
-        is_cast = any(unit.cast_numel(compute.itemsize) for unit in layout.units)
         COPIED.add(model)
         model.register_forward_hook(lambda module, inputs, made: _cast(made, output))
-        for module in {module: None for unit in layout.units for module in unit.modules} if is_cast else ():
+        for module in {module: None for unit in layout.units for module in unit.modules} if layout.casts else ():
             module.register_forward_pre_hook(partial(_cast_inputs, compute), with_kwargs=True)
-        self.is_cast = is_cast
-        if is_cast or replicas is not None:
+        if layout.casts or replicas is not None:
             model.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def begin(self, is_last: bool) -> None:
@@ -123,7 +121,7 @@ class Copies:
             raise RuntimeError("a backward of this model ended in an error, and its gradients are lost: build it anew")
         if not self._found:  # not earlier: a parameter that lay on the meta device was another one then
             self._find()
-        if self.is_cast and not self._gathered:
+        if self.layout.casts and not self._gathered:
             for master, copy, places in self.copies:
                 copy.untyped_storage().resize_(copy.numel() * copy.element_size())
                 copy.data.copy_(master.detach())  # .data: autograd takes a copy made for evaluation for the same
@@ -134,7 +132,7 @@ class Copies:
     def _find(self) -> None:
         """Find the parameters at rest, and have autograd hand over their gradients."""
         leaves: dict[nn.Parameter, nn.Parameter] = {}
-        if self.is_cast:
+        if self.layout.casts:
             places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
             for module in self.model.modules():
                 for name, parameter in module.named_parameters(recurse=False):

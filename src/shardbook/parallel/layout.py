@@ -102,12 +102,15 @@ class Layout:
         return self.shards == 1 and self.alike == 1 and self.offload.optimizer == "none"
 
     @cached_property
+    def casts(self) -> bool:
+        """Whether a parameter lies at rest in another dtype than it computes in."""
+        return any(unit.cast_numel(self.dtype("params").itemsize) for unit in self.units)
+
+    @property
     def sum_dtype(self) -> torch.dtype:
         """Of the sums of gradients that a rank holds through a step where one shard is all (copies.py): what it sends,
-        or, where it sends nothing and casts nothing or its stage would reduce at each micro-batch, what they are kept
-        in."""
-        is_cast = any(unit.cast_numel(self.dtype("params").itemsize) for unit in self.units)
-        sends = self.replicas > 1 or (is_cast and not self.stage.reduce_every_micro)
+        or what they are kept in, where it sends and casts nothing or its stage would reduce at each micro-batch."""
+        sends = self.replicas > 1 or (self.casts and not self.stage.reduce_every_micro)
         return self.dtype("reduce" if sends else "master")
 
     @property

@@ -75,11 +75,6 @@ class Unit:
         again = self.gathers_again + (forwards - 1) * self.reshard_after_forward
         return micros * (1 + again) if self.frees else 1
 
-    @cached_property
-    def inside(self) -> set[nn.Module]:
-        """The first of its modules, with all in it: those of units inside it too."""
-        return set(self.modules[0].modules())
-
     @property
     def gathers_again(self) -> bool:
         """Whether backward gathers what forward had."""
@@ -204,7 +199,7 @@ def backward_order(units: Sequence[Unit]) -> list[Unit]:
     """The order in which backward reaches `units`, which are in forward order, outer before inner: what spans the pass
     first, then from the last on, and again each outer unit before those inside it."""
     place = {unit.modules[0]: number for number, unit in enumerate(units)}
-    last_inside = [max(place[module] for module in unit.inside & place.keys()) for unit in units]
+    last_inside = [max(place.get(module, 0) for module in unit.modules[0].modules()) for unit in units]
     reached = [n for n, unit in enumerate(units) if not unit.forward_only]
     inner = [n for n in reached if not units[n].spans]
     inner.sort(key=lambda n: (last_inside[n], -n), reverse=True)

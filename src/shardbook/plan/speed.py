@@ -188,14 +188,6 @@ def model_flops(recipe: Recipe, flops: Flops, document_tokens: float) -> float:
     return flops.of(tokens, tokens * min(document_tokens, recipe.data.max_length))
 
 
-def predict_mfu(
-    layout: Layout, config: PreTrainedConfig, recipe: Recipe, flops: Flops, document_tokens: float
-) -> float:
-    """Model FLOPs over an H100's peak, for a step whose collectives hide, all but tp's: what recipes' headers say."""
-    step = predict_step(layout, config, recipe, flops, document_tokens)
-    return model_flops(recipe, flops, document_tokens) / step.seconds / H100.flops
-
-
 def predict_perf_metrics(
     layout: Layout, config: PreTrainedConfig, recipe: Recipe, flops: Flops, document_tokens: float, device_name: str
 ) -> dict[str, float]:

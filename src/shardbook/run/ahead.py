@@ -55,8 +55,7 @@ class StepsAhead:
         )
 
     def take(self) -> Step:
-        """The next step; where nobody stops it is taken: the loader stands behind it. Raises RunFailed where its rows
-        could not be read."""
+        """The next step, or RunFailed for its rows; where nobody stops it is taken: the loader stands behind it."""
         micros, wait = self._counted
         same = self.loader.batching.alike * self.loader.batching.stages  # as often each is counted
         tokens, examples, chosen, stops, *work = (count / same for count in wait())
