@@ -19,6 +19,7 @@ os.environ.pop("WANDB_MODE", None)
 import pytest
 import torch
 from tiny import write_all, write_recipe
+from world import STREAMS
 
 pytest.register_assert_rewrite("cases")  # before a test imports it
 torch.set_num_threads(1)
@@ -30,7 +31,13 @@ if importlib.util.find_spec("hypothesis"):  # tests/gpu does without: a GPU mach
 
 
 def pytest_addoption(parser):
+    parser.addoption("--streams", action="store_true", help="ranks have a CUDA that remembers: tests/streams.py")
     parser.addoption("--everything", action="store_true", help="the whole parity matrix, not a covering part of it")
+
+
+def pytest_configure(config):
+    if config.getoption("streams"):
+        os.environ[STREAMS] = "1"  # before the server is there that ranks are forked from
 
 
 def pytest_unconfigure():

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 SECONDS = 240
+STREAMS = "SHARDBOOK_TEST_STREAMS"  # set: each rank has a CUDA that remembers (streams.py) for its device
 # Below the ports that the kernel hands out, so that nobody is given one between now and when rank 0 listens; each of
 # pytest's workers has its own, and two sessions on one machine seldom the same.
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -122,6 +123,10 @@ def _rank(variables: dict[str, str], pipe: Connection, fn, args) -> None:
     faulthandler.enable()  # where native code ends a rank: what each of its threads did
     os.environ.update(variables)
     torch.set_num_threads(1)
+    if STREAMS in os.environ:
+        from cuda_stand_in import on_cuda
+
+        fn = functools.partial(on_cuda, fn)
     try:
         pipe.send((False, fn(*args)))
     except BaseException:
