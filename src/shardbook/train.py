@@ -127,10 +127,9 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     fits = OutOfMemory(sharded, config, recipe)
     with fits:
         optimizer = fits.optimizer = settle(model, sharded, recipe.optim, ranks.device)
-
-    # Where to start: this run's newest checkpoint, else the one the recipe names, else pretrained weights, else random.
-    reference = Reference(objective, recipe, loader, held_out, steps, run.path, ranks, console, stop)
-    state, source = start_from(newest, recipe, sharded, optimizer, loader, folder, steps, reference)
+        # Where to start: this run's newest checkpoint, else the recipe's, else pretrained weights, else random ones.
+        reference = Reference(objective, recipe, loader, held_out, steps, run.path, ranks, console, stop)
+        state, source = start_from(newest, recipe, sharded, optimizer, loader, folder, steps, reference)
     if reference.stopped:
         return console.show_stopped(run.name, newest_checkpoint(run.checkpoints), state.step, steps)
     held_out = reference.give()
@@ -210,7 +209,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     stopped = state.step < steps
     if state.step > saved_step and (recipe.train.save_steps or stopped):
         read_loss(seen, names, norm, state.step)  # a step that was not logged was not looked at yet
-        save_checkpoint(run.checkpoints, sharded, optimizer, state, recipe.train.save_total_limit)
+        with fits:
+            save_checkpoint(run.checkpoints, sharded, optimizer, state, recipe.train.save_total_limit)
     if stopped:
         return console.show_stopped(run.name, newest_checkpoint(run.checkpoints), state.step, steps)
     if recipe.train.export:

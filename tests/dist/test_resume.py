@@ -2,7 +2,9 @@
 
 import json
 import os
+import pickle
 import shutil
+from functools import partialmethod
 
 import pytest
 import torch
@@ -92,8 +94,8 @@ def lose_moments(words):
 
     import shardbook.run.checkpoint as checkpoint
 
-    def load(tensors, checkpoint_id):
-        before({key: value for key, value in tensors.items() if key != "optimizer"}, checkpoint_id=checkpoint_id)
+    def load(tensors, **how):
+        before({key: value for key, value in tensors.items() if key != "optimizer"}, **how)
 
     before = checkpoint.state_dict_loader.load
     checkpoint.state_dict_loader = SimpleNamespace(load=load)
@@ -204,6 +206,50 @@ def test_a_damaged_checkpoint_is_named(recipe, straight, tmp_path, file, damage)
     last = error.splitlines()[-1]  # torch may log above it what it met
     assert last.startswith(f"shardbook: checkpoint {copy}: damaged (")
     assert last.endswith("; remove it, and the run goes on from the one before")
+
+
+@pytest.mark.parametrize("words", [["train.resume_from_checkpoint={}"], SAVING], ids=["load", "save"])
+def test_out_of_memory_on_another_rank_is_explained_and_no_checkpoint_blamed(recipe, straight, words):
+    """On rank 1, where DCP reads or writes: both ranks hear of it through DCP."""
+    source = straight / "checkpoints" / "step-000004"
+    words = [word.format(source) for word in words]
+    name = f"no-memory-{len(words)}"
+    for code, _, errors in run_world(2, without_memory, [str(recipe), f"run.name={name}", *words]):
+        assert code == 1
+        last = errors.splitlines()[-1]
+        assert last.startswith("shardbook: out of memory: CUDA out of memory. Tried to allocate 2 GiB. Predicted"), last
+        assert "damaged" not in errors and "cannot be written" not in errors
+
+
+def without_memory(words):
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+    def refuse(real, *given):
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return real(*given)
+
+    for owner, method in ((FileSystemReader, "read_data"), (FileSystemWriter, "write_data")):
+        setattr(owner, method, partialmethod(lambda self, real, *given: refuse(real, self, *given), getattr(owner, method)))
+    return train_rank(words)
+
+
+class Evil:
+    def __init__(self, made):
+        self.made = made
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.made),)
+
+
+def test_a_stranger_s_checkpoint_runs_no_code(recipe, straight, tmp_path):
+    copy, made = tmp_path / "step-000004", tmp_path / "made"
+    shutil.copytree(straight / "checkpoints" / "step-000004", copy)
+    (copy / ".metadata").write_bytes(pickle.dumps(Evil(made)))
+    error = refused(recipe, 2, f"evil-{tmp_path.name}", f"train.resume_from_checkpoint={copy}")
+    assert f"checkpoint {copy}: its .metadata asks for posix.mkdir, which is not called" in error.splitlines()[-1]
+    assert not made.exists()
 
 
 def test_weights_that_are_not_finite_are_not_saved_where_nothing_was_logged(recipe):

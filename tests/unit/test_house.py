@@ -94,6 +94,7 @@ def circle(imports: dict[str, set[str]]) -> list[str]:
 @pytest.mark.parametrize("name", ["join", "heartbeat", "exits", "progress"])
 def test_what_watches_over_ranks_knows_nothing_of_what_they_do(name):
     allowed = {f"ranks/{other}.py" for other in ("join", "heartbeat", "exits", "progress")} | {"recipe/__init__.py"}
+    allowed |= {"comm/torch_private.py"}
     assert imported_files(f"ranks/{name}.py") <= allowed
 
 
@@ -105,6 +106,85 @@ def test_no_file_imports_itself_in_a_circle():
 def test_the_recipe_imports_no_torch():
     code = "import sys, shardbook.recipe, shardbook.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+PRIVATE = "comm/torch_private.py"
+# not torch's: Python's own, its protocol of named tuples, transformers' name of a model's attention
+NOT_TORCH = {"os._exit", "sys._current_frames", "_fields", "_attn_implementation"}
+LOOK_UPS = {"getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller", "import_module"}
+
+
+def is_private(name: str) -> bool:
+    return any(re.match(r"_(?!_)", word) for word in name.split("."))
+
+
+def own_names(trees: list[ast.Module]) -> set[str]:
+    """Functions, methods, and what they or their class set: what `self._x` may be that is not torch's."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    return names | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def private_names(tree: ast.Module, own: set[str]) -> list[str]:
+    """The private names of others that a file uses: attributes, imports, and what it looks up by name."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            of_self = ast.unparse(node.value) in ("self", "cls") and node.attr in own
+            found += [] if of_self else [ast.unparse(node)]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [name for name in names if is_private(name)]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if is_private(alias.name)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in LOOK_UPS:
+            words = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+            found += [word for word in words if is_private(word)]
+    return [name for name in found if not {name, name.split(".")[-1]} & NOT_TORCH]
+
+
+TREES = {name: ast.parse(path.read_text()) for name, path in modules().items()}
+
+
+@pytest.mark.parametrize("relative", [name for name in TREES if name != PRIVATE])
+def test_private_names_of_torch_have_one_home(relative):
+    assert private_names(TREES[relative], own_names(list(TREES.values()))) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch._subclasses import FakeTensorMode",
+        "from torch.distributed.distributed_c10d import _world",
+        "import torch._dynamo.config",
+        "from torch.testing._internal.distributed.fake_pg import FakeStore",
+        "torch._foreach_mul_(tensors, 2)",
+        "parameter._local_tensor",
+        "getattr(state, '_fsdp_param_group', None)",
+        "importlib.import_module('torch._functorch.config')",
+        "class Ours(torch.optim.Optimizer):\n    def step(self):\n        self._init_group()",
+    ],
+)
+def test_a_private_name_elsewhere_turns_it_red(line):
+    assert private_names(ast.parse(line), own_names(list(TREES.values())))
+
+
+def not_looked_for(tree: ast.Module) -> list[str]:
+    """The private names that a function uses and that no `_needs`, its own or one before it, lists."""
+    listed, found = {"_needs", "_has", "_words_of"}, []
+    for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+        listed |= {word for each in function.decorator_list for word in re.findall(r"\w+", ast.unparse(each))}
+        used = private_names(ast.Module(function.body, []), set())
+        found += [word for name in used for word in re.findall(r"\w+", name) if is_private(word) and word not in listed]
+    return found
+
+
+def test_each_private_name_is_looked_for_before_it_is_used():
+    text = modules()[PRIVATE].read_text()
+    assert not_looked_for(ast.parse(text)) == []
+    planted = '@_needs("stages", "torch._foreach_norm")\n'
+    assert planted in text and not_looked_for(ast.parse(text.replace(planted, ""))) == ["_foreach_norm"]
 
 
 def test_rooms_stay_small():

@@ -407,6 +407,30 @@ def test_other_data_of_as_many_rows_is_refused():
     assert loader.consumed_rows == 3
 
 
+def test_a_checkpoint_of_an_earlier_version_knows_half_of_the_digest():
+    loader = Loader(replace(fake_documents(11), digest="ours-all"), Batching(None, 1, 0, 1), 1, seed=5)
+    for there in ("ours", "ours-all"):
+        loader.load_state_dict(loader.state_dict() | {"data": there})
+    for there in ("theirs", "ours-other", "ours-"):
+        with pytest.raises(RecipeError, match=rf"other data \({there} there, ours-all here"):
+            loader.load_state_dict(loader.state_dict() | {"data": there})
+
+
+def test_a_token_that_no_sample_reads_changes_the_digest(tmp_path, monkeypatch):
+    """Of equal length, in a document that is not among the sampled ones."""
+    monkeypatch.setattr(tokenized, "SAMPLED", 2)
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    digests = []
+    for name, word in (("one", "b"), ("same", "b"), ("other", "c")):
+        said = ["a", word, "a"]
+        rows = [{"prompt": "x", "completion": each} for each in said]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = Data(train=str(tmp_path / f"{name}.jsonl"), max_length=64)
+        digests.append(build_documents(data, tokenizer(), tmp_path / "tokenizer")[0].digest.split("-"))
+    one, same, other = digests
+    assert one == same and one[0] == other[0] and one[1] != other[1]
+
+
 def test_the_digest_of_data_is_of_tokens_and_counts():
     def digest(rows, documents, trained):
         counts = [np.array([len(rows[d]) for d in documents]), np.array(trained)]

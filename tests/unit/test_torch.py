@@ -1,7 +1,11 @@
-"""What we use of torch that it does not promise: this notices when it moves."""
+"""What we use of torch that it does not promise: this notices when it moves, and what a user reads where it has."""
 
+import importlib
 import inspect
+import subprocess
+import sys
 
+import pytest
 import torch
 import torch._dynamo.config
 import torch._functorch.config
@@ -10,6 +14,81 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from shardbook.comm import torch_private
+from shardbook.recipe import RecipeError
+
+HERE = [part for part in torch_private.NEEDED if part != "cuda" or torch.cuda.is_available()]
+
+
+def without(monkeypatch, path):
+    """Take a name from torch: from its module, or by a class without any in the place of what has it."""
+    words, owner = path.split("."), None
+    for end in range(len(words) - 1, 0, -1):
+        try:
+            owner = importlib.import_module(".".join(words[:end]))
+            break
+        except ImportError:
+            continue
+    for word in words[end:-1]:
+        inner = getattr(owner, word)
+        if not inspect.ismodule(inner):
+            monkeypatch.setattr(owner, word, type(word, (), {}))
+            return
+        owner = inner
+    monkeypatch.delattr(owner, words[-1])
+
+
+def test_this_torch_has_every_name():
+    torch_private.probe(*HERE)
+
+
+@pytest.mark.parametrize(
+    "part, path", [(part, path) for part in HERE for path in torch_private.NEEDED[part]], ids=lambda word: word
+)
+def test_a_name_that_is_gone_is_one_line(monkeypatch, part, path):
+    for either in path.split("|"):
+        without(monkeypatch, either)
+    with pytest.raises(RecipeError) as refused:
+        torch_private.probe(*HERE)
+    said = str(refused.value)
+    assert said.startswith(f"torch {torch.__version__} lacks ") and "\n" not in said
+    assert path.split("|")[0] in said and "tested with torch 2.11 to 2.13" in said
+
+
+@pytest.mark.parametrize("part", ["stages", "run", "simulate"])
+def test_one_of_two_names_is_enough(monkeypatch, part):
+    monkeypatch.setitem(torch_private.NEEDED, part, ["torch._gone|torch._foreach_norm"])
+    torch_private.probe(part)
+    monkeypatch.setitem(torch_private.NEEDED, part, ["torch._gone|torch.gone.too"])
+    with pytest.raises(RecipeError, match=r"lacks torch._gone or torch.gone.too, which"):
+        torch_private.probe(part)
+
+
+GONE = """
+import sys, torch
+from torch.distributed.fsdp._fully_shard import _fsdp_api, _fully_shard
+del {name}
+{run}
+"""
+RUN = "from shardbook.train import main; sys.exit(main([{recipe!r}]))"
+SIMULATE = "from shardbook.cli import main; sys.exit(main(['plan', {recipe!r}, '--simulate', '--gpus', '2']))"
+
+
+@pytest.mark.parametrize(
+    "run, name",
+    [
+        (RUN, "_fsdp_api.AllGather, _fsdp_api.ReduceScatter"),  # what our classes are made from when they are imported
+        (SIMULATE, "torch.utils._pytree.tree_leaves"),
+    ],
+)
+def test_a_run_ends_with_that_line_and_exit_code_2(run, name):
+    code = GONE.format(name=name, run=run.format(recipe="smollm2-135m-fsdp"))
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
+    *_, last = ended.stderr.strip().splitlines()
+    assert "Traceback" not in ended.stderr and last.startswith(f"shardbook: torch {torch.__version__} lacks torch.")
+    assert name.split(".")[-1] in last and last.endswith("it is tested with torch 2.11 to 2.13: install one of these")
 
 
 def test_the_custom_collectives_have_the_shape_we_implement():

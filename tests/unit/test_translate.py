@@ -8,8 +8,8 @@ import yaml
 
 from shardbook.cli import main
 from shardbook.parallel.stages import check_stage
-from shardbook.recipe import parse_recipe
-from shardbook.translate import translate, write_recipe
+from shardbook.recipe import RecipeError, parse_recipe
+from shardbook.translate import Entry, _settle_axes, translate, write_recipe
 
 BUCKETS = {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8}
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
@@ -861,3 +861,18 @@ def test_stages_that_the_script_says_are_not_shardbooks_default(tmp_path):
     settings, entries = translate(path)
     [said] = [entry.said for entry in entries if entry.key == "pipeline.stages"]
     assert "set parallel.pp_size to the num_stages" in said and "parallel.pp_size" not in settings
+
+
+def test_an_axis_that_an_error_only_names_as_a_way_out_is_kept():
+    size, others = {"parallel.pp_size": 1}, {"parallel.pipeline_schedule": "interleaved", "parallel.pipeline_chunks": 2}
+    entries = [Entry("pipeline.stages", 1, size, "")]
+    settings = {"train.epochs": 1} | size | others
+    kept = dict(settings)
+    with pytest.raises(RecipeError, match=r"there is no pipeline; set parallel.pp_size, or leave it out"):
+        parse_recipe(write_recipe(settings, [], ""), "")
+    _settle_axes(settings, entries)
+    assert settings == kept and not entries[0].refused
+    settings = {"train.epochs": 1, "parallel.pp_size": 2, "parallel.stage": "zeropp"}  # what it is about
+    entries = [Entry("pipeline.stages", 2, {"parallel.pp_size": 2}, "")]
+    _settle_axes(settings, entries)
+    assert "parallel.pp_size" not in settings and entries[0].refused

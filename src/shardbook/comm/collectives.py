@@ -6,7 +6,7 @@ collective travel in one buffer.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# private: set_custom_all_gather and set_custom_reduce_scatter are public, the classes they take are not exported;
-# for the second import see share_secondary_mesh. tests/unit/test_torch.py notices when they move
-from torch.distributed.fsdp._fully_shard import _fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-
 from shardbook.axes import ACROSS, DP_SHARD, INSIDE
 from shardbook.comm.quantize import dequantize, quantize
+from shardbook.comm.torch_private import collective_base, secondary_meshes_through
+
+AllGather: Any = collective_base("AllGather")
+ReduceScatter: Any = collective_base("ReduceScatter")
 
 
 @dataclass(frozen=True)
@@ -111,27 +110,21 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
             slices = summed[:, None]
 
 
-@contextlib.contextmanager
-def share_secondary_mesh() -> Iterator[None]:
+def share_secondary_mesh() -> contextlib.AbstractContextManager[None]:
     """While open, units that fully_shard reshards to the same number of ranks share one mesh.
 
     Else each makes two process groups of its own, on NCCL a communicator each with its own buffers: 164 for a model of
     82 units, memory outside of torch's allocator (pytorch #147179).
     """
-    module: Any = _fully_shard
-    real, made = module._get_post_forward_mesh_info, dict[Any, Any]()
+    made: dict[Any, Any] = {}
 
-    def get(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
+    def get(real: Callable[..., Any], reshard_after_forward: bool | int, mesh_info: Any) -> Any:
         key = reshard_after_forward, type(reshard_after_forward), mesh_info.mesh
         if key not in made:
             made[key] = real(reshard_after_forward, mesh_info)
         return made[key]
 
-    module._get_post_forward_mesh_info = get
-    try:
-        yield
-    finally:
-        module._get_post_forward_mesh_info = real
+    return secondary_meshes_through(get)
 
 
 def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardbook.comm.torch_private import allow_graphs
+
 LARGEST = {8: 127, 4: 7}  # bits -> steps on either side of zero: -128 and -8 stay unused, so that signs are alike
 BLOCKS = (64, 128, 256)
 SCALE_BYTES = 4  # fp32
@@ -54,7 +56,7 @@ def _fused(function: Callable[..., Any], device_type: str, *_constants: object) 
         return function
     alone: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": GRAPHS}
     if not alone.keys() <= signature(torch.compile).parameters.keys():  # torch before 2.13 has one limit for everything
-        torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+        allow_graphs(GRAPHS)
         alone = {}
     return torch.compile(function, dynamic=True, fullgraph=True, **alone)
 

@@ -168,9 +168,10 @@ class Loader:
                 f"{here['rows']} rows and seed {here['seed']}: keep [data] and train.seed, "
                 "or start a new run from the export (model.path)"
             )
-        if state.get("data", here["data"]) != here["data"]:  # absent in checkpoints of versions before 0.2
+        there = state.get("data", here["data"])  # absent in checkpoints of versions before 0.2
+        if there != (here["data"] if "-" in there else here["data"].partition("-")[0]):  # or without its second half
             raise RecipeError(
-                f"the checkpoint was made with other data ({state['data']} there, {here['data']} here; as many rows): "
+                f"the checkpoint was made with other data ({there} there, {here['data']} here; as many rows): "
                 "keep [data], or start a new run from the export (model.path)"
             )
         self.consumed_rows = state["consumed_rows"]

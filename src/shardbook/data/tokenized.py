@@ -21,7 +21,7 @@ from shardbook.data.formats import split_pair
 from shardbook.data.sources import load_sources, mix, source_names
 from shardbook.recipe import Data, RecipeError, first_line
 
-ENCODING_VERSION = 5  # raise it when an Encoder returns something else: the cache is keyed by it
+ENCODING_VERSION = 6  # raise it when an Encoder returns something else: the cache is keyed by it
 ROWS_TOGETHER, BYTES_TOGETHER = (
     512,
     4_000_000,
@@ -65,7 +65,7 @@ class Documents:
     """Encoded documents and the rows they are laid out in."""
 
     # columns input_ids, mask: lists of int and bool; lengths: of each sequence in them; length, trained, and chosen
-    # (trained of the first sequence): int; cut: bool
+    # (trained of the first sequence): int; cut: bool; content: int64, a digest of ids, mask and lengths
     encoded: Dataset
     rows: list[Row]
     mean_length: float  # tokens of a sequence
@@ -73,7 +73,7 @@ class Documents:
     totals: Totals = NOTHING  # of all rows
     reference: np.ndarray | None = None  # fp32 [encoded, sequences]: their log-probabilities under the reference model
     sources: Sources = ()  # of what is encoded
-    digest: str = ""  # of what is trained: see digest_rows
+    digest: str = ""  # of what is trained: digest_rows and, behind a dash, the content of every document
 
 
 def load_tokenizer(folder: Path, what: str, chat_template: str = "") -> PreTrainedTokenizerBase:
@@ -214,7 +214,9 @@ def _lay_out(
     if dropped:
         why = "a trained token" if sequences == 1 else "a trained token in each answer, or with equal answers,"
         summary += f"; {dropped:,} {examples} without {why} dropped"
-    digest = digest_rows(encoded, documents, lengths, targets)
+    # the first half is all that checkpoints of earlier versions know: the loader compares as much as there is
+    content = hashlib.sha256(column(encoded, "content")[documents].astype("<i8").tobytes()).hexdigest()[:16]
+    digest = f"{digest_rows(encoded, documents, lengths, targets)}-{content}"
     mean, totals = float(lengths.mean()) / sequences, Totals(trained, len(documents), chosen)
     return Documents(encoded, rows, mean, summary, totals, None, sources, digest)
 
@@ -279,7 +281,19 @@ def _encode(rows: dict[str, list[Any]], indices: list[int], encoding: Encoding) 
         "trained": [sum(counts) * (all(counts) and not same) for counts, same in zip(trained, alike, strict=True)],
         "chosen": [counts[0] for counts in trained],
         "cut": [any(len(ids) > most for ids, _ in parts) for parts in grouped],
+        "content": [_content([(ids[:most], mask[:most]) for ids, mask in parts]) for parts in grouped],
     }
+
+
+def _content(parts: list[tuple[np.ndarray, np.ndarray]]) -> int:
+    """A digest of the ids and masks of an example's sequences: made when they are, so that a resume reads 8 bytes a
+    document to know that none of them is another."""
+    digest = hashlib.blake2b(digest_size=8)
+    for ids, mask in parts:
+        digest.update(len(ids).to_bytes(8, "little"))
+        digest.update(np.asarray(ids).astype("<i8").tobytes())
+        digest.update(np.asarray(mask).astype("?").tobytes())
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 @functools.lru_cache(maxsize=2)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch._functorch.config  # private: activation_memory_budget has no public name; a test sees it act
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from shardbook.comm.torch_private import set_memory_budget
 from shardbook.recipe import Activation, RecipeError
 
 # What `selective` keeps: outputs that cost much to make and little to hold, which are matrix products with a weight and
@@ -42,7 +42,7 @@ def apply_checkpointing(
     something, and what is run again must drop the same.
     """
     kind, _, amount = activation.checkpointing.partition(":")
-    torch._functorch.config.activation_memory_budget = 1.0 if activation.budget is None else activation.budget
+    set_memory_budget(1.0 if activation.budget is None else activation.budget)
     if kind in ("none", "budget"):
         return []
     every = int(amount) if kind == "every" else 1

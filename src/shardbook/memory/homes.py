@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardbook.comm.torch_private import gather_through, padded_shard
 from shardbook.memory.direct_io import DirectFile, page_buffer
 from shardbook.memory.shelf import Held, Place
 
 
 class Homes:
-    """Moves shards of `units` to the device and back. `params`: of each unit, fully_shard's own (private: what is
-    written here is the one use of it; tests/unit/test_torch.py notices when it moves)."""
+    """Moves shards of `units` to the device and back. `params`: of each unit, fully_shard's own
+    (comm/torch_private.sharded_parameters)."""
 
     def __init__(self, params: dict[int, list[Any]], tier: str, file: DirectFile | None, device: torch.device):
         self.params, self.tier, self.file, self.device = params, tier, file, device
@@ -34,12 +35,9 @@ class Homes:
         """Have fully_shard ask here. Frees what it holds of shards that lie elsewhere."""
         for unit in units:
             for number, param in enumerate(self.params[unit.number]):
-                local = param.sharded_param._local_tensor
-                local.fsdp_pre_all_gather = self._opens(unit, number)
-                local.fsdp_post_all_gather = _passes_on
-                param._init_extensions()
+                gather_through(param, self._opens(unit, number), _passes_on)
                 if self.tier != "none":
-                    param._sharded_param_data.untyped_storage().resize_(0)
+                    padded_shard(param).untyped_storage().resize_(0)
         if self.tier == "nvme":
             assert self.file is not None
             largest = max(unit.shelf.wire.nbytes for unit in units if unit.shelf.wire is not None)
@@ -71,7 +69,7 @@ class Homes:
                 if self.pager is not None and self.here.is_cuda:
                     self.pager.leaves = torch.cuda.current_stream().record_event()
         if self.tier == "none":
-            return param._sharded_param_data.view(param.padded_sharded_param_size)
+            return padded_shard(param).view(param.padded_sharded_param_size)
         assert self.here is not None
         return self.here[place.wire : place.wire + place.padded].view(param.padded_sharded_param_size)
 
@@ -87,7 +85,7 @@ class Homes:
     def _target(self, unit: Held, number: int, place: Place) -> Tensor:
         wire = unit.shelf.wire
         if wire is None:
-            return self.params[unit.number][number]._sharded_param_data
+            return padded_shard(self.params[unit.number][number])
         flat = wire if self.outgoing is None else self.outgoing[: wire.nbytes].view(wire.dtype)
         return flat[place.wire : place.wire + place.padded]
 
@@ -155,7 +153,7 @@ def masters_tree(model: nn.Module, masters: dict[nn.Parameter, nn.Parameter]) ->
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module, (*path, last) = root, name.split(".")
         for step in path:
-            if step not in module._modules:
+            if step not in dict(module.named_children()):
                 module.add_module(step, nn.Module())
             module = module.get_submodule(step)
         module.register_parameter(last, masters[parameter])

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardbook.comm.torch_private import sharded_parameters, start_fully_shard, whole_shape
 from shardbook.memory.direct_io import DirectFile, check_folder, free_bytes
 from shardbook.memory.homes import Homes, masters_tree
 from shardbook.memory.host_adamw import HostAdamW
@@ -53,9 +54,8 @@ class Offloaded:
 
     def __init__(self, model: CausalLM, layout: Layout, optim: Optim, device: torch.device, file: DirectFile | None):
         self.layout = layout
-        root = layout.units[-1].handle
-        root._get_fsdp_state()._lazy_init()  # private: pads shards, which must lie there when it does
-        params = {number: _params_of(unit) for number, unit in enumerate(layout.units) if unit.shapes}
+        start_fully_shard(layout.units[-1].handle)
+        params = {n: sharded_parameters(unit.handle) for n, unit in enumerate(layout.units) if unit.shapes}
         self.homes = Homes(params, layout.offload.params, file, device)
         self.file, self.units, masters = file, list[Held](), dict[nn.Parameter, nn.Parameter]()
         units = [_as_reduced(unit, params.get(number, [])) for number, unit in enumerate(layout.units)]
@@ -138,16 +138,9 @@ class Offloaded:
         return {"host": host} | ({"disk": self.file.size} if self.file else {})
 
 
-def _params_of(unit: Any) -> list[Any]:
-    """fully_shard's own of a unit: private, as is what Homes asks of them; tests/unit/test_torch.py notices."""
-    state = unit.handle._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch before 2.13 has one
-    return list(groups[0].fsdp_params)
-
-
 def _as_reduced(unit: Unit, params: list[Any]) -> Unit:
     """`unit` with its parameters in the order in which fully_shard has them side by side."""
-    shapes, trained = (tuple(found) for found in ([p._orig_size for p in params], [p.sharded_param for p in params]))
+    shapes, trained = (tuple(found) for found in (map(whole_shape, params), [p.sharded_param for p in params]))
     assert sorted(shapes) == sorted(unit.shapes), "a unit is another one under fully_shard"
     return replace(unit, shapes=shapes, trained=tuple(parameter.requires_grad for parameter in trained))
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardbook.comm.torch_private import slots_of
 from shardbook.parallel.units import STANDS_FOR
 from shardbook.recipe import RecipeError
 
@@ -50,9 +51,9 @@ def pack_module(module: nn.Linear, name: str, dtype: torch.dtype, nested: bool) 
         raise RecipeError(
             f"model.load_in_4bit = true: {name} takes {width} numbers; must be a multiple of {BLOCK}, the block of NF4"
         )
-    others = dict(module._parameters)
-    del others["weight"]
-    module._parameters.clear()  # the weight stays first: random weights are numbered in this order
+    slots = slots_of(module)
+    others = {key: value for key, value in slots.items() if key != "weight"}
+    slots.clear()  # the weight stays first: random weights are numbered in this order
     for key, size, count in (
         (PACKED, width // 2, out * width),
         (ABSMAX, absmax_bytes(width, nested), 0),

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardbook.comm.torch_private import norms_of, scale_together
 from shardbook.optim.adamw_bf16 import AdamWBf16
 from shardbook.optim.elementwise import AdEMAMix, Lion, local_part
 from shardbook.optim.muon import Muon
@@ -162,9 +163,8 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
     norm = gradient_norm(counted, group=stage.group if stage else None)
     # on a CPU one may look, and what is not too large need not be multiplied by one
     if max_norm and not (norm.is_cpu and max_norm / (norm + 1e-6) >= 1):
-        # torch's own clip_grads_with_norm_ refuses DTensors of two meshes; private: all in few launches, as it does it
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_([local_part(p.grad) for p in parameters if p.grad is not None], scale)
+        scale_together([local_part(p.grad) for p in parameters if p.grad is not None], scale)
     return norm
 
 
@@ -212,9 +212,7 @@ def gradient_norm(
 def squares_of(parts: list[Tensor]) -> list[Tensor]:
     """The sum of the squares of each of `parts`, which lie on one device, in fp64."""
     if not parts[0].is_cpu:
-        # private: all tensors in few launches and without fp64 copies, which vector_norm makes of each;
-        # tests/unit/test_torch.py notices when it moves
-        return [norm**2 for norm in torch._foreach_norm(parts, 2, torch.float64)]
+        return [norm**2 for norm in norms_of(parts, torch.float64)]
     # A row in fp32, which has the same bits however rows are dealt out, and half the time of fp64; all rows in fp64.
     by_row = (torch.linalg.vector_norm(p, dim=-1, dtype=torch.float32) if p.ndim > 1 else p for p in parts)
     return [torch.dot(rows, rows) for rows in (norms.flatten().double() for norms in by_row)]

@@ -15,8 +15,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
+from shardbook.comm.torch_private import call_after_backward
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import backward_order, own_parameters
 
@@ -166,9 +166,7 @@ class Copies:
     def _take(self, part: Part, number: int, leaf: Tensor) -> None:
         """A gradient is complete, in this backward: the sums that are waited for go ahead of what is not there yet."""
         if not self._running:
-            # private: the engine's callback at the end of a backward; fully_shard and DDP use it too, and there is no
-            # public one. tests/unit/test_torch.py notices when it moves
-            Variable._execution_engine.queue_callback(self._finish)
+            call_after_backward(self._finish)
             self._running, self._unsent = True, 0
         gradient, leaf.grad = leaf.grad, part.aside.pop(number, None)
         assert gradient is not None

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardbook.axes import DATA_AXES, DP_SHARD
+from shardbook.comm.torch_private import probe
 from shardbook.parallel.copies import COPIED
 from shardbook.parallel.layout import DTYPES, Layout, build_layout
 from shardbook.parallel.mesh import axis_sizes, build_mesh
@@ -55,6 +56,7 @@ def shard_model(
     ):
         if not fits:
             raise RecipeError(f"shard_model: {what} = {given!r}: must be {words}")
+    probe("stages")
     blocks = list(blocks)
     check_blocks(model, blocks)
     check_parameters(model)

@@ -13,17 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-
-# Private (fake tensors, and a DTensor's part of this rank, too), and torch's own way to be one of many ranks alone;
-# tests/unit/test_torch.py notices when it moves.
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
+from shardbook.comm.torch_private import bytes_there, dispatch_base, fake_store, fake_tensors, probe, storages_in
 from shardbook.data.loader import MicroBatch, count_totals
 from shardbook.data.tokenized import Totals
 from shardbook.memory.activation import apply_checkpointing
@@ -52,22 +45,19 @@ class Simulated:
     kept_bytes: int  # between two steps: parameters and optimizer state
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(dispatch_base()):
     """Counts the storages that operations make, while any tensor refers to them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, StorageWeakRef] = {}
+        self.made: dict[int, Any] = {}  # storages_in's references
         self.moment: Moment = (0, "forward", "before")
         self.most: dict[Moment, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # whose making is not seen
-                storage = local.untyped_storage()
-                self.made.setdefault(storage._cdata, StorageWeakRef(storage))
+        for key, reference in storages_in(result):
+            self.made.setdefault(key, reference)
         self.most[self.moment] = max(self.most.get(self.moment, 0), self.count())
         return result
 
@@ -94,13 +84,11 @@ class LiveBytes(TorchDispatchMode):
     def count(self) -> int:
         """Bytes that are there now."""
         total = 0
-        for key, kept in list(self.made.items()):
-            # private: a storage's size may change (gathered parameters are freed by that), and only itself knows it
-            storage = torch.UntypedStorage._new_with_weak_ptr(kept.cdata)
-            if storage is None:
+        for key, reference in list(self.made.items()):
+            if (size := bytes_there(reference)) is None:
                 del self.made[key]
             else:
-                total += storage.nbytes()
+                total += size
         return total
 
 
@@ -118,6 +106,7 @@ def simulate_step(
     if recipe.parallel.pp_size > 1:
         asked = f"--simulate: parallel.pp_size = {recipe.parallel.pp_size}"
         raise RecipeError(f"{asked}: no pipeline is simulated; leave --simulate out, or set parallel.pp_size=1")
+    probe("stages", "run", "simulate")
     times, how = config.num_hidden_layers - LAYERS[1], (world_size, ranks_per_node, shares, teacher)
     if times <= 0:
         most, kept = _simulate(recipe, config, *how)
@@ -146,7 +135,7 @@ def _simulate(
 ) -> tuple[dict[Moment, int], int]:
     """Most bytes at each moment of the second step, and bytes kept."""
     # this process as rank 0 of so many, whose collectives send nothing; no process group may be there already
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=fake_store())
     try:
         model = build_adapted(recipe, config, kernel_on_gpu(recipe.model.attention), teacher)
         world = (world_size, ranks_per_node)
@@ -154,7 +143,7 @@ def _simulate(
         apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)
         sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
         micros, live = recipe.train.gradient_accumulation_steps, LiveBytes()
-        with FakeTensorMode(allow_non_fake_inputs=True), live:
+        with fake_tensors(), live:
             materialize(model, torch.device("cpu"))
             state = _optimizer_state(model, recipe.optim.name)
             live.follow(model.blocks)

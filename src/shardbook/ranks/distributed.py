@@ -19,8 +19,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from shardbook.comm.torch_private import backends_of, probe
 from shardbook.ranks.heartbeat import Heartbeat, watch_launcher
 from shardbook.ranks.join import INTERFACE, Rendezvous, Store, join_ranks, read_member, read_rendezvous
 from shardbook.ranks.progress import HERE
@@ -53,9 +53,11 @@ def start_distributed(lost_seconds: float = 0, hang_seconds: float = 0) -> Ranks
     """Join the process group that the launcher's variables describe; without a launcher, be a world of one.
 
     A rank not heard of for `lost_seconds` ends all the others (0: they wait for TIMEOUT), and so does one that stands
-    still for `hang_seconds` inside `watch_steps` (0: off). Raises RecipeError where the launcher would shard a second
-    time (`ACCELERATE_USE_FSDP`), its variables are wrong, not every rank comes, or gloo cannot connect them.
+    still for `hang_seconds` inside `watch_steps` (0: off). Raises RecipeError where this torch lacks a name that a run
+    needs, the launcher would shard a second time (`ACCELERATE_USE_FSDP`), its variables are wrong, not every rank
+    comes, or gloo cannot connect them.
     """
+    probe("stages", "run", *["cuda"] * torch.cuda.is_available())
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
         raise RecipeError(
             "ACCELERATE_USE_FSDP is set by the launcher: Shardbook shards the model itself; "
@@ -122,10 +124,8 @@ def set_time_limit(device_type: str, limit: timedelta) -> None:
 
     A group that is made for a mesh has torch's default otherwise, whatever the group of all ranks has.
     """
-    # Private: no public name lists the groups, or gives one device's half of a group. tests/unit/test_torch.py notices.
-    for group in distributed_c10d._world.pg_map:
-        if (device := torch.device(device_type)) in group._device_types:
-            group._get_backend(device).set_timeout(limit)
+    for backend in backends_of(torch.device(device_type)):
+        backend.set_timeout(limit)
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ def report_error(error: BaseException, code: int) -> int:
     last, for it knows nothing, and its heartbeat speaks for it where it hears the reason meanwhile.
     """
     refused = code == WRONG  # which every rank finds out by itself
-    lost_peer = isinstance(error, dist.DistError) or ("gloo" in str(error) and not refused)
+    lost_peer = is_lost_peer(error)
     if lost_peer:
         time.sleep(PEER_SECONDS)
     LEAVING.set()
@@ -58,6 +58,11 @@ def report_error(error: BaseException, code: int) -> int:
     elif not refused and not lost_peer:
         tell_others(reason.removeprefix("run failed: "))
     return code
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a rank failed because another ended, or cannot be reached: torch says it of gloo with a RuntimeError."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def tell_others(reason: str) -> None:

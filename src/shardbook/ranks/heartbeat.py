@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but mypy does not see it
 
+from shardbook.comm.torch_private import collectives_record
 from shardbook.ranks.exits import FAILED, GOODBYES, LAST_WORDS, LEAVING, exit_rank, tell_others
 from shardbook.ranks.join import Rendezvous, Store, name_ranks, open_store, read_member
 from shardbook.ranks.progress import HERE, Standing, find_behind
@@ -182,10 +182,7 @@ def leave_evidence(rank: int) -> None:
     HERE.folder.mkdir(exist_ok=True)
     with (HERE.folder / f"stacks-{rank}.txt").open("w") as file:
         faulthandler.dump_traceback(file)
-    # Private: torch documents it, and has no other way to ask for the record before a limit is reached.
-    # tests/unit/test_torch.py notices where it is gone.
-    record = getattr(_distributed_c10d, "_dump_fr_trace" if HERE.blocks else "_dump_nccl_trace")
-    (HERE.folder / f"collectives-{rank}").write_bytes(record())
+    (HERE.folder / f"collectives-{rank}").write_bytes(collectives_record(HERE.blocks))
 
 
 def tell_run(place: Rendezvous, reason: str, keeps_store: bool) -> None:

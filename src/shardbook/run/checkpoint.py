@@ -21,8 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from shardbook.model.adapters import base_identity, kept_parameters
@@ -30,10 +28,11 @@ from shardbook.model.teacher import teacher_identity
 from shardbook.optim import state_kind
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.parallel.units import WHOLE
-from shardbook.ranks.exits import RunFailed
+from shardbook.ranks.exits import RunFailed, is_lost_peer
 from shardbook.ranks.progress import long_phase
 from shardbook.recipe import RecipeError, first_line
 from shardbook.run.save_plan import Planned, PlanOnce
+from shardbook.run.stored_metadata import Reader, TensorsOnly
 
 MARKER = "COMPLETE"
 STATE = "state.json"
@@ -44,6 +43,11 @@ TEACHER = "teacher"  # of whom was learned from; absent where nobody was
 # one flat key a tensor and moment: names, not parameter numbers, so another grouping or layout still matches
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 HYPERPARAMETERS = "param_groups."  # what begins with it in the optimizer's flat state
+ELSEWHERE = (
+    *(MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, torch.cuda.CudaError),
+    *(RecipeError, RunFailed, KeyboardInterrupt, SystemExit),
+)
+NO_MEMORY = "DefaultCPUAllocator"  # torch says it of the host's with a RuntimeError
 # of the optimizer whose state was saved: a plan ends with its run, also where a process has several
 _plans: WeakKeyDictionary[torch.optim.Optimizer, Planned] = WeakKeyDictionary()
 
@@ -146,7 +150,7 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
     if same_world:
         read[_own_key()] = _rng_state() | (_numbered(residuals, key) if same_exchanges else {})
     with _readable(path):
-        state_dict_loader.load(read, checkpoint_id=path)
+        state_dict_loader.load(read, storage_reader=Reader(path), planner=TensorsOnly(path))
     if same_world:
         _set_rng_state(read[_own_key()])
     lost = [] if same_world else ["random state: other ranks"]
@@ -155,17 +159,6 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
     if (there_kept or residuals) and not (same_world and same_exchanges):
         lost.append("residuals of error feedback: other exchanges")
     return stands, "; ".join(lost)
-
-
-class _ReaderOnce(FileSystemReader):
-    """Reads the metadata once: it lists every shard of every tensor, and DCP asks for it at each load."""
-
-    def __init__(self, path: Path):
-        super().__init__(path)
-        self._metadata = super().read_metadata()
-
-    def read_metadata(self, *positional: Any, **named: Any) -> Metadata:
-        return self._metadata
 
 
 def checkpoint_shapes(path: Path) -> dict[str, torch.Size]:
@@ -178,11 +171,11 @@ def read_parameters(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple
     """`(name, full tensor in fp32)` of the model parameters in a checkpoint, one at a time and without a process group:
     how a 70B is exported on one host."""
     with _readable(path):
-        reader = _ReaderOnce(path)
+        reader = Reader(path)
     for name, shape in shapes.items():
         box = {f"model.{name}": torch.empty(shape)}
         with _readable(path):
-            state_dict_loader.load(box, storage_reader=reader, no_dist=True)
+            state_dict_loader.load(box, storage_reader=reader, planner=TensorsOnly(path), no_dist=True)
         yield name, box[f"model.{name}"]
 
 
@@ -197,6 +190,7 @@ def _writable(path: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, OSError, RuntimeError) as error:
+        _pass_on(error)
         there = next(each for each in path.absolute().parents if each.exists())  # rank 0 may have begun path anew
         free = shutil.disk_usage(there).free / 10**9
         raise RunFailed(
@@ -209,18 +203,29 @@ def _readable(path: Path) -> Iterator[None]:
     """What goes wrong inside is a checkpoint that was damaged after it was complete."""
     try:
         yield
-    except RecipeError:
-        raise
     except (Exception, CheckpointException) as error:  # torch's is no Exception
+        _pass_on(error)
         raise RecipeError(
             f"checkpoint {path}: damaged ({_cause(error)}); remove it, and the run goes on from the one before"
         ) from error
 
 
+def _met(error: BaseException) -> list[BaseException]:
+    """What each rank met, where DCP reports that."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return [met for met, _ in failures] or [error]
+
+
+def _pass_on(error: BaseException) -> None:
+    """Raise what is no fault of the files, on whichever rank: who is told that a checkpoint is damaged removes it."""
+    for met in _met(error):
+        if isinstance(met, ELSEWHERE) or is_lost_peer(met) or NO_MEMORY in str(met):
+            raise met
+
+
 def _cause(error: BaseException) -> str:
-    """DCP reports what each rank met; the first of them says it."""
-    failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
-    first = failures[0][0] if failures else error
+    """The first of what ranks met says it."""
+    first = _met(error)[0]
     return f"{type(first).__name__}: {first_line(first)}"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from shardbook.comm.torch_private import record_memory, write_memory_snapshot
 from shardbook.ranks.progress import long_phase
 
 EVENTS = 200_000  # allocations and frees that a memory snapshot holds, the last ones
@@ -32,8 +33,7 @@ class Profile(AbstractContextManager["Profile"]):
             kinds = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 kinds.append(ProfilerActivity.CUDA)
-                # private, and torch's documented way to a snapshot (docs: Understanding CUDA Memory Usage)
-                torch.cuda.memory._record_memory_history(max_entries=EVENTS)
+                record_memory(EVENTS)
             self.running = profile(activities=kinds)
             self.running.start()
 
@@ -44,8 +44,8 @@ class Profile(AbstractContextManager["Profile"]):
         self.folder.mkdir(exist_ok=True)
         running.export_chrome_trace(str(self.folder / f"rank-{self.rank}.json.gz"))
         if torch.cuda.is_available():
-            torch.cuda.memory._dump_snapshot(str(self.folder / f"rank-{self.rank}-memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            write_memory_snapshot(str(self.folder / f"rank-{self.rank}-memory.pickle"))
+            record_memory(None)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self.running:  # the run ends inside of the steps that were asked for, or fails there

@@ -126,7 +126,9 @@ def _settle_axes(settings: Settings, entries: list[Entry]) -> None:
         parse_recipe(write_recipe(settings, [], ""), "")
     except RecipeError as error:
         said = str(error).strip(": ")
-        unfit = {key for key in AXES if key in settings and key in said}
+        # what each is about stands before its colon; a key behind it is a way out, and may be good
+        about = [part.partition(": ")[0] for part in said.split("; ") if ": " in part]
+        unfit = {key for key in AXES if key in settings and any(f"{key} = " in what for what in about)}
         _refuse(entries, unfit, said)
         for key in unfit:
             del settings[key]

@@ -1,0 +1,267 @@
+"""Every private name of torch that is used here: what for, and why no public one does.
+
+Invariant: no other file uses one (tests/unit/test_house.py), and each is imported where it is used, so this module is
+imported under any torch. `probe` looks for all of a part's names before work begins: a torch that lacks one is refused
+in one line, not by an AttributeError in the middle of a run. tests/unit/test_torch.py holds what they do.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from inspect import isclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardbook.recipe import RecipeError
+
+TESTED = "2.11 to 2.13"
+FSDP = "torch.distributed.fsdp._fully_shard"
+NEEDED: dict[str, list[str]] = {}  # part -> paths; of two with a bar between them one is enough
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _needs(part: str, *paths: str) -> Callable[[Function], Function]:
+    """Have `probe` look for `paths` with those of `part`: stages (of a run and of a loop of one's own), run, simulate,
+    or cuda (there alone)."""
+    NEEDED.setdefault(part, []).extend(paths)
+    return lambda function: function
+
+
+def probe(*parts: str) -> None:
+    """Raise RecipeError where this torch lacks a name that one of `parts` needs. Imports modules, starts nothing."""
+    paths = [path for part in parts for path in NEEDED[part]]
+    if lacks := [path.replace("|", " or ") for path in paths if not any(map(_has, path.split("|")))]:
+        raise RecipeError(
+            f"torch {torch.__version__} lacks {', '.join(lacks)}, which Shardbook uses; it is tested with torch "
+            f"{TESTED}: install one of these"
+        )
+
+
+def _has(path: str) -> bool:
+    """Whether there is such a module, or such a name in one. What instances alone have is looked for in the methods of
+    their class."""
+    words, found, at = path.split("."), None, 1
+    with contextlib.suppress(ImportError):
+        for at in range(1, len(words) + 1):
+            found = import_module(".".join(words[:at]))
+        return True
+    for word in words[at - 1 :]:
+        if not hasattr(found, word) and not (isclass(found) and word in _words_of(found)):
+            return False
+        found = getattr(found, word, None)
+    return True
+
+
+def _words_of(made: type) -> set[str]:
+    """The names in the methods of a class."""
+    codes = (getattr(method, "__code__", None) for method in vars(made).values())
+    return {word for code in codes if code for word in code.co_names}
+
+
+# -- stages: fully_shard, a backward's end, gradients together
+
+
+@_needs("stages", f"{FSDP}._fsdp_api.AllGather", f"{FSDP}._fsdp_api.ReduceScatter")
+def collective_base(name: str) -> Any:
+    """What set_custom_all_gather or set_custom_reduce_scatter takes. These two are public, `AllGather` and
+    `ReduceScatter` are not exported. Where torch has none a plain class, which `probe` refuses."""
+    with contextlib.suppress(ImportError):
+        return getattr(import_module(f"{FSDP}._fsdp_api"), name, object)
+    return object
+
+
+@contextlib.contextmanager
+@_needs("stages", f"{FSDP}._fully_shard._get_post_forward_mesh_info")
+def secondary_meshes_through(get: Callable[..., Any]) -> Iterator[None]:
+    """While open, fully_shard asks `get(real, reshard_after_forward, mesh_info)` for the mesh of a secondary shard,
+    where it would call `real` with the rest. It takes no mesh of the caller's."""
+    module = import_module(f"{FSDP}._fully_shard")
+    real = module._get_post_forward_mesh_info
+    module._get_post_forward_mesh_info = partial(get, real)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module._get_post_forward_mesh_info = real  # type: ignore[attr-defined]
+
+
+@_needs("stages", "torch.autograd.Variable._execution_engine.queue_callback")
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call `function` at the end of the backward that runs. fully_shard and DDP do it so; hooks know no end."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+@_needs("stages", "torch._foreach_norm")
+def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The 2-norm of each, added up in `dtype`, in few launches and without copies in it, which vector_norm makes."""
+    return list(torch._foreach_norm(tensors, 2, dtype))
+
+
+@_needs("stages", "torch._foreach_mul_")
+def scale_together(tensors: list[Tensor], factor: Tensor) -> None:
+    """Scale each in place, in few launches. torch's public clip_grads_with_norm_ refuses DTensors of two meshes."""
+    torch._foreach_mul_(tensors, factor)
+
+
+@_needs("stages", "torch._dynamo.config.recompile_limit")
+def allow_graphs(count: int) -> None:
+    """Let a compiled function have so many graphs. torch.compile's own option for one function came with 2.13."""
+    torch._dynamo.config.recompile_limit = max(count, torch._dynamo.config.recompile_limit)
+
+
+@_needs("stages", "torch.nn.Module._parameters")
+def slots_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dictionary in which a module keeps its own parameters, in order: empty slots (no bias) have no public name,
+    and a parameter that is set through it costs no look at every other attribute."""
+    return module._parameters
+
+
+# -- run: offload, activations, limits and records of collectives
+
+
+@_needs("run", "torch.distributed.fsdp.FSDPModule._get_fsdp_state", f"{FSDP}._fsdp_state.FSDPState._lazy_init")
+def start_fully_shard(root: Any) -> None:
+    """Do what fully_shard does before its first forward: it pads shards, which must lie there when it does."""
+    root._get_fsdp_state()._lazy_init()
+
+
+@_needs(
+    "run",
+    *(
+        f"{FSDP}._fsdp_param.FSDPParam.{name}"
+        for name in ("sharded_param", "padded_sharded_param_size", "to_sharded_dtensor")
+    ),
+    f"{FSDP}._fsdp_state.FSDPState._fsdp_param_groups|{FSDP}._fsdp_state.FSDPState._fsdp_param_group",
+)
+def sharded_parameters(handle: Any) -> list[Any]:
+    """fully_shard's own objects of the parameters that a module gathers together. Only `sharded_param`,
+    `padded_sharded_param_size` and `to_sharded_dtensor` of them are used, and what the next three functions read."""
+    state = handle._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch before 2.13 has one
+    return list(groups[0].fsdp_params)
+
+
+@_needs("run", f"{FSDP}._fsdp_param.FSDPParam._orig_size")
+def whole_shape(param: Any) -> torch.Size:
+    """The shape of one of `sharded_parameters` before it was sharded: the DTensor's may be cut along other axes."""
+    return param._orig_size
+
+
+@_needs("run", f"{FSDP}._fsdp_param.FSDPParam._sharded_param_data")
+def padded_shard(param: Any) -> Tensor:
+    """What fully_shard gathers of one of `sharded_parameters`, flat: the DTensor shows it without its padding."""
+    return param._sharded_param_data
+
+
+@_needs("run", f"{FSDP}._fsdp_param.FSDPParam._init_extensions", "torch.distributed.tensor.DTensor._local_tensor")
+def gather_through(param: Any, pre: Callable[..., Any], post: Callable[..., Any]) -> None:
+    """Have fully_shard ask `pre` for what it sends of one of `sharded_parameters`, and give `post` what came. Its
+    protocol (fsdp_pre_all_gather) is for tensor subclasses, and found when it starts; a shard is plain, and later."""
+    local = param.sharded_param._local_tensor
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre, post
+    param._init_extensions()
+
+
+@_needs("run", "torch._functorch.config.activation_memory_budget")
+def set_memory_budget(share: float) -> None:
+    """What torch.compile keeps for backward, of what it would keep by itself. torch documents it in a blog alone."""
+    import torch._functorch.config
+
+    torch._functorch.config.activation_memory_budget = share
+
+
+@_needs(
+    "run",
+    "torch.distributed.distributed_c10d._world.pg_map",
+    "torch.distributed.ProcessGroup._device_types",
+    "torch.distributed.ProcessGroup._get_backend",
+)
+def backends_of(device: torch.device) -> list[Any]:
+    """Of each process group the half that is for `device`. No public name lists groups, or gives one of the halves."""
+    groups = dist.distributed_c10d._world.pg_map
+    return [group._get_backend(device) for group in groups if device in group._device_types]
+
+
+@_needs("run", "torch._C._distributed_c10d._dump_fr_trace")
+@_needs("cuda", "torch._C._distributed_c10d._dump_nccl_trace")
+def collectives_record(is_gloo: bool) -> bytes:
+    """torch's record of the last collectives. Documented, and no other way to ask before a limit is reached."""
+    owner: Any = import_module("torch._C._distributed_c10d")
+    return owner._dump_fr_trace() if is_gloo else owner._dump_nccl_trace()
+
+
+# -- cuda: what its memory holds
+
+
+@_needs("cuda", "torch.cuda.memory._record_memory_history")
+def record_memory(events: int | None) -> None:
+    """Record the last so many allocations and frees; None: stop. torch's documented way (Understanding CUDA Memory
+    Usage), without a public name."""
+    record: Any = torch.cuda.memory._record_memory_history
+    record(max_entries=events) if events else record(enabled=None)
+
+
+@_needs("cuda", "torch.cuda.memory._dump_snapshot")
+def write_memory_snapshot(file: str) -> None:
+    """Write what was recorded, for pytorch.org/memory_viz; as documented as the record."""
+    torch.cuda.memory._dump_snapshot(file)
+
+
+# -- simulate: a step on fake tensors
+
+
+@_needs("simulate", "torch.testing._internal.distributed.fake_pg.FakeStore")
+def fake_store() -> Any:
+    """For the process group `fake`, torch's own way to be one of many ranks alone."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+@_needs("simulate", "torch._subclasses.fake_tensor.FakeTensorMode")
+def fake_tensors() -> Any:
+    """A context in which tensors have shapes and no memory, and may meet real ones. The meta device knows no device,
+    and every storage of it is empty."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@_needs("simulate", "torch.utils._python_dispatch.TorchDispatchMode")
+def dispatch_base() -> Any:
+    """The base of what sees every operation, backward's too. Public TorchFunctionMode sees what Python calls."""
+    with contextlib.suppress(ImportError):
+        return getattr(import_module("torch.utils._python_dispatch"), "TorchDispatchMode", object)
+    return object
+
+
+@_needs(
+    "simulate",
+    "torch.utils._pytree.tree_leaves",
+    "torch.distributed.tensor.DTensor._local_tensor",
+    "torch.UntypedStorage._cdata",
+    "torch.multiprocessing.reductions.StorageWeakRef",
+)
+def storages_in(result: Any) -> Iterator[tuple[int, Any]]:
+    """Of every tensor in what an operation returned, its storage's number and a weak reference to it. Of a DTensor its
+    part of this rank (to_local would be an operation itself). Python's weakref holds a wrapper, which dies first."""
+    from torch.distributed.tensor import DTensor
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._pytree import tree_leaves
+
+    for tensor in tree_leaves(result):
+        if isinstance(tensor, Tensor):
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            storage: Any = local.untyped_storage()
+            yield storage._cdata, StorageWeakRef(storage)
+
+
+@_needs("simulate", "torch.UntypedStorage._new_with_weak_ptr")
+def bytes_there(reference: Any) -> int | None:
+    """The size of the storage of one of storages_in's references, None where it is gone. Its size may change (gathered
+    parameters are freed by that), and only itself knows it."""
+    storage: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return None if storage is None else storage.nbytes()
