@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardbook.parallel.packed import BYTES
 from shardbook.parallel.units import STANDS_FOR
 from shardbook.recipe import RecipeError
 
@@ -64,6 +65,7 @@ def pack_module(module: nn.Linear, name: str, dtype: torch.dtype, nested: bool) 
     for key, value in others.items():
         module.register_parameter(key, value)
     module.nested = nested  # type: ignore[assignment]
+    setattr(module, BYTES, (PACKED, ABSMAX))
 
 
 def absmax_bytes(width: int, nested: bool) -> int:
