@@ -1,8 +1,8 @@
 """A frozen base in four bits: NF4 (QLoRA, arXiv 2305.14314, section 3 and appendix E).
 
 Invariant: a block of 64 never crosses a row, so each rank quantises its own rows, and shards lie behind one another as
-the whole would. What is stored are bytes, in tensors of the dtype of compute, which is what fully_shard gathers without
-a cast (torch 2.11's takes no integers). For backward a product keeps these bytes: compiled too, where unpacking twice
+the whole would. What is stored are bytes, in tensors of the dtype of compute (torch 2.11's fully_shard takes no
+integers), and nothing may copy them as numbers: packed.py gathers them as bytes. For backward a product keeps these bytes: compiled too, where unpacking twice
 would become unpacking once and keeping that, were the two not different calls. Trains nothing of what it packs.
 """
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardbook.fused import fused
 from shardbook.parallel.packed import BYTES
 from shardbook.parallel.units import STANDS_FOR
 from shardbook.recipe import RecipeError
@@ -30,7 +31,7 @@ CODES = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 PACKED, ABSMAX = "weight_packed", "weight_absmax"
-AT_ONCE = 2**22  # elements that are packed or unpacked at once, in fp32 or int32
+AT_ONCE = 2**22  # elements that are packed or unpacked at once, in fp32 or int32, where no kernel does all in one pass
 SCALE_BYTES = 4  # of an fp32 number
 
 
@@ -136,10 +137,18 @@ def unpack_nf4(packed: Tensor, absmax: Tensor, width: int, nested: bool, dtype: 
         kernel = torch.ops.bitsandbytes.dequantize_4bit.default
         return kernel(values.flatten(), scales.flatten(), BLOCK, "nf4", [len(values), width], dtype)
     out = torch.empty(len(values), width, dtype=dtype, device=values.device)
-    for part in _parts(len(values), width):
-        numbers = F.embedding(values[part].int(), _pairs(values.device)).view(-1, width // BLOCK, BLOCK)
-        out[part] = numbers.mul_(scales[part, :, None]).view(-1, width)
+    if values.numel():
+        fused(_unpack, values.device.type, nested, dtype)(values, scales, _pairs(values.device), out)
     return out
+
+
+def _unpack(values: Tensor, scales: Tensor, pairs: Tensor, out: Tensor) -> None:
+    """Write into `out` [n, width] what `values`, uint8 [n, width / 2], and `scales`, fp32 [n, width / BLOCK], stand for.
+    Compiled it is one kernel over all rows; else parts of them, each pass over which goes through memory."""
+    count, width = out.shape
+    for part in [slice(None)] if torch.compiler.is_compiling() else _parts(count, width):
+        numbers = F.embedding(values[part].int(), pairs).view(-1, width // BLOCK, BLOCK)
+        out[part] = numbers.mul_(scales[part, :, None]).view(-1, width)
 
 
 @unpack_nf4.register_fake
