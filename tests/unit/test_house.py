@@ -19,7 +19,7 @@ FLOORS = [
     {"data", "model", "optim", "ranks"},
     {"parallel"},
     {"comm"},
-    {"axes", "cache", "fused"},
+    {"axes", "cache"},
     {"recipe"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 
-from shardbook.fused import fused
+from shardbook.comm.fused import fused
 from shardbook.model import nf4
 from shardbook.recipe import RecipeError
 
@@ -157,7 +157,7 @@ def test_all_rows_in_one_pass_have_the_bits_of_parts(dtype, nested, monkeypatch)
 @pytest.mark.slow
 def test_compiled_as_on_cuda_it_is_one_kernel_with_the_same_bits(monkeypatch):
     """One graph for matrices of many shapes."""
-    monkeypatch.setattr("shardbook.fused.has_triton", lambda: True)
+    monkeypatch.setattr("shardbook.comm.fused.has_triton", lambda: True)
     torch._dynamo.reset()
     counters["stats"].clear()
     metrics.reset()

@@ -9,7 +9,7 @@ from launches import Launches
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 
-from shardbook.fused import fused
+from shardbook.comm.fused import fused
 from shardbook.optim import build_optimizer, clip_gradients, elementwise, gradient_norm, learning_rate, squares_of
 from shardbook.recipe import Optim
 
@@ -128,7 +128,7 @@ def test_a_step_is_one_call_for_each_parameter(name, monkeypatch):
 @pytest.mark.slow
 def test_compiled_as_on_cuda_a_step_is_one_kernel_and_no_step_is_compiled_anew(name, monkeypatch):
     want = stepped(name)
-    monkeypatch.setattr("shardbook.fused.has_triton", lambda: True)
+    monkeypatch.setattr("shardbook.comm.fused.has_triton", lambda: True)
     monkeypatch.setattr(elementwise, "fused", lambda function, device_type: fused(function, "cuda"))
     monkeypatch.setattr(elementwise, "place_numbers", lambda numbers, device: torch.tensor(numbers))
     torch._dynamo.reset()

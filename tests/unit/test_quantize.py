@@ -130,7 +130,7 @@ def test_compiled_as_on_cuda_it_is_the_same_to_the_bit(bits, monkeypatch):
         buffer, out = quantize(rows, bits, 128), torch.empty(3, numel, dtype=torch.bfloat16)
         dequantize(buffer, out, bits, 128)
         wanted[rows] = buffer, out
-    monkeypatch.setattr("shardbook.fused.has_triton", lambda: True)
+    monkeypatch.setattr("shardbook.comm.fused.has_triton", lambda: True)
     fused, piece = (getattr(quantization, name) for name in ("fused", "_piece"))
     monkeypatch.setattr(quantization, "fused", lambda function, device_type, *more: fused(function, "cuda", *more))
     monkeypatch.setattr(quantization, "_piece", lambda device_type, *more: piece("cuda", *more))

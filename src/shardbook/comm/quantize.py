@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shardbook.fused import fused
+from shardbook.comm.fused import fused
 
 LARGEST = {8: 127, 4: 7}  # bits -> steps on either side of zero: -128 and -8 stay unused, so that signs are alike
 BLOCKS = (64, 128, 256)

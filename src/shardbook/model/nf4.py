@@ -2,8 +2,9 @@
 
 Invariant: a block of 64 never crosses a row, so each rank quantises its own rows, and shards lie behind one another as
 the whole would. What is stored are bytes, in tensors of the dtype of compute (torch 2.11's fully_shard takes no
-integers), and nothing may copy them as numbers: packed.py gathers them as bytes. For backward a product keeps these bytes: compiled too, where unpacking twice
-would become unpacking once and keeping that, were the two not different calls. Trains nothing of what it packs.
+integers), and nothing may copy them as numbers: packed.py gathers them as bytes. For backward a product keeps these
+bytes: compiled too, where unpacking twice would become unpacking once and keeping that, were the two not different
+calls. Trains nothing of what it packs.
 """
 
 import importlib.util
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardbook.fused import fused
+from shardbook.comm.fused import fused
 from shardbook.parallel.packed import BYTES
 from shardbook.parallel.units import STANDS_FOR
 from shardbook.recipe import RecipeError
@@ -143,8 +144,8 @@ def unpack_nf4(packed: Tensor, absmax: Tensor, width: int, nested: bool, dtype: 
 
 
 def _unpack(values: Tensor, scales: Tensor, pairs: Tensor, out: Tensor) -> None:
-    """Write into `out` [n, width] what `values`, uint8 [n, width / 2], and `scales`, fp32 [n, width / BLOCK], stand for.
-    Compiled it is one kernel over all rows; else parts of them, each pass over which goes through memory."""
+    """Write into `out` [n, width] what `values` (uint8 [n, width / 2]) and `scales` (fp32 [n, width / BLOCK]) are.
+    Compiled it is one kernel over all rows; else it goes through parts of them, pass by pass."""
     count, width = out.shape
     for part in [slice(None)] if torch.compiler.is_compiling() else _parts(count, width):
         numbers = F.embedding(values[part].int(), pairs).view(-1, width // BLOCK, BLOCK)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardbook.fused import fused
+from shardbook.comm.fused import fused
 from shardbook.optim.elementwise import local_part
 
 PIECE = 2**16  # elements that share keys: of the whole tensor, so that shards are cut where they like

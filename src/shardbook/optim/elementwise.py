@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from shardbook.fused import fused
+from shardbook.comm.fused import fused
 from shardbook.recipe import Optim
 
 
@@ -36,7 +36,9 @@ class Elementwise(torch.optim.Optimizer, ABC):
     typed as the parameter."""
 
     moments: ClassVar[tuple[str, ...]]
-    update: ClassVar[Callable[..., None]]  # of weights, gradients, moments and `numbers`, in place; all fp32 of one shape
+    update: ClassVar[
+        Callable[..., None]
+    ]  # of weights, gradients, moments and `numbers`, in place; all fp32 of one shape
 
     def __init__(self, groups: list[dict[str, Any]], optim: Optim):
         super().__init__(groups, {"lr": optim.learning_rate, "weight_decay": 0.0})
@@ -62,7 +64,7 @@ class Elementwise(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def numbers(self, step: int) -> Sequence[float]:
-        """What `update` adds and multiplies at `step`, after what weights are multiplied with and the rate below zero."""
+        """What `update` adds and multiplies at `step`, after the weights' factor and the negative rate."""
 
 
 def place_numbers(numbers: Sequence[float], device: torch.device) -> Sequence[float] | Tensor:
@@ -82,9 +84,7 @@ def update_lion(weight: Tensor, gradient: Tensor, momentum: Tensor, numbers: Any
     add_share(weight.mul_(decay), direction, rate)
 
 
-def update_ademamix(
-    weight: Tensor, gradient: Tensor, fast: Tensor, square: Tensor, slow: Tensor, numbers: Any
-) -> None:
+def update_ademamix(weight: Tensor, gradient: Tensor, fast: Tensor, square: Tensor, slow: Tensor, numbers: Any) -> None:
     decay, rate, first, second, add_second, third, fast_size, square_size, alpha, eps = numbers
     fast.lerp_(gradient, first)
     if isinstance(add_second, Tensor):

@@ -2,8 +2,8 @@
 
 Invariant: no byte passes a copy that takes it for a number. fully_shard copies a unit's shards into its buffer with
 `_foreach_copy_`, which on CUDA goes through fp32 and makes one pattern, 0x7FFF, of all that are NaN in bf16
-(ForeachFunctors.cuh, UnaryOpFunctor; pytorch issue 159333). Where one parameter of a unit is uint8, the unit is gathered
-in one buffer of uint8, into which every other one goes byte by byte too; what is sent is as long as before.
+(ForeachFunctors.cuh, UnaryOpFunctor; pytorch issue 159333). Where one parameter of a unit is uint8, the unit is
+gathered in one buffer of uint8, into which every other one goes byte by byte too; what is sent is as long as before.
 """
 
 from functools import partial
