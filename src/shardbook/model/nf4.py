@@ -120,7 +120,7 @@ def _pairs(device: torch.device) -> Tensor:
 
 
 @cache
-def _has_kernel() -> bool:
+def has_kernel() -> bool:
     """Whether bitsandbytes is there, whose one kernel does what the loop below does in five passes over memory."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return False
@@ -134,7 +134,7 @@ def unpack_nf4(packed: Tensor, absmax: Tensor, width: int, nested: bool, dtype: 
     """The weights [n, width] in `dtype` that bytes stand for, code * absmax in fp32, rounded once. `again`: in
     backward; it makes two calls out of what a compiler would take for one."""
     values, scales = packed.view(torch.uint8), _read_scales(absmax.view(torch.uint8), width // BLOCK, nested)
-    if _has_kernel() and values.numel():
+    if has_kernel() and values.numel():
         kernel = torch.ops.bitsandbytes.dequantize_4bit.default
         return kernel(values.flatten(), scales.flatten(), BLOCK, "nf4", [len(values), width], dtype)
     out = torch.empty(len(values), width, dtype=dtype, device=values.device)
