@@ -1,5 +1,5 @@
-"""How fast blocks are quantised and unpacked, against a copy of the same bytes on the same device, and what a step's
-worth of qwZ costs a Llama of 1B. Part of `make bench-gpu`; alone it prints its rows:
+"""How fast blocks, and a base in four bits, are quantised and unpacked, against a copy of the same bytes on the same
+device, and what a step's worth of qwZ costs a Llama of 1B. Part of `make bench-gpu`; alone it prints its rows:
 
     python tests/bench/quantisation.py
 """
@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from shardbook.comm.quantize import buffer_bytes, dequantize, quantize
+from shardbook.model.nf4 import has_kernel, quantize_rows, unpack_nf4
 
 # of a Llama-3-70B block: q and o 8192 x 8192, k and v 8192 x 1024, three of 8192 x 28672, two norms
 BLOCK_70B = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
@@ -55,9 +56,27 @@ def bandwidths(device: str) -> list[dict]:
     return rows
 
 
+def four_bits(device: str) -> list[dict]:
+    """The largest matrix of a block out of its four bits, by bitsandbytes where it is there. On a CPU a small one."""
+    rows, width = (8192, 28672) if device == "cuda" else (256, 4096)
+    rows_of_facts = []
+    for nested in (False, True):
+        packed = quantize_rows(torch.randn(rows, width, device=device), nested)
+        facts = {"what": "unpack four bits", "dtype": "bfloat16", "bits": 4, "double_quant": nested}
+        work = partial(unpack_nf4, *packed, width, nested, torch.bfloat16, False)
+        moved = rows * width * 2 + sum(each.nbytes for each in packed)
+        rows_of_facts.append(facts | {"bitsandbytes": has_kernel()} | beside_a_copy(work, moved, device))
+        print(json.dumps(rows_of_facts[-1]), flush=True)
+    return rows_of_facts
+
+
 def against_a_copy(work: Callable[[], object], numel: int, itemsize: int, bits: int, device: str) -> dict:
-    """`work` on `numel` elements beside a copy that reads and writes as many bytes together."""
-    moved = numel * itemsize + buffer_bytes(numel, bits, BLOCK)
+    """`work` on `numel` elements of blocks and their bytes."""
+    return beside_a_copy(work, numel * itemsize + buffer_bytes(numel, bits, BLOCK), device)
+
+
+def beside_a_copy(work: Callable[[], object], moved: int, device: str) -> dict:
+    """`work`, which moves so many bytes, beside a copy that reads and writes as many together."""
     source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
     mine = seconds_of(work, device)
     copy = seconds_of(partial(torch.empty_like(source).copy_, source), device)
@@ -84,6 +103,7 @@ def qwz_seconds_of_a_step(device: str, units: list[int]) -> float:
 if __name__ == "__main__":
     device = "cuda" if torch.cuda.is_available() else "cpu"
     bandwidths(device)
+    four_bits(device)
     llama_1b = [60_821_504] * 16 + [128_256 * 2048 + 2048]  # blocks; the tied embedding with the last norm
     if device == "cuda":
         print(json.dumps({"llama_1b_qwz_seconds_of_a_step": qwz_seconds_of_a_step(device, llama_1b)}))

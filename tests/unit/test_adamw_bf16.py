@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from eight_bit import FOLDER, add_torchao
+from launches import Launches
 from torch.distributed.tensor import DTensor
 from world import run_world
 
@@ -63,6 +64,11 @@ def written_out(weights, gradients, rate, decay, eps, number, bf16_weights, begi
     return weights, first, second
 
 
+def keys_of(step, number, first, count):
+    (keys,) = draw_keys([(step, number, first, count)], torch.device("cpu"))
+    return keys
+
+
 def gradients_of(steps, *shape, seed=1):
     dice = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=dice) * 1e-2 for _ in range(steps)]
@@ -102,11 +108,42 @@ def test_a_shard_has_the_bits_of_the_whole(cut):
     def stepped(*bounds):
         tensors = [weights.clone(), gradients, *(weights.abs().bfloat16() for _ in range(2))]
         for begin, end in itertools.pairwise(bounds):
-            update_shard([t[begin:end] for t in tensors], numbers, 3, 7, begin)
+            keys = keys_of(3, 7, *ours.pieces_of(begin, end - begin))
+            update_shard([t[begin:end] for t in tensors], numbers, keys, begin)
         return tensors
 
     for got, want in zip(stepped(0, cut, length), stepped(0, length), strict=True):
         assert torch.equal(got, want)
+
+
+def test_keys_of_many_are_those_of_each():
+    """Wherever their pieces begin, and where a shard has none."""
+    shards = [(3, 7, 0, 5), (3, 8, 2, 1), (4, 9, 1, 0), (4, 10, 3, 4)]
+    for shard, keys in zip(shards, draw_keys(shards, torch.device("cpu")), strict=True):
+        step, number, first, count = shard
+        assert torch.equal(keys, keys_of(*shard)) and keys.shape == (count, ours.ROW)
+        seed = splitmix((splitmix(step) + number) % WORD)
+        for piece, key in itertools.product(range(first, first + count), range(ours.KEYS)):
+            want = splitmix(((6 * piece + key + 1) * 0x9E3779B97F4A7C15 + seed) % WORD)
+            assert int(keys[piece - first, key]) % 2**32 == want % 2**32
+
+
+def launches_of_a_step(parameters: int, monkeypatch) -> int:
+    """Operations on what is no scalar, beside the update of each parameter."""
+    model = torch.nn.ParameterList(torch.ones(70, 3) for _ in range(parameters))
+    optimizer = build_optimizer(model, Optim(name="adamw_bf16"))
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    monkeypatch.setattr(ours, "update_on", lambda device_type: lambda *given: None)
+    with Launches() as launches:
+        optimizer.step()
+    return launches.count
+
+
+def test_more_parameters_are_not_more_launches(monkeypatch):
+    few, many = (launches_of_a_step(parameters, monkeypatch) for parameters in (2, 40))
+    assert few == many < 30
 
 
 def test_places_are_each_there_once():
@@ -130,7 +167,7 @@ def test_noise_is_uniform_and_of_its_own_everywhere():
     halves = (zeros + 0x8000).view(torch.float32)
 
     def up(step, number, first, which=0):
-        keys = draw_keys(step, number, first, 4, torch.device("cpu"))[:, 2 * which : 2 * which + 2]
+        keys = keys_of(step, number, first, 4)[:, 2 * which : 2 * which + 2]
         return (rounded(halves.clone(), keys, PLACES) > 1).double() * 2 - 1
 
     draws = {(step, number, first): up(step, number, first) for step in (1, 2) for number in (0, 1) for first in (0, 4)}
@@ -149,7 +186,7 @@ def test_rounding_has_the_right_expectation(part):
     for sign in (1, -1):
         ups = torch.zeros((), dtype=torch.float64)
         for step in range(16):
-            keys = draw_keys(step, 0, 0, 1, torch.device("cpu"))[:, :2]
+            keys = keys_of(step, 0, 0, 1)[:, :2]
             got = rounded((sign * value).repeat(1, PIECE), keys, PLACES)
             assert set(got.abs().view(torch.int32).unique().tolist()) <= {0x3F810000, 0x3F820000}
             ups += (got.abs() > value).sum()
@@ -161,7 +198,7 @@ def test_what_bf16_has_stays_and_so_does_what_is_no_number():
     bits = [0x7FFFFFFF, 0x7FC00000, -0x400000, 0x7F800000, -0x800000, 0, -(2**31), 0x3F810000, 1 << 16, 0x7F7F0000]
     values = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     for step in range(50):
-        keys = draw_keys(step, 0, 0, 1, torch.device("cpu"))[:, :2]
+        keys = keys_of(step, 0, 0, 1)[:, :2]
         got = rounded(values.repeat(1, 1), keys, PLACES[: len(bits)])[0].bfloat16()
         assert got[:3].isnan().all() and torch.equal(got[3:], values[3:].bfloat16())
         assert torch.equal(got[3:].signbit(), values[3:].signbit())
@@ -212,7 +249,7 @@ def test_stochastically_twice_is_seen_too(monkeypatch):
 def test_keys_of_every_step_alike_are_seen(monkeypatch):
     """Planted bug: rounding that does not depend on the step is no rounding at random: some values never move."""
     real = ours.draw_keys
-    monkeypatch.setattr(ours, "draw_keys", lambda step, *where: real(1, *where))
+    monkeypatch.setattr(ours, "draw_keys", lambda shards, on: real([(1, *where) for _, *where in shards], on))
     assert abs(decayed() - 0.999**700) > 0.01
     with pytest.raises(AssertionError):
         test_every_bit_is_that_of_one_rounding(torch.float32)
@@ -302,7 +339,7 @@ def count_bytes_of_state(name, dtype):
 @pytest.mark.slow
 def test_compiled_it_has_the_same_bits():
     """What a GPU runs, as far as a CPU can tell: the same function through the compiler."""
-    compiled, found = torch.compile(ours.update, dynamic=True), []
+    compiled, found = torch.compile(ours.update, dynamic=True, fullgraph=True), []
     numbers = ours.numbers_of({"betas": (0.9, 0.999), "lr": 1e-3, "eps": 1e-8, "weight_decay": 0.1}, 3)
     for function in (ours.update, compiled):
         for count, width in ((1, 999), (3, PIECE)):
@@ -310,7 +347,7 @@ def test_compiled_it_has_the_same_bits():
             tensors = [torch.randn(count, width, generator=dice) for _ in range(2)]
             tensors += [torch.rand(count, width, generator=dice).bfloat16() for _ in range(2)]
             places = PLACES[:width]
-            function(*tensors, draw_keys(3, 7, 0, count, torch.device("cpu")), places, numbers)
+            function(*tensors, keys_of(3, 7, 0, count), places, numbers)
             found.append(tensors)
     for got, want in zip(found[2:], found[:2], strict=True):
         # a CPU's compiler may fuse a product and a sum: one rounding less, the last bit of a weight

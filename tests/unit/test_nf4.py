@@ -1,12 +1,16 @@
 """NF4: bytes and values against the paper's own definition, shards, gradients, and what a product keeps."""
 
 import hashlib
+import shutil
 
 import pytest
 import reference
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import metrics
 
+from shardbook.comm.fused import fused
 from shardbook.model import nf4
 from shardbook.recipe import RecipeError
 
@@ -135,6 +139,36 @@ def test_planted_the_same_call_in_backward_keeps_it(monkeypatch):
     forward = torch.compile(packed_linear(), backend="aot_eager", fullgraph=True)
     assert any(is_whole(tensor) for tensor in kept(forward, weights(7, 192).requires_grad_()))
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_rows_in_one_pass_have_the_bits_of_parts(dtype, nested, monkeypatch):
+    """What a GPU compiles, as it is written."""
+    packed = nf4.quantize_rows(weights(33, 128), nested)
+    monkeypatch.setattr(nf4, "AT_ONCE", 1000)
+    parts = nf4.unpack_nf4(*packed, 128, nested, dtype, False)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(nf4, "_parts", None)
+    assert torch.equal(nf4.unpack_nf4(*packed, 128, nested, dtype, False), parts)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.slow
+def test_compiled_as_on_cuda_it_is_one_kernel_with_the_same_bits(monkeypatch):
+    """One graph for matrices of many shapes."""
+    monkeypatch.setattr("shardbook.comm.fused.has_triton", lambda: True)
+    torch._dynamo.reset()
+    counters["stats"].clear()
+    metrics.reset()
+    for rows, width in ((96, 192), (576, 1536), (33, 640), (192, 576)):
+        packed = nf4.quantize_rows(weights(rows, width))
+        want = nf4.unpack_nf4(*packed, width, False, torch.bfloat16, False)
+        with monkeypatch.context() as patch:
+            patch.setattr(nf4, "fused", lambda function, device_type, *more: fused(function, "cuda", *more))
+            assert torch.equal(nf4.unpack_nf4(*packed, width, False, torch.bfloat16, False), want)
+    assert counters["stats"]["unique_graphs"] <= 2
+    assert metrics.generated_kernel_count == counters["stats"]["unique_graphs"]
 
 
 def test_a_width_of_no_whole_blocks_is_refused():

@@ -1,11 +1,16 @@
 """Learning rates by hand-computed values; which parameters decay."""
 
 import math
+import shutil
 
 import pytest
 import torch
+from launches import Launches
+from torch._dynamo.utils import counters
+from torch._inductor import metrics
 
-from shardbook.optim import build_optimizer, clip_gradients, learning_rate
+from shardbook.comm.fused import fused
+from shardbook.optim import build_optimizer, clip_gradients, elementwise, gradient_norm, learning_rate, squares_of
 from shardbook.recipe import Optim
 
 
@@ -42,3 +47,94 @@ def test_the_norm_of_a_large_gradient_is_exact_and_clipping_uses_it():
     norm = clip_gradients([parameter], max_norm=0.5)
     assert norm.item() == pytest.approx(expected, rel=1e-7)  # in fp32 the sum of squares is off by some 1e-5
     assert parameter.grad[0].item() == pytest.approx(1e-3 * 0.5 / expected, rel=1e-6)
+
+
+SIZES = [1e-44, 1e-40, 1e-30, 1e-22, 1e-17, 1.0, 1e15, 1e19, 3e25, 1e37]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shape", [(6, 64), (2, 3, 64), (64,), (0, 64)])
+def test_no_gradient_is_too_large_or_too_small_for_its_norm(shape, size):
+    dice = torch.Generator().manual_seed(0)
+    gradient = torch.rand(shape, generator=dice) * size
+    want = gradient.double().norm()
+    assert gradient_norm([gradient, torch.zeros(3, 64)]).item() == pytest.approx(want.float().item(), rel=3e-7, abs=0)
+    mixed = torch.cat([gradient.flatten()[:64], torch.zeros(64), torch.full((64,), 2.0)]).view(-1, 64)
+    assert gradient_norm([mixed]).item() == pytest.approx(mixed.double().norm().item(), rel=3e-7)
+
+
+def test_ordinary_rows_have_the_bits_of_fp32_beside_others():
+    rows = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    norms = torch.linalg.vector_norm(rows, dim=-1).double()
+    assert torch.equal(squares_of([rows])[0], torch.dot(norms, norms))
+    rows[3] *= 1e22
+    norms[3] = rows[3].double().norm()
+    assert torch.equal(squares_of([rows])[0], torch.dot(norms, norms))
+
+
+def test_off_the_cpu_norms_of_many_are_few_launches():
+    gradients = [torch.ones(5, 3, device="meta") for _ in range(50)]
+    with Launches() as launches:
+        found = squares_of(gradients)
+    assert len(found) == 50 and found[0].dtype == torch.float64
+    assert launches.count <= 3
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_no_number_stays_visible_in_the_norm(bad):
+    for shape in ((6, 64), (64,)):
+        gradient = torch.ones(shape)
+        gradient.view(-1)[7] = bad
+        norm = gradient_norm([gradient, torch.full((4, 64), 1e22)])
+        assert norm.isnan() if math.isnan(bad) else norm.isinf()
+
+
+BETAS = {"lion": {"betas": [0.9, 0.99]}, "ademamix": {"betas": [0.9, 0.999, 0.9999], "alpha_warmup_steps": 4}}
+
+
+def stepped(name: str, steps: int = 4) -> list[torch.nn.Parameter]:
+    """Parameters of many shapes after steps at rates of their own."""
+    dice = torch.Generator().manual_seed(0)
+    model = torch.nn.ParameterList(torch.randn(shape, generator=dice) for shape in ((9, 40), (37, 8), (9,), (1001, 3)))
+    optimizer = build_optimizer(model, Optim(name=name, learning_rate=0.01, weight_decay=0.1, **BETAS[name]))
+    for step in range(steps):
+        for parameter in model:
+            parameter.grad = torch.randn(parameter.shape, generator=dice)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (step + 1)
+        optimizer.step()
+    return list(model)
+
+
+@pytest.mark.parametrize("name", BETAS)
+def test_a_step_is_one_call_for_each_parameter(name, monkeypatch):
+    """Which a GPU compiles; what changes from step to step comes in a tensor."""
+    calls = []
+    monkeypatch.setattr(elementwise, "fused", lambda function, device_type: lambda *given: calls.append(function))
+    model = torch.nn.ParameterList(torch.ones(5, 3) for _ in range(7))
+    optimizer = build_optimizer(model, Optim(name=name, **BETAS[name]))
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    calls.clear()
+    with Launches() as launches:
+        optimizer.step()
+    assert calls == [optimizer.update] * 7 and launches.count == 0
+    assert elementwise.place_numbers([1.0, 2.0], torch.device("meta")).shape == (2,)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("name", BETAS)
+@pytest.mark.slow
+def test_compiled_as_on_cuda_a_step_is_one_kernel_and_no_step_is_compiled_anew(name, monkeypatch):
+    want = stepped(name)
+    monkeypatch.setattr("shardbook.comm.fused.has_triton", lambda: True)
+    monkeypatch.setattr(elementwise, "fused", lambda function, device_type: fused(function, "cuda"))
+    monkeypatch.setattr(elementwise, "place_numbers", lambda numbers, device: torch.tensor(numbers))
+    torch._dynamo.reset()
+    counters["stats"].clear()
+    metrics.reset()
+    for got, parameter in zip(stepped(name), want, strict=True):
+        assert torch.allclose(got, parameter, rtol=1e-5, atol=1e-6)
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs <= 3 and metrics.generated_kernel_count == graphs

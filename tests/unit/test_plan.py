@@ -45,6 +45,14 @@ def paper(stage, billions, ranks):
     return paper_resident(STAGES[stage], int(billions * 1e9), ranks).total_bytes / 1e9
 
 
+def test_a_base_in_four_bits_is_planned_with_what_a_run_takes():
+    """Also under zeropp, of whose switches it has one."""
+    stages = build_planner(load_recipe(find_recipe("llama70b-qlora"))).stages(build_cluster("a100-80gb", 16))
+    assert "zeropp" in stages
+    for candidate in stages.values():
+        assert Recipe.model_validate(candidate.recipe.model_dump(exclude_unset=True)).parallel.quantize_weights == 0
+
+
 def test_the_papers_figure_1():
     assert [round(paper(stage, 7.5, 64), 1) for stage in ORDER] == [120.0, 31.4, 16.6, 1.9]
 

@@ -174,3 +174,15 @@ def test_fully_shard_s_own_parameters_have_what_offload_asks_of_them():
         assert name in source, name
     assert callable(FSDPState._lazy_init) and "_fsdp_param_group" in inspect.getsource(FSDPState)
     assert list(inspect.signature(FSDPModule.set_all_reduce_hook).parameters)[:2] == ["self", "hook"]
+
+
+def test_fully_shard_asks_each_parameter_anew_when_its_shard_is_final():
+    """And an extension of one argument may give what it likes: packed bytes rest on both."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    begun = inspect.getsource(FSDPParamGroup.lazy_init)
+    assert begun.index("fsdp_param.reset_sharded_param()") < begun.index("fsdp_param._init_extensions()")
+    asked = inspect.getsource(FSDPParam.all_gather_inputs.fget)
+    assert "num_fn_params not in (1, 5)" in asked and "fsdp_pre_all_gather(" in asked
+    assert "_module_info.param_name" in inspect.getsource(FSDPParam)

@@ -7,23 +7,19 @@ block whose largest magnitude is below TINY comes back as zeros: its step could 
 Pure functions of tensors; on CUDA the same functions are compiled, so that their passes are fused.
 """
 
-from collections.abc import Callable, Iterable
-from functools import cache
-from inspect import signature
+from collections.abc import Iterable
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardbook.comm.torch_private import allow_graphs
+from shardbook.comm.fused import fused
 
 LARGEST = {8: 127, 4: 7}  # bits -> steps on either side of zero: -128 and -8 stay unused, so that signs are alike
 BLOCKS = (64, 128, 256)
 SCALE_BYTES = 4  # fp32
 TINY = 127 * 2.0**-126
 CACHED = 2**18  # elements that eager passes work on at a time: 1 MiB in fp32
-GRAPHS = 64  # of one compiled function
 
 
 def buffer_bytes(numel: int, bits: int, block: int) -> int:
@@ -35,30 +31,14 @@ def buffer_bytes(numel: int, bits: int, block: int) -> int:
 def quantize(rows: Tensor, bits: int, block: int) -> Tensor:
     """[..., n] fp32 or bf16 -> [..., buffer_bytes(n)] uint8. `bits` 8 or 4, `block` elements with one scale."""
     piece = _piece(rows.device.type, prod(rows.shape[:-1]), rows.shape[-1], block)
-    return _fused(_quantize, rows.device.type, bits, block, rows.dtype)(rows, bits, block, piece)
+    return fused(_quantize, rows.device.type, bits, block, rows.dtype)(rows, bits, block, piece)
 
 
 def dequantize(buffers: Tensor, out: Tensor, bits: int, block: int) -> None:
     """Write into `out`, [..., n] fp32 or bf16, the sum over k of `buffers`, [k, ..., buffer_bytes(n)] uint8, added up
     in order, in fp32. With k = 1 the inverse of quantize, to half a step."""
     piece = _piece(out.device.type, prod(buffers.shape[:-1]), out.shape[-1], block)
-    _fused(_dequantize, out.device.type, bits, block, out.dtype)(buffers, out, bits, block, piece)
-
-
-@cache
-def _fused(function: Callable[..., Any], device_type: str, *_constants: object) -> Callable[..., Any]:
-    """`function`, on CUDA compiled: one for each of `_constants`, each graph whole or an error.
-
-    Shapes are symbols, but whether a dimension is 1, or a block is short, is a graph of its own: more than the default
-    limit of eight, past which a call would fail.
-    """
-    if device_type != "cuda":
-        return function
-    alone: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": GRAPHS}
-    if not alone.keys() <= signature(torch.compile).parameters.keys():  # torch before 2.13 has one limit for everything
-        allow_graphs(GRAPHS)
-        alone = {}
-    return torch.compile(function, dynamic=True, fullgraph=True, **alone)
+    fused(_dequantize, out.device.type, bits, block, out.dtype)(buffers, out, bits, block, piece)
 
 
 def _piece(device_type: str, rows: int, numel: int, block: int) -> int:

@@ -119,17 +119,14 @@ def slots_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-# -- run: offload, activations, limits and records of collectives
-
-
-@_needs("run", "torch.distributed.fsdp.FSDPModule._get_fsdp_state", f"{FSDP}._fsdp_state.FSDPState._lazy_init")
+@_needs("stages", "torch.distributed.fsdp.FSDPModule._get_fsdp_state", f"{FSDP}._fsdp_state.FSDPState._lazy_init")
 def start_fully_shard(root: Any) -> None:
     """Do what fully_shard does before its first forward: it pads shards, which must lie there when it does."""
     root._get_fsdp_state()._lazy_init()
 
 
 @_needs(
-    "run",
+    "stages",
     *(
         f"{FSDP}._fsdp_param.FSDPParam.{name}"
         for name in ("sharded_param", "padded_sharded_param_size", "to_sharded_dtensor")
@@ -144,25 +141,53 @@ def sharded_parameters(handle: Any) -> list[Any]:
     return list(groups[0].fsdp_params)
 
 
-@_needs("run", f"{FSDP}._fsdp_param.FSDPParam._orig_size")
+@_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._orig_size")
 def whole_shape(param: Any) -> torch.Size:
     """The shape of one of `sharded_parameters` before it was sharded: the DTensor's may be cut along other axes."""
     return param._orig_size
 
 
-@_needs("run", f"{FSDP}._fsdp_param.FSDPParam._sharded_param_data")
+@_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._sharded_param_data")
 def padded_shard(param: Any) -> Tensor:
     """What fully_shard gathers of one of `sharded_parameters`, flat: the DTensor shows it without its padding."""
     return param._sharded_param_data
 
 
-@_needs("run", f"{FSDP}._fsdp_param.FSDPParam._init_extensions", "torch.distributed.tensor.DTensor._local_tensor")
+@_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._init_extensions", "torch.distributed.tensor.DTensor._local_tensor")
 def gather_through(param: Any, pre: Callable[..., Any], post: Callable[..., Any]) -> None:
     """Have fully_shard ask `pre` for what it sends of one of `sharded_parameters`, and give `post` what came. Its
     protocol (fsdp_pre_all_gather) is for tensor subclasses, and found when it starts; a shard is plain, and later."""
+    extend_gather(param, pre, post)
+    param._init_extensions()
+
+
+@_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._module_info")
+def place_of(param: Any) -> tuple[nn.Module, str]:
+    """The module that has one of `sharded_parameters`, and its name there. The handle knows modules alone."""
+    return param._module_info.module, param._module_info.param_name
+
+
+@_needs("stages", f"{FSDP}._fsdp_param.FSDPParam.reset_sharded_param")
+def after_each_reset(param: Any, function: Callable[[], None]) -> None:
+    """Call `function` whenever the shard of one of `sharded_parameters` may be another tensor than before: moved,
+    loaded, padded by the first forward. torch looks for an extension on that tensor, and offers no hook there."""
+    reset = param.reset_sharded_param
+
+    def resets() -> None:
+        reset()
+        function()
+
+    param.reset_sharded_param = resets
+
+
+@_needs("stages", "torch.distributed.tensor.DTensor._local_tensor")
+def extend_gather(param: Any, pre: Callable[..., Any], post: Callable[..., Any]) -> None:
+    """Leave `pre` and `post` where fully_shard looks for an extension of one of `sharded_parameters`: on its shard."""
     local = param.sharded_param._local_tensor
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre, post
-    param._init_extensions()
+
+
+# -- run: activations, limits and records of collectives
 
 
 @_needs("run", "torch._functorch.config.activation_memory_budget")

@@ -1,9 +1,10 @@
 """A frozen base in four bits: NF4 (QLoRA, arXiv 2305.14314, section 3 and appendix E).
 
 Invariant: a block of 64 never crosses a row, so each rank quantises its own rows, and shards lie behind one another as
-the whole would. What is stored are bytes, in tensors of the dtype of compute, which is what fully_shard gathers without
-a cast (torch 2.11's takes no integers). For backward a product keeps these bytes: compiled too, where unpacking twice
-would become unpacking once and keeping that, were the two not different calls. Trains nothing of what it packs.
+the whole would. What is stored are bytes, in tensors of the dtype of compute (torch 2.11's fully_shard takes no
+integers), and nothing may copy them as numbers: packed.py gathers them as bytes. For backward a product keeps these
+bytes: compiled too, where unpacking twice would become unpacking once and keeping that, were the two not different
+calls. Trains nothing of what it packs.
 """
 
 import importlib.util
@@ -17,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardbook.comm.fused import fused
 from shardbook.comm.torch_private import slots_of
+from shardbook.parallel.packed import BYTES
 from shardbook.parallel.units import STANDS_FOR
 from shardbook.recipe import RecipeError
 
@@ -30,7 +33,7 @@ CODES = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 PACKED, ABSMAX = "weight_packed", "weight_absmax"
-AT_ONCE = 2**22  # elements that are packed or unpacked at once, in fp32 or int32
+AT_ONCE = 2**22  # elements that are packed or unpacked at once, in fp32 or int32, where no kernel does all in one pass
 SCALE_BYTES = 4  # of an fp32 number
 
 
@@ -65,6 +68,7 @@ def pack_module(module: nn.Linear, name: str, dtype: torch.dtype, nested: bool) 
     for key, value in others.items():
         module.register_parameter(key, value)
     module.nested = nested  # type: ignore[assignment]
+    setattr(module, BYTES, (PACKED, ABSMAX))
 
 
 def absmax_bytes(width: int, nested: bool) -> int:
@@ -117,7 +121,7 @@ def _pairs(device: torch.device) -> Tensor:
 
 
 @cache
-def _has_kernel() -> bool:
+def has_kernel() -> bool:
     """Whether bitsandbytes is there, whose one kernel does what the loop below does in five passes over memory."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return False
@@ -131,14 +135,22 @@ def unpack_nf4(packed: Tensor, absmax: Tensor, width: int, nested: bool, dtype: 
     """The weights [n, width] in `dtype` that bytes stand for, code * absmax in fp32, rounded once. `again`: in
     backward; it makes two calls out of what a compiler would take for one."""
     values, scales = packed.view(torch.uint8), _read_scales(absmax.view(torch.uint8), width // BLOCK, nested)
-    if _has_kernel() and values.numel():
+    if has_kernel() and values.numel():
         kernel = torch.ops.bitsandbytes.dequantize_4bit.default
         return kernel(values.flatten(), scales.flatten(), BLOCK, "nf4", [len(values), width], dtype)
     out = torch.empty(len(values), width, dtype=dtype, device=values.device)
-    for part in _parts(len(values), width):
-        numbers = F.embedding(values[part].int(), _pairs(values.device)).view(-1, width // BLOCK, BLOCK)
-        out[part] = numbers.mul_(scales[part, :, None]).view(-1, width)
+    if values.numel():
+        fused(_unpack, values.device.type, nested, dtype)(values, scales, _pairs(values.device), out)
     return out
+
+
+def _unpack(values: Tensor, scales: Tensor, pairs: Tensor, out: Tensor) -> None:
+    """Write into `out` [n, width] what `values` (uint8 [n, width / 2]) and `scales` (fp32 [n, width / BLOCK]) are.
+    Compiled it is one kernel over all rows; else it goes through parts of them, pass by pass."""
+    count, width = out.shape
+    for part in [slice(None)] if torch.compiler.is_compiling() else _parts(count, width):
+        numbers = F.embedding(values[part].int(), pairs).view(-1, width // BLOCK, BLOCK)
+        out[part] = numbers.mul_(scales[part, :, None]).view(-1, width)
 
 
 @unpack_nf4.register_fake

@@ -26,6 +26,7 @@ from shardbook.recipe import Optim, RecipeError, first_line
 
 STEP_BYTES = 4  # the step count of one parameter
 BLOCK, LEAST = 256, 4096  # torchao quantises blocks of so many elements, in shards that have whole ones and this many
+TINY_ROW, TINY_TOTAL = 1e-15, 1e-16  # a row's norm, and a sum of squares, below which fp32 loses digits of squares
 TORCHAO = "0.18"  # the first that was tried here, on torch 2.13
 
 
@@ -212,7 +213,22 @@ def gradient_norm(
 def squares_of(parts: list[Tensor]) -> list[Tensor]:
     """The sum of the squares of each of `parts`, which lie on one device, in fp64."""
     if not parts[0].is_cpu:
-        return [norm**2 for norm in norms_of(parts, torch.float64)]
-    # A row in fp32, which has the same bits however rows are dealt out, and half the time of fp64; all rows in fp64.
-    by_row = (torch.linalg.vector_norm(p, dim=-1, dtype=torch.float32) if p.ndim > 1 else p for p in parts)
-    return [torch.dot(rows, rows) for rows in (norms.flatten().double() for norms in by_row)]
+        return list(torch.stack(norms_of(parts, torch.float64)).square().unbind())
+    return [_square_on_cpu(part) for part in parts]
+
+
+def _square_on_cpu(part: Tensor) -> Tensor:
+    """A row in fp32, which has the same bits however rows are dealt out, and half the time of fp64; all rows in fp64. A
+    row whose squares fp32 does not have, being too large or too small, in fp64 too."""
+    if part.ndim < 2:
+        return torch.dot(*2 * [part.flatten().double()])
+    norms = torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32).flatten()
+    rows = norms.double()
+    total = torch.dot(rows, rows)
+    if not TINY_TOTAL <= total.item() < math.inf and part.numel():
+        # what is not replaced beside larger rows is too small to be seen
+        outside = ((norms >= TINY_ROW) & (norms < math.inf)).logical_not_().nonzero().flatten()
+        for some in outside.split(2**10):
+            rows[some] = torch.linalg.vector_norm(part.flatten(0, -2)[some], dim=-1, dtype=torch.float64)
+        total = torch.dot(rows, rows)
+    return total

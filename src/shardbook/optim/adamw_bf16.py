@@ -10,21 +10,24 @@ all layouts.
 """
 
 import functools
-import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardbook.comm.fused import fused
 from shardbook.optim.elementwise import local_part
 
 PIECE = 2**16  # elements that share keys: of the whole tensor, so that shards are cut where they like
 RUN = {"cpu": 2, "cuda": 2**10}  # most pieces at once; a CPU's temporaries must stay below a MiB, else malloc is slow
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KEYS = 6  # of a piece: two for each moment, two for the weights
+ROW = 8  # a piece's keys and two more, so that each begins at 32 bytes: a kernel gets a copy of what begins elsewhere
+GOLDEN = 0x9E3779B97F4A7C15
 NAN = 0x7FC00000  # a CUDA device's own NaN has all lower bits set: what is added would make it -0.0
 ALL = 2**64 - 1
 
@@ -45,6 +48,8 @@ class AdamWBf16(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no gradient is made anew here
         """One step on the gradients that are there. No collective, no host sync."""
         numbers: dict[Any, Tensor] = {}  # of a group and a step, made once
+        found: list[tuple[list[Tensor], Tensor, int]] = []
+        drawn: list[tuple[int, int, int, int]] = []
         places = iter(self.numbers)
         for which, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -60,8 +65,12 @@ class AdamWBf16(torch.optim.Optimizer):
                 if (which, step) not in numbers:
                     numbers[which, step] = numbers_of(group, step).to(parameter.device, non_blocking=True)
                 tensors = [parameter, parameter.grad, *(state[name] for name in MOMENTS)]
-                flat = [local_part(tensor).view(-1) for tensor in tensors]
-                update_shard(flat, numbers[which, step], step, number, first_element(parameter))
+                flat, first = [local_part(tensor).view(-1) for tensor in tensors], first_element(parameter)
+                found.append((flat, numbers[which, step], first))
+                drawn.append((step, number, *pieces_of(first, flat[0].numel())))
+        if found:
+            for (flat, own, first), keys in zip(found, draw_keys(drawn, found[0][0][0].device), strict=True):
+                update_shard(flat, own, keys, first)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's own gives moments the dtype of their parameter; from bf16 and back is exact."""
@@ -92,12 +101,16 @@ def first_element(parameter: Tensor) -> int:
     return first
 
 
-def update_shard(flat: list[Tensor], numbers: Tensor, step: int, number: int, first: int) -> None:
-    """`update` on a shard of parameter `number` that begins at element `first`: weights, gradients and the two moments,
-    each flat, in runs of pieces. A piece that belongs to two ranks is cut, and each has the keys of the whole."""
+def pieces_of(first: int, length: int) -> tuple[int, int]:
+    """The first piece, and how many, of a shard of `length` elements that begins at element `first`."""
+    return first // PIECE, -(-(first + length) // PIECE) - first // PIECE
+
+
+def update_shard(flat: list[Tensor], numbers: Tensor, keys: Tensor, first: int) -> None:
+    """`update` on a shard that begins at element `first` and whose pieces have `keys`: weights, gradients and the two
+    moments, each flat, in runs of pieces. A piece that belongs to two ranks is cut, and each has the keys of the
+    whole."""
     device, length = flat[0].device, flat[0].numel()
-    pieces = -(-(first + length) // PIECE) - first // PIECE
-    keys = draw_keys(step, number, first // PIECE, pieces, device)
     places = places_on(device)
     for begin, count, width in runs(first, length, RUN.get(device.type, 1)):
         piece, place = (first + begin) // PIECE - first // PIECE, (first + begin) % PIECE
@@ -136,11 +149,9 @@ def update(
         weights.copy_(rounded(weight, keys[:, 4:6], places))
 
 
-@functools.cache
 def update_on(device_type: str) -> Callable[..., None]:
     """`update` in one kernel on a GPU, where Triton is there; else as it is written."""
-    compiles = device_type == "cuda" and importlib.util.find_spec("triton")
-    return torch.compile(update, dynamic=True) if compiles else update
+    return fused(update, device_type)
 
 
 def rounded(values: Tensor, keys: Tensor, places: Tensor) -> Tensor:
@@ -166,15 +177,21 @@ def places_on(device: torch.device) -> Tensor:
     return places
 
 
-def draw_keys(step: int, number: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Keys of the pieces `first` to `first + count` of parameter `number` at `step`: int32 of shape (count, KEYS), the
-    lower halves of splitmix64 (Steele et al., OOPSLA 2014) begun at a hash of step and parameter."""
-    seed = mix((mix(step) + number) & ALL)
-    state = torch.arange(first * KEYS + 1, (first + count) * KEYS + 1, device=device)
-    state = state.mul_(_signed(0x9E3779B97F4A7C15)).add_(_signed(seed))
+def draw_keys(shards: Sequence[tuple[int, int, int, int]], device: torch.device) -> list[Tensor]:
+    """Keys of the pieces of each of `shards`, which are steps, numbers of parameters, first pieces and counts: int32 of
+    shape (count, ROW), of which KEYS count, the lower halves of splitmix64 (Steele et al., OOPSLA 2014) begun at a hash
+    of step and parameter. All are made together: for each by itself they were some sixteen launches."""
+    begun, counts = [], [count for *_, count in shards]
+    for (step, number, first, _), before in zip(shards, accumulate(counts, initial=0), strict=False):
+        begun.append(_signed(mix((mix(step) + number) & ALL) + ((first - before) * KEYS + 1) * GOLDEN & ALL))
+    total = sum(counts)
+    begins, repeats = torch.tensor([begun, counts]).to(device, non_blocking=True)
+    state = torch.arange(total, device=device)[:, None] * KEYS + torch.arange(ROW, device=device)
+    # output_size: else the host waits for the sum of what it has itself
+    state.mul_(_signed(GOLDEN)).add_(begins.repeat_interleave(repeats, output_size=total)[:, None])
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         state = (state ^ (state >> shift & 2 ** (64 - shift) - 1)).mul_(_signed(factor))  # >> copies the sign
-    return state.to(torch.int32).view(count, KEYS)
+    return list(state.to(torch.int32).split(counts))
 
 
 def mix(value: int) -> int:

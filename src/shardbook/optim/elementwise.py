@@ -6,7 +6,7 @@ bits however rows are dealt out.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from shardbook.comm.fused import fused
 from shardbook.recipe import Optim
 
 
@@ -31,10 +32,13 @@ def step_adamw(tensors: Sequence[list[Tensor]], steps: list[Tensor], betas: Sequ
 
 
 class Elementwise(torch.optim.Optimizer, ABC):
-    """Decoupled weight decay, then `change`. State of a parameter: `step` (fp32, on the host) and `moments`, placed
-    and typed as the parameter."""
+    """Decoupled weight decay and a step. State of a parameter: `step` (fp32, on the host) and `moments`, placed and
+    typed as the parameter."""
 
     moments: ClassVar[tuple[str, ...]]
+    update: ClassVar[
+        Callable[..., None]
+    ]  # of weights, gradients, moments and `numbers`, in place; all fp32 of one shape
 
     def __init__(self, groups: list[dict[str, Any]], optim: Optim):
         super().__init__(groups, {"lr": optim.learning_rate, "weight_decay": 0.0})
@@ -43,6 +47,7 @@ class Elementwise(torch.optim.Optimizer, ABC):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no gradient is made anew here
         for group in self.param_groups:
+            numbers: dict[int, Sequence[float] | Tensor] = {}  # of a step, made once
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -51,44 +56,67 @@ class Elementwise(torch.optim.Optimizer, ABC):
                     state["step"] = torch.zeros(())
                     state |= {name: torch.zeros_like(parameter) for name in self.moments}
                 state["step"] += 1
-                weight, gradient = local_part(parameter), local_part(parameter.grad)
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                kept = [local_part(state[name]) for name in self.moments]
-                weight.add_(self.change(gradient, kept, int(state["step"])), alpha=-group["lr"])
+                tensors = [local_part(each) for each in (parameter, parameter.grad, *map(state.get, self.moments))]
+                if (step := int(state["step"])) not in numbers:
+                    both = 1 - group["lr"] * group["weight_decay"], -group["lr"]
+                    numbers[step] = place_numbers([*both, *self.numbers(step)], tensors[0].device)
+                fused(self.update, tensors[0].device.type)(*tensors, numbers[step])
 
     @abstractmethod
-    def change(self, gradient: Tensor, kept: Sequence[Tensor], step: int) -> Tensor:
-        """What is subtracted at rate 1; moves the moments on. All fp32 of one shape."""
+    def numbers(self, step: int) -> Sequence[float]:
+        """What `update` adds and multiplies at `step`, after the weights' factor and the negative rate."""
+
+
+def place_numbers(numbers: Sequence[float], device: torch.device) -> Sequence[float] | Tensor:
+    """As they are on a CPU; else in one tensor, fp32: compiled code would be compiled anew for other ones."""
+    return numbers if device.type == "cpu" else torch.tensor(numbers).to(device, non_blocking=True)
+
+
+def add_share(into: Tensor, other: Tensor, share: Any) -> Tensor:
+    """`other` times `share` is added. A number is added as torch has it, which on a CPU rounds once."""
+    return into.add_(other * share) if isinstance(share, Tensor) else into.add_(other, alpha=share)
+
+
+def update_lion(weight: Tensor, gradient: Tensor, momentum: Tensor, numbers: Any) -> None:
+    decay, rate, first, second = numbers
+    direction = momentum.lerp(gradient, first).sign_()
+    momentum.lerp_(gradient, second)
+    add_share(weight.mul_(decay), direction, rate)
+
+
+def update_ademamix(weight: Tensor, gradient: Tensor, fast: Tensor, square: Tensor, slow: Tensor, numbers: Any) -> None:
+    decay, rate, first, second, add_second, third, fast_size, square_size, alpha, eps = numbers
+    fast.lerp_(gradient, first)
+    if isinstance(add_second, Tensor):
+        square.mul_(second).add_(gradient * gradient * add_second)
+    else:
+        square.mul_(second).addcmul_(gradient, gradient, value=add_second)
+    slow.lerp_(gradient, third)
+    size = (square / square_size).sqrt_().add_(eps)
+    add_share(weight.mul_(decay), add_share(fast / fast_size, slow, alpha).div_(size), rate)
 
 
 class Lion(Elementwise):
     """The sign of a momentum (Chen et al., arXiv 2302.06675, program 1): one moment. The paper's betas are 0.9 and
     0.99, its rate a third to a tenth of AdamW's and its decay as much more."""
 
-    moments = ("exp_avg",)
+    moments, update = ("exp_avg",), staticmethod(update_lion)
 
-    def change(self, gradient: Tensor, kept: Sequence[Tensor], step: int) -> Tensor:
-        (momentum,), (first, second) = kept, self.optim.betas
-        update = momentum.lerp(gradient, 1 - first).sign_()
-        momentum.lerp_(gradient, 1 - second)
-        return update
+    def numbers(self, step: int) -> Sequence[float]:
+        first, second = self.optim.betas
+        return 1 - first, 1 - second
 
 
 class AdEMAMix(Elementwise):
     """AdamW with a second, slow average of gradients (Pagliardini et al., arXiv 2409.03137, algorithm 1): three
     moments. Its share `alpha` and its beta rise over `alpha_warmup_steps`."""
 
-    moments = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
+    moments, update = ("exp_avg", "exp_avg_sq", "exp_avg_slow"), staticmethod(update_ademamix)
 
-    def change(self, gradient: Tensor, kept: Sequence[Tensor], step: int) -> Tensor:
-        fast, square, slow = kept
+    def numbers(self, step: int) -> Sequence[float]:
         first, second, _ = self.optim.betas
         alpha, third = slow_average(self.optim, step)
-        fast.lerp_(gradient, 1 - first)
-        square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        slow.lerp_(gradient, 1 - third)
-        size = (square / (1 - second**step)).sqrt_().add_(self.optim.eps)
-        return (fast / (1 - first**step)).add_(slow, alpha=alpha).div_(size)
+        return 1 - first, second, 1 - second, 1 - third, 1 - first**step, 1 - second**step, alpha, self.optim.eps
 
 
 def slow_average(optim: Optim, step: int) -> tuple[float, float]:

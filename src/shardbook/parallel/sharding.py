@@ -22,6 +22,7 @@ from shardbook.parallel.context import lend_group
 from shardbook.parallel.copies import Copies
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import build_node_mesh, describe_sizes
+from shardbook.parallel.packed import gather_bytes
 from shardbook.parallel.pipeline import Links, build_links
 from shardbook.parallel.tensor import place_cuts, sum_uncut
 from shardbook.parallel.units import Unit, backward_order
@@ -161,6 +162,7 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedModel:
             reshards = unit.reshard_after_forward and ((unit.gathers_again and switches.secondary) or True)
             fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
     for number, unit in enumerate(order):
+        gather_bytes(unit)
         # SUM with factor 1: the default divides by the number of ranks, which would divide twice; forcing the plain
         # sum matters because gloo knows no pre-multiplied one.
         unit.handle.set_gradient_divide_factor(1.0)

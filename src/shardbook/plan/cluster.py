@@ -190,6 +190,8 @@ class Planner:
 
     def under(self, parallel: Parallel) -> Recipe:
         """The recipe with other `[parallel]`, and those of its tiers that go with it."""
+        if self.recipe.model.load_in_4bit:  # a base of bytes has neither
+            parallel = parallel.model_copy(update={"quantize_weights": 0, "secondary_shard": 0})
         stage, offload = STAGES[find_stage(parallel.stage).name], self.recipe.offload
         gone = {"optimizer": "none", "params": "none", "path": ""} if not stage.shards else {}
         if offload.params != "none" and not stage.reshard_after_forward:

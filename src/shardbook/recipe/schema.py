@@ -196,6 +196,11 @@ class Recipe(Section):
                 "travels in four bits already, and bytes cannot be rounded; leave parallel.quantize_weights out",
             ),
             (
+                model.load_in_4bit and self.parallel.secondary_shard,
+                f"model.load_in_4bit = true and parallel.secondary_shard = {self.parallel.secondary_shard!r}: torch "
+                "keeps no secondary shard of bytes; leave parallel.secondary_shard out",
+            ),
+            (
                 offload.optimizer != "none" and optim.name != "adamw",
                 f"offload.optimizer = {offload.optimizer!r} and optim.name = {optim.name!r}: the host runs AdamW "
                 "on fp32 masters and moments; set optim.name=adamw and precision.master=fp32",

@@ -1,0 +1,37 @@
+"""Fused: functions of tensors whose passes over memory are one kernel on a GPU.
+
+Invariant: one source for every device; what is compiled is what a CPU runs as it is written.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from inspect import signature
+from typing import Any
+
+import torch
+
+from shardbook.comm.torch_private import allow_graphs
+
+GRAPHS = 64  # of one compiled function
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def fused(function: Callable[..., Any], device_type: str, *_constants: object) -> Callable[..., Any]:
+    """`function`, compiled where it runs on CUDA and Triton is there: one for each of `_constants`, each graph whole or
+    an error.
+
+    Shapes are symbols, but whether a dimension is 1, or a block is short, is a graph of its own: more than the default
+    limit of eight, past which a call would fail. A number that changes must come in a tensor, else it is compiled in.
+    """
+    if device_type != "cuda" or not has_triton():
+        return function
+    alone: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": GRAPHS}
+    if not alone.keys() <= signature(torch.compile).parameters.keys():  # torch before 2.13 has one limit for everything
+        allow_graphs(GRAPHS)
+        alone = {}
+    return torch.compile(function, dynamic=True, fullgraph=True, **alone)
