@@ -221,9 +221,9 @@ class Copies:
         if self.is_last:
             while self._unsent < len(self.parts):
                 self._send_next()
+            self.free()  # before sums are cast, of which two lie side by side then
             for part in self.parts:
                 part.receive()
-            self.free()
         for part in self.parts:
             part.arrived.clear()
 

@@ -64,7 +64,7 @@ def call_before_backward(made: Any, function: Callable[[Tensor], None]) -> None:
 
 def call_after_backward(function: Callable[[], None]) -> None:
     """Have the engine call `function` at the end of the backward that runs."""
-    # private: fully_shard and DDP use it too, and there is no public one; tests/unit/test_torch.py notices when it moves
+    # private: fully_shard and DDP use it too, there is no public one; tests/unit/test_torch.py notices when it moves
     Variable._execution_engine.queue_callback(function)
 
 
