@@ -107,9 +107,9 @@ class Copies:
         for module in {module: None for unit in layout.units for module in unit.modules} if layout.casts else ():
             module.register_forward_pre_hook(partial(_cast_inputs, compute), with_kwargs=True)
         if layout.casts or replicas is not None:
-            model.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
+            model.register_forward_pre_hook(self._before_forward, prepend=True)
         if layout.casts:
-            model.register_forward_hook(torch.compiler.disable(self._after_forward))
+            model.register_forward_hook(self._after_forward)
 
     def begin(self, is_last: bool) -> None:
         """A micro-batch begins, the `is_last` of its optimizer step."""
@@ -123,12 +123,14 @@ class Copies:
                 copy.untyped_storage().resize_(0)
             self.gathered = False
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # traced, it would resize storages at another time
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if not self._found:  # not earlier: a parameter that lay on the meta device was another one then
             self._find()
         if self.layout.casts and not self.gathered:
             self._gather()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, module: nn.Module, inputs: Any, made: Any) -> None:
         call_before_backward(made, partial(self._before_backward, self._versions))
 

@@ -23,8 +23,8 @@ class Watch:
     def follow(self, model: nn.Module, gathers: bool, end: Callable[[], None] | None = None) -> None:
         """Watch `model`, whose other hooks are there already; `gathers`: an error inside its forward leaves it broken
         too. `end` is called when a backward is over, after all else that waits for that."""
-        model.register_forward_pre_hook(torch.compiler.disable(partial(self._before_forward, gathers)), prepend=True)
-        model.register_forward_hook(torch.compiler.disable(partial(self._after_forward, end)))
+        model.register_forward_pre_hook(partial(self._before_forward, gathers), prepend=True)
+        model.register_forward_hook(partial(self._after_forward, end))
 
     def begin_backward(self, end: Callable[[], None] | None = None, gradient: Tensor | None = None) -> None:
         """A backward has begun; called several times in one it is the same one."""
@@ -38,6 +38,7 @@ class Watch:
             end()
         self.inside = ""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, gathers: bool, module: nn.Module, inputs: Any) -> None:
         # private: a forward inside a backward is a checkpoint's that runs again. It is no new one
         if torch._C._current_graph_task_id() != -1:
@@ -48,6 +49,7 @@ class Watch:
             )
         self.inside = "forward" if gathers else ""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, end: Callable[[], None] | None, module: nn.Module, inputs: Any, made: Any) -> None:
         if self.inside == "forward":
             self.inside = ""
