@@ -261,5 +261,5 @@ def _put(parameter: nn.Parameter, places: list[tuple[nn.Module, str]]) -> None:
     for module, name in places:
         if type(module).__setattr__ is nn.Module.__setattr__:
             module._parameters[name] = parameter
-        else:  # has more to do: nn.LSTM keeps a list beside
+        else:  # has more to do: nn.LSTM keeps a list beside, which it makes anew, others may not
             setattr(module, name, parameter)
