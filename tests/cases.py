@@ -383,7 +383,9 @@ def expected_traffic(
         found["reduce_scatter", "dp_shard"] = (scatters * len(summed), scatters * padded)
         found["all_reduce", "dp_shard"] = (1, 8)  # the norm
     if replicas > 1:
-        found["all_reduce", "dp_replicate"] = (len(summed), padded // n)
+        # of whole models, which are far below 25 MiB, in one; of each chunk of a pipeline's layers by itself
+        is_whole = n == case.tp == 1 and "offload.optimizer" not in " ".join(case.extra)
+        found["all_reduce", "dp_replicate"] = (case.chunks if is_whole else len(summed), padded // n)
     if case.tp > 1:  # gradients of what is not cut, of this rank's shards; and the norm
         uncut = padded_bytes([shape for name, shape in shapes.items() if parts[name] == shape]) // n
         found |= sums | {("all_reduce", "tp"): (1 + case.chunks, uncut + 8)}

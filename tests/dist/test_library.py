@@ -11,6 +11,7 @@ from cases import assert_parity, relative_error, whole
 from reference import EPS, descend
 from tiny import config
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 from world import run_world
 
@@ -164,6 +165,130 @@ def test_a_transformers_model_under_every_stage(ranks, name, trained):
         else:  # weights and gradients to 1/127 of their block's largest
             assert got.losses == pytest.approx(expected.losses, rel=0.01) and got.losses != expected.losses
             assert got.norms == pytest.approx(expected.norms, rel=0.05)
+
+
+class Chain(nn.Module):
+    """Blocks of which a forward leaves some out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x, without=()):
+        hidden = self.first(x)
+        for number, block in enumerate(self.blocks):
+            hidden = hidden if number in without else block(hidden)
+        return self.last(hidden)
+
+
+def chain(stage):
+    torch.manual_seed(0)
+    model = Chain()
+    return model, shard_model(model, blocks=model.blocks, stage=stage)
+
+
+EVERY = {
+    "ddp": "ddp",
+    "zero1": "zero1",
+    "zero2": "zero2",
+    "zero3": "zero3",
+    "hsdp": Parallel(stage="hsdp", dp_shard_size=2),
+    "hpZ": Parallel(stage="zeropp", secondary_shard=2),
+}
+BROKEN = {
+    "a backward": lambda block: block.register_forward_hook(lambda b, i, made: made.register_hook(lambda _: 1 / 0) and None),
+    "a forward": lambda block: block.register_forward_hook(lambda *_: 1 / 0),
+}
+
+
+def go_on_after_an_error(stages):
+    """What each stage says at an error and at the forward after it, by where that was and whether the loop uses `micro_batch`."""
+    import contextlib
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    said, x = {}, torch.ones(2, 4)
+    for name in stages:
+        for what, around in (("a backward", True), ("a backward", False), ("a forward", True)):
+            model, sharded = chain(EVERY[name])
+            with sharded.micro_batch(is_last=False) if around else contextlib.nullcontext():
+                model(x).sum().backward()
+            hook = BROKEN[what](model.blocks[1])
+            for number in range(2):
+                try:
+                    with sharded.micro_batch(is_last=True) if around else contextlib.nullcontext():
+                        model(x).sum().backward()
+                    heard = ""
+                except (ZeroDivisionError, RuntimeError) as error:
+                    heard = str(error)
+                said[name, what, around, number] = heard
+                hook.remove()
+    return said
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, ("ddp", "zero1", "zero2", "zero3")), (4, ("hsdp", "hpZ"))])
+def test_no_stage_goes_on_after_an_error(ranks, stages):
+    """Whether ranks caught it or not. A forward that broke gathered nothing under ddp, and is forgotten."""
+    for said in run_world(ranks, go_on_after_an_error, stages):
+        for (name, what, _, number), heard in said.items():
+            if not number:
+                assert heard == "division by zero"
+            elif (name, what) == ("ddp", "a forward"):
+                assert heard == ""
+            else:
+                assert heard == f"{what} of this model ended in an error, and its gradients are lost: build it anew", name
+
+
+# which block each of two micro-batches leaves out, step by step
+LEFT_OUT = ((1, 1), (None, 1), (None, None), (1, 1), (2, 1))
+
+
+def leave_out(stages):
+    """Gradients of every step and weights after it, on these stages."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    found = {}
+    for name in stages:
+        model, sharded = chain(EVERY[name])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+        for step, micros in enumerate(LEFT_OUT):
+            for number, without in enumerate(micros):
+                with sharded.micro_batch(is_last=number == len(micros) - 1):
+                    dice = torch.Generator().manual_seed(100 * step + 10 * number + dist.get_rank())
+                    model(torch.randn(2, 4, generator=dice), (without,)).square().sum().backward()
+            for parameter, each in model.named_parameters():
+                found[name, step, parameter, "gradient"] = None if each.grad is None else whole(each.grad).tolist()
+            optimizer.step()
+            optimizer.zero_grad()
+            found |= {(name, step, n, "weight"): whole(p).tolist() for n, p in model.named_parameters()}
+    return found
+
+
+# before torch 2.13 a unit's part of a sum across replicas is lost where its last micro-batch does not reach it
+KEEPS_PARTS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages"),
+    [(2, ("ddp", "zero1", "zero2", "zero3")), (4, ("ddp", *["hsdp"] * KEEPS_PARTS, "hpZ"))],
+)
+def test_a_block_that_no_rank_reached_has_zeros_in_every_stage(ranks, stages):
+    """Whatever ran before, and to the bit where stages add in one order; so its weights decay alike."""
+    found = run_world(ranks, leave_out, stages)[0]
+    for (name, step, parameter, what), got in found.items():
+        assert got is not None, (name, step, parameter)
+        unreached = LEFT_OUT[step] == (1, 1) and parameter.startswith("blocks.1")
+        if unreached and what == "gradient":
+            assert not torch.tensor(got).any(), (name, step, parameter)
+        like = {"zero1": "ddp", "zero3": "zero2"}.get(name, "ddp" if unreached and not step else name)
+        assert got == found[like, step, parameter, what], (name, step, parameter)
+        torch.testing.assert_close(got, found["ddp", step, parameter, what], rtol=1e-5, atol=1e-6)
+    torch.manual_seed(0)
+    decayed = Chain().blocks[1][0].weight.detach() * (1 - RATE * DECAY)
+    assert found["ddp", 0, "blocks.1.0.weight", "weight"] == decayed.tolist()
 
 
 class Shared(nn.Module):

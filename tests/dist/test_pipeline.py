@@ -80,6 +80,35 @@ def test_what_the_last_stage_lacks_every_rank_refuses(recipe, tiny, tmp_path):
         assert code == 2 and f"do not fit the model: missing {lacks}\n" in said, said
 
 
+def a_backward_breaks():
+    """In the middle of a model, whose first and last chunk of layers are then asked for a forward."""
+    import torch
+
+    from shardbook import train
+    from shardbook.ranks.exits import RunFailed
+
+    def run_step(sharded, micros, shares_of, device):
+        micro, place = micros[0], sharded.layout.pipeline.rank
+        middle, outer = (sharded.chunks[number] for number in (1 - place, place))
+        hidden = torch.ones(*micro.input_ids.shape, middle.model.config.hidden_size, requires_grad=True)
+        seen = micro.input_ids, micro.position_ids, micro.boundaries, micro.positions, micro.targets, micro.packed
+        made = middle.model(*seen, hidden=hidden)
+        made.register_hook(lambda _: 1 / 0)
+        try:
+            made.sum().backward()
+        except ZeroDivisionError:
+            outer.model()
+        raise RunFailed("gone on")
+
+    train.run_step = run_step
+
+
+def test_what_broke_in_a_chunk_of_layers_broke_the_model(recipe, models):
+    case = deep("zero1", 1, 1, 2, pp=2, chunks=2, schedule="interleaved")
+    for code, _, said in run_world(2, train_planted, a_backward_breaks, [str(recipe), *case.words(models), "run.name=broke"]):
+        assert code == 1 and "a backward of this model ended in an error" in said.splitlines()[-1], said
+
+
 def skips_evaluation():
     """Planted bug: what has no backward runs on one stage."""
     import torch

@@ -107,6 +107,13 @@ def test_the_formula_is_what_a_step_makes(alone, stage, checkpointing, micros):
     assert formula / peak == pytest.approx(1, abs=0.02), (formula / GB, peak / GB)
 
 
+@pytest.mark.parametrize("more", ["precision.reduce=bf16", "lora.r=16"])
+def test_sums_of_whole_models(alone, more):
+    """Cast one after the other when backward is over; or of several blocks in one buffer."""
+    (peak, _), (formula, _) = alone("ddp", "full", 1, 3, False, WORLD, (more,))
+    assert formula / peak == pytest.approx(1, abs=1e-3), (formula / GB, peak / GB)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "world"), [("llama8b-fsdp", 8), ("llama70b-fsdp", 64), ("llama70b-hsdp", 64), ("llama405b-fsdp", 512)]

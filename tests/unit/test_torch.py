@@ -137,6 +137,24 @@ def test_a_backward_calls_back_at_its_end():
     assert order == [1]
 
 
+def test_what_is_queued_by_a_call_back_comes_after_all_others():
+    queue, order = torch.autograd.Variable._execution_engine.queue_callback, []
+    leaf = torch.ones(2, requires_grad=True)
+    made = leaf * 2
+    made.register_hook(lambda gradient: queue(lambda: queue(lambda: order.append("last"))))
+    leaf.register_hook(lambda gradient: queue(lambda: order.append("first")))
+    made.register_hook(lambda gradient: order.append(torch._C._current_graph_task_id() != -1))
+    made.sum().backward()
+    assert order == [True, "first", "last"] and torch._C._current_graph_task_id() == -1
+
+
+def test_a_tensor_knows_how_often_it_was_changed():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad, before = torch.ones(2), parameter._version
+    torch.optim.AdamW([parameter]).step()
+    assert parameter._version > before
+
+
 def test_norms_of_several_tensors_add_up_in_the_dtype_that_is_asked_for():
     tensors = [torch.full((3,), 1e30), torch.full((5,), 2.0)]
     norms = torch._foreach_norm(tensors, 2, torch.float64)

@@ -94,6 +94,24 @@ def call_after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+@_needs("stages", "torch._C._current_graph_task_id")
+def in_backward() -> bool:
+    """Whether this thread is inside a backward. No public name says so."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@_needs("stages", "torch.Tensor._version")
+def version_of(tensor: Tensor) -> int:
+    """What grows with each change of `tensor` in place; autograd asks it before it uses what it has saved."""
+    return tensor._version
+
+
+@_needs("stages", "torch._foreach_copy_")
+def copy_together(into: list[Tensor], source: list[Tensor]) -> None:
+    """Copy each of `source`, of another dtype, in few launches. Of one dtype CUDA rewrites NaNs (packed.py)."""
+    torch._foreach_copy_(into, source)
+
+
 @_needs("stages", "torch._foreach_norm")
 def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The 2-norm of each, added up in `dtype`, in few launches and without copies in it, which vector_norm makes."""

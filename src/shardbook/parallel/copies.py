@@ -6,26 +6,29 @@ PyTorch Distributed, VLDB 2020, section 3.2.3). Invariant: the same sums in the 
 of (replicas, 1), to the bit.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardbook.comm.torch_private import call_after_backward
+from shardbook.comm.torch_private import call_after_backward, copy_together, slots_of, version_of
 from shardbook.parallel.layout import Layout
-from shardbook.parallel.units import backward_order, own_parameters
+from shardbook.parallel.units import own_parameters
+from shardbook.parallel.watch import Watch, call_before_backward
 
 COPIED: WeakSet[nn.Module] = WeakSet()  # the models that have it already
 
 
 @dataclass(eq=False)
 class Part:
-    """The trained parameters of one unit, at rest, and what this rank has of their gradients."""
+    """The trained parameters, at rest, of units that are summed together, and what this rank has of their gradients."""
 
     masters: list[nn.Parameter]
     flat: Tensor | None = None  # this rank's sum since the last reduction, in the layout's dtype of sums
@@ -57,7 +60,7 @@ class Part:
 
     def send(self, replicas: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
         """Begin the sum over `replicas`. What no backward reached counts as zeros, else ranks would sum unlike
-        buffers; with one rank a unit that was not reached has no gradient."""
+        buffers; with one rank a unit that was not reached has none yet."""
         if self.flat is None and replicas is None:
             return
         flat = self.make_flat(dtype) if self.flat is None else self.flat
@@ -87,13 +90,17 @@ class Copies:
     """`model` on ranks that hold all of it, its gradients summed over `replicas` (None: there is one rank); what it
     returns is of the dtype `output`."""
 
-    def __init__(self, model: nn.Module, layout: Layout, replicas: dist.ProcessGroup | None, output: torch.dtype):
-        self.model, self.layout, self.replicas = model, layout, replicas
+    def __init__(
+        self, model: nn.Module, layout: Layout, replicas: dist.ProcessGroup | None, output: torch.dtype, watch: Watch
+    ):
+        self.model, self.layout, self.replicas, self.watch = model, layout, replicas, watch
         self.is_last = True  # as with fully_shard: a loop that says nothing reduces after each backward
         self.parts: list[Part] = []  # in the order in which they are sent, on every rank the same
         # a parameter at rest, its copy in the dtype of compute, and the modules and names that have it
         self.copies: list[tuple[nn.Parameter, nn.Parameter, list[tuple[nn.Module, str]]]] = []
-        self._found = self._gathered = self._running = False
+        self._versions: list[int] = []  # of the parameters at rest, when they were copied
+        self._steps = 0  # of optimizers that have any of them: fused ones change no version
+        self.gathered = self._found = self._running = False
         self._unsent = 0  # the first of `parts` that is not sent in this backward
         compute = layout.dtype("params")
         COPIED.add(model)
@@ -102,6 +109,8 @@ class Copies:
             module.register_forward_pre_hook(partial(_cast_inputs, compute), with_kwargs=True)
         if layout.casts or replicas is not None:
             model.register_forward_pre_hook(self._before_forward, prepend=True)
+        if layout.casts:
+            model.register_forward_hook(self._after_forward)
 
     def begin(self, is_last: bool) -> None:
         """A micro-batch begins, the `is_last` of its optimizer step."""
@@ -109,25 +118,49 @@ class Copies:
 
     def free(self) -> None:
         """Put the parameters at rest back, and free their copies in the dtype of compute."""
-        if self._gathered:
+        if self.gathered:
             for master, copy, places in self.copies:
-                for module, name in places:
-                    setattr(module, name, master)
+                _put(master, places)
                 copy.untyped_storage().resize_(0)
-            self._gathered = False
+            self.gathered = False
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # traced, it would resize storages at another time
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if self._running:
-            raise RuntimeError("a backward of this model ended in an error, and its gradients are lost: build it anew")
         if not self._found:  # not earlier: a parameter that lay on the meta device was another one then
             self._find()
-        if self.layout.casts and not self._gathered:
-            for master, copy, places in self.copies:
-                copy.untyped_storage().resize_(copy.numel() * copy.element_size())
-                copy.data.copy_(master.detach())  # .data: autograd takes a copy made for evaluation for the same
-                for place, name in places:
-                    setattr(place, name, copy)
-            self._gathered = True
+        if self.layout.casts and not self.gathered:
+            self._gather()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self, module: nn.Module, inputs: Any, made: Any) -> None:
+        call_before_backward(made, partial(self._before_backward, self._versions))
+
+    def _before_backward(self, versions: list[int], gradient: Tensor) -> None:
+        """A backward comes to a forward that ran with parameters of these `versions`: autograd kept no copies of its
+        own, so what was freed since, by another backward or after an evaluation, is made again."""
+        now = self._versions if self.gathered else self._read_versions()
+        if now is not versions and now != versions:
+            raise RuntimeError(
+                "parameters were changed, by an optimizer's step perhaps, between a forward and its backward, which "
+                f"would read copies in {self.layout.dtype('params')} of the new ones: run the forward again, or its "
+                "backward before the step"
+            )
+        if not self.gathered:
+            self._gather()
+
+    def _read_versions(self) -> list[int]:
+        return [self._steps, *(version_of(master) for master, _, _ in self.copies)]
+
+    def _gather(self) -> None:
+        """Copy the parameters at rest into the dtype of compute, and have the modules compute with that."""
+        for _, copy, places in self.copies:
+            copy.untyped_storage().resize_(copy.numel() * copy.element_size())
+            _put(copy, places)
+        with torch.no_grad():
+            # .data: autograd takes a copy made for evaluation for the same. Of one dtype CUDA would rewrite the bits
+            # of what is no number (packed weights); these are always of two
+            copy_together([copy.data for _, copy, _ in self.copies], [master for master, _, _ in self.copies])
+        self._versions, self.gathered = self._read_versions(), True
 
     def _find(self) -> None:
         """Find the parameters at rest, and have autograd hand over their gradients."""
@@ -146,16 +179,17 @@ class Copies:
                 )
                 leaves[parameter] = copy
                 self.copies.append((parameter, copy, found))
+            stepped = register_optimizer_step_post_hook(partial(_note_step, ref(self), {*places}))
+            finalize(self, stepped.remove)
         own = dict(zip(self.layout.units, own_parameters(self.layout.units), strict=True))
-        for unit in sorted(backward_order(self.layout.units), key=lambda unit: unit.spans):
-            if trained := [parameter for parameter in own[unit] if parameter.requires_grad]:
-                part = Part(trained)
-                self.parts.append(part)
-                for number, parameter in enumerate(trained):
-                    leaf = leaves.get(parameter, parameter)
-                    leaf.register_post_accumulate_grad_hook(partial(self._take, part, number))
-                    if leaf is parameter:
-                        leaf.register_hook(partial(self._set_aside, part, number))
+        for bucket in self.layout.buckets:
+            part = Part([parameter for unit in bucket for parameter in own[unit] if parameter.requires_grad])
+            self.parts.append(part)
+            for number, parameter in enumerate(part.masters):
+                leaf = leaves.get(parameter, parameter)
+                leaf.register_post_accumulate_grad_hook(partial(self._take, part, number))
+                if leaf is parameter:
+                    leaf.register_hook(partial(self._set_aside, part, number))
         self._found = True
 
     def _set_aside(self, part: Part, number: int, gradient: Tensor) -> None:
@@ -166,6 +200,7 @@ class Copies:
     def _take(self, part: Part, number: int, leaf: Tensor) -> None:
         """A gradient is complete, in this backward: the sums that are waited for go ahead of what is not there yet."""
         if not self._running:
+            self.watch.begin_backward()  # where it did not come by what the model returned
             call_after_backward(self._finish)
             self._running, self._unsent = True, 0
         gradient, leaf.grad = leaf.grad, part.aside.pop(number, None)
@@ -188,9 +223,9 @@ class Copies:
         if self.is_last:
             while self._unsent < len(self.parts):
                 self._send_next()
+            self.free()  # before sums are cast, of which two lie side by side then
             for part in self.parts:
                 part.receive()
-            self.free()
         for part in self.parts:
             part.arrived.clear()
 
@@ -203,7 +238,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         parts = [_cast(part, dtype) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, Mapping):
-        return type(value)({name: _cast(part, dtype) for name, part in value.items()})  # type: ignore[call-arg]
+        made = {name: _cast(part, dtype) for name, part in value.items()}
+        if isinstance(value, defaultdict):
+            return defaultdict(value.default_factory, made)
+        return type(value)(made)  # type: ignore[call-arg]
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{each.name: _cast(getattr(value, each.name), dtype) for each in fields(value)})
     return value
@@ -211,3 +249,17 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
     return _cast(inputs, dtype), _cast(named, dtype)
+
+
+def _note_step(copies: ref[Copies], masters: set[nn.Parameter], optimizer: Any, *given: Any) -> None:
+    if (own := copies()) and any(each in masters for group in optimizer.param_groups for each in group["params"]):
+        own._steps += 1
+
+
+def _put(parameter: nn.Parameter, places: list[tuple[nn.Module, str]]) -> None:
+    """Have modules use `parameter`, by these names: without what nn.Module looks at first, hundreds of times a step."""
+    for module, name in places:
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            slots_of(module)[name] = parameter
+        else:  # has more to do: nn.LSTM keeps a list beside, which it makes anew, others may not
+            setattr(module, name, parameter)

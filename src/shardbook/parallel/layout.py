@@ -26,11 +26,12 @@ from shardbook.parallel.mesh import (
 )
 from shardbook.parallel.schedule import Pipeline
 from shardbook.parallel.stages import Stage, check_offload, check_stage, read_switches
-from shardbook.parallel.units import Unit, choose_units
+from shardbook.parallel.units import Unit, backward_order, choose_units
 from shardbook.recipe import Offload, Parallel, Precision, RecipeError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the names that a recipe has for them
 ON_DEVICE, WHOLE_MODEL = Offload(), Pipeline()
+BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb: a sum of less takes its latency, not its bytes
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,23 @@ class Layout:
         or what they are kept in, where it sends and casts nothing or its stage would reduce at each micro-batch."""
         sends = self.replicas > 1 or (self.casts and not self.stage.reduce_every_micro)
         return self.dtype("reduce" if sends else "master")
+
+    @cached_property
+    def buckets(self) -> list[list[Unit]]:
+        """Where one shard is all: the units whose gradients are summed over replicas together, in the order in which
+        they are sent. Neighbours that are small are joined; one above BUCKET_BYTES is alone, and where nothing is sent
+        every one."""
+        joined, room = list[list[Unit]](), 0
+        for unit in sorted(backward_order(self.units), key=lambda unit: unit.spans):
+            if not (size := unit.padded_numel(1, trained_only=True) * self.sum_dtype.itemsize):
+                continue
+            if joined and size <= room:
+                joined[-1].append(unit)
+                room -= size
+            else:
+                joined.append([unit])
+                room = (BUCKET_BYTES - size) * (self.replicas > 1)
+        return joined
 
     @property
     def forward_prefetch(self) -> int:

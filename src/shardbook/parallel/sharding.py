@@ -26,6 +26,7 @@ from shardbook.parallel.packed import gather_bytes
 from shardbook.parallel.pipeline import Links, build_links
 from shardbook.parallel.tensor import place_cuts, sum_uncut
 from shardbook.parallel.units import Unit, backward_order
+from shardbook.parallel.watch import Watch
 
 
 @dataclass
@@ -44,6 +45,7 @@ class ShardedModel:
     parts: "list[ShardedModel]" = field(default_factory=list)
     links: Links | None = None
     offloaded: Any = None  # memory/offload.py's, where masters are not on the device
+    is_last: bool = True  # of the micro-batches of a step; a loop that says nothing reduces after each backward
 
     @property
     def masters(self) -> nn.Module:
@@ -79,6 +81,7 @@ class ShardedModel:
     def micro_batch(self, is_last: bool) -> Iterator[None]:
         """Around forward and backward of one micro-batch, or around its backward: what that reduces and which
         parameters it frees. `is_last`: of the optimizer step."""
+        self.is_last = is_last
         for other in (self.copies, self.offloaded):
             if other:
                 other.begin(is_last)
@@ -95,6 +98,14 @@ class ShardedModel:
         yield
         if is_last and self.mesh:
             sum_uncut(self.model, self.mesh, self.layout.uncut_numel)
+
+    def fill_gradients(self) -> None:
+        """A backward is over: after a step's last one what no rank reached has zeros, in every stage. fully_shard alone
+        makes them for units that were ever gathered, so optimizers would decay a weight or not by its past."""
+        if self.is_last and not self.offloaded and not (self.copies and self.copies.gathered):
+            for parameter in self.model.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
 
     @contextlib.contextmanager
     def gathered_once(self) -> Iterator[None]:
@@ -129,21 +140,22 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedMo
     lend_group(model, layout)
     links = build_links(layout, mesh)
     views: Any = getattr(model, "chunks", None) or [model]
-    parts = [_apply(view, own, mesh) for view, own in zip(views, layout.chunks, strict=True)]
+    watch = Watch()  # one: what broke in a chunk of layers broke the model
+    parts = [_apply(view, own, mesh, watch) for view, own in zip(views, layout.chunks, strict=True)]
     if len(parts) == 1:
         parts[0].links = links
         return parts[0]
     return ShardedModel(model, layout, {}, parts=parts, links=links)
 
 
-def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedModel:
+def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, watch: Watch) -> ShardedModel:
     output = layout.dtype("output") if getattr(model, "ends", True) else layout.dtype("params")
     if layout.copies:
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(mesh.device_type)
         replicas = mesh.get_group(DP_REPLICATE) if layout.replicas > 1 else None  # the ranks that hold the same
-        return ShardedModel(model, layout, {}, Copies(model, layout, replicas, output))
+        return _watched(ShardedModel(model, layout, {}, Copies(model, layout, replicas, output, watch)), watch)
     whole = mesh if layout.alike > 1 else None
     if whole:
         place_cuts(model, whole)
@@ -182,7 +194,12 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedModel:
                     residual = residuals[name] = torch.zeros(kept, device=mesh.device_type)
                 unit.handle.set_custom_reduce_scatter(QuantizedReduceScatter(hops, switches.block, residual))
     apply_prefetch(layout)
-    return ShardedModel(model, layout, residuals, mesh=whole)
+    return _watched(ShardedModel(model, layout, residuals, mesh=whole), watch)
+
+
+def _watched(sharded: ShardedModel, watch: Watch) -> ShardedModel:
+    watch.follow(sharded.model, gathers=not sharded.copies, end=sharded.fill_gradients)
+    return sharded
 
 
 def build_hops(layout: Layout, mesh: DeviceMesh) -> list[tuple[ProcessGroup, int]]:

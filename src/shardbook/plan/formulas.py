@@ -74,6 +74,15 @@ def replica_bytes(layout: Layout, unit: Unit) -> int:
     return unit.padded_numel(layout.shards, trained_only=True) // layout.shards * layout.dtype("reduce").itemsize
 
 
+def replica_sums(layout: Layout) -> list[list[Unit]]:
+    """The units that are summed across replicas by one all-reduce, in order: of whole models neighbours together."""
+    if layout.replicas == 1:
+        return []
+    if layout.copies:
+        return [bucket for chunk in layout.chunks for bucket in chunk.buckets]
+    return [[unit] for unit in layout.units]
+
+
 def muon_exchanges(layout: Layout) -> Volumes:
     """Muon's all-to-alls: matrices of a shape as many at a time as there are shards, there and back."""
     exchanges = Volumes()
@@ -113,8 +122,8 @@ def predict_traffic(
             add("all_gather", *backward_gather(layout, unit), again)
             for each in reduction(layout, unit):
                 add(*each, reductions)
-        if layout.replicas > 1:  # once a step
-            add("all_reduce", DP_REPLICATE, replica_bytes(layout, unit))
+    for together in replica_sums(layout):  # once a step
+        add("all_reduce", DP_REPLICATE, sum(replica_bytes(layout, unit) for unit in together))
     if layout.shards > 1:
         add("all_reduce", DP_SHARD, NORM_BYTES)
         for each in muon_exchanges(layout) if optimizer_name == "muon" else ():

@@ -224,13 +224,21 @@ class _Copied(_Sharded):
     def at(self, micro: int, phase: str, running: Unit, done: Sequence[Unit]) -> tuple[int, int, int, int]:
         layout = self.layout
         # what spans the pass begins with the last norm, before all others
-        begun = self.order if micro else [*done, *({running, *self.spanning} if phase != "forward" else ())]
+        begun = {*self.order} if micro else {*done, *({running, *self.spanning} if phase != "forward" else ())}
         gathered = sum(unit.cast_numel(self.compute) for unit in self.order) * self.compute
-        sums = self._whole(begun, True) * layout.sum_dtype.itemsize
-        if phase == "reduction" and len(done) == len(self.order) - 1 and layout.sum_dtype.itemsize != self.master:
-            sums += max(self._whole([unit], True) for unit in self.order) * self.master
+        buckets = [bucket for chunk in layout.chunks for bucket in chunk.buckets]
+        sizes, itemsize = [self._whole(bucket, True) for bucket in buckets], layout.sum_dtype.itemsize
+        sums = sum(size for size, bucket in zip(sizes, buckets, strict=True) if begun & {*bucket}) * itemsize
         own = max((prod(shape) for shape in compress(running.shapes, running.trained)), default=0) * self.compute
-        return sums, gathered, 0, own * (phase == "reduction")
+        own *= phase == "reduction"
+        if phase == "reduction" and len(done) == len(self.order) - 1 and itemsize != self.master:
+            # weights in the dtype of compute are gone, and sums are cast one after the other: of the first ones there
+            # are gradients already, of the others still sums
+            cast = range(len(sizes))
+            most = max(sum(sizes[: number + 1]) * self.master + sum(sizes[number:]) * itemsize for number in cast)
+            if most > sums + gathered + own:
+                return most, 0, 0, 0
+        return sums, gathered, 0, own
 
 
 def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> dict[str, Peak]:

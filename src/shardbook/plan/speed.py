@@ -19,7 +19,14 @@ from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble
 from shardbook.parallel.units import Unit, backward_order
 from shardbook.plan.axes import axes_traffic, recomputed_blocks
-from shardbook.plan.formulas import backward_gather, forward_gather, muon_exchanges, reduction, replica_bytes
+from shardbook.plan.formulas import (
+    backward_gather,
+    forward_gather,
+    muon_exchanges,
+    reduction,
+    replica_bytes,
+    replica_sums,
+)
 from shardbook.plan.hardware import ATTENTION, DISK_READ, GPUS, MEMORY, PCIE_SHARE, PRODUCTS, Cluster, gpu_of
 from shardbook.plan.kept import read_widths
 from shardbook.recipe import Recipe
@@ -229,7 +236,11 @@ def exposed_seconds(
     back = [unit for unit in backward_order(layout.units) if unit.numel]
     first = [(seconds(*forward_gather(layout, unit)), unit, forward * share(unit, is_forward=True)) for unit in order]
     reductions = [sum(seconds(axis, size) for _, axis, size in reduction(layout, unit)) for unit in back]
-    sums = [2 * seconds(DP_REPLICATE, replica_bytes(layout, unit)) for unit in back]
+    sums = [0.0] * len(back)
+    for together in replica_sums(layout):  # by the last of them whose backward is over
+        if places := [back.index(unit) for unit in together if unit in back]:
+            payload = sum(replica_bytes(layout, unit) for unit in together)
+            sums[max(places)] += 2 * seconds(DP_REPLICATE, payload)
     clock = _Clock()
     for micro in range(micros):
         is_last = micro == micros - 1

@@ -1,0 +1,76 @@
+"""Where a backward of a model begins and ends; after an error inside one no later forward begins.
+
+Invariant: every stage is watched alike. What was summed may hold a part of the broken micro-batch, which nobody can
+take out again, and fully_shard's own state after an error is not to be trusted.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardbook.comm.torch_private import call_after_backward, in_backward
+
+
+class Watch:
+    """Follows the passes of a model, or of each of its chunks of layers."""
+
+    def __init__(self) -> None:
+        self.inside = ""  # of what began and has not ended: forward or backward
+
+    def follow(self, model: nn.Module, gathers: bool, end: Callable[[], None] | None = None) -> None:
+        """Watch `model`, whose other hooks are there already; `gathers`: an error inside its forward leaves it broken
+        too. `end` is called when a backward is over, after all else that waits for that."""
+        model.register_forward_pre_hook(partial(self._before_forward, gathers), prepend=True)
+        model.register_forward_hook(partial(self._after_forward, end))
+
+    def begin_backward(self, end: Callable[[], None] | None = None, gradient: Tensor | None = None) -> None:
+        """A backward has begun; called several times in one it is the same one."""
+        if self.inside != "backward":
+            self.inside = "backward"
+            # twice: what others have the engine call at the end, fully_shard's last reductions, goes before
+            call_after_backward(lambda: call_after_backward(partial(self._end, end)))
+
+    def _end(self, end: Callable[[], None] | None) -> None:
+        if end:
+            end()
+        self.inside = ""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_forward(self, gathers: bool, module: nn.Module, inputs: Any) -> None:
+        if in_backward():  # a checkpoint's, that runs again: it is no new one
+            return
+        if self.inside:
+            raise RuntimeError(
+                f"a {self.inside} of this model ended in an error, and its gradients are lost: build it anew"
+            )
+        self.inside = "forward" if gathers else ""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self, end: Callable[[], None] | None, module: nn.Module, inputs: Any, made: Any) -> None:
+        if self.inside == "forward":
+            self.inside = ""
+        call_before_backward(made, partial(self.begin_backward, end))
+
+
+def call_before_backward(made: Any, function: Callable[[Tensor], None]) -> None:
+    """Have `function` called when a backward comes to what a forward has `made`."""
+    if torch.is_grad_enabled():
+        for tensor in tensors_in(made):
+            if tensor.requires_grad:
+                tensor.register_hook(function)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors inside tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | tuple | list):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            yield from tensors_in(getattr(value, each.name, None))
