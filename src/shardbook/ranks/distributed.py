@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 
 from shardbook.ranks.heartbeat import Heartbeat, watch_launcher
 from shardbook.ranks.join import INTERFACE, Rendezvous, Store, join_ranks, read_member, read_rendezvous
+from shardbook.ranks.lost import is_out_of_reach
 from shardbook.ranks.progress import HERE
 from shardbook.ranks.settings import allocator_default, keep_freed_memory, raise_descriptors, record_in, start_recorder
 from shardbook.recipe import RecipeError, first_line
@@ -109,7 +110,7 @@ def connect(place: Rendezvous, store: Store, backend: str) -> None:
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=CONNECT_TIMEOUT)
     except RuntimeError as error:
-        if "connectFullMesh" not in str(error) or "by peer" in str(error):  # a rank that ended while others connected
+        if not is_out_of_reach(error):  # perhaps a rank ended while others connected
             raise
         host = socket.gethostname()
         said = f"rank {rank} on {host}: gloo does not reach the other ranks ({first_line(error)})"
