@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from random import SystemRandom
 from types import FrameType
@@ -130,18 +131,21 @@ def set_time_limit(device_type: str, limit: timedelta) -> None:
 
 
 @contextlib.contextmanager
-def watch_steps(ranks: Ranks, hang_seconds: float) -> Iterator[Callable[[int], None]]:
+def watch_steps(ranks: Ranks, hang_seconds: float, first_steps: int = 1) -> Iterator[Callable[[int], None]]:
     """Watch the steps taken inside: what is yielded is called with the number of each finished one.
 
-    From the first one on, a rank that stands still for `hang_seconds` ends the run and is named (0: not watched), and
+    When the `first_steps`, which compile, are finished, a rank that stands still for `hang_seconds` ends the run and is named (0: not watched), and
     NCCL's limit comes down from TIMEOUT to a little more. gloo's stays: a checkpoint waits for the slowest disk.
     """
     limit = timedelta(seconds=hang_seconds + LATER_SECONDS) if hang_seconds else TIMEOUT
 
+    left = count(first_steps - 1, -1)
+
     def finish(step: int) -> None:
-        if not HERE.watched and ranks.device.type == "cuda":
+        compiles = next(left) > 0
+        if not (HERE.watched or compiles) and ranks.device.type == "cuda":
             set_time_limit("cuda", limit)
-        HERE.finish(step)
+        HERE.finish(step, watched=not compiles)
 
     yield finish
     HERE.watched = False
