@@ -55,7 +55,11 @@ def test_a_step_that_compiles_is_not_watched(here):
         with watch_steps(cpu, 60, first) as finish:
             assert [(finish(step), here.watched)[1] for step in (5, 6, 7)] == watched
         assert not here.watched
-    assert [first_steps(compiles, {"tp": 2}) for compiles in (False, True)] == [1, 2] == [first_steps(True, {"cp": c}) for c in (1, 2)]
+    assert (
+        [first_steps(compiles, {"tp": 2}) for compiles in (False, True)]
+        == [1, 2]
+        == [first_steps(True, {"cp": c}) for c in (1, 2)]
+    )
 
 
 @pytest.fixture

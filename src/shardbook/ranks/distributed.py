@@ -134,8 +134,9 @@ def set_time_limit(device_type: str, limit: timedelta) -> None:
 def watch_steps(ranks: Ranks, hang_seconds: float, first_steps: int = 1) -> Iterator[Callable[[int], None]]:
     """Watch the steps taken inside: what is yielded is called with the number of each finished one.
 
-    When the `first_steps`, which compile, are finished, a rank that stands still for `hang_seconds` ends the run and is named (0: not watched), and
-    NCCL's limit comes down from TIMEOUT to a little more. gloo's stays: a checkpoint waits for the slowest disk.
+    When the `first_steps`, which compile, are finished, a rank that stands still for `hang_seconds` ends the run and is
+    named (0: not watched), and NCCL's limit comes down from TIMEOUT to a little more. gloo's stays: a checkpoint waits
+    for the slowest disk.
     """
     limit = timedelta(seconds=hang_seconds + LATER_SECONDS) if hang_seconds else TIMEOUT
 

@@ -1,7 +1,8 @@
 """Progress: how far the main thread of this rank has come, and which ranks of a run stand still.
 
 Invariant: all ranks of a run make the same marks in the same order, so of two that stand still the one with fewer marks
-is behind, and the other waits for it. In the first steps (compilers, loading) and in long phases nobody is watched. Knows nothing of what a step computes.
+is behind, and the other waits for it. In the first steps (compilers, loading) and in long phases nobody is watched.
+Knows nothing of what a step computes.
 """
 
 import contextlib

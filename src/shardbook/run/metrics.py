@@ -187,7 +187,9 @@ class Pace:
 
     def add(self, tokens: float, pairs: float) -> None:
         """A step begins. `tokens`: of its rows on all ranks, trained or not, with padding; `pairs`: see MicroBatch."""
-        if self.steps_before == self.first_steps and torch.cuda.is_available():  # weights were loaded, code was compiled
+        if (
+            self.steps_before == self.first_steps and torch.cuda.is_available()
+        ):  # weights were loaded, code was compiled
             torch.cuda.reset_peak_memory_stats()
         self.steps_before += 1
         self.steps, self.tokens, self.pairs = self.steps + 1, self.tokens + tokens, self.pairs + pairs
