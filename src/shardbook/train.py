@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from shardbook.comm.ledger import Ledger, add_traffic
+from shardbook.comm.ledger import Ledger, add_traffic, first_steps
 from shardbook.data.loader import Loader, choose_batching
 from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
 from shardbook.memory.activation import apply_checkpointing
@@ -142,7 +142,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     tracked = flat_config(flatten_recipe(recipe) | {"world_size": ranks.world_size}, layout.mesh)
     recorder = Recorder(run.path, run.name, recipe.run, tracked, ranks.is_main, state.step)
     profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
-    shown, watch = console.start(state.step, steps), watch_steps(ranks, recipe.run.hang_seconds)
+    first = first_steps(recipe.train.compile, layout.mesh)
+    shown, watch = console.start(state.step, steps), watch_steps(ranks, recipe.run.hang_seconds, first)
     together = collected_together()
     with (
         recorder,
@@ -162,7 +163,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             samples.take(0)
         ahead, kept = StepsAhead(loader, stop), Metrics()
         ledger.open()  # for one step; the others send the same
-        pace, names = Pace(ranks.world_size, flops), objective.names("train")
+        pace, names = Pace(ranks.world_size, flops, first), objective.names("train")
         while state.step < steps:
             step, metrics = state.step + 1, Metrics()
             profile.advance(step)

@@ -1,6 +1,7 @@
 """The knobs of a stage: each changes what it says, in exact bytes or in the order of gathers, and no number."""
 
 import contextlib
+import functools
 import re
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 from cases import Case, assert_exact_bytes, assert_parity, outcomes_of, reference_of, run_cases
 from tiny import config, write_recipe
 from toys import Scenario, Toy, train_toy
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
-from world import run_world
+from world import metrics, run_world
 
 from shardbook.recipe import Parallel, RecipeError
 from shardbook.parallel.stages import check_stage
@@ -285,3 +287,53 @@ def test_contradictions(keys, words):
         model, parallel = Toy(), Parallel(**keys)
         choose_units(model, model.parts, model.blocks, check_stage(parallel).reshard_after_forward, parallel)
     assert all(word in str(error.value) for word in words), error.value
+
+
+def train_with_own_reductions(words, separates):
+    """The exit code, the groups that were made for reductions, and the groups of all reductions."""
+    import torch.distributed as dist
+    from world import train_rank
+
+    import shardbook.train as train
+    from shardbook.parallel.sharding import separate_reductions
+
+    made, used, real, new_group = [], set(), train.apply_stage, dist.new_group
+
+    def apply_stage(model, *given):
+        sharded = real(model, *given)
+        if separates:  # as on a GPU
+            separate_reductions([part.model for part in sharded.chunks])
+        return sharded
+
+    def count(*given, **named):
+        made.append(named.get("group_desc"))
+        return new_group(*given, **named)
+
+    def name(reduce):
+        def naming(*given, **named):
+            used.add(named["group"].group_desc)
+            return reduce(*given, **named)
+
+        return functools.wraps(reduce)(naming)  # the ledger asks for its arguments' names
+
+    train.apply_stage, dist.new_group = apply_stage, count
+    for function in {"reduce_scatter_single", "reduce_scatter_tensor"} & vars(dist).keys():
+        setattr(dist, function, name(getattr(dist, function)))
+    return train_rank(words)[0], made.count("fsdp_reduce_scatter"), used
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="torch before 2.13: one communicator for both"
+)
+def test_reductions_beside_gathers_are_the_same_bits_and_bytes(recipe, models):
+    """One group more, whatever is in a pipeline's chunks, though neighbours along pp are in unlike numbers of groups."""
+    words = ["parallel.pp_size=2", "parallel.pipeline_schedule=interleaved", "parallel.pipeline_chunks=2"]
+    words += ["train.gradient_accumulation_steps=2", f"model.path={models / 'deep-untied'}", "train.steps=2"]
+    rows = []
+    for separates in (False, True):
+        run = [str(recipe), f"run.name=apart-{separates}", *words]
+        found = run_world(4, train_with_own_reductions, run, separates)
+        assert found == [(0, int(separates), {"fsdp_reduce_scatter"} if separates else {"mesh_dp_shard"})] * 4
+        rows.append(metrics(recipe.parent / f"apart-{separates}"))
+    one, other = ([{k: v for k, v in row.items() if not k.startswith("perf/")} for row in each] for each in rows)
+    assert one == other and max(row.get("comm/dp_shard/reduce_scatter_bytes", 0) for row in one) > 0

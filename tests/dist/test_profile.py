@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import os
+import time
 
 import pytest
-from world import losses, run_train
+from world import losses, run_train, run_world
 
 from shardbook.recipe import RecipeError, load_recipe
 
@@ -31,3 +33,38 @@ def test_a_run_that_ends_inside_keeps_its_trace(recipe):
 def test_steps_that_never_come_are_refused(recipe, steps):
     with pytest.raises(RecipeError, match=r"profile_steps = .*: must be two steps, .* from 1, at most steps = 5"):
         load_recipe(recipe, ["train.steps=5", f"train.profile_steps={steps}"])
+
+
+def write_late(folder, fails):
+    """Rank 1's file takes a second. Whether it is there when a rank goes on to its next step; or when one has failed."""
+    import torch.distributed as dist
+
+    from shardbook.run.profile import Profile
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+    rank = int(os.environ["RANK"])
+    write = Profile._write
+
+    def late(profile):
+        time.sleep(rank)
+        write(profile)
+
+    Profile._write = late
+    if fails and rank:
+        return True  # rank 0 alone fails: it waits for nobody
+    try:
+        with Profile(folder, [1, 1], rank) as profile:
+            profile.advance(1)
+            if fails:
+                raise OSError
+            profile.advance(2)
+            return (folder / "profile" / "rank-1.json.gz").exists()
+    except OSError:
+        return (folder / "profile" / "rank-0.json.gz").exists()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_rank_waits_on_the_device_for_another_ones_file(fails, tmp_path):
+    """NCCL's limit is a little more than run.hang_seconds, and a disk may take longer."""
+    assert run_world(2, write_late, tmp_path, fails, seconds=60) == [True, True]

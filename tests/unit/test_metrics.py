@@ -127,6 +127,15 @@ def test_the_pace_leaves_out_evaluations_and_nothing_else(clock):
     assert pace.take() == {"perf/step_seconds": 3.0, "perf/tokens_per_second_per_device": pytest.approx(100 / 3)}
 
 
+def test_memory_of_steps_that_compile_is_no_steps_peak(monkeypatch):
+    resets, pace = [], metrics.Pace(1, Flops(1, 1), first_steps=2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(pace.steps_before))
+    for _ in range(4):
+        pace.add(1, 1)
+    assert resets == [2]
+
+
 @pytest.mark.parametrize(
     ("name", "peak"),
     [

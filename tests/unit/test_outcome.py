@@ -112,6 +112,29 @@ def test_a_run_that_is_not_whole_is_said_and_the_rest_go_on(file, text, note, tm
     assert not found.finished and found.note.startswith(note), found.note
 
 
+@pytest.mark.parametrize(
+    ("mesh", "train", "seconds"),
+    [
+        ({"dp_shard": 2}, "compile = true", [2, 3]),
+        ({"dp_shard": 2, "tp": 2}, "compile = false", [2, 3]),
+        (
+            {"dp_shard": 2, "tp": 2},
+            "compile = true",
+            [3],
+        ),  # compiled in the second: the ledger held the first one eager
+        ({"dp_shard": 2, "cp": 2}, "compile = true", [3]),
+        ({"dp_shard": 2, "cp": 2}, "compile = true\nlogging_steps = 10", [2, 3]),
+    ],
+)
+def test_times_are_of_steps_that_make_nothing_for_the_first_time(mesh, train, seconds, tmp_path):
+    row = json.loads(WHOLE["metrics.jsonl"])
+    rows = [row | {"step": number, "perf/step_seconds": number} for number in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.json").write_text(json.dumps({"finished_steps": 3, "mesh": mesh}))
+    (tmp_path / "resolved.toml").write_text(f"{WHOLE['resolved.toml']}[train]\n{train}\n")
+    assert read_outcome(tmp_path, "a").step_seconds == seconds
+
+
 def test_the_whole_one_is_read(tmp_path):
     for name, content in WHOLE.items():
         (tmp_path / name).write_text(content)

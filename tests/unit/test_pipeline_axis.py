@@ -1,7 +1,10 @@
 """Pipeline parallel without ranks: what is refused, who has which layers and rows, and what a part is of the whole."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 from tiny import config, said_by, write_recipe
 
 from shardbook.axes import CP, DATA_AXES, DP_REPLICATE, DP_SHARD, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP
@@ -13,6 +16,7 @@ from shardbook.optim import build_optimizer
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import DataRank, resolve_sizes
+from shardbook.parallel.pipeline import build_links
 from shardbook.parallel.schedule import Pipeline, deal_layers
 from shardbook.parallel.stages import STAGES
 from shardbook.recipe import Optim, Parallel, Precision, load_recipe
@@ -177,9 +181,9 @@ def test_bf16_moments_round_by_the_place_in_the_whole_model(tied):
     assert all(part[name] == whole[name] for part in parts for name in part) and parts[0] | parts[1] == whole
 
 
-def layout_of(stage: str, rank: int, world: int, **sizes) -> Layout:
+def layout_of(stage: str, rank: int, world: int, layers: int = 4, **sizes) -> Layout:
     parallel = Parallel(stage=stage, **sizes)
-    model = part_of(parallel, rank, world, num_hidden_layers=4)
+    model = part_of(parallel, rank, world, num_hidden_layers=layers)
     return build_layout(parallel, Precision(), model, model.parts, model.blocks, world, world)
 
 
@@ -230,3 +234,44 @@ def test_a_knob_that_does_nothing_to_blocks_every_rank_refuses():
         assert layout_of("zero3", rank, 4, pp_size=4, forward_prefetch=1).parallel.forward_prefetch == 1
         said = said_by(layout_of, "zero3", rank, 4, pp_size=4, reshard_min_params=most + 1)
         assert "nothing would be freed (the largest of 1 units" in said
+
+
+def links_of(monkeypatch, rank, world, **sizes):
+    """The links of a rank, and what it waits for on the host while they are built, in order: messages by (source,
+    target, group), as NCCL, which connects two ranks at their first one, waits for both ends."""
+    waits = []
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, group_desc: (*sorted(ranks), group_desc))
+    monkeypatch.setattr(dist, "send", lambda tensor, to, group: waits.append((rank, to, group)))
+    monkeypatch.setattr(dist, "recv", lambda tensor, by, group: waits.append((by, rank, group)))
+    mesh = SimpleNamespace(device_type="cpu", get_group=lambda axis: axis)
+    return build_links(
+        layout_of("zero3", rank, world, layers=8 * sizes.get("pipeline_chunks", 1), **sizes), mesh
+    ), waits
+
+
+def never_done(waits):
+    """What is left of each rank's `waits` where a message passes once both of its ranks have come to it."""
+    left = {rank: list(each) for rank, each in waits.items()}
+    while passing := [each[0] for each in left.values() if each and left[each[0][0]][:1] == left[each[0][1]][:1]]:
+        for each in left.values():
+            if each and each[0] in passing:
+                each.pop(0)
+    return [message for each in left.values() for message in each]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_each_link_is_connected_by_a_message_before_a_step(ranks, chunks, monkeypatch):
+    """Each passes one, the way that its messages will go, and nobody waits in a ring: two columns of ranks."""
+    looped = {"pipeline_schedule": "interleaved", "pipeline_chunks": chunks} if chunks > 1 else {}
+    waits = {}
+    for rank in range(2 * ranks):
+        links, waits[rank] = links_of(monkeypatch, rank, 2 * ranks, pp_size=ranks, **looped)
+        sends = {(rank, other, group) for other, group in links.to.values()}
+        assert len(waits[rank]) == len(set(waits[rank]))
+        assert set(waits[rank]) == sends | {(other, rank, group) for other, group in links.by.values()}
+    assert not never_done(waits)
+    # planted bug: whoever sends does so first, then waits for what comes
+    first_to_send = {rank: sorted(each, key=lambda message: message[0] != rank) for rank, each in waits.items()}
+    assert never_done(first_to_send)

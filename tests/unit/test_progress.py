@@ -1,9 +1,13 @@
 """Who stands still, and who only waits for them."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from shardbook.comm.ledger import first_steps
+from shardbook.ranks.distributed import watch_steps
 from shardbook.ranks.progress import HERE, Progress, Standing, find_behind, long_phase, marked
 
 
@@ -42,6 +46,20 @@ def test_standing_counts_only_what_passed_since_the_last_mark_after_the_first_st
         (5, 2, "in micro-batch 1", 2),
     ]
     assert Standing.parse(found[1].dump(3).encode()) == found[1] and found[1].dump(3) != found[1].dump(4)
+
+
+def test_a_step_that_compiles_is_not_watched(here):
+    """The first, and under the ledger of tp and cp the second; a step that was watched stays so."""
+    cpu = SimpleNamespace(device=torch.device("cpu"))
+    for first, watched in ((1, [True] * 3), (2, [False, True, True])):
+        with watch_steps(cpu, 60, first) as finish:
+            assert [(finish(step), here.watched)[1] for step in (5, 6, 7)] == watched
+        assert not here.watched
+    assert (
+        [first_steps(compiles, {"tp": 2}) for compiles in (False, True)]
+        == [1, 2]
+        == [first_steps(True, {"cp": c}) for c in (1, 2)]
+    )
 
 
 @pytest.fixture

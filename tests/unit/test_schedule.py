@@ -1,10 +1,16 @@
 """The table of a pipeline's actions: complete, in order, without deadlock, as full and as idle as the formulas."""
 
+from contextlib import nullcontext
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardbook.parallel.schedule import Action, actions, bubble, in_flight
+from shardbook.parallel.pipeline import Links, Passes, run_forward, run_step
+from shardbook.parallel.schedule import Action, Pipeline, actions, bubble, in_flight
 
 PLAIN = [
     (schedule, ranks, micros, 1)
@@ -132,3 +138,175 @@ def test_a_rank_alone_runs_todays_loop():
 def test_1f1b_as_the_paper_draws_it():
     found = [" ".join(map(str, actions("1f1b", rank, 3, 4))) for rank in range(3)]
     assert found == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
+
+
+class Sent:
+    """What was sent, or asked for; it is there at once, whatever it is."""
+
+    def is_completed(self):
+        return False
+
+    def wait(self):
+        return True
+
+
+class Chunk:
+    """Layers that only say when they are run."""
+
+    def __init__(self, events):
+        self.events, self.model, self.config = events, self, SimpleNamespace(hidden_size=1)
+        self.weight = torch.ones(1, requires_grad=True)
+
+    def __call__(self, *seen, hidden=None):
+        self.events.append(("launch",))
+        return self.weight.expand(1, 1, 1) * (1.0 if hidden is None else hidden)
+
+    def micro_batch(self, is_last):
+        self.events.append(("launch",))
+        return nullcontext()
+
+
+MICRO = SimpleNamespace(input_ids=torch.zeros(1, 1), **dict.fromkeys(("position_ids", "boundaries", "positions")))
+vars(MICRO).update(targets=None, packed=None, to=lambda device: MICRO)
+
+
+def part_of(shape, rank, stream=None):
+    """What run_step is given on one rank of a pipeline, and the list of what that asks of the rank's device."""
+    schedule, ranks, _, chunks = shape
+    place, events = Pipeline(schedule, rank, ranks, (1,) * (ranks * chunks)), []
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
+    # a link is named by the place of its first rank, and what passes it
+    to = {True: (after, ("activations", rank)), False: (before, ("gradients", before))}
+    by = {True: (before, ("activations", before)), False: (after, ("gradients", rank))}
+    links = Links(place, None, None, to, by, stream)
+    layout = SimpleNamespace(pipeline=place, alike=1, dtype=lambda _: torch.float32)
+    parts = [Chunk(events) for _ in range(chunks)]
+    return SimpleNamespace(links=links, layout=layout, chunks=parts, begin_step=lambda: None, model=None), events
+
+
+def asked_by(monkeypatch, shape, rank, evaluates=False):
+    """What the runner asks of the device of `rank`, in order: ("launch",), ("send", link) or ("receive", link)."""
+    sharded, events = part_of(shape, rank)
+    monkeypatch.setattr(dist, "isend", lambda tensor, other, link: events.append(("send", link)) or Sent())
+    monkeypatch.setattr(dist, "irecv", lambda tensor, other, link: events.append(("receive", link)) or Sent())
+
+    def shares_of(model, micro):
+        return model().view(1)
+
+    if evaluates:
+        for _ in range(shape[2]):
+            run_forward(sharded, MICRO, shares_of, torch.device("cpu"))
+    else:
+        assert len(list(run_step(sharded, [MICRO] * shape[2], shares_of, torch.device("cpu")))) == shape[2] * shape[3]
+    return events
+
+
+def stuck(asked, sends_wait=False):
+    """How much of what each rank asks is never done, where whatever is launched may wait until its device is idle.
+
+    A device is idle when what was launched is done, what was asked for has come and, if `sends_wait`, what was sent has
+    been asked for by the other rank, as NCCL has it with what is larger than its buffers. Each link passes in order.
+    """
+    ends = {"send": {}, "receive": {}}
+    for rank, events in asked.items():
+        for number, (kind, *link) in enumerate(events):
+            if link:
+                ends[kind].setdefault(link[0], []).append((rank, number))
+    assert {link: len(each) for link, each in ends["send"].items()} == {
+        link: len(each) for link, each in ends["receive"].items()
+    }, "what is sent is asked for"
+    other = {}
+    for link, sent in ends["send"].items():
+        for pair in zip(sent, ends["receive"][link], strict=True):
+            other |= {pair[0]: pair[1], pair[1]: pair[0]}
+    needs = {}
+    for rank, events in asked.items():
+        busy = set()
+        for number, (kind, *_) in enumerate(events):
+            needs[rank, number] = {(rank, number - 1)} if number else set()
+            if kind == "launch":
+                needs[rank, number] |= busy
+                busy = set()
+            elif kind == "receive" or sends_wait:
+                busy.add(other[rank, number])
+    waits_for, ready = {}, [event for event, before in needs.items() if not before]
+    for event, before in needs.items():
+        for each in before:
+            waits_for.setdefault(each, []).append(event)
+    for done in ready:
+        for event in waits_for.get(done, ()):
+            needs[event].discard(done)
+            ready += [event] * (not needs[event])
+    return len(needs) - len(ready)
+
+
+def asks_before(monkeypatch):
+    """Planted bug: the next message is asked for before the work is launched that it may be waiting for."""
+    make_room, ask = Passes.make_room, Passes.ask
+    monkeypatch.setattr(Passes, "make_room", lambda *given: ask(given[0], make_room(*given)))
+    monkeypatch.setattr(Passes, "ask", lambda passes, asked: asked)
+
+
+@pytest.mark.parametrize("shape", [*PLAIN, *LOOPED], ids=str)
+def test_no_device_waits_for_what_is_not_launched_yet(shape, monkeypatch):
+    """In the order in which the runner asks, whatever of it drains the device: a kernel's first use, memory.
+
+    Left: where an interleaved step has several groups of micro-batches, two neighbours that each have a message for the
+    other and drain in the same action. Every kernel has been used by then.
+    """
+    ranks = range(shape[1])
+    asked = {rank: asked_by(monkeypatch, shape, rank) for rank in ranks}
+    assert not stuck(asked)
+    assert bool(stuck(asked, sends_wait=True)) == (shape[0] == "interleaved" and shape[2] > shape[1])
+    assert not stuck({rank: asked_by(monkeypatch, shape, rank, evaluates=True) for rank in ranks}, sends_wait=True)
+    asks_before(monkeypatch)
+    assert stuck({rank: asked_by(monkeypatch, shape, rank) for rank in ranks})
+
+
+class Allocations(TorchDispatchMode):
+    def __init__(self, events):
+        self.events = events
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.startswith("aten::empty"):
+            self.events.append(("allocate",))
+        return func(*args, **(kwargs or {}))
+
+
+class Streams:
+    """As much of torch.cuda as asking for a message takes: which stream is current, and what waits for what."""
+
+    def __init__(self, monkeypatch, events):
+        self.events, self.current = events, "compute"
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: self)
+
+    def record_event(self):
+        self.events.append(("record", self.current))
+        return len(self.events)
+
+    def wait_event(self, event):
+        self.events.append(("wait", self.current, self.events[event - 1]))
+
+    def __enter__(self):
+        self.current = "aside"
+
+    def __exit__(self, *given):
+        self.current = "compute"
+
+
+def test_a_message_comes_in_while_the_action_before_it_computes(monkeypatch):
+    """Memory is taken once and marked as free before the action, on the compute stream; the message waits for that mark
+    alone, in another stream, though it is asked for after the action."""
+    sharded, events = part_of(("1f1b", 2, 3, 1), 1)
+    streams = sharded.links.stream = Streams(monkeypatch, events)
+    monkeypatch.setattr(dist, "isend", lambda *given: Sent())
+    monkeypatch.setattr(dist, "irecv", lambda *given: events.append(("receive", streams.current)) or Sent())
+    with Allocations(events):
+        step = run_step(sharded, [MICRO] * 3, lambda model, micro: model().view(1), torch.device("cpu"))
+        assert len(list(step)) == 3
+    room, launch = [("allocate",), ("record", "compute")], ("launch",)
+    come = [("wait", "aside", ("record", "compute")), ("receive", "aside")]
+    found = [event for event in events if event != ("allocate",) or events[events.index(event) + 1] in room]
+    # F0 B0 F1 B1 F2 B2: nothing comes before a backward of the last stage
+    assert [*found] == [*room, *come, launch, *room, launch, *come, launch, *room, launch, *come, launch, launch]

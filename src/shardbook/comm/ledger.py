@@ -51,6 +51,17 @@ def add_traffic(*parts: Traffic) -> Traffic:
     return {key: sum((part[key] for part in parts if key in part), Volume()) for key in keys}
 
 
+def first_steps(compiles: bool, sizes: dict[str, int]) -> int:
+    """How many steps of a run make what is made once, with axes of these `sizes`: the first, and where the ledger held
+    the compiler off in that one, the second too."""
+    return 1 + (compiles and holds_compiler(sizes))
+
+
+def holds_compiler(sizes: dict[str, int]) -> bool:
+    """Whether blocks hold collectives: a trace through the ledger's functions would break in each, for good."""
+    return any(sizes.get(axis, 1) > 1 for axis in (CP, TP))
+
+
 class Ledger:
     """Counts from `open` to `close`; as a context it is closed at the latest when that ends."""
 
@@ -60,8 +71,7 @@ class Ledger:
         self.groups = groups | {WORLD: list(range(dist.get_world_size()))}
         self.traffic: Traffic = {}
         self._replaced: dict[str, Any] = {}
-        # blocks that are compiled hold collectives: a trace through these functions would break in each, for good
-        self._eager = any(len(groups.get(axis, ())) > 1 for axis in (CP, TP))
+        self._eager = holds_compiler({axis: len(ranks) for axis, ranks in groups.items()})
 
     def open(self) -> None:
         assert not self._replaced, "the ledger is open already"

@@ -6,11 +6,12 @@ Invariant: what a run did not measure is absent here too. Reads files only: of t
 import json
 import tomllib
 from dataclasses import asdict, dataclass, field, replace
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from shardbook.comm.ledger import first_steps
 from shardbook.recipe import first_line
 from shardbook.run.console import readable_bytes
 
@@ -40,7 +41,7 @@ class Outcome:
     traffic: dict[str, dict[str, float]] = field(default_factory=dict)  # predicted, measured -> "op over axis" -> bytes
     sent_bytes: float | None = None  # in a step, by the first rank
     inter_node_bytes: float | None = None
-    step_seconds: list[float] = field(default_factory=list)  # without the first, which makes what is made once
+    step_seconds: list[float] = field(default_factory=list)  # without the first, that make what is made once
     tokens_per_second: float | None = None  # of a device, median
     mfu: float | None = None
     peak: dict[str, float] = field(default_factory=dict)  # of a step, by formula: term -> bytes
@@ -89,7 +90,9 @@ def _read_run(run: Path, name: str) -> Outcome:
     outcome = Outcome(name, settings["parallel"]["stage"], not note, note, facts["mesh"], facts, settings)
     if not trained or counted is None:
         return outcome
-    later = trained[1:] or trained
+    train = settings.get("train", {})
+    first = first_steps(train.get("compile", False), facts["mesh"])
+    later = trained[ceil(first / train.get("logging_steps", 1)) :] or trained
     evaluated = [row for row in rows if "eval/loss" in row]
 
     def middle(key: str) -> float | None:

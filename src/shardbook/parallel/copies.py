@@ -99,7 +99,7 @@ class Copies:
         # a parameter at rest, its copy in the dtype of compute, and the modules and names that have it
         self.copies: list[tuple[nn.Parameter, nn.Parameter, list[tuple[nn.Module, str]]]] = []
         self._versions: list[int] = []  # of the parameters at rest, when they were copied
-        self._steps = 0  # of optimizers that have any of them: fused ones change no version
+        self.steps = 0  # of optimizers that have any of them: fused ones change no version
         self.gathered = self._found = self._running = False
         self._unsent = 0  # the first of `parts` that is not sent in this backward
         compute = layout.dtype("params")
@@ -149,7 +149,7 @@ class Copies:
             self._gather()
 
     def _read_versions(self) -> list[int]:
-        return [self._steps, *(version_of(master) for master, _, _ in self.copies)]
+        return [self.steps, *(version_of(master) for master, _, _ in self.copies)]
 
     def _gather(self) -> None:
         """Copy the parameters at rest into the dtype of compute, and have the modules compute with that."""
@@ -253,7 +253,7 @@ def _cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: Any, named: dict
 
 def _note_step(copies: ref[Copies], masters: set[nn.Parameter], optimizer: Any, *given: Any) -> None:
     if (own := copies()) and any(each in masters for group in optimizer.param_groups for each in group["params"]):
-        own._steps += 1
+        own.steps += 1
 
 
 def _put(parameter: nn.Parameter, places: list[tuple[nn.Module, str]]) -> None:

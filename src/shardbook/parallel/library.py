@@ -77,7 +77,7 @@ def shard_model(
     layout = build_layout(parallel, settled, model, parts, blocks, len(ranks), node)
     mesh = _with_every_axis(mesh, layout, device_type)
     check_same_weights(model, mesh)
-    return apply_stage(model, layout, mesh)
+    return apply_stage(model, layout, mesh, ours=False)
 
 
 def check_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:

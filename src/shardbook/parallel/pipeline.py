@@ -4,13 +4,15 @@ A step is what schedule.py's table says, action by action: receive, compute, sen
 inside, since each backward is told what it reduces and frees as without: with one stage the table is that loop.
 Invariant: ranks along pp see the same rows; only the last stage makes a loss, the others' share of it is zero. What
 passes a link of one kind, activations or gradients, has a group of its own: two kinds in one wait for each other for
-ever where messages of a group pass in order (tests/unit/test_schedule.py).
+ever where messages of a group pass in order (tests/unit/test_schedule.py). A rank asks for a message only when all work
+before it is launched: over NCCL a receive holds the device until its message comes, and what is launched then may wait
+for the device (a kernel that is loaded, memory that is given back), so the message may be waiting for that very work.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,14 @@ from shardbook.parallel.schedule import Action, Pipeline
 Shares = Callable[[Any, Any], Tensor]  # of a model and a micro-batch, [1 + metrics]: of the first is the gradient
 
 
+class Room(NamedTuple):
+    """A buffer for what another rank will send."""
+
+    tensor: Tensor
+    is_forward: bool
+    free: Any  # the event on the compute stream after which it may be written; None on a CPU
+
+
 @dataclass(eq=False)
 class Links:
     """What a rank sends to its neighbours along pp, and gets from them."""
@@ -37,6 +47,7 @@ class Links:
         bool, tuple[int, dist.ProcessGroup]
     ]  # forward or not: who is sent activations, gradients, and through which
     by: dict[bool, tuple[int, dist.ProcessGroup]]  # who sends them
+    stream: Any = None  # on a GPU: receives are asked for in it, so that they wait for their buffers alone
     sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)  # on their way
 
     def send(self, tensor: Tensor, is_forward: bool) -> None:
@@ -48,13 +59,26 @@ class Links:
         assert work is not None, "this rank is none of the two"
         self.sent = [*(each for each in self.sent if not each[0].is_completed()), (work, tensor)]
 
-    def ask(self, like: Tensor, is_forward: bool) -> tuple[dist.Work, Tensor]:
-        """What comes from the stage before, or back from the next one, in the order in which it was sent."""
-        other, group = self.by[is_forward]
-        tensor = torch.empty_like(like)
-        work = dist.irecv(tensor, other, group)
+    def make_room(self, tensor: Tensor, is_forward: bool) -> Room:
+        """`tensor` was just allocated on the compute stream, which may still be reading what lay there before: from
+        here on it may be written."""
+        return Room(tensor, is_forward, torch.cuda.current_stream().record_event() if self.stream else None)
+
+    def ask(self, room: Room) -> tuple[dist.Work, Tensor]:
+        """Ask for what comes from the stage before, or back from the next one, in the order in which it was sent.
+
+        Over NCCL a receive begins when all is done that the current stream has been given by now: the action that has
+        just been launched, if that were the compute stream. `stream` waits for the buffer and for nothing else, so the
+        message comes in while the action computes. No other record_stream is needed: the receive's own stream is
+        recorded by torch, and whoever gets the tensor waits for it on the compute stream, where it is freed too.
+        """
+        other, group = self.by[room.is_forward]
+        with torch.cuda.stream(self.stream):  # None on a CPU, which is no stream
+            if self.stream:
+                self.stream.wait_event(room.free)
+            work = dist.irecv(room.tensor, other, group)
         assert work is not None, "this rank is none of the two"
-        return work, tensor
+        return work, room.tensor
 
     def finish(self) -> None:
         for work, _ in self.sent:
@@ -94,29 +118,40 @@ def tied_weight(model: Any) -> nn.Parameter:
 
 
 def build_links(layout: Layout, mesh: DeviceMesh) -> Links | None:
-    """None where no layers are elsewhere. Collective."""
+    """None where no layers are elsewhere. Collective.
+
+    A message passes each link at once, for NCCL connects two ranks at their first one, and each waits on the host until
+    the other has come to it: inside a step one may be waiting for what the other would send next. Here nobody waits in
+    a ring, however many ranks it has: of all links that are not done the first in this order is the next one of both
+    its ranks.
+    """
     pipeline, rank = layout.pipeline, dist.get_rank()
     if pipeline.ranks == 1:
         return None
     columns = dict.fromkeys(tuple(ranks_along(layout.sizes, PP, each)) for each in range(layout.world_size))
     to: dict[bool, tuple[int, dist.ProcessGroup]] = {}
     by: dict[bool, tuple[int, dist.ProcessGroup]] = {}
-    ends = None
+    ends, first_message = None, torch.zeros(1, device=mesh.device_type)
     for column in columns:  # every rank makes every group, in one order
         wraps = pipeline.chunks > 1
         for place in range(pipeline.ranks - (not wraps)):
             first, second = column[place], column[(place + 1) % len(column)]
             for is_forward, name in ((True, PP_FORWARD), (False, PP_BACKWARD)):
+                # not use_local_synchronization: its names count the groups that a rank is in, and neighbours are in
+                # unlike numbers of them; the world's barrier that it would spare is off in torch unless asked for
                 group = dist.new_group([first, second], group_desc=name)
                 source, target = (first, second) if is_forward else (second, first)
                 if rank == source:
                     to[is_forward] = target, group
+                    dist.send(first_message, target, group)
                 if rank == target:
                     by[is_forward] = source, group
+                    dist.recv(first_message, source, group)
         if pipeline.is_tied:
             group = dist.new_group([column[0], column[-1]], group_desc=PP_ENDS)
             ends = group if rank in (column[0], column[-1]) else ends
-    return Links(pipeline, mesh.get_group(PP), ends, to, by)
+    stream = torch.cuda.Stream() if mesh.device_type == "cuda" else None
+    return Links(pipeline, mesh.get_group(PP), ends, to, by, stream)
 
 
 class Passes:
@@ -128,17 +163,19 @@ class Passes:
         # of a chunk and a micro-batch: what came in, and what was made of it
         self.made: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
 
-    def ask(self, action: Action, micro: Any) -> tuple[dist.Work, Tensor] | None:
+    def make_room(self, action: Action | None, micros: Sequence[Any]) -> Room | None:
         """For what comes from another rank before `action`."""
         pipeline = self.layout.pipeline
-        is_end = pipeline.is_first if action.is_forward else pipeline.is_last
-        if is_end(action.chunk):
+        if action is None or (pipeline.is_first if action.is_forward else pipeline.is_last)(action.chunk):
             return None
-        shape, alike = micro.input_ids.shape, self.layout.alike
-        around = shape if alike == 1 else (1, micro.input_ids.numel() // alike)
+        shape, alike = micros[action.micro].input_ids.shape, self.layout.alike
+        around = shape if alike == 1 else (1, shape.numel() // alike)
         width = self.chunks[action.chunk].model.config.hidden_size
-        dtype = self.layout.dtype("params")
-        return self.links.ask(torch.empty(*around, width, dtype=dtype, device=self.device), action.is_forward)
+        tensor = torch.empty(*around, width, dtype=self.layout.dtype("params"), device=self.device)
+        return self.links.make_room(tensor, action.is_forward)
+
+    def ask(self, room: Room | None) -> tuple[dist.Work, Tensor] | None:
+        return self.links.ask(room) if room else None
 
     def forward(self, action: Action, micro: Any, came: tuple[dist.Work, Tensor] | None) -> Tensor:
         """Through the chunk; what it made, which goes on, or is the shares where it ends the model."""
@@ -181,18 +218,19 @@ def _received(came: tuple[dist.Work, Tensor] | None) -> Tensor | None:
 def run_step(sharded: Any, micros: Sequence[Any], shares_of: Shares, device: torch.device) -> Iterator[Tensor]:
     """Forward and backward of all `micros` (data/loader.py's) of a step: `shares_of` a model and one of them, [1 +
     metrics], come as each is done, or a zero from what does not end the model. Then gradients are there. What an action
-    gets from another rank is asked for an action before."""
+    gets from another rank is asked for when the one before it is launched, into memory that was taken before that."""
     sharded.begin_step()
     passes, table = Passes(sharded, shares_of, device), sharded.layout.pipeline.actions(len(micros))
-    came = passes.ask(table[0], micros[table[0].micro])
-    for number, action in enumerate(table):
-        here, came = came, None
-        if following := table[number + 1 : number + 2]:
-            came = passes.ask(following[0], micros[following[0].micro])
+    came = passes.ask(passes.make_room(table[0], micros))
+    for action, following in zip(table, [*table[1:], None], strict=True):
+        room, shares = passes.make_room(following, micros), None
         if action.is_forward:
-            passes.forward(action, micros[action.micro], here)
+            passes.forward(action, micros[action.micro], came)
         else:
-            yield passes.backward(action, action.micro == len(micros) - 1, here)
+            shares = passes.backward(action, action.micro == len(micros) - 1, came)
+        came = passes.ask(room)
+        if shares is not None:
+            yield shares
     if sharded.links:
         sharded.links.finish()
         sharded.links.sum_tied(sharded.model)
@@ -203,7 +241,7 @@ def run_forward(sharded: Any, micro: Any, shares_of: Shares, device: torch.devic
     passes, shares = Passes(sharded, shares_of, device), torch.zeros((), device=device)
     for chunk in range(len(sharded.chunks)):
         action = Action(True, chunk, 0)
-        made = passes.forward(action, micro, passes.ask(action, micro))
+        made = passes.forward(action, micro, passes.ask(passes.make_room(action, [micro])))
         shares = made if sharded.layout.pipeline.is_last(chunk) else shares
     if sharded.links:
         sharded.links.finish()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardbook.axes import DP_REPLICATE, DP_SHARD
 from shardbook.comm.collectives import QuantizedAllGather, QuantizedReduceScatter, share_secondary_mesh
@@ -130,18 +130,21 @@ class ShardedModel:
                     unit.handle.reshard()
 
 
-def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedModel:
+def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool = True) -> ShardedModel:
     """Put `model` under its stage, in place; `mesh` has the axes of `layout.sizes`. The model may lie on the meta
     device; what does not is moved to the mesh's, where residuals of error feedback are made too.
 
     Where there is more than one shard each unit is wrapped with fully_shard, inner before outer, the root last. A model
-    of several chunks of layers has a root for each: after a backward of one nothing is done to the others.
+    of several chunks of layers has a root for each: after a backward of one nothing is done to the others. `ours`: the
+    process is, too, so that nobody else has made process groups.
     """
     lend_group(model, layout)
     links = build_links(layout, mesh)
     views: Any = getattr(model, "chunks", None) or [model]
     watch = Watch()  # one: what broke in a chunk of layers broke the model
     parts = [_apply(view, own, mesh, watch) for view, own in zip(views, layout.chunks, strict=True)]
+    if ours and layout.shards > 1 and mesh.device_type == "cuda":
+        separate_reductions(views)
     if len(parts) == 1:
         parts[0].links = links
         return parts[0]
@@ -200,6 +203,14 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, watch: Watch) -> 
 def _watched(sharded: ShardedModel, watch: Watch) -> ShardedModel:
     watch.follow(sharded.model, gathers=not sharded.copies, end=sharded.fill_gradients)
     return sharded
+
+
+def separate_reductions(roots: list[nn.Module]) -> None:
+    """Give the reduce-scatters of all `roots` one communicator of their own, where torch can (2.13): NCCL runs what
+    shares one in turn, and in backward a gather waits for the reduction before it. (gloo's run in turn anyhow.)
+    Collective: torch names the group by how many groups a rank is in already, which must be alike along dp_shard."""
+    if separate := getattr(FSDPModule, "set_separate_reduce_scatter_group", None):
+        separate(nn.ModuleList(roots))
 
 
 def build_hops(layout: Layout, mesh: DeviceMesh) -> list[tuple[ProcessGroup, int]]:

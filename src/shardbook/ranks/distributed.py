@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from random import SystemRandom
 from types import FrameType
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from shardbook.comm.torch_private import backends_of, probe
 from shardbook.ranks.heartbeat import Heartbeat, watch_launcher
 from shardbook.ranks.join import INTERFACE, Rendezvous, Store, join_ranks, read_member, read_rendezvous
+from shardbook.ranks.lost import is_out_of_reach
 from shardbook.ranks.progress import HERE
 from shardbook.ranks.settings import allocator_default, keep_freed_memory, raise_descriptors, record_in, start_recorder
 from shardbook.recipe import RecipeError, first_line
@@ -111,7 +113,7 @@ def connect(place: Rendezvous, store: Store, backend: str) -> None:
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=CONNECT_TIMEOUT)
     except RuntimeError as error:
-        if "connectFullMesh" not in str(error) or "by peer" in str(error):  # a rank that ended while others connected
+        if not is_out_of_reach(error):  # perhaps a rank ended while others connected
             raise
         host = socket.gethostname()
         said = f"rank {rank} on {host}: gloo does not reach the other ranks ({first_line(error)})"
@@ -129,18 +131,22 @@ def set_time_limit(device_type: str, limit: timedelta) -> None:
 
 
 @contextlib.contextmanager
-def watch_steps(ranks: Ranks, hang_seconds: float) -> Iterator[Callable[[int], None]]:
+def watch_steps(ranks: Ranks, hang_seconds: float, first_steps: int = 1) -> Iterator[Callable[[int], None]]:
     """Watch the steps taken inside: what is yielded is called with the number of each finished one.
 
-    From the first one on, a rank that stands still for `hang_seconds` ends the run and is named (0: not watched), and
-    NCCL's limit comes down from TIMEOUT to a little more. gloo's stays: a checkpoint waits for the slowest disk.
+    When the `first_steps`, which compile, are finished, a rank that stands still for `hang_seconds` ends the run and is
+    named (0: not watched), and NCCL's limit comes down from TIMEOUT to a little more. gloo's stays: a checkpoint waits
+    for the slowest disk.
     """
     limit = timedelta(seconds=hang_seconds + LATER_SECONDS) if hang_seconds else TIMEOUT
 
+    left = count(first_steps - 1, -1)
+
     def finish(step: int) -> None:
-        if not HERE.watched and ranks.device.type == "cuda":
+        compiles = next(left) > 0
+        if not (HERE.watched or compiles) and ranks.device.type == "cuda":
             set_time_limit("cuda", limit)
-        HERE.finish(step)
+        HERE.finish(step, watched=not compiles)
 
     yield finish
     HERE.watched = False

@@ -5,7 +5,6 @@ one line, in the order in which they ended, so that a script around them can exi
 """
 
 import os
-import re
 import sys
 import threading
 import time
@@ -14,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import torch.distributed as dist
-
+from shardbook.ranks.lost import broken_connection, is_lost_peer
 from shardbook.recipe import RecipeError
 
 DONE, FAILED, WRONG, PREEMPTED = 0, 1, 2, 75  # exit codes of a rank, and of a run
@@ -46,8 +44,8 @@ def report_error(error: BaseException, code: int) -> int:
     if refused and turn:
         say_goodbye()  # rank 0, with whom the store may end, waits for that
     time.sleep(0 if lost_peer else (0, 2, 3)[turn])
-    if lost_peer and (broke := re.search(r"Connection \w+ by peer( \[[^]]+])?", str(error))):
-        error = RunFailed(f"another rank ended, and said why where it ran ({broke[0]}); run the same command again")
+    if lost_peer and (broke := broken_connection(error)):
+        error = RunFailed(f"another rank ended, and said why where it ran ({broke}); run the same command again")
     ours = not isinstance(error, (RecipeError, RunFailed))
     if ours:
         traceback.print_exception(error)
@@ -58,11 +56,6 @@ def report_error(error: BaseException, code: int) -> int:
     elif not refused and not lost_peer:
         tell_others(reason.removeprefix("run failed: "))
     return code
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Whether a rank failed because another ended, or cannot be reached: torch says it of gloo with a RuntimeError."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def tell_others(reason: str) -> None:

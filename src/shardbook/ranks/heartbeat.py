@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import math
 import os
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 from shardbook.comm.torch_private import collectives_record
 from shardbook.ranks.exits import FAILED, GOODBYES, LAST_WORDS, LEAVING, exit_rank, tell_others
 from shardbook.ranks.join import Rendezvous, Store, name_ranks, open_store, read_member
+from shardbook.ranks.lost import is_closed_store
 from shardbook.ranks.progress import HERE, Standing, find_behind
 from shardbook.recipe import RecipeError
 
@@ -129,8 +129,7 @@ class Heartbeat:
     def _lose_store(self, error: Exception, left: bool) -> None:
         """The process that kept the store closed the connection: it ended, unless it `left`. Anything else is silence,
         which the other thread counts."""
-        closed = re.search(r"reset|[Bb]roken pipe|got 0 bytes|closed|refused", str(error))
-        if closed and not left and self.place.rank and not LEAVING.wait(GONE_SECONDS):
+        if is_closed_store(error) and not left and self.place.rank and not LEAVING.wait(GONE_SECONDS):
             who = f"the launcher at {self.place.address}" if self.place.hosted else f"rank 0 (host {self.hosts[0]})"
             self._end(f"{who} ended, and said why where it ran; {AGAIN}")
 

@@ -1,8 +1,8 @@
 """Progress: how far the main thread of this rank has come, and which ranks of a run stand still.
 
 Invariant: all ranks of a run make the same marks in the same order, so of two that stand still the one with fewer marks
-is behind, and the other waits for it. Before the first finished step (compilers, loading) and in long phases nobody is
-watched. Knows nothing of what a step computes.
+is behind, and the other waits for it. In the first steps (compilers, loading) and in long phases nobody is watched.
+Knows nothing of what a step computes.
 """
 
 import contextlib
@@ -59,10 +59,10 @@ class Progress:
         self.doing = doing
         self.marks += 1
 
-    def finish(self, step: int) -> None:
-        """This rank has finished `step`; from the first one on it is watched."""
+    def finish(self, step: int, watched: bool = True) -> None:
+        """This rank has finished `step`, and is `watched` from here on."""
         self.step = step + 1
-        self.watched = True
+        self.watched = watched
         self.mark("before its micro-batches")
 
     def stand(self, passed_seconds: float) -> Standing:

@@ -28,7 +28,8 @@ from shardbook.model.teacher import teacher_identity
 from shardbook.optim import state_kind
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.parallel.units import WHOLE
-from shardbook.ranks.exits import RunFailed, is_lost_peer
+from shardbook.ranks.exits import RunFailed
+from shardbook.ranks.lost import is_lost_peer
 from shardbook.ranks.progress import long_phase
 from shardbook.recipe import RecipeError, first_line
 from shardbook.run.save_plan import Planned, PlanOnce

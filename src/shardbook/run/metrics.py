@@ -175,8 +175,9 @@ class Pace:
     Nothing but evaluations and checkpoints (`paused`) is left out of the time: what logging costs is part of the pace.
     """
 
-    def __init__(self, world_size: int, flops: Flops):
-        self.world_size, self.flops = world_size, flops
+    def __init__(self, world_size: int, flops: Flops, first_steps: int = 1):
+        """`first_steps` make what is made once: their memory is no step's peak."""
+        self.world_size, self.flops, self.first_steps = world_size, flops, first_steps
         self.steps_before = 0
         self._begin()
 
@@ -186,7 +187,9 @@ class Pace:
 
     def add(self, tokens: float, pairs: float) -> None:
         """A step begins. `tokens`: of its rows on all ranks, trained or not, with padding; `pairs`: see MicroBatch."""
-        if self.steps_before == 1 and torch.cuda.is_available():  # weights were loaded, code was compiled
+        if (
+            self.steps_before == self.first_steps and torch.cuda.is_available()
+        ):  # weights were loaded, code was compiled
             torch.cuda.reset_peak_memory_stats()
         self.steps_before += 1
         self.steps, self.tokens, self.pairs = self.steps + 1, self.tokens + tokens, self.pairs + pairs

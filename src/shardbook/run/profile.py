@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from shardbook.comm.torch_private import record_memory, write_memory_snapshot
@@ -25,10 +26,13 @@ class Profile(AbstractContextManager["Profile"]):
         self.running: profile | None = None
 
     def advance(self, step: int) -> None:
-        """Step `step` is about to begin; those before it are done."""
+        """Step `step` is about to begin; those before it are done. Collective after the last step of a profile."""
         if self.running and step > self.last:
             with long_phase("a profile's file"):
                 self._write()
+                # on the host (gloo), whose limit is long: in the step's first collective NCCL's would end this rank,
+                # where another takes that much longer for its file
+                dist.barrier()
         if step == self.first:
             kinds = [ProfilerActivity.CPU]
             if torch.cuda.is_available():

@@ -1,0 +1,33 @@
+"""A lost peer: how a rank tells, by what torch says, that another rank or the store is gone.
+
+torch has classes for some of it (DistError and those under it); gloo raises a plain RuntimeError, and what happened is
+in its words alone. These are torch 2.13.0's, and tests/dist/test_lost.py provokes each: other words turn it red.
+Invariant: a message that nobody knows is this rank's own failure, which is said with its traceback.
+"""
+
+import re
+
+import torch.distributed as dist
+
+BROKEN = re.compile(r"Connection \w+ by peer( \[[^]]+])?")  # "reset" or "closed", gloo's
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether `error` came from another rank, by a collective or the store: then this rank does not know why."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
+def broken_connection(error: BaseException) -> str:
+    """How the connection to the other rank ended, or nothing where `error` tells no such end."""
+    found = BROKEN.search(str(error))
+    return found[0] if found else ""
+
+
+def is_closed_store(error: BaseException) -> bool:
+    """Whether the process that kept the store closed the connection, or is gone; anything else is silence."""
+    return bool(re.search(r"reset|[Bb]roken pipe|got 0 bytes|closed|refused", str(error)))
+
+
+def is_out_of_reach(error: BaseException) -> bool:
+    """Whether gloo found no way to another rank, which was there, rather than lost it on the way."""
+    return "connectFullMesh" in str(error) and not broken_connection(error)
