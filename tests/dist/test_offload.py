@@ -353,7 +353,7 @@ def wire_of_the_step_before():
     from shardbook.memory.host_adamw import HostAdamW
 
     def submit(self, unit):
-        unit.ready = self.worker.submit(self._step, unit, self._rates(), self.coefficient)
+        unit.ready = self.worker.submit(self._step, unit, self._rates(), self.coefficient, unit.arrived)
 
     HostAdamW._submit = submit
 
@@ -390,10 +390,10 @@ def gradient_added_twice():
 
     real = HostAdamW._take_in
 
-    def take_in(self, unit, flat, landed, is_first, is_last):
-        real(self, unit, flat, landed, is_first, is_last)
+    def take_in(self, unit, flat, is_first, is_last):
+        real(self, unit, flat, is_first, is_last)
         if not is_first:
-            real(self, unit, flat, landed, is_first, is_last)
+            real(self, unit, flat, is_first, is_last)
 
     HostAdamW._take_in = take_in
 
