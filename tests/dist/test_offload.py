@@ -431,7 +431,26 @@ def gathered_before_it_was_written():
     Homes.shard, HostAdamW._step = impatient, stepped
 
 
+def staging_filled_again_too_early():
+    import time
+
+    from shardbook.memory.host_adamw import HostAdamW
+
+    arrive, take_in = HostAdamW.arrive, HostAdamW._take_in
+
+    def impatient(self, unit, flat):
+        self.stagings[0].taken = None
+        arrive(self, unit, flat)
+
+    def late(self, *words):
+        time.sleep(0.05)
+        take_in(self, *words)
+
+    HostAdamW.arrive, HostAdamW._take_in = impatient, late
+
+
 PLANTED = {
+    staging_filled_again_too_early: "cpu-none",
     wire_of_the_step_before: "nvme-nvme",
     rate_of_the_step_before: "cpu-cpu",
     cut_at_four_elements: "cpu-none",

@@ -223,10 +223,11 @@ def test_a_step_holds_up_no_gradient(cuda):
     layout = laid_out(world=1)
     optimizer, unit = host_adamw_of(layout), held(layout, 1)
     gate = threading.Event()
-    optimizer.worker.submit(gate.wait, 20)
+    stepping = optimizer.worker.submit(gate.wait, 20)
     for number in range(2 * STAGINGS):
         optimizer.arrive(unit, torch.full((unit.shelf.plan.reduced,), float(number)))
     unit.arrived.result(20)
+    assert not stepping.done()
     gate.set()
 
 
