@@ -353,7 +353,7 @@ def wire_of_the_step_before():
     from shardbook.memory.host_adamw import HostAdamW
 
     def submit(self, unit):
-        unit.ready = self.worker.submit(self._step, unit, self._rates(), self.coefficient)
+        unit.ready = self.worker.submit(self._step, unit, self._rates(), self.coefficient, unit.arrived)
 
     HostAdamW._submit = submit
 
@@ -390,10 +390,10 @@ def gradient_added_twice():
 
     real = HostAdamW._take_in
 
-    def take_in(self, unit, flat, landed, is_first, is_last):
-        real(self, unit, flat, landed, is_first, is_last)
+    def take_in(self, unit, flat, is_first, is_last):
+        real(self, unit, flat, is_first, is_last)
         if not is_first:
-            real(self, unit, flat, landed, is_first, is_last)
+            real(self, unit, flat, is_first, is_last)
 
     HostAdamW._take_in = take_in
 
@@ -431,7 +431,26 @@ def gathered_before_it_was_written():
     Homes.shard, HostAdamW._step = impatient, stepped
 
 
+def staging_filled_again_too_early():
+    import time
+
+    from shardbook.memory.host_adamw import HostAdamW
+
+    arrive, take_in = HostAdamW.arrive, HostAdamW._take_in
+
+    def impatient(self, unit, flat):
+        self.stagings[0].taken = None
+        arrive(self, unit, flat)
+
+    def late(self, *words):
+        time.sleep(0.05)
+        take_in(self, *words)
+
+    HostAdamW.arrive, HostAdamW._take_in = impatient, late
+
+
 PLANTED = {
+    staging_filled_again_too_early: "cpu-none",
     wire_of_the_step_before: "nvme-nvme",
     rate_of_the_step_before: "cpu-cpu",
     cut_at_four_elements: "cpu-none",

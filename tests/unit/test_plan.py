@@ -26,7 +26,15 @@ from shardbook.plan.hardware import (
     build_cluster,
     gpu_of,
 )
-from shardbook.plan.report import as_json, describe_advice, describe_calibrated, describe_shared, make_report
+from shardbook.plan.report import (
+    as_json,
+    describe_advice,
+    describe_calibrated,
+    describe_path,
+    describe_shared,
+    make_report,
+    write_advised,
+)
 from shardbook.plan.speed import (
     exposed_seconds,
     inside_seconds,
@@ -214,21 +222,30 @@ def test_what_fits_nowhere_names_the_smallest_cluster():
     assert "fits on no number of these GPUs (activations" in advise(never, build_cluster("rtx4090", 8)).why
 
 
-def test_where_devices_are_too_small_tiers_are_advised():
+def test_where_devices_are_too_small_tiers_are_advised(tmp_path):
     """A 70B on one node: the host's memory where it is enough, else disks; and from how many tokens on it is hidden."""
     recipe = load_recipe(find_recipe("llama70b-fsdp"))
     report = make_report(recipe, "h100-80gb", 8)
     best = report.advice.best
     assert best.recipe.offload.optimizer == "cpu" and best.fits and best.away.keys() == {"host"}
-    assert best.away["host"] * 8 == pytest.approx(16 * report.planner.parameters, rel=1e-3)
+    staged = 2 * 4 * 128_256 * 8192  # gradients of the largest unit on their way, in two buffers
+    assert best.away["host"] * 8 == pytest.approx(16 * report.planner.parameters + staged, rel=1e-3)
     said = "\n".join(describe_advice(report))
-    assert "optimizer on cpu (141 GB of host a rank)" in said and "tokens a step on all of it is hidden" in said
+    assert (
+        not describe_path(report)
+        and "optimizer on cpu (142 GB of host a rank)" in said
+        and "tokens a step on all of it is hidden" in said
+    )
     assert report.advice.best.time.offload > 0 and as_json(report)["advice"]["recipe"]["offload.optimizer"] == "cpu"
     from_disk = make_report(recipe, "h100-80gb", 8, host_gb=512)
     best = from_disk.advice.best
     assert best.recipe.offload.optimizer == "nvme" and best.away["disk"] == pytest.approx(1.5 * 70.55e9, rel=1e-3)
     assert "0.85 TB written in a node each step" in "\n".join(describe_advice(from_disk))
     assert best.time.seconds > report.advice.best.time.seconds
+    (unnamed,) = describe_path(from_disk)  # only its user knows a disk
+    assert unnamed in "\n".join(describe_advice(from_disk)) and "set it before the run" in unnamed
+    write_advised(from_disk, written := tmp_path / "advised.toml")
+    assert f"# {unnamed}\n" in written.read_text() and load_recipe(written).offload.path == "/scratch"
 
 
 def test_the_contract_of_the_json():

@@ -1,7 +1,8 @@
 """Inputs of recomputed blocks wait on the host for backward, which fetches each one block ahead.
 
 Only these leave: they are what full checkpointing keeps, layers times tokens times hidden numbers (the idea of
-ZeRO-Infinity, arXiv 2104.07857, section 5.1.2). Invariant: the same bits come back; one buffer a block, made once.
+ZeRO-Infinity, arXiv 2104.07857, section 5.1.2). Invariant: the same bits come back; one buffer a block, as large
+as its largest input so far.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from shardbook.memory.direct_io import page_buffer
 from shardbook.model.causal_lm import CausalLM
 from shardbook.recipe import Offload
 
@@ -28,7 +30,8 @@ class HostInputs:
 
     def __init__(self, recomputed: Sequence[int]):
         self.leaving = list(recomputed[:-1])
-        self.buffers: dict[int, Tensor] = {}
+        self.buffers: dict[int, Tensor] = {}  # bytes, pinned on a GPU
+        self.kept: dict[int, Tensor] = {}  # inputs in them
         self.copied: dict[int, Any] = {}  # events: the copy to the host is over
         self.fetched: dict[int, tuple[Tensor, Any]] = {}
         self.streams: list[Any] = []
@@ -52,19 +55,27 @@ class HostInputs:
         return saved_tensors_hooks(pack, unpack)
 
     def _send(self, number: int, tensor: Tensor) -> None:
-        buffer = self.buffers.get(number)
-        if buffer is None or buffer.shape != tensor.shape:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self.buffers[number] = buffer
+        kept = self._room(number, tensor)
         if not tensor.is_cuda:
-            buffer.copy_(tensor.detach())
+            kept.copy_(tensor.detach())
             return
         out, _ = self._streams()
         out.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(out):
-            buffer.copy_(tensor.detach(), non_blocking=True)
+            kept.copy_(tensor.detach(), non_blocking=True)
             self.copied[number] = out.record_event()
         tensor.record_stream(out)
+
+    def _room(self, number: int, tensor: Tensor) -> Tensor:
+        """Where `tensor` waits on the host."""
+        if number not in self.buffers or self.buffers[number].nbytes < tensor.nbytes:
+            for stream in self.streams:
+                stream.synchronize()  # a copy may be under way between the device and the buffer that goes
+            self.kept.pop(number, None)
+            self.buffers.pop(number, None)
+            self.buffers[number] = page_buffer(tensor.nbytes, pin=tensor.is_cuda)  # torch's would be a power of two
+        self.kept[number] = self.buffers[number][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return self.kept[number]
 
     def _fetch(self, number: int, device: torch.device) -> Tensor:
         tensor, event = self.fetched.pop(number) if number in self.fetched else self._load(number, device)
@@ -78,11 +89,11 @@ class HostInputs:
 
     def _load(self, number: int, device: torch.device) -> tuple[Tensor, Any]:
         if device.type != "cuda":
-            return self.buffers[number], None
+            return self.kept[number], None
         _, back = self._streams()
         with torch.cuda.stream(back):
             back.wait_event(self.copied[number])
-            return self.buffers[number].to(device, non_blocking=True), back.record_event()
+            return self.kept[number].to(device, non_blocking=True), back.record_event()
 
     def _streams(self) -> list[Any]:
         """Out and back: made once, since each has memory of its own."""

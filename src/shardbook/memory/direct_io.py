@@ -4,10 +4,12 @@ Invariant: the kernel frees it when the process ends, however it ends. Reading a
 refused: a silent buffered mode would fill the host's memory, which is what the disk is there to save.
 """
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch import Tensor
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import RecipeError
 
-PAGE = 4096
+PAGE, HUGE_PAGE = 4096, 2 * 2**20
 PART = 4 * 2**20  # bytes of one transfer
 THREADS = 8
 MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}  # file systems by statfs's f_type: statfs(2)
@@ -30,10 +32,21 @@ def aligned(numel_bytes: int) -> int:
 
 
 def page_buffer(size: int, pin: bool = False) -> Tensor:
-    """`size` bytes, uint8, at a page's beginning; `pin`: registered with CUDA, so that copies need no other buffer."""
-    buffer = torch.frombuffer(mmap.mmap(-1, max(size, PAGE)), dtype=torch.uint8)[:size]
-    if pin:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
+    """`size` bytes, uint8, at a page's beginning; `pin`: registered with CUDA, so that copies need no other buffer,
+    until no tensor refers to them. Whoever lets go of pinned ones has waited for their copies."""
+    # private: shared ones, which are mmap's default, are shmem's, which come in small pages
+    pages = mmap.mmap(-1, max(size, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= HUGE_PAGE:
+        with contextlib.suppress(OSError):  # a kernel that has none
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    owner = (ctypes.c_char * len(pages)).from_buffer(pages)
+    buffer = torch.frombuffer(owner, dtype=torch.uint8)[:size]
+    if pin and size:  # where nothing is, the address is null, which CUDA refuses
+        pages.madvise(mmap.MADV_DONTFORK)  # after a fork a write would move this process to a copy, the device not
+        cudart = torch.cuda.cudart()
+        torch.cuda.check_error(cudart.cudaHostRegister(buffer.data_ptr(), size, 0))
+        # pages unmapped before would stay pinned, and CUDA refuses to register what is next mapped there
+        weakref.finalize(owner, cudart.cudaHostUnregister, buffer.data_ptr()).atexit = False
     return buffer
 
 

@@ -3,6 +3,9 @@ host or a disk.
 
 Invariant: fully_shard asks at every gather, prefetched ones too, through its all-gather extension, so no caller knows a
 tier. A unit that is being stepped is waited for, and a read made before its last step is not used.
+
+Streams: a gather reads in the stream that it runs in, after the event of the copy that it reads from; new masters are
+sent in the stream of the host's AdamW, and units that are fetched ahead come in the pager's.
 """
 
 import time
@@ -22,8 +25,10 @@ class Homes:
     """Moves shards of `units` to the device and back. `params`: of each unit, fully_shard's own
     (comm/torch_private.sharded_parameters)."""
 
-    def __init__(self, params: dict[int, list[Any]], tier: str, file: DirectFile | None, device: torch.device):
-        self.params, self.tier, self.file, self.device = params, tier, file, device
+    def __init__(
+        self, params: dict[int, list[Any]], tier: str, file: DirectFile | None, device: torch.device, is_ahead: bool
+    ):
+        self.params, self.tier, self.file, self.device, self.is_ahead = params, tier, file, device, is_ahead
         self.pager: Pager | None = None
         self.outgoing: Tensor | None = None  # a unit's shards on their way to the disk
         self.here: Tensor | None = None  # the unit that is being gathered, on the device
@@ -38,11 +43,11 @@ class Homes:
                 gather_through(param, self._opens(unit, number), _passes_on)
                 if self.tier != "none":
                     padded_shard(param).untyped_storage().resize_(0)
-        if self.tier == "nvme":
-            assert self.file is not None
+        if self.is_ahead:
             largest = max(unit.shelf.wire.nbytes for unit in units if unit.shelf.wire is not None)
-            self.outgoing = page_buffer(largest)
-            self.pager = Pager(self.file, largest, self.device.type == "cuda")
+            is_disk = self.tier == "nvme"
+            self.outgoing = page_buffer(largest) if is_disk else None
+            self.pager = Pager(self.file if is_disk else None, largest, self.device)
 
     def _opens(self, unit: Held, number: int) -> Callable[..., Any]:
         def fsdp_pre_all_gather(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
@@ -64,10 +69,10 @@ class Homes:
                 wire = unit.shelf.wire
                 assert wire is not None
                 self.gathered.append(unit)
-                source = wire if self.pager is None else self.pager.take(unit).view(wire.dtype)
-                self.here = source.to(self.device, non_blocking=True)
-                if self.pager is not None and self.here.is_cuda:
-                    self.pager.leaves = torch.cuda.current_stream().record_event()
+                if self.pager is None:
+                    self.here = wire.to(self.device, non_blocking=True)
+                else:
+                    self.here = self.pager.take(unit).view(wire.dtype)
         if self.tier == "none":
             return padded_shard(param).view(param.padded_sharded_param_size)
         assert self.here is not None
@@ -98,8 +103,14 @@ class Homes:
         """All of `unit` was put."""
         if self.outgoing is not None and self.file is not None and unit.shelf.wire is not None:
             self.file.write(self.outgoing[: unit.shelf.wire.nbytes], unit.shelf.offsets["wire"])
-        if self.device.type == "cuda" and self.tier == "none":
-            self.shipped[unit.number] = torch.cuda.current_stream().record_event()
+        if (event := self.sent()) is not None:
+            self.shipped[unit.number] = event
+
+    def sent(self) -> Any:
+        """An event: what was put so far is on the device; None where it does not go there."""
+        return (
+            torch.cuda.current_stream().record_event() if self.device.type == "cuda" and self.tier == "none" else None
+        )
 
 
 def _passes_on(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
@@ -108,42 +119,68 @@ def _passes_on(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor |
 
 
 class Pager:
-    """Reads units from the disk into two buffers, the next one ahead: the one that followed last time."""
+    """Brings units to the device, the next one ahead: the one that followed last time. For units on a disk, and where
+    there is one shard: fully_shard gathers nothing there, and so prefetches nothing.
 
-    def __init__(self, file: DirectFile, size: int, pin: bool):
-        self.file = file
-        self.slots = [page_buffer(size, pin) for _ in range(2)]
-        self.pool = ThreadPoolExecutor(1, "pager")
+    There are two slots: what lies in one is gathered while the other is filled, in a thread and a stream of its own."""
+
+    def __init__(self, file: DirectFile | None, size: int, device: torch.device):
+        self.file, self.device, is_cuda = file, device, device.type == "cuda"
+        self.pages = [page_buffer(size, is_cuda) for _ in range(2)] if file else []  # on the way from the disk
+        self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)] if is_cuda else []
+        self.landed: list[Any] = [None, None]  # events: the copy from the host to the slot is over
+        # events: what read the slot is over; at first what had its memory before
+        self.free = [torch.cuda.current_stream().record_event() if is_cuda else None for _ in range(2)]
+        self.reader: Any = None  # the stream that gathers from the slot in use
+        self.pool = ThreadPoolExecutor(1, "pager", self._begin)
         self.slot = 0  # in use
-        self.leaves: Any = None  # an event: what is in use is on the device then
-        self.ahead: tuple[Held, int, Future[Tensor]] | None = None
+        self.ahead: tuple[Held, int, Future[tuple[Tensor, Any]]] | None = None
         self.trail: tuple[int, int] = (-1, -1)  # numbers of the last two units
         self.follows: dict[tuple[int, int], Held] = {}
 
+    def _begin(self) -> None:
+        if self.slots:  # else its first call would make a context on the node's first GPU
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(torch.cuda.Stream())
+
     def take(self, unit: Held) -> Tensor:
-        """The wire of `unit`, bytes, until the one after the next is taken."""
+        """The wire of `unit`, bytes, for what runs in the current stream until the next one is taken."""
+        if self.reader is not None:
+            self.free[self.slot] = self.reader.record_event()
         ahead, self.ahead = self.ahead, None
         self.slot ^= 1
-        data = ahead[2].result() if ahead else None
-        is_found = ahead is not None and ahead[0] is unit and ahead[1] == unit.version
-        if data is None or not is_found:
-            data = self._read(unit, self.slot, self.leaves)  # what was there may be on its way to the device
+        if ahead is None or ahead[0] is not unit or ahead[1] != unit.version:
+            ahead = (unit, unit.version, self._ask(unit, self.slot))
         self.follows[self.trail] = unit
         self.trail = (self.trail[1], unit.number)
+        here, landed = ahead[2].result()
         if (guess := self.follows.get(self.trail)) is not None and guess is not unit:
-            leaves, other = self.leaves, self.slot ^ 1
-            self.ahead = (guess, guess.version, self.pool.submit(self._read, guess, other, leaves))
-        return data
+            self.ahead = (guess, guess.version, self._ask(guess, self.slot ^ 1))
+        if landed is not None:
+            self.reader = torch.cuda.current_stream()
+            self.reader.wait_event(landed)
+        return here
 
-    def _read(self, unit: Held, slot: int, leaves: Any = None) -> Tensor:
-        if leaves is not None:
-            leaves.synchronize()
+    def _ask(self, unit: Held, slot: int) -> "Future[tuple[Tensor, Any]]":
+        return self.pool.submit(self._bring, unit, slot, self.free[slot])
+
+    def _bring(self, unit: Held, slot: int, free: Any) -> tuple[Tensor, Any]:
         if unit.ready is not None:  # its step began, and writes what is read here
             unit.ready.result()
         assert unit.shelf.wire is not None
-        buffer = self.slots[slot][: unit.shelf.wire.nbytes]
-        self.file.read(buffer, unit.shelf.offsets["wire"])
-        return buffer
+        source = unit.shelf.wire.view(torch.uint8)
+        if self.file is not None:
+            if self.landed[slot] is not None:
+                self.landed[slot].synchronize()  # what was read here may be on its way to the device
+            source = self.pages[slot][: source.nbytes]
+            self.file.read(source, unit.shelf.offsets["wire"])
+        if not self.slots:
+            return source, None
+        torch.cuda.current_stream().wait_event(free)
+        here = self.slots[slot][: source.nbytes]
+        here.copy_(source, non_blocking=True)
+        self.landed[slot] = torch.cuda.current_stream().record_event()
+        return here, self.landed[slot]
 
 
 def masters_tree(model: nn.Module, masters: dict[nn.Parameter, nn.Parameter]) -> nn.Module:

@@ -2,12 +2,14 @@
 while the device goes on (ZeRO-Offload, arXiv 2101.06840, section 4; ZeRO-Infinity, arXiv 2104.07857, section 5).
 
 Invariant: the bits of torch's fused AdamW over the same shards on a CPU. A unit is stepped once its gradient, and where
-gradients are clipped the norm of all of them, is known; whoever gathers a unit waits for that unit alone.
+gradients are clipped the norm of all of them, is known; whoever gathers a unit waits for that unit alone. Gradients on
+their way are bounded, on the device and on the host: a backward that is faster than they are taken in waits.
 """
 
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +17,20 @@ from torch import Tensor, nn
 
 from shardbook.memory.direct_io import page_buffer
 from shardbook.memory.homes import Homes
-from shardbook.memory.shelf import ALIGN, FP32, Held, Place, stepped_bytes
+from shardbook.memory.shelf import ALIGN, FP32, STAGINGS, Held, Place, staging_bytes, stepped_bytes
 from shardbook.optim import gradient_norm, squares_of
 from shardbook.optim.elementwise import step_adamw
 from shardbook.parallel.layout import Layout
 from shardbook.ranks.exits import RunFailed
+
+
+@dataclass
+class Staging:
+    """A buffer of the host through which gradients leave the device, and what is under way in it."""
+
+    buffer: Tensor  # bytes, pinned on a GPU
+    source: Tensor | None = None  # on the device: nobody else may have its memory until it has landed
+    taken: Future[None] | None = None  # added to the sums
 
 
 class HostAdamW(torch.optim.Optimizer):
@@ -46,12 +57,18 @@ class HostAdamW(torch.optim.Optimizer):
         self.order = order
         self.file = homes.file if offload.optimizer == "nvme" else None
         self.bucket = max(ALIGN, offload.bucket_mb * 2**20 // (3 * FP32) // ALIGN * ALIGN)
-        own = torch.get_num_threads()
-        self.worker = ThreadPoolExecutor(1, "host-adamw", lambda: self._begin(threads))
-        self.worker.submit(int).result()
+        is_cuda, own = homes.device.type == "cuda", torch.get_num_threads()
+        self.stagings = [Staging(page_buffer(staging_bytes(layout), is_cuda)) for _ in range(STAGINGS)]
+        self.leaving = torch.cuda.Stream() if is_cuda else None
+        # gradients are taken in by a thread that no step holds up: a backward waits for them
+        self.taker, self.worker = (
+            ThreadPoolExecutor(1, name, lambda: self._begin(threads)) for name in ("gradients", "host-adamw")
+        )
+        for pool in (self.taker, self.worker):
+            pool.submit(int).result()
         torch.set_num_threads(own)  # a thread's first setting is everyone's who has none yet
         if self.file is not None:
-            self.slots = [page_buffer(3 * self.bucket * FP32) for _ in range(offload.ring)]
+            self.slots = [page_buffer(3 * self.bucket * FP32, is_cuda) for _ in range(offload.ring)]
             self.reader, self.writer = ThreadPoolExecutor(1, "reads"), ThreadPoolExecutor(1, "writes")
         for unit in units:
             for number, (master, param) in enumerate(zip(unit.masters, homes.params[unit.number], strict=True)):
@@ -78,17 +95,34 @@ class HostAdamW(torch.optim.Optimizer):
             )
         unit.arrivals += 1
         self.moved["to_host"] += flat.nbytes
-        local = flat.to("cpu", non_blocking=True)
-        landed = torch.cuda.current_stream().record_event() if flat.is_cuda else None
-        is_first, is_last = unit.arrivals == 1, self.is_last
-        unit.arrived = self.worker.submit(self._take_in, unit, local, landed, is_first, is_last)
-        if is_last and not self.clips:
+        staging = self.stagings.pop(0)  # the oldest
+        self.stagings.append(staging)
+        if staging.taken is not None:
+            staging.taken.result()
+        local, landed = staging.buffer[: flat.nbytes].view(flat.dtype), None
+        staging.source = flat
+        if self.leaving is None:
+            local.copy_(flat)
+        else:
+            # in a stream of its own: for this one, in which torch calls hooks, it waits at the end of backward
+            self.leaving.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.leaving):
+                local.copy_(flat, non_blocking=True)
+                landed = self.leaving.record_event()
+            flat.record_stream(torch.cuda.current_stream())  # torch casts it there, behind this hook
+        work = (unit, local, unit.arrivals == 1, self.is_last)
+        staging.taken = unit.arrived = self.taker.submit(self._land, staging, landed, *work)
+        if self.is_last and not self.clips:
             self._submit(unit)
 
-    @torch.no_grad()
-    def _take_in(self, unit: Held, flat: Tensor, landed: Any, is_first: bool, is_last: bool) -> None:
+    def _land(self, staging: Staging, landed: Any, *work: Any) -> None:
         if landed is not None:
             landed.synchronize()
+        staging.source = None
+        self._take_in(*work)
+
+    @torch.no_grad()
+    def _take_in(self, unit: Held, flat: Tensor, is_first: bool, is_last: bool) -> None:
         for number, place in enumerate(unit.shelf.plan.places):
             if place.reduced < 0:
                 continue
@@ -106,9 +140,9 @@ class HostAdamW(torch.optim.Optimizer):
     def clip(self, max_norm: float) -> Tensor:
         """The norm of all gradients, an fp32 scalar on the host; what is larger than `max_norm` (0: nothing) is scaled
         where it is stepped. Collective."""
-        for unit in self.units:
-            if unit.arrived is not None:
-                unit.arrived.result()
+        for staging in self.stagings:  # all others were waited for when these came
+            if staging.taken is not None:
+                staging.taken.result()
         found = {master: squares for unit in self.units for master, squares in unit.squares.items()}
         own = [master for master in self.order if master in found]
         norm = gradient_norm([*own], [found[master] for master in own])
@@ -128,7 +162,7 @@ class HostAdamW(torch.optim.Optimizer):
     def _submit(self, unit: Held) -> None:
         unit.version += 1
         self.moved.update(stepped_bytes(self.layout, unit.shelf.plan))
-        unit.ready = self.worker.submit(self._step, unit, self._rates(), self.coefficient)
+        unit.ready = self.worker.submit(self._step, unit, self._rates(), self.coefficient, unit.arrived)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The next gradients that come are the first of a step."""
@@ -140,6 +174,8 @@ class HostAdamW(torch.optim.Optimizer):
         for unit in self.units:
             if unit.ready is not None:
                 unit.ready.result()
+        for event in self.homes.shipped.values():
+            event.synchronize()
 
     def _rates(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Each master's settings as they are now: a step that runs later takes these."""
@@ -148,7 +184,11 @@ class HostAdamW(torch.optim.Optimizer):
         return {master: settings for settings, masters in groups for master in masters}
 
     @torch.no_grad()
-    def _step(self, unit: Held, rates: dict[nn.Parameter, dict[str, Any]], coefficient: float) -> None:
+    def _step(
+        self, unit: Held, rates: dict[nn.Parameter, dict[str, Any]], coefficient: float, arrived: Future[None] | None
+    ) -> None:
+        if arrived is not None:
+            arrived.result()
         shelf, end = unit.shelf, unit.shelf.plan.trained
         trained = [
             (place, rates[master], self.state[master]["step"])
@@ -215,6 +255,8 @@ class HostAdamW(torch.optim.Optimizer):
             reads.pop(number).result()
             slot = self.slots[number % len(self.slots)]
             update(first, last, [buffer.view(torch.float32) for buffer, _ in parts(slot, first, last)])
+            if (sent := self.homes.sent()) is not None:
+                sent.synchronize()  # masters leave from the slot, which is read into again
             written.append(self.writer.submit(write, number))
             if number + ahead < len(spans):
                 reads[number + ahead] = self.reader.submit(read, number + ahead)

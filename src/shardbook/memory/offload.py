@@ -4,6 +4,7 @@ Invariant: a tier changes where bytes lie and who waits for whom, never a number
 CPU. What cannot be is refused before any memory is taken.
 """
 
+import contextlib
 import os
 from dataclasses import replace
 from functools import partial
@@ -18,12 +19,13 @@ from shardbook.comm.torch_private import sharded_parameters, start_fully_shard, 
 from shardbook.memory.direct_io import DirectFile, check_folder, free_bytes
 from shardbook.memory.homes import Homes, masters_tree
 from shardbook.memory.host_adamw import HostAdamW
-from shardbook.memory.shelf import Held, allocate_shelves, gathered_bytes, shelf_sizes
+from shardbook.memory.shelf import Held, allocate_shelves, fetches_ahead, gathered_bytes, shelf_sizes
 from shardbook.model.causal_lm import CausalLM, materialize
 from shardbook.optim import adamw_settings, build_optimizer, parameter_groups
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.parallel.units import Unit
+from shardbook.ranks.distributed import agree, share_of_cores
 from shardbook.recipe import Optim, RecipeError
 
 GB = 1e9
@@ -34,16 +36,17 @@ def settle(model: CausalLM, sharded: ShardedModel, optim: Optim, device: torch.d
     """Give the model memory, on the device and wherever its layout's offload says, and return its optimizer. Nothing
     is in it yet: what is loaded goes into `sharded.masters`, and `sharded.spread()` brings it to where it is used.
 
-    Raises RecipeError where host or disk have too little room.
+    Raises RecipeError, on every rank alike, where host or disk of a node have too little room. Collective.
     """
     layout = sharded.layout
     if layout.offload.optimizer == "none":
         materialize(model, device)
         return build_optimizer(model, optim)
     sizes, here = shelf_sizes(layout, dist.get_rank()), layout.ranks_per_node
-    check_room(layout, here)
-    folder = Path(layout.offload.path)
-    file = DirectFile(folder, sizes["disk"]) if "disk" in sizes else None
+    is_first = dist.get_rank() % here == 0
+    # once a node, and before any rank of it reserves: what others have reserved is not free for one that asks late
+    agree(lambda: check_room(layout, here) if is_first else None)
+    file = agree(lambda: DirectFile(Path(layout.offload.path), sizes["disk"]) if "disk" in sizes else None)
     materialize(model, device)
     sharded.offloaded = Offloaded(model, layout, optim, device, file)
     return sharded.offloaded.optimizer
@@ -56,7 +59,7 @@ class Offloaded:
         self.layout = layout
         start_fully_shard(layout.units[-1].handle)
         params = {n: sharded_parameters(unit.handle) for n, unit in enumerate(layout.units) if unit.shapes}
-        self.homes = Homes(params, layout.offload.params, file, device)
+        self.homes = Homes(params, layout.offload.params, file, device, fetches_ahead(layout))
         self.file, self.units, masters = file, list[Held](), dict[nn.Parameter, nn.Parameter]()
         units = [_as_reduced(unit, params.get(number, [])) for number, unit in enumerate(layout.units)]
         shelves = allocate_shelves(layout, units, dist.get_rank(), file, pin=device.type == "cuda")
@@ -79,7 +82,7 @@ class Offloaded:
             list(self.tree.parameters()),
             layout,
             clips=bool(optim.max_grad_norm),
-            threads=layout.offload.threads or share_of_cores(layout.ranks_per_node, device.type),
+            threads=layout.offload.threads or threads_here(layout.ranks_per_node, device.type),
         )
         for held in self.units:
             layout.units[held.number].handle.set_all_reduce_hook(partial(self.optimizer.arrive, held))
@@ -135,6 +138,7 @@ class Offloaded:
         ]
         mapped = None if self.file is None else self.file.map().untyped_storage().data_ptr()
         host = sum(flat.nbytes for flat in flats if flat.untyped_storage().data_ptr() != mapped)
+        host += sum(staging.buffer.nbytes for staging in self.optimizer.stagings)
         return {"host": host} | ({"disk": self.file.size} if self.file else {})
 
 
@@ -150,14 +154,18 @@ def _drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def share_of_cores(ranks_here: int, device_type: str) -> int:
-    """Cores of a rank; on a CPU less those that it computes with."""
-    cores = len(os.sched_getaffinity(0)) // ranks_here
+def threads_here(ranks_here: int, device_type: str) -> int:
+    """Cores of this rank; on a CPU less those that it computes with. Collective."""
+    everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, sorted(os.sched_getaffinity(0)))
+    number = dist.get_rank() % ranks_here
+    first = dist.get_rank() - number
+    cores = share_of_cores(everyone[first : first + ranks_here], number)
     return max(1, cores - torch.get_num_threads() if device_type == "cpu" else cores)
 
 
 def check_room(layout: Layout, ranks_here: int) -> None:
-    """Raise RecipeError, on every rank alike, where this machine's memory or disk cannot hold what its ranks need."""
+    """Raise RecipeError where this machine's memory or disk cannot hold what its ranks need."""
     sizes = shelf_sizes(layout, 0)  # no rank has more
     needed, there = sizes["host"] * ranks_here, available_memory() * (1 - RESERVE)
     if needed > there:
@@ -176,16 +184,27 @@ def check_room(layout: Layout, ranks_here: int) -> None:
             )
 
 
-def available_memory() -> int:
-    """Bytes that this process may take: what the kernel says is available, less where a control group allows less."""
-    text = Path("/proc/meminfo").read_text()
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process may take: what the kernel says is available, less where its control group, or one around
+    that, allows less. What a group has of files that were not read lately is as good as free: the kernel takes it."""
+    text = (root / "proc/meminfo").read_text()
     there = next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("MemAvailable"))
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            there = min(there, int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # none, or `max`
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2: one tree for all
+            tree, limit, used, idle = "", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            tree, limit, used = "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            idle = "total_inactive_file"  # with that of the groups inside, as its usage
+        else:
             continue
+        own = Path(path.lstrip("/"))
+        for group in (own, *own.parents):  # in a container one that is named from outside may not be there: its root is
+            folder = root / "sys/fs/cgroup" / tree / group
+            with contextlib.suppress(OSError, ValueError):  # none there, or `max`
+                most, taken = int((folder / limit).read_text()), int((folder / used).read_text())
+                stat = folder / "memory.stat"
+                counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
+                there = min(there, most - taken + int(counts.get(idle, 0)))
     return there

@@ -21,6 +21,7 @@ from shardbook.parallel.units import Unit, shard_rows
 
 ALIGN = 1024  # elements: a page of fp32
 FP32 = 4
+STAGINGS = 2  # buffers through which gradients come: one is filled while one is taken in
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,9 @@ class Held:
 
 
 def shelf_sizes(layout: Layout, rank: int) -> dict[str, int]:
-    """Bytes that `allocate_shelves` takes of the host and, where a tier lies there, of the disk, exactly; buffers of
-    transfers are not in it."""
-    host = disk = 0
+    """Bytes that `allocate_shelves` takes of the host, with the buffers through which gradients come, and, where a tier
+    lies there, of the disk, exactly; buffers of a disk's transfers are not in it."""
+    host, disk = STAGINGS * staging_bytes(layout), 0
     for unit in layout.units:
         plan = plan_shelf(layout, unit, rank)
         host += plan.trained * FP32
@@ -121,6 +122,26 @@ def shelf_sizes(layout: Layout, rank: int) -> dict[str, int]:
         elif layout.offload.params == "cpu":
             host += wire
     return {"host": host} | ({"disk": disk} if "nvme" in (layout.offload.optimizer, layout.offload.params) else {})
+
+
+def staging_bytes(layout: Layout) -> int:
+    """Of one buffer through which gradients come: those of the largest unit, as they are reduced."""
+    most = max(unit.padded_numel(layout.shards, trained_only=True) for unit in layout.units) // layout.shards
+    return aligned(most * layout.dtype("reduce").itemsize)
+
+
+def fetches_ahead(layout: Layout) -> bool:
+    """Whether shards that are away are fetched a unit ahead: from a disk, or where fully_shard does not, which has
+    nothing to gather from one shard."""
+    return layout.offload.params == "nvme" or (layout.offload.params == "cpu" and layout.shards == 1)
+
+
+def fetched_bytes(layout: Layout) -> int:
+    """Bytes of the device where shards that are away come in: those of the largest unit, and of one more ahead."""
+    if layout.offload.params == "none":
+        return 0
+    most = max(unit.padded_numel(layout.shards) for unit in layout.units) // layout.shards
+    return aligned(most * layout.dtype("params").itemsize) * (1 + fetches_ahead(layout))
 
 
 def step_bytes(layout: Layout, rank: int, micros: int) -> dict[str, int]:

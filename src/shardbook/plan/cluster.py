@@ -34,6 +34,7 @@ from shardbook.recipe import Offload, Parallel, Recipe, RecipeError, resolve_pre
 
 KINDS = ("none", "selective", "full")  # the cheapest in time first
 DOCUMENT_TOKENS = 1200  # of documents in packed rows, where nothing else is said
+DISK = "/scratch"  # stands in an advice for a directory that only its user knows
 FILLED = 4  # as many micro-batches for each rank of a pipeline as are tried
 MICROS = 8  # micro-batches of a step, at most, where another number of ranks shares matrices or rows
 SHARES = (1, 2, 4, 8)
@@ -285,7 +286,7 @@ def _tiers(offload: Offload, tier: str, stage: str) -> list[Offload]:
         return [offload]
     if not STAGES[stage].shards:
         return []
-    path = {"path": offload.path or "/scratch"} if tier == "nvme" else {}
+    path = {"path": offload.path or DISK} if tier == "nvme" else {}
     changes = [{"optimizer": tier, **path}]
     changes += [{"optimizer": tier, "params": tier, **path}] * STAGES[stage].reshard_after_forward
     return [Offload.model_validate(offload.model_dump() | change) for change in changes]

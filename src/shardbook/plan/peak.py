@@ -14,6 +14,7 @@ from math import prod
 
 from transformers import PreTrainedConfig
 
+from shardbook.memory.shelf import STAGINGS, fetched_bytes
 from shardbook.model.attention import head_size
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import Pipeline
@@ -160,7 +161,10 @@ class _Sharded:
         self.back = [unit for unit in backward_order(self.order) if not unit.spans]
         self.compute, self.reduce = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
         self.master = layout.dtype("master").itemsize
-        self.stays = layout.offload.optimizer == "none"  # what is reduced, on the device
+        self.is_away = layout.offload.optimizer != "none"
+        # what is reduced, on the device: across replicas it waits there in fully_shard's own buffers
+        self.stays = not self.is_away or layout.replicas > 1
+        self.fetched = fetched_bytes(layout)
         self.sizes = {unit: [unit.padded_numel(layout.shards, only) for only in (False, True)] for unit in self.order}
 
     def at(self, micro: int, phase: str, running: Unit, done: Sequence[Unit]) -> tuple[int, int, int, int]:
@@ -185,8 +189,7 @@ class _Sharded:
         buffers = (
             self._whole(last) * self.compute * (layout.shards > 1) + self._whole(reducing, True) * self.reduce * reduces
         )
-        if layout.offload.params != "none":  # shards of the unit that is gathered
-            buffers += max(self._whole([unit]) for unit in self.order) // layout.shards * self.compute
+        buffers += self.fetched
         own = self._whole([running], True) * self.compute * (phase in ("backward done", "reduction"))
         is_alone = layout.shards == 1 < layout.alike and phase == "reduction" and reduces
         if is_alone:  # copied once more, when its own are gone
@@ -194,8 +197,8 @@ class _Sharded:
         if reduces and (layout.stage.reduce_every_micro or self.micros == 1):
             shards = self._whole(self.order if micro else done, True) // layout.shards * self.stays
             # across replicas sums wait in the dtype of reduction
-            sums = shards * (self.reduce if layout.replicas > 1 and not is_last else self.master)
-            if layout.replicas > 1 and is_last and self.reduce != self.master:
+            sums = shards * (self.reduce if layout.replicas > 1 and (self.is_away or not is_last) else self.master)
+            if layout.replicas > 1 and is_last and self.reduce != self.master and not self.is_away:
                 sums += self._whole(done, True) // layout.shards * self.reduce
         elif micro and not is_last:
             sums = self._whole(self.order, True) * self.reduce
@@ -210,6 +213,8 @@ class _Sharded:
                 + self._whole(done, True) // layout.shards * self.master * self.stays
             )
             own *= phase != "reduction"
+        if reduces and not self.stays:  # on their way to the host
+            sums += self._whole(done[-STAGINGS:], True) // layout.shards * self.reduce
         if phase == "reduction" and reduces:
             sums += self._whole([running], True) // layout.shards * self.reduce
         return sums, self._whole(gathered) * self.compute, buffers, own
@@ -318,7 +323,7 @@ def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe)
         grads=predict_residual(layout),
         optimizer=int(state.optimizer_bytes),
         gathered=gathered + predict_secondary(layout),
-        buffers=max(whole) * itemsize * (layout.shards > 1),
+        buffers=max(whole) * itemsize * (layout.shards > 1) + fetched_bytes(layout),
         activations=tokens * (2 * layers * of.keys + 2 * head_size(config)) * itemsize,
         working=max(mlp, drawn),
     )

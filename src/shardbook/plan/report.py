@@ -16,7 +16,7 @@ from shardbook.parallel.stages import find_stage
 from shardbook.plan.advice import Advice, advise
 from shardbook.plan.axes import describe_pipeline, describe_sharing, describe_splitting
 from shardbook.plan.calibrate import Sample, calibrate
-from shardbook.plan.cluster import DOCUMENT_TOKENS, SHARED, Candidate, Planner, build_planner
+from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SHARED, Candidate, Planner, build_planner
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
 from shardbook.recipe import Precision, Recipe, RecipeError, dump_recipe
@@ -94,6 +94,7 @@ def write_advised(report: Report, path: Path) -> None:
     model, cluster = report.planner.recipe.model.path, report.cluster
     recipe = report.advice.best.recipe.model_copy(update={"precision": report.asked})  # with its `auto`
     header = f"# {model}: the fastest that fits {cluster.gpus} x {report.gpu_name}, as `shardbook plan` has it.\n"
+    header += "".join(f"# {line}\n" for line in describe_path(report))
     try:
         path.write_text(header + dump_recipe(recipe))
     except OSError as error:
@@ -267,6 +268,14 @@ def describe_offload(report: Report, candidate: Candidate) -> list[str]:
     return lines
 
 
+def describe_path(report: Report) -> list[str]:
+    """That the advice has a disk whose directory its user has to name; nothing where it has none, or one was named."""
+    best, named = report.advice.best, report.planner.recipe.offload.path
+    if named or best is None or not best.recipe.offload.path:
+        return []
+    return [f"offload.path = {DISK!r} stands for a directory on a local disk of each node: set it before the run"]
+
+
 def describe_advice(report: Report) -> list[str]:
     """The advice in lines, and how to say it to a run."""
     best = report.advice.best
@@ -280,4 +289,5 @@ def describe_advice(report: Report) -> list[str]:
         f"because  {report.advice.why}",
         *describe_offload(report, best),
         f"set      {words}",
+        *(f"first    {line}" for line in describe_path(report)),
     ]

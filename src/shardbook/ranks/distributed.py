@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -176,9 +176,14 @@ def _share_cores(place: Rendezvous, store: Store) -> None:
         return  # the user's choice
     first = place.rank - place.rank % place.ranks_per_node
     node = [read_member(store, rank)["cores"] for rank in range(first, first + place.ranks_per_node)]
+    torch.set_num_threads(share_of_cores(node, place.rank - first))
+
+
+def share_of_cores(node: Sequence[Sequence[int]], number: int) -> int:
+    """Cores of a node's rank of that `number`, at least one: those that it may use, shared with the ranks that may use
+    them too. `node`: what each of its ranks may use."""
     users = Counter(core for cores in node for core in cores)
-    share = sum(1 / users[core] for core in node[place.rank - first])
-    torch.set_num_threads(max(1, int(share + 1e-6)))
+    return max(1, int(sum(1 / users[core] for core in node[number]) + 1e-6))
 
 
 def free_port() -> int:
@@ -221,6 +226,22 @@ def broadcast_from_main(make: Callable[[], T]) -> T:
     if isinstance(box[0], RecipeError):
         raise box[0]
     return cast(T, box[0])
+
+
+def agree(make: Callable[[], T]) -> T:
+    """What `make` returns on this rank; where it raises RecipeError on any, the first of these, on every rank: else the
+    others would wait for one that has left. Collective."""
+    found, said = list[T](), None
+    try:
+        found.append(make())
+    except RecipeError as error:
+        said = error
+    everyone: list[RecipeError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, said)
+    for refusal in everyone:
+        if refusal is not None:
+            raise refusal
+    return found[0]
 
 
 def check_alike(facts: dict[str, Any]) -> None:
