@@ -169,7 +169,7 @@ def test_the_bench_makes_the_models_call(monkeypatch):
 
     monkeypatch.setattr(bench, "make_varlen", lambda: attention.make_varlen(kernel))
     row = bench.PackedRow(512, 2, 16, 100, "cpu")
-    call, inputs, heads_first = bench.varlen(row)
+    call, _, heads_first = bench.varlen(row)
     wanted = bench.dense(row)[0]()
     assert not heads_first and torch.allclose(call().transpose(0, 1)[None], wanted, atol=1e-5)
     assert told == [([0, 100, 200, 300, 400, 500, 512, 512], 128, 128)]
@@ -205,7 +205,7 @@ def test_compiled_blocks_meet_two_graphs_whatever_the_longest_document(monkeypat
     with torch.no_grad():
         for longest in (256, 128, 512, 1024, 128, 256):
             model(*dataclasses.replace(batch, longest=longest).inputs)
-    assert LONGEST == [number for longest in (256, 128, 512, 1024, 128, 256) for number in [longest] * 2]
+    assert LONGEST[::2] == LONGEST[1::2] == [256, 128, 512, 1024, 128, 256]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
