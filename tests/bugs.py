@@ -397,8 +397,8 @@ def slices_attend_without_documents(train):
     from shardbook.model import causal_lm
 
     real = causal_lm.attention_mask
-    causal_lm.attention_mask = lambda kernel, boundaries, shape, packed, dtype: real(
-        kernel, boundaries, shape, False, dtype
+    causal_lm.attention_mask = lambda kernel, boundaries, shape, packed, dtype, longest: real(
+        kernel, boundaries, shape, False, dtype, longest
     )
 
 

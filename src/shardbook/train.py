@@ -56,10 +56,11 @@ from shardbook.run.evaluation import evaluate
 from shardbook.run.export import export_result
 from shardbook.run.garbage import collected_together
 from shardbook.run.generate import Samples, build_prompts
-from shardbook.run.metrics import Metrics, Pace, Recorder, memory_metrics, peak_metrics, read_loss
+from shardbook.run.metrics import Metrics, Pace, Recorder, memory_metrics, peak_metrics
 from shardbook.run.out_of_memory import OutOfMemory
 from shardbook.run.profile import Profile
 from shardbook.run.reference import Reference
+from shardbook.run.rows import Part, Rows
 from shardbook.run.start import start_from
 from shardbook.run.teacher import load_teacher
 from shardbook.run.trackers import flat_config
@@ -144,28 +145,27 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
     first = first_steps(recipe.train.compile, layout.mesh)
     shown, watch = console.start(state.step, steps), watch_steps(ranks, recipe.run.hang_seconds, first)
-    together = collected_together()
+    together, pace = collected_together(), Pace(ranks.world_size, flops, first)
     with (
         recorder,
         shown,
         profile,
         fits,
+        Rows(recorder, console, objective.names("train"), pace, stop) as rows,
         Ledger(layout.groups(ranks.rank)) as ledger,
         watch as finish_step,
         together as collect,
     ):
         if held_out and state.step == 0:
-            before = evaluate(sharded, objective, held_out, batching, ranks)
-            recorder.log(0, before)
-            console.show_step(0, before)
+            rows.log(0, [evaluate(sharded, objective, held_out, batching, ranks)])
         samples = Samples(recipe, prompts, tokenizer, sharded, ranks, steps, recorder, console)
         if state.step == 0:
             samples.take(0)
         ahead, kept = StepsAhead(loader, stop), Metrics()
         ledger.open()  # for one step; the others send the same
-        pace, names = Pace(ranks.world_size, flops, first), objective.names("train")
+        pace.begin()
         while state.step < steps:
-            step, metrics = state.step + 1, Metrics()
+            step, row = state.step + 1, list[Part]()
             profile.advance(step)
             micros, totals, stops, work = ahead.take()  # counted on the host: the device is not waited for
             if stops:
@@ -186,30 +186,28 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
 
             logs, saves = is_due(step, recipe.train.logging_steps), is_due(step, recipe.train.save_steps)
             if logs or saves or step == steps:
-                # the step's one host sync; what is not finite is never saved
-                measured = read_loss(seen / layout.alike, names, norm, step)
+                # on a GPU read while the next step computes; what is not finite is never saved
+                measured = rows.read(step, seen / layout.alike, norm)
             if logs:
-                metrics = measured | {"train/learning_rate": rate, "train/tokens": state.tokens}
+                row = [measured, {"train/learning_rate": rate, "train/tokens": state.tokens}, pace.take()]
                 kept = kept or memory_metrics(sharded, optimizer)  # the same in every step
-                metrics |= pace.take() | kept | peak_metrics() | ahead.take_wait() | sharded.take_metrics()
-                metrics |= ledger.take_metrics(ranks.ranks_per_node, predicted, forecast)
+                row += [kept, peak_metrics(), ahead.take_wait(), sharded.take_metrics()]
+                row += [ledger.take_metrics(ranks.ranks_per_node, predicted, forecast)]
             optimizer.zero_grad()
             if held_out and (is_due(step, recipe.train.eval_steps) or step == steps):
-                with pace.paused():
-                    metrics |= evaluate(sharded, objective, held_out, batching, ranks)
-            if metrics:
-                recorder.log(step, metrics)
-            console.show_step(step, metrics)
-            samples.take(step, pace.paused)
+                with rows.paused():
+                    row += [evaluate(sharded, objective, held_out, batching, ranks)]
+            rows.log(step, row)
+            samples.take(step, rows.paused)
             if saves:
-                with pace.paused():
+                with rows.paused():
                     save_checkpoint(run.checkpoints, sharded, optimizer, state, recipe.train.save_total_limit)
                 saved_step = step
             finish_step(step)
 
     stopped = state.step < steps
     if state.step > saved_step and (recipe.train.save_steps or stopped):
-        read_loss(seen, names, norm, state.step)  # a step that was not logged was not looked at yet
+        rows.read(state.step, seen / layout.alike, norm)()  # a step that was not logged was not looked at yet
         with fits:
             save_checkpoint(run.checkpoints, sharded, optimizer, state, recipe.train.save_total_limit)
     if stopped:

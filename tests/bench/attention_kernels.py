@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from shardbook.data.loader import Batching, build_micro_batch
+from shardbook.model.attention import attention_mask, make_varlen
+
 ROUNDS = 10
 EXACT = ("mask", "flex", "varlen")  # those that compute what the dense mask does
 
@@ -44,10 +47,13 @@ class PackedRow:
         """int64 [length]: the document of each token."""
         return torch.arange(self.length, device=self.device) // self.document
 
-    def boundaries(self) -> Tensor:
-        """int32 [documents + 1]: where each begins, and the end of the last."""
-        starts = [*range(0, self.length, self.document), self.length]
-        return torch.tensor(starts, dtype=torch.int32, device=self.device)
+    def told(self) -> tuple[Tensor, torch.Size, bool, torch.dtype, int]:
+        """What attention is told of the loader's micro-batch of this row."""
+        sizes = [min(self.document, self.length - start) for start in range(0, self.length, self.document)]
+        encoded = [{"input_ids": [0] * size, "mask": [True] * size} for size in sizes]
+        here = Batching(self.length, 1, 0, 1, documents=len(sizes), multiple=1)
+        micro = build_micro_batch(encoded, [tuple(range(len(sizes)))], here)
+        return micro.boundaries.to(self.device), micro.input_ids.shape, True, self.dtype, micro.longest
 
     def mask(self) -> Tensor:
         """bool [1, 1, length, length]: earlier tokens of one's own document."""
@@ -94,12 +100,16 @@ def flex(row: PackedRow) -> Built:
 
 
 def varlen(row: PackedRow) -> Built:
-    from torch.nn.attention.varlen import varlen_attn
+    """The very call of the model, told what it is told of such a micro-batch."""
+    told = attention_mask("varlen", *row.told())
+    # heads first, as a model's are: a view of what lies with tokens first
+    inputs = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in row.heads_first()]
+    attend, module = make_varlen(), torch.nn.Module()
 
-    # [length, heads, head_dim]: tokens first, no batch
-    inputs = [t.detach()[0].transpose(0, 1).contiguous().requires_grad_() for t in row.heads_first()]
-    starts, longest = row.boundaries(), min(row.document, row.length)
-    return lambda: varlen_attn(*inputs, starts, starts, longest, longest, window_size=(-1, 0)), inputs, False
+    def call() -> Tensor:
+        return attend(module, *(t.transpose(1, 2) for t in inputs), told, row.head_dim**-0.5)[0][0]
+
+    return call, inputs, False
 
 
 KERNELS: dict[str, Callable[[PackedRow], Built]] = {
@@ -166,9 +176,13 @@ def describe(result: dict) -> str:
 
 
 def rows_of(device: str) -> list[PackedRow]:
-    """Of the 8B shape, keys and values repeated to all heads, 4,096 and 8,192 tokens; on a CPU a tiny one."""
+    """Of the 8B shape, keys and values repeated to all heads, 8,192 tokens in 7, 32 and 100 documents, and 4,096; on a
+    CPU a tiny one."""
     if device == "cuda":
-        return [PackedRow(length, 32, 128, 1200, device) for length in (8192, 4096)]
+        return [
+            PackedRow(length, 32, 128, size, device)
+            for length, size in ((8192, 1200), (4096, 1200), (8192, 264), (8192, 82))
+        ]
     return [PackedRow(256, 2, 16, 100, device)]
 
 

@@ -27,7 +27,7 @@ def stop_in(place, ranks):
 
     if int(os.environ["RANK"]) not in ranks:
         return
-    owner, name = (train.Loader, place) if place == "step_at" else (train, place)
+    owner, name = ({"step_at": train.Loader, "read": train.Rows}.get(place, train), place)
     real, calls = getattr(owner, name), []
     last = STEP + (place == "step_at")  # a thread makes those of the next step
 
@@ -53,7 +53,7 @@ def ranks_1_and_2_in_the_clip():
 
 
 def all_at_the_loss():
-    stop_in("read_loss", range(8))
+    stop_in("read", range(8))
 
 
 def hang(recipe, folder, world, prepare):

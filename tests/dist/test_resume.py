@@ -155,6 +155,74 @@ def test_preempted_in_mid_step_then_continued_bitwise(recipe, straight, rank):
     assert all(torch.equal(weights(run)[k], v) for k, v in weights(straight).items())
 
 
+def read_late(words):
+    """As on a GPU: what a step measured is read when the next one is on its way."""
+    from shardbook.run.rows import Rows
+
+    before = Rows.__init__
+
+    def begin(rows, *given):
+        before(rows, *given)
+        rows.lags = True
+
+    Rows.__init__ = begin
+    return train_rank(words)
+
+
+def test_rows_that_are_read_late_are_the_same(recipe):
+    words = ["data.eval_size=4", "train.eval_steps=3", "train.steps=5", "train.export=false"]
+    assert [code for code, _, _ in run_world(2, read_late, [str(recipe), *words, "run.name=late"])] == [0, 0]
+    late, plain = metrics(recipe.parent / "late"), metrics(run_train(2, recipe, "at-once", *words))
+    for one, other in zip(late, plain, strict=True):
+        assert list(one) == list(other)
+        assert {k: v for k, v in one.items() if "perf" not in k} == {k: v for k, v in other.items() if "perf" not in k}
+
+
+def stop_in_a_long_phase(place, number, rank_that_is_told, words):
+    """SIGTERM to one rank in the middle of the `number`th evaluation, samples or save."""
+    import signal
+
+    import shardbook.train as train
+
+    owner, name = (train.Samples, "_continue") if place == "samples" else (train, place)
+    before, calls = getattr(owner, name), []
+
+    def inside(*given):
+        calls.append(1)
+        if len(calls) == number and int(os.environ["RANK"]) == rank_that_is_told:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return before(*given)
+
+    setattr(owner, name, inside)
+    return train_rank(words)
+
+
+@pytest.mark.parametrize(
+    ("place", "number", "step"),
+    [
+        ("evaluate", 1, 0),  # before the first step
+        ("evaluate", 2, 3),
+        pytest.param("samples", 2, 3, marks=pytest.mark.slow),
+        pytest.param("save_checkpoint", 1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_in_a_long_phase_ends_the_run_after_it(recipe, straight, place, number, step):
+    """Without another step, although its counts are on their way by then; then continued bitwise."""
+    name = f"stopped-in-{place}-{step}"
+    more = ("data.eval_size=4", "train.eval_steps=3", *(("generate.steps=3", "generate.max_new_tokens=3") * (place == "samples")))
+    words = [str(recipe), f"run.name={name}", *SAVING, *more]
+    results = run_world(2, stop_in_a_long_phase, place, number, 1, words)
+    assert [code for code, _, _ in results] == [75, 75], results
+    run = recipe.parent / name
+    assert [row["step"] for row in metrics(run)] == list(range(step + 1))
+    newest = newest_checkpoint(run / "checkpoints")
+    assert (newest.name if newest else "") == (f"step-00000{step}" if step else "")
+    run_train(2, recipe, name, *SAVING, *more)
+    whole = run_train(2, recipe, f"whole-{place}-{step}", *SAVING, *more)
+    assert losses(run) == losses(whole)
+    assert all(torch.equal(weights(run)[k], v) for k, v in weights(whole).items())
+
+
 def test_limit_keeps_the_newest(recipe, straight):
     run = run_train(2, recipe, "limited", *SAVING, "train.save_total_limit=2")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000004", "step-000006"]

@@ -68,7 +68,7 @@ def test_smollm2_is_converted_once_and_computes_what_transformers_computes(cache
 
     @torch.no_grad()
     def loss(model):
-        nll = model(micro.input_ids, micro.position_ids, micro.boundaries, micro.positions, micro.targets, micro.packed)
+        nll = model(*micro.inputs)
         return nll.double().mean().item()
 
     with torch.no_grad():

@@ -24,7 +24,8 @@ def by_kernel(name, batch, tensors):
     """Result and gradients of the real kernel, by transformers' interface; rows [B, heads, L, size]."""
     made = config(num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, head_dim=SIZE)
     attention.use_attention(made, KERNELS[name])
-    told = attention.attention_mask(name, batch.boundaries.to(DEVICE), batch.input_ids.shape, True, tensors[0].dtype)
+    facts = batch.boundaries.to(DEVICE), batch.input_ids.shape, True, tensors[0].dtype, batch.longest
+    told = attention.attention_mask(name, *facts)
     function = attention.ALL_ATTENTION_FUNCTIONS[name]
     given = [tensor.detach().requires_grad_() for tensor in tensors]
     module = torch.nn.Module()
@@ -91,9 +92,7 @@ def test_one_graph_for_all_packed_micro_batches(kernel):
     torch._dynamo.utils.counters.clear()
     for _ in range(4):
         micro = many_documents(dice, rows=1, length=1024).to(DEVICE)
-        model(
-            micro.input_ids, micro.position_ids, micro.boundaries, micro.positions, micro.targets, micro.packed
-        ).sum().backward()
+        model(*micro.inputs).sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 

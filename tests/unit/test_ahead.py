@@ -31,7 +31,7 @@ def ids(micros):
 
 
 def never():
-    return SimpleNamespace(asked=False)
+    return SimpleNamespace(asked=False, again=False)
 
 
 def taken(from_loader, steps):
@@ -88,6 +88,15 @@ def test_who_is_asked_to_stop_has_not_taken_the_step():
     stop.asked = True
     run.begin()
     assert run.take().stops == 1 and here.consumed_rows == here.rows_per_step
+
+
+def test_who_is_asked_after_the_counts_began_is_heard_where_ranks_ask_again():
+    here, stop = loader(), never()
+    run = StepsAhead(here, stop)
+    stop.asked = stop.again = True  # a signal in an evaluation, whose end sets the second on every rank
+    assert run.take().stops == 1 and here.consumed_rows == 0
+    run.begin()
+    assert not stop.again and run.take().stops == 1
 
 
 def test_a_thread_makes_them_and_what_is_waited_for_is_told(monkeypatch):

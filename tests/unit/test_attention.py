@@ -103,8 +103,8 @@ def test_flex_forward_is_sdpas(seed):
     dice = random.Random(seed)
     batch = many_documents(dice, rows=2, length=4 * BLOCK)
     shape = batch.input_ids.shape
-    dense = attention.attention_mask("sdpa", batch.boundaries, shape, True, torch.float32)
-    mask = attention.attention_mask("flex", batch.boundaries, shape, True, torch.float32)
+    dense = attention.attention_mask("sdpa", batch.boundaries, shape, True, torch.float32, batch.longest)
+    mask = attention.attention_mask("flex", batch.boundaries, shape, True, torch.float32, batch.longest)
     query, (key, value) = torch.randn(2, 4, shape[1], 16), torch.randn(2, 2, 2, shape[1], 16)
     with torch.no_grad():
         found = flex_attention(query, key, value, block_mask=mask, scale=0.25, enable_gqa=True)
@@ -125,10 +125,88 @@ def test_shapes_never_change_over_50_packed_micro_batches(kernel):
     dice, seen = random.Random(0), set()
     for _ in range(50):
         batch = many_documents(dice, rows=2, length=1000)
-        told = attention.attention_mask(kernel, batch.boundaries, batch.input_ids.shape, True, torch.bfloat16)
-        tensors = [told] if kernel == "varlen" else [told.kv_indices, told.kv_num_blocks, told.full_kv_indices]
+        facts = batch.boundaries, batch.input_ids.shape, True, torch.bfloat16, batch.longest
+        told = attention.attention_mask(kernel, *facts)
+        tensors = [told[0]] if kernel == "varlen" else [told.kv_indices, told.kv_num_blocks, told.full_kv_indices]
         seen.add((tuple(batch.input_ids.shape), *(tuple(tensor.shape) for tensor in tensors)))
     assert len(seen) == 1 and next(iter(seen))[0] == (2, 1024)
+
+
+def test_varlen_is_told_the_longest_document_of_the_micro_batch():
+    """A power of two, so that compiled code meets few; never less than the true one, a row's padding too, and never
+    more than the row."""
+    dice = random.Random(0)
+    for packed in (True, False):
+        for most in (1, 3, 40):
+            batch = many_documents(dice, rows=2, length=1000, most=most) if packed else micro(False)
+            shape, told = batch.input_ids.shape, []
+
+            def kernel(q, k, v, cu_q, cu_k, *limits, told=told, **_):
+                told.append(limits)
+                return q
+
+            facts = attention.attention_mask("varlen", batch.boundaries, shape, packed, torch.bfloat16, batch.longest)
+            attend = attention.make_varlen(kernel)
+            attend(torch.nn.Module(), *[torch.zeros(shape[0], 1, shape[1], 8)] * 3, facts, 1.0)
+            ((limit, same),) = told
+            longest = batch.boundaries.diff().max().item()
+            assert limit == same and longest <= limit <= shape[1]
+            assert limit in (128, 256, 512, shape[1])
+            assert limit < 2 * max(longest, 64) or limit == 128
+            if packed and most == 40:
+                assert limit == 256 < shape[1] == 1024
+
+
+def test_the_bench_makes_the_models_call(monkeypatch):
+    """The kernel is told the same of a micro-batch as in a model, padded boundaries and all."""
+    import attention_kernels as bench
+
+    told = []
+
+    def kernel(*given, **named):
+        told.append((given[3].tolist(), *given[5:]))
+        return plain_varlen_attn(*given, **named)
+
+    monkeypatch.setattr(bench, "make_varlen", lambda: attention.make_varlen(kernel))
+    row = bench.PackedRow(512, 2, 16, 100, "cpu")
+    call, _, heads_first = bench.varlen(row)
+    wanted = bench.dense(row)[0]()
+    assert not heads_first and torch.allclose(call().transpose(0, 1)[None], wanted, atol=1e-5)
+    assert told == [([0, 100, 200, 300, 400, 500, 512, 512], 128, 128)]
+
+
+@torch.library.custom_op("shardbook_tests::varlen", mutates_args=())
+def opaque_varlen(query: torch.Tensor, boundaries: torch.Tensor, longest: int) -> torch.Tensor:
+    LONGEST.append(longest)
+    return query.clone()
+
+
+opaque_varlen.register_fake(lambda query, boundaries, longest: torch.empty_like(query))
+LONGEST: list[int] = []
+
+
+def test_compiled_blocks_meet_two_graphs_whatever_the_longest_document(monkeypatch):
+    """An operator that takes the number as torch's own does: a graph for the first, one for all others."""
+
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, enable_gqa=False, **_):
+        return opaque_varlen(q, cu_q, max_q)
+
+    monkeypatch.setitem(
+        KERNELS, "varlen", dataclasses.replace(KERNELS["varlen"], make=lambda: attention.make_varlen(kernel))
+    )
+    model = build_model(config(num_hidden_layers=2), "fp32", attention=KERNELS["varlen"])
+    materialize(model, torch.device("cpu"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    batch = many_documents(random.Random(0), rows=1, length=1000)
+    LONGEST.clear()
+    with torch.no_grad():
+        for longest in (256, 128, 512, 1024, 128, 256):
+            model(*dataclasses.replace(batch, longest=longest).inputs)
+    assert LONGEST[::2] == LONGEST[1::2] == [256, 128, 512, 1024, 128, 256]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
 @pytest.mark.parametrize("row_length", [None, 1000, 4032])
@@ -172,7 +250,7 @@ def run_without_memory(kernel, length, documents=64):
         row = torch.zeros(1, length, dtype=torch.int64)
         few = torch.zeros(8, dtype=torch.int64)
         boundaries = torch.zeros(documents + 1, dtype=torch.int32)
-        model(row, row, boundaries, few, few, True).sum().backward()
+        model(row, row, boundaries, few, few, True, length).sum().backward()
     return seen
 
 
@@ -192,7 +270,7 @@ def test_the_block_mask_is_small():
     """A row of 131,072 tokens: 1,024 blocks squared, not tokens squared."""
     with Sizes() as seen:
         boundaries = torch.arange(0, 131_073, 1024, dtype=torch.int32)
-        mask = attention.attention_mask("flex", boundaries, torch.Size([1, 131_072]), True, torch.bfloat16)
+        mask = attention.attention_mask("flex", boundaries, torch.Size([1, 131_072]), True, torch.bfloat16, 1024)
     assert seen.largest <= 1025**2
     assert int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) == 128 * (8 * 9 // 2)
 

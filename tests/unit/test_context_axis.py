@@ -184,7 +184,8 @@ def test_slices_have_every_target_once(name, slices):
     assert torch.equal(torch.cat([part.position_ids for part in parts], 1), whole.position_ids)
     found = {}
     for number, part in enumerate(parts):
-        assert part.packed == whole.packed and torch.equal(part.boundaries, whole.boundaries)
+        assert (part.packed, part.longest) == (whole.packed, whole.longest)
+        assert torch.equal(part.boundaries, whole.boundaries)
         assert part.targets.dtype == part.positions.dtype == torch.int64
         for at, target in zip(part.positions.tolist(), part.targets.tolist(), strict=True):
             row, column = divmod(at, each)

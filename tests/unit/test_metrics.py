@@ -1,11 +1,10 @@
 """metrics.jsonl and trackers: nothing lost, nothing twice, and no tracker ends a run."""
 
 import json
-import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from world import run_world
 
 import shardbook.run.metrics as metrics
 from shardbook.model.causal_lm import Flops
@@ -101,12 +100,16 @@ def test_mfu_is_absent_without_a_gpu(monkeypatch, clock):
         pace.add(1000, 3000)
         pace.add(1000, 5000)
         clock[0] += 4.0
-        return pace.take()
+        return pace.take()()
 
     pace = metrics.Pace(4, Flops(per_token=10**9, per_pair=10**8))
     assert four_seconds_of_two_steps() == {"perf/step_seconds": 2.0, "perf/tokens_per_second_per_device": 125.0}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda enable_timing: SimpleNamespace(**dict.fromkeys(("record", "synchronize"), int))
+    )
+    monkeypatch.setattr(metrics.Moment, "since", lambda ended, earlier: ended.seconds - earlier.seconds)
     flops = 2000 * 1e9 + 8000 * 1e8  # on four devices in four seconds
     assert four_seconds_of_two_steps()["perf/mfu"] == pytest.approx(flops / 16 / 756e12)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some new GPU")
@@ -120,11 +123,11 @@ def test_the_pace_leaves_out_evaluations_and_nothing_else(clock):
     with pace.paused():
         clock[0] += 50.0
     clock[0] += 1.0  # logging, say
-    assert pace.take()["perf/step_seconds"] == 4.0
+    assert pace.take()()["perf/step_seconds"] == 4.0
     clock[0] += 2.0  # logging of the row that was taken is part of the next
     pace.add(100, 0)
     clock[0] += 1.0
-    assert pace.take() == {"perf/step_seconds": 3.0, "perf/tokens_per_second_per_device": pytest.approx(100 / 3)}
+    assert pace.take()() == {"perf/step_seconds": 3.0, "perf/tokens_per_second_per_device": pytest.approx(100 / 3)}
 
 
 def test_memory_of_steps_that_compile_is_no_steps_peak(monkeypatch):
@@ -162,8 +165,6 @@ def test_peak_flops_are_those_of_the_very_card(name, peak):
 
 def test_out_of_memory_says_what_was_predicted_measured_and_would_fit(monkeypatch):
     """As on a GPU of 2 GB, whose allocator gave up."""
-    from types import SimpleNamespace
-
     from test_peak import lay_out, settings
 
     from shardbook.parallel.sharding import ShardedModel
@@ -195,32 +196,3 @@ def test_out_of_memory_says_what_was_predicted_measured_and_would_fit(monkeypatc
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20 MiB")
     with pytest.raises(RuntimeError, match="another"), fits:
         raise RuntimeError("another error passes")
-
-
-def read(loss, margin, norm):
-    import torch.distributed as dist
-
-    from shardbook.ranks.exits import RunFailed
-
-    dist.init_process_group("gloo", rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
-    names = ["train/loss", "train/rewards/margins"]
-    try:
-        return str(metrics.read_loss(torch.tensor([loss, margin]), names, torch.tensor(norm), 3))
-    except RunFailed as error:
-        return str(error)
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ((0.5, 1.0, 2.0), "{'train/loss': 0.5, 'train/rewards/margins': 1.0, 'train/grad_norm': 2.0}"),
-        ((math.nan, math.nan, 2.0), "step 3: train/loss is nan and train/grad_norm 2.0; lower optim.learning_rate"),
-        ((0.5, 1.0, math.inf), "step 3: train/loss is 0.5 and train/grad_norm inf; lower optim.learning_rate"),
-        (
-            (0.5, math.inf, 2.0),
-            "step 3: train/rewards/margins is inf; lower optim.learning_rate, or look at [preference]",
-        ),
-    ],
-)
-def test_what_is_not_finite_is_named(values, said):
-    assert run_world(1, read, *values)[0].startswith(said)

@@ -53,10 +53,10 @@ def saved_by_a_block(made, checkpointing):
         hidden = torch.empty(ROWS, LENGTH, made.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         places = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
         rotary = model.model.rotary_emb(hidden, position_ids=places)
-        told = torch.zeros(9, dtype=torch.int32)
+        told = torch.zeros(9, dtype=torch.int32), LENGTH
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model.blocks[0](hidden, attention_mask=told, position_embeddings=rotary, position_ids=places)
-    apart = [*model.parameters(), *rotary, told]  # of the model, or of all blocks together
+    apart = [*model.parameters(), *rotary, told[0]]  # of the model, or of all blocks together
     for tensor in apart:
         kept.pop(tensor.untyped_storage()._cdata, None)
     random_state = 16  # two numbers of the kernel, whatever the tokens

@@ -37,9 +37,9 @@ def shares_of(kind, micros, totals=None):
     for pairs in micros:
         rows = [row for pair in pairs for row in (pair, PAIRS + pair)]
         losses = [-tokens[row, : lengths[row]] for row in rows]
-        nothing = dict.fromkeys(("input_ids", "position_ids", "boundaries", "positions", "targets", "packed"))
         trained = tuple(lengths[row] for row in rows)
-        micro = SimpleNamespace(**nothing, trained=trained, reference=reference[rows])
+        counts = torch.tensor(trained, dtype=torch.float32)
+        micro = SimpleNamespace(inputs=(), trained=trained, counts=counts, reference=reference[rows])
         seen = seen + objective.shares(lambda *given, of=losses: torch.cat(of), micro, totals)
     return seen.detach(), torch.autograd.grad(seen[0], tokens)[0]
 

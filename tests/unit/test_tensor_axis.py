@@ -95,7 +95,7 @@ def test_the_loss_of_a_vocabulary_in_parts_is_that_of_the_whole(size, spread):
     want_losses = -shares.gather(1, targets[:, None])[:, 0].float()
     want_slope = (shares.exp() - torch.nn.functional.one_hot(targets, 37)).float()
     parts = [TensorAxis(size, place).share(37) for place in range(size)]
-    begun = [begin_part(logits[:, part].clone(), targets - part.start) for part in parts]
+    begun = [begin_part(logits[:, part].clone(), targets - part.start, True) for part in parts]
     told = torch.stack([torch.stack(own) for _, *own in begun])
     for part, (slope, *own) in zip(parts, begun, strict=True):
         losses, share = end_part(told, own[0])

@@ -37,10 +37,20 @@ class MicroBatch:
     positions: Tensor  # [n] indices into the flat [B * L] that predict a trained token
     targets: Tensor  # [n] those tokens
     packed: bool  # whether a row may hold several documents
+    # no document has more tokens, nor a row's padding: a power of two from 128 on, or the row's length, so that there
+    # are few of them; of the whole row
+    longest: int
     pairs: int  # of tokens of one document: the sum of each document's length squared
     trained: tuple[int, ...] = ()  # of each sequence, in their order: how many of the n are its own
+    counts: Tensor | None = None  # [sequences] fp32: `trained`, where examples hold several
     ends: Tensor | None = None  # [sequences] indices into the flat [B * L] of their last tokens
     reference: Tensor | None = None  # [sequences] fp32: what the reference model says of each, where it is known
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """What a model takes of it, in the order of CausalLM.losses."""
+        told = self.positions, self.targets, self.packed, self.longest
+        return self.input_ids, self.position_ids, self.boundaries, *told
 
     def to(self, device: torch.device) -> "MicroBatch":
         if device.type == "cpu":
@@ -220,7 +230,7 @@ def build_micro_batch(
     used = [sum(len(ids) for ids, _ in row) for row in content]
     length = -(-(batching.row_length or max(1, *used)) // batching.multiple) * batching.multiple
     shape = (len(content), length)
-    starts, pairs, trained, ends = [], 0, [], []
+    starts, lengths, trained, ends = [], [], [], []
     ids, places = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     targets = torch.full(shape, -1)
     for row, parts in enumerate(content):
@@ -231,12 +241,14 @@ def build_micro_batch(
             ids[row, here], places[row, here] = tokens, torch.arange(len(tokens))
             targets[row, at : at + len(tokens) - 1] = torch.where(mask[1:], tokens[1:], -1)
             starts.append(row * length + at)
-            pairs += len(tokens) ** 2
+            lengths.append(len(tokens))
             trained.append(int(mask[1:].sum()))
             at += len(tokens)
             ends.append(row * length + at - 1)
         if at < length:
             starts.append(row * length + at)
+    longest = max([*lengths, *(length - tokens for tokens in used)])
+    longest = min(length, max(ROUND_TO["cuda"], 1 << (longest - 1).bit_length()))
     most = batching.documents * batching.sequences if batching.row_length else 1
     boundaries = torch.full((len(content) * (most + 1) + 1,), ids.numel(), dtype=torch.int32)
     boundaries[: len(starts)] = torch.tensor(starts, dtype=torch.int32)
@@ -245,9 +257,9 @@ def build_micro_batch(
     if reference is not None:
         known = torch.from_numpy(reference[[document for row in rows for document in row]].flatten())
     targets = targets.flatten()[positions]
-    whole = MicroBatch(
-        ids, places, boundaries, positions, targets, packed, pairs, tuple(trained), torch.tensor(ends), known
-    )
+    facts = packed, longest, sum(length**2 for length in lengths), tuple(trained)
+    counts = torch.tensor(trained, dtype=torch.float32) if batching.sequences > 1 else None
+    whole = MicroBatch(ids, places, boundaries, positions, targets, *facts, counts, torch.tensor(ends), known)
     return slice_rows(whole, batching) if batching.slices > 1 else whole
 
 
@@ -264,5 +276,5 @@ def slice_rows(whole: MicroBatch, batching: Batching) -> MicroBatch:
     # the sequence of each trained token, by the order in which they stand
     owners = torch.arange(len(whole.trained)).repeat_interleave(torch.tensor(whole.trained, dtype=torch.int64))
     trained = tuple(torch.bincount(owners[here], minlength=len(whole.trained)).tolist())
-    pairs = whole.pairs * (batching.slice == 0)
-    return MicroBatch(ids, places, whole.boundaries, positions, whole.targets[here], whole.packed, pairs, trained)
+    facts = whole.packed, whole.longest, whole.pairs * (batching.slice == 0), trained
+    return MicroBatch(ids, places, whole.boundaries, positions, whole.targets[here], *facts)

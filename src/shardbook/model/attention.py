@@ -3,7 +3,8 @@
 Invariant: a token attends to itself and to earlier tokens of its own document, whatever the kernel. Two kernels do only
 that work, and hold nothing of the size of a row squared: `varlen` (FlashAttention between document boundaries) and
 `flex` (the blocks of scores that lie inside documents). `sdpa` takes a dense mask and runs everywhere; `eager` checks
-it. What a kernel is told has the same shape in every micro-batch of packed rows: compiled code meets one graph.
+it. What a kernel is told has the same shape in every micro-batch of packed rows: compiled code meets one graph, and one
+more when the longest document is another number.
 """
 
 import importlib
@@ -126,15 +127,17 @@ def head_size(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def attention_mask(kernel: str, boundaries: Tensor, shape: torch.Size, packed: bool, dtype: torch.dtype) -> Any:
+def attention_mask(
+    kernel: str, boundaries: Tensor, shape: torch.Size, packed: bool, dtype: torch.dtype, longest: int
+) -> Any:
     """What `kernel` is told of a micro-batch of `shape` [B, L], whose documents lie between `boundaries` [n], int32
-    offsets into the flat [B * L] (see MicroBatch); padding counts as a document.
+    offsets into the flat [B * L], and have at most `longest` tokens (see MicroBatch); padding counts as a document.
 
-    varlen: the boundaries. flex: a BlockMask. sdpa: bool [B, 1, L, L], or None where rows are not `packed`: plain
+    varlen: these two. flex: a BlockMask. sdpa: bool [B, 1, L, L], or None where rows are not `packed`: plain
     causal rows have a kernel. eager: the same, to be added to scores of `dtype`.
     """
     if kernel == "varlen":
-        return boundaries
+        return boundaries, longest
     if kernel == "flex":
         return block_mask(number_documents(boundaries, shape))
     if kernel == "sdpa" and not packed:
@@ -179,22 +182,24 @@ def block_mask(numbers: Tensor) -> Any:
 
 
 def make_varlen(kernel: Any = None) -> Attention:
-    """Attention by `kernel`, with the signature of torch's varlen_attn (the default); it is told the boundaries."""
+    """Attention by `kernel`, with the signature of torch's varlen_attn (the default); it is told the boundaries, and
+    the most tokens of a document."""
     if kernel is None:  # here: the import alone takes seconds, on a CPU for nothing
         kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     grouped = "enable_gqa" in signature(kernel).parameters  # not in torch 2.11
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, scaling: float, **_: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, told: Any, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
         rows, heads, length, _dim = query.shape
+        boundaries, longest = told
         shared = heads // key.shape[1]
         if shared > 1 and not grouped:
             key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
         more = {"enable_gqa": True} if shared > 1 and grouped else {}
         flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-        # a row's length for the longest document: the true one would be another number in every micro-batch
-        limits = (boundaries, boundaries, length, length)
+        # for each document the kernel launches blocks for the longest one, most of which find nothing to do
+        limits = (boundaries, boundaries, longest, longest)
         out = kernel(*flat, *limits, scale=scaling, window_size=(-1, 0), **more)  # causal, each in its own document
         return out.unflatten(0, (rows, length)), None
 

@@ -60,6 +60,9 @@ class CausalLM(nn.Module):
             self.lm_head = LossHead(config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype)
         # Meta buffers hold no numbers and no file has them: rotary frequencies are computed here, on the host, in fp32.
         self.model.rotary_emb = type(self.model.rotary_emb)(config)
+        # They stay as they are for every row that load_config lets in; of "dynamic" and "longrope" transformers would
+        # ask the device for the longest row, in every forward.
+        self.model.rotary_emb.rope_type = "default"
         self.tie()
         self.register_module("teacher", None)
 
@@ -102,6 +105,7 @@ class CausalLM(nn.Module):
         positions: Tensor,
         targets: Tensor,
         packed: bool,
+        longest: int,
         summed: bool = False,
         distill: Distill | None = None,
         hidden: Tensor | None = None,
@@ -110,14 +114,15 @@ class CausalLM(nn.Module):
         sum, which takes one product of the head less.
 
         input_ids, position_ids: int64 [B, L]. A token attends to itself and earlier tokens of its own document;
-        documents lie between `boundaries` [m], int32 offsets into the flat [B * L]. Not `packed`: one document a row,
-        padding only at its end (nothing attends forward to it). Of split rows ids, positions and targets are of this
-        rank's slices, L their length, and boundaries of the whole. `distill`: the three sums of a LossHead's lesson.
+        documents lie between `boundaries` [m], int32 offsets into the flat [B * L], and have at most `longest` tokens.
+        Not `packed`: one document a row, padding only at its end (nothing attends forward to it). Of split rows ids,
+        positions and targets are of this rank's slices, L their length; boundaries and longest are of the whole.
+        `distill`: the three sums of a LossHead's lesson.
 
         Of layers that do not begin the model `hidden` is what those before made; those that do not end it return
         theirs.
         """
-        batch = input_ids, position_ids, boundaries, positions, packed
+        batch = input_ids, position_ids, boundaries, positions, packed, longest
         if distill is None:
             made = self.hidden_states(*batch, hidden)
             found: Tensor = self.head(made, targets, summed) if self.ends else made
@@ -135,6 +140,7 @@ class CausalLM(nn.Module):
         boundaries: Tensor,
         positions: Tensor,
         packed: bool,
+        longest: int,
         hidden: Tensor | None = None,
     ) -> Tensor:
         """What the head makes logits of, [n, hidden]; or what the next layers go on from."""
@@ -147,7 +153,7 @@ class CausalLM(nn.Module):
         kernel = self.config._attn_implementation
         rows, length = input_ids.shape
         whole = torch.Size((rows, length * (self.context.size if self.context else 1)))
-        mask = attention_mask(kernel, boundaries, whole, packed, hidden.dtype)
+        mask = attention_mask(kernel, boundaries, whole, packed, hidden.dtype, longest)
         for number, block in enumerate(self.blocks):
             with self.around_block(number, hidden):
                 hidden = block(hidden, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)

@@ -171,8 +171,12 @@ def score_chunks(
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
     """`total` [m, n], fp32, plus left [m, k] @ right [k, n]; the first is written over whatever it holds."""
+    beta = 0 if is_first else 1
     if left.dtype == total.dtype:
-        torch.addmm(total, left, right, beta=0 if is_first else 1, out=total)
+        torch.addmm(total, left, right, beta=beta, out=total)
+        return
+    if total.is_cuda and adds_casted(total.device, left.dtype):
+        torch.addmm(total, left, right, total.dtype, beta=beta, out=total)
         return
     for first in range(0, len(total), PRODUCT_ROWS):  # not at once: a product of a whole vocabulary is gigabytes
         here = slice(first, first + PRODUCT_ROWS)
@@ -182,19 +186,38 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> N
             total[here] += left[here] @ right
 
 
+@cache
+def adds_casted(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch adds a product of `dtype` to a sum in fp32 as it is made: not where its cuBLAS call wants a sum of
+    `dtype` (a version says so only when it is asked). Else each product is written, read and added."""
+    few, total = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
+    try:
+        torch.addmm(total, few, few, torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
+
+
+def subtract_one(slope: Tensor, where: Tensor) -> Tensor:
+    """`slope` [n, V], less one at `where` [n, 1]: in place or, compiled, as a part of the kernel around it, which would
+    end at a scatter and be written in fp32. The same bits."""
+    if torch.compiler.is_compiling():
+        return torch.where(torch.arange(slope.shape[1], device=slope.device) == where, slope - 1, slope)
+    return slope.scatter_add_(1, where, torch.full_like(where, -1, dtype=slope.dtype))
+
+
 def score_plain(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
-    """Of logits [n, V] the losses, fp32 [n], and the gradient of their sum [n, V] in their dtype (not `trains`: no more
-    than what lies there). One fp32 tensor of their size is made, or none: logits in fp32 are written over."""
+    """Of logits [n, V] the losses, fp32 [n], and the gradient of their sum [n, V] in their dtype (not `trains`: what
+    lies there). One fp32 tensor of their size is made, or none: logits in fp32 are written over."""
     slope, where = logits.float(), targets[:, None]
     slope -= slope.amax(-1, keepdim=True)
     picked = slope.gather(1, where)
     sums = slope.exp_().sum(-1, keepdim=True)
     losses = (sums.log() - picked)[:, 0]
-    if trains:
-        slope /= sums
-        slope.scatter_add_(1, where, torch.full_like(where, -1, dtype=slope.dtype))
-        slope = slope.to(logits.dtype)
-    return losses, slope
+    if not trains:
+        return losses, logits  # a compiled function writes what it returns
+    slope /= sums
+    return losses, subtract_one(slope, where).to(logits.dtype)
 
 
 def score_taught(
@@ -215,16 +238,15 @@ def score_taught(
     del theirs
     slope -= slope.logsumexp(-1, keepdim=True)
     losses = -slope.gather(1, where)[:, 0]
-    if trains:
-        slope.exp_()
-        slope.scatter_add_(1, where, torch.full_like(where, -1, dtype=slope.dtype))
-        slope *= 1 - ratio
-        ours.exp_()
-        ours -= shares
-        ours *= ratio * temperature  # temperature squared, and one divided by it
-        slope[:, :both] += ours
-        slope = slope.to(logits.dtype)
-    return losses, divergences, slope
+    if not trains:
+        return losses, divergences, logits
+    slope = subtract_one(slope.exp_(), where)
+    slope *= 1 - ratio
+    ours.exp_()
+    ours -= shares
+    ours *= ratio * temperature  # temperature squared, and one divided by it
+    slope[:, :both] += ours
+    return losses, divergences, slope.to(logits.dtype)
 
 
 @cache
@@ -243,7 +265,7 @@ def score_part(axis: TensorAxis, targets: Tensor, logits: Tensor, here: slice, t
     """score of the rows `here`, where each rank has the logits [n, V] of its own part of the vocabulary and `targets`
     count from the first of these: one gather of three numbers a row (Megatron-LM, arXiv 1909.08053, section 3, has two
     all-reduces). The same losses on every rank; slopes of its own part."""
-    slope, *own = run_as_one(begin_part, logits.is_cuda)(logits, targets[here])
+    slope, *own = run_as_one(begin_part, logits.is_cuda)(logits, targets[here], trains)
     told = gather_plain(torch.stack(own)[None], axis).view(axis.size, 3, -1)
     losses, share = run_as_one(end_part, logits.is_cuda)(told, own[0])
     if trains:
@@ -251,14 +273,15 @@ def score_part(axis: TensorAxis, targets: Tensor, logits: Tensor, here: slice, t
     return losses, slope
 
 
-def begin_part(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """exp(logits - their largest) [n, V]; that, their sum, and the logit of the target or 0: each fp32 [n]."""
+def begin_part(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """exp(logits - their largest) [n, V] (not `trains`: what lies there); that, their sum, and the logit of the target
+    or 0: each fp32 [n]."""
     slope = logits.float()
     outside, where = (targets < 0) | (targets >= slope.shape[1]), targets.clamp(0, slope.shape[1] - 1)
     largest = slope.amax(-1, keepdim=True)
     picked = slope.gather(1, where[:, None])[:, 0].masked_fill(outside, 0.0)
     slope = (slope - largest).exp_() if slope is logits else slope.sub_(largest).exp_()
-    return slope, largest[:, 0], slope.sum(-1), picked
+    return slope if trains else logits, largest[:, 0], slope.sum(-1), picked
 
 
 def end_part(told: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,6 +295,8 @@ def end_part(told: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
 
 def slope_of_part(slope: Tensor, share: Tensor, targets: Tensor) -> Tensor:
     slope *= share[:, None]
+    if torch.compiler.is_compiling():
+        return subtract_one(slope, targets[:, None])  # one outside is at no place
     inside = (targets >= 0) & (targets < slope.shape[1])
     where = targets.clamp(0, slope.shape[1] - 1)[:, None]
     return slope.scatter_add_(1, where, -inside.to(slope.dtype)[:, None])

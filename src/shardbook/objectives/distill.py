@@ -15,7 +15,5 @@ NLL_AND_KL = ("nll", "kl")  # the metrics
 
 def distill_shares(of: Distill, model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
     """Shares of the loss and of NLL_AND_KL, of which the second is at the temperature, not times its square."""
-    sums: Tensor = model(
-        micro.input_ids, micro.position_ids, micro.boundaries, micro.positions, micro.targets, micro.packed, distill=of
-    )
+    sums: Tensor = model(*micro.inputs, distill=of)
     return torch.cat([sums[:1], sums[1:].detach()]) / totals.tokens

@@ -92,10 +92,8 @@ FREE: dict[str, Score] = {  # of a reference: they compare how likely each answe
 
 def log_probabilities(model: nn.Module, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     """Log-probability of each sequence's trained tokens, fp32 [sequences], and how many these are."""
-    losses: Tensor = model(
-        micro.input_ids, micro.position_ids, micro.boundaries, micro.positions, micro.targets, micro.packed
-    )
-    counts = torch.tensor(micro.trained, dtype=torch.float32, device=losses.device)
+    losses, counts = model(*micro.inputs), micro.counts
+    assert counts is not None, "rows hold no pairs"
     if not micro.trained:
         return -losses.float(), counts
     # one row a sequence, so that its sum is of its own numbers alone, and the same bits on a GPU every time

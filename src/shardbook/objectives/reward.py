@@ -1,6 +1,8 @@
 """A reward model: a score of each answer, learned from pairs (Bradley-Terry; Ouyang et al., arXiv 2203.02155, section
 3.5, equation 1). Names are TRL's."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,9 +16,8 @@ METRICS = ("accuracy", "margin", "mean_reward")
 def reward_shares(model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
     """Shares of the loss and of METRICS, over the pairs of the step. A sequence's score is read at its last token, as
     transformers' sequence classification reads it."""
-    scores: Tensor = model(
-        micro.input_ids, micro.position_ids, micro.boundaries, micro.ends, micro.targets, micro.packed
-    )
+    assert micro.ends is not None, "slices of rows have no last tokens"
+    scores: Tensor = model(*replace(micro, positions=micro.ends).inputs)
     chosen, rejected = scores[0::2], scores[1::2]
     margins = chosen - rejected
     shown = margins.detach()

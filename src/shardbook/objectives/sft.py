@@ -8,9 +8,7 @@ from shardbook.data.tokenized import Totals
 
 def sft_loss(model: nn.Module, micro: MicroBatch) -> Tensor:
     """Scalar fp32 SUM over the micro-batch's trained tokens."""
-    total: Tensor = model(
-        micro.input_ids, micro.position_ids, micro.boundaries, micro.positions, micro.targets, micro.packed, summed=True
-    )
+    total: Tensor = model(*micro.inputs, summed=True)
     return total
 
 

@@ -186,8 +186,7 @@ class Passes:
         if self.layout.pipeline.is_last(action.chunk):
             made = self.shares_of(model if hidden is None else partial(model, hidden=hidden), micro)
         else:
-            seen = micro.input_ids, micro.position_ids, micro.boundaries, micro.positions, micro.targets, micro.packed
-            made = model(*seen, hidden=hidden)
+            made = model(*micro.inputs, hidden=hidden)
             self.links.send(made.detach(), is_forward=True)
         self.made[action.chunk, action.micro] = hidden, made
         return made

@@ -317,7 +317,7 @@ def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe)
     whole = [unit.cast_numel(itemsize) if layout.copies else unit.padded_numel(layout.shards) for unit in units]
     gathered = predict_gathered_peak(layout) if layout.switches.secondary else sum(whole) * itemsize
     mlp = tokens * (2 * of.hidden + 3 * of.inner) * itemsize + rows * length**2
-    drawn = rows * config.vocab_size * (itemsize + FP32 + 16 * bool(asked.temperature))
+    drawn = rows * config.vocab_size * (itemsize + FP32)  # temperature is the host's work
     return Peak(
         params=int(state.params_bytes),
         grads=predict_residual(layout),

@@ -185,5 +185,6 @@ def _full_rows(recipe: Recipe, slices: int) -> MicroBatch:
     positions = torch.zeros(sum(trained), dtype=torch.int64)
     ends = torch.zeros(len(trained), dtype=torch.int64)
     known = torch.zeros(len(trained)) if of_row > 1 and recipe.preference.precompute_ref_log_probs else None
-    told = positions.clone()
-    return MicroBatch(ids, ids.clone(), boundaries, positions, told, recipe.data.packing, 0, trained, ends, known)
+    counts = torch.zeros(len(trained)) if of_row > 1 else None
+    facts = recipe.data.packing, length, 0, trained
+    return MicroBatch(ids, ids.clone(), boundaries, positions, positions.clone(), *facts, counts, ends, known)

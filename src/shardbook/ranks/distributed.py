@@ -273,9 +273,10 @@ def local_main_process_first(ranks: Ranks) -> Iterator[None]:
 @dataclass
 class StopFlag:
     """Set on this rank by SIGTERM, SIGUSR1 or a first Ctrl-C (a second ends the rank at once); summed over ranks with
-    each step's tokens, so that all stop after the same step."""
+    each step's tokens, and after an evaluation, samples or a save, so that all stop after the same step."""
 
     asked: bool = False
+    again: bool = False  # whether something that takes long went by since it was summed, on every rank
 
     def listen(self) -> "StopFlag":
         def ask(signum: int, frame: FrameType | None) -> None:

@@ -59,6 +59,9 @@ class StepsAhead:
         micros, wait = self._counted
         same = self.loader.batching.alike * self.loader.batching.stages  # as often each is counted
         tokens, examples, chosen, stops, *work = (count / same for count in wait())
+        if self.stop.again:
+            self.stop.again = False
+            stops += begin_sum(self.stop.asked)()[0]
         if not stops:
             if self._error:
                 raise RunFailed(str(self._error)) from self._error

@@ -127,7 +127,7 @@ class Samples:
         asked, count = self.recipe.generate, len(self.prompts.ids)
         seed, most = self.recipe.train.seed, asked.max_new_tokens
         numbers = [(place + turn * places) % count for turn in range(-(-count // places))]
-        draws = torch.stack([draw(seed, step, number, most) for number in numbers]).to(self.ranks.device)
+        draws = torch.stack([draw(seed, step, number, most) for number in numbers])
 
         def choose(logits: Tensor, turn: int) -> Tensor:
             return pick(logits.float(), asked.temperature, draws[:, turn])
@@ -152,15 +152,15 @@ def decode(
     device: torch.device,
 ) -> list[list[int]]:
     """At most `most` tokens after each of `prompts`, up to and with the first of `stops`. `choose`: from logits [B,
-    vocabulary] and a token's place the tokens [B]. Collective: ends when every row of every rank has."""
+    vocabulary] and a token's place the tokens [B], on the host. Collective: ends when every row of every rank has."""
     model: Any = sharded.model.eval()
     ids, attended = torch.zeros(2, len(prompts), width, dtype=torch.int64)
     for row, prompt in enumerate(prompts):  # at the right: the last column is the end of every row
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         attended[row, width - len(prompt) :] = 1
-    ids, attended, ends = ids.to(device), attended.to(device), torch.tensor(stops, device=device)
+    ids, attended, ends = ids.to(device), attended.to(device), torch.tensor(stops)
     cache, found = DynamicCache(config=model.config), list[Tensor]()
-    is_done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    is_done = torch.zeros(len(prompts), dtype=torch.bool)
     # compiled blocks were compiled for rows of training, and would be again for every length
     with sharded.gathered_once(), cached_attention(model.config), torch.compiler.set_stance("force_eager"):
         for turn in marked(range(most), "token of samples"):
@@ -169,16 +169,18 @@ def decode(
             is_done |= torch.isin(found[-1], ends)
             if not sum_over_ranks(not is_done.all())[0]:
                 break
-            ids, attended = found[-1][:, None], torch.nn.functional.pad(attended, (0, 1), value=1)
+            ids, attended = found[-1][:, None].to(device), torch.nn.functional.pad(attended, (0, 1), value=1)
     model.train()
     return [cut(row, stops) for row in torch.stack(found, 1).tolist()]
 
 
 def pick(logits: Tensor, temperature: float, draws: Tensor) -> Tensor:
-    """Of logits [B, vocabulary] the likeliest tokens [B], or those at `draws` [B], from 0 to 1, of the distribution."""
+    """Of logits [B, vocabulary] the likeliest tokens [B], or those at `draws` [B], from 0 to 1, of the distribution: on
+    the host, a token's one sync."""
     if not temperature:
-        return logits.argmax(-1)
-    shares = (logits.double() / temperature).softmax(-1).cumsum(-1)
+        return logits.argmax(-1).cpu()
+    # not on the device: CUDA's sum along fp64 rows is refused where train.deterministic asks for the same bits
+    shares = (logits.cpu().double() / temperature).softmax(-1).cumsum(-1)
     return torch.searchsorted(shares, draws[:, None] * shares[:, -1:], right=True)[:, 0]
 
 

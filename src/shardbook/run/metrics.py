@@ -5,21 +5,18 @@ Invariant: a metric that was not measured is absent, never zero. A tracker may f
 
 import contextlib
 import json
-import math
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardbook.model.causal_lm import Flops
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Run
 from shardbook.run.directory import write_whole
 from shardbook.run.trackers import Trackers
@@ -98,24 +95,6 @@ def _step_of(line: str) -> float:
         return float("inf")
 
 
-def read_loss(seen: Tensor, names: list[str], norm: Tensor, step: int) -> Metrics:
-    """Sum this rank's shares, the loss first, over ranks and read them with the gradient norm: one host sync.
-    Collective.
-
-    Raises RunFailed where one is not finite: to train on would only save broken weights.
-    """
-    dist.all_reduce(seen)
-    values = torch.cat([seen, norm.to(seen.device).view(1)]).tolist()
-    metrics: Metrics = dict(zip([*names, "train/grad_norm"], values, strict=True))
-    if broken := [name for name, value in metrics.items() if not math.isfinite(value)]:
-        said, looked_at = f"train/loss is {values[0]} and train/grad_norm {values[-1]}", ""
-        if not {names[0], "train/grad_norm"} & set(broken):
-            said, looked_at = f"{broken[0]} is {metrics[broken[0]]}", "[preference], [distill] and "
-        rows = "the rows of this step, or of one since the last that was logged"
-        raise RunFailed(f"step {step}: {said}; lower optim.learning_rate, or look at {looked_at}{rows}")
-    return metrics
-
-
 def kept_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes that this rank keeps for `tensors`: its own shards, padding included, each storage once."""
     storages = {}
@@ -169,6 +148,29 @@ def peak_metrics() -> Metrics:
     return peaks
 
 
+class Moment:
+    """A time of the device: when it has done what was queued so far. On a CPU that is now."""
+
+    def __init__(self) -> None:
+        self.seconds, self.event = time.perf_counter(), None
+        if torch.cuda.is_available():
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def has_come(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def wait(self) -> None:
+        if self.event:
+            self.event.synchronize()
+
+    def since(self, earlier: "Moment") -> float:
+        """Seconds; both have come."""
+        if self.event and earlier.event:
+            return float(earlier.event.elapsed_time(self.event)) / 1000
+        return self.seconds - earlier.seconds
+
+
 class Pace:
     """How fast steps are: their time, tokens and pairs of tokens since it was last taken.
 
@@ -179,17 +181,16 @@ class Pace:
         """`first_steps` make what is made once: their memory is no step's peak."""
         self.world_size, self.flops, self.first_steps = world_size, flops, first_steps
         self.steps_before = 0
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
-        self.began, self.paused_seconds = time.perf_counter(), 0.0
+    def begin(self) -> None:
+        """Steps count from here on."""
+        self.began, self.paused_seconds = Moment(), 0.0
         self.steps, self.tokens, self.pairs = 0, 0.0, 0.0
 
     def add(self, tokens: float, pairs: float) -> None:
         """A step begins. `tokens`: of its rows on all ranks, trained or not, with padding; `pairs`: see MicroBatch."""
-        if (
-            self.steps_before == self.first_steps and torch.cuda.is_available()
-        ):  # weights were loaded, code was compiled
+        if self.steps_before == self.first_steps and torch.cuda.is_available():  # weights are loaded, code is compiled
             torch.cuda.reset_peak_memory_stats()
         self.steps_before += 1
         self.steps, self.tokens, self.pairs = self.steps + 1, self.tokens + tokens, self.pairs + pairs
@@ -205,16 +206,24 @@ class Pace:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
-    def take(self) -> Metrics:
-        """The speed of the steps since the last call, when the device has done them; MFU where its peak is known."""
-        seconds = time.perf_counter() - self.began - self.paused_seconds
-        measured: Metrics = {
-            "perf/step_seconds": seconds / self.steps,
-            "perf/tokens_per_second_per_device": self.tokens / seconds / self.world_size,
-        }
-        if torch.cuda.is_available() and (peak := peak_flops(torch.cuda.get_device_name())):
-            measured["perf/mfu"] = self.flops.of(self.tokens, self.pairs) / seconds / self.world_size / peak
-        self._begin()
+    def take(self) -> Callable[[], Metrics]:
+        """The speed of the steps since the last call: to be called when the device has done them, else it waits. MFU
+        where its peak is known."""
+        began, paused, steps, tokens, pairs = self.began, self.paused_seconds, self.steps, self.tokens, self.pairs
+        self.begin()
+        ended = self.began
+
+        def measured() -> Metrics:
+            ended.wait()
+            seconds = ended.since(began) - paused
+            metrics: Metrics = {
+                "perf/step_seconds": seconds / steps,
+                "perf/tokens_per_second_per_device": tokens / seconds / self.world_size,
+            }
+            if torch.cuda.is_available() and (peak := peak_flops(torch.cuda.get_device_name())):
+                metrics["perf/mfu"] = self.flops.of(tokens, pairs) / seconds / self.world_size / peak
+            return metrics
+
         return measured
 
 

@@ -1,0 +1,115 @@
+"""Rows: what the device measured in a step, read without a wait, and logged with the rest of its row.
+
+Invariant: what is not finite is never saved, and ends the run by its own step's number. A row is there when the next
+step's work is on its way to the device (on a CPU: when its step is done), and before an evaluation, samples, a save or
+the end.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardbook.ranks.distributed import StopFlag
+from shardbook.ranks.exits import RunFailed
+from shardbook.run.console import Console
+from shardbook.run.metrics import Metrics, Moment, Pace, Recorder
+
+Part = Metrics | Callable[[], Metrics]  # of a row: what is known, or what is asked when the device has come so far
+LAST_SECONDS = 10.0  # that a run which fails waits for its last row: of a lost rank it would wait for ever
+
+
+def read_loss(seen: Tensor, names: list[str], norm: Tensor, step: int) -> tuple[Callable[[], Metrics], Moment]:
+    """Begin to sum this rank's shares, the loss first, over ranks and to read them with the gradient norm. Returns what
+    waits for them, and the moment from which on it does not. Collective.
+
+    That raises RunFailed where one is not finite: to train on would only save broken weights.
+    """
+    dist.all_reduce(seen)
+    # into pinned memory, which torch takes for such a copy by itself; nothing where it is on the host
+    coming = [tensor.to("cpu", non_blocking=True).view(-1) for tensor in (seen, norm)]
+    moment = Moment()
+
+    @cache
+    def read() -> Metrics:
+        moment.wait()
+        values = [value for tensor in coming for value in tensor.tolist()]
+        metrics: Metrics = dict(zip([*names, "train/grad_norm"], values, strict=True))
+        if broken := [name for name, value in metrics.items() if not math.isfinite(value)]:
+            said, looked_at = f"train/loss is {values[0]} and train/grad_norm {values[-1]}", ""
+            if not {names[0], "train/grad_norm"} & set(broken):
+                said, looked_at = f"{broken[0]} is {metrics[broken[0]]}", "[preference], [distill] and "
+            rows = "the rows of this step, or of one since the last that was logged"
+            raise RunFailed(f"step {step}: {said}; lower optim.learning_rate, or look at {looked_at}{rows}")
+        return metrics
+
+    return read, moment
+
+
+class Rows(contextlib.AbstractContextManager["Rows"]):
+    """The rows of the steps inside, in their order: at most one waits for the device. All ranks read alike."""
+
+    def __init__(self, recorder: Recorder, console: Console, names: list[str], pace: Pace, stop: StopFlag):
+        self.recorder, self.console, self.names, self.pace, self.stop = recorder, console, names, pace, stop
+        self.lags = torch.cuda.is_available()  # whether to read at once would make the host wait for the device
+        self.step = 0  # that was read last
+        self._read: Callable[[], Metrics] = dict
+        self._moment: Moment | None = None  # when it can be read; None: it was
+        self._waiting: tuple[int, list[Part]] | None = None
+
+    def read(self, step: int, seen: Tensor, norm: Tensor) -> Callable[[], Metrics]:
+        """Begin to read what `step` measured, where that was not done; its part of a row. Collective."""
+        if step != self.step:
+            self.settle()
+            self.step = step
+            self._read, self._moment = read_loss(seen, self.names, norm, step)
+            if not self.lags:
+                self.settle()
+        return self._read
+
+    def log(self, step: int, parts: list[Part]) -> None:
+        """Log the row of `step`, and show it, when what it reads has come; one without parts is shown alone."""
+        if self._waiting:
+            self.settle()
+        self._waiting = step, parts
+        if self._moment is None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for what is read, and log the row that waits for it."""
+        self._read()
+        self._moment = None
+        if self._waiting:
+            (step, parts), self._waiting = self._waiting, None
+            metrics: Metrics = {}
+            for part in parts:
+                metrics |= part() if callable(part) else part
+            if metrics:
+                self.recorder.log(step, metrics)
+            self.console.show_step(step, metrics)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around an evaluation, samples or a save: nothing waits any more, and it is no part of a step's time. A signal
+        that came meanwhile ends the run after it."""
+        self.settle()
+        with self.pace.paused():
+            yield
+        self.stop.again = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Log the last row. Of a run that fails too, where the device still comes to it."""
+        if error is None:
+            self.settle()
+        elif self._waiting and self._moment:
+            with contextlib.suppress(Exception):  # the run ends by its own error; a broken device says nothing more
+                until = time.perf_counter() + LAST_SECONDS
+                while not self._moment.has_come() and time.perf_counter() < until:
+                    time.sleep(0.01)
+                if self._moment.has_come():
+                    self.settle()
