@@ -166,8 +166,7 @@ class Chunk:
         return nullcontext()
 
 
-MICRO = SimpleNamespace(input_ids=torch.zeros(1, 1), **dict.fromkeys(("position_ids", "boundaries", "positions")))
-vars(MICRO).update(targets=None, packed=None, to=lambda device: MICRO)
+MICRO = SimpleNamespace(input_ids=torch.zeros(1, 1), inputs=(), to=lambda device: MICRO)
 
 
 def part_of(shape, rank, stream=None):
