@@ -124,6 +124,7 @@ class StandIn(Machine):
             "set_rng_state": lambda *_: None,
         }.items():
             self.put(cuda, name, value)
+        self.put(torch._C._distributed_c10d, "_dump_nccl_trace", lambda *_: b"")
         self.put(cuda.nccl, "version", lambda: (2, 27, 0))
         self.put(torch, "Generator", Generator)
         self.put(torch, "Stream", Stream)
@@ -224,6 +225,7 @@ class StandIn(Machine):
                     else:
                         stream = self.stream()
                         joined(stream.clock, self.host.clock)
+                        self.take_room(stream, "resize_")
                         kept.stream, kept.write, kept.reads = stream, (stream, stream.ticks), {}
                         kept.recorded, kept.freed = set(), False
             grows = size > storage.nbytes()

@@ -70,6 +70,7 @@ class Party:
     def __init__(self, name: str):
         self.name, self.number, self.ticks = name, next(Party.numbers), 0
         self.clock: Clock = {self.number: 0}
+        self.freed: list[tuple[Party, int, str]] = []  # of memory that was given back to it: who was not done with it
 
     def tick(self) -> None:
         self.ticks += 1
@@ -225,24 +226,31 @@ class Machine:
                 self.let_go(kept)
 
     def let_go(self, kept: Memory) -> None:
-        """Memory goes back to the allocator: is anybody not done with it?"""
+        """Memory goes back to the allocator: who is not done with it? A stream's block is given to whoever allocates
+        on that stream next; what is the host's is gone at once."""
         if self.ended or sys.exc_info()[0] is not None:  # nothing is launched any more
             return
-        clock: Clock = dict(self.host.clock)
-        if kept.device != CPU:
-            joined(clock, kept.stream.clock)
         uses = [*kept.reads.items(), *([kept.write] if kept.write else [])]
         for party, when in uses:
-            is_mine = party is kept.stream or party in kept.recorded
             of_device = isinstance(party, Stream) or party in self.communicators.values()  # gloo keeps what it sends
-            if (
-                not is_mine
-                and of_device
-                and clock.get(party.number, 0) < when
-                and not (kept.device == CPU and kept.pinned)
-            ):
-                where = f"allocated on {kept.stream.name}" if kept.stream else "of the host"
-                self.broken.append(f"memory {where}, made by {kept.made}, is freed while {party.name} may still use it")
+            is_over = self.host.clock.get(party.number, 0) >= when  # as whoever frees it knows
+            if not of_device or is_over or party is kept.stream or party in kept.recorded:
+                continue
+            if kept.stream is not None:
+                kept.stream.freed.append((party, when, kept.made))
+            elif not kept.pinned:
+                self.broken.append(
+                    f"memory of the host, made by {kept.made}, is freed while {party.name} may still use it"
+                )
+
+    def take_room(self, stream: Party, name: str) -> None:
+        """Memory is allocated on `stream`: its freed blocks are written by what it does next."""
+        for party, when, made in stream.freed:
+            if stream.clock.get(party.number, 0) < when:
+                stream.freed = []
+                took = f"{name} takes memory on {stream.name} that was freed, made by {made}"
+                raise RuleBroken(f"{took}, while {party.name} may still use it")
+        stream.freed = []
 
     def is_pinned(self, tensor) -> bool:
         begin = tensor.untyped_storage().data_ptr()
@@ -308,6 +316,8 @@ class Machine:
         before = {tensor.untyped_storage()._cdata for tensor in inputs}
         out = func(*args, **kwargs)
         made = [tensor for tensor in self.tensors(out) if tensor.untyped_storage()._cdata not in before]
+        if made and target.type == "cuda":
+            self.take_room(party, name)
         for tensor in made:
             kept = self.of(tensor)
             kept.device, kept.made = target, name

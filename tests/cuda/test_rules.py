@@ -89,9 +89,11 @@ def test_memory_goes_when_all_streams_are_done_or_it_is_recorded_for_them(way, c
         made.record_stream(side)
     del made
     if way:
-        cuda.finish()
+        torch.ones(1, device=CUDA)
     else:
-        with pytest.raises(RuleBroken, match="is freed while stream 1 may still use it"):
+        with pytest.raises(
+            RuleBroken, match=r"takes memory on the default stream that was freed, .* while stream 1 may still"
+        ):
             torch.ones(1, device=CUDA)
     assert kept.is_cuda
 
@@ -241,17 +243,19 @@ def launch_between(answers):
     if rank == 1 and not answers:
         sending = dist.isend(sent, other, group)
     work = dist.irecv(room, other, group)
-    if rank == 1:
-        work.wait()
-    if rank == 0 or answers:
-        sending = dist.isend(sent * 2, other, group)
-    if rank == 0:
-        work.wait()
-    sending.wait()
+    try:
+        if rank == 1:
+            work.wait()
+        if rank == 0 or answers:
+            sending = dist.isend(sent * 2, other, group)
+        if rank == 0:
+            work.wait()
+        sending.wait()
+    except (RuleBroken, RuntimeError) as error:  # of the other, whose peer is gone
+        return str(error)
     return room.tolist()
 
 
 def test_a_launch_waits_for_what_was_asked_for_before_it():
     assert run_world(2, on_cuda, launch_between, False) == [[1.0], [2.0]]
-    with pytest.raises(AssertionError, match="a launch waits for a receive"):
-        run_world(2, on_cuda, launch_between, True)
+    assert "a launch waits for a receive" in run_world(2, on_cuda, launch_between, True)[0]

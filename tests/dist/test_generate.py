@@ -88,7 +88,7 @@ def digest(sharded):
     words = []
     for name, parameter in sharded.masters.named_parameters():
         local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().contiguous()
-        words.append((name, hashlib.sha256(local.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()))
+        words.append((name, hashlib.sha256(local.flatten().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()))
     return words
 
 

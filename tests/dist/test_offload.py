@@ -73,7 +73,7 @@ def digest(sharded, optimizer):
         state = optimizer.state.get(parameter, {})
         for tensor in (parameter, *(state[key] for key in sorted(state))):
             local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
-            words.append((name, hashlib.sha256(local.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()))
+            words.append((name, hashlib.sha256(local.flatten().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()))
     return words
 
 

@@ -90,9 +90,9 @@ def a_backward_breaks():
     def run_step(sharded, micros, shares_of, device):
         micro, place = micros[0], sharded.layout.pipeline.rank
         middle, outer = (sharded.chunks[number] for number in (1 - place, place))
-        hidden = torch.ones(*micro.input_ids.shape, middle.model.config.hidden_size, requires_grad=True)
-        seen = micro.input_ids, micro.position_ids, micro.boundaries, micro.positions, micro.targets, micro.packed
-        made = middle.model(*seen, hidden=hidden)
+        width = middle.model.config.hidden_size
+        hidden = torch.ones(*micro.input_ids.shape, width, requires_grad=True, device=device)
+        made = middle.model(*micro.to(device).inputs, hidden=hidden)
         made.register_hook(lambda _: 1 / 0)
         try:
             made.sum().backward()

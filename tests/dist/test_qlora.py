@@ -190,7 +190,7 @@ def run_under_cudas_rule(recipe, base, cases, results, planted=None):
 
 
 def digest(tensor) -> str:
-    return hashlib.sha256(tensor.detach().clone().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(tensor.detach().cpu().clone().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def assert_bytes_arrive(layouts, recipe, base, adapters, tmp_path, planted=None):

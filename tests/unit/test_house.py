@@ -194,8 +194,8 @@ def test_rooms_stay_small():
     lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert lengths["train.py"] <= 250
     assert max(lengths.values()) <= 350, lengths
-    # core: offload is 1,100 of it, adapters and four bits 650, preferences 450, formats and a look at data 700, samples 370,
-    # tensor parallel 600, context parallel 350, pipeline parallel 750, what of torch is private 330, watching ranks 1,200
+    # core: offload is 1,100 of it, adapters and four bits 650, preferences 450, formats and a look at data 700, samples
+    # 370, tensor parallel 600, context parallel 350, pipeline parallel 750, private torch 330, watching ranks 1,200
     tools = sum(count for name, count in lengths.items() if name.split("/")[0] in TOOLS)
     assert tools < 4_150 and sum(lengths.values()) - tools < 13_850
     assert not {"utils", "helpers", "manager", "base"} & {path.stem for path in modules().values()}

@@ -81,11 +81,12 @@ class Homes:
     @torch.no_grad()
     def put(self, unit: Held, first: int, last: int, masters: Tensor) -> None:
         """Elements `first` to `last` of the unit's masters, new, in the dtype of what is gathered."""
+        pinned = masters.is_pinned()  # those of a file's mapping, when they were loaded, are not
         for number, place in enumerate(unit.shelf.plan.places):
             begin, end = max(place.start, first), min(place.start + place.numel, last)
             if begin < end:
                 here = self._target(unit, number, place)[begin - place.start : end - place.start]
-                here.copy_(masters[begin - first : end - first].to(here.device, non_blocking=True))
+                here.copy_(masters[begin - first : end - first].to(here.device, non_blocking=pinned))
 
     def _target(self, unit: Held, number: int, place: Place) -> Tensor:
         wire = unit.shelf.wire

@@ -63,7 +63,9 @@ class AdamWBf16(torch.optim.Optimizer):
                 state["step"] += 1
                 step = int(state["step"])
                 if (which, step) not in numbers:
-                    numbers[which, step] = numbers_of(group, step).to(parameter.device, non_blocking=True)
+                    own = numbers_of(group, step)
+                    own = own.pin_memory() if parameter.is_cuda else own  # else the copy is staged by the driver
+                    numbers[which, step] = own.to(parameter.device, non_blocking=True)
                 tensors = [parameter, parameter.grad, *(state[name] for name in MOMENTS)]
                 flat, first = [local_part(tensor).view(-1) for tensor in tensors], first_element(parameter)
                 found.append((flat, numbers[which, step], first))
