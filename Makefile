@@ -39,7 +39,7 @@ LAUNCH = $(TRAIN) --nodes $(NODES) --node-rank $(NODE_RANK) --head $(HEAD)
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .DEFAULT_GOAL := help
-.PHONY: help train launch plan data compare recipes test test-slow test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-plan bench-link \
+.PHONY: help train launch plan data compare recipes test test-slow test-streams test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-plan bench-link \
 	bench-convergence bench-offload bench-optimizers bench-peers bench-work lint format clean
 
 help:  ## list the targets
@@ -73,6 +73,13 @@ test: $(DEV)  ## the tests of a change: every stage, every command, no GPU and n
 
 test-slow: $(DEV)  ## what make test leaves out: signals, comparisons, other launchers, compiled code
 	$(PYTEST) -n 2 --dist loadfile -m slow
+
+# Ranks whose device is a stand-in that keeps CUDA's rules (tests/streams.py): its own tests, what a step moves, and these
+# files again; tests/gpu as far as it goes without a GPU.
+STREAMED = $(addprefix tests/dist/test_,$(addsuffix .py,offload qlora generate lora dpo)) tests/gpu/test_moves_cuda.py
+test-streams: $(DEV)  ## streams, threads, pinned memory and communicators by CUDA's rules, on a CPU
+	$(PYTEST) -n 2 --dist load tests/cuda
+	$(PYTEST) -n 2 --dist loadfile --streams $(STREAMED)
 
 test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and model (some ten minutes)
 	$(PYTEST) -n 2 --dist loadfile tests/dist --everything -m ""

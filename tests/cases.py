@@ -77,7 +77,9 @@ class Case:
             "clip" if self.clips else "free",
         )
         words += (self.model or ("tied" if self.tied else "untied"), self.checkpointing, *self.extra)
-        return re.sub(r"[^\w.-]+", "_", "-".join(words))
+        name = re.sub(r"[^\w.-]+", "_", "-".join(words))
+        # a folder's: with what pytest calls its own it may have 255 letters
+        return name if len(name) < 160 else f"{name[:140]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
     def words(self, tiny: Path) -> list[str]:
         return [

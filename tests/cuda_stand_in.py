@@ -133,11 +133,10 @@ class StandIn(Machine):
     def synchronize(self, *_) -> None:
         self.check_thread("synchronize")
         for party in [self.default, *{s for kept in self.memory.values() for s in (kept.stream,) if s}]:
-            joined(self.host.clock, party.clock)
+            self.wait_for(party.clock)
         for held in self.works.values():
             if held.of_device:
-                joined(self.host.clock, held.clock)
-        self.syncs += 1
+                self.wait_for(held.clock)
 
     def register(self, pointer: int, size: int, flags: int) -> int:
         self.check_thread("cudaHostRegister")
@@ -191,8 +190,7 @@ class StandIn(Machine):
                     stream = self.stream()
                     joined(stream.clock, self.host.clock)
                     self.read(t, stream, "tolist")
-                    joined(self.host.clock, stream.clock)
-                    self.syncs += 1
+                    self.wait_for(stream.clock)
                 elif t.numel() and not t.is_meta and not isinstance(t, DTensor):
                     self.read(t, self.host, "tolist")
                 return real(t, *args, **kwargs)

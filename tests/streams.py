@@ -88,6 +88,7 @@ class Memory:
     recorded: set[Party] = field(default_factory=set)
     pinned: bool = False
     made: str = ""  # by which operation
+    last: str = ""  # which one read it last
     freed: bool = False
     watch: object = None
 
@@ -115,8 +116,7 @@ class Stream(Party):
 
     def synchronize(self) -> None:
         machine().check_thread("synchronize")
-        joined(machine().host.clock, self.clock)
-        machine().syncs += 1
+        machine().wait_for(self.clock)
 
     def query(self) -> bool:
         return True
@@ -131,13 +131,13 @@ class Stream(Party):
 
 class Event:
     def __init__(self, *_, **__):
-        self.clock: Clock = {}
+        self.clock, self.at = Clock(), 0.0
 
     def record(self, stream=None) -> "Event":
         machine().check_thread("an event is recorded")
         stream = stream or machine().stream()
         joined(stream.clock, machine().host.clock)
-        self.clock = dict(stream.clock)
+        self.clock, self.at = dict(stream.clock), time.perf_counter()
         return self
 
     def wait(self, stream=None) -> None:
@@ -145,14 +145,13 @@ class Event:
 
     def synchronize(self) -> None:
         machine().check_thread("an event is waited for")
-        joined(machine().host.clock, self.clock)
-        machine().syncs += 1
+        machine().wait_for(self.clock)
 
     def query(self) -> bool:
         return True
 
     def elapsed_time(self, other) -> float:
-        return 1.0
+        return 1000 * (other.at - self.at)
 
 
 IN_PLACE: list["Machine"] = []  # at most one
@@ -185,6 +184,7 @@ class Machine:
         self.log: list[str] = []  # of copies that do not block, for tests
         self.lock = threading.RLock()
         self.ended = False
+        self.over: Clock = {}  # what the device has certainly done
 
     # ---- who runs
 
@@ -208,6 +208,12 @@ class Machine:
     def stream(self) -> Stream:
         self.check_thread("the current stream is asked for")
         return getattr(self.local, "stream", None) or self.default
+
+    def wait_for(self, clock: Clock) -> None:
+        """The host waits for the device: this thread knows, and for memory it is over whoever knows."""
+        joined(self.host.clock, clock)
+        joined(self.over, clock)
+        self.syncs += 1
 
     # ---- what lies where
 
@@ -233,7 +239,7 @@ class Machine:
         uses = [*kept.reads.items(), *([kept.write] if kept.write else [])]
         for party, when in uses:
             of_device = isinstance(party, Stream) or party in self.communicators.values()  # gloo keeps what it sends
-            is_over = self.host.clock.get(party.number, 0) >= when  # as whoever frees it knows
+            is_over = self.over.get(party.number, 0) >= when
             if not of_device or is_over or party is kept.stream or party in kept.recorded:
                 continue
             if kept.stream is not None:
@@ -246,7 +252,7 @@ class Machine:
     def take_room(self, stream: Party, name: str) -> None:
         """Memory is allocated on `stream`: its freed blocks are written by what it does next."""
         for party, when, made in stream.freed:
-            if stream.clock.get(party.number, 0) < when:
+            if stream.clock.get(party.number, 0) < when and self.over.get(party.number, 0) < when:
                 stream.freed = []
                 took = f"{name} takes memory on {stream.name} that was freed, made by {made}"
                 raise RuleBroken(f"{took}, while {party.name} may still use it")
@@ -301,6 +307,8 @@ class Machine:
         else:
             party = self.host
         writes = self.written(func, args, kwargs)
+        if is_copy and of_device and not blocking:
+            self.check_pinned(name, inputs)
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         joined(party.clock, self.host.clock)
         party.tick()
@@ -325,10 +333,10 @@ class Machine:
             kept.write = (party, party.ticks)
         self.poison(name, out)
         if is_copy and of_device:
-            self.crossed(name, inputs, writes, made, party, blocking)
-        if name in SYNCS and of_device:
-            joined(self.host.clock, party.clock)
-            self.syncs += 1
+            self.crossed(inputs, made, party, blocking)
+        sized = any(argument.name == "output_size" and value for argument, value in self.bound(func, args, kwargs))
+        if name in SYNCS and of_device and not sized:
+            self.wait_for(party.clock)
         if (
             name in ("aten::index", "aten::index_put_")
             and of_device
@@ -336,8 +344,7 @@ class Machine:
                 t is not None and (t.dtype == torch.bool or self.device_of(t) == CPU) for t in args[1] if t is not None
             )
         ):
-            joined(self.host.clock, party.clock)
-            self.syncs += 1
+            self.wait_for(party.clock)
         return out
 
     def bound(self, func, args, kwargs):
@@ -362,19 +369,21 @@ class Machine:
         if on_host:
             raise RuleBroken(f"{name}: a tensor of the host {tuple(on_host[0].shape)} beside tensors of the device")
 
-    def crossed(self, name, inputs, writes, made, party, blocking) -> None:
-        """A copy between host and device: what is not pinned cannot go on by itself."""
+    def crossed(self, inputs, made, party, blocking) -> None:
+        """A copy between host and device, or one that stays on the device."""
         of_host = [t for t in [*inputs, *made] if self.device_of(t) == CPU]
         if not of_host:
             return
         if blocking:
-            joined(self.host.clock, party.clock)
-            self.syncs += 1
+            self.wait_for(party.clock)
             return
-        for tensor in of_host:
-            if any(tensor is each for each in made) and name == "aten::_to_copy":
-                self.of(tensor).pinned = True  # torch makes it so: ATen/native/TensorConversions.cpp, pin_out
-            elif tensor.numel() and not self.is_pinned(tensor):
+        for tensor in made:
+            if self.device_of(tensor) == CPU:  # torch pins it itself: ATen/native/TensorConversions.cpp, pin_out
+                self.of(tensor).pinned = True
+
+    def check_pinned(self, name: str, inputs: list) -> None:
+        for tensor in inputs:
+            if self.device_of(tensor) == CPU and tensor.numel() and not self.is_pinned(tensor):
                 raise RuleBroken(f"{name}: a copy that does not block, of host memory {tuple(tensor.shape)} not pinned")
 
     def read(self, tensor, party, name) -> None:
@@ -386,7 +395,7 @@ class Machine:
                 f"{name} on {party.name} reads {tuple(tensor.shape)} {tensor.dtype}, made by {kept.made}, which "
                 f"{writer.name} wrote, and never waited for it"
             )
-        kept.reads[party] = party.ticks
+        kept.reads[party], kept.last = party.ticks, name
 
     def write(self, tensor, party, name) -> None:
         kept = self.of(tensor)

@@ -97,6 +97,8 @@ class Homes:
 
     def begin(self, unit: Held) -> None:
         """Before parts of `unit` are put: on the disk what does not change, or is padding, is written too."""
+        if self.pager is not None:
+            self.pager.let_go(unit)
         if self.outgoing is not None and self.file is not None and unit.shelf.wire is not None:
             self.file.read(self.outgoing[: unit.shelf.wire.nbytes], unit.shelf.offsets["wire"])
 
@@ -136,6 +138,8 @@ class Pager:
         self.pool = ThreadPoolExecutor(1, "pager", self._begin)
         self.slot = 0  # in use
         self.ahead: tuple[Held, int, Future[tuple[Tensor, Any]]] | None = None
+        # by a unit's number and version: what was asked for of it, until its next step rewrites what is read
+        self.asked: dict[int, dict[int, Future[tuple[Tensor, Any]]]] = {}
         self.trail: tuple[int, int] = (-1, -1)  # numbers of the last two units
         self.follows: dict[tuple[int, int], Held] = {}
 
@@ -163,11 +167,23 @@ class Pager:
         return here
 
     def _ask(self, unit: Held, slot: int) -> "Future[tuple[Tensor, Any]]":
-        return self.pool.submit(self._bring, unit, slot, self.free[slot])
+        asked = self.pool.submit(self._bring, unit, slot, self.free[slot], unit.ready)
+        self.asked.setdefault(unit.number, {})[unit.version] = asked
+        return asked
 
-    def _bring(self, unit: Held, slot: int, free: Any) -> tuple[Tensor, Any]:
-        if unit.ready is not None:  # its step began, and writes what is read here
-            unit.ready.result()
+    def let_go(self, unit: Held) -> None:
+        """Wait until what was asked for before the step of `unit` that begins is read: a guess may still be under way.
+        What was asked for since waits for the step."""
+        for version, asked in list(self.asked.get(unit.number, {}).items()):
+            if version < unit.version:
+                _, landed = asked.result()
+                if landed is not None:
+                    landed.synchronize()
+                del self.asked[unit.number][version]
+
+    def _bring(self, unit: Held, slot: int, free: Any, ready: Future[None] | None) -> tuple[Tensor, Any]:
+        if ready is not None:  # its step began, and writes what is read here
+            ready.result()
         assert unit.shelf.wire is not None
         source = unit.shelf.wire.view(torch.uint8)
         if self.file is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardbook.comm.fused import fused
-from shardbook.optim.elementwise import local_part
+from shardbook.optim.elementwise import local_part, send_numbers
 
 PIECE = 2**16  # elements that share keys: of the whole tensor, so that shards are cut where they like
 RUN = {"cpu": 2, "cuda": 2**10}  # most pieces at once; a CPU's temporaries must stay below a MiB, else malloc is slow
@@ -63,9 +63,7 @@ class AdamWBf16(torch.optim.Optimizer):
                 state["step"] += 1
                 step = int(state["step"])
                 if (which, step) not in numbers:
-                    own = numbers_of(group, step)
-                    own = own.pin_memory() if parameter.is_cuda else own  # else the copy is staged by the driver
-                    numbers[which, step] = own.to(parameter.device, non_blocking=True)
+                    numbers[which, step] = send_numbers(numbers_of(group, step), parameter.device)
                 tensors = [parameter, parameter.grad, *(state[name] for name in MOMENTS)]
                 flat, first = [local_part(tensor).view(-1) for tensor in tensors], first_element(parameter)
                 found.append((flat, numbers[which, step], first))
@@ -187,7 +185,7 @@ def draw_keys(shards: Sequence[tuple[int, int, int, int]], device: torch.device)
     for (step, number, first, _), before in zip(shards, accumulate(counts, initial=0), strict=False):
         begun.append(_signed(mix((mix(step) + number) & ALL) + ((first - before) * KEYS + 1) * GOLDEN & ALL))
     total = sum(counts)
-    begins, repeats = torch.tensor([begun, counts]).to(device, non_blocking=True)
+    begins, repeats = send_numbers(torch.tensor([begun, counts]), device)
     state = torch.arange(total, device=device)[:, None] * KEYS + torch.arange(ROW, device=device)
     # output_size: else the host waits for the sum of what it has itself
     state.mul_(_signed(GOLDEN)).add_(begins.repeat_interleave(repeats, output_size=total)[:, None])

@@ -69,7 +69,12 @@ class Elementwise(torch.optim.Optimizer, ABC):
 
 def place_numbers(numbers: Sequence[float], device: torch.device) -> Sequence[float] | Tensor:
     """As they are on a CPU; else in one tensor, fp32: compiled code would be compiled anew for other ones."""
-    return numbers if device.type == "cpu" else torch.tensor(numbers).to(device, non_blocking=True)
+    return numbers if device.type == "cpu" else send_numbers(torch.tensor(numbers), device)
+
+
+def send_numbers(numbers: Tensor, device: torch.device) -> Tensor:
+    """Copy a few numbers to `device` behind what it is doing; what is not pinned the driver would stage meanwhile."""
+    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
 
 
 def add_share(into: Tensor, other: Tensor, share: Any) -> Tensor:
