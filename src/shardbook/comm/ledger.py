@@ -52,13 +52,13 @@ def add_traffic(*parts: Traffic) -> Traffic:
 
 
 def first_steps(compiles: bool, sizes: dict[str, int]) -> int:
-    """How many steps of a run make what is made once, with axes of these `sizes`: the first, and where the ledger held
-    the compiler off in that one, the second too."""
+    """Returns how many steps of a run compile or load something for the first time, with axes of these `sizes`: the
+    first, and the second where the ledger kept the compiler off in the first."""
     return 1 + (compiles and holds_compiler(sizes))
 
 
 def holds_compiler(sizes: dict[str, int]) -> bool:
-    """Whether blocks hold collectives: a trace through the ledger's functions would break in each, for good."""
+    """Returns whether blocks hold collectives: a trace through the ledger's functions would break in each, for good."""
     return any(sizes.get(axis, 1) > 1 for axis in (CP, TP))
 
 

@@ -42,8 +42,8 @@ def probe(*parts: str) -> None:
 
 
 def _has(path: str) -> bool:
-    """Whether there is such a module, or such a name in one. What instances alone have is looked for in the methods of
-    their class."""
+    """Returns whether a module, or a name in one, is there. An attribute of instances alone is looked for in the
+    methods of their class."""
     words, found, at = path.split("."), None, 1
     with contextlib.suppress(ImportError):
         for at in range(1, len(words) + 1):
@@ -67,8 +67,8 @@ def _words_of(made: type) -> set[str]:
 
 @_needs("stages", f"{FSDP}._fsdp_api.AllGather", f"{FSDP}._fsdp_api.ReduceScatter")
 def collective_base(name: str) -> Any:
-    """What set_custom_all_gather or set_custom_reduce_scatter takes. These two are public, `AllGather` and
-    `ReduceScatter` are not exported. Where torch has none a plain class, which `probe` refuses."""
+    """Returns the base class for set_custom_all_gather or set_custom_reduce_scatter. Those two are public, their
+    classes are not exported. Where torch has none it is a plain class, which `probe` refuses."""
     with contextlib.suppress(ImportError):
         return getattr(import_module(f"{FSDP}._fsdp_api"), name, object)
     return object
@@ -96,13 +96,13 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 @_needs("stages", "torch._C._current_graph_task_id")
 def in_backward() -> bool:
-    """Whether this thread is inside a backward. No public name says so."""
+    """Returns whether this thread is inside a backward. No public name says so."""
     return torch._C._current_graph_task_id() != -1
 
 
 @_needs("stages", "torch.Tensor._version")
 def version_of(tensor: Tensor) -> int:
-    """What grows with each change of `tensor` in place; autograd asks it before it uses what it has saved."""
+    """Returns the version counter of `tensor`, which autograd compares before it uses a saved tensor."""
     return tensor._version
 
 
@@ -167,7 +167,7 @@ def whole_shape(param: Any) -> torch.Size:
 
 @_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._sharded_param_data")
 def padded_shard(param: Any) -> Tensor:
-    """What fully_shard gathers of one of `sharded_parameters`, flat: the DTensor shows it without its padding."""
+    """Returns the flat padded shard that fully_shard gathers: the DTensor shows it without its padding."""
     return param._sharded_param_data
 
 
@@ -210,7 +210,7 @@ def extend_gather(param: Any, pre: Callable[..., Any], post: Callable[..., Any])
 
 @_needs("run", "torch._functorch.config.activation_memory_budget")
 def set_memory_budget(share: float) -> None:
-    """What torch.compile keeps for backward, of what it would keep by itself. torch documents it in a blog alone."""
+    """Sets the share of activations that torch.compile keeps for backward. torch documents it in a blog alone."""
     import torch._functorch.config
 
     torch._functorch.config.activation_memory_budget = share
@@ -223,7 +223,7 @@ def set_memory_budget(share: float) -> None:
     "torch.distributed.ProcessGroup._get_backend",
 )
 def backends_of(device: torch.device) -> list[Any]:
-    """Of each process group the half that is for `device`. No public name lists groups, or gives one of the halves."""
+    """Returns the backend for `device` of each process group. No public name lists groups, or gives a backend."""
     groups = dist.distributed_c10d._world.pg_map
     return [group._get_backend(device) for group in groups if device in group._device_types]
 
@@ -289,8 +289,9 @@ def dispatch_base() -> Any:
     "torch.multiprocessing.reductions.StorageWeakRef",
 )
 def storages_in(result: Any) -> Iterator[tuple[int, Any]]:
-    """Of every tensor in what an operation returned, its storage's number and a weak reference to it. Of a DTensor its
-    part of this rank (to_local would be an operation itself). Python's weakref holds a wrapper, which dies first."""
+    """Yields the storage number, and a weak reference to the storage, of every tensor that an operation returned. Of
+    a DTensor it takes this rank's shard (to_local would be an operation itself). Python's weakref holds a wrapper,
+    which dies first."""
     from torch.distributed.tensor import DTensor
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._pytree import tree_leaves

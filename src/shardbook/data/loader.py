@@ -48,7 +48,7 @@ class MicroBatch:
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """What a model takes of it, in the order of CausalLM.losses."""
+        """Returns the arguments of the model, in the order of CausalLM.losses."""
         told = self.positions, self.targets, self.packed, self.longest
         return self.input_ids, self.position_ids, self.boundaries, *told
 

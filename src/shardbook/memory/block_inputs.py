@@ -67,7 +67,7 @@ class HostInputs:
         tensor.record_stream(out)
 
     def _room(self, number: int, tensor: Tensor) -> Tensor:
-        """Where `tensor` waits on the host."""
+        """Returns the host buffer for `tensor`, in its shape and dtype."""
         if number not in self.buffers or self.buffers[number].nbytes < tensor.nbytes:
             for stream in self.streams:
                 stream.synchronize()  # a copy may be under way between the device and the buffer that goes

@@ -110,7 +110,7 @@ class Homes:
             self.shipped[unit.number] = event
 
     def sent(self) -> Any:
-        """An event: what was put so far is on the device; None where it does not go there."""
+        """Records an event behind the masters that were sent to the device; None where none are sent there."""
         return (
             torch.cuda.current_stream().record_event() if self.device.type == "cuda" and self.tier == "none" else None
         )
@@ -172,8 +172,8 @@ class Pager:
         return asked
 
     def let_go(self, unit: Held) -> None:
-        """Wait until what was asked for before the step of `unit` that begins is read: a guess may still be under way.
-        What was asked for since waits for the step."""
+        """Waits for prefetches of `unit` from before its step, which would overwrite what they read. Later ones wait for
+        the step."""
         for version, asked in list(self.asked.get(unit.number, {}).items()):
             if version < unit.version:
                 _, landed = asked.result()

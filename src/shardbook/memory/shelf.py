@@ -125,19 +125,19 @@ def shelf_sizes(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def staging_bytes(layout: Layout) -> int:
-    """Of one buffer through which gradients come: those of the largest unit, as they are reduced."""
+    """Returns the bytes of one staging buffer: the reduced gradients of the largest unit."""
     most = max(unit.padded_numel(layout.shards, trained_only=True) for unit in layout.units) // layout.shards
     return aligned(most * layout.dtype("reduce").itemsize)
 
 
 def fetches_ahead(layout: Layout) -> bool:
-    """Whether shards that are away are fetched a unit ahead: from a disk, or where fully_shard does not, which has
-    nothing to gather from one shard."""
+    """Returns whether offloaded shards are prefetched here: from a disk, or where fully_shard prefetches nothing,
+    because it gathers nothing from one shard."""
     return layout.offload.params == "nvme" or (layout.offload.params == "cpu" and layout.shards == 1)
 
 
 def fetched_bytes(layout: Layout) -> int:
-    """Bytes of the device where shards that are away come in: those of the largest unit, and of one more ahead."""
+    """Returns the device bytes for offloaded shards that are fetched: of the largest unit, and of one more ahead."""
     if layout.offload.params == "none":
         return 0
     most = max(unit.padded_numel(layout.shards) for unit in layout.units) // layout.shards

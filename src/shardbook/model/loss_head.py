@@ -188,8 +188,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> N
 
 @cache
 def adds_casted(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch adds a product of `dtype` to a sum in fp32 as it is made: not where its cuBLAS call wants a sum of
-    `dtype` (a version says so only when it is asked). Else each product is written, read and added."""
+    """Returns whether torch accumulates a product of `dtype` into an fp32 sum: not where its cuBLAS call wants a sum of
+    `dtype` (a version says so only when it is called). Else each product is written, read and added."""
     few, total = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
     try:
         torch.addmm(total, few, few, torch.float32, out=total)
@@ -207,8 +207,8 @@ def subtract_one(slope: Tensor, where: Tensor) -> Tensor:
 
 
 def score_plain(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
-    """Of logits [n, V] the losses, fp32 [n], and the gradient of their sum [n, V] in their dtype (not `trains`: what
-    lies there). One fp32 tensor of their size is made, or none: logits in fp32 are written over."""
+    """Returns the losses of logits [n, V], fp32 [n], and the gradient of their sum [n, V] in their dtype (not `trains`:
+    the logits). One fp32 tensor of their size is made, or none: logits in fp32 are written over."""
     slope, where = logits.float(), targets[:, None]
     slope -= slope.amax(-1, keepdim=True)
     picked = slope.gather(1, where)

@@ -64,11 +64,11 @@ class Elementwise(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def numbers(self, step: int) -> Sequence[float]:
-        """What `update` adds and multiplies at `step`, after the weights' factor and the negative rate."""
+        """Returns the coefficients of `update` at `step`, after the weights' factor and the negative rate."""
 
 
 def place_numbers(numbers: Sequence[float], device: torch.device) -> Sequence[float] | Tensor:
-    """As they are on a CPU; else in one tensor, fp32: compiled code would be compiled anew for other ones."""
+    """Returns the numbers for a CPU, else one fp32 tensor: Python numbers would be compiled in, for each step anew."""
     return numbers if device.type == "cpu" else send_numbers(torch.tensor(numbers), device)
 
 

@@ -116,9 +116,9 @@ class Layout:
 
     @cached_property
     def buckets(self) -> list[list[Unit]]:
-        """Where one shard is all: the units whose gradients are summed over replicas together, in the order in which
-        they are sent. Neighbours that are small are joined; one above BUCKET_BYTES is alone, and where nothing is sent
-        every one."""
+        """Returns the units whose gradients one all-reduce sums over replicas, where one shard is all, in the order in
+        which they are sent. Neighbours that are small are joined; one above BUCKET_BYTES is alone, and where nothing
+        is sent every one."""
         joined, room = list[list[Unit]](), 0
         for unit in sorted(backward_order(self.units), key=lambda unit: unit.spans):
             if not (size := unit.padded_numel(1, trained_only=True) * self.sum_dtype.itemsize):

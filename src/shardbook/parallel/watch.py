@@ -1,4 +1,4 @@
-"""Where a backward of a model begins and ends; after an error inside one no later forward begins.
+"""Watches where a backward of a model begins and ends; after an error inside one no later forward begins.
 
 Invariant: every stage is watched alike. What was summed may hold a part of the broken micro-batch, which nobody can
 take out again, and fully_shard's own state after an error is not to be trusted.

@@ -229,7 +229,7 @@ def broadcast_from_main(make: Callable[[], T]) -> T:
 
 
 def agree(make: Callable[[], T]) -> T:
-    """What `make` returns on this rank; where it raises RecipeError on any, the first of these, on every rank: else the
+    """Returns what `make` returns on this rank; raises on every rank the first RecipeError that any raised: else the
     others would wait for one that has left. Collective."""
     found, said = list[T](), None
     try:

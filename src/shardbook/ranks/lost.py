@@ -13,21 +13,21 @@ BROKEN = re.compile(r"Connection \w+ by peer( \[[^]]+])?")  # "reset" or "closed
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether `error` came from another rank, by a collective or the store: then this rank does not know why."""
+    """Returns whether `error` came from another rank, by a collective or the store, so this rank knows no reason."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
 def broken_connection(error: BaseException) -> str:
-    """How the connection to the other rank ended, or nothing where `error` tells no such end."""
+    """Returns how the connection to the other rank ended, or an empty string where `error` does not tell."""
     found = BROKEN.search(str(error))
     return found[0] if found else ""
 
 
 def is_closed_store(error: BaseException) -> bool:
-    """Whether the process that kept the store closed the connection, or is gone; anything else is silence."""
+    """Returns whether the process that kept the store closed the connection, or is gone; else it is only silent."""
     return bool(re.search(r"reset|[Bb]roken pipe|got 0 bytes|closed|refused", str(error)))
 
 
 def is_out_of_reach(error: BaseException) -> bool:
-    """Whether gloo found no way to another rank, which was there, rather than lost it on the way."""
+    """Returns whether gloo found no route to another rank that was there, rather than lost it on the way."""
     return "connectFullMesh" in str(error) and not broken_connection(error)

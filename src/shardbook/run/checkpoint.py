@@ -212,7 +212,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _met(error: BaseException) -> list[BaseException]:
-    """What each rank met, where DCP reports that."""
+    """Returns the errors of all ranks that DCP reports, or the error itself."""
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
     return [met for met, _ in failures] or [error]
 

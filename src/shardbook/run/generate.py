@@ -175,8 +175,8 @@ def decode(
 
 
 def pick(logits: Tensor, temperature: float, draws: Tensor) -> Tensor:
-    """Of logits [B, vocabulary] the likeliest tokens [B], or those at `draws` [B], from 0 to 1, of the distribution: on
-    the host, a token's one sync."""
+    """Returns the likeliest tokens [B] of logits [B, vocabulary], or those at `draws` [B], from 0 to 1, of their
+    distribution. On the host, which is the one sync of a token."""
     if not temperature:
         return logits.argmax(-1).cpu()
     # not on the device: CUDA's sum along fp64 rows is refused where train.deterministic asks for the same bits
