@@ -122,6 +122,9 @@ def test_distillation():
     run(model, build_objective("distill", Preference(), Distill()), True, 1)
 
 
+SEEN = r"called on meta|torch\.nonzero|out of meta|method tensor of|_to_copy"
+
+
 @pytest.mark.parametrize(
     "reads",
     [
@@ -141,7 +144,8 @@ def test_a_planted_read_or_copy_is_seen(reads):
         reads(losses)
         return losses
 
-    with pytest.raises((RuntimeError, AssertionError, NotImplementedError)):
+    # by meta tensors, which have nothing to read, or by the modes of `run`
+    with pytest.raises((RuntimeError, AssertionError, NotImplementedError), match=SEEN):
         run(build_model(config(), "bf16", 7), SimpleNamespace(shares=shares, reference=False), True, 1)
 
 

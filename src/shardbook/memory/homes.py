@@ -172,8 +172,8 @@ class Pager:
         return asked
 
     def let_go(self, unit: Held) -> None:
-        """Waits for prefetches of `unit` from before its step, which would overwrite what they read. Later ones wait for
-        the step."""
+        """Waits for prefetches of `unit` from before its step, which would overwrite what they read. Later ones wait
+        for the step."""
         for version, asked in list(self.asked.get(unit.number, {}).items()):
             if version < unit.version:
                 _, landed = asked.result()
