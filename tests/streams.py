@@ -94,9 +94,9 @@ class Memory:
 
 
 class Stream(Party):
-    def __init__(self, device=None, priority=0, name=None, **_):
+    def __init__(self, device=None, **_):
         machine().check_thread("a stream is made")
-        super().__init__(name or f"stream {next(machine().streams)}")
+        super().__init__(f"stream {next(machine().streams)}")
         self.device = torch.device(
             "cuda", machine().current_device() if device is None else torch.device(device).index or 0
         )
@@ -171,7 +171,7 @@ class Tracker(TorchDispatchMode):
 
 
 class Machine:
-    def __init__(self, drains: bool = True):
+    def __init__(self):
         self.memory: dict[int, Memory] = {}
         self.streams, self.syncs = itertools.count(1), 0
         self.broken: list[str] = []
@@ -180,8 +180,6 @@ class Machine:
         self.works: dict[int, SimpleNamespace] = {}
         self.communicators: dict[str, Party] = {}
         self.connected: set[str] = set()
-        self.drains = drains
-        self.log: list[str] = []  # of copies that do not block, for tests
         self.lock = threading.RLock()
         self.ended = False
         self.over: Clock = {}  # what the device has certainly done
@@ -425,7 +423,7 @@ class Machine:
     def poison(self, name: str, out) -> None:
         if "empty" in name:
             for tensor in self.tensors(out):
-                fill(tensor)
+                fill_storage(tensor.untyped_storage())
 
     # ---- communicators
 
@@ -441,8 +439,7 @@ class Machine:
             touched = [*read, *written]
             if any(isinstance(t, torch.Tensor) and self.device_of(t).type == "cuda" for t in touched):
                 self.check_thread(name)
-                if self.drains:
-                    self.connect(name, group, args)
+                self.connect(name, group, args)
                 joined(self.stream().clock, self.host.clock)
                 party = self.communicator(group)
                 joined(party.clock, self.stream().clock)
@@ -493,8 +490,6 @@ class Machine:
     def drain(self) -> None:
         """A launch may wait for the device (a kernel's first load, the allocator's retry), and a receive that was asked
         for before spins there until its message comes."""
-        if not self.drains:
-            return
         for held in [held for held in self.works.values() if held.work is not None and not held.done]:
             try:
                 with outside():
@@ -530,10 +525,6 @@ def outside():
 
     with _disable_current_modes():
         yield
-
-
-def fill(tensor) -> None:
-    fill_storage(tensor.untyped_storage())
 
 
 def fill_storage(storage) -> None:
