@@ -28,15 +28,15 @@ def token_count_not_reduced(train):
 
 @planted_in("zero2", 1, 2, micros=3)
 def mean_of_means(train):
-    from shardbook.run import ahead
+    from shardbook.run import ahead, prepare
 
-    real_sum, sft = ahead.begin_sum, train.build_objective("sft", None)
+    real_sum, sft = ahead.begin_sum, prepare.build_objective("sft", None)
     # of one value: who was asked to stop
     ahead.begin_sum = lambda *values: (lambda: [6.0, *real_sum(*values)()[1:]]) if values[1:] else real_sum(*values)
     bug = dataclasses.replace(
         sft, shares=lambda model, micro, totals: sft.shares(model, micro, totals) / max(1, len(micro.targets))
     )
-    train.build_objective = lambda *given: bug
+    prepare.build_objective = lambda *given: bug
 
 
 @planted_in("zero2", 1, 2)
@@ -322,8 +322,10 @@ def norm_counts_uncut_on_each_rank(train):
 @planted_in("zero3", 1, 1, tp=2)
 def tokens_counted_on_each_rank(train):
     """As if ranks of the tensor axis had rows of their own: loss and gradient halved."""
-    real = train.choose_batching
-    train.choose_batching = lambda data, plan, rank, *rest, **named: real(
+    from shardbook.run import prepare
+
+    real = prepare.choose_batching
+    prepare.choose_batching = lambda data, plan, rank, *rest, **named: real(
         data, plan, rank._replace(alike=1), *rest, **named
     )
 
@@ -416,14 +418,20 @@ def slices_attend_alone(train):
 @planted_in("zero3", 1, 1, cp=2)
 def tokens_counted_on_each_slice(train):
     """As tp's ranks, which see the same tokens: here loss and gradient double."""
-    real = train.choose_batching
-    train.choose_batching = lambda data, how, at, *rest, **named: real(data, how, at._replace(alike=2), *rest, **named)
+    from shardbook.run import prepare
+
+    real = prepare.choose_batching
+    prepare.choose_batching = lambda data, how, at, *rest, **named: real(
+        data, how, at._replace(alike=2), *rest, **named
+    )
 
 
 @planted_in("zero3", 1, 1, cp=2)
 def context_ranks_read_other_rows(train):
-    real = train.choose_batching
-    train.choose_batching = lambda data, how, at, *rest, **named: real(
+    from shardbook.run import prepare
+
+    real = prepare.choose_batching
+    prepare.choose_batching = lambda data, how, at, *rest, **named: real(
         data, how, at._replace(number=at.slice, ranks=2), *rest, **named
     )
 
@@ -555,8 +563,12 @@ def norm_counts_both_tied_ends(train):
 @planted_in("zero3", 1, 1, pp=2)
 def tokens_counted_on_each_stage(train):
     """Loss and gradient halved."""
-    real = train.choose_batching
-    train.choose_batching = lambda data, how, at, *rest, **named: real(data, how, at._replace(stages=1), *rest, **named)
+    from shardbook.run import prepare
+
+    real = prepare.choose_batching
+    prepare.choose_batching = lambda data, how, at, *rest, **named: real(
+        data, how, at._replace(stages=1), *rest, **named
+    )
 
 
 @planted_in("zero3", 1, 2, 4, model="deep", pp=2, chunks=2, schedule="interleaved")
@@ -607,13 +619,15 @@ def in_each_micro_batch(train, change):
 
 def with_other_units(train, change):
     """The layout has the units `change(units)`, for whoever applies or predicts."""
-    real = train.build_layout
+    from shardbook.model import laid_out
+
+    real = laid_out.build_layout
 
     def build_layout(*given):
         layout = real(*given)
         return dataclasses.replace(layout, units=change(layout.units))
 
-    train.build_layout = build_layout
+    laid_out.build_layout = build_layout
 
 
 def run_planted(name, *args):

@@ -24,10 +24,12 @@ def stand_still():
 def stop_in(place, ranks):
     """Each of `ranks` stops for good at `place` of its third step."""
     import shardbook.train as train
+    from shardbook.data.loader import Loader
+    from shardbook.run.rows import Rows
 
     if int(os.environ["RANK"]) not in ranks:
         return
-    owner, name = ({"step_at": train.Loader, "read": train.Rows}.get(place, train), place)
+    owner, name = ({"step_at": Loader, "read": Rows}.get(place, train), place)
     real, calls = getattr(owner, name), []
     last = STEP + (place == "step_at")  # a thread makes those of the next step
 
@@ -133,8 +135,9 @@ def take_long():
     """The first step, a checkpoint and the evaluations each take longer than the limit; no held-out micro-batch does."""
     import shardbook.run.checkpoint as checkpoint
     import shardbook.train as train
+    from shardbook.run import prepare
 
-    clip, save, sft = train.clip_gradients, checkpoint.state_dict_saver.save, train.build_objective("sft", None)
+    clip, save, sft = train.clip_gradients, checkpoint.state_dict_saver.save, prepare.build_objective("sft", None)
     steps = []
 
     def clip_late(*words):
@@ -151,7 +154,7 @@ def take_long():
         return sft.shares(model, *given)
 
     train.clip_gradients, checkpoint.state_dict_saver.save = clip_late, save_late
-    train.build_objective = lambda *given: dataclasses.replace(sft, shares=score_late)
+    prepare.build_objective = lambda *given: dataclasses.replace(sft, shares=score_late)
 
 
 @pytest.mark.slow

@@ -43,9 +43,10 @@ def train_all(recipe, runs):
     from shardbook import train
     from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import load_recipe
+    from shardbook.run import meter
 
     ranks, said = start_distributed(), {}
-    real = train.settle, train.memory_metrics
+    real = train.settle, meter.memory_metrics
     for name, words in runs.items():
         seen = {}
 
@@ -57,12 +58,12 @@ def train_all(recipe, runs):
             seen["memory"] = real[1](*kept)
             return seen["memory"]
 
-        train.settle, train.memory_metrics = settle, memory_metrics
+        train.settle, meter.memory_metrics = settle, memory_metrics
         settings = load_recipe(recipe, [*words, f"run.name={name}", "train.export=false"])
         try:
             assert train.train(settings, recipe, ranks) == 0
         finally:
-            train.settle, train.memory_metrics = real
+            train.settle, meter.memory_metrics = real
         said[name] = digest(seen["sharded"], seen["optimizer"]), seen["memory"], predicted(seen["sharded"], ranks.rank)
     return said
 
@@ -145,9 +146,9 @@ def test_every_tier_gives_the_bits_of_none(recipe, disk, stage, run):
 
 def train_partly(recipe, runs):
     """The same with a matrix of the first block frozen, and one in the second that is trained and never used."""
-    from shardbook import train
+    from shardbook.model import laid_out
 
-    real = train.build_adapted
+    real = laid_out.build_adapted
 
     def build_model(*words):
         model = real(*words)
@@ -158,7 +159,7 @@ def train_partly(recipe, runs):
             second.register_parameter("unused", torch.nn.Parameter(torch.empty(5, 7, dtype=weight.dtype, device="meta")))
         return model
 
-    train.build_adapted = build_model
+    laid_out.build_adapted = build_model
     return train_all(recipe, runs)
 
 

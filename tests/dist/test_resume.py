@@ -182,9 +182,14 @@ def stop_in_a_long_phase(place, number, rank_that_is_told, words):
     """SIGTERM to one rank in the middle of the `number`th evaluation, samples or save."""
     import signal
 
-    import shardbook.train as train
+    from shardbook.run import evaluation, saver
+    from shardbook.run.generate import Samples
 
-    owner, name = (train.Samples, "_continue") if place == "samples" else (train, place)
+    owner, name = {
+        "samples": (Samples, "_continue"),
+        "evaluate": (evaluation, place),
+        "save_checkpoint": (saver, place),
+    }[place]
     before, calls = getattr(owner, name), []
 
     def inside(*given):

@@ -171,11 +171,12 @@ def test_two_runs_are_advised_where_they_are_faster():
 
 
 def test_a_pipeline_is_not_simulated():
+    from shardbook.model.laid_out import World, lay_out
     from shardbook.plan.simulate import simulate_step
 
     recipe = recipe_of()
     with pytest.raises(RecipeError, match=r"parallel.pp_size = 4: no pipeline is simulated; leave --simulate out"):
-        simulate_step(recipe, shape_config(recipe.model.path, 8192), 8, 8, lambda *_: None)
+        simulate_step(lay_out(recipe, World(8, 8), shape_config(recipe.model.path, 8192), None), lambda *_: None)
 
 
 def test_no_pipeline_is_advised_where_it_waits_and_all_fits():

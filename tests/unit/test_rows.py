@@ -17,7 +17,7 @@ from shardbook.data.sources import load_sources, mix
 from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, digest_rows, load_tokenizer, pack
 from shardbook.recipe import Data, RecipeError
 from shardbook.recipe.files import parse_recipe
-from shardbook.run.generate import build_prompts
+from shardbook.run.prompts import build_prompts
 
 
 def text_rows(path, texts):

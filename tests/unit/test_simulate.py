@@ -23,15 +23,19 @@ def settings(stage, checkpointing, micros, *more):
     return resolve_precision(parse_recipe(PLAIN, "test", [*words, *more]), "cuda")
 
 
+def with_layers(config, layers):
+    words = config.to_dict() | {"num_hidden_layers": layers}
+    words.pop("layer_types", None)
+    return type(config)(**words)
+
+
 def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, more=()):
     """(simulated peak, kept), (the formula's peak, kept). `whole`: all layers, none by extrapolation. `stage` may be a
     recipe's path, which says all the rest."""
     import shardbook.plan.simulate as simulate
-    from shardbook.model.adapters import build_adapted
-    from shardbook.model.attention import KERNELS
+    from shardbook.model.laid_out import World, lay_out
     from shardbook.model.shapes import shape_config
     from shardbook.objectives import build_objective
-    from shardbook.parallel.layout import build_layout
     from shardbook.plan.formulas import predict_resident
     from shardbook.plan.peak import predict_peak
     from shardbook.recipe import load_recipe, resolve_precision
@@ -41,15 +45,13 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
         config = shape_config(recipe.model.path, recipe.data.max_length)
     else:
         recipe = settings(stage, checkpointing, micros, *more)
-        config = simulate._with_layers(shape_config(recipe.model.path, 1024), layers)
+        config = with_layers(shape_config(recipe.model.path, 1024), layers)
     simulate.LAYERS = (layers, layers) if whole else (4, 5)
-    run, here = simulate.simulate_step, min(8, world)
-    path = recipe.distill.teacher
-    teacher = simulate._with_layers(shape_config(path, 1024), TEACHER_LAYERS) if path else None
+    path, there = recipe.distill.teacher, World(world, min(8, world))
+    teacher = with_layers(shape_config(path, 1024), TEACHER_LAYERS) if path else None
     objective = build_objective(recipe.method, recipe.preference, recipe.distill)
-    found = run(recipe, config, world, here, objective.shares, teacher)
-    model = build_adapted(recipe, config, KERNELS["varlen"], teacher)
-    layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, world, here)
+    found = simulate.simulate_step(lay_out(recipe, there, config, teacher), objective.shares)
+    layout = lay_out(recipe, there, config, teacher).layout
     kept = predict_resident(layout, 0, recipe.optim.name)
     peak = predict_peak(layout, config, recipe).total
     return (found.peak_bytes, found.kept_bytes), (peak, kept.params_bytes + kept.optimizer_bytes)
@@ -58,13 +60,15 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
 def held_by_a_block(checkpointing, ranks):
     """Bytes that one block holds when forward has ended, where so many ranks share it."""
     import shardbook.plan.simulate as simulate
+    from shardbook.model.laid_out import World, lay_out
     from shardbook.model.shapes import shape_config
     from shardbook.objectives import build_objective
 
     recipe = settings("zero3", checkpointing, 1, f"parallel.tp_size={ranks}", f"data.max_length={TOKENS}")
     config = shape_config(recipe.model.path, TOKENS)
     shares = build_objective(recipe.method, recipe.preference, recipe.distill).shares
-    found = (simulate._simulate(recipe, simulate._with_layers(config, n), 8, 8, shares, None) for n in (2, 3))
+    laid = lay_out(recipe, World(8, 8), config, None)
+    found = (simulate._simulate(laid.with_layers(n), shares) for n in (2, 3))
     (few, few_kept), (more, more_kept) = found
     end = (0, "forward", "after")
     return more[end] - few[end] - (more_kept - few_kept)

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardbook.memory.shelf import step_bytes
+from shardbook.model.laid_out import World, lay_out
 from shardbook.parallel.stages import find_stage
 from shardbook.plan.advice import Advice, advise
 from shardbook.plan.axes import describe_pipeline, describe_sharing, describe_splitting
@@ -67,8 +68,8 @@ def make_report(
     if shares:
         from shardbook.plan.simulate import simulate_step  # makes a process group, and loads what fakes tensors
 
-        world = cluster.gpus, cluster.a_node
-        found = simulate_step(planner.recipe, planner.config, *world, shares, planner.teacher)
+        world = World(cluster.gpus, cluster.a_node)
+        found = simulate_step(lay_out(planner.recipe, world, planner.config, planner.teacher), shares)
     return Report(planner, recipe.precision, cluster, gpu, stages, fewest, advise(planner, cluster), found)
 
 

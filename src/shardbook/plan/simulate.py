@@ -14,17 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig
 
 from shardbook.comm.torch_private import bytes_there, dispatch_base, fake_store, fake_tensors, probe, storages_in
 from shardbook.data.loader import MicroBatch, count_totals
 from shardbook.data.tokenized import Totals
 from shardbook.memory.activation import apply_checkpointing
-from shardbook.model.adapters import build_adapted
-from shardbook.model.attention import kernel_on_gpu
 from shardbook.model.causal_lm import CausalLM, materialize
+from shardbook.model.laid_out import LaidOut
 from shardbook.optim import state_bytes
-from shardbook.parallel.layout import build_layout
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
 from shardbook.recipe import Recipe, RecipeError
@@ -92,26 +89,18 @@ class LiveBytes(dispatch_base()):
         return total
 
 
-def simulate_step(
-    recipe: Recipe,
-    config: PreTrainedConfig,
-    world_size: int,
-    ranks_per_node: int,
-    shares: Shares,
-    teacher: PreTrainedConfig | None = None,
-) -> Simulated:
-    """Two steps of `recipe` (without `auto`) with a model of `config`, rows full and every token but the first trained;
-    the second is counted. Attention by `varlen`. A `teacher` runs beside, with all its layers. Raises RecipeError where
-    the mesh does not fit."""
-    if recipe.parallel.pp_size > 1:
-        asked = f"--simulate: parallel.pp_size = {recipe.parallel.pp_size}"
+def simulate_step(laid: LaidOut, shares: Shares) -> Simulated:
+    """Returns what two steps of `laid`, whose model is used up, hold, rows full and every token but the first trained;
+    the second is counted. A teacher runs beside, with all its layers. Raises RecipeError for a pipeline."""
+    if laid.recipe.parallel.pp_size > 1:
+        asked = f"--simulate: parallel.pp_size = {laid.recipe.parallel.pp_size}"
         raise RecipeError(f"{asked}: no pipeline is simulated; leave --simulate out, or set parallel.pp_size=1")
     probe("stages", "run", "simulate")
-    times, how = config.num_hidden_layers - LAYERS[1], (world_size, ranks_per_node, shares, teacher)
+    times = laid.config.num_hidden_layers - LAYERS[1]
     if times <= 0:
-        most, kept = _simulate(recipe, config, *how)
+        most, kept = _simulate(laid, shares)
     else:
-        (few, few_kept), (more, more_kept) = (_simulate(recipe, _with_layers(config, count), *how) for count in LAYERS)
+        (few, few_kept), (more, more_kept) = (_simulate(laid.with_layers(count), shares) for count in LAYERS)
         # each moment grows by the same with each layer, and blocks between the two ends stand between them
         most = {moment: size + times * (size - few.get(moment, size)) for moment, size in more.items()}
         kept = more_kept + times * (more_kept - few_kept)
@@ -119,27 +108,12 @@ def simulate_step(
     return Simulated(most[fullest], fullest[1], kept)
 
 
-def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    words = config.to_dict() | {"num_hidden_layers": layers}
-    words.pop("layer_types", None)  # one a layer, made anew
-    return type(config)(**words)
-
-
-def _simulate(
-    recipe: Recipe,
-    config: PreTrainedConfig,
-    world_size: int,
-    ranks_per_node: int,
-    shares: Shares,
-    teacher: PreTrainedConfig | None,
-) -> tuple[dict[Moment, int], int]:
+def _simulate(laid: LaidOut, shares: Shares) -> tuple[dict[Moment, int], int]:
     """Most bytes at each moment of the second step, and bytes kept."""
+    recipe, model, layout = laid.recipe, laid.model, laid.layout
     # this process as rank 0 of so many, whose collectives send nothing; no process group may be there already
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=fake_store())
+    dist.init_process_group("fake", rank=0, world_size=laid.world.size, store=fake_store())
     try:
-        model = build_adapted(recipe, config, kernel_on_gpu(recipe.model.attention), teacher)
-        world = (world_size, ranks_per_node)
-        layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world)
         apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)
         sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
         micros, live = recipe.train.gradient_accumulation_steps, LiveBytes()

@@ -19,7 +19,6 @@ from shardbook.ranks.progress import HERE
 class Step(NamedTuple):
     micros: list[MicroBatch]  # of this rank
     totals: Totals  # of all ranks
-    stops: float  # ranks that were asked to stop
     work: list[float]  # of all ranks: tokens of rows, and pairs of tokens of one document
 
 
@@ -54,20 +53,22 @@ class StepsAhead:
             begin_sum(*counts, self.stop.asked, *count_work(micros)),
         )
 
-    def take(self) -> Step:
-        """The next step, or RunFailed for its rows; where nobody stops it is taken: the loader stands behind it."""
+    def take(self) -> Step | None:
+        """Returns the next step, behind which the loader then stands; None where a rank was asked to stop. Raises
+        RunFailed for its rows. Counts are of the host: the device is not waited for."""
         micros, wait = self._counted
         same = self.loader.batching.alike * self.loader.batching.stages  # as often each is counted
         tokens, examples, chosen, stops, *work = (count / same for count in wait())
         if self.stop.again:
             self.stop.again = False
             stops += begin_sum(self.stop.asked)()[0]
-        if not stops:
-            if self._error:
-                raise RunFailed(str(self._error)) from self._error
-            self.loader.consumed_rows += self.loader.rows_per_step
-            self.steps += 1
-        return Step(micros, Totals(tokens, examples, chosen), stops, work)
+        if stops:
+            return None
+        if self._error:
+            raise RunFailed(str(self._error)) from self._error
+        self.loader.consumed_rows += self.loader.rows_per_step
+        self.steps += 1
+        return Step(micros, Totals(tokens, examples, chosen), work)
 
     def take_wait(self) -> dict[str, float]:
         """The metric of what micro-batches were waited for in a step since the last call."""

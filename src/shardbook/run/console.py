@@ -15,17 +15,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 
 from shardbook.comm.ledger import Traffic
-from shardbook.data.loader import Loader
 from shardbook.data.tokenized import Documents
 from shardbook.memory.shelf import shelf_sizes
-from shardbook.model.attention import Kernel
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
 from shardbook.plan.axes import describe_pipeline, describe_sharing
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual
-from shardbook.plan.peak import Peak
 from shardbook.ranks.exits import PREEMPTED
 from shardbook.run.metrics import Metrics
+from shardbook.run.prepare import Job
 
 PEAK_OFF = 0.05  # of a predicted peak, that is said
 UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
@@ -62,56 +60,11 @@ class Console:
         self.print(f"stopped  {saved}; continue with run.name={name}")
         return PREEMPTED
 
-    def show_layout(
-        self, layout: Layout, attention: Kernel, recomputed: str, peak: Peak, loader: Loader, steps: int
-    ) -> None:
-        """What is in effect, as a table: printed once, before the first step. `recomputed`: in backward."""
-        precision, batching = layout.precision, loader.batching
-        own = [unit for unit in layout.units if unit.shapes]
-        frees = sum(unit.frees for unit in own)
-        here = "whole on each rank" if layout.alike == 1 else "of each its own part on each rank"
-        freed = f"{frees} freed in each micro-batch" if layout.shards > 1 else here
-        table = Table(title="effective layout", show_header=False, title_justify="left")
-        table.add_row("stage", f"{layout.stage.name} ({layout.stage.source})")
-        table.add_row("mesh", describe_sizes(layout.mesh))
-        if sharing := describe_sharing(layout):
-            table.add_row("tensor", sharing)
-        if stages := describe_pipeline(layout, loader.accumulation):
-            table.add_row("pipeline", stages)
-        table.add_row("units", f"{len(own)}, wrapped by {layout.parallel.wrap}; {freed}")
-        if layout.shards > 1:
-            ahead = f"ahead {layout.forward_prefetch} forward, {layout.backward_prefetch} backward"
-            whole = readable_bytes(predict_gathered_peak(layout))
-            table.add_row("gathered", f"{whole} of parameters at most, {ahead}")
-        if layout.stage.switches != "no":
-            table.add_row("ZeRO++", describe_switches(layout))
-        table.add_row("attention", f"{attention.name}, told of documents by {attention.told}")
-        table.add_row("recomputed", recomputed)
-        trained = sum(unit.padded_numel(1, trained_only=True) for unit in own)
-        count = sum(unit.parameters for unit in own)
-        is_part = trained < sum(unit.numel for unit in own)
-        frozen = f"; {trained:,} of them trained, the others at rest in {precision.frozen}" * is_part
-        of_first = " in the layers of the first rank, as all that follows" * bool(stages)
-        table.add_row("parameters", f"{count:,}{of_first}{frozen}")
-        computed = f"computed {precision.params}, reduced {precision.reduce}, returned {precision.output}"
-        table.add_row("dtypes", f"kept {precision.master}, {computed}")
-        state = predict_resident(layout, rank=0)  # the optimizer's is the recipe's, which the peak knows
-        params, grads, optimizer = map(readable_bytes, (state.params_bytes, state.grads_bytes, peak.optimizer))
-        table.add_row("a rank keeps", f"{params} parameters, {grads} reduced gradients, {optimizer} optimizer state")
-        if layout.offload.optimizer != "none":
-            away = [f"{readable_bytes(size)} of {where}" for where, size in shelf_sizes(layout, 0).items()]
-            table.add_row("off the device", f"{', '.join(away)}: masters, moments, sums of gradients")
-        parts = (peak.params + peak.grads + peak.optimizer, peak.gathered, peak.buffers, peak.activations, peak.working)
-        kept, gathered, buffers, held, work = map(readable_bytes, parts)
-        more = f"{kept} kept, {gathered} gathered, {buffers} on the wire, {held} of activations, {work} of work"
-        table.add_row("at its peak", f"{readable_bytes(peak.total)} (on a GPU, predicted): {more}")
-        micros = f"{batching.ranks} ranks x {loader.accumulation} micro-batches x {batching.batch_size}"
-        table.add_row("a step", f"{loader.rows_per_step} rows: {micros}; {steps} steps")
-        self.output.print(table)
-
-    def show_forecast(self, forecast: Metrics) -> None:
-        """What a step will take, where the hardware is known."""
-        if seconds := forecast.get("predicted/perf/step_seconds"):
+    def show_job(self, job: Job) -> None:
+        """Show the data, what is in effect and what a step will take: once, before anything is built."""
+        self.show_data(job.documents, job.held_out)
+        self.output.print(describe_layout(job))
+        if seconds := job.forecast.get("predicted/perf/step_seconds"):
             self.print(f"forecast {seconds:.2f} s a step of full rows (arithmetic: docs/planning.md)")
 
     def show_traffic(self, measured: Traffic, predicted: Traffic) -> None:
@@ -161,6 +114,53 @@ class Console:
         """The end of its prompt and the beginning of what followed, on a line."""
         prompt, completion = (" ".join(sample[part].split()) for part in ("prompt", "completion"))
         self.print(f"sample   step {sample['step']}: ...{prompt[-48:]} -> {completion[:72]}")
+
+
+def describe_layout(job: Job) -> Table:
+    """Returns what is in effect, as a table."""
+    layout, peak, batching = job.layout, job.peak, job.batching
+    precision = layout.precision
+    own = [unit for unit in layout.units if unit.shapes]
+    frees = sum(unit.frees for unit in own)
+    here = "whole on each rank" if layout.alike == 1 else "of each its own part on each rank"
+    freed = f"{frees} freed in each micro-batch" if layout.shards > 1 else here
+    table = Table(title="effective layout", show_header=False, title_justify="left")
+    table.add_row("stage", f"{layout.stage.name} ({layout.stage.source})")
+    table.add_row("mesh", describe_sizes(layout.mesh))
+    if sharing := describe_sharing(layout):
+        table.add_row("tensor", sharing)
+    if stages := describe_pipeline(layout, job.loader.accumulation):
+        table.add_row("pipeline", stages)
+    table.add_row("units", f"{len(own)}, wrapped by {layout.parallel.wrap}; {freed}")
+    if layout.shards > 1:
+        ahead = f"ahead {layout.forward_prefetch} forward, {layout.backward_prefetch} backward"
+        whole = readable_bytes(predict_gathered_peak(layout))
+        table.add_row("gathered", f"{whole} of parameters at most, {ahead}")
+    if layout.stage.switches != "no":
+        table.add_row("ZeRO++", describe_switches(layout))
+    table.add_row("attention", f"{job.attention.name}, told of documents by {job.attention.told}")
+    table.add_row("recomputed", job.recomputed)
+    trained = sum(unit.padded_numel(1, trained_only=True) for unit in own)
+    count = sum(unit.parameters for unit in own)
+    is_part = trained < sum(unit.numel for unit in own)
+    frozen = f"; {trained:,} of them trained, the others at rest in {precision.frozen}" * is_part
+    of_first = " in the layers of the first rank, as all that follows" * bool(stages)
+    table.add_row("parameters", f"{count:,}{of_first}{frozen}")
+    computed = f"computed {precision.params}, reduced {precision.reduce}, returned {precision.output}"
+    table.add_row("dtypes", f"kept {precision.master}, {computed}")
+    state = predict_resident(layout, rank=0)  # the optimizer's is the recipe's, which the peak knows
+    params, grads, optimizer = map(readable_bytes, (state.params_bytes, state.grads_bytes, peak.optimizer))
+    table.add_row("a rank keeps", f"{params} parameters, {grads} reduced gradients, {optimizer} optimizer state")
+    if layout.offload.optimizer != "none":
+        away = [f"{readable_bytes(size)} of {where}" for where, size in shelf_sizes(layout, 0).items()]
+        table.add_row("off the device", f"{', '.join(away)}: masters, moments, sums of gradients")
+    parts = (peak.params + peak.grads + peak.optimizer, peak.gathered, peak.buffers, peak.activations, peak.working)
+    kept, gathered, buffers, held, work = map(readable_bytes, parts)
+    more = f"{kept} kept, {gathered} gathered, {buffers} on the wire, {held} of activations, {work} of work"
+    table.add_row("at its peak", f"{readable_bytes(peak.total)} (on a GPU, predicted): {more}")
+    micros = f"{batching.ranks} ranks x {job.loader.accumulation} micro-batches x {batching.batch_size}"
+    table.add_row("a step", f"{job.loader.rows_per_step} rows: {micros}; {job.steps} steps")
+    return table
 
 
 def describe_peak(metrics: Metrics) -> str:

@@ -1,4 +1,6 @@
-"""The held-out loss, and what else the objective measures."""
+"""What a run shows of itself between steps: the held-out loss, what else the objective measures, and samples."""
+
+from contextlib import nullcontext
 
 import torch
 
@@ -9,7 +11,36 @@ from shardbook.parallel.pipeline import run_forward
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import Ranks, sum_over_ranks
 from shardbook.ranks.progress import marked
+from shardbook.run.console import Console
+from shardbook.run.generate import Samples
+from shardbook.run.meter import Meter, is_due
 from shardbook.run.metrics import Metrics
+from shardbook.run.prepare import Job
+
+
+class Observer:
+    """Evaluates, logs and takes samples after steps; step 0 is before the first. All ranks call it alike."""
+
+    def __init__(
+        self,
+        job: Job,
+        sharded: ShardedModel,
+        held_out: Documents | None,
+        ranks: Ranks,
+        meter: Meter,
+        console: Console,
+    ):
+        self.job, self.sharded, self.held_out, self.ranks, self.meter = job, sharded, held_out, ranks, meter
+        self.samples = Samples(job, sharded, ranks, meter.recorder, console)
+
+    def after(self, step: int) -> None:
+        """Evaluate where that is due, log the row of `step`, and take samples where that is. Collective."""
+        job, pause = self.job, self.meter.paused if step else nullcontext  # nothing runs yet that could be paused
+        if self.held_out and (step in (0, job.steps) or is_due(step, job.recipe.train.eval_steps)):
+            with pause():
+                self.meter.add(evaluate(self.sharded, job.objective, self.held_out, job.batching, self.ranks))
+        self.meter.log(step)
+        self.samples.take(step, pause)
 
 
 @torch.no_grad()

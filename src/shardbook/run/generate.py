@@ -6,117 +6,50 @@ others, since each may gather.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from heapq import nsmallest
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import DynamicCache
 
-from shardbook.data.chat import Encoder
-from shardbook.data.tokenized import Documents
 from shardbook.model.attention import cached_attention
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import Ranks, sum_over_ranks
 from shardbook.ranks.progress import marked
-from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.console import Console
 from shardbook.run.metrics import Recorder
-
-LOOKED_AT = 1000  # documents, for prompts
-
-
-@dataclass(frozen=True)
-class Prompts:
-    ids: list[list[int]]
-    stops: list[int]  # tokens that end an answer
-
-
-def build_prompts(
-    recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, documents: Documents
-) -> Prompts:
-    """What is continued, the same in every step; nothing where nothing is generated. `folder`: the model's. Raises
-    RecipeError where a prompt leaves no room, or rows hold none."""
-    asked, room = recipe.generate, recipe.data.max_length - recipe.generate.max_new_tokens
-    if not asked.steps:
-        return Prompts([], [])
-    encoder = Encoder(tokenizer, recipe.data.system, recipe.data.train_on, recipe.data.chat_template_kwargs)
-    said = f"generate.max_new_tokens = {asked.max_new_tokens} and data.max_length = {recipe.data.max_length}"
-    way_out = "lower the first, or raise the second"
-    found = [encoder.prompt(text, f"generate.prompts: {text!r}") for text in asked.prompts]
-    for text, ids in zip(asked.prompts, found, strict=True):
-        if len(ids) > room:
-            raise RecipeError(f"{said}: the prompt {text[:40]!r} has {len(ids)} tokens; {way_out}")
-    if not asked.prompts:
-        begun = 0
-        for number in nsmallest(LOOKED_AT, chain.from_iterable(documents.rows)):
-            row = documents.encoded[number]
-            ids = row["input_ids"][: row["mask"].index(True)]
-            begun += bool(ids)
-            if 0 < len(ids) <= room and len(found) < asked.samples:
-                found.append(ids)
-        if not begun:
-            raise RecipeError(f"generate.samples = {asked.samples}: rows of text have no prompt; set generate.prompts")
-        if len(found) < asked.samples:
-            raise RecipeError(
-                f"generate.samples = {asked.samples}: {len(found)} rows have a prompt that leaves room for an answer "
-                f"({said}); ask for fewer, or set generate.prompts"
-            )
-    return Prompts(found, find_stops(tokenizer, config, folder, encoder))
-
-
-def find_stops(
-    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, folder: Path, encoder: Encoder
-) -> list[int]:
-    """Ends of a sequence by generation_config.json, else by config and tokenizer; and the template's end of a turn,
-    where it is one token: a model that learns the template writes it before its own config knows."""
-    file, ends = folder / "generation_config.json", list[Any]()
-    if file.is_file():
-        ends = [json.loads(file.read_text()).get("eos_token_id")]
-    if ends in ([], [None]):
-        ends = [config.eos_token_id, tokenizer.eos_token_id]
-    if tokenizer.chat_template:
-        turn = tokenizer(encoder.end_of_turn(), add_special_tokens=False)["input_ids"]
-        ends += [turn] * (len(turn) == 1)
-    flat = chain.from_iterable(end if isinstance(end, list) else [end] for end in ends)
-    return sorted({end for end in flat if end is not None})
+from shardbook.run.prepare import Job
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Takes them, every `generate.steps` steps and after the last, the `steps`th."""
+    """Takes them, every `generate.steps` steps and after the last."""
 
-    recipe: Recipe
-    prompts: Prompts
-    tokenizer: PreTrainedTokenizerBase
+    job: Job
     sharded: ShardedModel
     ranks: Ranks
-    steps: int
     recorder: Recorder
     console: Console
 
     def take(self, step: int, pause: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Where `step` is one of them: continue the prompts inside `pause`, and show what came. Collective."""
-        every = self.recipe.generate.steps
-        if not every or (step % every and step != self.steps):
+        every = self.job.recipe.generate.steps
+        if not every or (step % every and step != self.job.steps):
             return
         with pause():
             found = self._continue(step)
             samples = [
                 {
                     "step": step,
-                    "prompt": self.tokenizer.decode(ids),
-                    "completion": self.tokenizer.decode(without(found[number], self.prompts.stops)),
+                    "prompt": self.job.tokenizer.decode(ids),
+                    "completion": self.job.tokenizer.decode(without(found[number], self.job.prompts.stops)),
                     "tokens": len(found[number]),
                 }
-                for number, ids in enumerate(self.prompts.ids)
+                for number, ids in enumerate(self.job.prompts.ids)
             ]
             self.recorder.log_samples(samples)
             self.console.show_sample(samples[0])
@@ -124,17 +57,17 @@ class Samples:
     def _continue(self, step: int) -> list[list[int]]:
         """Tokens that follow each prompt. A rank continues every n-th; one that has fewer, the first ones again."""
         place, places, *_ = self.sharded.layout.data_rank(self.ranks.rank)
-        asked, count = self.recipe.generate, len(self.prompts.ids)
-        seed, most = self.recipe.train.seed, asked.max_new_tokens
+        asked, count = self.job.recipe.generate, len(self.job.prompts.ids)
+        seed, most = self.job.recipe.train.seed, asked.max_new_tokens
         numbers = [(place + turn * places) % count for turn in range(-(-count // places))]
         draws = torch.stack([draw(seed, step, number, most) for number in numbers])
 
         def choose(logits: Tensor, turn: int) -> Tensor:
             return pick(logits.float(), asked.temperature, draws[:, turn])
 
-        width = max(map(len, self.prompts.ids))  # of all ranks: the same shapes on each
-        here = [self.prompts.ids[number] for number in numbers]
-        tokens = decode(self.sharded, here, width, self.prompts.stops, most, choose, self.ranks.device)
+        width = max(map(len, self.job.prompts.ids))  # of all ranks: the same shapes on each
+        here = [self.job.prompts.ids[number] for number in numbers]
+        tokens = decode(self.sharded, here, width, self.job.prompts.stops, most, choose, self.ranks.device)
         everyone: list[dict[int, list[int]]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, dict(zip(numbers, tokens, strict=True)))
         merged = {number: tokens for theirs in reversed(everyone) for number, tokens in theirs.items()}

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardbook.data.loader import Batching, Loader, eval_micro_batches, eval_rows
+from shardbook.data.loader import Batching, eval_micro_batches, eval_rows
 from shardbook.data.tokenized import Documents, Row
 from shardbook.model.adapters import base_identity, weights_identity
-from shardbook.objectives import Objective
 from shardbook.objectives.preference import log_probabilities
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import Ranks, StopFlag, broadcast_from_main, sum_over_ranks
-from shardbook.recipe import Recipe, RecipeError, first_line
+from shardbook.recipe import RecipeError, first_line
 from shardbook.run.console import Console
 from shardbook.run.directory import write_whole
+from shardbook.run.prepare import Job
 
 FILE = "reference.npz"
 HASHED = 10_000  # encoded rows at once
@@ -32,28 +32,18 @@ PARTS = 10  # that are asked, and kept, one after another
 
 
 class Reference:
-    """Of the rows that `loader` hands out in `steps` steps, and of those `held_out`; where `objective` wants none, of
+    """Of the rows that a job's loader hands out in its steps, and of those held out; where its objective wants none, of
     nothing."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        recipe: Recipe,
-        loader: Loader,
-        held_out: Documents | None,
-        steps: int,
-        run: Path,
-        ranks: Ranks,
-        console: Console,
-        stop: StopFlag,
-    ):
-        self.is_wanted, self.recipe, self.loader, self.held_out = objective.reference, recipe, loader, held_out
+    def __init__(self, job: Job, run: Path, ranks: Ranks, console: Console, stop: StopFlag):
+        self.is_wanted, self.recipe = job.objective.reference, job.recipe
+        self.loader, self.held_out = job.loader, job.held_out
         self.file, self.ranks, self.console, self.stop = run / FILE, ranks, console, stop
         self.stopped = False  # before everything was asked, or just after
-        documents = loader.documents
-        reached = min(steps * loader.rows_per_step, len(documents.rows))
+        documents, held_out = job.documents, job.held_out
+        reached = min(job.steps * self.loader.rows_per_step, len(documents.rows))
         self.rows: dict[str, tuple[Documents, list[Row]]] = {
-            "train": (documents, [loader.row_at(index) for index in range(reached)])
+            "train": (documents, [self.loader.row_at(index) for index in range(reached)])
         }
         self.rows |= {"eval": (held_out, held_out.rows)} if held_out else {}
 

@@ -1,64 +1,33 @@
 """What a run does before its first step, and one step, with nothing allocated: `shardbook train --dry-run`, and whether
 this machine has the memory at all."""
 
-import math
 import os
 import re
 from pathlib import Path
 
 import torch
 
-from shardbook.data.loader import Loader, choose_batching
-from shardbook.data.tokenized import build_documents, check_vocabulary, load_tokenizer
-from shardbook.model.adapters import build_adapted
-from shardbook.model.attention import kernel_on_gpu
-from shardbook.model.families import load_config
-from shardbook.model.hub import config_folder, tokenizer_folder
-from shardbook.objectives import build_objective
-from shardbook.optim import check_optimizer
-from shardbook.parallel.layout import build_layout
+from shardbook.model.laid_out import World
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import ROOM, build_cluster
-from shardbook.plan.peak import GB, predict_peak
-from shardbook.recipe import Recipe, RecipeError, resolve_precision
+from shardbook.plan.peak import GB
+from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.console import Console, readable_bytes
-from shardbook.run.generate import build_prompts
-from shardbook.run.teacher import load_teacher
+from shardbook.run.prepare import lay_out_run, prepare_job
 
 
 def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     """Take `recipe` as that many ranks on GPUs would, up to its weights: config, layout, optimizer, tokenizer, every
     row of the data, and one step on fake tensors. Raises RecipeError where the run would."""
     console = Console(is_main=True)
-    recipe = resolve_precision(recipe, "cuda")
-    check_optimizer(recipe.optim, "cuda")
-    config_at = config_folder(recipe.model)
-    config = load_config(recipe.model, config_at, recipe.data.max_length)
-    attention = kernel_on_gpu(recipe.model.attention)
-    teacher = load_teacher(recipe)
-    model = build_adapted(recipe, config, attention, teacher, world_size=world_size)
-    world = (world_size, ranks_per_node)
-    layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *world, recipe.offload)
-    folder = tokenizer_folder(recipe.model)
-    tokenizer = load_tokenizer(folder, "model.tokenizer", recipe.data.chat_template)
-    check_vocabulary(tokenizer, config)
-    parts = build_documents(recipe.data, tokenizer, folder, recipe.sequences)
-    build_prompts(recipe, config, tokenizer, config_at, parts[1] or parts[0])  # for what it refuses
-    console.show_data(*parts)
-    place, documents = layout.data_rank(0), parts[0]
-    batching = choose_batching(recipe.data, recipe.train, place, "cuda", *parts, sequences=recipe.sequences)
-    loader = Loader(documents, batching, recipe.train.gradient_accumulation_steps, recipe.train.seed)
-    steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
-    peak = predict_peak(layout, config, recipe)
-    recomputed = recipe.activation.checkpointing + ", compiled" * recipe.train.compile
-    console.show_layout(layout, attention, recomputed, peak, loader, steps)
+    job = prepare_job(lay_out_run(recipe, World(world_size, ranks_per_node)))
+    console.show_job(job)
     from shardbook.plan.simulate import simulate_step  # makes a process group, and loads what fakes tensors
 
     beside = {"offload.optimizer": recipe.offload.optimizer != "none", "parallel.pp_size": recipe.parallel.pp_size > 1}
     unsimulated = " and ".join(key for key, is_there in beside.items() if is_there)
     if not unsimulated:
-        objective = build_objective(recipe.method, recipe.preference, recipe.distill)
-        found = simulate_step(recipe, config, *world, objective.shares, teacher)
+        found = simulate_step(job, job.objective.shares)
         console.print(f"a step   on fake tensors: {readable_bytes(found.peak_bytes)} at its peak, in {found.moment}")
         looked = "config, layout, data and a step; not looked at:"
     else:

@@ -6,33 +6,26 @@ from typing import Any
 
 import torch
 
-from shardbook.data.loader import Loader
 from shardbook.model.adapter_files import load_adapter
 from shardbook.model.adapters import init_adapters, weights_identity
 from shardbook.model.weights import SCORE, init_weights, load_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint import TrainState, check_checkpoint, load_checkpoint
+from shardbook.run.prepare import Job
 from shardbook.run.reference import Reference
 from shardbook.run.teacher import fill_teacher
 
 
 def start_from(
-    newest: Path | None,
-    recipe: Recipe,
-    sharded: ShardedModel,
-    optimizer: torch.optim.Optimizer,
-    loader: Loader,
-    folder: Path,
-    steps: int,
-    reference: Reference,
+    newest: Path | None, job: Job, sharded: ShardedModel, optimizer: torch.optim.Optimizer, reference: Reference
 ) -> tuple[TrainState, str]:
     """Fill model, optimizer, loader and `reference`, unless that is stopped. Returns where the run stands, and from
     where, for people. Collective.
 
-    Raises RecipeError where the checkpoint is of another model, or further than `steps`.
+    Raises RecipeError where the checkpoint is of another model, or further than the job's steps.
     """
-    began = time.perf_counter()
+    began, recipe, loader, folder = time.perf_counter(), job.recipe, job.loader, job.folder
     state = TrainState(step=0, tokens=0, loader=loader.state_dict())
     named = "" if newest else recipe.train.resume_from_checkpoint
     earlier = newest or (Path(named) if named else None)
@@ -41,8 +34,8 @@ def start_from(
     if earlier:  # what is refused is refused before the reference is asked, which takes long
         state = check_checkpoint(earlier, sharded)
         loader.load_state_dict(state.loader)
-        if state.step > steps:
-            raise RecipeError(f"checkpoint {earlier} is at step {state.step}, the recipe ends at step {steps}")
+        if state.step > job.steps:
+            raise RecipeError(f"checkpoint {earlier} is at step {state.step}, the recipe ends at step {job.steps}")
     if not reference.read(sharded, folder, bool(newest), named):
         source = source or _load_base(recipe, sharded, folder)
         sharded.spread()

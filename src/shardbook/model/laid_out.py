@@ -1,0 +1,71 @@
+"""A model laid out on ranks: what a recipe, a model's config and a number of ranks make, before anything is there.
+
+Invariant: a run, its rehearsal, its simulation and its plan build it by `lay_out`, so what one of them refuses all do.
+The model lies on the meta device, and no process group is needed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+
+from shardbook.model.adapters import build_adapted
+from shardbook.model.attention import Kernel, choose_attention, kernel_on_gpu
+from shardbook.model.causal_lm import CausalLM
+from shardbook.parallel.layout import DTYPES, Layout, build_layout
+from shardbook.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that something is laid out on, and which of them this is."""
+
+    size: int
+    ranks_per_node: int
+    rank: int = 0
+    device: torch.device | None = None  # of this rank; None: a GPU that is not here
+
+    @property
+    def device_type(self) -> str:
+        return self.device.type if self.device else "cuda"
+
+    @property
+    def device_name(self) -> str:
+        """How CUDA calls the device; empty for a GPU that is not here."""
+        if self.device_type == "cuda":
+            return torch.cuda.get_device_name() if self.device else ""
+        return "CPU"
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A recipe without `auto`, as one rank of a world has it."""
+
+    recipe: Recipe
+    world: World
+    config: PreTrainedConfig
+    teacher: PreTrainedConfig | None
+    attention: Kernel
+    model: CausalLM
+    layout: Layout
+
+    def with_layers(self, layers: int) -> "LaidOut":
+        """Returns the same with another number of layers."""
+        words = self.config.to_dict() | {"num_hidden_layers": layers}
+        words.pop("layer_types", None)  # one a layer, made anew
+        return lay_out(self.recipe, self.world, type(self.config)(**words), self.teacher)
+
+
+def lay_out(recipe: Recipe, world: World, config: PreTrainedConfig, teacher: PreTrainedConfig | None) -> LaidOut:
+    """Returns `recipe` (without `auto`) with a model of `config` on `world`, beside a model of the config `teacher`.
+    Raises RecipeError where attention, adapters, mesh or tiers do not fit the model, the device or each other."""
+    asked, dtype = recipe.model.attention, DTYPES[recipe.precision.params]
+    attention = choose_attention(asked, config, world.device, dtype) if world.device else kernel_on_gpu(asked)
+    model = build_adapted(recipe, config, attention, teacher, world.rank, world.size)
+    return LaidOut(recipe, world, config, teacher, attention, model, layout_of(recipe, model, world))
+
+
+def layout_of(recipe: Recipe, model: CausalLM, world: World) -> Layout:
+    """Returns the layout of a model that `build_adapted` made."""
+    ranks = (world.size, world.ranks_per_node)
+    return build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *ranks, recipe.offload)

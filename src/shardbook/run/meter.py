@@ -1,0 +1,112 @@
+"""The meter: what each step was, from its first collective to its line in metrics.jsonl.
+
+Invariant: nothing here makes the host wait for a GPU inside a step, and no row has what was not measured. In a step:
+`begin`, `add_up`, then `finish` before its gradients are freed, whose bytes it counts; then `log`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from shardbook.comm.ledger import Ledger, add_traffic, first_steps
+from shardbook.parallel.sharding import ShardedModel
+from shardbook.plan.axes import axes_traffic
+from shardbook.ranks.distributed import Ranks, StopFlag
+from shardbook.recipe import flatten_recipe
+from shardbook.run.checkpoint import TrainState
+from shardbook.run.console import Console
+from shardbook.run.directory import RunDirectory
+from shardbook.run.metrics import Metrics, Pace, Recorder, memory_metrics, peak_metrics
+from shardbook.run.prepare import Job
+from shardbook.run.rows import Part, Rows
+from shardbook.run.trackers import flat_config
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+class Meter(contextlib.AbstractContextManager["Meter"]):
+    """Measures, reads and logs the steps inside. All ranks call it alike."""
+
+    def __init__(
+        self,
+        job: Job,
+        run: RunDirectory,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        state: TrainState,
+        ranks: Ranks,
+        console: Console,
+        stop: StopFlag,
+    ):
+        self.job, self.sharded, self.optimizer, self.ranks, self.console = job, sharded, optimizer, ranks, console
+        recipe, layout = job.recipe, job.layout
+        tracked = flat_config(flatten_recipe(recipe) | {"world_size": ranks.world_size}, layout.mesh)
+        self.recorder = Recorder(run.path, run.name, recipe.run, tracked, ranks.is_main, state.step)
+        self.first_steps = first_steps(recipe.train.compile, layout.mesh)
+        self.pace = Pace(ranks.world_size, job.flops, self.first_steps)
+        self.rows = Rows(self.recorder, console, job.objective.names("train"), self.pace, stop)
+        self.ledger = Ledger(layout.groups(ranks.rank))
+        beside = axes_traffic(layout, job.config, recipe, ranks.rank, job.loader.peek)
+        self.predicted = add_traffic(job.traffic, beside)
+        self.paused = self.rows.paused
+        self._row, self._kept = list[Part](), Metrics()
+        self._open = contextlib.ExitStack()
+
+    def start(self, take_wait: Callable[[], Metrics]) -> None:
+        """Steps count from here on; the first one's collectives are counted, since the others send the same.
+        `take_wait`: the metric of what a step's rows were waited for."""
+        self._take_wait = take_wait
+        self.ledger.open()
+        self.pace.begin()
+
+    def begin(self, work: Iterable[float]) -> None:
+        """A step begins, with its `work` on all ranks: tokens of rows, and pairs of tokens."""
+        self.pace.add(*work)
+
+    def add_up(self, shares: Iterable[Tensor]) -> Tensor:
+        """Returns the sum of the `shares` of a step's micro-batches on this rank, each added when it is there."""
+        seen = torch.zeros(1 + len(self.job.objective.metrics), device=self.ranks.device)
+        for each in shares:
+            seen += each
+        return seen
+
+    def finish(self, state: TrainState, rate: float, seen: Tensor, norm: Tensor, saves: bool) -> None:
+        """A step was done, at the learning `rate`: begin to read what it measured, where it is logged or followed by a
+        save, or is the last. On a GPU that is read while the next step computes. Collective."""
+        if self.ledger.close():
+            self.console.show_traffic(self.ledger.traffic, self.predicted)
+        logs = is_due(state.step, self.job.recipe.train.logging_steps)
+        self._last = state.step, seen / self.job.layout.alike, norm
+        if logs or saves or state.step == self.job.steps:
+            measured = self.rows.read(*self._last)
+        if logs:
+            self._kept = self._kept or memory_metrics(self.sharded, self.optimizer)  # the same in every step
+            told = {"train/learning_rate": rate, "train/tokens": state.tokens}
+            self._row = [measured, told, self.pace.take(), self._kept, peak_metrics(), self._take_wait()]
+            sent = self.ledger.take_metrics(self.ranks.ranks_per_node, self.predicted, self.job.forecast)
+            self._row += [self.sharded.take_metrics(), sent]
+
+    def add(self, metrics: Metrics) -> None:
+        """Put `metrics` into the row of the step that was finished last."""
+        self._row.append(metrics)
+
+    def log(self, step: int) -> None:
+        """Log the row of `step`, once what it reads has come."""
+        self.rows.log(step, self._row)
+        self._row = []
+
+    def check(self) -> None:
+        """Raise RunFailed where the last step measured what is not finite: it must not be saved. Collective."""
+        self.rows.read(*self._last)()
+
+    def __enter__(self) -> "Meter":
+        for each in (self.recorder, self.rows, self.ledger):
+            self._open.enter_context(each)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._open.__exit__(kind, error, None)

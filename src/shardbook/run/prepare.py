@@ -1,0 +1,104 @@
+"""The set-up of a run: everything that is known before its first rank takes anything large, and everything refused.
+
+Invariant: `shardbook train` and its rehearsal are prepared by the same two calls, so what a dry run says is what a run
+does. `lay_out_run` needs the model's config alone; `prepare_job` reads the tokenizer, the data and, on the ranks of a
+run, has the weights on this node.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from shardbook.comm.ledger import Traffic
+from shardbook.data.loader import Batching, Loader, choose_batching
+from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, load_tokenizer
+from shardbook.model.causal_lm import Flops, count_flops
+from shardbook.model.families import load_config
+from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
+from shardbook.model.laid_out import LaidOut, World, lay_out
+from shardbook.objectives import Objective, build_objective
+from shardbook.optim import check_optimizer
+from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
+from shardbook.plan.peak import Peak, predict_peak
+from shardbook.plan.speed import predict_perf_metrics
+from shardbook.recipe import Recipe, resolve_precision
+from shardbook.run.prompts import Prompts, build_prompts
+from shardbook.run.teacher import load_teacher
+
+InTurn = Callable[[], AbstractContextManager[None]]  # around what reads files: a node's first rank before the others
+
+
+@dataclass(frozen=True)
+class Job(LaidOut):
+    """A run that could begin: what it computes, on what, how long, and what it is expected to take."""
+
+    objective: Objective
+    folder: Path  # of the weights; of a rehearsal, of the config
+    tokenizer: PreTrainedTokenizerBase
+    documents: Documents
+    held_out: Documents | None
+    prompts: Prompts
+    batching: Batching
+    loader: Loader
+    steps: int
+    flops: Flops
+    peak: Peak
+    traffic: Traffic  # of a step, predicted: of the data axes
+    forecast: dict[str, float | int]  # metrics that are predicted
+
+    @property
+    def recomputed(self) -> str:
+        """What backward computes again, for people."""
+        return self.recipe.activation.checkpointing + ", compiled" * self.recipe.train.compile
+
+
+def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> LaidOut:
+    """Returns `recipe` laid out on `world`. Fetches nothing large. Raises RecipeError where recipe, device, model and
+    mesh contradict each other."""
+    recipe = resolve_precision(recipe, world.device_type)
+    check_optimizer(recipe.optim, world.device_type)
+    with in_turn():
+        config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
+        teacher = load_teacher(recipe)
+    return lay_out(recipe, world, config, teacher)
+
+
+def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext) -> Job:
+    """Returns the job of a run that is laid out: weights on this node (not for a rehearsal), tokenizer, every row of
+    the data, and predictions. Raises RecipeError where one is missing or does not fit the others."""
+    recipe, world, config, layout = laid.recipe, laid.world, laid.config, laid.layout
+    sequences, micros = recipe.sequences, recipe.train.gradient_accumulation_steps
+    with in_turn():
+        folder = model_folder(recipe.model) if world.device else config_folder(recipe.model)
+        tokenizer_at = tokenizer_folder(recipe.model)
+        tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer", recipe.data.chat_template)
+        check_vocabulary(tokenizer, config)
+        parts = documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at, sequences)
+        prompts = build_prompts(recipe, config, tokenizer, folder, held_out or documents)
+    place = layout.data_rank(world.rank)
+    batching = choose_batching(recipe.data, recipe.train, place, world.device_type, *parts, sequences=sequences)
+    loader = Loader(documents, batching, micros, recipe.train.seed)
+    steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
+    peak, flops = predict_peak(layout, config, recipe), count_flops(laid.model)
+    forecast = predict_memory_metrics(layout, recipe.optim.name, asdict(peak), micros)
+    return Job(
+        **vars(laid),
+        objective=build_objective(recipe.method, recipe.preference, recipe.distill),
+        folder=folder,
+        tokenizer=tokenizer,
+        documents=documents,
+        held_out=held_out,
+        prompts=prompts,
+        batching=batching,
+        loader=loader,
+        steps=steps,
+        flops=flops,
+        peak=peak,
+        traffic=predict_traffic(layout, micros, recipe.optim.name, recipe.forwards, world.rank),
+        forecast=forecast
+        | predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, world.device_name),
+    )

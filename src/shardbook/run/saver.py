@@ -1,0 +1,44 @@
+"""When a run saves: every `train.save_steps` steps, at its end, and where it is asked to stop."""
+
+import torch
+
+from shardbook.parallel.sharding import ShardedModel
+from shardbook.recipe import Train
+from shardbook.run.checkpoint import TrainState, save_checkpoint
+from shardbook.run.directory import RunDirectory
+from shardbook.run.meter import Meter, is_due
+
+
+class Saver:
+    """Writes the checkpoints of a run that began at step `saved`. All ranks call it alike."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        train: Train,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        meter: Meter,
+        saved: int,
+    ):
+        self.run, self.train, self.sharded, self.optimizer = run, train, sharded, optimizer
+        self.meter, self.saved = meter, saved
+
+    def is_due(self, step: int) -> bool:
+        return is_due(step, self.train.save_steps)
+
+    def after(self, state: TrainState) -> None:
+        """Save after a step where one is due: `meter` has read it, and it was finite. Collective."""
+        if self.is_due(state.step):
+            with self.meter.paused():
+                self._save(state)
+
+    def finish(self, state: TrainState, stopped: bool) -> None:
+        """Save the last step, where the recipe saves or the run was `stopped`, and it was not. Collective."""
+        if state.step > self.saved and (self.train.save_steps or stopped):
+            self.meter.check()  # a step that was not logged was not looked at yet
+            self._save(state)
+
+    def _save(self, state: TrainState) -> None:
+        save_checkpoint(self.run.checkpoints, self.sharded, self.optimizer, state, self.train.save_total_limit)
+        self.saved = state.step

@@ -1,0 +1,68 @@
+"""A rehearsal is its run: the same two calls, so what one is told of ranks, data and predictions the other has."""
+
+import dataclasses
+
+import pytest
+from world import run_world, train_rank
+
+from shardbook.model.laid_out import World
+from shardbook.recipe import load_recipe
+from shardbook.run.prepare import lay_out_run, prepare_job
+
+RUNS = {
+    "zero3": ("data.eval_size=4", "generate.steps=2", "generate.max_new_tokens=3", "activation.checkpointing=full"),
+    "hsdp": ("parallel.stage=hsdp", "parallel.dp_shard_size=1", "train.gradient_accumulation_steps=2"),
+    "tp": ("parallel.stage=zero1", "parallel.tp_size=2"),
+    "pp": ("parallel.stage=ddp", "parallel.pp_size=2", "train.gradient_accumulation_steps=2"),
+    "lora": ("parallel.stage=zero2", "lora.r=4", "data.packing=false"),
+}
+
+
+def facts(job):
+    """What of a job can be compared between processes."""
+    units = [dataclasses.replace(unit, modules=()) for unit in job.layout.units]
+    found = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
+    for name in ("model", "config", "tokenizer", "objective", "documents", "held_out", "loader", "world"):
+        del found[name]
+    found["layout"] = dataclasses.replace(job.layout, units=())
+    found["units"] = [vars(unit) for unit in units]
+    found["config"] = job.config.to_dict()
+    found["parameters"] = {name: (p.shape, p.dtype, p.requires_grad) for name, p in job.model.named_parameters()}
+    for name, documents in (("train", job.documents), ("eval", job.held_out)):
+        found[name] = documents and (documents.summary, documents.rows, documents.totals)
+    found["loader"] = (job.loader.accumulation, job.loader.seed, job.loader.rows_per_step)
+    return {name: repr(value) for name, value in found.items()}
+
+
+def jobs_of_a_run(words, ranks_planned):
+    """The job that this rank prepares, on its way into a run."""
+    from shardbook import train
+
+    real, jobs = train.prepare_job, []
+
+    def prepare(laid, in_turn):
+        jobs.append(real(laid, in_turn))
+        return jobs[-1]
+
+    train.prepare_job = prepare
+    code, _, error = train_rank(words)
+    assert code == 0, error
+    (job,) = jobs
+    assert job.world.size == ranks_planned
+    return job.world, facts(job)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_rehearsal_prepares_the_job_that_its_run_has(recipe, name):
+    words = ["train.steps=2", "train.export=false", f"run.name=job-{name}", *RUNS[name]]
+    for world, of_run in run_world(2, jobs_of_a_run, [str(recipe), *words], 2):
+        rehearsed = prepare_job(lay_out_run(load_recipe(recipe, words), dataclasses.replace(world)))
+        assert facts(rehearsed) == of_run
+
+
+def test_another_number_of_ranks_is_another_job(recipe):
+    """What is compared tells jobs apart."""
+    words = ["parallel.stage=zero3", "train.steps=2", "train.export=false"]
+    found = [prepare_job(lay_out_run(load_recipe(recipe, words), World(size, 1))) for size in (1, 2)]
+    differ = {name for name, value in facts(found[0]).items() if facts(found[1])[name] != value}
+    assert {"layout", "batching", "peak", "traffic"} <= differ
