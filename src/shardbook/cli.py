@@ -211,7 +211,7 @@ def run_data(name: str, overrides: list[str], rows: int, html: Path | None) -> i
 
     folder = tokenizer_folder(recipe.model)
     tokenizer = load_tokenizer(folder, "model.tokenizer", recipe.data.chat_template)
-    look = take_look(recipe, tokenizer, folder, rows, sequences=recipe.sequences)
+    look = take_look(recipe.data, recipe.train, tokenizer, folder, rows, sequences=recipe.sequences)
     show_look(look)
     if html:
         from shardbook.compare.data_page import write_data_page

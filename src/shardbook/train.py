@@ -23,9 +23,7 @@ from shardbook.parallel.sharding import ShardedModel, apply_stage
 from shardbook.ranks.distributed import (
     Ranks,
     StopFlag,
-    broadcast_from_main,
     check_alike,
-    leave_hangs_in,
     local_main_process_first,
     start_distributed,
     stop_distributed,
@@ -38,7 +36,7 @@ from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, l
 from shardbook.run.ahead import StepsAhead
 from shardbook.run.checkpoint import TrainState, newest_checkpoint
 from shardbook.run.console import Console
-from shardbook.run.directory import check_shared, environment, open_run
+from shardbook.run.directory import environment, open_everywhere
 from shardbook.run.evaluation import Observer
 from shardbook.run.export import export_result
 from shardbook.run.garbage import collected_together
@@ -64,10 +62,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     recipe = laid.recipe
 
     # The directory, and what this run goes on from; then weights on this node, tokenizer and data.
-    run = broadcast_from_main(lambda: open_run(recipe.run, recipe_path))
-    check_shared(run)
-    leave_hangs_in(run.path / "hang")
-    newest = broadcast_from_main(lambda: newest_checkpoint(run.checkpoints))
+    run, newest = open_everywhere(recipe.run, recipe_path)
     console.print(f"run      {run.path}")
     job = prepare_job(laid, in_turn)
     if run.finished_steps >= job.steps:

@@ -45,7 +45,7 @@ def run_all(recipe, runs):
             ledger.close()
             gathers = ledger.traffic.get(("all_gather", "dp_shard"))
             seen["gathers"].add(gathers.calls if gathers else 0)
-            seen["prompts"], seen["stops"] = samples.prompts.ids, samples.prompts.stops
+            seen["prompts"], seen["stops"] = samples.job.prompts.ids, samples.job.prompts.stops
             assert settings_of(samples.sharded) == before[0] and torch.equal(torch.get_rng_state(), before[1])
             assert all(parts_whole(samples.sharded)), "parameters are left gathered"
             assert samples.sharded.model.training

@@ -23,7 +23,7 @@ def load(folder, *words):
     from shardbook.parallel.mesh import build_mesh
     from shardbook.run.metrics import kept_bytes
     from shardbook.cli import PLAIN
-    from shardbook.model.adapters import build_adapted
+    from shardbook.model.laid_out import build_adapted
     from shardbook.model.causal_lm import materialize
     from shardbook.model.families import load_config
     from shardbook.recipe import parse_recipe, resolve_precision

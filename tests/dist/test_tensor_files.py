@@ -66,7 +66,7 @@ def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 def move(words: list[str], recipe: Path, source: Path, out: Path) -> None:
     """On each rank: load a checkpoint and save what was loaded, to `out`."""
     from shardbook.memory.offload import settle
-    from shardbook.model.adapters import build_adapted
+    from shardbook.model.laid_out import build_adapted
     from shardbook.model.families import load_config
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh

@@ -13,10 +13,10 @@ from world import forks
 
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.memory.shelf import shelf_sizes
-from shardbook.model.adapters import build_adapted
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import count_flops
 from shardbook.model.families import load_config
+from shardbook.model.laid_out import build_adapted
 from shardbook.model.weights import is_adapter
 from shardbook.parallel.layout import DTYPES, build_layout
 from shardbook.parallel.mesh import build_mesh

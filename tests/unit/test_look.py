@@ -30,7 +30,7 @@ def place(tmp_path):
 
 def look_at(place, *words, rows=2, sequences=1):
     recipe = load_recipe(place / "look.toml", ["data.skip_untrainable=true", *words])
-    return take_look(recipe, tokenizer(), place / "coder", rows, sequences), recipe
+    return take_look(recipe.data, recipe.train, tokenizer(), place / "coder", rows, sequences), recipe
 
 
 def test_tokens_are_text_again_and_a_character_of_several_is_one_piece():

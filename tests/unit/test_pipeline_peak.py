@@ -32,9 +32,9 @@ def bytes_of_stage(words, stage):
     from shardbook.data.loader import count_totals
     from shardbook.data.tokenized import Totals
     from shardbook.memory.activation import apply_checkpointing
-    from shardbook.model.adapters import build_adapted
     from shardbook.model.attention import KERNELS
     from shardbook.model.causal_lm import materialize
+    from shardbook.model.laid_out import build_adapted
     from shardbook.objectives import build_objective
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh

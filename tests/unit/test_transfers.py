@@ -18,8 +18,8 @@ from shardbook.memory.direct_io import PAGE, page_buffer
 from shardbook.memory.homes import Pager
 from shardbook.memory.host_adamw import HostAdamW
 from shardbook.memory.shelf import STAGINGS, Held, allocate_shelves, staging_bytes
-from shardbook.model.adapters import build_adapted
 from shardbook.model.attention import KERNELS
+from shardbook.model.laid_out import build_adapted
 from shardbook.parallel.layout import build_layout
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Precision, resolve_precision

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from shardbook.data.loader import Loader, choose_batching
 from shardbook.data.tokenized import Documents, build_documents, column
 from shardbook.parallel.mesh import DataRank
-from shardbook.recipe import Recipe
+from shardbook.recipe import Data, Train
 
 BARS = 12  # of a histogram, at most so many
 BAR = 40  # characters of the longest
@@ -69,10 +69,12 @@ class Look:
     summary: str
 
 
-def take_look(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: Path, rows: int, sequences: int) -> Look:
-    """The data of `recipe` with the first `rows` of each source, `sequences` to an example. Raises RecipeError where a
-    run would."""
-    documents, held_out = build_documents(recipe.data, tokenizer, folder, sequences)
+def take_look(
+    data: Data, train: Train, tokenizer: PreTrainedTokenizerBase, folder: Path, rows: int, sequences: int
+) -> Look:
+    """Returns what `data` is, in micro-batches as `train` has them: the first `rows` of each source, `sequences`
+    to an example. Raises RecipeError where a run would."""
+    documents, held_out = build_documents(data, tokenizer, folder, sequences)
     numbers = np.array([number for row in documents.rows for number in row])
     parts, examples, start = [], [], 0
     for name, count in documents.sources:
@@ -87,10 +89,10 @@ def take_look(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: Path, 
         parts.append(_count("together", documents, numbers, sum(part.dropped for part in parts)))
     if held_out:
         here = np.array([number for row in held_out.rows for number in row])
-        lost = int((column(held_out.encoded, "trained") == 0).sum()) if recipe.data.eval else 0  # else dropped above
+        lost = int((column(held_out.encoded, "trained") == 0).sum()) if data.eval else 0  # else dropped above
         parts.append(_count("held out", held_out, here, lost))
     lengths = column(documents.encoded, "lengths")[numbers].flatten()
-    padding, of = _padding(documents, recipe, sequences)
+    padding, of = _padding(documents, data, train, sequences)
     summary = f"{documents.summary}; {padding:.1%} of {of} is padding"
     return Look(examples, parts, _bars(lengths), summary)
 
@@ -100,15 +102,15 @@ def _count(name: str, documents: Documents, numbers: np.ndarray, dropped: int) -
     return Part(name, lengths, int(trained.sum()), int(cut.sum()), dropped)
 
 
-def _padding(documents: Documents, recipe: Recipe, sequences: int) -> tuple[float, str]:
+def _padding(documents: Documents, data: Data, train: Train, sequences: int) -> tuple[float, str]:
     """Share of padding in the rows of the first epoch on a GPU, and what is padded to what."""
-    here = choose_batching(recipe.data, recipe.train, DataRank(), "cuda", documents, sequences=sequences)
+    here = choose_batching(data, train, DataRank(), "cuda", documents, sequences=sequences)
     tokens = column(documents.encoded, "length")
     used = sum(int(tokens[number]) for row in documents.rows for number in row)
     if here.row_length:
         length = -(-here.row_length // here.multiple) * here.multiple
         return 1 - used / (length * len(documents.rows)), f"rows of {length:,} tokens"
-    loader, longest = Loader(documents, here, 1, recipe.train.seed), column(documents.encoded, "lengths").max(axis=1)
+    loader, longest = Loader(documents, here, 1, train.seed), column(documents.encoded, "lengths").max(axis=1)
     order, padded = [loader.row_at(index)[0] for index in range(len(documents.rows))], 0
     for start in range(0, len(order), here.batch_size):
         together = order[start : start + here.batch_size]

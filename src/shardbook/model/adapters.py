@@ -18,20 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from shardbook.model.attention import KERNELS, Kernel
-from shardbook.model.causal_lm import CausalLM, build_model
-from shardbook.model.context import split_rows
+from shardbook.model.causal_lm import CausalLM
 from shardbook.model.nf4 import PackedLinear, pack_module, packed_product, unpacked_weight
-from shardbook.model.pipeline import split_stages
 from shardbook.model.stored import digest_share
-from shardbook.model.teacher import attach_teacher
-from shardbook.model.tensor import cut_model
 from shardbook.model.weights import MAGNITUDE, is_adapter, local_rows
-from shardbook.parallel.layout import DTYPES
-from shardbook.recipe import Lora, Recipe, RecipeError, nearest
+from shardbook.recipe import Lora, Model, RecipeError, nearest
 
 
 class LoraLinear(nn.Linear):
@@ -94,33 +86,6 @@ class PackedLoraLinear(LoraLinear):
 
     def base_rows(self, dtype: torch.dtype) -> Tensor:
         return unpacked_weight(self, dtype)
-
-
-def build_adapted(
-    recipe: Recipe,
-    config: PreTrainedConfig,
-    attention: Kernel = KERNELS["sdpa"],
-    teacher: PreTrainedConfig | None = None,
-    rank: int = 0,
-    world_size: int = 1,
-) -> CausalLM:
-    """The model of a recipe (without `auto`) on the meta device, as the global `rank` has it where matrices or layers
-    are shared: build_model, and adapters where it asks for them, and in it a model of the config `teacher`. Raises
-    RecipeError where these do not fit the model."""
-    chunk, scores = recipe.train.loss_chunk_tokens, recipe.method == "reward"
-    if scores and config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
-        raise RecipeError(f"method = 'reward': transformers has no classifier of the family {config.model_type!r}")
-    model = build_model(config, recipe.at_rest, chunk, attention, scores)
-    if recipe.lora.r:
-        apply_lora(model, recipe.lora, DTYPES[recipe.precision.frozen])
-    if recipe.model.load_in_4bit:
-        pack_blocks(model, DTYPES[recipe.precision.params], recipe.model.bnb_4bit_use_double_quant)
-    if teacher:
-        attach_teacher(model, build_model(teacher, recipe.precision.frozen, attention=attention))
-    cut_model(model, recipe.parallel.tp_size, rank)
-    split_rows(model, recipe.parallel, rank)
-    split_stages(model, recipe.parallel, rank, world_size)
-    return model
 
 
 def pack_blocks(model: CausalLM, dtype: torch.dtype, nested: bool) -> None:
@@ -202,12 +167,12 @@ def kept_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in named if parameter.requires_grad or not is_adapted}
 
 
-def weights_identity(recipe: Recipe, folder: Path) -> str:
+def weights_identity(model: Model, seed: int, folder: Path) -> str:
     """What a run's weights begin as: every byte of the weights files of `folder`, or random ones, and in how many bits.
     Collective."""
-    named = f"random, seed {recipe.train.seed}" if recipe.model.init == "random" else digest_weights(folder)
-    if recipe.model.load_in_4bit:
-        named += ", nf4" + ", double" * recipe.model.bnb_4bit_use_double_quant
+    named = f"random, seed {seed}" if model.init == "random" else digest_weights(folder)
+    if model.load_in_4bit:
+        named += ", nf4" + ", double" * model.bnb_4bit_use_double_quant
     return named
 
 

@@ -8,12 +8,17 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from shardbook.model.adapters import build_adapted
-from shardbook.model.attention import Kernel, choose_attention, kernel_on_gpu
-from shardbook.model.causal_lm import CausalLM
+from shardbook.model.adapters import apply_lora, pack_blocks
+from shardbook.model.attention import KERNELS, Kernel, choose_attention, kernel_on_gpu
+from shardbook.model.causal_lm import CausalLM, build_model
+from shardbook.model.context import split_rows
+from shardbook.model.pipeline import split_stages
+from shardbook.model.teacher import attach_teacher
+from shardbook.model.tensor import cut_model
 from shardbook.parallel.layout import DTYPES, Layout, build_layout
-from shardbook.recipe import Recipe
+from shardbook.recipe import Recipe, RecipeError
 
 
 @dataclass(frozen=True)
@@ -69,3 +74,30 @@ def layout_of(recipe: Recipe, model: CausalLM, world: World) -> Layout:
     """Returns the layout of a model that `build_adapted` made."""
     ranks = (world.size, world.ranks_per_node)
     return build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *ranks, recipe.offload)
+
+
+def build_adapted(
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    attention: Kernel = KERNELS["sdpa"],
+    teacher: PreTrainedConfig | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> CausalLM:
+    """The model of a recipe (without `auto`) on the meta device, as the global `rank` has it where matrices or layers
+    are shared: build_model, and adapters where it asks for them, and in it a model of the config `teacher`. Raises
+    RecipeError where these do not fit the model."""
+    chunk, scores = recipe.train.loss_chunk_tokens, recipe.method == "reward"
+    if scores and config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        raise RecipeError(f"method = 'reward': transformers has no classifier of the family {config.model_type!r}")
+    model = build_model(config, recipe.at_rest, chunk, attention, scores)
+    if recipe.lora.r:
+        apply_lora(model, recipe.lora, DTYPES[recipe.precision.frozen])
+    if recipe.model.load_in_4bit:
+        pack_blocks(model, DTYPES[recipe.precision.params], recipe.model.bnb_4bit_use_double_quant)
+    if teacher:
+        attach_teacher(model, build_model(teacher, recipe.precision.frozen, attention=attention))
+    cut_model(model, recipe.parallel.tp_size, rank)
+    split_rows(model, recipe.parallel, rank)
+    split_stages(model, recipe.parallel, rank, world_size)
+    return model

@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig
 
 from shardbook.comm.ledger import add_traffic
 from shardbook.memory.shelf import shelf_sizes
-from shardbook.model.adapters import build_adapted
 from shardbook.model.attention import kernel_on_gpu
 from shardbook.model.causal_lm import CausalLM, Flops, count_flops
 from shardbook.model.context import check_heads
+from shardbook.model.laid_out import build_adapted
 from shardbook.model.shapes import shape_config
 from shardbook.model.weights import own_parameters
 from shardbook.parallel.layout import Layout, build_layout

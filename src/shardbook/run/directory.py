@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 import shardbook
+from shardbook.ranks.distributed import broadcast_from_main, leave_hangs_in
 from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe, first_line, flatten_recipe
-from shardbook.run.checkpoint import step_of
+from shardbook.run.checkpoint import newest_checkpoint, step_of
 from shardbook.run.trackers import check_installed
 
 PACKAGES = ("transformers", "datasets", "accelerate", "safetensors")
@@ -78,6 +79,18 @@ class RunDirectory:
         _write_facts(self.path, read_facts(self.path) | {"finished_steps": steps})
 
 
+def open_everywhere(run: Run, recipe_path: Path) -> tuple[RunDirectory, Path | None]:
+    """Returns the directory of a run, made or reopened by rank 0, and its newest checkpoint. Raises RecipeError as
+    `open_run` does, or where a rank does not see it: a checkpoint would fall apart. Collective."""
+    found = broadcast_from_main(lambda: open_run(run, recipe_path))
+    if not found.path.is_dir():
+        raise RecipeError(
+            f"run directory {found.path}: not seen by every rank; set run.dir to a disk that all nodes share"
+        )
+    leave_hangs_in(found.path / "hang")
+    return found, broadcast_from_main(lambda: newest_checkpoint(found.checkpoints))
+
+
 def open_run(run: Run, recipe_path: Path) -> RunDirectory:
     """Make or reopen the directory of a run, and hold it until this process ends. One rank calls it. Raises RecipeError
     where it cannot be written, another process holds it, or a tracker that would write into it is not installed."""
@@ -113,14 +126,6 @@ def _hold(path: Path) -> None:
         print(f"run directory {path}: not locked ({error.strerror}); do not start the same run twice", flush=True)
     os.ftruncate(lock, 0)
     os.write(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode())
-
-
-def check_shared(run: RunDirectory) -> None:
-    """Raise RecipeError where this rank does not see the directory that rank 0 made: a checkpoint would fall apart."""
-    if not run.path.is_dir():
-        raise RecipeError(
-            f"run directory {run.path}: not seen by every rank; set run.dir to a disk that all nodes share"
-        )
 
 
 def environment() -> dict[str, Any]:

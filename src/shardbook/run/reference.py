@@ -53,7 +53,7 @@ class Reference:
         with the checkpoint `named` of a run whose reference is not this one. Collective."""
         if not self.is_wanted:
             return True
-        of = base_identity(sharded.model) or weights_identity(self.recipe, weights)
+        of = base_identity(sharded.model) or weights_identity(self.recipe.model, self.recipe.train.seed, weights)
         data = broadcast_from_main(lambda: [_digest(documents) for documents, _ in self.rows.values()])
         self.digest = f"{of}, {self.recipe.lora.model_dump_json()}; {' '.join(data)}"
         self.found: dict[str, Any] = broadcast_from_main(lambda: _read(self.file))

@@ -61,7 +61,7 @@ def _load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:
         load_weights(sharded.masters, folder)
     model: Any = sharded.model
     if recipe.lora.r:
-        model.identity = weights_identity(recipe, folder)
+        model.identity = weights_identity(recipe.model, seed, folder)
     init_adapters(model, seed)
     if recipe.lora.adapter:
         load_adapter(model, Path(recipe.lora.adapter).expanduser(), recipe.lora)
