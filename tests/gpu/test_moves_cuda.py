@@ -173,3 +173,22 @@ def test_memory_that_is_given_back_at_once_changes_nothing(words, recipe, kept):
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     run = run_train(1, recipe, name, *SHORT, *words, *more, environment=environment)
     assert losses(run) == pytest.approx(losses(kept), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["distill", "error-feedback"])
+def test_two_ranks_whose_memory_is_given_back_at_once(name, recipe, tiny):
+    """A teacher beside the student, and residuals of gradients that are kept from step to step."""
+    words = [str(recipe), "train.steps=4", "train.gradient_accumulation_steps=2", "train.deterministic=true", *FP32]
+    words += {
+        "distill": ["method=distill", f"distill.teacher={tiny / 'model'}", "parallel.stage=zero3"],
+        "error-feedback": [
+            "parallel.stage=zeropp",
+            "parallel.quantize_gradients=[8,4]",
+            "parallel.quantize_error_feedback=true",
+        ],
+    }[name]
+    for end, environment in (("", {}), ("-uncached", {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})):
+        run = [*words, f"run.name={name}{end}"]
+        found = run_world(2, over_gloo, train_rank, run, environment=environment)
+        assert [code for code, *_ in found] == [0, 0], found
+    assert losses(recipe.parent / f"{name}-uncached") == pytest.approx(losses(recipe.parent / name), rel=TOLERANCE)
