@@ -95,6 +95,7 @@ class StandIn(Machine):
             "is_available": lambda: True,
             "is_initialized": lambda: True,
             "_lazy_init": lambda: None,
+            "is_current_stream_capturing": lambda: False,  # a build for CUDA asks the driver, which is not there
             "device_count": lambda: DEVICES,
             "current_device": self.current_device,
             "set_device": self.set_device,
