@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedTokenizerBase
 
+from shardbook.arithmetic import ceil_div
 from shardbook.data.chat import Encoder
 from shardbook.data.tokenized import Documents
 from shardbook.model.attention import cached_attention
@@ -126,7 +127,7 @@ class Samples:
         place, places, *_ = self.sharded.layout.data_rank(self.ranks.rank)
         asked, count = self.recipe.generate, len(self.prompts.ids)
         seed, most = self.recipe.train.seed, asked.max_new_tokens
-        numbers = [(place + turn * places) % count for turn in range(-(-count // places))]
+        numbers = [(place + turn * places) % count for turn in range(ceil_div(count, places))]
         draws = torch.stack([draw(seed, step, number, most) for number in numbers])
 
         def choose(logits: Tensor, turn: int) -> Tensor:
