@@ -36,9 +36,7 @@ class Elementwise(torch.optim.Optimizer, ABC):
     typed as the parameter."""
 
     moments: ClassVar[tuple[str, ...]]
-    update: ClassVar[
-        Callable[..., None]
-    ]  # of weights, gradients, moments and `numbers`, in place; all fp32 of one shape
+    update: ClassVar[Callable[..., None]]  # in place, of weights, gradients, moments and `numbers`; fp32, of one shape
 
     def __init__(self, groups: list[dict[str, Any]], optim: Optim):
         super().__init__(groups, {"lr": optim.learning_rate, "weight_decay": 0.0})

@@ -13,8 +13,6 @@ PRODUCTS, ATTENTION, MEMORY = 640 / 989, 250 / 989, 3.0 / 3.35  # shares attaine
 INSIDE, ACROSS = 0.8, 0.9  # of a link's rate that long collectives attain, inside a node and between nodes
 INSIDE_SECONDS, ACROSS_SECONDS = 3e-6, 10e-6  # of one hop of a ring
 ROOM = 0.92  # of a GPU's memory that torch can fill: contexts of CUDA and NCCL, and fragments, take the rest
-
-
 # Of a node: memory (16 channels of DDR5-4800) and four PCIe 5.0 drives, bytes a second; DeepNVMe measured those on an
 # ND-H200 (DeepSpeed's blog, June 2025). Shares: what torch's fused AdamW gets of a copy's rate, long copies of PCIe's.
 DRAM, ADAMW_SHARE, DISK_READ, DISK_WRITE, PCIE_SHARE = 614e9, 0.65, 27e9, 11e9, 0.8
