@@ -35,8 +35,8 @@ from gpu_cases import (
     write_documents,
 )
 
+from shardbook.gpus import gpu_of
 from shardbook.run.directory import environment
-from shardbook.run.metrics import peak_flops
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -112,8 +112,8 @@ def run_case(case: Case, folder: Path, steps: int, seconds: float) -> dict:
     row = {"case": asdict(case), "tokens_per_second": speed, "flops_per_token": flops}
     if not case.compiled:
         row["predicted_peak_bytes"] = predicted_peak(case, folder, "cuda" if torch.cuda.is_available() else "cpu")
-    if torch.cuda.is_available() and (peak := peak_flops(torch.cuda.get_device_name())):
-        row["mfu"] = speed * flops / peak
+    if torch.cuda.is_available() and (gpu := gpu_of(torch.cuda.get_device_name())):
+        row["mfu"] = speed * flops / gpu.flops
     return row | seen.pop("shares", {}) | seen
 
 

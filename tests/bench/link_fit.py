@@ -10,11 +10,12 @@ from dataclasses import replace
 from link import SHAPE, VARIANTS
 from transformers import AutoConfig
 
+from shardbook.gpus import GPUS
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.plan.calibrate import Sample, calibrate
-from shardbook.plan.hardware import GPUS, Cluster
+from shardbook.plan.hardware import Cluster
 from shardbook.plan.speed import exposed_seconds
 from shardbook.recipe import Parallel, Precision
 

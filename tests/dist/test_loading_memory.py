@@ -243,14 +243,14 @@ def reads_all_rows(stored, weights):
 
 def rows_of_another_rank(stored, weights):
     """Planted bug: each rank reads the other one's rows."""
-    real = weights.local_part
+    real = weights.local_slices
 
-    def local_part(parameter):
+    def local_slices(parameter):
         local, rows, columns = real(parameter)
         start = 0 if rows.start else len(local)
         return local, slice(start, start + len(local)), columns
 
-    weights.local_part = local_part
+    weights.local_slices = local_slices
 
 
 def test_each_file_is_opened_once_and_only_own_rows_are_read(files):

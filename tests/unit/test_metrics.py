@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import shardbook.run.metrics as metrics
+from shardbook.gpus import gpu_of
 from shardbook.model.causal_lm import Flops
 from shardbook.recipe import Run
 
@@ -156,11 +157,14 @@ def test_memory_of_steps_that_compile_is_no_steps_peak(monkeypatch):
         ("NVIDIA A10", 125e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090", None),
     ],
 )
 def test_peak_flops_are_those_of_the_very_card(name, peak):
-    assert metrics.peak_flops(name) == peak
+    gpu = gpu_of(name)
+    assert (gpu and gpu.flops) == peak
 
 
 def test_out_of_memory_says_what_was_predicted_measured_and_would_fit(monkeypatch):

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch._inductor import metrics
 
 from shardbook.comm.fused import fused
 from shardbook.optim import build_optimizer, clip_gradients, elementwise, gradient_norm, learning_rate, squares_of
-from shardbook.recipe import Optim
+from shardbook.optim.table import OPTIMIZERS
+from shardbook.recipe import Optim, learning
 
 
 def rates(steps: int, **optim) -> list[float]:
@@ -87,6 +89,11 @@ def test_what_is_no_number_stays_visible_in_the_norm(bad):
         gradient.view(-1)[7] = bad
         norm = gradient_norm([gradient, torch.full((4, 64), 1e22)])
         assert norm.isnan() if math.isnan(bad) else norm.isinf()
+
+
+def test_recipe_and_table_have_the_same_optimizers():
+    assert list(OPTIMIZERS) == list(get_args(Optim.model_fields["name"].annotation))
+    assert {*learning.WHOLE_MATRICES, *learning.HOST_OPTIMIZERS} <= OPTIMIZERS.keys()
 
 
 BETAS = {"lion": {"betas": [0.9, 0.99]}, "ademamix": {"betas": [0.9, 0.999, 0.9999], "alpha_warmup_steps": 4}}

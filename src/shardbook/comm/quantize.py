@@ -13,6 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from shardbook.arithmetic import ceil_div
 from shardbook.comm.fused import fused
 
 LARGEST = {8: 127, 4: 7}  # bits -> steps on either side of zero: -128 and -8 stay unused, so that signs are alike
@@ -24,7 +25,7 @@ CACHED = 2**18  # elements that eager passes work on at a time: 1 MiB in fp32
 
 def buffer_bytes(numel: int, bits: int, block: int) -> int:
     """Bytes of one row of `numel` elements: whole blocks of payload, then their scales."""
-    blocks = -(-numel // block)
+    blocks = ceil_div(numel, block)
     return blocks * (block * bits // 8 + SCALE_BYTES)
 
 
@@ -44,7 +45,7 @@ def dequantize(buffers: Tensor, out: Tensor, bits: int, block: int) -> None:
 def _piece(device_type: str, rows: int, numel: int, block: int) -> int:
     """Elements of a row that are worked on at a time: all, where passes are fused; else what a core's cache holds,
     because eager passes over more go through memory, each of them. Whole blocks."""
-    blocks = -(-numel // block) if device_type == "cuda" else max(1, CACHED // (rows * block))
+    blocks = ceil_div(numel, block) if device_type == "cuda" else max(1, CACHED // (rows * block))
     return blocks * block
 
 
@@ -81,7 +82,7 @@ def _encode(values: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
 
 def _dequantize(buffers: Tensor, out: Tensor, bits: int, block: int, piece: int) -> None:
     bits, block = _constant(bits, LARGEST), _constant(block, BLOCKS)
-    blocks = -(-out.shape[-1] // block)
+    blocks = ceil_div(out.shape[-1], block)
     payload, scales = buffers.split([blocks * block * bits // 8, blocks * SCALE_BYTES], -1)
     pieces = payload.split(piece * bits // 8, -1), scales.split(piece // block * SCALE_BYTES, -1), out.split(piece, -1)
     for some, scale, into in zip(*pieces, strict=True):

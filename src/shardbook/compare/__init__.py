@@ -31,6 +31,7 @@ from shardbook.ranks.heartbeat import LAUNCHER
 from shardbook.recipe import Parallel, Recipe, RecipeError, Run, flatten_recipe, load_recipe, resolve_precision
 from shardbook.run.directory import read_facts
 from shardbook.run.trackers import check_installed
+from shardbook.terminal import LOG_WIDTH
 
 # Keys of [parallel] that only some stages have: a variant of another stage than the recipe's starts without them.
 BESIDE = ("stage", "wrap", "tp_size", "cp_size", "pp_size", "pipeline_schedule", "pipeline_chunks")
@@ -210,7 +211,7 @@ def report(folder: Path, publishes: bool = False) -> None:
     for row in rows:
         table.add_row(*row)
     console = Console(highlight=False)
-    console.width = max(console.width, 140)  # a log file has no edge to wrap at
+    console.width = max(console.width, LOG_WIDTH)
     console.print(table, markup=False)
     print(f"report   {folder / 'report.html'}")
     if publishes:

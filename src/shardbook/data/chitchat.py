@@ -21,7 +21,6 @@ def chitchat_file(name: str) -> Path:
 def _convert(rows_of: Callable[[list[Row]], Iterator[Row]], folder: Path, out: Path) -> None:
     conversations = json.loads((folder / "dataset.json").read_text()).values()
     rows = [{"messages": messages} for messages in map(_two_sided, conversations) if messages]
-    out.mkdir(parents=True)
     (out / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows_of(rows)))
 
 

@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from shardbook.arithmetic import round_up
 from shardbook.data.tokenized import Documents, Row
 from shardbook.parallel.mesh import DataRank
 from shardbook.recipe import Data, RecipeError, Train
@@ -196,7 +197,7 @@ def eval_rows(documents: Documents, batching: Batching) -> Iterator[list[Row]]:
     """Every row once, spread over ranks. All ranks get the same number of micro-batches (collectives would hang
     otherwise), the last ones of some ranks perhaps without rows."""
     stride, total = batching.batch_size * batching.ranks, len(documents.rows)
-    for start in range(batching.rank * batching.batch_size, -(-total // stride) * stride, stride):
+    for start in range(batching.rank * batching.batch_size, round_up(total, stride), stride):
         yield [documents.rows[index] for index in range(start, min(start + batching.batch_size, total))]
 
 
@@ -228,7 +229,7 @@ def build_micro_batch(
     if batching.row_length is None:
         content = [[part] for row in content for part in row] or [[]]
     used = [sum(len(ids) for ids, _ in row) for row in content]
-    length = -(-(batching.row_length or max(1, *used)) // batching.multiple) * batching.multiple
+    length = round_up(batching.row_length or max(1, *used), batching.multiple)
     shape = (len(content), length)
     starts, lengths, trained, ends = [], [], [], []
     ids, places = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)

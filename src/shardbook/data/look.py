@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from shardbook.arithmetic import ceil_div, round_up
 from shardbook.data.loader import Loader, choose_batching
 from shardbook.data.tokenized import Documents, build_documents, column
 from shardbook.parallel.mesh import DataRank
 from shardbook.recipe import Data, Train
+from shardbook.terminal import build_console
 
 BARS = 12  # of a histogram, at most so many
 BAR = 40  # characters of the longest
@@ -108,13 +109,13 @@ def _padding(documents: Documents, data: Data, train: Train, sequences: int) -> 
     tokens = column(documents.encoded, "length")
     used = sum(int(tokens[number]) for row in documents.rows for number in row)
     if here.row_length:
-        length = -(-here.row_length // here.multiple) * here.multiple
+        length = round_up(here.row_length, here.multiple)
         return 1 - used / (length * len(documents.rows)), f"rows of {length:,} tokens"
     loader, longest = Loader(documents, here, 1, train.seed), column(documents.encoded, "lengths").max(axis=1)
     order, padded = [loader.row_at(index)[0] for index in range(len(documents.rows))], 0
     for start in range(0, len(order), here.batch_size):
         together = order[start : start + here.batch_size]
-        padded += len(together) * sequences * (-(-int(longest[together].max()) // here.multiple) * here.multiple)
+        padded += len(together) * sequences * round_up(int(longest[together].max()), here.multiple)
     return 1 - used / padded, f"micro-batches of {here.batch_size}, unpacked,"
 
 
@@ -154,10 +155,8 @@ def _pieces(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase
 
 def show_look(look: Look) -> None:
     """On standard output: trained tokens in green, or in brackets where there are no colours."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = build_console()
     is_plain = not console.is_terminal or console.no_color
-    if not console.is_terminal:
-        console.width = 140  # a log file has no edge to wrap at
     for title, sequences in look.examples:
         console.print(title, style="bold", markup=False)
         for sequence in sequences:
@@ -174,7 +173,7 @@ def show_look(look: Look) -> None:
     most = max(count for _, _, count in look.bars)
     wide = len(f"{look.bars[-1][1]:,}")
     for first, last, count in look.bars:
-        console.print(f"{first:>{wide},} to {last:>{wide},}  {'█' * -(-BAR * count // most):<{BAR}} {count:,}")
+        console.print(f"{first:>{wide},} to {last:>{wide},}  {'█' * ceil_div(BAR * count, most):<{BAR}} {count:,}")
 
 
 def as_text(sequence: Sequence, is_plain: bool) -> Text:

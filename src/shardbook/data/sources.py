@@ -10,6 +10,7 @@ from datasets import Dataset, disable_progress_bars, load_dataset, load_from_dis
 from datasets.config import HF_DATASETS_CACHE as CACHE
 
 from shardbook.data.chitchat import DATASETS, chitchat_file
+from shardbook.paths import is_hub_id
 from shardbook.recipe import RecipeError, first_line
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -68,7 +69,7 @@ def _load_one(name: str, what: str) -> Dataset:
             if files := sorted(file for file in path.glob(f"*{suffix}") if file.is_file()):
                 return _read(reader, files, name, what)
         raise RecipeError(f"{what} = {name!r}: the directory has no {', '.join(READERS)} file and no saved dataset")
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if not is_hub_id(name):
         raise RecipeError(f"{what} = {name!r}: no such directory, and not a hub id (owner/name or owner/name:split)")
     hub_id, _, split = name.partition(":")
     try:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardbook.arithmetic import round_up
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import RecipeError
 
@@ -28,7 +29,7 @@ REMOTE = {0x6969: "NFS", 0xFF534D42: "CIFS", 0x0BD00BD0: "Lustre", 0x65735546: "
 
 
 def aligned(numel_bytes: int) -> int:
-    return -(-numel_bytes // PAGE) * PAGE
+    return round_up(numel_bytes, PAGE)
 
 
 def page_buffer(size: int, pin: bool = False) -> Tensor:

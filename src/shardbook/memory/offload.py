@@ -21,7 +21,8 @@ from shardbook.memory.homes import Homes, masters_tree
 from shardbook.memory.host_adamw import HostAdamW
 from shardbook.memory.shelf import Held, allocate_shelves, fetches_ahead, gathered_bytes, shelf_sizes
 from shardbook.model.causal_lm import CausalLM, materialize
-from shardbook.optim import adamw_settings, build_optimizer, parameter_groups
+from shardbook.optim import build_optimizer, parameter_groups
+from shardbook.optim.table import adamw_settings
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.parallel.units import Unit

@@ -13,6 +13,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from shardbook.arithmetic import ceil_div, round_up
 from shardbook.axes import DP_SHARD
 from shardbook.memory.direct_io import DirectFile, aligned, page_buffer
 from shardbook.parallel.layout import Layout
@@ -53,12 +54,12 @@ def plan_shelf(layout: Layout, unit: Unit, rank: int) -> Plan:
     shard = rank_along(layout.sizes, DP_SHARD, rank)
     rows = [shard_rows(shape[0], layout.shards, shard) for shape in unit.shapes]
     numels = [count * prod(shape[1:]) for count, shape in zip(rows, unit.shapes, strict=True)]
-    paddeds = [-(-shape[0] // layout.shards) * prod(shape[1:]) for shape in unit.shapes]
+    paddeds = [ceil_div(shape[0], layout.shards) * prod(shape[1:]) for shape in unit.shapes]
     starts, free = dict[int, int](), 0
     trained = list(compress(range(len(numels)), unit.trained))
     for number in [*trained, *(number for number in range(len(numels)) if number not in trained)]:
         starts[number] = free
-        free += -(-numels[number] // ALIGN) * ALIGN
+        free += round_up(numels[number], ALIGN)
         if number in trained:
             trained_end = free
     places, wire, reduced = [], 0, 0

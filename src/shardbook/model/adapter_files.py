@@ -4,7 +4,6 @@ Invariant: names and settings are peft's, so what is written here peft loads, an
 """
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from shardbook.model.adapters import kept_parameters
 from shardbook.model.stored import Stored
 from shardbook.model.weights import HIGH, LOW, MAGNITUDE, SCORE, local_rows
+from shardbook.paths import whole_directory
 from shardbook.recipe import Lora, RecipeError, first_line
 
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."  # peft's
@@ -104,14 +104,10 @@ def save_adapter(
     found = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors if write}
     if not write:
         return
-    side = out.with_name(out.name + ".partial")
-    shutil.rmtree(side, ignore_errors=True)
-    side.mkdir(parents=True)
-    save_file(found, side / WEIGHTS, metadata={"format": "pt"})
-    (side / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-    tokenizer.save_pretrained(side)
-    shutil.rmtree(out, ignore_errors=True)
-    side.rename(out)
+    with whole_directory(out) as side:
+        save_file(found, side / WEIGHTS, metadata={"format": "pt"})
+        (side / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+        tokenizer.save_pretrained(side)
 
 
 def merged_tensors(

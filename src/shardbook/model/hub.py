@@ -6,6 +6,7 @@ from pathlib import Path
 from huggingface_hub.errors import HfHubHTTPError
 
 from shardbook.model import embedded
+from shardbook.paths import is_hub_id
 from shardbook.recipe import Model, RecipeError, first_line
 
 CONFIG_FILES = ["*.json", "*.jinja", "tokenizer*"]
@@ -19,7 +20,7 @@ def fetch_folder(path: str, revision: str, what: str, patterns: list[str]) -> Pa
         return embedded.smollm2_folder()
     if Path(path).is_dir():
         return Path(path)
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+    if not is_hub_id(path):
         raise RecipeError(f"{what} = {path!r}: no such directory, and not a hub id (owner/name)")
     from huggingface_hub import snapshot_download
 

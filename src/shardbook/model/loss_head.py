@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardbook.parallel.tensor import TensorAxis, gather_plain, own_part
+from shardbook.parallel.tensor import TensorAxis, gather_plain, local_part
 
 PRODUCT_ROWS = 32_768  # of the head's gradient, made at once
 # of a chunk's logits, which rows these are, and whether slopes are wanted: losses and slopes
@@ -42,7 +42,7 @@ class LossHead(nn.Linear):
         """The loss of each target [n], or, `summed`, their sum: then gradients are made with the logits at hand, where
         the other form makes each chunk's logits again in backward. Without targets: logits [n, vocabulary]. With a
         `lesson` three sums [3]: the loss, which alone has the gradient; likelihood and divergence that are in it."""
-        weight, axis = own_part(self.weight), self.axis
+        weight, axis = local_part(self.weight), self.axis
         if targets is None:
             return F.linear(hidden, weight)
         rows = self.chunk_tokens or max(1, len(targets))

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardbook.arithmetic import round_up
 from shardbook.comm.fused import fused
 from shardbook.comm.torch_private import slots_of
 from shardbook.parallel.packed import BYTES
@@ -74,7 +75,7 @@ def pack_module(module: nn.Linear, name: str, dtype: torch.dtype, nested: bool) 
 def absmax_bytes(width: int, nested: bool) -> int:
     """Bytes of a row's scales: fp32 a block; nested a byte a block, in whole fp32, and the row's own."""
     blocks = width // BLOCK
-    return -(-blocks // SCALE_BYTES) * SCALE_BYTES + SCALE_BYTES if nested else blocks * SCALE_BYTES
+    return round_up(blocks, SCALE_BYTES) + SCALE_BYTES if nested else blocks * SCALE_BYTES
 
 
 def quantize_rows(rows: Tensor, nested: bool = False) -> tuple[Tensor, Tensor]:

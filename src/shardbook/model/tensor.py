@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from shardbook.arithmetic import ceil_div
 from shardbook.model.causal_lm import CausalLM
 from shardbook.model.loss_head import LossHead
 from shardbook.parallel.tensor import (
@@ -76,7 +77,7 @@ def check_fits(config: Any, size: int) -> None:
             f"{said}: does not divide the model's intermediate_size = {config.intermediate_size}; it may be "
             f"{', '.join(fits)}"
         )
-    if -(-config.vocab_size // size) * (size - 1) >= config.vocab_size:
+    if ceil_div(config.vocab_size, size) * (size - 1) >= config.vocab_size:
         raise RecipeError(f"{said}: leaves a rank without any of the {config.vocab_size} tokens; set it lower")
 
 

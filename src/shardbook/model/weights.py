@@ -21,10 +21,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from shardbook.arithmetic import ceil_div
 from shardbook.model.nf4 import ABSMAX, PACKED, fill_rows
 from shardbook.model.stored import FLOATS, INDEX, open_tensors
 from shardbook.parallel.layout import DTYPES
 from shardbook.parallel.units import WHOLE
+from shardbook.paths import whole_directory
 from shardbook.recipe import RecipeError
 
 SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
@@ -102,7 +104,7 @@ def places(model: nn.Module) -> dict[str, Place]:
     found = {}
     for name, parameter in own_parameters(model):
         stem, _, last = name.rpartition(".")
-        local, rows, columns = local_part(parameter.detach())
+        local, rows, columns = local_slices(parameter.detach())
         if last == PACKED:
             module: Any = model.get_submodule(stem)
             absmax, _ = local_rows(module.weight_absmax.detach())
@@ -135,9 +137,9 @@ def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
         place.fill_from(full)
 
 
-def local_part(parameter: Tensor) -> tuple[Tensor, slice, slice | None]:
-    """This rank's part of a parameter, and the rows of the full tensor that it holds, of these
-    perhaps some columns.
+def local_slices(parameter: Tensor) -> tuple[Tensor, slice, slice | None]:
+    """Returns this rank's part of a parameter, the rows of the full tensor that it holds, and of these the columns,
+    where they are not all.
 
     Each mesh axis that cuts does so as torch.chunk: ceil(n / N) each, the last ranks fewer or none. The innermost cuts
     the full tensor, the next one what that leaves: fully_shard comes after tensor parallel.
@@ -150,7 +152,7 @@ def local_part(parameter: Tensor) -> tuple[Tensor, slice, slice | None]:
         if placement.is_replicate():
             continue
         here = held[placement.dim]
-        each = -(-len(here) // mesh.size(axis))
+        each = ceil_div(len(here), mesh.size(axis))
         start = each * mesh.get_local_rank(axis)
         held[placement.dim] = here[start : start + each]
     local = parameter.to_local()
@@ -161,7 +163,7 @@ def local_part(parameter: Tensor) -> tuple[Tensor, slice, slice | None]:
 
 def local_rows(parameter: Tensor) -> tuple[Tensor, slice]:
     """The same of one that is cut along its rows alone."""
-    local, rows, columns = local_part(parameter)
+    local, rows, columns = local_slices(parameter)
     assert columns is None, f"{tuple(parameter.shape)}: cut along its columns too"
     return local, rows
 
@@ -221,41 +223,37 @@ def save_weights(
     `tensors` yields every name of `shapes`, in its order. With `write` False only consumes it (the other ranks of a
     collective). The directory appears under its name when complete.
     """
-    side = out.with_name(out.name + ".partial")
-    if write:
-        shutil.rmtree(side, ignore_errors=True)
-        side.mkdir(parents=True)
+    if not write:
+        for _ in tensors:
+            pass
+        return
     plan = _plan_files(shapes, DTYPES[dtype].itemsize)
     file_of = {name: file for file, names in plan.items() for name in names}
     pending: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if write:
+    with whole_directory(out) as side:
+        for name, tensor in tensors:
             pending[name] = tensor.to("cpu", DTYPES[dtype], copy=True).contiguous()
             if len(pending) == len(plan[file := file_of[name]]):
                 save_file(pending, side / file, metadata={"format": "pt"})
                 pending = {}
-    if not write:
-        return
-    if len(plan) > 1:
-        total = sum(shape.numel() for shape in shapes.values()) * DTYPES[dtype].itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        (side / INDEX).write_text(json.dumps(index, indent=2))
-    clean = type(config).from_dict(
-        {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
-    )
-    clean.architectures = config.architectures
-    clean.dtype = DTYPES[dtype]
-    if scores := SCORE in shapes:
-        clean.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
-        clean.num_labels = 1
-        if clean.pad_token_id is None:  # else transformers scores one answer at a time only
-            clean.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token else tokenizer.eos_token_id
-    clean.save_pretrained(side)
-    tokenizer.save_pretrained(side)
-    if not scores and (source / "generation_config.json").is_file():
-        shutil.copy(source / "generation_config.json", side)
-    shutil.rmtree(out, ignore_errors=True)
-    side.rename(out)
+        if len(plan) > 1:
+            total = sum(shape.numel() for shape in shapes.values()) * DTYPES[dtype].itemsize
+            index = {"metadata": {"total_size": total}, "weight_map": file_of}
+            (side / INDEX).write_text(json.dumps(index, indent=2))
+        clean = type(config).from_dict(
+            {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+        )
+        clean.architectures = config.architectures
+        clean.dtype = DTYPES[dtype]
+        if scores := SCORE in shapes:
+            clean.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
+            clean.num_labels = 1
+            if clean.pad_token_id is None:  # else transformers scores one answer at a time only
+                clean.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token else tokenizer.eos_token_id
+        clean.save_pretrained(side)
+        tokenizer.save_pretrained(side)
+        if not scores and (source / "generation_config.json").is_file():
+            shutil.copy(source / "generation_config.json", side)
 
 
 def _plan_files(shapes: dict[str, torch.Size], itemsize: int) -> dict[str, list[str]]:

@@ -1,13 +1,10 @@
-"""The optimizers, what each keeps, the learning rate and the gradient norm.
+"""The optimizer of a run (table.py has them all), the learning rate and the gradient norm.
 
 Invariant: the learning rate is a pure function of the step, so a schedule has no state to save; the norm is that of
 the full gradient, the same on every rank and in every layout.
 """
 
-import importlib.metadata
-import importlib.util
 import math
-import re
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -17,53 +14,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardbook.comm.torch_private import norms_of, scale_together
-from shardbook.optim.adamw_bf16 import AdamWBf16
-from shardbook.optim.elementwise import AdEMAMix, Lion, local_part
-from shardbook.optim.muon import Muon
+from shardbook.optim.elementwise import local_values
+from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.pipeline import StageParameters
-from shardbook.parallel.units import WHOLE
-from shardbook.recipe import Optim, RecipeError, first_line
+from shardbook.recipe import Optim
 
-STEP_BYTES = 4  # the step count of one parameter
-BLOCK, LEAST = 256, 4096  # torchao quantises blocks of so many elements, in shards that have whole ones and this many
 TINY_ROW, TINY_TOTAL = 1e-15, 1e-16  # a row's norm, and a sum of squares, below which fp32 loses digits of squares
-TORCHAO = "0.18"  # the first that was tried here, on torch 2.13
 
 
 def state_bytes(name: str, numel: int, itemsize: int, is_matrix: bool = False) -> int:
-    """Bytes that the optimizer `name` (as optim.name) keeps for one parameter, of which a rank has `numel` elements of
-    `itemsize` bytes, and which may be a block's matrix: moments and, but for that of muon, a step count."""
-    match name:
-        case "muon" if is_matrix:
-            return numel * itemsize
-        case "lion":
-            return numel * itemsize + STEP_BYTES
-        case "ademamix":
-            return 3 * numel * itemsize + STEP_BYTES
-        case "adamw_bf16":
-            return 2 * numel * 2 + STEP_BYTES
-        case "adamw_8bit" if numel >= LEAST and numel % BLOCK == 0:
-            return 2 * (numel + numel // BLOCK * 4 + 256 * 4) + STEP_BYTES  # codes, a scale a block, what codes mean
-        case _:
-            return 2 * numel * itemsize + STEP_BYTES
+    """Returns the bytes that the optimizer `name` (as optim.name) keeps for one parameter, of which a rank has `numel`
+    elements of `itemsize` bytes, and which may be a block's matrix: moments and, but for that of muon, a step count."""
+    return OPTIMIZERS[name].state_bytes(numel, itemsize, is_matrix)
 
 
 def check_optimizer(optim: Optim, device_type: str) -> None:
-    """Raise RecipeError where this machine lacks what optim.name needs on `device_type`. Fetches and builds nothing."""
-    if optim.name != "adamw_8bit":
-        return
-    said = "optim.name = 'adamw_8bit':"
-    way_out = f"pip install 'torchao>={TORCHAO}' (the extra `8bit`), or set optim.name=adamw_bf16"
-    try:
-        from torchao.optim import AdamW8bit  # noqa: F401
-
-        version = importlib.metadata.version("torchao")
-    except Exception as error:  # where it was built for another torch it may raise anything
-        raise RecipeError(f"{said} torchao cannot be used ({first_line(error)}); {way_out}") from error
-    if [int(part) for part in re.findall(r"\d+", version)[:2]] < [int(part) for part in TORCHAO.split(".")]:
-        raise RecipeError(f"{said} torchao is {version}; {way_out}")
-    if device_type == "cuda" and not importlib.util.find_spec("triton"):
-        raise RecipeError(f"{said} compiles its step, and Triton is absent; set optim.name=adamw_bf16")
+    """Raises RecipeError where this machine lacks what optim.name needs on `device_type`. Builds nothing."""
+    if needs := OPTIMIZERS[optim.name].needs:
+        needs(device_type)
 
 
 def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
@@ -76,47 +44,15 @@ def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def numbers_in_whole(model: nn.Module) -> list[int] | None:
-    """The place of each parameter of `parameter_groups` in those of the whole model; None where this is all of it."""
-    whole: dict[str, torch.Size] | None = getattr(model, WHOLE, None)
-    if whole is None:
-        return None
-    own = dict(model.named_parameters())
-    order = sorted(whole, key=lambda name: len(whole[name]) < 2)
-    return [number for number, name in enumerate(order) if name in own]
-
-
-def adamw_settings(optim: Optim) -> dict[str, Any]:
-    return {"lr": optim.learning_rate, "betas": tuple(optim.betas), "eps": optim.eps}
-
-
 def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """The optimizer optim.name over the sharded parameters: torch's fused AdamW, torchao's with 8-bit moments, or ours.
-    Muon takes the matrices of the model's `blocks`."""
-    groups, settings = parameter_groups(model, optim), adamw_settings(optim)
-    match optim.name:
-        case "adamw":
-            return torch.optim.AdamW(groups, fused=True, **settings)
-        case "adamw_bf16":
-            return AdamWBf16(groups, settings, numbers_in_whole(model))
-        case "adamw_8bit":
-            from torchao.optim import AdamW8bit
-
-            return AdamW8bit(groups, **settings)
-        case "lion":
-            return Lion(groups, optim)
-        case "ademamix":
-            return AdEMAMix(groups, optim)
-        case "muon":
-            blocks: Any = model.blocks
-            return Muon(groups, (p for block in blocks for p in block.parameters() if p.ndim == 2), optim)
+    """Returns the optimizer optim.name over the sharded parameters. Muon takes the matrices of the model's `blocks`."""
+    return OPTIMIZERS[optim.name].build(model, parameter_groups(model, optim), optim)
 
 
 def state_kind(optimizer: torch.optim.Optimizer, shards: int) -> str:
-    """What saved state must be of for `optimizer` to go on with it. 8-bit blocks cannot be cut anew, so it belongs to a
-    number of shards."""
+    """Returns what saved state must be of for `optimizer` to go on with it."""
     name = getattr(optimizer, "kind", type(optimizer).__name__)
-    return f"{name} over {shards} shards" if name == "AdamW8bit" else name
+    return f"{name} over {shards} shards" if any(name == row.of_shards for row in OPTIMIZERS.values()) else name
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
@@ -165,7 +101,7 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
     # on a CPU one may look, and what is not too large need not be multiplied by one
     if max_norm and not (norm.is_cpu and max_norm / (norm + 1e-6) >= 1):
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        scale_together([local_part(p.grad) for p in parameters if p.grad is not None], scale)
+        scale_together([local_values(p.grad) for p in parameters if p.grad is not None], scale)
     return norm
 
 

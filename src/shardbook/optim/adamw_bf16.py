@@ -16,11 +16,13 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardbook.arithmetic import ceil_div
 from shardbook.comm.fused import fused
-from shardbook.optim.elementwise import local_part, send_numbers
+from shardbook.optim.elementwise import local_values, send_numbers
+from shardbook.parallel.units import WHOLE
 
 PIECE = 2**16  # elements that share keys: of the whole tensor, so that shards are cut where they like
 RUN = {"cpu": 2, "cuda": 2**10}  # most pieces at once; a CPU's temporaries must stay below a MiB, else malloc is slow
@@ -65,7 +67,7 @@ class AdamWBf16(torch.optim.Optimizer):
                 if (which, step) not in numbers:
                     numbers[which, step] = send_numbers(numbers_of(group, step), parameter.device)
                 tensors = [parameter, parameter.grad, *(state[name] for name in MOMENTS)]
-                flat, first = [local_part(tensor).view(-1) for tensor in tensors], first_element(parameter)
+                flat, first = [local_values(tensor).view(-1) for tensor in tensors], first_element(parameter)
                 found.append((flat, numbers[which, step], first))
                 drawn.append((step, number, *pieces_of(first, flat[0].numel())))
         if found:
@@ -77,6 +79,16 @@ class AdamWBf16(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state |= {name: state[name].bfloat16() for name in MOMENTS}
+
+
+def numbers_in_whole(model: nn.Module) -> list[int] | None:
+    """Returns the place of each parameter of `parameter_groups` in those of the whole model; None where it is all."""
+    whole: dict[str, torch.Size] | None = getattr(model, WHOLE, None)
+    if whole is None:
+        return None
+    own = dict(model.named_parameters())
+    order = sorted(whole, key=lambda name: len(whole[name]) < 2)
+    return [number for number, name in enumerate(order) if name in own]
 
 
 def numbers_of(group: dict[str, Any], step: int) -> Tensor:
@@ -96,14 +108,14 @@ def first_element(parameter: Tensor) -> int:
         mesh = parameter.device_mesh
         for dim, placement in enumerate(parameter.placements):
             if placement.is_shard():
-                rows = -(-parameter.shape[0] // mesh.size(dim)) * mesh.get_local_rank(dim)
+                rows = ceil_div(parameter.shape[0], mesh.size(dim)) * mesh.get_local_rank(dim)
                 first += min(rows, parameter.shape[0]) * parameter.shape[1:].numel()
     return first
 
 
 def pieces_of(first: int, length: int) -> tuple[int, int]:
     """The first piece, and how many, of a shard of `length` elements that begins at element `first`."""
-    return first // PIECE, -(-(first + length) // PIECE) - first // PIECE
+    return first // PIECE, ceil_div(first + length, PIECE) - first // PIECE
 
 
 def update_shard(flat: list[Tensor], numbers: Tensor, keys: Tensor, first: int) -> None:

@@ -11,16 +11,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from shardbook.comm.fused import fused
+from shardbook.parallel.tensor import local_part
 from shardbook.recipe import Optim
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of it, as numbers that nobody differentiates."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+def local_values(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of it, as numbers that nobody differentiates."""
+    return local_part(tensor).detach()
 
 
 def step_adamw(tensors: Sequence[list[Tensor]], steps: list[Tensor], betas: Sequence[float], **rates: Any) -> None:
@@ -36,9 +36,7 @@ class Elementwise(torch.optim.Optimizer, ABC):
     typed as the parameter."""
 
     moments: ClassVar[tuple[str, ...]]
-    update: ClassVar[
-        Callable[..., None]
-    ]  # of weights, gradients, moments and `numbers`, in place; all fp32 of one shape
+    update: ClassVar[Callable[..., None]]  # in place, of weights, gradients, moments and `numbers`; fp32, of one shape
 
     def __init__(self, groups: list[dict[str, Any]], optim: Optim):
         super().__init__(groups, {"lr": optim.learning_rate, "weight_decay": 0.0})
@@ -56,7 +54,7 @@ class Elementwise(torch.optim.Optimizer, ABC):
                     state["step"] = torch.zeros(())
                     state |= {name: torch.zeros_like(parameter) for name in self.moments}
                 state["step"] += 1
-                tensors = [local_part(each) for each in (parameter, parameter.grad, *map(state.get, self.moments))]
+                tensors = [local_values(each) for each in (parameter, parameter.grad, *map(state.get, self.moments))]
                 if (step := int(state["step"])) not in numbers:
                     both = 1 - group["lr"] * group["weight_decay"], -group["lr"]
                     numbers[step] = place_numbers([*both, *self.numbers(step)], tensors[0].device)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardbook.optim.elementwise import local_part, step_adamw
+from shardbook.arithmetic import ceil_div
+from shardbook.optim.elementwise import local_values, step_adamw
 from shardbook.recipe import Optim
 
 ITERATIONS, QUINTIC, TINY = 5, (3.4445, -4.7750, 2.0315), 1e-7  # Jordan's
@@ -26,8 +27,8 @@ RATIO = 0.2  # of the root of a matrix' longer side: the usual size of AdamW's u
 class Muon(torch.optim.Optimizer):
     """State of a block's matrix: `momentum_buffer`; of the rest AdamW's; placed and typed as the parameter."""
 
-    def __init__(self, groups: list[dict[str, Any]], matrices: Iterable[nn.Parameter], optim: Optim):
-        chosen, split = set(matrices), []
+    def __init__(self, groups: list[dict[str, Any]], blocks: Iterable[nn.Module], optim: Optim):
+        chosen, split = {p for block in blocks for p in block.parameters() if p.ndim == 2}, []
         for group in groups:
             for is_matrix in (True, False):
                 if found := [p for p in group["params"] if (p in chosen) == is_matrix]:
@@ -55,7 +56,7 @@ class Muon(torch.optim.Optimizer):
                 some = found[first : first + ranks]
                 updates = orthogonal_rows([self._advance(parameter) for parameter in some], shape, group)
                 for parameter, update in zip(some, updates, strict=True):
-                    weight = local_part(parameter)
+                    weight = local_values(parameter)
                     weight.mul_(1 - rate * decay)
                     weight.add_(update, alpha=-rate * RATIO * max(shape) ** 0.5)
 
@@ -65,19 +66,19 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
-        momentum, gradient = local_part(state["momentum_buffer"]), local_part(parameter.grad)
+        momentum, gradient = local_values(state["momentum_buffer"]), local_values(parameter.grad)
         momentum.lerp_(gradient, 1 - self.optim.momentum)
         return gradient.lerp(momentum, self.optim.momentum).bfloat16()
 
     def _step_others(self, parameters: Sequence[nn.Parameter], rate: float, decay: float) -> None:
         for parameter in parameters:
             if not (state := self.state[parameter]):
-                state["step"] = torch.zeros((), device=local_part(parameter).device)
+                state["step"] = torch.zeros((), device=local_values(parameter).device)
                 state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         states = [self.state[parameter] for parameter in parameters]
         moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         tensors: list[Any] = [parameters, *moments, [parameter.grad for parameter in parameters]]
-        parts = [[local_part(each) for each in some] for some in tensors]
+        parts = [[local_values(each) for each in some] for some in tensors]
         rates = {"lr": rate, "weight_decay": decay, "eps": self.optim.eps}
         step_adamw(parts, [state["step"] for state in states], self.optim.betas, **rates)
 
@@ -96,7 +97,7 @@ def orthogonal_rows(rows: list[Tensor], shape: torch.Size, group: dist.ProcessGr
     as many matrices as the group has ranks. Two all-to-alls."""
     if group is None:
         return [orthogonal(matrix) for matrix in rows]
-    ranks, each = group.size(), -(-shape[0] // group.size())
+    ranks, each = group.size(), ceil_div(shape[0], group.size())
     sent = rows[0].new_zeros(ranks, each, shape[1])  # to each rank what is here of its matrix
     for number, found in enumerate(rows):
         sent[number, : len(found)] = found

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shardbook.axes import PP, PP_BACKWARD, PP_ENDS, PP_FORWARD
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import ranks_along
 from shardbook.parallel.schedule import Action, Pipeline
+from shardbook.parallel.tensor import local_part
 
 Shares = Callable[[Any, Any], Tensor]  # of a model and a micro-batch, [1 + metrics]: of the first is the gradient
 
@@ -90,8 +90,7 @@ class Links:
         """Of a tied weight, half of whose gradient is at either end. Once a step, after its last backward."""
         if self.ends:
             gradient: Any = tied_weight(model).grad
-            part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            if part.numel():
+            if (part := local_part(gradient)).numel():
                 dist.all_reduce(part, group=self.ends)
 
     def parameters(self, model: nn.Module) -> "StageParameters":

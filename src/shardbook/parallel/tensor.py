@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from shardbook.arithmetic import ceil_div
 from shardbook.axes import TP
 from shardbook.comm.collectives import all_gather, reduce_scatter
 from shardbook.parallel.units import CUT, STANDS_FOR
@@ -34,7 +35,7 @@ class TensorAxis:
 
     def share(self, count: int) -> slice:
         """Which of `count` rows, or columns, are this rank's: as torch.chunk cuts, the last ranks fewer."""
-        each = -(-count // self.size)
+        each = ceil_div(count, self.size)
         return slice(min(self.place * each, count), min((self.place + 1) * each, count))
 
     def balanced(self, count: int) -> range:
@@ -90,9 +91,9 @@ class _Scatter(torch.autograd.Function):
         return gather_plain(slope, ctx.axis).view(ctx.shape), None
 
 
-def own_part(parameter: Tensor) -> Tensor:
-    """What a rank computes with: of a parameter that is cut its part, as a plain tensor."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this rank's part, as a plain tensor whose gradient goes to the whole: all of what is on no mesh."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class PartLinear(nn.Linear):
@@ -130,7 +131,7 @@ class PartEmbedding(nn.Embedding):
     first: int  # of its rows
 
     def forward(self, ids: Tensor) -> Tensor:
-        weight = own_part(self.weight)
+        weight = local_part(self.weight)
         here = ids - self.first
         outside = (here < 0) | (here >= len(weight))
         padding = self.padding_idx
@@ -195,7 +196,7 @@ def hold_parts(block: nn.Module) -> None:
 
     def before(block: nn.Module, inputs: Any) -> None:
         for module in parts:
-            module.held = own_part(module.weight), None if module.bias is None else own_part(module.bias)
+            module.held = local_part(module.weight), None if module.bias is None else local_part(module.bias)
 
     block.register_forward_pre_hook(torch.compiler.disable(before))  # no graph of its own
 
@@ -247,7 +248,7 @@ def is_cut(parameter: nn.Parameter) -> bool:
 def sum_uncut(model: nn.Module, mesh: DeviceMesh, numel: int) -> None:
     """Sum the gradients of what is not cut over the ranks of the axis, in one all-reduce of `numel` elements, padding
     included. Once a step, after its last backward. Collective."""
-    parts = [own_part(p.grad) for p in model.parameters() if p.grad is not None and not is_cut(p)]
+    parts = [local_part(p.grad) for p in model.parameters() if p.grad is not None and not is_cut(p)]
     sizes = [part.numel() for part in parts]
     flat = parts[0].new_zeros(numel)
     torch.cat([part.flatten() for part in parts], out=flat[: sum(sizes)])

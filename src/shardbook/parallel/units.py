@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardbook.arithmetic import ceil_div, round_up
 from shardbook.recipe import Parallel, RecipeError
 
 FORWARD_ONLY = "forward_only"  # of a module that no backward reaches: FREED after its forward, or HELD to its end
@@ -52,18 +53,19 @@ class Unit:
     def padded_numel(self, shards: int, trained_only: bool = False) -> int:
         """Elements of all `shards` shards together, each tensor's as long as its longest."""
         shapes = compress(self.shapes, self.trained) if trained_only else self.shapes
-        return sum(-(-shape[0] // shards) * shards * prod(shape[1:]) for shape in shapes)
+        return sum(round_up(shape[0], shards) * prod(shape[1:]) for shape in shapes)
 
     def uncut_numel(self, shards: int) -> int:
         """Elements of one shard, padded, of what is trained and the same on every rank of the tensor axis."""
         each = zip(self.shapes, self.trained, self.cut, strict=True)
-        return sum(-(-shape[0] // shards) * prod(shape[1:]) for shape, trained, cut in each if trained and not cut)
+        return sum(ceil_div(shape[0], shards) * prod(shape[1:]) for shape, trained, cut in each if trained and not cut)
 
     def rest_bytes(self, shards: int, master: int) -> int:
         """Bytes of one shard at rest, padded: what is trained in `master` bytes an element, what is frozen as it is."""
         each = zip(self.shapes, self.trained, self.itemsizes, strict=True)
         return sum(
-            -(-shape[0] // shards) * prod(shape[1:]) * (master if trained else size) for shape, trained, size in each
+            ceil_div(shape[0], shards) * prod(shape[1:]) * (master if trained else size)
+            for shape, trained, size in each
         )
 
     def cast_numel(self, compute: int) -> int:
@@ -90,7 +92,7 @@ class Unit:
 
 def shard_rows(rows: int, ranks: int, rank: int) -> int:
     """Rows of dim 0 that shard `rank` of `ranks` really has: the last ones may be shorter, or empty."""
-    padded = -(-rows // ranks)
+    padded = ceil_div(rows, ranks)
     return max(0, min(padded, rows - rank * padded))
 
 

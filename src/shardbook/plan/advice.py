@@ -6,8 +6,10 @@ is taken only where it gains more than an estimate errs, or nothing else fits.
 
 from dataclasses import dataclass
 
+from shardbook.gpus import GPUS
 from shardbook.plan.cluster import WORLDS, Candidate, Planner
-from shardbook.plan.hardware import GPUS, Cluster
+from shardbook.plan.hardware import Cluster
+from shardbook.recipe.learning import HOST_OPTIMIZERS
 
 AGAIN = {"none": 0.0, "selective": 0.05, "full": 0.25}  # of a step, at most, what checkpointing makes again
 GAIN = 0.9  # of a step's time, at most, for which matrices or rows are shared: an estimate is no better
@@ -25,7 +27,7 @@ class Advice:
 def advise(planner: Planner, cluster: Cluster) -> Advice:
     """The fastest candidate that fits the cluster; ties go to the simpler stage, which stands first."""
     # a recipe with tiers says itself which; other optimizers have none, nor has what is partly frozen
-    is_fixed = planner.recipe.offload.optimizer != "none" or planner.recipe.optim.name != "adamw"
+    is_fixed = planner.recipe.offload.optimizer != "none" or planner.recipe.optim.name not in HOST_OPTIMIZERS
     is_fixed |= planner.model.is_adapted
     everything, best = list[Candidate](), None
     for tier in ("none",) if is_fixed else ("none", "cpu", "nvme"):  # each slower than the one before

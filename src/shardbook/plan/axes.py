@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedConfig
 
+from shardbook.arithmetic import ceil_div
 from shardbook.axes import PP_BACKWARD, PP_FORWARD, TP
 from shardbook.comm.ledger import Traffic, Volume, add_traffic
 from shardbook.data.loader import MicroBatch
+from shardbook.memory.activation import recomputed_blocks
 from shardbook.model.attention import head_size
 from shardbook.model.context import deal_heads, own_heads
 from shardbook.parallel.layout import Layout
@@ -41,13 +43,6 @@ def full_micros(layout: Layout, recipe: Recipe) -> list[tuple[int, int]]:
     return [full] * recipe.train.gradient_accumulation_steps
 
 
-def recomputed_blocks(recipe: Recipe, numbers: Sequence[int]) -> int:
-    """How many of those blocks of a model run in backward again."""
-    kind, _, amount = recipe.activation.checkpointing.partition(":")
-    every = int(amount) if kind == "every" else 1
-    return 0 if kind in ("none", "budget") else sum(number % every == 0 for number in numbers)
-
-
 def tensor_traffic(
     layout: Layout, config: PreTrainedConfig, recipe: Recipe, sizes: Sequence[tuple[int, int]]
 ) -> Traffic:
@@ -61,7 +56,7 @@ def tensor_traffic(
     if layout.alike == 1:
         return {}
     numbers, more = layout.blocks(config.num_hidden_layers), recipe.forwards - 1
-    layers, again = len(numbers), recomputed_blocks(recipe, numbers)
+    layers, again = len(numbers), len(recomputed_blocks(recipe.activation, numbers))
     chunk, itemsize = recipe.train.loss_chunk_tokens, layout.dtype("params").itemsize
     outer = layout.pipeline.begins + layout.pipeline.ends
     gathers = 4 * layers + 2 * again + outer + more * (2 * layers + 1)
@@ -70,7 +65,7 @@ def tensor_traffic(
     gathered = scattered = Volume()
     for tokens, trained in sizes:
         payload = tokens * config.hidden_size * itemsize
-        chunks = -(-trained // (chunk or max(1, trained)))
+        chunks = ceil_div(trained, chunk or max(1, trained))
         told = Volume(scored * chunks, scored * trained * layout.alike * TOLD_BYTES)
         gathered += Volume(gathers, gathers * payload) + (told if layout.pipeline.ends else Volume())
         scattered += Volume(scatters, scatters * payload)
@@ -90,7 +85,7 @@ def context_traffic(
     of_all = heads + 2 * sum(len(each) for _, each in shares)
     numbers = layout.blocks(config.num_hidden_layers)
     layers = len(numbers)
-    forwards = layers * recipe.forwards + recomputed_blocks(recipe, numbers)
+    forwards = layers * recipe.forwards + len(recomputed_blocks(recipe.activation, numbers))
     inside = layout.context * own, layout.context * (own + 2 * len(keys))  # heads' tokens of the whole row
     each = forwards * (of_all + inside[0]) + layers * (inside[1] + heads)
     payload = each * sum(sizes) * head_size(config) * layout.dtype("params").itemsize

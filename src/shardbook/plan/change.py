@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
+from shardbook.arithmetic import ceil_div
 from shardbook.axes import DATA_AXES, DP_SHARD
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.stages import find_stage
@@ -26,7 +27,7 @@ def _changes(layout: Layout, recipe: Recipe) -> Iterator[tuple[str, Layout, Reci
         yield "generate.steps=0", layout, recipe.model_copy(update={"generate": Generate()})
     batch, steps = recipe.train.per_device_train_batch_size, recipe.train.gradient_accumulation_steps
     while batch > 1:
-        batch, steps = -(-batch // 2), steps * 2
+        batch, steps = ceil_div(batch, 2), steps * 2
         keys = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
         words = " ".join(f"train.{key}={value}" for key, value in keys.items())
         yield words, layout, recipe.model_copy(update={"train": recipe.train.model_copy(update=keys)})

@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass
 from itertools import compress
 from math import prod
 
+from shardbook.arithmetic import ceil_div, round_up
 from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_ENDS, TP, WORLD
 from shardbook.comm.ledger import Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
 from shardbook.memory.shelf import shelf_sizes, step_bytes
 from shardbook.optim import state_bytes
 from shardbook.optim.muon import WIRE_BYTES
+from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.stages import Stage
@@ -87,8 +89,8 @@ def muon_exchanges(layout: Layout) -> Volumes:
     """Muon's all-to-alls: matrices of a shape as many at a time as there are shards, there and back."""
     exchanges = Volumes()
     for shape, count in Counter(shape for unit in layout.units for shape in unit.trained_matrices).items():
-        whole = -(-shape[0] // layout.shards) * layout.shards * prod(shape[1:]) * WIRE_BYTES
-        exchanges += [("all_to_all", DP_SHARD, whole)] * (2 * -(-count // layout.shards))
+        whole = round_up(shape[0], layout.shards) * prod(shape[1:]) * WIRE_BYTES
+        exchanges += [("all_to_all", DP_SHARD, whole)] * (2 * ceil_div(count, layout.shards))
     return exchanges
 
 
@@ -126,7 +128,7 @@ def predict_traffic(
         add("all_reduce", DP_REPLICATE, sum(replica_bytes(layout, unit) for unit in together))
     if layout.shards > 1:
         add("all_reduce", DP_SHARD, NORM_BYTES)
-        for each in muon_exchanges(layout) if optimizer_name == "muon" else ():
+        for each in muon_exchanges(layout) if OPTIMIZERS[optimizer_name].whole_matrices else ():
             add(*each)
     master, pipeline = layout.dtype("master").itemsize, layout.pipeline
     if layout.alike > 1:

@@ -1,72 +1,22 @@
-"""Hardware that a plan is made for: GPUs, the links inside a node and between nodes, as data sheets give them.
+"""Hardware that a plan is made for: nodes of GPUs (gpus.py has their data sheets), the links inside and between them.
 
-Invariant: a figure is the maker's, with its sheet; the share that a step attains is assumed until a run calibrates it.
+Invariant: the share of a data sheet's figure that a step attains is assumed until a run calibrates it.
 """
 
 from dataclasses import dataclass, replace
 
-from shardbook.recipe import RecipeError, nearest
+from shardbook.gpus import Gpu, find_gpu
+from shardbook.recipe import RecipeError
 
 GBIT = 1e9 / 8
 PRODUCTS, ATTENTION, MEMORY = 640 / 989, 250 / 989, 3.0 / 3.35  # shares attained in a step; those seen on an H100
 INSIDE, ACROSS = 0.8, 0.9  # of a link's rate that long collectives attain, inside a node and between nodes
 INSIDE_SECONDS, ACROSS_SECONDS = 3e-6, 10e-6  # of one hop of a ring
 ROOM = 0.92  # of a GPU's memory that torch can fill: contexts of CUDA and NCCL, and fragments, take the rest
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One kind of GPU, as it is usually built into nodes."""
-
-    gb: float  # of memory, 10^9 bytes
-    flops: float  # dense bf16, per second
-    memory: float  # bytes a second
-    a_node: int  # GPUs of a node
-    link: float  # bytes a second, each way, from one GPU to the others of its node
-    nics: float  # Gbit/s of a node to the others, each way
-    pcie: float  # bytes a second, each way, from one GPU to its node's memory
-    host_gb: float  # of a node's memory, for each of its GPUs
-    source: str
-
-
 # Of a node: memory (16 channels of DDR5-4800) and four PCIe 5.0 drives, bytes a second; DeepNVMe measured those on an
 # ND-H200 (DeepSpeed's blog, June 2025). Shares: what torch's fused AdamW gets of a copy's rate, long copies of PCIe's.
 DRAM, ADAMW_SHARE, DISK_READ, DISK_WRITE, PCIE_SHARE = 614e9, 0.65, 27e9, 11e9, 0.8
 HOST_ROOM = 0.95  # of a node's memory
-
-# fmt: off
-GPUS = {
-    "a100-40gb": Gpu(40, 312e12, 1.555e12, 8, 300e9, 1600, 32e9, 128, "NVIDIA A100 SXM; DGX A100: 8 x 200 Gbit/s"),
-    "a100-80gb": Gpu(80, 312e12, 2.039e12, 8, 300e9, 1600, 32e9, 256, "NVIDIA A100 SXM; DGX A100: 8 x 200 Gbit/s"),
-    "h100-80gb": Gpu(80, 989e12, 3.35e12, 8, 450e9, 3200, 64e9, 256, "NVIDIA H100 SXM; DGX H100: 8 x 400 Gbit/s"),
-    "h200-141gb": Gpu(141, 989e12, 4.8e12, 8, 450e9, 3200, 64e9, 256, "NVIDIA H200 SXM; DGX H200: 8 x 400 Gbit/s"),
-    "b200-180gb": Gpu(180, 2250e12, 8.0e12, 8, 900e9, 3200, 64e9, 256, "NVIDIA DGX B200: 1,440 GB, 72 PFLOP/s fp8"),
-    "rtx4090-24gb": Gpu(24, 165e12, 1.008e12, 8, 32e9, 100, 32e9, 160, "NVIDIA Ada architecture; PCIe 4.0 x16"),
-    "l40s-48gb": Gpu(48, 362e12, 0.864e12, 8, 32e9, 400, 32e9, 128, "NVIDIA L40S; PCIe 4.0 x16, 400 Gbit/s"),
-}
-# fmt: on
-
-
-def find_gpu(name: str) -> Gpu:
-    """The GPU of that name, or of the only name that begins with it. Raises RecipeError with the nearest."""
-    found = [name] if name in GPUS else [known for known in GPUS if known.startswith(f"{name.lower()}-")]
-    if len(found) == 1:
-        return GPUS[found[0]]
-    raise RecipeError(f"--gpu {name}: must be one of {', '.join(GPUS)}{nearest(name, list(GPUS))}")
-
-
-# What CUDA calls each of them (A100: the last, of 80 GB), and words of its kin's names that are other cards.
-CUDA_NAMES = {name.partition("-")[0].removeprefix("rtx").upper(): name for name in GPUS}
-OTHERS = {"PCIe", "NVL", "D", "Laptop", "A100-SXM4-40GB", "A100-SXM-40GB", "A100-PCIE-40GB", "A100-PCIE-80GB"}
-
-
-def gpu_of(device_name: str) -> Gpu | None:
-    """The GPU that CUDA calls `device_name` (`NVIDIA H100 80GB HBM3`); None where it is not one of GPUS."""
-    words = set(device_name.split())
-    if words & OTHERS:
-        return None
-    found = (GPUS[name] for word, name in CUDA_NAMES.items() if any(w.partition("-")[0] == word for w in words))
-    return next(found, None)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from math import prod
 
 from transformers import PreTrainedConfig
 
+from shardbook.arithmetic import ceil_div
+from shardbook.memory.activation import recomputed_blocks
 from shardbook.memory.shelf import STAGINGS, fetched_bytes
 from shardbook.model.attention import head_size
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import Pipeline
 from shardbook.parallel.units import Unit, backward_order
-from shardbook.plan.axes import recomputed_blocks
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual, predict_secondary
 from shardbook.plan.kept import FP32, kept_by_a_block, loss_bytes, read_adapted, read_widths
 from shardbook.recipe import Recipe
@@ -89,19 +90,19 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     numbers, pipeline = layout.blocks(config.num_hidden_layers), layout.pipeline
     rows, layers = recipe.train.per_device_train_batch_size, len(numbers)
     tokens = recipe.micro_tokens // layout.context
-    kind, _, amount = recipe.activation.checkpointing.partition(":")
+    kind, budget = recipe.activation.checkpointing, recipe.activation.budget
     adapted = read_adapted(recipe.lora, of)
     trains_head = not adapted.r or "lm_head" in recipe.lora.modules_to_save
     kept = {name: kept_by_a_block(name, of, itemsize, adapted) for name in ("none", "full", "selective")}
     if config._attn_implementation == "sdpa" or (layout.context > 1 and adapted.trains("o_proj")):
         kept["none"] += of.queries * itemsize  # its result by head, and by token for the product that follows
-    again = recomputed_blocks(recipe, numbers)  # run in backward again
+    again = len(recomputed_blocks(recipe.activation, numbers))  # run in backward again
     of_again = kept["selective" if kind == "selective" else "full"]
     held = again * of_again + (layers - again) * kept["none"]
     if recipe.offload.activations != "none":  # all inputs leave but the last; two are back at once
         held -= max(0, again - 3) * kept["full"]
-    if kind == "budget":
-        held = int(layers * max(kept["full"], float(amount) * kept["none"]))
+    if budget is not None:
+        held = int(layers * max(kept["full"], budget * kept["none"]))
     dense = 0
     if config._attn_implementation in ("sdpa", "eager") and recipe.data.packing:
         dense = recipe.micro_tokens**2 // rows  # of bool, for all blocks; each has its own in the dtype of compute
@@ -119,7 +120,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     gate = widest * itemsize + (kept["none"] - alone if again else 0)
     if again and adapted.decomposed and adapted.trains("down_proj"):
         gate -= (1 + (kind == "selective")) * of.hidden * itemsize  # gone by then
-    outputs = -(-recipe.outputs(config.vocab_size) // layout.alike)
+    outputs = ceil_div(recipe.outputs(config.vocab_size), layout.alike)
     scored = tokens if outputs > 1 else 2 * rows  # positions that the head sees
     chunk = min(recipe.train.loss_chunk_tokens or scored, scored)
     # the last norm's input in fp32, and its result before its weight
@@ -252,7 +253,7 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
     work, state = count_work(layout, config, recipe), predict_resident(layout, 0, recipe.optim.name)
     micros = recipe.train.gradient_accumulation_steps
     lies = (_Copied if layout.copies else _Sharded)(layout, micros)
-    vocabulary = -(-config.vocab_size // layout.alike)
+    vocabulary = ceil_div(config.vocab_size, layout.alike)
     by_head = [unit for unit in lies.back[:1] if any(shape[0] in (vocabulary, 1) for shape in unit.shapes)]
     blocks = [unit for unit in lies.back if unit not in by_head and unit.read_in_backward]
     pipeline = layout.pipeline
@@ -311,7 +312,7 @@ def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe)
     cache of keys and values. Prompts count as full: with what follows they have data.max_length tokens."""
     of, state, asked = read_widths(config), predict_resident(layout, 0, recipe.optim.name), recipe.generate
     itemsize, length = layout.dtype("params").itemsize, recipe.data.max_length
-    rows = -(-asked.count // layout.data_rank(0)[1])
+    rows = ceil_div(asked.count, layout.data_rank(0)[1])
     tokens, layers = rows * length, config.num_hidden_layers
     units = [unit for unit in layout.units if layout.copies or not unit.forward_only]
     whole = [unit.cast_numel(itemsize) if layout.copies else unit.padded_numel(layout.shards) for unit in units]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +20,7 @@ from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SHARED, Candidate, Pla
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
 from shardbook.recipe import Precision, Recipe, RecipeError, dump_recipe
+from shardbook.terminal import build_console
 
 if TYPE_CHECKING:
     from shardbook.plan.simulate import Shares, Simulated
@@ -78,9 +78,7 @@ def show_report(report: Report, is_json: bool) -> None:
     if is_json:
         print(json.dumps(as_json(report), indent=1))
         return
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = 140  # a log file has no edge to wrap at
+    console = build_console()
     console.print(as_table(report))
     console.print("GB of a rank: kept, gathered, buffers, activations, work. GPUs: the fewest on which it fits\n")
     lines = describe_calibrated(report) + describe_simulated(report) + describe_shared(report) + describe_advice(report)

@@ -10,15 +10,18 @@ from itertools import compress
 
 from transformers import PreTrainedConfig
 
+from shardbook.arithmetic import ceil_div
 from shardbook.axes import CP, DP_REPLICATE, PP_FORWARD, TP
+from shardbook.gpus import GPUS, gpu_of
+from shardbook.memory.activation import recomputed_blocks
 from shardbook.memory.shelf import plan_shelf, step_bytes
 from shardbook.model.causal_lm import Flops
-from shardbook.optim import state_bytes
 from shardbook.optim.muon import orthogonal_flops
+from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble
 from shardbook.parallel.units import Unit, backward_order
-from shardbook.plan.axes import axes_traffic, recomputed_blocks
+from shardbook.plan.axes import axes_traffic
 from shardbook.plan.formulas import (
     backward_gather,
     forward_gather,
@@ -27,7 +30,7 @@ from shardbook.plan.formulas import (
     replica_bytes,
     replica_sums,
 )
-from shardbook.plan.hardware import ATTENTION, DISK_READ, GPUS, MEMORY, PCIE_SHARE, PRODUCTS, Cluster, gpu_of
+from shardbook.plan.hardware import ATTENTION, DISK_READ, MEMORY, PCIE_SHARE, PRODUCTS, Cluster
 from shardbook.plan.kept import read_widths
 from shardbook.recipe import Recipe
 
@@ -72,11 +75,11 @@ def predict_step(
     tokens = recipe.micro_tokens // layout.context
     pairs = recipe.micro_tokens * min(document_tokens, recipe.data.max_length)
     alike = layout.alike
-    outputs = -(-recipe.outputs(config.vocab_size) // alike)
+    outputs = ceil_div(recipe.outputs(config.vocab_size), alike)
     head = outputs * of.hidden
     kind, numbers = recipe.activation.checkpointing, layout.blocks(config.num_hidden_layers)
     # forward products that backward makes again: of selective none
-    again = 0.0 if kind == "selective" else recomputed_blocks(recipe, numbers) / len(numbers)
+    again = 0.0 if kind == "selective" else len(recomputed_blocks(recipe.activation, numbers)) / len(numbers)
     more = recipe.forwards - 1  # passes without a backward
     # multiply-adds: forward, and the gradient of what went in; of weights where they are trained
     pipeline, layers = layout.pipeline, len(numbers)
@@ -103,10 +106,11 @@ def predict_step(
     trained = sum(unit.padded_numel(1, trained_only=True) for unit in layout.units)
     copies = (moved * 2 * 2 * itemsize + trained * (itemsize + 2 * 4)) / memory_rate
     shard, master = trained // layout.shards, layout.dtype("master").itemsize
-    moments = 2 * state_bytes(recipe.optim.name, shard, master)  # read and written
+    row = OPTIMIZERS[recipe.optim.name]
+    moments = 2 * row.state_bytes(shard, master)  # read and written
     is_here = layout.offload.optimizer == "none"
     optimizer = (shard * 10 * master + moments) / memory_rate * is_here
-    if recipe.optim.name == "muon":  # each rank makes its share of matrices orthogonal
+    if row.whole_matrices:  # each rank makes its share of matrices orthogonal
         matrices = [shape for unit in layout.units for shape in unit.trained_matrices]
         optimizer += sum(map(orthogonal_flops, matrices)) / layout.shards / (PRODUCTS * peak_flops)
     taught = 0.0  # a teacher's forward, its logits gone over as the student's
@@ -126,7 +130,7 @@ def predict_step(
         forward = (micro - taught) / (3 + again + more)
         both = forward + taught, micro - taught - (1 + more) * forward
         exposed += exposed_seconds(layout, cluster, micros, *both, more)
-        if recipe.optim.name == "muon":
+        if row.whole_matrices:
             exposed += sum(
                 cluster.ring_seconds(size, layout.groups(0)[axis]) for _, axis, size in muon_exchanges(layout)
             )
@@ -199,8 +203,9 @@ def predict_perf_metrics(
     layout: Layout, config: PreTrainedConfig, recipe: Recipe, flops: Flops, document_tokens: float, device_name: str
 ) -> dict[str, float]:
     """The metric `predicted/perf/step_seconds` on what CUDA calls `device_name`, in nodes as they usually come; nothing
-    where that hardware is not known, or blocks are not compiled."""
-    if (gpu := gpu_of(device_name)) is None or not recipe.train.compile:
+    where nodes of it are not known, or blocks are not compiled."""
+    gpu = gpu_of(device_name)
+    if gpu is None or not gpu.a_node or not recipe.train.compile:
         return {}
     cluster = Cluster(gpu, layout.world_size, layout.ranks_per_node, gpu.nics)
     step = predict_step(layout, config, recipe, flops, document_tokens, cluster)

@@ -120,6 +120,9 @@ REFUSED_OPTIMIZERS = {
     "optimi|galore|apollo": "its state or its projections are of whole matrices; set optim.name=adamw_8bit or muon",
 }
 
+# of optimizers, what rules ask before torch is there (all else: optim/table.py): look at whole matrices; the host runs
+WHOLE_MATRICES, HOST_OPTIMIZERS = ("muon",), ("adamw",)
+
 
 class Optim(Section):
     name: Literal["adamw", "adamw_bf16", "adamw_8bit", "lion", "ademamix", "muon"] = key(

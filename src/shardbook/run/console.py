@@ -24,6 +24,7 @@ from shardbook.plan.formulas import predict_gathered_peak, predict_resident, pre
 from shardbook.ranks.exits import PREEMPTED
 from shardbook.run.metrics import Metrics
 from shardbook.run.prepare import Job
+from shardbook.terminal import LOG_WIDTH
 
 PEAK_OFF = 0.05  # of a predicted peak, that is said
 UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
@@ -42,7 +43,7 @@ class Console:
         terminal = sys.stdout.isatty()  # rich itself would take FORCE_COLOR for one
         self.output = Output(quiet=not is_main, highlight=False, soft_wrap=True, force_terminal=terminal)
         if not self.output.is_terminal:
-            self.output.width = 140  # a log file has no edge to wrap at
+            self.output.width = LOG_WIDTH
         self.progress: Progress | None = None
 
     def print(self, text: str) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 import shardbook
+from shardbook.paths import write_whole
 from shardbook.ranks.distributed import broadcast_from_main, leave_hangs_in
 from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe, first_line, flatten_recipe
 from shardbook.run.checkpoint import newest_checkpoint, step_of
@@ -170,10 +171,3 @@ def _read_minimised(file: Path) -> dict[str, Any]:
 
 def _write_facts(run: Path, facts: dict[str, Any]) -> None:
     write_whole(run / "run.json", json.dumps(facts, indent=2) + "\n")
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """A kill or a full disk leaves the file whole, or as it was."""
-    side = path.with_suffix(".partial")
-    side.write_bytes(content.encode() if isinstance(content, str) else content)
-    side.replace(path)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import DynamicCache
 
+from shardbook.arithmetic import ceil_div
 from shardbook.model.attention import cached_attention
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import Ranks, sum_over_ranks
@@ -59,7 +60,7 @@ class Samples:
         place, places, *_ = self.sharded.layout.data_rank(self.ranks.rank)
         asked, count = self.job.recipe.generate, len(self.job.prompts.ids)
         seed, most = self.job.recipe.train.seed, asked.max_new_tokens
-        numbers = [(place + turn * places) % count for turn in range(-(-count // places))]
+        numbers = [(place + turn * places) % count for turn in range(ceil_div(count, places))]
         draws = torch.stack([draw(seed, step, number, most) for number in numbers])
 
         def choose(logits: Tensor, turn: int) -> Tensor:

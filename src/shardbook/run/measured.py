@@ -5,10 +5,11 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
+from shardbook.gpus import find_gpu, gpu_of
 from shardbook.model.causal_lm import count_flops
 from shardbook.plan.calibrate import Sample
 from shardbook.plan.cluster import build_planner
-from shardbook.plan.hardware import Cluster, find_gpu, gpu_of
+from shardbook.plan.hardware import Cluster
 from shardbook.plan.speed import predict_step
 from shardbook.recipe import RecipeError, first_line, load_recipe
 from shardbook.run.directory import read_facts

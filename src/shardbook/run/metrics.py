@@ -5,7 +5,6 @@ Invariant: a metric that was not measured is absent, never zero. A tracker may f
 
 import contextlib
 import json
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,38 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardbook.gpus import gpu_of
 from shardbook.model.causal_lm import Flops
 from shardbook.parallel.sharding import ShardedModel
+from shardbook.paths import write_whole
 from shardbook.recipe import Run
-from shardbook.run.directory import write_whole
 from shardbook.run.trackers import Trackers
 
 Metrics = dict[str, float | int]
-
-# Dense bf16 peak of a device in FLOP/s, by words of its CUDA name, and the data sheet that says so (half of its figure
-# where that is with sparsity). The first row whose words are all in the name is the device's.
-# fmt: off
-PEAK_FLOPS = {
-    "H200 NVL":   (835e12, "NVIDIA H200: 1,671 with sparsity"),
-    "H200":       (989e12, "NVIDIA H200: 1,979 with sparsity (SXM)"),
-    "H100 PCIe":  (756e12, "NVIDIA H100: 1,513 with sparsity"),
-    "H100 NVL":   (835e12, "NVIDIA H100: 1,671 with sparsity"),
-    "H100":       (989e12, "NVIDIA H100: 1,979 with sparsity (SXM)"),
-    "GH200":      (989e12, "NVIDIA GH200: 1,979 with sparsity"),
-    "H800 PCIe":  (756e12, "NVIDIA H800: as H100 PCIe"),
-    "H800":       (989e12, "NVIDIA H800: as H100 SXM"),
-    "H20":        (148e12, "NVIDIA H20: 148"),
-    "GB200":      (2500e12, "NVIDIA GB200 NVL72: 360 PFLOP/s with sparsity on 72 GPUs"),
-    "B200":       (2250e12, "NVIDIA HGX B200: 36 PFLOP/s with sparsity on 8 GPUs"),
-    "A100":       (312e12, "NVIDIA A100: 312"),
-    "A800":       (312e12, "NVIDIA A800: as A100"),
-    "A30":        (165e12, "NVIDIA A30: 165"),
-    "A10":        (125e12, "NVIDIA A10: 125"),
-    "L40S":       (362e12, "NVIDIA L40S: 362.05"),
-    "L40":        (181e12, "NVIDIA L40: 181.05"),
-    "L4":         (121e12, "NVIDIA L4: 242 with sparsity"),
-}
-# fmt: on
 
 
 class Recorder(contextlib.AbstractContextManager["Recorder"]):
@@ -220,14 +195,8 @@ class Pace:
                 "perf/step_seconds": seconds / steps,
                 "perf/tokens_per_second_per_device": tokens / seconds / self.world_size,
             }
-            if torch.cuda.is_available() and (peak := peak_flops(torch.cuda.get_device_name())):
-                metrics["perf/mfu"] = self.flops.of(tokens, pairs) / seconds / self.world_size / peak
+            if torch.cuda.is_available() and (gpu := gpu_of(torch.cuda.get_device_name())):
+                metrics["perf/mfu"] = self.flops.of(tokens, pairs) / seconds / self.world_size / gpu.flops
             return metrics
 
         return measured
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of the device with this CUDA name; None where it is not in the table."""
-    words = set(re.split(r"[ -]", device_name))
-    return next((flops for name, (flops, _) in PEAK_FLOPS.items() if words >= set(name.split())), None)

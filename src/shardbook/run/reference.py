@@ -15,15 +15,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardbook.arithmetic import ceil_div
 from shardbook.data.loader import Batching, eval_micro_batches, eval_rows
 from shardbook.data.tokenized import Documents, Row
 from shardbook.model.adapters import base_identity, weights_identity
 from shardbook.objectives.preference import log_probabilities
 from shardbook.parallel.sharding import ShardedModel
+from shardbook.paths import write_whole
 from shardbook.ranks.distributed import Ranks, StopFlag, broadcast_from_main, sum_over_ranks
 from shardbook.recipe import RecipeError, first_line
 from shardbook.run.console import Console
-from shardbook.run.directory import write_whole
 from shardbook.run.prepare import Job
 
 FILE = "reference.npz"
@@ -91,7 +92,7 @@ class Reference:
         here = self.loader.batching
         for name, (documents, rows) in self.rows.items():
             missing = self._missing(name)
-            part = -(-len(rows) // (PARTS * here.ranks * here.batch_size)) * here.ranks * here.batch_size
+            part = ceil_div(len(rows), PARTS * here.ranks * here.batch_size) * here.ranks * here.batch_size
             for first in range(0, len(missing), part):
                 some = replace(documents, rows=missing[first : first + part])
                 self.found[name] = np.minimum(self.found[name], _ask(some, here, sharded, self.ranks))

@@ -1,0 +1,96 @@
+"""The optimizers, a row each: how it is built, what it keeps of a parameter, what it needs of the machine.
+
+Invariant: nothing else knows one by its name. What a recipe's rules ask before torch is there are facts of
+recipe/learning.py, which the rows read.
+"""
+
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import mul
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardbook.optim.adamw_bf16 import AdamWBf16, numbers_in_whole
+from shardbook.optim.elementwise import AdEMAMix, Lion
+from shardbook.optim.muon import Muon
+from shardbook.recipe import Optim, RecipeError, first_line
+from shardbook.recipe.learning import WHOLE_MATRICES
+
+Groups = list[dict[str, Any]]
+STEP_BYTES = 4  # the step count of one parameter
+BLOCK, LEAST = 256, 4096  # torchao quantises blocks of so many elements, in shards that have whole ones and this many
+TORCHAO = "0.18"  # the first that was tried here, on torch 2.13
+
+
+def needs_torchao(device_type: str) -> None:
+    """Raises RecipeError where the step of adamw_8bit cannot run on `device_type`."""
+    said = "optim.name = 'adamw_8bit':"
+    way_out = f"pip install 'torchao>={TORCHAO}' (the extra `8bit`), or set optim.name=adamw_bf16"
+    try:
+        from torchao.optim import AdamW8bit  # noqa: F401
+
+        version = importlib.metadata.version("torchao")
+    except Exception as error:  # where it was built for another torch it may raise anything
+        raise RecipeError(f"{said} torchao cannot be used ({first_line(error)}); {way_out}") from error
+    if [int(part) for part in re.findall(r"\d+", version)[:2]] < [int(part) for part in TORCHAO.split(".")]:
+        raise RecipeError(f"{said} torchao is {version}; {way_out}")
+    if device_type == "cuda" and not importlib.util.find_spec("triton"):
+        raise RecipeError(f"{said} compiles its step, and Triton is absent; set optim.name=adamw_bf16")
+
+
+def adamw_settings(optim: Optim) -> dict[str, Any]:
+    return {"lr": optim.learning_rate, "betas": tuple(optim.betas), "eps": optim.eps}
+
+
+def build_adamw_8bit(model: nn.Module, groups: Groups, optim: Optim) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(groups, **adamw_settings(optim))
+
+
+def in_8_bits(numel: int, itemsize: int) -> int:
+    """Returns torchao's bytes of a moment: codes, a scale a block, what codes mean. It quantises what is large enough
+    and of whole blocks."""
+    return numel + numel // BLOCK * 4 + 256 * 4 if numel >= LEAST and numel % BLOCK == 0 else numel * itemsize
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """One optimizer."""
+
+    name: str  # of optim.name
+    build: Callable[[Any, Groups, Optim], torch.optim.Optimizer]  # from a model and its parameter_groups
+    moments: int = 2  # of a parameter
+    moment_bytes: Callable[[int, int], int] = mul  # of one, from a shard's elements and the bytes of each
+    needs: Callable[[str], None] | None = None  # raises RecipeError where the machine lacks it, for a device type
+    of_shards: str = ""  # the class whose state belongs to a number of shards, as its blocks cannot be cut anew
+
+    @property
+    def whole_matrices(self) -> bool:
+        """Whether it steps blocks' matrices as Muon does: whole, with a momentum and no step count."""
+        return self.name in WHOLE_MATRICES
+
+    def state_bytes(self, numel: int, itemsize: int, is_matrix: bool = False) -> int:
+        if is_matrix and self.whole_matrices:
+            return self.moment_bytes(numel, itemsize)
+        return self.moments * self.moment_bytes(numel, itemsize) + STEP_BYTES
+
+
+ROWS = (
+    Optimizer("adamw", lambda _, groups, optim: torch.optim.AdamW(groups, fused=True, **adamw_settings(optim))),
+    Optimizer(
+        "adamw_bf16",
+        lambda model, groups, optim: AdamWBf16(groups, adamw_settings(optim), numbers_in_whole(model)),
+        moment_bytes=lambda numel, _: numel * 2,
+    ),
+    Optimizer("adamw_8bit", build_adamw_8bit, moment_bytes=in_8_bits, needs=needs_torchao, of_shards="AdamW8bit"),
+    Optimizer("lion", lambda _, groups, optim: Lion(groups, optim), moments=1),
+    Optimizer("ademamix", lambda _, groups, optim: AdEMAMix(groups, optim), moments=3),
+    Optimizer("muon", lambda model, groups, optim: Muon(groups, model.blocks, optim)),
+)
+OPTIMIZERS = {row.name: row for row in ROWS}
