@@ -84,21 +84,9 @@ def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext) -> Job:
     loader = Loader(documents, batching, micros, recipe.train.seed)
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
     peak, flops = predict_peak(layout, config, recipe), count_flops(laid.model)
+    traffic = predict_traffic(layout, micros, recipe.optim.name, recipe.forwards, world.rank)
     forecast = predict_memory_metrics(layout, recipe.optim.name, asdict(peak), micros)
-    return Job(
-        **vars(laid),
-        objective=build_objective(recipe.method, recipe.preference, recipe.distill),
-        folder=folder,
-        tokenizer=tokenizer,
-        documents=documents,
-        held_out=held_out,
-        prompts=prompts,
-        batching=batching,
-        loader=loader,
-        steps=steps,
-        flops=flops,
-        peak=peak,
-        traffic=predict_traffic(layout, micros, recipe.optim.name, recipe.forwards, world.rank),
-        forecast=forecast
-        | predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, world.device_name),
-    )
+    forecast |= predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, world.device_name)
+    objective = build_objective(recipe.method, recipe.preference, recipe.distill)
+    found = objective, folder, tokenizer, documents, held_out, prompts, batching, loader, steps
+    return Job(*vars(laid).values(), *found, flops, peak, traffic, forecast)

@@ -1,5 +1,7 @@
 """When a run saves: every `train.save_steps` steps, at its end, and where it is asked to stop."""
 
+from dataclasses import dataclass
+
 import torch
 
 from shardbook.parallel.sharding import ShardedModel
@@ -9,20 +11,16 @@ from shardbook.run.directory import RunDirectory
 from shardbook.run.meter import Meter, is_due
 
 
+@dataclass
 class Saver:
     """Writes the checkpoints of a run that began at step `saved`. All ranks call it alike."""
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        train: Train,
-        sharded: ShardedModel,
-        optimizer: torch.optim.Optimizer,
-        meter: Meter,
-        saved: int,
-    ):
-        self.run, self.train, self.sharded, self.optimizer = run, train, sharded, optimizer
-        self.meter, self.saved = meter, saved
+    run: RunDirectory
+    train: Train
+    sharded: ShardedModel
+    optimizer: torch.optim.Optimizer
+    meter: Meter
+    saved: int
 
     def is_due(self, step: int) -> bool:
         return is_due(step, self.train.save_steps)
