@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -88,5 +89,6 @@ def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext) -> Job:
     forecast = predict_memory_metrics(layout, recipe.optim.name, asdict(peak), micros)
     forecast |= predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, world.device_name)
     objective = build_objective(recipe.method, recipe.preference, recipe.distill)
-    found = objective, folder, tokenizer, documents, held_out, prompts, batching, loader, steps
-    return Job(*vars(laid).values(), *found, flops, peak, traffic, forecast)
+    data = {"folder": folder, "tokenizer": tokenizer, "documents": documents, "held_out": held_out, "prompts": prompts}
+    how: dict[str, Any] = data | {"objective": objective, "batching": batching, "loader": loader, "steps": steps}
+    return Job(**vars(laid), **how, flops=flops, peak=peak, traffic=traffic, forecast=forecast)
