@@ -254,7 +254,6 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
 
 def run_translate(file: Path, out: Path | None, without_refused: bool) -> int:
     """Print what became of each key, and write the recipe; with refused keys only where they may be left out."""
-    from shardbook.parallel.stages import check_stage
     from shardbook.translate import translate, write_recipe
 
     settings, entries = translate(file)
@@ -263,7 +262,7 @@ def run_translate(file: Path, out: Path | None, without_refused: bool) -> int:
         said = f"{len(refused)} of its keys have no counterpart: {', '.join(refused)}"
         raise RecipeError(f"{file}: {said}; --without-refused leaves them out")
     text = write_recipe(settings, entries, file.name)
-    check_stage(parse_recipe(text, str(file)).parallel)
+    parse_recipe(text, str(file))
     if out is None:
         print(text, end="")
     elif out.exists():

@@ -18,9 +18,9 @@ FLOORS = [
     {"memory"},
     {"data", "model", "optim", "ranks"},
     {"parallel"},
-    {"comm"},
-    {"axes", "cache"},
+    {"comm", "cache"},
     {"recipe"},
+    {"axes"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

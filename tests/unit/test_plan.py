@@ -9,7 +9,6 @@ import pytest
 from shardbook.cli import main
 from shardbook.model.causal_lm import count_flops
 from shardbook.model.shapes import hub_id, known_shapes
-from shardbook.parallel.stages import STAGES
 from shardbook.plan.advice import advise
 from shardbook.plan.axes import describe_sharing
 from shardbook.plan.calibrate import calibrate
@@ -40,7 +39,7 @@ from shardbook.plan.speed import (
     inside_seconds,
     predict_perf_metrics,
 )
-from shardbook.recipe import Parallel, Recipe, dump_recipe, find_recipe, load_recipe
+from shardbook.recipe import STAGES, Parallel, Recipe, dump_recipe, find_recipe, load_recipe
 from shardbook.run.console import describe_peak
 from shardbook.run.measured import read_sample
 from shardbook.run.metrics import peak_flops

@@ -43,9 +43,7 @@ def full_micros(layout: Layout, recipe: Recipe) -> list[tuple[int, int]]:
 
 def recomputed_blocks(recipe: Recipe, numbers: Sequence[int]) -> int:
     """How many of those blocks of a model run in backward again."""
-    kind, _, amount = recipe.activation.checkpointing.partition(":")
-    every = int(amount) if kind == "every" else 1
-    return 0 if kind in ("none", "budget") else sum(number % every == 0 for number in numbers)
+    return sum(map(recipe.activation.recomputes, numbers))
 
 
 def tensor_traffic(

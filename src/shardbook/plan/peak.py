@@ -89,7 +89,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     numbers, pipeline = layout.blocks(config.num_hidden_layers), layout.pipeline
     rows, layers = recipe.train.per_device_train_batch_size, len(numbers)
     tokens = recipe.micro_tokens // layout.context
-    kind, _, amount = recipe.activation.checkpointing.partition(":")
+    kind, budget = recipe.activation.kind, recipe.activation.budget
     adapted = read_adapted(recipe.lora, of)
     trains_head = not adapted.r or "lm_head" in recipe.lora.modules_to_save
     kept = {name: kept_by_a_block(name, of, itemsize, adapted) for name in ("none", "full", "selective")}
@@ -100,8 +100,8 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     held = again * of_again + (layers - again) * kept["none"]
     if recipe.offload.activations != "none":  # all inputs leave but the last; two are back at once
         held -= max(0, again - 3) * kept["full"]
-    if kind == "budget":
-        held = int(layers * max(kept["full"], float(amount) * kept["none"]))
+    if budget is not None:
+        held = int(layers * max(kept["full"], budget * kept["none"]))
     dense = 0
     if config._attn_implementation in ("sdpa", "eager") and recipe.data.packing:
         dense = recipe.micro_tokens**2 // rows  # of bool, for all blocks; each has its own in the dtype of compute

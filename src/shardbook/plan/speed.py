@@ -190,8 +190,8 @@ def offload_seconds(
 
 def model_flops(recipe: Recipe, flops: Flops, document_tokens: float) -> float:
     """Model FLOPs of one rank in such a step: its share, where ranks share matrices, rows or layers."""
-    shared = recipe.parallel.tp_size * recipe.parallel.cp_size * recipe.parallel.pp_size
-    tokens = recipe.micro_tokens * recipe.train.gradient_accumulation_steps / shared
+    train, shared = recipe.train, recipe.parallel.micro_batch_ranks
+    tokens = recipe.micro_tokens * train.gradient_accumulation_steps / shared
     return flops.of(tokens, tokens * min(document_tokens, recipe.data.max_length))
 
 

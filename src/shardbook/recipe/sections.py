@@ -28,6 +28,8 @@ FORMS = {  # what a pattern allows, for people
 
 TRACKERS = ["wandb", "tensorboard", "trackio", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "none"]
 
+TIERS = ("none", "cpu", "nvme")  # where state lies, each further out: the device, the host, a disk
+
 
 def key(default: Any, help: str, **limits: Any) -> Any:
     return Field(default, description=help, **limits)
@@ -118,6 +120,16 @@ class Parallel(Section):
     quantize_block: Literal[64, 128, 256] = key(128, "Elements that share a scale.")
     quantize_min_params: int = key(0, "Units of fewer parameters travel unquantised; which is printed.", ge=0)
 
+    @property
+    def row_ranks(self) -> int:
+        """Returns how many ranks share each row: tp x cp."""
+        return self.tp_size * self.cp_size
+
+    @property
+    def micro_batch_ranks(self) -> int:
+        """Returns how many ranks have one micro-batch together: tp x cp x pp."""
+        return self.row_ranks * self.pp_size
+
 
 class Precision(Section):
     params: Literal["auto", "fp32", "bf16"] = key(
@@ -147,10 +159,19 @@ class Activation(Section):
     )
 
     @property
+    def kind(self) -> str:
+        """Returns `none`, `full`, `selective`, `every` or `budget`."""
+        return self.checkpointing.partition(":")[0]
+
+    def recomputes(self, block: int) -> bool:
+        """Returns whether backward runs block number `block` again."""
+        every = int(self.checkpointing.partition(":")[2]) if self.kind == "every" else 1
+        return self.kind not in ("none", "budget") and block % every == 0
+
+    @property
     def budget(self) -> float | None:
         """The share of `budget:<0..1>`, else None."""
-        kind, _, amount = self.checkpointing.partition(":")
-        return float(amount) if kind == "budget" else None
+        return float(self.checkpointing.partition(":")[2]) if self.kind == "budget" else None
 
 
 class Offload(Section):
@@ -170,8 +191,7 @@ class Offload(Section):
 
     @model_validator(mode="after")
     def tiers_that_fit(self) -> "Offload":
-        tiers = ["none", "cpu", "nvme"]
-        if tiers.index(self.params) > tiers.index(self.optimizer):
+        if TIERS.index(self.params) > TIERS.index(self.optimizer):
             raise ValueError(
                 f"params = {self.params!r}: lies further out than optimizer = {self.optimizer!r}, whose masters it is "
                 f"made of; set offload.optimizer={self.params}"
