@@ -611,8 +611,7 @@ def test_scaling_as_the_page_has_it():
 
     def found(gpus, stage, nics=0):
         cluster = build_cluster("h100", gpus, nics)
-        settings = stage_settings(stage, planner.recipe.parallel, cluster)
-        return planner.lay_out(planner.under(settings), cluster).time
+        return planner.lay_out(planner.under(stage, cluster), cluster).time
 
     waits = [found(gpus, "zero3") for gpus in (8, 64, 512)]
     assert [f"{time.exposed / time.seconds:.1%}" for time in waits] == ["1.4%", "1.7%", "2.6%"]

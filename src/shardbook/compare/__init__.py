@@ -27,18 +27,8 @@ from shardbook.compare.workspace import keep_workspace, publish
 from shardbook.parallel.mesh import resolve_sizes
 from shardbook.ranks.exits import DONE, FAILED, PREEMPTED
 from shardbook.ranks.heartbeat import LAUNCHER
-from shardbook.recipe import (
-    STAGES,
-    Parallel,
-    Recipe,
-    RecipeError,
-    Run,
-    find_stage,
-    flatten_recipe,
-    load_recipe,
-    resolve_precision,
-)
-from shardbook.recipe.stages import OF_ANY, SWITCHES
+from shardbook.recipe import Parallel, Recipe, RecipeError, Run, flatten_recipe, load_recipe, resolve_precision
+from shardbook.recipe.stages import OF_ANY, STAGES, SWITCHES, find_stage
 from shardbook.run.directory import read_facts
 from shardbook.run.trackers import check_installed
 
@@ -96,11 +86,8 @@ def _read_variant(text: str, recipe_path: Path, overrides: list[str], nproc: int
 def _apart(recipe_path: Path, overrides: list[str], stage: str, nproc: int) -> Iterator[str]:
     """What a variant of another stage than the recipe's leaves out, and what that stage cannot be without."""
     before = load_recipe(recipe_path, overrides).parallel
-    needs: dict[str, dict[str, Any]] = {
-        "hsdp": {"dp_replicate_size": 2},
-        # on one machine: as if it were two nodes
-        "zeropp": SWITCHES | ({"secondary_shard": nproc // 2} if nproc > 3 else {}),
-    }
+    halves = {"secondary_shard": nproc // 2} if nproc > 3 else {}  # one machine as if it were two nodes
+    needs: dict[str, dict[str, Any]] = {"hsdp": {"dp_replicate_size": 2}, "zeropp": SWITCHES | halves}
     for key in OF_A_STAGE:
         default = Parallel.model_fields[key].default
         if (value := needs.get(stage, {}).get(key, default)) != getattr(before, key):

@@ -29,17 +29,8 @@ from shardbook.plan.formulas import predict_traffic
 from shardbook.plan.hardware import Cluster
 from shardbook.plan.peak import Peak, predict_fullest
 from shardbook.plan.speed import StepTime, model_flops, predict_step
-from shardbook.recipe import (
-    STAGES,
-    Offload,
-    Parallel,
-    Recipe,
-    RecipeError,
-    conflicts,
-    find_stage,
-    resolve_precision,
-)
-from shardbook.recipe.stages import OF_ANY, SWITCHES
+from shardbook.recipe import Offload, Parallel, Recipe, RecipeError, conflicts, resolve_precision
+from shardbook.recipe.stages import OF_ANY, STAGES, SWITCHES, find_stage
 
 KINDS = ("none", "selective", "full")  # the cheapest in time first
 DOCUMENT_TOKENS = 1200  # of documents in packed rows, where nothing else is said
@@ -201,12 +192,12 @@ class Planner:
         parallel, offload = stage_settings(stage, shared or self.recipe.parallel, cluster), self.recipe.offload
         if not parallel:
             return None
-        fewer = parallel.model_copy(update={"quantize_weights": 0, "secondary_shard": 0})
-        nearer = {"params": "none"}, {"params": "none", "optimizer": "none", "path": ""}
-        tiers = [offload, *(offload.model_copy(update=gone) for gone in nearer)]
-        for own, tier in product((parallel, fewer), tiers if offload.optimizer != "none" else [offload]):
-            recipe = self.recipe.model_copy(update={"parallel": own, "offload": tier})
-            if not conflicts(recipe):
+        none: dict[str, Any] = {}
+        fewer = none, {"quantize_weights": 0, "secondary_shard": 0}
+        nearer = none, {"params": "none"}, {"params": "none", "optimizer": "none", "path": ""}
+        for switches, tiers in product(fewer, nearer):
+            own = {"parallel": parallel.model_copy(update=switches), "offload": offload.model_copy(update=tiers)}
+            if not conflicts(recipe := self.recipe.model_copy(update=own)):
                 return recipe
         return None
 
@@ -296,7 +287,7 @@ def stage_settings(name: str, parallel: Parallel, cluster: Cluster) -> Parallel 
     together, inside = parallel.micro_batch_ranks, parallel.row_ranks
     if cluster.gpus % together:
         return None
-    if name != "ddp":
+    if STAGES[name].shards:
         settings["forward_prefetch"] = parallel.forward_prefetch
     if name == "hsdp":
         settings["dp_shard_size"] = shards = cluster.a_node // inside
@@ -316,9 +307,8 @@ def pipeline_settings(parallel: Parallel) -> dict[str, Any]:
 def shared_as(parallel: Parallel, shares: Shares) -> dict[str, Any]:
     """Returns those settings of `[parallel]` with which so many ranks share matrices, rows and layers; a pipeline of
     another length runs in 1f1b."""
-    alone = {"pipeline_schedule": "1f1b", "pipeline_chunks": 1}
-    schedule = pipeline_settings(parallel) if shares[2] == parallel.pp_size else alone
-    return schedule | dict(zip(SHARED, shares, strict=True))
+    like = parallel if shares[2] == parallel.pp_size else Parallel()
+    return pipeline_settings(like) | dict(zip(SHARED, shares, strict=True))
 
 
 def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> Planner:

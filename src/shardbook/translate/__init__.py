@@ -15,17 +15,8 @@ from typing import Any
 
 import yaml
 
-from shardbook.recipe import (
-    TIERS,
-    Conflict,
-    Recipe,
-    RecipeError,
-    Train,
-    conflicts,
-    first_line,
-    nearest,
-    with_settings,
-)
+from shardbook.recipe import TIERS, Recipe, RecipeError, Train, first_line, nearest
+from shardbook.recipe.compose import Conflict, conflicts, with_settings
 from shardbook.translate.rules import ACCELERATE, AXES, CP_SIZE, DEEPSPEED, STAGE, TP_SIZE, Refused, Rule, Settings
 
 # what a recipe refuses and a run goes as well without, and the name of what asked for it
@@ -155,11 +146,8 @@ def _settle_tiers(settings: Settings, note: Callable[..., None]) -> None:
     params = settings.get("offload.params", "none")
     if TIERS.index(params) > TIERS.index(settings.get("offload.optimizer", "none")):
         note("(offload of parameters)", None, {"offload.optimizer": params}, "what they are made of goes with them")
-    away = settings.get("offload.optimizer", "none")
-    unfit = [
-        each for each in _conflicts(settings) if "offload.optimizer" in each.keys and not set(each.keys) & set(AXES)
-    ]
-    if unfit:
+    away, found = settings.get("offload.optimizer", "none"), _conflicts(settings)
+    if unfit := [each for each in found if "offload.optimizer" in each.keys and not {*each.keys} & {*AXES}]:
         for key in ("offload.optimizer", "offload.params", "offload.path"):
             settings.pop(key, None)
         note("(offload)", None, {}, "; ".join(conflict.said for conflict in unfit), refused=True)
