@@ -39,7 +39,7 @@ LAUNCH = $(TRAIN) --nodes $(NODES) --node-rank $(NODE_RANK) --head $(HEAD)
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .DEFAULT_GOAL := help
-.PHONY: help train launch plan data compare recipes test test-slow test-streams test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-plan bench-link \
+.PHONY: help train launch plan data compare recipes matrix test test-slow test-streams test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-plan bench-link \
 	bench-convergence bench-offload bench-optimizers bench-peers bench-work lint format clean
 
 help:  ## list the targets
@@ -66,6 +66,10 @@ compare: $(RUN)  ## a recipe under several stages, and a page: make compare STAG
 
 recipes: $(RUN)  ## list the recipes
 	@$(SHARDBOOK) recipes
+
+matrix: $(RUN)  ## what goes with what, into docs/matrix.md
+	@sed -i '/^```text/,/^```$$/{/^```/!d}' docs/matrix.md
+	@$(SHARDBOOK) recipes --matrix | sed -i '/^```text/r /dev/stdin' docs/matrix.md
 
 # Two files of tests at a time: worlds of ranks wait for each other more than they compute.
 test: $(DEV)  ## the tests of a change: every stage, every command, no GPU and no network

@@ -39,8 +39,8 @@ from tensor_cases import SAID, write_models
 from tiny import write_all, write_recipe
 from world import run_world
 
-from shardbook.parallel.stages import find_stage
 from shardbook.plan.formulas import paper_resident
+from shardbook.recipe import find_stage
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "proof.md"

@@ -74,7 +74,8 @@ def main(words: list[str] | None = None) -> int:
     add("--out", type=Path, help="directory to write (default: export/ of the run)")
     add("--dtype", choices=("fp32", "bf16"), help="dtype of the weights (default: the recipe's train.export_dtype)")
     add("--merge", action="store_true", help="of a run with LoRA: the whole model, adapters added to its weights")
-    commands.add_parser("recipes", help="list the recipes")
+    add = commands.add_parser("recipes", help="list the recipes, or what goes with what").add_argument
+    add("--matrix", action="store_true", help="what goes with what in a recipe, and why not the rest")
     became = "a recipe from a DeepSpeed JSON or an accelerate YAML, and what became of each key"
     add = commands.add_parser("translate", help=became).add_argument
     add("file", type=Path, help="ds_config.json, or what accelerate config wrote (.yaml)")
@@ -103,7 +104,7 @@ def main(words: list[str] | None = None) -> int:
             case "translate":
                 return run_translate(asked.file, asked.out, asked.without_refused)
             case _:
-                return show_recipes()
+                return show_recipes(asked.matrix)
     except RecipeError as error:
         print(f"shardbook: {error}", file=sys.stderr)
         return 2
@@ -254,7 +255,6 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
 
 def run_translate(file: Path, out: Path | None, without_refused: bool) -> int:
     """Print what became of each key, and write the recipe; with refused keys only where they may be left out."""
-    from shardbook.parallel.stages import check_stage
     from shardbook.translate import translate, write_recipe
 
     settings, entries = translate(file)
@@ -263,7 +263,7 @@ def run_translate(file: Path, out: Path | None, without_refused: bool) -> int:
         said = f"{len(refused)} of its keys have no counterpart: {', '.join(refused)}"
         raise RecipeError(f"{file}: {said}; --without-refused leaves them out")
     text = write_recipe(settings, entries, file.name)
-    check_stage(parse_recipe(text, str(file)).parallel)
+    parse_recipe(text, str(file))
     if out is None:
         print(text, end="")
     elif out.exists():
@@ -277,7 +277,12 @@ def run_translate(file: Path, out: Path | None, without_refused: bool) -> int:
     return 0
 
 
-def show_recipes() -> int:
+def show_recipes(is_matrix: bool) -> int:
+    if is_matrix:
+        from shardbook.plan.matrix import write_matrix
+
+        print(write_matrix())
+        return 0
     recipes = list_recipes()
     width = max(map(len, recipes), default=0)
     for name, path in recipes.items():

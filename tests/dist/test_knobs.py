@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from world import metrics, run_world
 
-from shardbook.recipe import Parallel, RecipeError
-from shardbook.parallel.stages import check_stage
+from shardbook.recipe import Parallel, RecipeError, check_parallel, find_stage
 from shardbook.parallel.units import choose_units
 
 KNOBS = {
@@ -285,7 +284,9 @@ def test_precision_of_the_output(output, dtype):
 def test_contradictions(keys, words):
     with pytest.raises(RecipeError) as error:
         model, parallel = Toy(), Parallel(**keys)
-        choose_units(model, model.parts, model.blocks, check_stage(parallel).reshard_after_forward, parallel)
+        check_parallel(parallel)
+        frees = find_stage(parallel.stage).reshard_after_forward
+        choose_units(model, model.parts, model.blocks, frees, parallel)
     assert all(word in str(error.value) for word in words), error.value
 
 

@@ -24,8 +24,8 @@ from world import losses, run_train, run_world, train_rank
 
 from shardbook.comm.ledger import sent_between_nodes
 from shardbook.parallel.mesh import axis_groups
-from shardbook.recipe import Parallel, RecipeError
-from shardbook.parallel.stages import check_stage, read_switches
+from shardbook.recipe import Parallel, RecipeError, check_parallel
+from shardbook.parallel.switches import read_switches
 
 STEPS, MAX_NORM = 4, 0.5
 SWITCHES = {
@@ -308,7 +308,7 @@ def test_nodes_that_do_not_fit_are_refused(shards, ranks_per_node):
 def test_refused(keys, words):
     with pytest.raises(RecipeError) as error:
         parallel = Parallel(**keys)
-        check_stage(parallel)
+        check_parallel(parallel)
         read_switches(parallel, 4, 4)
     assert all(word in str(error.value) for word in words), error.value
 

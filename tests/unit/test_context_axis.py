@@ -14,8 +14,8 @@ from shardbook.model.context import deal_heads, own_heads, split_rows
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import DataRank, fold_sizes, resolve_sizes, unfold_sizes
-from shardbook.parallel.stages import STAGES, find_stage, read_switches
-from shardbook.recipe import Parallel, Precision, load_recipe
+from shardbook.parallel.switches import read_switches
+from shardbook.recipe import STAGES, Parallel, Precision, find_stage, load_recipe
 
 BESIDE = {  # what a recipe may not have beside cp_size = 2, and what the error says
     "zeropp": (["parallel.stage=zeropp"], ["parallel.stage = 'zeropp'", "set parallel.stage=zero3"]),

@@ -3,12 +3,12 @@
 import pytest
 
 from shardbook.parallel.mesh import resolve_sizes
-from shardbook.parallel.stages import STAGES, find_stage
-from shardbook.recipe import Parallel, RecipeError
+from shardbook.recipe import STAGES, Parallel, RecipeError, check_parallel, find_stage
 
 
 def sizes(stage: str, world: int | None, replicate: int = -1, shard: int = -1) -> tuple[int, ...]:
     parallel = Parallel(stage=stage, dp_replicate_size=replicate, dp_shard_size=shard)
+    check_parallel(parallel)
     return tuple(resolve_sizes(parallel, find_stage(stage).axes, world).values())
 
 

@@ -18,8 +18,7 @@ from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import DataRank, resolve_sizes
 from shardbook.parallel.pipeline import build_links
 from shardbook.parallel.schedule import Pipeline, deal_layers
-from shardbook.parallel.stages import STAGES
-from shardbook.recipe import Optim, Parallel, Precision, load_recipe
+from shardbook.recipe import STAGES, Optim, Parallel, Precision, load_recipe
 
 TWO, LOOPED = "parallel.pp_size=2", "parallel.pipeline_schedule=interleaved"
 ALONE, SWITCH = ["there is no pipeline", "set parallel.pp_size"], ["a switch of ZeRO++", "leave parallel.quantize"]

@@ -10,7 +10,6 @@ from shardbook.cli import main
 from shardbook.gpus import GPUS, gpu_of
 from shardbook.model.causal_lm import count_flops
 from shardbook.model.shapes import hub_id, known_shapes
-from shardbook.parallel.stages import STAGES
 from shardbook.plan.advice import advise
 from shardbook.plan.axes import describe_sharing
 from shardbook.plan.calibrate import calibrate
@@ -38,7 +37,7 @@ from shardbook.plan.speed import (
     inside_seconds,
     predict_perf_metrics,
 )
-from shardbook.recipe import Parallel, Recipe, dump_recipe, find_recipe, load_recipe
+from shardbook.recipe import STAGES, Parallel, Recipe, dump_recipe, find_recipe, load_recipe
 from shardbook.run.console import describe_peak
 from shardbook.run.measured import read_sample
 
@@ -615,8 +614,7 @@ def test_scaling_as_the_page_has_it():
 
     def found(gpus, stage, nics=0):
         cluster = build_cluster("h100", gpus, nics)
-        settings = stage_settings(stage, planner.recipe.parallel, cluster)
-        return planner.lay_out(planner.under(settings), cluster).time
+        return planner.lay_out(planner.under(stage, cluster), cluster).time
 
     waits = [found(gpus, "zero3") for gpus in (8, 64, 512)]
     assert [f"{time.exposed / time.seconds:.1%}" for time in waits] == ["1.4%", "1.7%", "2.6%"]

@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from shardbook.cli import main
-from shardbook.parallel.stages import check_stage
-from shardbook.recipe import RecipeError, parse_recipe
+from shardbook.recipe import RecipeError, find_stage, parse_recipe
 from shardbook.translate import Entry, _settle_axes, translate, write_recipe
 
 BUCKETS = {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8}
@@ -737,7 +736,7 @@ def test_translated_or_refused_by_name(file, name, config, wanted, refused, tmp_
         assert any(leaf == entry.key or leaf.startswith(f"{entry.key}.") for entry in entries), leaf
     recipe = parse_recipe(write_recipe(settings, entries, file), file)
     if not refused:
-        assert check_stage(recipe.parallel).name == settings["parallel.stage"]
+        assert find_stage(recipe.parallel.stage).name == settings["parallel.stage"]
 
 
 def test_what_is_odd_but_right_gives_a_recipe_that_loads(tmp_path, capsys):

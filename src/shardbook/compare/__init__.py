@@ -25,17 +25,16 @@ from shardbook.compare.outcome import read_outcome, write_json
 from shardbook.compare.page import summary_rows, write_page
 from shardbook.compare.workspace import keep_workspace, publish
 from shardbook.parallel.mesh import resolve_sizes
-from shardbook.parallel.stages import STAGES, check_stage, find_stage
 from shardbook.ranks.exits import DONE, FAILED, PREEMPTED
 from shardbook.ranks.heartbeat import LAUNCHER
 from shardbook.recipe import Parallel, Recipe, RecipeError, Run, flatten_recipe, load_recipe, resolve_precision
+from shardbook.recipe.stages import OF_ANY, STAGES, SWITCHES, find_stage
 from shardbook.run.directory import read_facts
 from shardbook.run.trackers import check_installed
 from shardbook.terminal import LOG_WIDTH
 
 # Keys of [parallel] that only some stages have: a variant of another stage than the recipe's starts without them.
-BESIDE = ("stage", "wrap", "tp_size", "cp_size", "pp_size", "pipeline_schedule", "pipeline_chunks")
-OF_A_STAGE = [key for key in Parallel.model_fields if key not in BESIDE]
+OF_A_STAGE = [key for key in Parallel.model_fields if key not in ("stage", *OF_ANY)]
 LISTED = "variants.json"  # the runs of a comparison in order, directory -> name
 
 
@@ -72,30 +71,24 @@ def _read_variant(text: str, recipe_path: Path, overrides: list[str], nproc: int
         added = _apart(recipe_path, overrides, wanted.name, nproc) if own is not wanted else ()
         keys = {word.partition("=")[0] for word in given}
         words = [f"parallel.stage={first}", *(word for word in added if word.partition("=")[0] not in keys), *given]
-    recipe = load_recipe(recipe_path, [*overrides, *words])
+    try:
+        recipe = load_recipe(recipe_path, [*overrides, *words])
+        resolve_sizes(recipe.parallel, find_stage(recipe.parallel.stage).axes, nproc)
+    except RecipeError as error:
+        raise RecipeError(f"variant {text}: {str(error).removeprefix(f'{recipe_path}: ')}") from None
     if taken := [word for word in words if word.startswith(("run.name=", "run.dir=", "run.group="))]:
         raise RecipeError(f"variant {text}: {taken[0]}: a comparison sets that itself; leave it out")
     if not 0 < recipe.train.logging_steps <= (recipe.train.steps or recipe.train.logging_steps):
         said = f"train.logging_steps = {recipe.train.logging_steps} logs none of {recipe.train.steps} steps"
         raise RecipeError(f"variant {text}: {said}; a comparison is of logged steps")
-    try:
-        resolve_sizes(recipe.parallel, check_stage(recipe.parallel).axes, nproc)
-    except RecipeError as error:
-        raise RecipeError(f"variant {text}: {error}") from None
     return Variant(text, tuple(words))
 
 
 def _apart(recipe_path: Path, overrides: list[str], stage: str, nproc: int) -> Iterator[str]:
     """What a variant of another stage than the recipe's leaves out, and what that stage cannot be without."""
     before = load_recipe(recipe_path, overrides).parallel
-    needs: dict[str, dict[str, Any]] = {
-        "hsdp": {"dp_replicate_size": 2},
-        "zeropp": {
-            "quantize_weights": 8,
-            "quantize_gradients": [8, 4],
-            "secondary_shard": nproc // 2 if nproc > 3 else "node",  # on one machine: as if it were two nodes
-        },
-    }
+    halves = {"secondary_shard": nproc // 2} if nproc > 3 else {}  # one machine as if it were two nodes
+    needs: dict[str, dict[str, Any]] = {"hsdp": {"dp_replicate_size": 2}, "zeropp": SWITCHES | halves}
     for key in OF_A_STAGE:
         default = Parallel.model_fields[key].default
         if (value := needs.get(stage, {}).get(key, default)) != getattr(before, key):

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from shardbook.compare.page import Figure, Panel, bars, colour, figure, render, table
-from shardbook.parallel.stages import find_stage
-from shardbook.plan.cluster import Candidate, stage_settings
+from shardbook.plan.cluster import Candidate
 from shardbook.plan.peak import predict_moments
 from shardbook.plan.report import Report, describe_advice
+from shardbook.recipe import find_stage
 
 GB = 1e9
 AT_MOST = 3.0  # times what can be used: more is not drawn, else what fits could not be read
@@ -120,8 +120,8 @@ def draw_scaling(report: Report) -> Panel:
         speeds: list[float | None] = []
         for world, row in zip(WORLDS, rows, strict=True):
             larger = cluster.resized(world)
-            parallel = stage_settings(name, planner.recipe.parallel, larger)
-            found = parallel and planner.lay_out(planner.under(parallel), larger)
+            recipe = planner.under(name, larger)
+            found = recipe and planner.lay_out(recipe, larger)
             speeds.append(found.speed if found else None)
             row.append(f"{speeds[-1]:,.0f}{'' if found.fits else ' (does not fit)'}" if found else "")
         line = {"color": colour(number), "width": 2.5 if report.fewest[name] else 1}

@@ -5,7 +5,7 @@ block (its forward is replaced, not the module), so recomputation issues no seco
 and before the stage.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,12 +42,12 @@ def apply_checkpointing(
     something, and what is run again must drop the same.
     """
     set_memory_budget(1.0 if activation.budget is None else activation.budget)
-    if recomputed_every(activation) > len(blocks):
+    if activation.every > len(blocks):
         raise RecipeError(
             f"activation.checkpointing = {activation.checkpointing!r}: the model has {len(blocks)} blocks; "
             f"must be every:1 to every:{len(blocks)}, or none"
         )
-    chosen = ((number, blocks[number]) for number in recomputed_blocks(activation, range(len(blocks))))
+    chosen = ((number, blocks[number]) for number in activation.recomputed(range(len(blocks))))
     own = {number: block for number, block in chosen if block is not None}
     options: dict[str, Any] = {}
     if activation.checkpointing == "selective":
@@ -55,18 +55,6 @@ def apply_checkpointing(
     for block in own.values():
         block.forward = recomputed(block.forward, is_random, **options)
     return list(own)
-
-
-def recomputed_every(activation: Activation) -> int:
-    """Returns n where one block in n runs in backward again, the first among them; 0 where none does."""
-    kind, _, amount = activation.checkpointing.partition(":")
-    return 0 if kind in ("none", "budget") else int(amount or 1)
-
-
-def recomputed_blocks(activation: Activation, numbers: Iterable[int]) -> list[int]:
-    """Returns those of the blocks `numbers` that run in backward again."""
-    every = recomputed_every(activation)
-    return [number for number in numbers if every and number % every == 0]
 
 
 def keep_saved_ops(context: Any, op: Any, *positional: Any, **named: Any) -> CheckpointPolicy:

@@ -25,9 +25,9 @@ from shardbook.parallel.mesh import (
     unfold_sizes,
 )
 from shardbook.parallel.schedule import Pipeline
-from shardbook.parallel.stages import Stage, check_offload, check_stage, read_switches
+from shardbook.parallel.switches import read_switches
 from shardbook.parallel.units import Unit, backward_order, choose_units
-from shardbook.recipe import Offload, Parallel, Precision, RecipeError
+from shardbook.recipe import Offload, Parallel, Precision, RecipeError, Stage, find_stage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the names that a recipe has for them
 ON_DEVICE, WHOLE_MODEL = Offload(), Pipeline()
@@ -201,9 +201,10 @@ def build_layout(
     """The layout of `model` over `world_size` ranks, `ranks_per_node` of them on each node. `parts`: groups of modules
     to gather together, in forward order; `blocks`: those of them that are blocks (see choose_units).
 
-    Raises RecipeError where what is asked for contradicts itself or fits neither the ranks nor the model.
+    `parallel` is of a recipe that loaded, or went through `check_parallel`. Raises RecipeError where what is asked for
+    fits neither the ranks nor the model.
     """
-    stage = check_stage(parallel)
+    stage = find_stage(parallel.stage)
     sizes = fold_sizes(resolve_sizes(parallel, stage.axes, world_size), stage.shards)
     switches = read_switches(parallel, sizes[DP_SHARD], ranks_per_node)
     views: Any = getattr(model, "chunks", None) or [model]
@@ -218,7 +219,6 @@ def build_layout(
             f"parallel.quantize_min_params = {switches.min_params}: leaves every unit unquantised (the largest has "
             f"{largest:,} parameters); must be less"
         )
-    check_offload(offload, stage, switches)
     beside = getattr(getattr(model, "teacher", None), "config", None)
     found = (stage, sizes, units, parallel, precision, switches, ranks_per_node, offload, beside, parallel.cp_size)
     return Layout(*found, getattr(model, "pipeline", WHOLE_MODEL), tuple(map(len, chunks)))

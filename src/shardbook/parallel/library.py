@@ -21,8 +21,7 @@ from shardbook.parallel.copies import COPIED
 from shardbook.parallel.layout import DTYPES, Layout, build_layout
 from shardbook.parallel.mesh import axis_sizes, build_mesh
 from shardbook.parallel.sharding import ShardedModel, apply_stage
-from shardbook.parallel.stages import Stage, check_stage
-from shardbook.recipe import Parallel, Precision, RecipeError
+from shardbook.recipe import Parallel, Precision, RecipeError, check_parallel, find_stage
 
 CHUNK = 2**22  # elements of a weight that are looked at together
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # nobody calls their forward
@@ -61,7 +60,9 @@ def shard_model(
     check_blocks(model, blocks)
     check_parameters(model)
     parallel = stage if isinstance(stage, Parallel) else Parallel(stage=stage)
-    row = check_stage(parallel)
+    if mesh is not None:
+        parallel = _with_sizes_of(mesh, parallel)
+    check_parallel(parallel)
     for axis, lacks in (("tp", "cuts no matrices"), ("cp", "splits no rows"), ("pp", "deals out no layers")):
         if (size := getattr(parallel, f"{axis}_size")) > 1:
             raise RecipeError(f"shard_model: parallel.{axis}_size = {size}: it {lacks}; leave it out")
@@ -71,7 +72,6 @@ def shard_model(
     ranks = list(range(dist.get_world_size()))
     if mesh is not None:
         device_type, ranks = mesh.device_type, mesh.mesh.flatten().tolist()
-        parallel = _with_sizes_of(mesh, parallel, row)
     settled = _with_master_of(model, precision or Precision()).on(device_type)
     parts, node = [[block] for block in blocks], _ranks_of_this_node(ranks, parallel)
     layout = build_layout(parallel, settled, model, parts, blocks, len(ranks), node)
@@ -203,8 +203,9 @@ def _with_master_of(model: nn.Module, precision: Precision) -> Precision:
     return precision.model_copy(update={"master": master})
 
 
-def _with_sizes_of(mesh: DeviceMesh, parallel: Parallel, stage: Stage) -> Parallel:
+def _with_sizes_of(mesh: DeviceMesh, parallel: Parallel) -> Parallel:
     """`parallel` with the sizes of `mesh`. Raises RecipeError where axes or sizes are not the stage's."""
+    stage = find_stage(parallel.stage)
     sizes = axis_sizes(mesh) if mesh.mesh_dim_names else {}
     shown = f"the mesh has {' and '.join(sizes) or 'axes without names'}"
     if absent := [axis for axis in stage.axes if axis not in sizes]:

@@ -17,24 +17,13 @@ from shardbook.recipe import Parallel, RecipeError
 def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: int | None) -> dict[str, int]:
     """Size of every axis, in order; of pp, cp and tp only where it is more than 1.
 
-    `free_axes` are those that the stage may make larger than 1; any other must be 1 or -1. At most one free axis
-    may be -1 and is inferred from `world_size`; with `world_size` None it stays -1. Raises RecipeError.
+    `free_axes` are those that the stage may make larger than 1, of which at most one is -1 and inferred from
+    `world_size`; with `world_size` None it stays -1. Raises RecipeError.
     """
-    sizes: dict[str, int] = {}
-    for axis in DATA_AXES:
-        size = getattr(parallel, f"{axis}_size")
-        if size == 0:
-            raise RecipeError(f"parallel.{axis}_size = 0: must be at least 1, or -1 for the rest")
-        if axis not in free_axes and size not in (-1, 1):
-            said = f"stage {parallel.stage} has no such axis; leave it out, or set parallel.stage=hsdp"
-            raise RecipeError(f"parallel.{axis}_size = {size}: {said}")
-        sizes[axis] = size if axis in free_axes else 1
+    sizes = {axis: getattr(parallel, f"{axis}_size") if axis in free_axes else 1 for axis in DATA_AXES}
     sizes |= {axis: size for axis, size in ((CP, parallel.cp_size), (TP, parallel.tp_size)) if size > 1}
     sizes = {PP: parallel.pp_size} | sizes if parallel.pp_size > 1 else sizes
     inferred = [axis for axis, size in sizes.items() if size == -1]
-    if len(inferred) > 1:
-        keys = " and ".join(f"parallel.{axis}_size" for axis in inferred)
-        raise RecipeError(f"stage {parallel.stage}: set at least one of {keys}")
     if world_size is None:
         return sizes
     fixed = prod(size for size in sizes.values() if size != -1)

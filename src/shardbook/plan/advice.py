@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardbook.gpus import GPUS
 from shardbook.plan.cluster import WORLDS, Candidate, Planner
 from shardbook.plan.hardware import Cluster
-from shardbook.recipe.learning import HOST_OPTIMIZERS
+from shardbook.recipe import TIERS
 
 AGAIN = {"none": 0.0, "selective": 0.05, "full": 0.25}  # of a step, at most, what checkpointing makes again
 GAIN = 0.9  # of a step's time, at most, for which matrices or rows are shared: an estimate is no better
@@ -26,11 +26,9 @@ class Advice:
 
 def advise(planner: Planner, cluster: Cluster) -> Advice:
     """The fastest candidate that fits the cluster; ties go to the simpler stage, which stands first."""
-    # a recipe with tiers says itself which; other optimizers have none, nor has what is partly frozen
-    is_fixed = planner.recipe.offload.optimizer != "none" or planner.recipe.optim.name not in HOST_OPTIMIZERS
-    is_fixed |= planner.model.is_adapted
+    is_fixed = planner.recipe.offload.optimizer != "none"  # a recipe with tiers says itself which
     everything, best = list[Candidate](), None
-    for tier in ("none",) if is_fixed else ("none", "cpu", "nvme"):  # each slower than the one before
+    for tier in TIERS[:1] if is_fixed else TIERS:  # each slower than the one before
         everything += planner.candidates(cluster, tier)
         best = _fastest(everything)
         if tier == "none" and _may_gain(cluster, best):

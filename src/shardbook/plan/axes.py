@@ -11,7 +11,6 @@ from shardbook.arithmetic import ceil_div
 from shardbook.axes import PP_BACKWARD, PP_FORWARD, TP
 from shardbook.comm.ledger import Traffic, Volume, add_traffic
 from shardbook.data.loader import MicroBatch
-from shardbook.memory.activation import recomputed_blocks
 from shardbook.model.attention import head_size
 from shardbook.model.context import deal_heads, own_heads
 from shardbook.parallel.layout import Layout
@@ -56,7 +55,7 @@ def tensor_traffic(
     if layout.alike == 1:
         return {}
     numbers, more = layout.blocks(config.num_hidden_layers), recipe.forwards - 1
-    layers, again = len(numbers), len(recomputed_blocks(recipe.activation, numbers))
+    layers, again = len(numbers), len(recipe.activation.recomputed(numbers))
     chunk, itemsize = recipe.train.loss_chunk_tokens, layout.dtype("params").itemsize
     outer = layout.pipeline.begins + layout.pipeline.ends
     gathers = 4 * layers + 2 * again + outer + more * (2 * layers + 1)
@@ -85,7 +84,7 @@ def context_traffic(
     of_all = heads + 2 * sum(len(each) for _, each in shares)
     numbers = layout.blocks(config.num_hidden_layers)
     layers = len(numbers)
-    forwards = layers * recipe.forwards + len(recomputed_blocks(recipe.activation, numbers))
+    forwards = layers * recipe.forwards + len(recipe.activation.recomputed(numbers))
     inside = layout.context * own, layout.context * (own + 2 * len(keys))  # heads' tokens of the whole row
     each = forwards * (of_all + inside[0]) + layers * (inside[1] + heads)
     payload = each * sum(sizes) * head_size(config) * layout.dtype("params").itemsize

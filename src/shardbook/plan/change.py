@@ -8,16 +8,15 @@ from transformers import PreTrainedConfig
 from shardbook.arithmetic import ceil_div
 from shardbook.axes import DATA_AXES, DP_SHARD
 from shardbook.parallel.layout import Layout
-from shardbook.parallel.stages import find_stage
 from shardbook.plan.peak import predict_fullest
-from shardbook.recipe import Generate, Recipe
+from shardbook.recipe import Generate, Recipe, conflicts, find_stage
 
 
 def smallest_change(layout: Layout, config: PreTrainedConfig, recipe: Recipe, room: float) -> str:
     """What to set so that the peak is at most `room` bytes: the first that is enough of those that change one thing,
     the cheapest in time first. Empty where none is."""
     for words, changed_layout, changed in _changes(layout, recipe):
-        if predict_fullest(changed_layout, config, changed).total <= room:
+        if not conflicts(changed) and predict_fullest(changed_layout, config, changed).total <= room:
             return words
     return ""
 

@@ -18,19 +18,19 @@ from shardbook.memory.shelf import shelf_sizes
 from shardbook.model.attention import kernel_on_gpu
 from shardbook.model.causal_lm import CausalLM, Flops, count_flops
 from shardbook.model.context import check_heads
-from shardbook.model.laid_out import build_adapted
+from shardbook.model.laid_out import World, build_adapted, layout_of
 from shardbook.model.shapes import shape_config
 from shardbook.model.weights import own_parameters
-from shardbook.parallel.layout import Layout, build_layout
+from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
-from shardbook.parallel.stages import STAGES, find_stage
 from shardbook.parallel.units import count_parameters
 from shardbook.plan.axes import axes_traffic
 from shardbook.plan.formulas import predict_traffic
 from shardbook.plan.hardware import Cluster
 from shardbook.plan.peak import Peak, predict_fullest
 from shardbook.plan.speed import StepTime, model_flops, predict_step
-from shardbook.recipe import Offload, Parallel, Recipe, RecipeError, resolve_precision
+from shardbook.recipe import Offload, Parallel, Recipe, RecipeError, conflicts, resolve_precision
+from shardbook.recipe.stages import OF_ANY, STAGES, SWITCHES, find_stage
 
 KINDS = ("none", "selective", "full")  # the cheapest in time first
 DOCUMENT_TOKENS = 1200  # of documents in packed rows, where nothing else is said
@@ -147,7 +147,7 @@ class Planner:
             return self.model
         if key not in self.cut:
             own = self.recipe.parallel.model_copy(update={"tp_size": parallel.tp_size, **pipeline_settings(parallel)})
-            recipe, inside = self.recipe.model_copy(update={"parallel": own}), own.tp_size * own.cp_size
+            recipe, inside = self.recipe.model_copy(update={"parallel": own}), own.row_ranks
             place = kernel_on_gpu(recipe.model.attention), self.teacher, stage * inside, own.pp_size * inside
             self.cut[key] = build_adapted(recipe, self.config, *place)
         return self.cut[key]
@@ -156,9 +156,7 @@ class Planner:
         world = cluster.gpus, cluster.a_node
         key = (recipe.parallel.model_dump_json(), recipe.offload.model_dump_json(), *world, stage)
         if key not in self.made:
-            model = self.model_of(recipe.parallel, stage)
-            own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)
-            self.made[key] = build_layout(*own, *world, recipe.offload)
+            self.made[key] = layout_of(recipe, self.model_of(recipe.parallel, stage), World(*world))
         return self.made[key]
 
     def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:
@@ -182,29 +180,31 @@ class Planner:
     def stages(self, cluster: Cluster) -> dict[str, Candidate]:
         """The recipe under each stage: its own as it is, the others as a user would first set them."""
         own = find_stage(self.recipe.parallel.stage).name
-        found = {}
-        for name in STAGES:
-            parallel = self.recipe.parallel if name == own else stage_settings(name, self.recipe.parallel, cluster)
-            if parallel:
-                found[name] = self.lay_out(self.under(parallel), cluster)
-        return found
+        asked = {name: self.recipe if name == own else self.under(name, cluster) for name in STAGES}
+        return {name: self.lay_out(recipe, cluster) for name, recipe in asked.items() if recipe}
 
-    def under(self, parallel: Parallel) -> Recipe:
-        """The recipe with other `[parallel]`, and those of its tiers that go with it."""
-        if self.recipe.model.load_in_4bit:  # a base of bytes has neither
-            parallel = parallel.model_copy(update={"quantize_weights": 0, "secondary_shard": 0})
-        stage, offload = STAGES[find_stage(parallel.stage).name], self.recipe.offload
-        gone = {"optimizer": "none", "params": "none", "path": ""} if not stage.shards else {}
-        if offload.params != "none" and not stage.reshard_after_forward:
-            gone = gone or {"params": "none"}
-        return self.recipe.model_copy(update={"parallel": parallel, "offload": offload.model_copy(update=gone)})
+    def under(self, stage: str, cluster: Cluster, shared: Parallel | None = None) -> Recipe | None:
+        """Returns the recipe under a stage as a user would first set it on the cluster, without those of its tiers, and
+        of ZeRO++'s switches, that do not go with it; `shared` has other sizes of tp, cp and pp. None where it would be
+        another stage, or does not go with the recipe."""
+        parallel, offload = stage_settings(stage, shared or self.recipe.parallel, cluster), self.recipe.offload
+        if not parallel:
+            return None
+        none: dict[str, Any] = {}
+        fewer = none, {"quantize_weights": 0, "secondary_shard": 0}
+        nearer = none, {"params": "none"}, {"params": "none", "optimizer": "none", "path": ""}
+        for switches, tiers in product(fewer, nearer):
+            own = {"parallel": parallel.model_copy(update=switches), "offload": offload.model_copy(update=tiers)}
+            if not conflicts(recipe := self.recipe.model_copy(update=own)):
+                return recipe
+        return None
 
     def fewest(self, stage: str, cluster: Cluster) -> int | None:
         """The fewest GPUs on which the recipe fits under `stage`, its micro-batch as it is; None: not up to 4,096."""
         for world in WORLDS:
             smaller = cluster.resized(world)
-            parallel = stage_settings(stage, self.recipe.parallel, smaller)
-            if parallel and self.lay_out(self.under(parallel), smaller).fits:
+            recipe = self.under(stage, smaller)
+            if recipe and self.lay_out(recipe, smaller).fits:
                 return world
         return None
 
@@ -220,16 +220,16 @@ class Planner:
             choices += [(cluster.a_node, cp, size) for size in STAGES_OF]
         found = list[Shares]()
         for each in dict.fromkeys(choices):
-            stages = pipeline_settings(asked) if each[2] == asked.pp_size else {"pp_size": each[2]}
-            parallel = Parallel.model_validate({"wrap": asked.wrap, "tp_size": each[0], "cp_size": each[1]} | stages)
+            parallel = Parallel(wrap=asked.wrap).model_copy(update=shared_as(asked, each))
             inside = each[0] if both else each[0] * each[1]
             if each == own or cluster.a_node % inside or cluster.gpus % prod(each) or cluster.nodes % each[2]:
                 continue
+            if conflicts(self.recipe.model_copy(update={"parallel": parallel})):
+                continue
             try:
-                Recipe.model_validate(self.recipe.model_dump() | {"parallel": parallel.model_dump()})
                 self.model_of(parallel)
                 check_heads(self.config, parallel)
-            except ValueError:  # a recipe's own, and RecipeError
+            except RecipeError:
                 continue
             found.append(each)
         return found
@@ -237,13 +237,12 @@ class Planner:
     def looped(self, found: Candidate) -> Candidate | None:
         """`found` with each rank's layers in two runs, which halves what its pipeline waits and holds more activations.
         None where it has none, or has them already, or blocks or micro-batches are too few."""
-        recipe, parallel = found.recipe, found.recipe.parallel
-        few = recipe.train.gradient_accumulation_steps % parallel.pp_size
-        if parallel.pp_size == 1 or parallel.pipeline_chunks > 1 or few:
+        looped = found.recipe.parallel.model_copy(update={"pipeline_schedule": "interleaved", "pipeline_chunks": 2})
+        recipe = found.recipe.model_copy(update={"parallel": looped})
+        if found.recipe.parallel.pipeline_chunks > 1 or conflicts(recipe):
             return None
-        looped = parallel.model_copy(update={"pipeline_schedule": "interleaved", "pipeline_chunks": 2})
         try:
-            return self.lay_out(recipe.model_copy(update={"parallel": looped}), found.cluster)
+            return self.lay_out(recipe, found.cluster)
         except RecipeError:
             return None
 
@@ -251,64 +250,49 @@ class Planner:
         """Every stage, checkpointing and micro-batch whose steps have as many rows as the recipe's, with state at
         `tier`, and with parameters there too; so many ranks share matrices and rows (None: as the recipe says)."""
         train, asked = self.recipe.train, self.recipe.parallel
-        own = asked.model_copy(update=dict(zip(SHARED, shares, strict=True)) if shares else {})
-        if own.pp_size != asked.pp_size:
-            own = own.model_copy(update={"pipeline_schedule": "1f1b", "pipeline_chunks": 1})
-        rows, over = divmod(
-            train.per_device_train_batch_size * train.gradient_accumulation_steps * shared_by(own), shared_by(asked)
-        )
+        own = asked.model_copy(update=shared_as(asked, shares) if shares else {})
+        rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
+        rows, over = divmod(rows * own.micro_batch_ranks, asked.micro_batch_ranks)
         # with other ranks there are more rows to a rank, and small micro-batches are slow ones, but fill a pipeline
         most = max(MICROS, train.gradient_accumulation_steps, FILLED * own.pp_size) if shares else rows
-        if own.pp_size > 1 and tier != "none":
-            return
-        for name in ("ddp", "zero1", "zero2", "zero3", "hsdp"):
-            if over or not (parallel := stage_settings(name, own, cluster)):
+        sizes = [size for size in range(1, rows + 1) if rows % size == 0 and rows // size <= most]
+        for name in ("ddp", "zero1", "zero2", "zero3", "hsdp") if not over else ():
+            if not (recipe := self.under(name, cluster, own)):
                 continue
-            for kind in KINDS:
-                sizes = [size for size in range(1, rows + 1) if rows % size == 0 and rows // size <= most]
-                if own.pipeline_chunks > 1:
-                    sizes = [size for size in sizes if rows // size % own.pp_size == 0]
-                for batch, offload in product(sizes, _tiers(self.under(parallel).offload, tier, name)):
-                    changes = {
-                        "parallel": parallel,
-                        "offload": offload,
-                        "activation": self.recipe.activation.model_copy(update={"checkpointing": kind}),
-                        "train": train.model_copy(
-                            update={"per_device_train_batch_size": batch, "gradient_accumulation_steps": rows // batch}
-                        ),
-                    }
-                    yield self.lay_out(self.recipe.model_copy(update=changes), cluster)
+            for kind, batch, offload in product(KINDS, sizes, _tiers(recipe.offload, tier)):
+                steps = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": rows // batch}
+                changes = {
+                    "offload": offload,
+                    "activation": recipe.activation.model_copy(update={"checkpointing": kind}),
+                    "train": train.model_copy(update=steps),
+                }
+                candidate = recipe.model_copy(update=changes)
+                if not conflicts(candidate):
+                    yield self.lay_out(candidate, cluster)
 
 
-def _tiers(offload: Offload, tier: str, stage: str) -> list[Offload]:
-    """`[offload]` with the optimizer at `tier`, and, where `stage` can, with parameters there."""
+def _tiers(offload: Offload, tier: str) -> list[Offload]:
+    """Returns `[offload]` with the optimizer at `tier`, and with parameters there too."""
     if tier == "none":
         return [offload]
-    if not STAGES[stage].shards:
-        return []
-    path = {"path": offload.path or DISK} if tier == "nvme" else {}
-    changes = [{"optimizer": tier, **path}]
-    changes += [{"optimizer": tier, "params": tier, **path}] * STAGES[stage].reshard_after_forward
-    return [Offload.model_validate(offload.model_dump() | change) for change in changes]
+    changes = {"optimizer": tier, "path": (offload.path or DISK) if tier == "nvme" else ""}
+    return [offload.model_copy(update=changes | more) for more in ({}, {"params": tier})]
 
 
 def stage_settings(name: str, parallel: Parallel, cluster: Cluster) -> Parallel | None:
     """`[parallel]` for a stage as a user would first set it on the cluster; None where it would be another one."""
-    sizes = {"tp_size": parallel.tp_size, "cp_size": parallel.cp_size, **pipeline_settings(parallel)}
-    settings: dict[str, Any] = {"stage": name, "wrap": parallel.wrap, **sizes}
-    together, inside = shared_by(parallel), parallel.tp_size * parallel.cp_size
+    settings: dict[str, Any] = {"stage": name} | {key: getattr(parallel, key) for key in OF_ANY}
+    together, inside = parallel.micro_batch_ranks, parallel.row_ranks
     if cluster.gpus % together:
         return None
-    if name != "ddp":
+    if STAGES[name].shards:
         settings["forward_prefetch"] = parallel.forward_prefetch
     if name == "hsdp":
         settings["dp_shard_size"] = shards = cluster.a_node // inside
         if not shards or shards * parallel.cp_size < 2 or cluster.gpus % (together * shards):
             return None
     if name == "zeropp":
-        if together > 1:
-            return None
-        settings |= {"quantize_weights": 8, "quantize_gradients": [8, 4], "secondary_shard": "node"}
+        settings |= SWITCHES
     if name in ("hsdp", "zeropp") and cluster.nodes == 1:
         return None
     return Parallel.model_validate(settings)
@@ -318,9 +302,11 @@ def pipeline_settings(parallel: Parallel) -> dict[str, Any]:
     return {key: getattr(parallel, key) for key in ("pp_size", "pipeline_schedule", "pipeline_chunks")}
 
 
-def shared_by(parallel: Parallel) -> int:
-    """Ranks that have one micro-batch together."""
-    return parallel.tp_size * parallel.cp_size * parallel.pp_size
+def shared_as(parallel: Parallel, shares: Shares) -> dict[str, Any]:
+    """Returns those settings of `[parallel]` with which so many ranks share matrices, rows and layers; a pipeline of
+    another length runs in 1f1b."""
+    like = parallel if shares[2] == parallel.pp_size else Parallel()
+    return pipeline_settings(like) | dict(zip(SHARED, shares, strict=True))
 
 
 def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> Planner:

@@ -20,8 +20,8 @@ from shardbook.optim.muon import WIRE_BYTES
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import rank_along
-from shardbook.parallel.stages import Stage
 from shardbook.parallel.units import Unit, backward_order, shard_rows
+from shardbook.recipe import Stage
 
 COUNTS_BYTES = 6 * 8  # the step's counts and stop flags: six fp64 numbers summed over all ranks
 NORM_BYTES = 8  # the squared gradient norm, one fp64 number

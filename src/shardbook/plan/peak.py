@@ -15,7 +15,6 @@ from math import prod
 from transformers import PreTrainedConfig
 
 from shardbook.arithmetic import ceil_div
-from shardbook.memory.activation import recomputed_blocks
 from shardbook.memory.shelf import STAGINGS, fetched_bytes
 from shardbook.model.attention import head_size
 from shardbook.parallel.layout import Layout
@@ -90,13 +89,13 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     numbers, pipeline = layout.blocks(config.num_hidden_layers), layout.pipeline
     rows, layers = recipe.train.per_device_train_batch_size, len(numbers)
     tokens = recipe.micro_tokens // layout.context
-    kind, budget = recipe.activation.checkpointing, recipe.activation.budget
+    kind, budget = recipe.activation.kind, recipe.activation.budget
     adapted = read_adapted(recipe.lora, of)
     trains_head = not adapted.r or "lm_head" in recipe.lora.modules_to_save
     kept = {name: kept_by_a_block(name, of, itemsize, adapted) for name in ("none", "full", "selective")}
     if config._attn_implementation == "sdpa" or (layout.context > 1 and adapted.trains("o_proj")):
         kept["none"] += of.queries * itemsize  # its result by head, and by token for the product that follows
-    again = len(recomputed_blocks(recipe.activation, numbers))  # run in backward again
+    again = len(recipe.activation.recomputed(numbers))  # run in backward again
     of_again = kept["selective" if kind == "selective" else "full"]
     held = again * of_again + (layers - again) * kept["none"]
     if recipe.offload.activations != "none":  # all inputs leave but the last; two are back at once

@@ -12,14 +12,13 @@ from rich.text import Text
 
 from shardbook.memory.shelf import step_bytes
 from shardbook.model.laid_out import World, lay_out
-from shardbook.parallel.stages import find_stage
 from shardbook.plan.advice import Advice, advise
 from shardbook.plan.axes import describe_pipeline, describe_sharing, describe_splitting
 from shardbook.plan.calibrate import Sample, calibrate
 from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SHARED, Candidate, Planner, build_planner
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
-from shardbook.recipe import Precision, Recipe, RecipeError, dump_recipe
+from shardbook.recipe import Precision, Recipe, RecipeError, dump_recipe, find_stage
 from shardbook.terminal import build_console
 
 if TYPE_CHECKING:

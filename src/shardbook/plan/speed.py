@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig
 from shardbook.arithmetic import ceil_div
 from shardbook.axes import CP, DP_REPLICATE, PP_FORWARD, TP
 from shardbook.gpus import GPUS, gpu_of
-from shardbook.memory.activation import recomputed_blocks
 from shardbook.memory.shelf import plan_shelf, step_bytes
 from shardbook.model.causal_lm import Flops
 from shardbook.optim.muon import orthogonal_flops
@@ -79,7 +78,7 @@ def predict_step(
     head = outputs * of.hidden
     kind, numbers = recipe.activation.checkpointing, layout.blocks(config.num_hidden_layers)
     # forward products that backward makes again: of selective none
-    again = 0.0 if kind == "selective" else len(recomputed_blocks(recipe.activation, numbers)) / len(numbers)
+    again = 0.0 if kind == "selective" else len(recipe.activation.recomputed(numbers)) / len(numbers)
     more = recipe.forwards - 1  # passes without a backward
     # multiply-adds: forward, and the gradient of what went in; of weights where they are trained
     pipeline, layers = layout.pipeline, len(numbers)
@@ -194,8 +193,8 @@ def offload_seconds(
 
 def model_flops(recipe: Recipe, flops: Flops, document_tokens: float) -> float:
     """Model FLOPs of one rank in such a step: its share, where ranks share matrices, rows or layers."""
-    shared = recipe.parallel.tp_size * recipe.parallel.cp_size * recipe.parallel.pp_size
-    tokens = recipe.micro_tokens * recipe.train.gradient_accumulation_steps / shared
+    train, shared = recipe.train, recipe.parallel.micro_batch_ranks
+    tokens = recipe.micro_tokens * train.gradient_accumulation_steps / shared
     return flops.of(tokens, tokens * min(document_tokens, recipe.data.max_length))
 
 

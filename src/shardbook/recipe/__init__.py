@@ -3,6 +3,7 @@
 Imports no torch, so a command line is refused in milliseconds.
 """
 
+from shardbook.recipe.compose import Conflict, check_parallel, conflicts, with_settings
 from shardbook.recipe.files import (
     describe_keys,
     dump_recipe,
@@ -18,6 +19,7 @@ from shardbook.recipe.learning import Distill, Lora, Optim, Preference
 from shardbook.recipe.rows import Data
 from shardbook.recipe.schema import Recipe
 from shardbook.recipe.sections import (
+    TIERS,
     Activation,
     Generate,
     Model,
@@ -30,3 +32,4 @@ from shardbook.recipe.sections import (
     Train,
     nearest,
 )
+from shardbook.recipe.stages import STAGES, Stage, find_stage

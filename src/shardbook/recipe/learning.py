@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
-from shardbook.recipe.sections import Offload, Section, key
+from shardbook.recipe.sections import Section, key
 
 
 class Lora(Section):
@@ -58,55 +58,11 @@ class Preference(Section):
         "Ask the reference once, before the first step (false: in each step, of the base without its adapters).",
     )
 
-    def check_fits(self, method: str, lora: Lora) -> None:
-        """Raise ValueError where a key can do nothing under `method`, or what it asks for cannot be had."""
-        owners: dict[str, tuple[str, ...]] = {"beta": PAIRED, "simpo_gamma": ("simpo",)}
-        for name, value in self.model_dump(exclude_defaults=True).items():
-            if method not in owners.get(name, ("dpo",)):
-                said = " or ".join(owners.get(name, ("dpo",)))
-                raise ValueError(
-                    f"preference.{name} = {value!r} and method = {method!r}: only {said} has it; leave it out"
-                )
-        if self.label_smoothing and self.loss_type != "robust":
-            raise ValueError(
-                f"preference.label_smoothing = {self.label_smoothing}: only loss_type = 'robust' has it; leave it out"
-            )
-        if self.label_smoothing >= 0.5:
-            raise ValueError(f"preference.label_smoothing = {self.label_smoothing}: must be below 0.5")
-        if not self.precompute_ref_log_probs and (not lora.r or lora.modules_to_save):
-            why = f"with lora.modules_to_save = {lora.modules_to_save}" if lora.r else "without lora.r"
-            raise ValueError(
-                f"preference.precompute_ref_log_probs = false: {why} the reference is gone after the first "
-                "step; leave it out"
-            )
-
 
 class Distill(Section):
     teacher: str = key("", "Whose distributions are learned: a hub id, local directory, or smollm2-135m.")
     temperature: float = key(1.0, "Both distributions are softened by it.", gt=0)
     kd_ratio: float = key(0.5, "Share of the teacher in the loss; the rest is the likelihood of the data.", ge=0, le=1)
-
-    def check_fits(self, method: str, offload: Offload) -> None:
-        """Raise ValueError where a key can do nothing under `method`, or what it asks for cannot be had."""
-        if method != "distill":
-            for name, value in self.model_dump(exclude_defaults=True).items():
-                raise ValueError(
-                    f"distill.{name} = {value!r} and method = {method!r}: only distill has it; leave it out"
-                )
-            return
-        if not self.teacher:
-            raise ValueError("method = 'distill': needs distill.teacher")
-        if not self.kd_ratio:
-            raise ValueError(
-                "distill.kd_ratio = 0 and method = 'distill': the teacher would be loaded and not heard; set a share "
-                "above 0, or method=sft and leave [distill] out"
-            )
-        for name, tier in offload.model_dump(include={"optimizer", "params", "activations"}).items():
-            if tier != "none":
-                raise ValueError(
-                    f"method = 'distill' and offload.{name} = {tier!r}: a teacher stays on the device, and what is "
-                    f"offloaded beside it was not tried; set offload.{name}=none"
-                )
 
 
 PAIRED = ("dpo", "orpo", "simpo")  # methods whose examples are pairs

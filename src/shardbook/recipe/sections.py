@@ -4,6 +4,7 @@ Invariant: a section that loads has no unknown key, no wrong type and no contrad
 """
 
 import difflib
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
@@ -27,6 +28,8 @@ FORMS = {  # what a pattern allows, for people
 }
 
 TRACKERS = ["wandb", "tensorboard", "trackio", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "none"]
+
+TIERS = ("none", "cpu", "nvme")  # where state lies, each further out: the device, the host, a disk
 
 
 def key(default: Any, help: str, **limits: Any) -> Any:
@@ -118,6 +121,16 @@ class Parallel(Section):
     quantize_block: Literal[64, 128, 256] = key(128, "Elements that share a scale.")
     quantize_min_params: int = key(0, "Units of fewer parameters travel unquantised; which is printed.", ge=0)
 
+    @property
+    def row_ranks(self) -> int:
+        """Returns how many ranks share each row: tp x cp."""
+        return self.tp_size * self.cp_size
+
+    @property
+    def micro_batch_ranks(self) -> int:
+        """Returns how many ranks have one micro-batch together: tp x cp x pp."""
+        return self.row_ranks * self.pp_size
+
 
 class Precision(Section):
     params: Literal["auto", "fp32", "bf16"] = key(
@@ -147,10 +160,23 @@ class Activation(Section):
     )
 
     @property
+    def kind(self) -> str:
+        """Returns `none`, `full`, `selective`, `every` or `budget`."""
+        return self.checkpointing.partition(":")[0]
+
+    @property
+    def every(self) -> int:
+        """Returns n where backward runs one block in n again, the first among them; 0 where it runs none."""
+        return 0 if self.kind in ("none", "budget") else int(self.checkpointing.partition(":")[2] or 1)
+
+    def recomputed(self, blocks: Iterable[int]) -> list[int]:
+        """Returns those of the numbers `blocks` whose blocks backward runs again."""
+        return [number for number in blocks if self.every and number % self.every == 0]
+
+    @property
     def budget(self) -> float | None:
         """The share of `budget:<0..1>`, else None."""
-        kind, _, amount = self.checkpointing.partition(":")
-        return float(amount) if kind == "budget" else None
+        return float(self.checkpointing.partition(":")[2]) if self.kind == "budget" else None
 
 
 class Offload(Section):
@@ -170,8 +196,7 @@ class Offload(Section):
 
     @model_validator(mode="after")
     def tiers_that_fit(self) -> "Offload":
-        tiers = ["none", "cpu", "nvme"]
-        if tiers.index(self.params) > tiers.index(self.optimizer):
+        if TIERS.index(self.params) > TIERS.index(self.optimizer):
             raise ValueError(
                 f"params = {self.params!r}: lies further out than optimizer = {self.optimizer!r}, whose masters it is "
                 f"made of; set offload.optimizer={self.params}"

@@ -15,9 +15,16 @@ from typing import Any
 
 import yaml
 
-from shardbook.recipe import Recipe, RecipeError, first_line, nearest, parse_recipe
+from shardbook.recipe import TIERS, Recipe, RecipeError, Train, first_line, nearest
+from shardbook.recipe.compose import Conflict, conflicts, with_settings
 from shardbook.translate.rules import ACCELERATE, AXES, CP_SIZE, DEEPSPEED, STAGE, TP_SIZE, Refused, Rule, Settings
 
+# what a recipe refuses and a run goes as well without, and the name of what asked for it
+LEFT_OUT = {
+    "parallel.backward_prefetch": "fsdp_backward_prefetch",
+    "parallel.forward_prefetch": "fsdp_forward_prefetch",
+    "offload.params": "(offload of parameters)",
+}
 AUTO = {"pipeline.stages": "no pipeline: set parallel.pp_size to the num_stages of the script's PipelineModule"}
 
 
@@ -98,19 +105,24 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
             note("num_processes", ranks, shards, "hsdp shards inside a machine")
         else:
             said = "hsdp needs a whole number of shards on each machine: set parallel.dp_shard_size"
-            note("num_processes / num_machines", f"{ranks} / {machines}", {}, said, refused=True)
+            instead = {} if "parallel.dp_replicate_size" in settings else {STAGE: "zero3"}
+            note("num_processes / num_machines", f"{ranks} / {machines}", instead, said, refused=True)
     if stage == "zero3" and int(settings.get("parallel.dp_replicate_size", 1)) > 1:
         note("parallelism_config", None, {STAGE: "hsdp"}, "replicas of a sharded copy")
-    if stage not in ("zero3", "hsdp", "zeropp") and settings.pop("parallel.backward_prefetch", None) is not None:
-        note("fsdp_backward_prefetch", None, {}, f"left out: {stage} gathers nothing in backward")
-    if stage == "ddp" and settings.pop("parallel.forward_prefetch", None) is not None:
-        note("fsdp_forward_prefetch", None, {}, "left out: ddp gathers nothing")
+    for conflict in _conflicts(settings):
+        for key in LEFT_OUT.keys() & set(conflict.keys):
+            del settings[key]
+            note(LEFT_OUT[key], None, {}, f"left out: {conflict.why}")
     _settle_tiers(settings, note)
     if "train.steps" not in settings:
         said = "neither program's file says how long: set train.epochs or steps"
         note("(steps or epochs)", None, {"train.epochs": 1}, said)
     _settle_axes(settings, entries)
     return settings
+
+
+def _conflicts(settings: Settings) -> list[Conflict]:
+    return conflicts(with_settings(Recipe(train=Train(epochs=1)), settings))
 
 
 def _refuse(entries: list[Entry], keys: set[str], said: str) -> None:
@@ -122,36 +134,23 @@ def _refuse(entries: list[Entry], keys: set[str], said: str) -> None:
 
 def _settle_axes(settings: Settings, entries: list[Entry]) -> None:
     """Refuse the sizes of the model's axes where a recipe would, with its words."""
-    try:
-        parse_recipe(write_recipe(settings, [], ""), "")
-    except RecipeError as error:
-        said = str(error).strip(": ")
-        # what each is about stands before its colon; a key behind it is a way out, and may be good
-        about = [part.partition(": ")[0] for part in said.split("; ") if ": " in part]
-        unfit = {key for key in AXES if key in settings and any(f"{key} = " in what for what in about)}
-        _refuse(entries, unfit, said)
-        for key in unfit:
+    found = _conflicts(settings)
+    for key in [key for key in AXES if key in settings]:
+        if said := "; ".join(conflict.said for conflict in found if key in conflict.keys):
+            _refuse(entries, {key}, said)
             del settings[key]
-        if unfit:  # another of them may not fit either
-            _settle_axes(settings, entries)
 
 
 def _settle_tiers(settings: Settings, note: Callable[..., None]) -> None:
-    """What tiers mean under the stage that is set, and for each other."""
-    order = ["none", "cpu", "nvme"]
-    stage, params = settings[STAGE], settings.get("offload.params", "none")
-    if params != "none" and stage not in ("zero3", "hsdp", "zeropp"):
-        del settings["offload.params"]
-        note("(offload of parameters)", None, {}, f"left out: {stage} keeps them gathered through a step")
-        params = "none"
-    if order.index(params) > order.index(settings.get("offload.optimizer", "none")):
+    """What tiers mean for each other, and under the stage that is set."""
+    params = settings.get("offload.params", "none")
+    if TIERS.index(params) > TIERS.index(settings.get("offload.optimizer", "none")):
         note("(offload of parameters)", None, {"offload.optimizer": params}, "what they are made of goes with them")
-    away = settings.get("offload.optimizer", "none")
-    if away != "none" and (stage == "ddp" or "parallel.secondary_shard" in settings):
-        why = "every rank would step all of it; set stage 1" if stage == "ddp" else "hpZ's secondary shards stay"
+    away, found = settings.get("offload.optimizer", "none"), _conflicts(settings)
+    if unfit := [each for each in found if "offload.optimizer" in each.keys and not {*each.keys} & {*AXES}]:
         for key in ("offload.optimizer", "offload.params", "offload.path"):
             settings.pop(key, None)
-        note("(offload)", None, {}, why, refused=True)
+        note("(offload)", None, {}, "; ".join(conflict.said for conflict in unfit), refused=True)
     elif away == "nvme" and "offload.path" not in settings:
         note("(nvme_path)", None, {}, "names no directory: set offload.path", refused=True)
     elif away != "nvme" and settings.pop("offload.path", None):

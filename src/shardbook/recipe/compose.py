@@ -1,0 +1,254 @@
+"""What does not go with what: one table of rules, which a recipe asks where it loads. Plan, translate, comparisons, the
+library and the docs' matrix ask the same one.
+
+Invariant: each contradiction between keys that needs no machine, model or file to be seen is one row of RULES and is
+said nowhere else, but for those inside one section that its own validator sees. All of a recipe's are found.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from shardbook.recipe.learning import HOST_OPTIMIZERS, PAIRED, WHOLE_MATRICES, Distill, Preference
+from shardbook.recipe.sections import Parallel, RecipeError
+from shardbook.recipe.stages import STAGES, SWITCHES, find_stage, stages_where
+
+if TYPE_CHECKING:
+    from shardbook.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One of `keys` does not go with one of `others` (empty: with nothing) where all of `given` holds.
+
+    Each is patterns apart by spaces: `key=a|b`, `key!=a|b`; a value that ends in * stands for all that begin so. Keys
+    and others that fit are named with their values, `given` is not. `why` and `way_out` may name a field of the recipe,
+    or of its stage, in braces.
+    """
+
+    keys: str
+    others: str
+    why: str
+    way_out: str
+    given: str = ""
+    when: Callable[[Any], object] = lambda recipe: True  # what is arithmetic
+
+    @cached_property
+    def sides(self) -> list[list["Pattern"]]:
+        return [[_read(text) for text in side.split(" ") if side] for side in (self.keys, self.others, self.given)]
+
+    def find(self, recipe: Any, read: Callable[[str], str]) -> "Conflict | None":
+        """Returns what `recipe`, whose values by key `read` gives as text, has of it, if it has."""
+        keys, others, given = self.sides
+        if not (named := [key for key, fits in keys if fits(read(key))]):
+            return None
+        beside = [key for key, fits in others if fits(read(key))]
+        if (others and not beside) or not all(fits(read(key)) for key, fits in given) or not self.when(recipe):
+            return None
+        words = vars(recipe) | {"stage": find_stage(recipe.parallel.stage)}
+        named += beside
+        shown = [f"{key} = {_show(attrgetter(key)(recipe))}" for key in named]
+        shown = list(filter(None, (", ".join(shown[:-1]), shown[-1])))
+        return Conflict(self, tuple(named), " and ".join(shown), self.why.format(**words), self.way_out.format(**words))
+
+
+Pattern = tuple[str, Callable[[str], bool]]  # a key, and whether its value fits
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A rule that a recipe breaks."""
+
+    rule: Rule
+    keys: tuple[str, ...]  # that it is about; one that is only a way out is not among them
+    values: str  # `parallel.tp_size = 2 and lora.r = 4`
+    why: str
+    way_out: str
+
+    @property
+    def said(self) -> str:
+        return f"{self.values}: {'; '.join(filter(None, (self.why, self.way_out)))}"
+
+
+def conflicts(recipe: Any, rules: Sequence[Rule] = ()) -> list[Conflict]:
+    """Returns all rules that `recipe` breaks, in the table's order. Raises RecipeError for an unknown stage."""
+    find_stage(recipe.parallel.stage)
+    read = cache(lambda key: str(attrgetter(key)(recipe)))  # once a key: plans ask thousands of recipes
+    return [found for rule in rules or RULES if (found := rule.find(recipe, read))]
+
+
+def refuse(found: Iterable[Conflict]) -> None:
+    """Raises RecipeError with all of them."""
+    if said := "; ".join(conflict.said for conflict in found):
+        raise RecipeError(said)
+
+
+def check_parallel(parallel: Parallel) -> None:
+    """Raises RecipeError where keys of a `[parallel]` that no recipe holds contradict each other."""
+    refuse(conflicts(SimpleNamespace(parallel=parallel), OF_PARALLEL))
+
+
+def with_settings(recipe: "Recipe", settings: dict[str, Any]) -> "Recipe":
+    """Returns `recipe` with `settings` by section.key, unchecked: for `conflicts` to say what is wrong with it."""
+    parts: dict[str, Any] = {}
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        if section:
+            parts[section] = parts.get(section, getattr(recipe, section)).model_copy(update={name: value})
+        else:
+            parts[name] = value
+    return recipe.model_copy(update=parts)
+
+
+def _read(text: str) -> Pattern:
+    key, _, said = text.partition("=")
+    words, starts = frozenset(said.split("|")), tuple(word[:-1] for word in said.split("|") if word.endswith("*"))
+    if key.endswith("!"):
+        return key[:-1], lambda value: value not in words and not value.startswith(starts)
+    return key, lambda value: value in words or value.startswith(starts)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "0" if value == 0 else repr(value)
+
+
+TP, CP, PP = "parallel.tp_size!=1", "parallel.cp_size!=1", "parallel.pp_size!=1"
+AXES = f"{TP} {CP} {PP}"
+STATE, LORA = "offload.optimizer!=none", "lora.r!=0"
+QWZ, QGZ, HPZ = "parallel.quantize_weights!=0", "parallel.quantize_gradients!=[]", "parallel.secondary_shard!=0"
+UNQUANTISED = "parallel.quantize_weights=0 parallel.quantize_gradients=[]"
+GATHERED = f"parallel.stage={stages_where(lambda row: not row.reshard_after_forward)}"
+WHOLE = f"parallel.stage={stages_where(lambda row: not row.shards)}"
+WITHOUT_SWITCHES = f"parallel.stage={stages_where(lambda row: row.switches == 'no')}"
+RESHARDING = " or ".join(name for name, row in STAGES.items() if row.reshard_after_forward)
+APART = "they do not compose, "
+NOT_YET = f"{APART}one is not made for the other yet"
+INTERLEAVED = "parallel.pipeline_schedule=interleaved"
+
+# what of a section but one method has
+OWNERS = {f"preference.{name}": ("dpo",) for name in Preference.model_fields} | {"preference.beta": PAIRED}
+OWNERS |= {"preference.simpo_gamma": ("simpo",)} | {f"distill.{name}": ("distill",) for name in Distill.model_fields}
+DEFAULTS = {
+    f"{name}.{key}": field.default
+    for name, section in (("parallel", Parallel()), ("preference", Preference()), ("distill", Distill()))
+    for key, field in type(section).model_fields.items()
+}
+
+# fmt: off
+RULES = (
+    # [parallel] by itself: the stage, and what its knobs can do under it
+    *(Rule(f"parallel.{axis}_size=0", "", "must be at least 1, or -1 for the rest", "")
+      for axis in ("dp_replicate", "dp_shard")),
+    *(Rule(f"parallel.{axis}_size!=-1|0|1", "", "stage {parallel.stage} has no such axis",
+           "leave it out, or set parallel.stage=hsdp",
+           given=f"parallel.stage={stages_where(lambda row, axis=axis: axis not in row.axes)}")
+      for axis in ("dp_replicate", "dp_shard")),
+    Rule("parallel.stage=hsdp", "", "set at least one of parallel.dp_replicate_size and parallel.dp_shard_size", "",
+         "parallel.dp_replicate_size=-1 parallel.dp_shard_size=-1"),
+    *(Rule(f"parallel.{key}!={DEFAULTS[f'parallel.{key}']}", "",
+           "{stage.name} keeps every parameter gathered through a step",
+           f"leave it out, or set parallel.stage to {RESHARDING}", given=GATHERED)
+      for key in ("reshard_min_params", "reshard_root")),
+    Rule("parallel.backward_prefetch!=-1", "", "{stage.name} gathers nothing in backward",
+         f"leave it out, or set parallel.stage to {RESHARDING}", given=GATHERED),
+    Rule("parallel.forward_prefetch!=-1", "", "{stage.name} gathers nothing",
+         "leave it out, or choose a stage that shards", given=WHOLE),
+    *(Rule(switch, "", "{stage.name} does not have it", "set parallel.stage to zeropp or hsdp", given=WITHOUT_SWITCHES)
+      for switch in (QWZ, QGZ, HPZ)),
+    Rule("parallel.stage=zeropp", "", "zeropp with none of its switches is zero3",
+         "set parallel.quantize_weights=8, parallel.quantize_gradients=[8,4] or parallel.secondary_shard=node, or "
+         "parallel.stage=zero3", given=f"{UNQUANTISED} parallel.secondary_shard=0"),
+    Rule(QGZ, "", "two numbers, bits inside a node and across, like [8, 4]", "",
+         when=lambda recipe: len(recipe.parallel.quantize_gradients) != 2),
+    Rule("parallel.quantize_error_feedback=True", "", "no gradient is quantised",
+         "leave it out, or set parallel.quantize_gradients=[8,4]", given="parallel.quantize_gradients=[]"),
+    *(Rule(f"parallel.{key}!={DEFAULTS[f'parallel.{key}']}", "", "nothing is quantised", "leave it out", UNQUANTISED)
+      for key in ("quantize_min_params", "quantize_block")),
+    # a pipeline's order
+    Rule("parallel.pipeline_chunks!=1 parallel.pipeline_schedule!=1f1b", "", "there is no pipeline",
+         "set parallel.pp_size, or leave it out", given="parallel.pp_size=1"),
+    Rule(INTERLEAVED, "parallel.pipeline_chunks=1", "each rank has several runs of layers",
+         "set parallel.pipeline_chunks=2, or leave both out", given=PP),
+    Rule("parallel.pipeline_schedule!=interleaved", "parallel.pipeline_chunks!=1", "each rank has one run of layers",
+         "set parallel.pipeline_schedule=interleaved, or leave both out", given=PP),
+    Rule(f"{INTERLEAVED} {PP}", "train.gradient_accumulation_steps=*",
+         "micro-batches come in groups of as many as there are ranks", "must be a multiple of {parallel.pp_size}",
+         f"{INTERLEAVED} {PP}", lambda recipe: recipe.train.gradient_accumulation_steps % recipe.parallel.pp_size),
+    # tensor, context and pipeline parallel
+    Rule("data.max_length=*", f"{TP} {CP}", "so many ranks share a row's tokens",
+         "data.max_length must be a multiple of {parallel.row_ranks}",
+         when=lambda recipe: recipe.data.max_length % recipe.parallel.row_ranks),
+    Rule(AXES, "parallel.stage=zeropp", f"{APART}it has groups inside a part of the mesh", "set parallel.stage=zero3"),
+    Rule(AXES, f"{QWZ} {QGZ} {HPZ}", f"{APART}a switch of ZeRO++ has groups inside a part of the mesh",
+         f"leave parallel.{', '.join(SWITCHES)} out", given="parallel.stage!=zeropp"),
+    Rule(TP, "parallel.wrap=size:*", f"{APART}a block's halves gather tokens for all of it", "set parallel.wrap=block"),
+    Rule(PP, "parallel.wrap!=block", f"{APART}units lie across what is handed on", "set parallel.wrap=block"),
+    Rule(f"{TP} {PP}", LORA, NOT_YET, "leave one of the two out"),
+    Rule(TP, "method=reward|distill", NOT_YET, "leave parallel.tp_size out"),
+    Rule(CP, "method!=sft", NOT_YET, "leave parallel.cp_size out"),
+    Rule(PP, "method!=sft", NOT_YET, "leave parallel.pp_size out"),
+    Rule(AXES, "generate.steps!=0", NOT_YET, "set generate.steps=0"),
+    Rule(CP, "model.attention=eager", f"{APART}it makes all scores of a row", "set model.attention=sdpa"),
+    Rule(TP, STATE, NOT_YET, "set offload.optimizer=none and offload.params=none"),
+    Rule(PP, f"{STATE} offload.activations!=none", NOT_YET, "leave [offload] out"),
+    Rule(TP, f"optim.name={'|'.join(WHOLE_MATRICES)}|adamw_8bit|adamw_bf16", f"{APART}it looks at whole matrices, or counts their elements",
+         "set optim.name=adamw"),
+    Rule(PP, f"optim.name={'|'.join(WHOLE_MATRICES)}", NOT_YET, "set optim.name=adamw"),
+    # methods
+    *(Rule(f"{key}!={DEFAULTS[key]}", f"method!={'|'.join(methods)}", f"only {' or '.join(methods)} has it",
+           "leave it out") for key, methods in OWNERS.items()),
+    Rule("preference.label_smoothing!=0.0", "", "only loss_type = 'robust' has it", "leave it out",
+         "method=dpo preference.loss_type!=robust"),
+    Rule("preference.label_smoothing=*", "", "must be below 0.5", "",
+         when=lambda recipe: recipe.preference.label_smoothing >= 0.5),
+    Rule("preference.precompute_ref_log_probs=False", "", "without lora.r the reference is gone after the first step",
+         "leave it out", "method=dpo lora.r=0"),
+    Rule("preference.precompute_ref_log_probs=False", "",
+         "with lora.modules_to_save = {lora.modules_to_save} the reference is gone after the first step",
+         "leave it out", f"method=dpo {LORA} lora.modules_to_save!=[]"),
+    Rule("method=distill", "", "needs distill.teacher", "", "distill.teacher="),
+    Rule("distill.kd_ratio=0.0", "method=distill", "the teacher would be loaded and not heard",
+         "set a share above 0, or method=sft and leave [distill] out"),
+    *(Rule("method=distill", f"offload.{what}!=none",
+           "a teacher stays on the device, and what is offloaded beside it was not tried", f"set offload.{what}=none")
+      for what in ("optimizer", "params", "activations")),
+    Rule("generate.steps!=0", "method=reward", "a reward model writes nothing", "leave [generate] out"),
+    Rule("train.eval_steps!=0", "", "needs data.eval or data.eval_size", "", "data.eval=|[] data.eval_size=0|0.0"),
+    # what is frozen, and in which dtype
+    Rule("precision.master=bf16", "optim.name!=adamw_bf16",
+         "rounded to the nearest, most bf16 weights never move at the usual rates",
+         "set optim.name=adamw_bf16 (stochastic rounding), or precision.master=fp32"),
+    Rule("precision.frozen!=auto", "", "nothing is frozen", "set lora.r, or leave it out", "lora.r=0 method!=distill",
+         lambda recipe: recipe.precision.frozen != recipe.precision.params),
+    Rule("model.load_in_4bit=True", "", "four bits cannot be trained", "set lora.r=16, or leave it out", "lora.r=0"),
+    Rule("model.load_in_4bit=True", QWZ, "the base travels in four bits already, and bytes cannot be rounded",
+         "leave parallel.quantize_weights out"),
+    Rule("model.load_in_4bit=True", HPZ, "torch keeps no secondary shard of bytes",
+         "leave parallel.secondary_shard out"),
+    # where state lies
+    Rule(LORA, STATE, "the state of adapters is small, and stays on the device",
+         "set offload.optimizer=none and offload.params=none"),
+    Rule(STATE, f"optim.name!={'|'.join(HOST_OPTIMIZERS)}", "the host runs AdamW on fp32 masters and moments",
+         "set optim.name=adamw and precision.master=fp32"),
+    Rule(STATE, WHOLE, "every rank would step all of it on the host", "set parallel.stage=zero1"),
+    Rule("offload.params!=none", GATHERED, "{stage.name} keeps every parameter gathered through a step",
+         "set parallel.stage=zero3, or offload.params=none"),
+    Rule(STATE, HPZ, "secondary shards stay on the device", "leave one of the two out"),
+    Rule("offload.params!=none", "parallel.wrap=none", "one unit is everything, and nothing could be away",
+         "set parallel.wrap=block"),
+    # what is recomputed and compiled
+    Rule("offload.activations!=none", "activation.checkpointing=none|budget:*",
+         "inputs of recomputed blocks leave, and none is", "set activation.checkpointing=full, selective or every:<n>"),
+    Rule("activation.checkpointing=budget:*", "", "a budget is met by the compiler",
+         "set train.compile=true, or choose selective or every:<n>", "train.compile=False"),
+    Rule("parallel.wrap=size:*", "activation.checkpointing!=none train.compile=True",
+         "blocks are recomputed and compiled whole, a unit inside one would be gathered again or break its graph",
+         "set parallel.wrap=block, or leave the other out"),
+)
+# fmt: on
+OF_PARALLEL = [rule for rule in RULES if all(key.startswith("parallel.") for side in rule.sides for key, _ in side)]
