@@ -196,8 +196,8 @@ RULES = (
     Rule(CP, "model.attention=eager", f"{APART}it makes all scores of a row", "set model.attention=sdpa"),
     Rule(TP, STATE, NOT_YET, "set offload.optimizer=none and offload.params=none"),
     Rule(PP, f"{STATE} offload.activations!=none", NOT_YET, "leave [offload] out"),
-    Rule(TP, f"optim.name={'|'.join(WHOLE_MATRICES)}|adamw_8bit|adamw_bf16", f"{APART}it looks at whole matrices, or counts their elements",
-         "set optim.name=adamw"),
+    Rule(TP, f"optim.name={'|'.join(WHOLE_MATRICES)}|adamw_8bit|adamw_bf16",
+         f"{APART}it looks at whole matrices, or counts their elements", "set optim.name=adamw"),
     Rule(PP, f"optim.name={'|'.join(WHOLE_MATRICES)}", NOT_YET, "set optim.name=adamw"),
     # methods
     *(Rule(f"{key}!={DEFAULTS[key]}", f"method!={'|'.join(methods)}", f"only {' or '.join(methods)} has it",
