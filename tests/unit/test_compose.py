@@ -39,22 +39,17 @@ DISTILL = {"method": "distill", "distill.teacher": "x"}
 DPO = {"method": "dpo"}
 HOST = {"offload.optimizer": "cpu"}
 ALONE = [  # settings that break one row each, in the table's order
-    {"parallel.dp_replicate_size": 0},
     {"parallel.dp_shard_size": 0},
     {"parallel.dp_replicate_size": 2},
     {"parallel.dp_shard_size": 2, "parallel.stage": "ddp"},
     {"parallel.stage": "hsdp"},
-    {"parallel.reshard_min_params": 5, "parallel.stage": "zero2"},
     {"parallel.reshard_root": False, "parallel.stage": "zero1"},
     {"parallel.backward_prefetch": 1, "parallel.stage": "ddp"},
     {"parallel.forward_prefetch": 1, "parallel.stage": "ddp"},
-    {"parallel.quantize_weights": 8},
     {"parallel.quantize_gradients": [8, 4], "parallel.stage": "fsdp"},
-    {"parallel.secondary_shard": "node", "parallel.stage": "zero1"},
     {"parallel.stage": "zeropp"},
     HSDP | {"parallel.quantize_gradients": [8]},
     HSDP | {"parallel.quantize_error_feedback": True},
-    {"parallel.quantize_min_params": 9},
     {"parallel.quantize_block": 64},
     {"parallel.pipeline_chunks": 2},
     TWO | LOOPED | {"parallel.pipeline_chunks": 1, "train.gradient_accumulation_steps": 2},
@@ -158,6 +153,8 @@ def test_recipes_that_load_break_none():
             ["parallel.tp_size=2", "parallel.cp_size=2", "generate.steps=1"],
             ["tp_size = 2, parallel.cp_size = 2 and gen"],
         ),
+        (["lora.lora_alpha=8", "train.eval_steps=5"], ["lora: r = 0 and lora_alpha is set", "eval_steps = 5: needs"]),
+        (["lorra.r=8", "parallel.stage=zero4"], ["lorra.r is not a key", "stage = 'zero4': must be one of"]),
     ],
 )
 def test_all_contradictions_are_named_in_one_line(words, parts, tmp_path, capsys):
@@ -166,6 +163,17 @@ def test_all_contradictions_are_named_in_one_line(words, parts, tmp_path, capsys
     assert cli.main(["train", str(path), *words]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and all(part in error for part in parts), error
+
+
+def test_a_section_that_is_wrong_by_itself_hides_and_makes_no_contradiction(tmp_path, capsys):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        "[train]\nsteps = 3\n[lora]\nlora_alpha = 8\n[model]\nload_in_4bit = true\n[optim]\nname = 'lion'\n"
+    )
+    assert cli.main(["train", str(path), "offload.optimizer=cpu"]) == 2
+    error = capsys.readouterr().err
+    assert "lora: r = 0 and lora_alpha is set" in error and "optim.name = 'lion': the host runs AdamW" in error
+    assert "four bits" not in error  # whether there are adapters is not known
 
 
 def test_a_loop_of_ones_own_asks_the_table():

@@ -43,9 +43,7 @@ class Layout:
 
     stage: Stage
     sizes: dict[str, int]  # of every mesh axis that parameters lie on, outermost first
-    units: tuple[
-        Unit, ...
-    ]  # of this rank, in forward order, the root last; of several chunks of layers one after another
+    units: tuple[Unit, ...]  # of this rank, in forward order, the root last; of several chunks one after another
     parallel: Parallel  # the knobs between the table's rows: prefetch, wrap
     precision: Precision  # without `auto`
     switches: ZeroppSwitches

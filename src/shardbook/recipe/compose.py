@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardbook.recipe.learning import HOST_OPTIMIZERS, PAIRED, WHOLE_MATRICES, Distill, Preference
 from shardbook.recipe.sections import Parallel, RecipeError
 from shardbook.recipe.stages import STAGES, SWITCHES, find_stage, stages_where
-
-if TYPE_CHECKING:
-    from shardbook.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,11 @@ class Rule:
     given: str = ""
     when: Callable[[Any], object] = lambda recipe: True  # what is arithmetic
 
+    @property
+    def sections(self) -> set[str]:
+        """Returns the sections that it looks at, `method` among them."""
+        return {key.partition(".")[0] for side in self.sides for key, _ in side}
+
     @cached_property
     def sides(self) -> list[list["Pattern"]]:
         return [[_read(text) for text in side.split(" ") if side] for side in (self.keys, self.others, self.given)]
@@ -52,7 +54,9 @@ class Rule:
         named += beside
         shown = [f"{key} = {_show(attrgetter(key)(recipe))}" for key in named]
         shown = list(filter(None, (", ".join(shown[:-1]), shown[-1])))
-        return Conflict(self, tuple(named), " and ".join(shown), self.why.format(**words), self.way_out.format(**words))
+        why, way_out = self.why.format(**words), self.way_out.format(**words)
+        said = f"{' and '.join(shown)}: {'; '.join(filter(None, (why, way_out)))}"
+        return Conflict(self, tuple(named), said, why, way_out)
 
 
 Pattern = tuple[str, Callable[[str], bool]]  # a key, and whether its value fits
@@ -64,13 +68,9 @@ class Conflict:
 
     rule: Rule
     keys: tuple[str, ...]  # that it is about; one that is only a way out is not among them
-    values: str  # `parallel.tp_size = 2 and lora.r = 4`
+    said: str  # `parallel.tp_size = 2 and lora.r = 4: <why>; <way out>`
     why: str
     way_out: str
-
-    @property
-    def said(self) -> str:
-        return f"{self.values}: {'; '.join(filter(None, (self.why, self.way_out)))}"
 
 
 def conflicts(recipe: Any, rules: Sequence[Rule] = ()) -> list[Conflict]:
@@ -91,15 +91,14 @@ def check_parallel(parallel: Parallel) -> None:
     refuse(conflicts(SimpleNamespace(parallel=parallel), OF_PARALLEL))
 
 
-def with_settings(recipe: "Recipe", settings: dict[str, Any]) -> "Recipe":
+def with_settings(recipe: Any, settings: dict[str, Any]) -> Any:
     """Returns `recipe` with `settings` by section.key, unchecked: for `conflicts` to say what is wrong with it."""
     parts: dict[str, Any] = {}
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
         if section:
-            parts[section] = parts.get(section, getattr(recipe, section)).model_copy(update={name: value})
-        else:
-            parts[name] = value
+            value = parts.get(section, getattr(recipe, section)).model_copy(update={name: value})
+        parts[section or name] = value
     return recipe.model_copy(update=parts)
 
 
@@ -112,9 +111,7 @@ def _read(text: str) -> Pattern:
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "0" if value == 0 else repr(value)
+    return str(value).lower() if isinstance(value, bool) else "0" if value == 0 else repr(value)
 
 
 TP, CP, PP = "parallel.tp_size!=1", "parallel.cp_size!=1", "parallel.pp_size!=1"
@@ -130,36 +127,28 @@ APART = "they do not compose, "
 NOT_YET = f"{APART}one is not made for the other yet"
 INTERLEAVED = "parallel.pipeline_schedule=interleaved"
 
-# what of a section but one method has
-OWNERS = {f"preference.{name}": ("dpo",) for name in Preference.model_fields} | {"preference.beta": PAIRED}
-OWNERS |= {"preference.simpo_gamma": ("simpo",)} | {f"distill.{name}": ("distill",) for name in Distill.model_fields}
-DEFAULTS = {
-    f"{name}.{key}": field.default
-    for name, section in (("parallel", Parallel()), ("preference", Preference()), ("distill", Distill()))
-    for key, field in type(section).model_fields.items()
-}
+OF_ONE_METHOD = (("preference", "dpo", Preference.model_fields), ("distill", "distill", Distill.model_fields))
+OF_OTHERS = {"beta": PAIRED, "simpo_gamma": ("simpo",)}
 
 # fmt: off
 RULES = (
     # [parallel] by itself: the stage, and what its knobs can do under it
-    *(Rule(f"parallel.{axis}_size=0", "", "must be at least 1, or -1 for the rest", "")
-      for axis in ("dp_replicate", "dp_shard")),
+    Rule("parallel.dp_replicate_size=0 parallel.dp_shard_size=0", "", "must be at least 1, or -1 for the rest", ""),
     *(Rule(f"parallel.{axis}_size!=-1|0|1", "", "stage {parallel.stage} has no such axis",
            "leave it out, or set parallel.stage=hsdp",
            given=f"parallel.stage={stages_where(lambda row, axis=axis: axis not in row.axes)}")
       for axis in ("dp_replicate", "dp_shard")),
     Rule("parallel.stage=hsdp", "", "set at least one of parallel.dp_replicate_size and parallel.dp_shard_size", "",
          "parallel.dp_replicate_size=-1 parallel.dp_shard_size=-1"),
-    *(Rule(f"parallel.{key}!={DEFAULTS[f'parallel.{key}']}", "",
-           "{stage.name} keeps every parameter gathered through a step",
-           f"leave it out, or set parallel.stage to {RESHARDING}", given=GATHERED)
-      for key in ("reshard_min_params", "reshard_root")),
+    Rule("parallel.reshard_min_params!=0 parallel.reshard_root=False", "",
+         "{stage.name} keeps every parameter gathered through a step",
+         f"leave it out, or set parallel.stage to {RESHARDING}", given=GATHERED),
     Rule("parallel.backward_prefetch!=-1", "", "{stage.name} gathers nothing in backward",
          f"leave it out, or set parallel.stage to {RESHARDING}", given=GATHERED),
     Rule("parallel.forward_prefetch!=-1", "", "{stage.name} gathers nothing",
          "leave it out, or choose a stage that shards", given=WHOLE),
-    *(Rule(switch, "", "{stage.name} does not have it", "set parallel.stage to zeropp or hsdp", given=WITHOUT_SWITCHES)
-      for switch in (QWZ, QGZ, HPZ)),
+    Rule(f"{QWZ} {QGZ} {HPZ}", "", "{stage.name} does not have it", "set parallel.stage to zeropp or hsdp",
+         given=WITHOUT_SWITCHES),
     Rule("parallel.stage=zeropp", "", "zeropp with none of its switches is zero3",
          "set parallel.quantize_weights=8, parallel.quantize_gradients=[8,4] or parallel.secondary_shard=node, or "
          "parallel.stage=zero3", given=f"{UNQUANTISED} parallel.secondary_shard=0"),
@@ -167,8 +156,8 @@ RULES = (
          when=lambda recipe: len(recipe.parallel.quantize_gradients) != 2),
     Rule("parallel.quantize_error_feedback=True", "", "no gradient is quantised",
          "leave it out, or set parallel.quantize_gradients=[8,4]", given="parallel.quantize_gradients=[]"),
-    *(Rule(f"parallel.{key}!={DEFAULTS[f'parallel.{key}']}", "", "nothing is quantised", "leave it out", UNQUANTISED)
-      for key in ("quantize_min_params", "quantize_block")),
+    Rule("parallel.quantize_min_params!=0 parallel.quantize_block!=128", "", "nothing is quantised", "leave it out",
+         given=UNQUANTISED),
     # a pipeline's order
     Rule("parallel.pipeline_chunks!=1 parallel.pipeline_schedule!=1f1b", "", "there is no pipeline",
          "set parallel.pp_size, or leave it out", given="parallel.pp_size=1"),
@@ -200,8 +189,10 @@ RULES = (
          f"{APART}it looks at whole matrices, or counts their elements", "set optim.name=adamw"),
     Rule(PP, f"optim.name={'|'.join(WHOLE_MATRICES)}", NOT_YET, "set optim.name=adamw"),
     # methods
-    *(Rule(f"{key}!={DEFAULTS[key]}", f"method!={'|'.join(methods)}", f"only {' or '.join(methods)} has it",
-           "leave it out") for key, methods in OWNERS.items()),
+    *(Rule(f"{section}.{key}!={field.default}", f"method!={'|'.join(methods)}", f"only {' or '.join(methods)} has it",
+           "leave it out")
+      for section, own, fields in OF_ONE_METHOD for key, field in fields.items()
+      for methods in [OF_OTHERS.get(key, (own,))]),
     Rule("preference.label_smoothing!=0.0", "", "only loss_type = 'robust' has it", "leave it out",
          "method=dpo preference.loss_type!=robust"),
     Rule("preference.label_smoothing=*", "", "must be below 0.5", "",
@@ -251,4 +242,4 @@ RULES = (
          "set parallel.wrap=block, or leave the other out"),
 )
 # fmt: on
-OF_PARALLEL = [rule for rule in RULES if all(key.startswith("parallel.") for side in rule.sides for key, _ in side)]
+OF_PARALLEL = [rule for rule in RULES if rule.sections == {"parallel"}]

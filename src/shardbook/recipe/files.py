@@ -62,7 +62,19 @@ def parse_recipe(text: str, source: str, overrides: list[str] | None = None) -> 
         for one in error.errors():
             what, should, rule = _explain(one).partition(": input should be ")
             said.setdefault(what + should, []).append(rule)
-        raise RecipeError(f"{source}: " + "; ".join(what + " or ".join(said[what]) for what in said)) from None
+        found = [what + " or ".join(said[what]) for what in said] + _conflicts_beside(given, error)
+        raise RecipeError(f"{source}: " + "; ".join(found)) from None
+
+
+def _conflicts_beside(given: dict[str, Any], error: ValidationError) -> list[str]:
+    """Returns what is said of sections of `given` in which nothing is wrong by itself, where others have errors."""
+    wrong = {str(one["loc"][0]) for one in error.errors() if one["loc"]}
+    right: dict[str, Any] = {name: given[name] for name in Recipe.model_fields if name in given.keys() - wrong}
+    try:
+        Recipe.model_validate({"train": {"steps": 1}} | right, context=wrong)
+    except ValidationError as conflicts:
+        return [one["msg"].removeprefix("Value error, ") for one in conflicts.errors()] if wrong else []
+    return []
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -6,7 +6,7 @@ files, the model's own limits) is checked by the module that meets it, with the 
 
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, model_validator
 
 from shardbook.recipe.compose import conflicts, refuse
 from shardbook.recipe.learning import PAIRED, Distill, Lora, Optim, Preference
@@ -86,6 +86,7 @@ class Recipe(Section):
         return given
 
     @model_validator(mode="after")
-    def keys_that_compose(self) -> "Recipe":
-        refuse(conflicts(self))
+    def keys_that_compose(self, info: ValidationInfo) -> "Recipe":
+        """Raises for all contradictions, but for those of sections in the validation's context."""
+        refuse(found for found in conflicts(self) if not found.rule.sections & set(info.context or ()))
         return self
