@@ -1,5 +1,4 @@
-"""The console command `shardbook`: its arguments, and the modules that each command calls. A run's story is
-train.py."""
+"""The console command `shardbook`: its arguments, and the modules that its commands call. A run is train.py's story."""
 
 import argparse
 import sys
@@ -254,8 +253,7 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
 
 
 def run_translate(file: Path, out: Path | None, without_refused: bool) -> int:
-    """Prints the result of each key, and writes the recipe. Raises RecipeError for keys without a counterpart, unless
-    `without_refused` leaves them out."""
+    """Prints each key's result and writes the recipe. RecipeError for refused keys, which `without_refused` drops."""
     from shardbook.parallel.stages import check_stage
     from shardbook.translate import translate, write_recipe
 

@@ -56,8 +56,7 @@ OTHERS = {"D", "LAPTOP"}  # a name with one of these words is another, weaker ca
 
 
 def gpu_of(device_name: str) -> Gpu | None:
-    """Returns the row of the GPU with the CUDA name `device_name` (`NVIDIA H100 80GB HBM3`), None where none is
-    known."""
+    """Returns the row of the GPU that CUDA calls `device_name` (`NVIDIA H100 80GB HBM3`), None where there is none."""
     words = set(re.split("[ -]", device_name.upper()))
     return None if words & OTHERS else next((gpu for gpu in GPUS.values() if words >= set(gpu.cuda.split())), None)
 

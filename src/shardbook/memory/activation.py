@@ -78,14 +78,12 @@ def keep_saved_ops(context: Any, op: Any, *positional: Any, **named: Any) -> Che
 
 
 def is_thin(depth: int, width: int) -> bool:
-    """Returns whether the output of a product over `depth` is so much wider than its input (an adapter's second matrix)
-    that it is recomputed rather than kept."""
+    """Returns whether a product is so wide beside its `depth` (an adapter's second) that it is recomputed, not kept."""
     return 8 * depth <= width
 
 
 def recomputed(forward: Callable[..., Tensor], is_random: bool = False, **options: Any) -> Callable[..., Tensor]:
-    """Returns `forward` so that backward runs it again instead of keeping its activations. `options` go to torch's
-    checkpoint."""
+    """Returns a `forward` that backward runs again instead of keeping activations. `options`: torch's checkpoint's."""
 
     # a function, not functools.partial(checkpoint, ...): torch.compile skips a partial and silently compiles nothing
     def recomputing(*positional: Any, **named: Any) -> Tensor:

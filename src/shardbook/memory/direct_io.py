@@ -52,8 +52,7 @@ def page_buffer(size: int, pin: bool = False) -> Tensor:
 
 
 class DirectFile:
-    """A file of `size` bytes on the disk of `folder`, reserved at once. Raises RecipeError where the folder cannot hold
-    it."""
+    """A file of `size` bytes on the disk of `folder`, reserved at once. Raises RecipeError where it cannot be made."""
 
     def __init__(self, folder: Path, size: int):
         self.folder, self.size = folder, aligned(size)

@@ -55,8 +55,8 @@ class Homes:
         return fsdp_pre_all_gather
 
     def shard(self, unit: Held, number: int) -> Tensor:
-        """Returns the padded shard of a unit's parameter on the device. Parameter 0 waits for the unit's step, and
-        fetches the whole unit where its tier is not the device."""
+        """Returns the padded shard of a unit's parameter on the device. Number 0 waits for the unit's step, and fetches
+        the whole unit from the host or the disk."""
         param, place = self.params[unit.number][number], unit.shelf.plan.places[number]
         if number == 0:
             if unit.ready is not None:
@@ -202,8 +202,7 @@ class Pager:
 
 
 def masters_tree(model: nn.Module, masters: dict[nn.Parameter, nn.Parameter]) -> nn.Module:
-    """Returns a module with the model's config that holds `masters` under the model's parameter names. `masters`: each
-    parameter's master."""
+    """Returns a module with the model's config that holds each parameter's master under the parameter's name."""
     root: Any = nn.Module()
     root.config = model.config
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -49,8 +49,7 @@ class HostAdamW(torch.optim.Optimizer):
         clips: bool,
         threads: int,
     ):
-        """Takes `order`: all masters in the model's order, in which norms are summed. `clips`: whether a step needs the
-        norm first. `threads`: of one step."""
+        """Takes `order`: all masters in the model's order, in which norms are summed; `clips`: steps need the norm."""
         super().__init__(groups, settings)
         self.layout, offload = layout, layout.offload
         self.moved, self.seconds = Counter[str](), 0.0  # bytes moved in this step; seconds of the host's steps
@@ -229,8 +228,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.seconds += time.perf_counter() - began
 
     def _through_disk(self, unit: Held, spans: list[tuple[int, int]], update: Any) -> None:
-        """Steps each bucket while the next ones are read and the one before is written. A slot holds a bucket's masters
-        and two moments."""
+        """Steps buckets while later ones are read and earlier ones written. A slot holds three parts of a bucket."""
         file, names, size = self.file, ("masters", "first", "second"), self.bucket * FP32
         assert file is not None
 

@@ -156,8 +156,7 @@ def _drop(parameter: torch.Tensor) -> None:
 
 
 def threads_here(ranks_here: int, device_type: str) -> int:
-    """Returns how many cores this rank has for the host's AdamW, at least 1: its share of the node's cores; on a CPU
-    less the cores that compute. Collective."""
+    """Returns this rank's share of cores, at least 1; on a CPU less the cores that compute. Collective."""
     everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, sorted(os.sched_getaffinity(0)))
     number = dist.get_rank() % ranks_here

@@ -147,8 +147,7 @@ def fetched_bytes(layout: Layout) -> int:
 
 def step_bytes(layout: Layout, rank: int, micros: int) -> dict[str, int]:
     """Returns the bytes that one rank moves in an optimizer step: `to_host`, `to_device` (over PCIe, on a GPU),
-    `disk_read` and `disk_written`. Every unit is taken to run forward and backward in each of `micros`
-    micro-batches."""
+    `disk_read` and `disk_written`. Every unit is taken to run forward and backward in each of the `micros`."""
     moved = dict.fromkeys(("to_host", "to_device", "disk_read", "disk_written"), 0)
     if layout.offload.optimizer == "none":
         return {}
@@ -165,8 +164,7 @@ def step_bytes(layout: Layout, rank: int, micros: int) -> dict[str, int]:
 
 
 def gathered_bytes(layout: Layout, plan: Plan) -> dict[str, int]:
-    """Returns the bytes that an all-gather of one unit moves: `to_device`, and `disk_read` where shards are on a
-    disk."""
+    """Returns the bytes that an all-gather of one unit moves: `to_device`, and `disk_read` from a disk."""
     wire = aligned(plan.wire * layout.dtype("params").itemsize) * (layout.offload.params != "none")
     return {"to_device": wire, "disk_read": wire * (layout.offload.params == "nvme")}
 

@@ -169,8 +169,7 @@ def stop_distributed(ranks: Ranks) -> None:
 
 def _share_cores(place: Rendezvous, store: Store) -> None:
     """Sets torch's threads to this rank's share of the cores that it may use: more threads than cores make CPU work
-    several times slower, and one thread (torchrun's default) starves it. A launcher may give each rank its own
-    cores."""
+    several times slower, and one (torchrun's default) starves it. A launcher may give each rank its own cores."""
     if os.environ.get("OMP_NUM_THREADS", "1") != "1" or (
         "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
     ):
@@ -274,8 +273,7 @@ def local_main_process_first(ranks: Ranks) -> Iterator[None]:
 @dataclass
 class StopFlag:
     """The request to stop: SIGTERM, SIGUSR1 or a first Ctrl-C sets it on a rank (a second ends that at once). Summed
-    over ranks with each step's tokens, and after an evaluation, samples or a save, so that all stop after the same
-    step."""
+    over ranks with each step's tokens, and after an evaluation, samples or a save: all stop after the same step."""
 
     asked: bool = False
     again: bool = False  # whether an evaluation, samples or a save went by since the sum; the same on every rank

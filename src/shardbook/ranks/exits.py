@@ -25,8 +25,7 @@ PEER_SECONDS = 5.0  # for which a rank that lost its peer waits for the reason
 
 
 class RunFailed(Exception):
-    """The error of a run that cannot go on, not because of its recipe. The message is the reason; the exit code is
-    1."""
+    """The error of a run that cannot go on, not because of its recipe; its message is the reason. Exit code 1."""
 
 
 def report_error(error: BaseException, code: int) -> int:

@@ -143,8 +143,7 @@ class Heartbeat:
                 self._end(self._explain([0]))
 
     def _explain(self, lost: list[int]) -> str:
-        """Returns the reason for `lost` ranks. [0] on rank 0 itself: the launcher's agent hosts the store, and is
-        gone."""
+        """Returns the reason for `lost` ranks: [0] on rank 0 is the launcher's agent, which hosts the store."""
         agent = lost == [0] and self.place.rank == 0
         who_has = f"the launcher at {self.place.address} has" if agent else self._who_has(lost)
         return f"{who_has} not been heard of for {self.seconds:g} s; {AGAIN}"

@@ -173,8 +173,7 @@ def _await_head(place: Rendezvous) -> None:
 
 
 def _await_ranks(store: Store, place: Rendezvous) -> str:
-    """Waits, on rank 0, until all have joined, printing now and then who has not. Returns the verdict for every
-    rank."""
+    """Waits, on rank 0, until all have joined, printing now and then who has not. Returns the verdict for all ranks."""
     keys = [f"member/{rank}" for rank in range(place.world_size)]
     began, tell_at = time.monotonic(), TELL_SECONDS
     while not store.check(keys):
@@ -209,8 +208,7 @@ def _own_address(host: str) -> str:
 
 
 def _find_loopback(members: list[dict[str, Any]]) -> str:
-    """Returns the refusal where ranks of several machines would listen at a loopback address: no other machine reaches
-    them there, and gloo would try for hours. Empty where none does."""
+    """Returns a refusal where ranks of several machines would listen at loopback, which gloo tries for hours; else ""."""
     alone = [rank for rank, member in enumerate(members) if member["address"].startswith(("127.", "::1"))]
     hosts = dict.fromkeys(member["host"] for member in members)
     if not alone or len(hosts) == 1:

@@ -59,8 +59,7 @@ class Nodes:
 def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
     """Runs `nproc` ranks here with the command line `words`. Returns the exit code of the first that fails, else 0.
 
-    When one fails, this machine's others are killed, since they would wait for it in a collective; the ranks of other
-    nodes get the reason.
+    When one fails the others are killed: they would wait for it in a collective. Other nodes' ranks get the reason.
     """
     watch_launcher()  # ends this process where its comparison is killed
     host, port = nodes.address

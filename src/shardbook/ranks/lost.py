@@ -1,9 +1,8 @@
 """A lost peer: recognizes by torch's errors that another rank or the store is gone.
 
-torch has classes for some of these errors (DistError and its subclasses); gloo raises a plain RuntimeError, and only
-its message says what happened. The messages are torch 2.13.0's, and tests/dist/test_lost.py provokes each: a torch that
-words one differently turns it red. Invariant: an unknown message is this rank's own failure, printed with its
-traceback.
+torch has classes for some (DistError and its subclasses); gloo raises a plain RuntimeError, whose message alone says
+what happened. The messages are torch 2.13.0's, and tests/dist/test_lost.py provokes each: other words turn it red.
+Invariant: an unknown message is this rank's own failure, printed with its traceback.
 """
 
 import re

@@ -33,10 +33,9 @@ def raise_descriptors() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc's malloc keep memory that the main thread frees. For ranks that compute on a CPU: a step allocates
-    and frees gigabytes, and glibc returns each tensor above 32 MiB, and a large free end of its heap, to the system, so
-    that their pages are faulted in and zeroed anew in each step (docs/benchmarks/log.md). Resident bytes stay at their
-    peak.
+    """Makes glibc's malloc keep memory that the main thread frees. For ranks that compute on a CPU: a step makes and
+    frees gigabytes, and glibc returns each tensor above 32 MiB, and a large free end of its heap, to the system, so
+    that their pages are faulted in and zeroed in each step (docs/benchmarks/log.md). Resident bytes stay at their peak.
 
     Other C libraries have no `mallopt`, other allocators ignore it; the user's settings of malloc stay.
     """
