@@ -126,7 +126,7 @@ def run_train(
     if is_dry:
         from shardbook.run.rehearsal import rehearse
 
-        Nodes(node[0], 0, "head")  # of a dry run only their number matters
+        Nodes(node[0], 0, "head")  # a dry run needs only their number
         nproc = nproc or choose_nproc(recipe, None, node[0])
         rehearse(recipe, nproc * node[0], nproc)
         return 0

@@ -20,7 +20,7 @@ from shardbook.recipe import RecipeError, first_line
 
 Spans = list[tuple[int, int]]
 Tools = list[Any] | None
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message that hold a thought
 OTHER_TEMPLATE = "set data.chat_template to one that does"
 # The text between header and answer: Qwen3 writes an empty thought before the last answer. A generation prompt may end
 # with one, or with the beginning of a thought.
@@ -248,7 +248,7 @@ class Before(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A message's place in a text: its header's end, its content's begin, and whether an empty thought is between."""
+    """A message's place in a text: its header's end, its content's start, and whether an empty thought is between."""
 
     header: int
     content: int
@@ -298,7 +298,7 @@ def _mark(offsets: list[tuple[int, int]], spans: Spans) -> np.ndarray:
     """Returns a bool for each token: whether it begins inside one of `spans`, which are sorted and disjoint. A token
     that begins before its span belongs to the header. The offsets (0, 0) are a special token that the tokenizer added;
     other empty offsets are a space that its post-processor trims, which begins before them."""
-    flat = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets))  # thrice as fast as array
+    flat = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets))  # 3 times as fast as array
     starts, ends = flat[::2], flat[1::2]
     halves = 2 * starts - (starts == ends)
     first, last = 2 * np.array([*spans, (np.iinfo(np.int64).max // 2,) * 2]).T

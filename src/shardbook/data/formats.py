@@ -24,7 +24,7 @@ ROLES = {
     "function_call": "assistant",
 } | {role: role for role in ("system", "user", "assistant", "tool")}
 OTHER_ROLES = ROLES | dict.fromkeys(("bot", "ai", "asistant", "response"), "assistant")  # guessed at in errors only
-FORMATS = {  # by their fields
+FORMATS = {  # with the fields of each
     "messages": ["messages"],
     "conversations": ["conversations"],
     "prompt and completion": ["prompt", "completion"],

@@ -32,11 +32,11 @@ class MicroBatch:
 
     input_ids: Tensor  # [B, L]
     position_ids: Tensor  # [B, L], from 0 in every document
-    # [m] int32, ascending offsets into the flat [B * L]: the begin of each document, and of each row's padding; filled
+    # [m] int32, ascending offsets into the flat [B * L]: the start of each document, and of each row's padding; filled
     # up with B * L, so that m is the same in every micro-batch
     boundaries: Tensor
     positions: Tensor  # [n] indices into the flat [B * L] that predict a trained token
-    targets: Tensor  # [n] those tokens
+    targets: Tensor  # [n] the trained tokens
     packed: bool  # whether a row may hold several documents
     # no document has more tokens, nor a whole row's padding: a power of two from 128 on, or the row's length, so that
     # there are few values

@@ -141,7 +141,7 @@ def _pieces(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase
     """Returns the text of each token, decoded after the one before it, which decides whether it begins with a space.
     Tokens of one character make one piece."""
     pieces: list[Piece] = []
-    before, now = 0, 0  # the begin of the last piece and of this one
+    before, now = 0, 0  # the start of the last piece and of this one
     for end in range(1, len(ids) + 1):
         known, text = (str(tokenizer.decode(ids[before:to], **EXACT)) for to in (now, end))
         cut = text.endswith("\ufffd") and end < len(ids) and mask[end] == mask[now] and end - now < 4

@@ -34,7 +34,7 @@ def apply_checkpointing(
     blocks: Sequence[nn.Module | None], activation: Activation, is_random: bool = False
 ) -> list[int]:
     """Makes blocks recompute in backward (non-reentrant), as `activation.checkpointing` says. Returns their numbers.
-    `blocks`: all blocks of the model, None for blocks on other ranks. Raises RecipeError for `every:<n>` above them.
+    `blocks`: all blocks of the model, None for blocks on other ranks. RecipeError where n is above their number.
 
     `none`: keep everything. `full`: keep a block's input. `every:<n>`: full, on blocks 0, n, 2n, ... `selective`: keep
     a block's input and the outputs of SAVED_OPS. `budget:<b>`: torch.compile keeps the activations that are dearest to

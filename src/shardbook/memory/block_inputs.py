@@ -1,6 +1,6 @@
 """Activation offload: inputs of recomputed blocks wait in host memory; backward prefetches each one block ahead.
 
-Only block inputs leave the device: they are what full checkpointing keeps, layers times tokens times hidden numbers
+Only block inputs leave the device: they are what full checkpointing keeps, layers times tokens times hidden size
 (the idea of ZeRO-Infinity, arXiv 2104.07857, section 5.1.2). Invariant: the same bits come back; one buffer a block, as
 large as its largest input so far.
 """

@@ -38,7 +38,7 @@ def page_buffer(size: int, pin: bool = False) -> Tensor:
     # private: mmap's default, shared pages, come from shmem and are never huge pages
     pages = mmap.mmap(-1, max(size, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= HUGE_PAGE:
-        with contextlib.suppress(OSError):  # a kernel that has none
+        with contextlib.suppress(OSError):  # the kernel may have no huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     owner = (ctypes.c_char * len(pages)).from_buffer(pages)
     buffer = torch.frombuffer(owner, dtype=torch.uint8)[:size]

@@ -30,9 +30,9 @@ from shardbook.ranks.settings import allocator_default, keep_freed_memory, raise
 from shardbook.recipe import RecipeError, first_line
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=30)  # rank 0 may convert weights or tokenise while the others wait
+TIMEOUT = timedelta(minutes=30)  # rank 0 may convert weights or tokenize while the others wait
 CONNECT_TIMEOUT = timedelta(minutes=1)  # gloo tries for five times this long
-LATER_SECONDS = 60  # added to NCCL's limit, so that the hang's limit comes first: a rank that NCCL ends names no reason
+LATER_SECONDS = 60  # by which NCCL's limit is above that of a hang: a rank that NCCL ends names no reason
 
 
 @dataclass(frozen=True)

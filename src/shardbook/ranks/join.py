@@ -208,7 +208,7 @@ def _own_address(host: str) -> str:
 
 
 def _find_loopback(members: list[dict[str, Any]]) -> str:
-    """Returns a refusal where ranks of several machines would listen at loopback, which gloo tries for hours; else ""."""
+    """Returns a refusal of loopback addresses among several machines: gloo would try for hours. Empty where none is."""
     alone = [rank for rank, member in enumerate(members) if member["address"].startswith(("127.", "::1"))]
     hosts = dict.fromkeys(member["host"] for member in members)
     if not alone or len(hosts) == 1:

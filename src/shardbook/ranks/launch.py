@@ -89,7 +89,7 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
     command = [sys.executable, "-m", "shardbook.train", *words]
     for rank in range(nproc):
         environment = os.environ | shared | {"RANK": str(nodes.rank * nproc + rank), "LOCAL_RANK": str(rank)}
-        # a session of its own, so that Ctrl-C reaches a rank once, through us, and not twice
+        # a session of its own, so that Ctrl-C reaches a rank once, from this process, and not twice
         processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
     if asked:  # a signal came while ranks were being started: the later ones did not get it
         pass_on(signal.SIGTERM, None)

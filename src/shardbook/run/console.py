@@ -174,7 +174,7 @@ def describe_peak(metrics: Metrics) -> str:
 
 
 def describe_switches(layout: Layout) -> str:
-    """Returns a line on ZeRO++: the parts that are on, their bits, the units left out, and parts with no effect here."""
+    """Returns a line on ZeRO++: parts that are on, their bits, units left out, and switches of no effect here."""
     switches, shards = layout.switches, layout.shards
     if shards == 1:
         return "off: one rank shards nothing"

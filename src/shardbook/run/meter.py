@@ -1,7 +1,7 @@
 """The meter: measures each step, from its first collective to its line in metrics.jsonl.
 
-Invariant: nothing here makes the host wait for a GPU inside a step, and a row has only measured values. In a step:
-`begin`, `add_up`, then `finish` before its gradients are freed, since it counts their bytes; then `log`.
+Invariant: nothing here makes the host wait for a GPU inside a step, and a metric that was not measured is absent. In a
+step: `begin`, `add_up`, then `finish` before its gradients are freed, since it counts their bytes; then `log`.
 """
 
 import contextlib
