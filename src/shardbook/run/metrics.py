@@ -33,8 +33,8 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
             return
         path, self.samples = folder / "metrics.jsonl", folder / "samples.jsonl"
         for each in [path, *[self.samples] * self.samples.exists()]:
-            # A run that died after its last checkpoint repeats steps: their old lines are removed, so steps stay
-            # unique. not splitlines: a sample may contain Unicode's other line ends
+            # A run that died after its last checkpoint repeats steps: their old lines go, so that steps stay unique.
+            # not splitlines: a sample may contain Unicode's other line ends
             lines = each.read_text().split("\n")[:-1] if done_steps and each.exists() else []
             write_whole(each, "".join(line + "\n" for line in lines if _step_of(line) <= done_steps))
         self.file = path.open("a")

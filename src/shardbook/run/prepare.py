@@ -52,7 +52,7 @@ class Job(LaidOut):
 
     @property
     def recomputed(self) -> str:
-        """The activation checkpointing, for people."""
+        """The activation checkpointing, and whether blocks are compiled, for people."""
         return self.recipe.activation.checkpointing + ", compiled" * self.recipe.train.compile
 
 
