@@ -1,6 +1,6 @@
 """Shardbook: FSDP2/DTensor-native fine-tuning recipes for large language models.
 
-For a loop of one's own: `shard_model` puts any module under a named stage (docs/library.md).
+For your own training loop, `shard_model` puts any module under a named stage (docs/library.md).
 """
 
 from importlib import import_module
@@ -17,7 +17,7 @@ __version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is imported when it is asked for: a command line is refused in milliseconds."""
+    """Imports the names that need torch on their first use, so that a command line is refused in milliseconds."""
     if name not in ("shard_model", "ShardedModel"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("shardbook.parallel.library"), name)

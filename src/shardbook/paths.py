@@ -1,4 +1,4 @@
-"""Names of the hub, and files and directories that are whole where they are there. Imports nothing of the house."""
+"""Hub ids, and files and directories that are complete if they exist. Imports nothing of this package."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file. A kill or a full disk leaves it whole, or as it was."""
+    """Writes a file. After a kill or on a full disk it is complete, or unchanged."""
     side = path.with_suffix(".partial")
     side.write_bytes(content.encode() if isinstance(content, str) else content)
     side.replace(path)
@@ -16,8 +16,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def whole_directory(out: Path, first_stays: bool = False) -> Iterator[Path]:
-    """Gives an empty directory to fill, which becomes `out` when the block ends: in the place of what is there; with
-    `first_stays`, as others make and read the same, only where nothing is."""
+    """Yields an empty directory to fill, which becomes `out` when the block ends. It replaces an existing `out`; with
+    `first_stays` an existing one stays, since other processes make the same directory and read it."""
     side = out.with_name(f"{out.name}.{os.getpid()}.partial" if first_stays else f"{out.name}.partial")
     shutil.rmtree(side, ignore_errors=True)
     side.mkdir(parents=True)
@@ -35,5 +35,5 @@ def whole_directory(out: Path, first_stays: bool = False) -> Iterator[Path]:
 
 
 def is_hub_id(name: str) -> bool:
-    """Says whether `name` is an id of the Hugging Face hub (owner/name), not a path."""
+    """Returns whether `name` is an id of the Hugging Face hub (owner/name), not a path."""
     return not name.startswith((".", "/", "~")) and name.count("/") == 1

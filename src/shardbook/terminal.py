@@ -1,4 +1,4 @@
-"""How wide what commands print may be. Imports nothing of the house."""
+"""The console of commands, and its width. Imports nothing of this package."""
 
 from rich.console import Console
 

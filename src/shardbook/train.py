@@ -50,18 +50,18 @@ from shardbook.run.start import start_from
 
 
 def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
-    """Run `recipe` to its last step, or until it is asked to stop. Returns the exit code, DONE or PREEMPTED."""
+    """Runs `recipe` to its last step, or until it is asked to stop. Returns the exit code, DONE or PREEMPTED."""
     console, in_turn = Console(ranks.is_main), partial(local_main_process_first, ranks)
     check_alike(environment() | flatten_recipe(recipe) | {"ranks of a node": ranks.ranks_per_node})
     use_deterministic(recipe.train.deterministic)
-    torch.manual_seed(recipe.train.seed + ranks.rank)  # of lora_dropout: each rank drops its own
+    torch.manual_seed(recipe.train.seed + ranks.rank)  # for lora_dropout: each rank drops other elements
     stop = StopFlag().listen()
 
-    # Config -> meta model -> layout, refused here before anything large is fetched or built.
+    # Config -> meta model -> layout: a wrong recipe is refused here, before anything large is fetched or built.
     laid = lay_out_run(recipe, World(ranks.world_size, ranks.ranks_per_node, ranks.rank, ranks.device), in_turn)
     recipe = laid.recipe
 
-    # The directory, and what this run goes on from; then weights on this node, tokenizer and data.
+    # The run directory and its newest checkpoint; then weights on this node, tokenizer and data.
     run, newest = open_everywhere(recipe.run, recipe_path)
     console.print(f"run      {run.path}")
     job = prepare_job(laid, in_turn)
@@ -72,8 +72,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     run.check_goes_on(job.steps, newest, recipe)
     console.show_job(job)
 
-    # The parts; then where to start: this run's newest checkpoint, else the recipe's, else pretrained weights, else
-    # random ones.
+    # Model and optimizer; then the start: this run's newest checkpoint, else the recipe's, else pretrained weights,
+    # else random ones.
     sharded = build(job, ranks.device)
     fits = OutOfMemory(job, sharded)
     with fits:
@@ -103,15 +103,15 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             profile.advance(step)
             meter.begin(batch.work)
             rate = learning_rate(recipe.optim, step, job.steps)
-            set_learning_rate(optimizer, rate)  # here: off the device a unit may be stepped in backward
+            set_learning_rate(optimizer, rate)  # before backward: an offloaded unit may be stepped in it
             passes = run_step(sharded, batch.micros, job.objective.of(batch.totals), ranks.device)
             seen = meter.add_up(marked(passes, "micro-batch"))
             norm = clip_gradients(sharded.gradients, recipe.optim.max_grad_norm)
             optimizer.step()
             state = TrainState(step, state.tokens + int(batch.totals.tokens), job.loader.state_dict())
             ahead.begin()
-            collect(step)  # a device is still computing
-            meter.finish(state, rate, seen, norm, saver.is_due(step))  # before its gradients are freed
+            collect(step)  # while a device still computes
+            meter.finish(state, rate, seen, norm, saver.is_due(step))  # counts gradients' bytes: before zero_grad
             optimizer.zero_grad()
             observer.after(step)
             saver.after(state)
@@ -132,7 +132,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
 
 
 def build(job: Job, device: torch.device) -> ShardedModel:
-    """Checkpointing -> compile -> stage, in place: compile sees what recomputes, the stage hooks what is compiled."""
+    """Applies checkpointing -> compile -> stage in place: compile sees recomputed blocks, the stage compiled ones."""
     activation, model = job.recipe.activation, job.model
     recomputed = apply_checkpointing(model.model.layers, activation, job.recipe.lora.lora_dropout > 0)
     send_inputs(model, recomputed, job.recipe.offload)
@@ -142,7 +142,7 @@ def build(job: Job, device: torch.device) -> ShardedModel:
 
 
 def main(words: list[str] | None = None) -> int:
-    """`python -m shardbook.train RECIPE [section.key=value ...]`: one rank. Returns the exit code."""
+    """Runs one rank: `python -m shardbook.train RECIPE [section.key=value ...]`. Returns the exit code."""
     words = sys.argv[1:] if words is None else words
     try:
         if not words:

@@ -1,9 +1,9 @@
 """Chat: one raw row becomes token ids and a mask of the tokens that are trained.
 
-The text is rendered once by the tokenizer's own chat template and tokenised once; trained tokens are those whose
-characters lie inside an assistant's answer, its end-of-turn mark included; what a generation prompt writes, or an
-empty thought that the template puts before the answer, is not. Invariant: the ids are exactly those of the rendered
-conversation, so training sees what inference will.
+The text is rendered once by the tokenizer's own chat template and tokenized once. A token is trained if its characters
+lie inside an assistant's answer, its end-of-turn mark included; the generation prompt, and an empty thought that the
+template puts before the answer, are not trained. Invariant: the ids are exactly those of the rendered conversation, so
+training sees the same tokens as inference.
 """
 
 import functools
@@ -20,22 +20,22 @@ from shardbook.recipe import RecipeError, first_line
 
 Spans = list[tuple[int, int]]
 Tools = list[Any] | None
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message that hold a thought
 OTHER_TEMPLATE = "set data.chat_template to one that does"
-# What may stand between header and answer: Qwen3 writes an empty thought before the last. A generation prompt may end
+# The text between header and answer: Qwen3 writes an empty thought before the last answer. A generation prompt may end
 # with one, or with the beginning of a thought.
 EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 PLACEHOLDER = "\u2063placeholder\u2063"  # occurs in no template and no conversation
-SHAPES_KEPT = 4096  # of conversations by their roles
-CHECKED = 16  # messages from the beginning
+SHAPES_KEPT = 4096  # entries of the caches by conversations' roles
+CHECKED = 16  # messages from the beginning whose headers are each rendered alone
 _SPACE = re.compile(r"\s*")
 
 
 class Encoder:
-    """Rows to tokens with one tokenizer. Remembers how its template writes conversations of the same roles, so that a
-    row of n messages is rendered once and not n times. `system`: of conversations without one; `train_on`: assistant,
-    last or all; `kwargs`: of the template."""
+    """Encodes rows with one tokenizer. Caches how its template writes conversations of the same roles, so that a row of
+    n messages is rendered once and not n times. `system`: the system message of conversations without one; `train_on`:
+    assistant, last or all; `kwargs`: of the template."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Encoder:
         kwargs: Mapping[str, Any] | None = None,
     ):
         self.tokenizer, self.system, self.train_on, self.kwargs = tokenizer, system, train_on, kwargs or {}
-        self.backend: Any = tokenizer.backend_tokenizer  # by itself: what transformers lays around it costs a tenth
+        self.backend: Any = tokenizer.backend_tokenizer  # called directly: transformers' wrapper costs a tenth more
         self.backend.no_truncation()
         self.backend.no_padding()
         self.end_of_turn = functools.cache(self._find_end_of_turn)
@@ -53,10 +53,10 @@ class Encoder:
         self.shape = functools.lru_cache(SHAPES_KEPT)(self._find_shape)
 
     def encode(self, rows: Sequence[dict[str, Any]], wheres: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Token ids (int64) and trained mask (bool) of each row, uncut. Raises RecipeError, which names it by `wheres`.
+        """Returns each row's token ids (int64), not truncated, and trained mask (bool). RecipeError names its `where`.
 
-        Conversations: loss on the assistant's tokens; behind a prompt, on the completion's. Text: loss on the
-        completion, or on all of it. Text ends with the end-of-sequence token.
+        Conversations: loss on the assistant's tokens; after a prompt, on the completion's. Text: loss on the
+        completion, or on all of the text, which ends with the end-of-sequence token.
         """
         rendered = [self._render_row(row, where) for row, where in zip(rows, wheres, strict=True)]
         found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -69,7 +69,7 @@ class Encoder:
         return [found[number] for number in range(len(rendered))]
 
     def prompt(self, text: str, where: str) -> list[int]:
-        """Token ids of what a model reads before it answers `text`; without a chat template it continues `text`."""
+        """Returns the token ids that a model reads before it answers `text`; `text`'s own without a chat template."""
         if not self.tokenizer.chat_template:
             return list(self.tokenizer(text)["input_ids"])
         messages = [{"role": "system", "content": self.system}] * bool(self.system)
@@ -104,7 +104,7 @@ class Encoder:
     def _answer_span(
         self, messages: list[Message], number: int, text: str, place: "Place | None", tools: Tools, where: str
     ) -> tuple[int, int]:
-        """Characters of one answer in `text`: from its header's end to its end-of-turn mark."""
+        """Returns the character span of one answer in `text`: from its header's end to its end-of-turn mark."""
         answer, mark, ends = messages[number]["content"].strip(), self.end_of_turn(), -1
         if place is None:
             header, opening = self._find_header(messages, number, text, tools, where)
@@ -117,7 +117,7 @@ class Encoder:
             if not text.startswith(answer, start):
                 continue
             ends = start + len(answer)
-            # whitespace at the answer's end, which we stripped and the template may keep, stands before the mark
+            # the answer's trailing whitespace, stripped here and perhaps kept by the template, is before the mark
             after = _SPACE.match(text, ends).end()  # type: ignore[union-attr]
             if text.startswith(mark, after):
                 opened = len(opening) if text.startswith(opening, header) else 0
@@ -125,11 +125,11 @@ class Encoder:
         raise RecipeError(_unlike(where, number, self.train_on) if ends < 0 else _unended(where, number, mark))
 
     def _whole_span(self, messages: list[Message], number: int, text: str, tools: Tools, where: str) -> tuple[int, int]:
-        """Characters that the template writes for an answer with tool calls or a thought of its own."""
+        """Returns the character span of an answer with tool calls or its own thought, as the template writes it."""
         header, opening = self._find_header(messages, number, text, tools, where)
         begin = _skip_thought(text, header) or header + len(opening) * text.startswith(opening, header)
         until = self._render(messages[: number + 1], where, tools).rstrip()
-        tail = until[_skip_thought(until, header) or begin :]  # a last message may have an empty thought more
+        tail = until[_skip_thought(until, header) or begin :]  # a last message may also have an empty thought
         if not (until.startswith(text[:header]) and text.startswith(tail, begin)):
             raise RecipeError(_unlike(where, number, self.train_on))
         end = begin + len(tail)
@@ -149,7 +149,7 @@ class Encoder:
     def _find_header(
         self, messages: list[Message], number: int, text: str, tools: Tools, where: str
     ) -> tuple[int, str]:
-        """Where the header of an answer ends in `text`, and what a generation prompt writes of the answer itself."""
+        """Returns the end of an answer's header in `text`, and the answer's part that a generation prompt writes."""
         alone = self._render_before(messages, number, where, tools)
         header = OPENING.sub("", alone)
         if not text.startswith(header):
@@ -157,8 +157,8 @@ class Encoder:
         return len(header), alone[len(header) :]
 
     def _find_places(self, messages: list[Message], text: str, tools: Tools) -> "list[Place] | None":
-        """Where each message is in `text`, or None where the template does not write these messages as it writes
-        placeholders of the same roles: then each answer's header is rendered by itself."""
+        """Returns each message's place in `text`, or None where the template does not write these messages as it writes
+        placeholders of the same roles: then each answer's header is rendered alone."""
         if tools or any(len(message) > len(PLAIN) for message in messages):
             return None
         shape = self.shape(tuple(message["role"] for message in messages))
@@ -178,8 +178,8 @@ class Encoder:
         return places if at + len(shape[-1].header) == len(text) else None
 
     def _find_shape(self, roles: tuple[str, ...]) -> "list[Before] | None":
-        """What the template writes before each message of a conversation of `roles`, then what it writes after the last
-        one. None where an answer's header is not what is written before it alone, with any content."""
+        """Returns the text that the template writes before each message of a conversation of `roles`, then the text
+        after the last one. None where an answer's header in the conversation differs from the header rendered alone."""
         messages = _placeholders(roles)
         try:
             text = self._render(messages, "")
@@ -191,7 +191,7 @@ class Encoder:
                 before = text[at:begin]
                 parts = Before(before)
                 if message["role"] == "assistant":
-                    # not each of a long conversation alone: a template knows roles, the beginning and the end
+                    # not all headers of a long conversation: a template depends on roles, the beginning and the end
                     place = before, roles[max(0, number - 2) : number]
                     if number < CHECKED or number >= len(roles) - 2 or place not in known:
                         alone = self.header(roles[:number]) if number else before
@@ -205,7 +205,7 @@ class Encoder:
                     parts = known[place]
                 shape.append(parts)
                 at = begin + len(message["content"])
-        except RecipeError:  # what the template refuses it refuses in the conversation too, which says so
+        except RecipeError:  # the template then refuses the conversation too, and that error is raised
             return None
         return [*shape, Before(text[at:])]
 
@@ -213,15 +213,15 @@ class Encoder:
         return self._render_before([*_placeholders(roles), {"role": "assistant", "content": ""}], len(roles), "")
 
     def _render_before(self, messages: list[Message], number: int, where: str, tools: Tools = None) -> str:
-        """What the model has read when it begins to write message `number`."""
+        """Returns the text that the model has read when it begins to write message `number`."""
         if number:
             return self._render(messages[:number], where, tools, add_generation_prompt=True)
-        # some templates refuse an empty list: the header of an opening answer is what stands before any content
+        # some templates refuse an empty list: the header of a first answer is the text before its content
         opening = {"role": messages[0]["role"], "content": PLACEHOLDER}
         return self._render([opening, *messages[1:]], where, tools).partition(PLACEHOLDER)[0]
 
     def _find_end_of_turn(self) -> str:
-        """What the template puts after an answer, without the newline that some add before the next header."""
+        """Returns the template's text after an answer, without the newline that some add before the next header."""
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         return self._render(probe, "the chat template").rpartition("answer")[2].rstrip()
 
@@ -239,8 +239,8 @@ class Encoder:
 
 
 class Before(NamedTuple):
-    """What a template writes before a message: its header, an empty thought, and what of the answer a generation prompt
-    writes after the header."""
+    """The text that a template writes before a message: its header, an empty thought, and the part of the answer that a
+    generation prompt writes after the header."""
 
     header: str
     thought: str = ""
@@ -248,7 +248,7 @@ class Before(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of a message in a text: where its header ends and its content begins, and whether an empty thought is between."""
+    """A message's place in a text: its header's end, its content's start, and whether an empty thought is between."""
 
     header: int
     content: int
@@ -265,7 +265,7 @@ class Rendered(NamedTuple):
 
 
 def _skip_thought(text: str, at: int) -> int | None:
-    """Where the empty thought ends that begins at `at`, if there is one."""
+    """Returns the end of the empty thought that begins at `at`, or None."""
     found = EMPTY_THOUGHT.match(text, at)
     return found.end() if found else None
 
@@ -284,7 +284,7 @@ def _name(tool: dict[str, Any]) -> str:
 
 
 def _calls(message: Message) -> dict[str, str]:
-    """What a message calls, by how an error says it. `function_call` is what tool_calls once were."""
+    """Returns the functions that a message calls, by their names in errors. `function_call` is tool_calls' old form."""
     said = {f"the call of {_name(call)}": _name(call) for call in message.get("tool_calls", ())}
     old = message.get("function_call")
     return said | {f"function_call {_name(old)}": _name(old)} if old else said
@@ -295,10 +295,10 @@ def _placeholders(roles: Sequence[str]) -> list[Message]:
 
 
 def _mark(offsets: list[tuple[int, int]], spans: Spans) -> np.ndarray:
-    """Which tokens begin inside one of `spans`, which are in order and apart: one that begins before belongs to the
-    header. (0, 0) is a special token that the tokenizer added; another of no length is a space that its post-processor
-    trims from offsets, and begins before."""
-    flat = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets))  # thrice as fast as array
+    """Returns a bool for each token: whether it begins inside one of `spans`, which are sorted and disjoint. A token
+    that begins before its span belongs to the header. The offsets (0, 0) are a special token that the tokenizer added;
+    other empty offsets are a space that its post-processor trims, which begins before them."""
+    flat = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets))  # 3 times as fast as array
     starts, ends = flat[::2], flat[1::2]
     halves = 2 * starts - (starts == ends)
     first, last = 2 * np.array([*spans, (np.iinfo(np.int64).max // 2,) * 2]).T

@@ -1,4 +1,4 @@
-"""ChitChat, the conversations of the embedded default: from the package chitchat-dataset, converted once to JSONL."""
+"""ChitChat, the embedded default's conversations: from the package chitchat-dataset, converted once to JSONL."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def chitchat_file(name: str) -> Path:
-    """JSONL of one of DATASETS."""
+    """Returns the JSONL file of one of DATASETS, which the first call converts."""
     return convert_once(name, "chitchat_dataset", "chitchat-dataset", partial(_convert, DATASETS[name])) / FILE
 
 
@@ -25,8 +25,8 @@ def _convert(rows_of: Callable[[list[Row]], Iterator[Row]], folder: Path, out: P
 
 
 def _two_sided(conversation: Row) -> list[dict[str, str]]:
-    """Messages of one conversation, neighbouring lines of one speaker joined: who speaks first is the user, the other
-    the assistant. Empty if only one side speaks."""
+    """Returns the messages of one conversation, neighboring lines of one speaker joined: the first speaker is the user,
+    the other the assistant. Empty unless two speak."""
     lines = [line for turn in conversation["messages"] for line in turn if line["text"].strip()]
     if len({line["sender"] for line in lines}) != 2:
         return []
@@ -38,7 +38,7 @@ def _two_sided(conversation: Row) -> list[dict[str, str]]:
 
 
 def _pairs(rows: list[Row]) -> Iterator[Row]:
-    """Preferences: of each conversation its last answer is chosen, over the last answer of the conversation after it,
+    """Yields preferences: each conversation's last answer is chosen over the last answer of the next conversation,
     which was given to somebody else. Nobody judged them: they are for trying things."""
     answered = []
     for row in rows:

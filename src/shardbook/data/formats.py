@@ -1,6 +1,6 @@
-"""Formats: what people's rows look like, as what chat.py encodes. Knows nothing of tokens.
+"""Formats: reads rows of each common format as the messages or text that chat.py encodes. Knows nothing of tokens.
 
-Invariant: nothing of a row is lost in silence: what is in no known place is an error that names it.
+Invariant: nothing of a row is lost in silence: a field in no known place is an error that names it.
 """
 
 import difflib
@@ -24,7 +24,7 @@ ROLES = {
     "function_call": "assistant",
 } | {role: role for role in ("system", "user", "assistant", "tool")}
 OTHER_ROLES = ROLES | dict.fromkeys(("bot", "ai", "asistant", "response"), "assistant")  # guessed at in errors only
-FORMATS = {  # by their fields
+FORMATS = {  # with the fields of each
     "messages": ["messages"],
     "conversations": ["conversations"],
     "prompt and completion": ["prompt", "completion"],
@@ -32,7 +32,7 @@ FORMATS = {  # by their fields
     "text": ["text"],
 }
 SHAPES = ", ".join(list(FORMATS)[:-1]) + " or text"
-USUAL = {  # what others call a field
+USUAL = {  # common other names of fields
     "question": "prompt",
     "query": "prompt",
     "answer": "completion",
@@ -46,19 +46,19 @@ USUAL = {  # what others call a field
 
 class Text(NamedTuple):
     prompt: str
-    completion: str  # what is trained
+    completion: str  # the trained text
 
 
 class Chat(NamedTuple):
     messages: list[Message]  # role and content are strings; without keys that are None
-    trained: list[int]  # numbers of the answers that are
+    trained: list[int]  # numbers of the trained answers
     tools: list[Any] | None
 
 
 def read_row(row: Row, where: str, system: str = "", train_on: str = "assistant") -> Text | Chat:
-    """A row of any format. `system`: of a conversation that has none; `train_on`: as in the recipe. Raises RecipeError,
-    which names the row by `where`."""
-    first = 0  # message that may be trained
+    """Reads a row of any format. `system`: the system message of a conversation without one; `train_on`: as in the
+    recipe. Raises RecipeError, which names the row by `where`."""
+    first = 0  # the first message that may be trained
     match row:
         case {"messages": list(messages)}:
             pass
@@ -98,7 +98,7 @@ def _read_text(row: Row, name: str, where: str) -> None:
 
 
 def _choose(messages: list[Message], first: int, flags: dict[int, bool], train_on: str, where: str) -> list[int]:
-    """Numbers of the answers that are trained."""
+    """Returns the numbers of the trained answers. Raises RecipeError where there is none."""
     answers = [
         number
         for number, message in enumerate(messages)
@@ -130,7 +130,7 @@ def _choose(messages: list[Message], first: int, flags: dict[int, bool], train_o
 
 
 def _read_message(message: Any, number: int, where: str, flags: dict[int, bool]) -> Message:
-    """A message as templates know it. What its `train` or `weight` says goes into `flags`."""
+    """Returns a message in the templates' form. The value of its `train` or `weight` goes into `flags`."""
     if not isinstance(message, dict):
         raise RecipeError(f"{where}: message {number} needs a string role and a string content")
     if message.keys() != PLAIN or None in message.values():
@@ -158,7 +158,7 @@ def _read_message(message: Any, number: int, where: str, flags: dict[int, bool])
 
 
 def _read_call(call: Any, number: int, where: str) -> dict[str, Any]:
-    """A tool call by the one shape that every template reads: arguments as a table, inside `function`."""
+    """Returns a tool call in the one shape that every template reads: arguments as a table, inside `function`."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RecipeError(f"{where}: a tool call of message {number} needs a name and arguments")
@@ -187,14 +187,14 @@ def _json(value: Any, what: str) -> Any:
 
 
 def _without_none(value: Any) -> Any:
-    """Without the keys that `datasets` adds to a table where those of other rows have them."""
+    """Returns `value` without the keys of value None that `datasets` adds where other rows' tables have them."""
     if isinstance(value, dict):
         return {key: _without_none(inside) for key, inside in value.items() if inside is not None}
     return [_without_none(inside) for inside in value] if isinstance(value, list) else value
 
 
 def _from_turns(turns: list[Any], where: str) -> list[Message]:
-    """ShareGPT's `from` and `value` as role and content. A function_call that holds JSON becomes tool calls."""
+    """Returns ShareGPT's `from` and `value` as role and content. A function_call that holds JSON becomes tool calls."""
     messages = []
     for number, turn in enumerate(turns):
         turn = _without_none(turn)
@@ -208,14 +208,14 @@ def _from_turns(turns: list[Any], where: str) -> list[Message]:
             try:
                 calls = json.loads(value) if isinstance(value, str) else value
                 message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
-            except ValueError:  # then it is what it is: text
+            except ValueError:  # no JSON: it stays text
                 pass
         messages.append(message)
     return messages
 
 
 def _from_instruction(row: Row, where: str) -> list[Message]:
-    """Alpaca's history, instruction and input as messages."""
+    """Returns Alpaca's history, instruction and input as messages."""
     messages = []
     history = row.get("history") or []
     if not isinstance(history, list):
@@ -231,7 +231,7 @@ def _from_instruction(row: Row, where: str) -> list[Message]:
 
 
 def _unread(row: Row) -> str:
-    """Why a row is of no format: its fields, the format that is nearest and what of that is missing."""
+    """Returns the reason why a row has no format: its fields, the nearest format and the fields that this lacks."""
     fields = {name: value for name, value in row.items() if value is not None}
     said = f"has the fields {', '.join(fields) or 'none'}"
     if {"chosen", "rejected"} <= set(fields):
@@ -260,9 +260,9 @@ def _kind(value: Any) -> str:
 
 
 def split_pair(row: Row, where: str) -> list[Row]:
-    """A preference as two rows of `prompt` and `completion`, the chosen first. `chosen` and `rejected` are text behind
-    a text `prompt`, or messages; both may begin with the prompt, which is then what they begin with. As messages or
-    text, they may also stand behind `conversations` or `instruction`."""
+    """Returns a preference as two rows of `prompt` and `completion`, the chosen first. `chosen` and `rejected` are text
+    after a text `prompt`, or messages; both may repeat the prompt, and their common beginning is then the prompt. As
+    messages or text, they may also follow `conversations` or `instruction`. Raises RecipeError."""
     prompt, chosen, rejected = (row.get(key) for key in ("prompt", "chosen", "rejected"))
     if prompt is None and isinstance(row.get("conversations"), list):
         prompt = _from_turns(row["conversations"], where)
@@ -288,7 +288,7 @@ def split_pair(row: Row, where: str) -> list[Row]:
 
 
 def _no_pair(row: Row) -> str:
-    """Why a row is no preference: its fields, what is missing or of which type they are."""
+    """Returns the reason why a row is no preference: its fields, and the missing ones or their types."""
     fields = {name: value for name, value in row.items() if value is not None}
     said = f"has the fields {', '.join(fields) or 'none'}"
     needs = "a preference needs prompt, chosen and rejected, as text or as messages"
@@ -303,7 +303,7 @@ def _no_pair(row: Row) -> str:
 
 
 def _split_messages(prompt: Any, sides: list[list[Message]], where: str) -> tuple[list[Message], list[list[Message]]]:
-    """The prompt, and what each side adds to it."""
+    """Returns the prompt's messages, and the messages that each side adds to it. Raises RecipeError."""
     shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*sides, strict=False)))
     if isinstance(prompt, str) and not shared:
         return [{"role": "user", "content": prompt}], sides
@@ -323,7 +323,7 @@ def _split_messages(prompt: Any, sides: list[list[Message]], where: str) -> tupl
 
 
 def _as_messages(side: Any, is_chat: bool) -> Any:
-    """An answer that stands alone, one message or behind messages text, as messages."""
+    """Returns an answer as messages: one message, or text after a prompt of messages. Other values stay as they are."""
     if is_chat and isinstance(side, str):
         return [{"role": "assistant", "content": side}]
     return [side] if isinstance(side, dict) else side

@@ -1,4 +1,4 @@
-"""The loader: which rows a rank sees in which step, as tensors.
+"""The loader: chooses the rows that a rank sees in each step, and makes their tensors.
 
 Invariant: the row at global index g is a pure function of (seed, epoch, g): seeking is O(1), and the stream of rows
 is the same however many ranks and micro-batches split a step. Its only state is how many rows the run has consumed.
@@ -19,37 +19,37 @@ from shardbook.data.tokenized import Documents, Row
 from shardbook.parallel.mesh import DataRank
 from shardbook.recipe import Data, RecipeError, Train
 
-# By device: rows are padded to a multiple of this. Few lengths where rows are not packed; on a GPU kernels take tiles
-# of 128 rows, and cuDNN's backward gave NaN for a dense mask at odd multiples of 64 (pytorch #196678).
+# By device: rows are padded to a multiple of this many tokens, so that unpacked rows have few lengths. On a GPU kernels
+# take tiles of 128 rows, and cuDNN's backward gave NaN for a dense mask at odd multiples of 64 (pytorch #196678).
 ROUND_TO = {"cpu": 64, "cuda": 128}
 MASK64 = 2**64 - 1
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of one rank. B rows of length L, n trained tokens; all int64. Where ranks split rows: of a slice
-    of each, L its length; boundaries are of the whole rows, and pairs the first slice's."""
+    """One micro-batch of one rank: B rows of length L, n trained tokens; all int64. Where context-parallel ranks split
+    rows it holds a slice of each, of length L; boundaries are of the whole rows, and only the first slice has pairs."""
 
     input_ids: Tensor  # [B, L]
     position_ids: Tensor  # [B, L], from 0 in every document
-    # [m] int32, ascending offsets into the flat [B * L]: where each document begins, and each row's padding; B * L from
-    # the last on, so that m is the same in every micro-batch
+    # [m] int32, ascending offsets into the flat [B * L]: the start of each document, and of each row's padding; filled
+    # up with B * L, so that m is the same in every micro-batch
     boundaries: Tensor
     positions: Tensor  # [n] indices into the flat [B * L] that predict a trained token
-    targets: Tensor  # [n] those tokens
+    targets: Tensor  # [n] the trained tokens
     packed: bool  # whether a row may hold several documents
-    # no document has more tokens, nor a row's padding: a power of two from 128 on, or the row's length, so that there
-    # are few of them; of the whole row
+    # no document has more tokens, nor a whole row's padding: a power of two from 128 on, or the row's length, so that
+    # there are few values
     longest: int
-    pairs: int  # of tokens of one document: the sum of each document's length squared
-    trained: tuple[int, ...] = ()  # of each sequence, in their order: how many of the n are its own
-    counts: Tensor | None = None  # [sequences] fp32: `trained`, where examples hold several
+    pairs: int  # pairs of tokens of one document: the sum of each document's length squared
+    trained: tuple[int, ...] = ()  # trained tokens of each sequence, in order: they sum to n
+    counts: Tensor | None = None  # [sequences] fp32: `trained`, where an example holds several sequences
     ends: Tensor | None = None  # [sequences] indices into the flat [B * L] of their last tokens
-    reference: Tensor | None = None  # [sequences] fp32: what the reference model says of each, where it is known
+    reference: Tensor | None = None  # [sequences] fp32: log-probabilities under the reference model
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """Returns the arguments of the model, in the order of CausalLM.losses."""
+        """The arguments of the model, in the order of CausalLM.losses."""
         told = self.positions, self.targets, self.packed, self.longest
         return self.input_ids, self.position_ids, self.boundaries, *told
 
@@ -65,7 +65,7 @@ class MicroBatch:
 
 
 def permute(index: int, size: int, seed: int, epoch: int) -> int:
-    """Where `index` goes in the permutation of range(size) that belongs to (seed, epoch). O(1) time and memory.
+    """Returns the image of `index` in the permutation of range(size) of (seed, epoch). O(1) time and memory.
 
     A four-round Feistel network over the next even power of two, walked until it lands inside range(size)
     (cycle-walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002).
@@ -82,7 +82,7 @@ def permute(index: int, size: int, seed: int, epoch: int) -> int:
 
 
 def _mix(value: int, seed: int, tweak: int) -> int:
-    """64 well-mixed bits: the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014) over its three inputs."""
+    """Mixes its inputs into 64 bits: the finalizer of splitmix64 (Steele, Lea, Flood, OOPSLA 2014) over the three."""
     for word in (seed, tweak, value):
         value = (value + word * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & MASK64
         value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK64
@@ -93,19 +93,19 @@ def _mix(value: int, seed: int, tweak: int) -> int:
 
 @dataclass(frozen=True)
 class Batching:
-    """The shape of a micro-batch, and which of the data-parallel ranks this one is."""
+    """The shape of a micro-batch, and this rank's numbers along the axes that share rows."""
 
     row_length: int | None  # packed rows are padded to it; None: a row is one document, padded to the longest
-    batch_size: int
-    rank: int
-    ranks: int
-    documents: int = 1  # the most that a row holds
-    multiple: int = ROUND_TO["cpu"]  # row lengths are rounded up to one
-    sequences: int = 1  # that an example holds: 2 where it is a pair
-    alike: int = 1  # ranks that see the same tokens as this one, itself too
-    slice: int = 0  # of each row, and how many slices a row has
-    slices: int = 1
-    stages: int = 1  # of the model: ranks of each have the same tokens
+    batch_size: int  # rows of a rank's micro-batch
+    rank: int  # data-parallel rank
+    ranks: int  # number of data-parallel ranks
+    documents: int = 1  # most documents in a row
+    multiple: int = ROUND_TO["cpu"]  # row lengths are rounded up to a multiple of it
+    sequences: int = 1  # of an example: 2 where it is a pair
+    alike: int = 1  # number of tensor-parallel ranks, which see the same tokens
+    slice: int = 0  # context-parallel rank: the slice of each row that this rank sees
+    slices: int = 1  # number of context-parallel ranks
+    stages: int = 1  # number of pipeline-parallel ranks, which see the same tokens
 
 
 def choose_batching(
@@ -116,21 +116,21 @@ def choose_batching(
     *parts: Documents | None,
     sequences: int = 1,
 ) -> Batching:
-    """How a rank sees the rows of `parts` on that kind of device."""
+    """Returns the batching of the rank `at` for the rows of `parts` on a device of `device_type`."""
     row_length = data.max_length * sequences if data.packing else None
-    # so that boundaries have the same shape in every micro-batch, of an evaluation too
+    # of all parts, so that boundaries have the same shape in every micro-batch, of an evaluation too
     most = max((len(row) for part in parts if part for row in part.rows), default=1)
-    multiple = math.lcm(ROUND_TO[device_type], at.alike * at.slices)  # each computes with its share of a row's tokens
+    multiple = math.lcm(ROUND_TO[device_type], at.alike * at.slices)  # equal shares of a row for all tp and cp ranks
     shape = row_length, train.per_device_train_batch_size
     return Batching(*shape, at.number, at.ranks, most, multiple, sequences, at.alike, at.slice, at.slices, at.stages)
 
 
 class RowError(RuntimeError):
-    """A row that was there when the run began cannot be read."""
+    """The error of a row that existed when the run began and cannot be read."""
 
 
 class Loader:
-    """The rows of a step for one data-parallel rank, in the order of the permutation."""
+    """Makes the micro-batches of a step for one data-parallel rank, in the order of the permutation."""
 
     def __init__(self, documents: Documents, batching: Batching, accumulation: int, seed: int):
         self.documents, self.batching, self.accumulation, self.seed = documents, batching, accumulation, seed
@@ -141,20 +141,20 @@ class Loader:
         return self.batching.batch_size * self.accumulation * self.batching.ranks
 
     def row_at(self, index: int) -> Row:
-        """The row at `index` of the endless stream of epochs."""
+        """Returns the row at `index` of the endless stream of epochs."""
         epoch, index = divmod(index, len(self.documents.rows))
         return self.documents.rows[permute(index, len(self.documents.rows), self.seed, epoch)]
 
     def step_at(self, consumed_rows: int) -> list[MicroBatch]:
-        """This rank's micro-batches of the step that begins where so many rows are consumed: a pure function, so a
-        thread may make them ahead. Micro-batch m of all ranks is contiguous in the stream. Errors name the rows."""
+        """Returns this rank's micro-batches of the step that begins after `consumed_rows` rows: a pure function, so a
+        thread may prefetch it. Micro-batch m of all ranks is contiguous in the stream. RowError names the rows."""
         here, micros = self.batching, []
         for micro in range(self.accumulation):
             start = consumed_rows + (micro * here.ranks + here.rank) * here.batch_size
             rows = [self.row_at(index) for index in range(start, start + here.batch_size)]
             try:
                 micros.append(build_micro_batch(self.documents.encoded, rows, here, self.documents.reference))
-            except Exception as error:  # of Arrow, of a file that another program cut, of a disk
+            except Exception as error:  # Arrow's, or of a file that another program truncated, or of a disk
                 documents = ", ".join(str(document) for row in rows for document in row)
                 raise RowError(
                     f"data.train: rows {start} to {start + here.batch_size - 1} of the run (documents {documents}) "
@@ -163,7 +163,7 @@ class Loader:
         return micros
 
     def peek(self) -> list[MicroBatch]:
-        """The step that comes next."""
+        """Returns this rank's micro-batches of the next step."""
         return self.step_at(self.consumed_rows)
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class Loader:
         return {"consumed_rows": self.consumed_rows, "rows": rows, "seed": self.seed, "data": digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Seek to a saved place. Raises RecipeError where it is a place in another stream of rows."""
+        """Seeks to a saved position. Raises RecipeError where that belongs to another stream of rows."""
         here = self.state_dict()
         if (state["rows"], state["seed"]) != (here["rows"], here["seed"]):
             raise RecipeError(
@@ -180,7 +180,7 @@ class Loader:
                 "or start a new run from the export (model.path)"
             )
         there = state.get("data", here["data"])  # absent in checkpoints of versions before 0.2
-        if there != (here["data"] if "-" in there else here["data"].partition("-")[0]):  # or without its second half
+        if there != (here["data"] if "-" in there else here["data"].partition("-")[0]):  # old ones have the first half
             raise RecipeError(
                 f"the checkpoint was made with other data ({there} there, {here['data']} here; as many rows): "
                 "keep [data], or start a new run from the export (model.path)"
@@ -189,13 +189,13 @@ class Loader:
 
 
 def count_work(micros: list[MicroBatch]) -> tuple[int, int]:
-    """Tokens of rows, trained or not, with padding; and pairs of tokens of one document."""
+    """Returns the tokens of the rows, trained or not, padding included, and the pairs of tokens of one document."""
     return sum(micro.input_ids.numel() for micro in micros), sum(micro.pairs for micro in micros)
 
 
 def eval_rows(documents: Documents, batching: Batching) -> Iterator[list[Row]]:
-    """Every row once, spread over ranks. All ranks get the same number of micro-batches (collectives would hang
-    otherwise), the last ones of some ranks perhaps without rows."""
+    """Yields the rows of this rank's micro-batches; all ranks together take each row once. All get the same number of
+    micro-batches, else collectives would hang; the last ones of some ranks may have no rows."""
     stride, total = batching.batch_size * batching.ranks, len(documents.rows)
     for start in range(batching.rank * batching.batch_size, round_up(total, stride), stride):
         yield [documents.rows[index] for index in range(start, min(start + batching.batch_size, total))]
@@ -207,13 +207,13 @@ def eval_micro_batches(documents: Documents, batching: Batching) -> Iterator[Mic
 
 
 def count_totals(micros: list[MicroBatch], sequences: int) -> tuple[int, int, int]:
-    """What `micros` of one rank add to Totals, `sequences` to an example."""
+    """Returns the counts that one rank's `micros` add to Totals, with `sequences` to an example."""
     trained = [count for micro in micros for count in micro.trained]
     return sum(trained), len(trained) // sequences, sum(trained[::sequences])
 
 
 def _sequences(document: dict[str, Any]) -> Iterator[tuple[list[int], list[bool]]]:
-    """Ids and mask of each of them: one after another in what is encoded."""
+    """Yields the ids and mask of each sequence of an encoded document, which has them one after another."""
     at = 0
     for length in document.get("lengths") or [len(document["input_ids"])]:
         yield document["input_ids"][at : at + length], document["mask"][at : at + length]
@@ -223,8 +223,8 @@ def _sequences(document: dict[str, Any]) -> Iterator[tuple[list[int], list[bool]
 def build_micro_batch(
     encoded: Dataset, rows: Sequence[Row], batching: Batching, reference: np.ndarray | None = None
 ) -> MicroBatch:
-    """Tensors of `rows`, a sequence a row where they are not packed. No rows: one row of padding, and no target.
-    `reference`: [documents, sequences] fp32, of all that is `encoded`."""
+    """Returns the tensors of `rows`; unpacked, each sequence is a row. Without rows: one row of padding, and no target.
+    `reference`: [documents, sequences] fp32, of all documents in `encoded`."""
     content = [[part for document in row for part in _sequences(encoded[document])] for row in rows] or [[]]
     if batching.row_length is None:
         content = [[part] for row in content for part in row] or [[]]
@@ -265,8 +265,8 @@ def build_micro_batch(
 
 
 def slice_rows(whole: MicroBatch, batching: Batching) -> MicroBatch:
-    """What one of the ranks that split rows has of a micro-batch, made when positions and targets are: the last token
-    of a slice predicts the first of the next."""
+    """Returns a context-parallel rank's slice of the micro-batch `whole`. Positions and targets must exist before: the
+    last token of a slice predicts the first of the next."""
     length = whole.input_ids.shape[1]
     each = length // batching.slices
     start = batching.slice * each
@@ -274,7 +274,7 @@ def slice_rows(whole: MicroBatch, batching: Batching) -> MicroBatch:
     here = (start <= columns) & (columns < start + each)
     ids, places = (of[:, start : start + each].contiguous() for of in (whole.input_ids, whole.position_ids))
     positions = (rows * each + columns - start)[here]
-    # the sequence of each trained token, by the order in which they stand
+    # the sequence of each trained token, in the order of positions
     owners = torch.arange(len(whole.trained)).repeat_interleave(torch.tensor(whole.trained, dtype=torch.int64))
     trained = tuple(torch.bincount(owners[here], minlength=len(whole.trained)).tolist())
     facts = whole.packed, whole.longest, whole.pairs * (batching.slice == 0), trained

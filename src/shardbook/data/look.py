@@ -1,6 +1,6 @@
-"""A look at the data as it will be trained: first rows token by token, lengths, padding, what is cut and dropped.
+"""A look at the data as it will be trained: first rows token by token, lengths, padding, truncated and dropped rows.
 
-Invariant: it shows what the loader would give, and counts nothing that is not in it. Needs a tokenizer, no weights.
+Invariant: it shows and counts only what the loader would give. Needs a tokenizer, no weights.
 """
 
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from shardbook.parallel.mesh import DataRank
 from shardbook.recipe import Data, Train
 from shardbook.terminal import build_console
 
-BARS = 12  # of a histogram, at most so many
-BAR = 40  # characters of the longest
-SHOWN = 800, 200  # tokens of a long sequence that a terminal shows, of its beginning and its end
+BARS = 12  # of a histogram, at most
+BAR = 40  # characters of the longest bar
+SHOWN = 800, 200  # pieces of a long sequence that a terminal shows: of its beginning and of its end
 EXACT = {"clean_up_tokenization_spaces": False}
 COLUMNS = "source", "documents", "tokens", "trained", "median", "longest", "cut", "dropped"
 
 
 class Piece(NamedTuple):
-    """One token as text, or a few that make one character."""
+    """The text of one token, or of a few tokens that make one character."""
 
     text: str
     trained: bool
@@ -46,7 +46,7 @@ class Sequence(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A source, or all of them: what of it is trained on in an epoch, repeats counted."""
+    """The counts of a source, or of all sources, in an epoch, repeats included."""
 
     name: str
     lengths: np.ndarray
@@ -64,17 +64,17 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Look:
-    examples: list[tuple[str, list[Sequence]]]  # by the name of their row
-    parts: list[Part]  # each source, then all, then what is held out
-    bars: list[tuple[int, int, int]]  # of lengths of sequences: from, to, how many
+    examples: list[tuple[str, list[Sequence]]]  # with the names of their rows
+    parts: list[Part]  # each source, then all, then the held-out rows
+    bars: list[tuple[int, int, int]]  # histogram of sequences' lengths: from, to, count
     summary: str
 
 
 def take_look(
     data: Data, train: Train, tokenizer: PreTrainedTokenizerBase, folder: Path, rows: int, sequences: int
 ) -> Look:
-    """Returns what `data` is, in micro-batches as `train` has them: the first `rows` of each source, `sequences`
-    to an example. Raises RecipeError where a run would."""
+    """Returns a look at `data` in micro-batches as `train` has them: the first `rows` of each source, `sequences` to an
+    example. Raises RecipeError where a run would."""
     documents, held_out = build_documents(data, tokenizer, folder, sequences)
     numbers = np.array([number for row in documents.rows for number in row])
     parts, examples, start = [], [], 0
@@ -90,7 +90,7 @@ def take_look(
         parts.append(_count("together", documents, numbers, sum(part.dropped for part in parts)))
     if held_out:
         here = np.array([number for row in held_out.rows for number in row])
-        lost = int((column(held_out.encoded, "trained") == 0).sum()) if data.eval else 0  # else dropped above
+        lost = int((column(held_out.encoded, "trained") == 0).sum()) if data.eval else 0  # else they are counted above
         parts.append(_count("held out", held_out, here, lost))
     lengths = column(documents.encoded, "lengths")[numbers].flatten()
     padding, of = _padding(documents, data, train, sequences)
@@ -104,7 +104,7 @@ def _count(name: str, documents: Documents, numbers: np.ndarray, dropped: int) -
 
 
 def _padding(documents: Documents, data: Data, train: Train, sequences: int) -> tuple[float, str]:
-    """Share of padding in the rows of the first epoch on a GPU, and what is padded to what."""
+    """Returns the share of padding in the first epoch's rows on a GPU, and a description of these rows."""
     here = choose_batching(data, train, DataRank(), "cuda", documents, sequences=sequences)
     tokens = column(documents.encoded, "length")
     used = sum(int(tokens[number]) for row in documents.rows for number in row)
@@ -120,7 +120,7 @@ def _padding(documents: Documents, data: Data, train: Train, sequences: int) -> 
 
 
 def _bars(lengths: np.ndarray) -> list[tuple[int, int, int]]:
-    """Counts of `lengths` by ranges of a round width: from, to (both within), how many."""
+    """Returns the counts of `lengths` by ranges of a round width: from, to (both included), count."""
     most = int(lengths.max())
     width = next(step * 10**power for power in range(10) for step in (1, 2, 5) if step * 10**power * BARS > most)
     counts = np.bincount(lengths // width)
@@ -138,10 +138,10 @@ def _sequences(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _pieces(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-    """Each token's text beside the one before it, which says whether it begins with a space; tokens of one character
-    together."""
+    """Returns the text of each token, decoded after the one before it, which decides whether it begins with a space.
+    Tokens of one character make one piece."""
     pieces: list[Piece] = []
-    before, now = 0, 0  # where the last piece and this one begin
+    before, now = 0, 0  # the start of the last piece and of this one
     for end in range(1, len(ids) + 1):
         known, text = (str(tokenizer.decode(ids[before:to], **EXACT)) for to in (now, end))
         cut = text.endswith("\ufffd") and end < len(ids) and mask[end] == mask[now] and end - now < 4
@@ -154,7 +154,7 @@ def _pieces(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase
 
 
 def show_look(look: Look) -> None:
-    """On standard output: trained tokens in green, or in brackets where there are no colours."""
+    """Prints the look on standard output: trained tokens in green, or in brackets where there are no colors."""
     console = build_console()
     is_plain = not console.is_terminal or console.no_color
     for title, sequences in look.examples:
@@ -177,7 +177,7 @@ def show_look(look: Look) -> None:
 
 
 def as_text(sequence: Sequence, is_plain: bool) -> Text:
-    """A sequence for a terminal; of a long one its beginning and its end."""
+    """Returns a sequence as text for a terminal; of a long one the beginning and the end."""
     begin, end = SHOWN
     pieces, left = sequence.pieces, sequence.pieces[begin:-end]
     if left:

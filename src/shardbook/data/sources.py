@@ -21,7 +21,7 @@ def source_names(spec: str | list[str]) -> list[str]:
 
 
 def load_sources(spec: str | list[str], what: str) -> list[Dataset]:
-    """The rows of each source. `what` is the recipe key, for errors. Raises RecipeError."""
+    """Returns the rows of each source. `what` is the recipe key, for errors. Raises RecipeError."""
     if not sys.stderr.isatty():  # in a log file a bar is one endless line
         disable_progress_bars()
     parts = [_load_one(name, what) for name in source_names(spec)]
@@ -31,11 +31,11 @@ def load_sources(spec: str | list[str], what: str) -> list[Dataset]:
 
 
 def mix(numbers: np.ndarray, counts: list[int], weights: list[float]) -> np.ndarray:
-    """As many numbers of rows as there are, each source's share of them by its weight, exact to a row (largest
-    remainder): its rows repeat, or are left out, evenly. `counts`: rows of each source, in the order of numbers."""
+    """Returns as many row numbers as `numbers` has, shared among sources by weight, exact to a row (largest remainder):
+    a source's rows repeat, or are left out, evenly. `counts`: rows of each source, in order. Raises RecipeError."""
     ends = np.cumsum(counts)
     parts = np.split(numbers, np.searchsorted(numbers, ends[:-1]))
-    # their sum may be beyond a float; divided by a power of two no share changes
+    # divided by a power of two, which changes no share: else their sum may overflow
     parted = np.ldexp(np.array(weights, dtype=float), -math.frexp(max(weights))[1])
     exact = parted / sum(parted) * len(numbers)
     shares = np.floor(exact).astype(int)
@@ -86,7 +86,7 @@ def _read(reader: str, files: list[Path], name: str, what: str) -> Dataset:
         raise RecipeError(f"{what} = {name!r}: holds no rows")
     try:
         return load_dataset(reader, data_files=[str(file) for file in files], split="train")
-    except Exception as error:  # of datasets, pyarrow or the reader itself: all mean an unreadable file
+    except Exception as error:  # from datasets, pyarrow or the reader itself: all mean an unreadable file
         if "corresponds to no data" in str(error):
             raise RecipeError(f"{what} = {name!r}: holds no rows") from None
         unknown = f"{first_line(error.__cause__ or error)}; where the file is whole, delete its copy in {CACHE}"
@@ -95,7 +95,7 @@ def _read(reader: str, files: list[Path], name: str, what: str) -> Dataset:
 
 
 def _odd_line(file: Path) -> str:
-    """Which line of a .jsonl file holds no row, if one does, and why."""
+    """Returns the first line of a .jsonl file that holds no row, and why; empty where there is none."""
     for number, line in enumerate(file.open("rb") if file.suffix == ".jsonl" else (), 1):
         try:
             why = "" if not line.strip() or isinstance(json.loads(line), dict) else "is no table of fields"

@@ -1,7 +1,7 @@
-"""Tokenised rows: encode, cut, check and cache, then lay the documents out in rows of the model.
+"""Tokenized rows: encodes, truncates, checks and caches them, then lays the documents out in rows of the model.
 
 `datasets` caches the encoding under a fingerprint of the source, the tokenizer's content and the settings.
-A row of the model is a tuple of document numbers; packing only changes how many are in it.
+A row of the model is a tuple of document numbers; packing changes only how many are in it.
 """
 
 import bisect
@@ -21,24 +21,24 @@ from shardbook.data.formats import split_pair
 from shardbook.data.sources import load_sources, mix, source_names
 from shardbook.recipe import Data, RecipeError, first_line
 
-ENCODING_VERSION = 6  # raise it when an Encoder returns something else: the cache is keyed by it
+ENCODING_VERSION = 6  # raise it when an Encoder's result changes: the cache is keyed by it
 ROWS_TOGETHER, BYTES_TOGETHER = (
     512,
     4_000_000,
-)  # encoded; 64 rows are a seventh slower, a token takes 100 bytes meanwhile
+)  # encoded at once; 64 rows are a seventh slower, a token takes 100 bytes meanwhile
 TEXT = Value("string")
 SPLIT_SEED = 0  # of the held-out rows: the same for every train.seed, else another seed would train on them
 SAMPLED = 1000  # documents whose tokens are in the digest of the data
 Row = tuple[int, ...]
-Sources = tuple[tuple[str, int], ...]  # in order: names, and how many rows each has
+Sources = tuple[tuple[str, int], ...]  # in order: names and numbers of rows
 
 
 class Totals(NamedTuple):
-    """What a step, or an evaluation, counts over all ranks: shares of a loss are divided by it."""
+    """The counts of a step, or of an evaluation, over all ranks, by which a loss is divided."""
 
-    tokens: float  # trained ones
+    tokens: float  # trained tokens
     examples: float  # rows of the data: documents, or pairs
-    chosen_tokens: float  # trained ones of each example's first sequence
+    chosen_tokens: float  # trained tokens of each example's first sequence
 
 
 NOTHING = Totals(0, 0, 0)
@@ -46,7 +46,7 @@ NOTHING = Totals(0, 0, 0)
 
 @dataclass(frozen=True)
 class Encoding:
-    """What determines the tokens of a row; hashed by `datasets` as the key of its cache."""
+    """The settings that determine a row's tokens; `datasets` hashes them as the key of its cache."""
 
     folder: str
     tokenizer_digest: str
@@ -65,20 +65,20 @@ class Documents:
     """Encoded documents and the rows they are laid out in."""
 
     # columns input_ids, mask: lists of int and bool; lengths: of each sequence in them; length, trained, and chosen
-    # (trained of the first sequence): int; cut: bool; content: int64, a digest of ids, mask and lengths
+    # (trained tokens of the first sequence): int; cut: bool; content: int64, a digest of ids, mask and lengths
     encoded: Dataset
     rows: list[Row]
     mean_length: float  # tokens of a sequence
     summary: str
     totals: Totals = NOTHING  # of all rows
     reference: np.ndarray | None = None  # fp32 [encoded, sequences]: their log-probabilities under the reference model
-    sources: Sources = ()  # of what is encoded
-    digest: str = ""  # of what is trained: digest_rows and, behind a dash, the content of every document
+    sources: Sources = ()  # of `encoded`
+    digest: str = ""  # of the trained documents: digest_rows and, after a dash, the content of each
 
 
 def load_tokenizer(folder: Path, what: str, chat_template: str = "") -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder`, with the template in the file `chat_template` where one is named. Raises RecipeError
-    without one that maps tokens to characters (a fast one)."""
+    """Returns the tokenizer in `folder`, with the template in the file `chat_template` where one is named. Raises
+    RecipeError without a tokenizer that maps tokens to characters (a fast one)."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception on a malformed file
@@ -92,7 +92,7 @@ def load_tokenizer(folder: Path, what: str, chat_template: str = "") -> PreTrain
 
 
 def read_template(file: str) -> str:
-    """The text of data.chat_template; empty where that is. Raises RecipeError."""
+    """Returns the text of data.chat_template; empty where the key is. Raises RecipeError."""
     try:
         return Path(file).expanduser().read_text() if file else ""
     except (OSError, ValueError) as error:
@@ -102,7 +102,7 @@ def read_template(file: str) -> str:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
-    """Raise RecipeError where the tokenizer knows ids that the model has no embedding for."""
+    """Raises RecipeError where the tokenizer has ids that the model has no embedding for."""
     if len(tokenizer) > config.vocab_size:
         raise RecipeError(
             f"model.tokenizer: has {len(tokenizer)} tokens, the model {config.vocab_size} embeddings; "
@@ -113,8 +113,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
 def build_documents(
     data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path, sequences: int = 1
 ) -> tuple[Documents, Documents | None]:
-    """Training and held-out documents (None without `eval` and `eval_size`), of so many `sequences` each: 2 are pairs.
-    Raises RecipeError naming key and row."""
+    """Returns training and held-out documents (None without `eval` and `eval_size`), of `sequences` sequences each: 2
+    for pairs. Raises RecipeError naming key and row."""
     encoded, usable, sources = _encode_source(data.train, "data.train", data, tokenizer, folder, sequences)
     dropped, held_out = len(encoded) - len(usable), None
     if data.eval:
@@ -136,7 +136,7 @@ def build_documents(
 def _encode_source(
     spec: str | list[str], what: str, data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path, sequences: int
 ) -> tuple[Dataset, np.ndarray, Sources]:
-    """The encoded rows of a key's sources, the numbers of those that have a trained token, and the sources."""
+    """Returns a key's encoded rows, the numbers of those with a trained token, and its sources. Raises RecipeError."""
     raws = load_sources(spec, what)
     template, kwargs = read_template(data.chat_template), data.chat_template_kwargs
     known = template or str(tokenizer.chat_template or "")
@@ -158,7 +158,7 @@ def _encode_source(
         raise RecipeError("data.train_on = 'all': a preference is between answers; set data.train_on=assistant")
     key = (template, json.dumps(kwargs, sort_keys=True), data.system, data.train_on)
     encoding = Encoding(str(folder), _digest(tokenizer), data.max_length, what, sequences, *key)
-    # each by itself: columns of one need not fit those of another
+    # each source by itself: its columns need not fit another's
     sources = tuple(zip(source_names(spec), map(len, raws), strict=True))
     wheres = [f"{what}, {name}" if len(raws) > 1 else what for name, _ in sources]
     encoded = concatenate_datasets(
@@ -214,7 +214,7 @@ def _lay_out(
     if dropped:
         why = "a trained token" if sequences == 1 else "a trained token in each answer, or with equal answers,"
         summary += f"; {dropped:,} {examples} without {why} dropped"
-    # the first half is all that checkpoints of earlier versions know: the loader compares as much as there is
+    # checkpoints of earlier versions have only the first half: the loader compares as much as there is
     content = hashlib.sha256(column(encoded, "content")[documents].astype("<i8").tobytes()).hexdigest()[:16]
     digest = f"{digest_rows(encoded, documents, lengths, targets)}-{content}"
     mean, totals = float(lengths.mean()) / sequences, Totals(trained, len(documents), chosen)
@@ -222,8 +222,8 @@ def _lay_out(
 
 
 def digest_rows(encoded: Dataset, documents: np.ndarray, *counts: np.ndarray) -> str:
-    """Of `counts` of each of the `documents`, and of every token of SAMPLED of them: the same on every machine, and
-    another one where the data is not the same but for a few tokens. Cheap: no more is read."""
+    """Returns a digest of the `counts` of all `documents` and of the tokens of SAMPLED of them: the same on every
+    machine, and another for other data, unless only a few tokens differ. Cheap: nothing else is read."""
     digest = hashlib.sha256(b"".join(each.astype("<i8").tobytes() for each in counts))
     some = documents[np.linspace(0, len(documents) - 1, min(SAMPLED, len(documents)), dtype=np.int64)]
     for ids in encoded.select_columns("input_ids").with_format("numpy")[some.tolist()]["input_ids"]:
@@ -232,12 +232,12 @@ def digest_rows(encoded: Dataset, documents: np.ndarray, *counts: np.ndarray) ->
 
 
 def column(encoded: Dataset, name: str) -> np.ndarray:
-    """A number of each encoded document; of `lengths`, [documents, sequences]."""
+    """Returns a column of numbers, [documents]; of `lengths`, [documents, sequences]."""
     return np.asarray(encoded.select_columns(name).with_format("numpy")[:][name])
 
 
 def pack(documents: list[int], lengths: list[int], capacity: int) -> list[Row]:
-    """Best-fit decreasing: each document, longest first, goes where it leaves the least room. Deterministic."""
+    """Packs documents by best-fit decreasing: each, longest first, goes where it leaves least room. Deterministic."""
     bins: list[list[int]] = []
     by_room: dict[int, list[int]] = {}  # room left -> bins with that room
     rooms: list[int] = []  # its keys, sorted
@@ -260,7 +260,7 @@ def pack(documents: list[int], lengths: list[int], capacity: int) -> list[Row]:
 
 
 def _encode(rows: dict[str, list[Any]], indices: list[int], encoding: Encoding) -> dict[str, list[Any]]:
-    """A batch of raw rows, by columns, as encoded ones."""
+    """Returns a batch of raw rows as encoded ones, both by columns."""
     raw = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
     wheres = [f"{encoding.what}: row {index}" for index in indices]
     if encoding.sequences == 2:
@@ -269,8 +269,8 @@ def _encode(rows: dict[str, list[Any]], indices: list[int], encoding: Encoding) 
     encoded = _cached_encoder(encoding).encode(raw, wheres)
     every, most = encoding.sequences, encoding.max_length
     grouped = [encoded[first : first + every] for first in range(0, len(encoded), every)]
-    # the first token of a sequence is never predicted, so it is never trained; nor an example of which one has none,
-    # nor a pair of one sequence and itself
+    # the first token of a sequence is never predicted, so never trained; an example is not trained where one of its
+    # sequences has no trained token, nor a pair of equal sequences
     trained = [[int(mask[1:most].sum()) for _, mask in parts] for parts in grouped]
     alike = [every > 1 and np.array_equal(parts[0][0][:most], parts[-1][0][:most]) for parts in grouped]
     return {
@@ -286,8 +286,8 @@ def _encode(rows: dict[str, list[Any]], indices: list[int], encoding: Encoding) 
 
 
 def _content(parts: list[tuple[np.ndarray, np.ndarray]]) -> int:
-    """A digest of the ids and masks of an example's sequences: made when they are, so that a resume reads 8 bytes a
-    document to know that none of them is another."""
+    """Returns a digest of the ids and masks of an example's sequences: made with them, so that a resume reads 8 bytes a
+    document to know that none has changed."""
     digest = hashlib.blake2b(digest_size=8)
     for ids, mask in parts:
         digest.update(len(ids).to_bytes(8, "little"))

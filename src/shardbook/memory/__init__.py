@@ -1,2 +1,2 @@
-"""Memory: what a rank keeps from forward to backward, and what it computes again.
+"""Memory: activations that a rank keeps or recomputes, and state that it offloads to the host or a disk.
 Never changes a number."""

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardbook.comm.torch_private import set_memory_budget
 from shardbook.recipe import Activation, RecipeError
 
-# What `selective` keeps: outputs that cost much to make and little to hold, which are matrix products with a weight and
-# the fused attention kernels. Not bmm: in eager attention those are the scores, length squared. By name: those that lie
-# in modules of their own need not be imported.
+# Ops whose outputs `selective` keeps: dear to compute and small to hold, they are matrix products with a weight and the
+# fused attention kernels. Not bmm: in eager attention its outputs are the scores, length squared. The ops go by their
+# names, so that modules which define some of them need not be imported.
 SAVED_OPS = {
     "aten.mm.default",
     "aten.addmm.default",
@@ -33,13 +33,13 @@ SAVED_OPS = {
 def apply_checkpointing(
     blocks: Sequence[nn.Module | None], activation: Activation, is_random: bool = False
 ) -> list[int]:
-    """Make blocks recompute in backward (non-reentrant), as `activation.checkpointing` says. Returns their numbers.
-    `blocks`: all of the model, None for those that are on other ranks.
+    """Makes blocks recompute in backward (non-reentrant), as `activation.checkpointing` says. Returns their numbers.
+    `blocks`: all blocks of the model, None for blocks on other ranks. RecipeError where n is above their number.
 
     `none`: keep everything. `full`: keep a block's input. `every:<n>`: full, on blocks 0, n, 2n, ... `selective`: keep
-    a block's input and the outputs of SAVED_OPS. `budget:<b>`: torch.compile keeps what recomputes dearest, within b
-    times what it would keep by itself; for the whole process, of what is compiled afterwards. `is_random`: blocks drop
-    something, and what is run again must drop the same.
+    a block's input and the outputs of SAVED_OPS. `budget:<b>`: torch.compile keeps the activations that are dearest to
+    recompute, within b times the bytes that it would keep by itself; this holds for the whole process, for everything
+    compiled afterwards. `is_random`: blocks have dropout, and a recomputed block must drop the same elements.
     """
     set_memory_budget(1.0 if activation.budget is None else activation.budget)
     if activation.every > len(blocks):
@@ -66,16 +66,16 @@ def keep_saved_ops(context: Any, op: Any, *positional: Any, **named: Any) -> Che
 
 
 def is_thin(depth: int, width: int) -> bool:
-    """Whether a product over `depth` makes so much more than it takes (an adapter's second) that it is made again."""
+    """Returns whether a product is so wide beside its `depth` (an adapter's second) that it is recomputed, not kept."""
     return 8 * depth <= width
 
 
 def recomputed(forward: Callable[..., Tensor], is_random: bool = False, **options: Any) -> Callable[..., Tensor]:
-    """`forward`, run again in backward instead of keeping its activations. `options` go to torch's checkpoint."""
+    """Returns a `forward` that backward runs again instead of keeping activations. `options`: torch's checkpoint's."""
 
-    # a function of its own: torch.compile steps over functools.partial(checkpoint, ...) and compiles nothing, silently
+    # a function, not functools.partial(checkpoint, ...): torch.compile skips a partial and silently compiles nothing
     def recomputing(*positional: Any, **named: Any) -> Tensor:
-        # where nothing random runs (a config with dropout is refused, lora_dropout is not) no state is put back
+        # the random state is restored only where blocks have dropout (lora_dropout: a config with dropout is refused)
         return checkpoint(forward, *positional, use_reentrant=False, preserve_rng_state=is_random, **options, **named)
 
     return recomputing

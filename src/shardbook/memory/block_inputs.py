@@ -1,8 +1,8 @@
-"""Inputs of recomputed blocks wait on the host for backward, which fetches each one block ahead.
+"""Activation offload: inputs of recomputed blocks wait in host memory; backward prefetches each one block ahead.
 
-Only these leave: they are what full checkpointing keeps, layers times tokens times hidden numbers (the idea of
-ZeRO-Infinity, arXiv 2104.07857, section 5.1.2). Invariant: the same bits come back; one buffer a block, as large
-as its largest input so far.
+Only block inputs leave the device: they are what full checkpointing keeps, layers times tokens times hidden size
+(the idea of ZeRO-Infinity, arXiv 2104.07857, section 5.1.2). Invariant: the same bits come back; one buffer a block, as
+large as its largest input so far.
 """
 
 import contextlib
@@ -19,25 +19,25 @@ from shardbook.recipe import Offload
 
 
 def send_inputs(model: CausalLM, recomputed: Sequence[int], offload: Offload) -> None:
-    """Have inputs of the blocks that are `recomputed` leave, where offload.activations says so."""
+    """Offloads inputs of the blocks whose numbers are in `recomputed`, where offload.activations = cpu."""
     if offload.activations == "cpu":
         model.around_block = HostInputs(recomputed)
 
 
 class HostInputs:
-    """A context around the forward of each block. `recomputed`: numbers of the blocks that run again in backward; the
-    last one's input stays, since backward begins with it."""
+    """Gives the context around each block's forward that offloads its input. `recomputed`: numbers of the blocks that
+    run again in backward; the last one's input stays on the device, since backward begins with it."""
 
     def __init__(self, recomputed: Sequence[int]):
         self.leaving = list(recomputed[:-1])
         self.buffers: dict[int, Tensor] = {}  # bytes, pinned on a GPU
-        self.kept: dict[int, Tensor] = {}  # inputs in them
-        self.copied: dict[int, Any] = {}  # events: the copy to the host is over
+        self.kept: dict[int, Tensor] = {}  # views of the buffers: the inputs
+        self.copied: dict[int, Any] = {}  # events behind the copy to the host
         self.fetched: dict[int, tuple[Tensor, Any]] = {}
         self.streams: list[Any] = []
 
     def __call__(self, number: int, hidden: Tensor) -> contextlib.AbstractContextManager[Any]:
-        """Around the forward of block `number`, whose input is `hidden`."""
+        """Returns the context for the forward of block `number`, whose input is `hidden`."""
         if number not in self.leaving or not torch.is_grad_enabled():
             return contextlib.nullcontext()
         begin, device = hidden.data_ptr(), hidden.device
@@ -70,7 +70,7 @@ class HostInputs:
         """Returns the host buffer for `tensor`, in its shape and dtype."""
         if number not in self.buffers or self.buffers[number].nbytes < tensor.nbytes:
             for stream in self.streams:
-                stream.synchronize()  # a copy may be under way between the device and the buffer that goes
+                stream.synchronize()  # a copy may still use the buffer that is freed here
             self.kept.pop(number, None)
             self.buffers.pop(number, None)
             self.buffers[number] = page_buffer(tensor.nbytes, pin=tensor.is_cuda)  # torch's would be a power of two
@@ -96,7 +96,7 @@ class HostInputs:
             return self.kept[number].to(device, non_blocking=True), back.record_event()
 
     def _streams(self) -> list[Any]:
-        """Out and back: made once, since each has memory of its own."""
+        """Returns the stream to the host and the stream back, made once: the allocator keeps memory for each stream."""
         if not self.streams:
             self.streams = [torch.cuda.Stream(), torch.cuda.Stream()]
         return self.streams

@@ -1,7 +1,7 @@
-"""A file without a name on a disk of ours: read and written past the page cache, by several threads at once.
+"""An unnamed file on a local disk, read and written past the page cache by several threads at once.
 
 Invariant: the kernel frees it when the process ends, however it ends. Reading and writing are direct (O_DIRECT) or
-refused: a silent buffered mode would fill the host's memory, which is what the disk is there to save.
+refused: a silent buffered mode would fill the host memory that the disk is there to save.
 """
 
 import contextlib
@@ -33,26 +33,26 @@ def aligned(numel_bytes: int) -> int:
 
 
 def page_buffer(size: int, pin: bool = False) -> Tensor:
-    """`size` bytes, uint8, at a page's beginning; `pin`: registered with CUDA, so that copies need no other buffer,
-    until no tensor refers to them. Whoever lets go of pinned ones has waited for their copies."""
-    # private: shared ones, which are mmap's default, are shmem's, which come in small pages
+    """Returns a host buffer of `size` bytes, uint8, that begins at a page. `pin`: it is registered with CUDA until no
+    tensor refers to it, so that copies need no further buffer; wait for its copies before you drop a pinned buffer."""
+    # private: mmap's default, shared pages, come from shmem and are never huge pages
     pages = mmap.mmap(-1, max(size, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= HUGE_PAGE:
-        with contextlib.suppress(OSError):  # a kernel that has none
+        with contextlib.suppress(OSError):  # the kernel may have no huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     owner = (ctypes.c_char * len(pages)).from_buffer(pages)
     buffer = torch.frombuffer(owner, dtype=torch.uint8)[:size]
-    if pin and size:  # where nothing is, the address is null, which CUDA refuses
-        pages.madvise(mmap.MADV_DONTFORK)  # after a fork a write would move this process to a copy, the device not
+    if pin and size:  # an empty tensor has the address null, which CUDA refuses
+        pages.madvise(mmap.MADV_DONTFORK)  # else a write after a fork moves this process to a copy, the device not
         cudart = torch.cuda.cudart()
         torch.cuda.check_error(cudart.cudaHostRegister(buffer.data_ptr(), size, 0))
-        # pages unmapped before would stay pinned, and CUDA refuses to register what is next mapped there
+        # the buffer's finalizer: pages unmapped without it stay pinned, and CUDA refuses to register that address again
         weakref.finalize(owner, cudart.cudaHostUnregister, buffer.data_ptr()).atexit = False
     return buffer
 
 
 class DirectFile:
-    """`size` bytes on the disk of `folder`, reserved at once. Raises RecipeError where the folder cannot serve."""
+    """A file of `size` bytes on the disk of `folder`, reserved at once. Raises RecipeError where it cannot be made."""
 
     def __init__(self, folder: Path, size: int):
         self.folder, self.size = folder, aligned(size)
@@ -67,20 +67,20 @@ class DirectFile:
         self._mapped: Tensor | None = None
 
     def map(self) -> Tensor:
-        """All of it as memory, uint8. What is written there has to be flushed before it is read directly."""
+        """Returns the whole file mapped as memory, uint8. Call `flush` after writing there, before `read`."""
         if self._mapped is None:
             self._map = mmap.mmap(self.fd, max(self.size, PAGE))
             self._mapped = torch.frombuffer(self._map, dtype=torch.uint8)
         return self._mapped
 
     def flush(self) -> None:
-        """What was written into the mapping goes to the disk, and its pages leave the memory."""
+        """Writes changes of the mapping to the disk, and frees the memory of its pages."""
         if self._mapped is not None:
             self._map.flush()
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def read(self, into: Tensor, offset: int) -> None:
-        """Fill `into`, uint8 at a page's beginning, from `offset`."""
+        """Fills `into`, uint8 from a page's beginning, with the file's bytes from `offset` on. Raises RunFailed."""
         self._transfer(os.preadv, into, offset, "read")
 
     def write(self, source: Tensor, offset: int) -> None:
@@ -110,7 +110,7 @@ class DirectFile:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise RecipeError where `folder` is no directory, or lies in memory or on another machine."""
+    """Raises RecipeError where `folder` is no directory, or its file system is memory or another machine's."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise RecipeError(f"offload.path = {str(folder)!r}: {what}; must be a directory on a local disk")
@@ -125,7 +125,7 @@ def check_folder(folder: Path) -> None:
 
 
 def file_system(folder: Path) -> int:
-    """statfs's f_type, the first number of the structure; 0 where it cannot be asked for."""
+    """Returns f_type of statfs(2), the first number of its structure; 0 where the call fails."""
     box = (ctypes.c_long * 32)()
     libc = ctypes.CDLL(None, use_errno=True)
     return box[0] if libc.statfs(os.fsencode(folder), ctypes.byref(box)) == 0 else 0

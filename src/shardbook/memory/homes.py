@@ -1,11 +1,10 @@
-"""Homes: where each unit's shard comes from when it is gathered, and where it goes when it was stepped: the device, the
-host or a disk.
+"""Storage tiers (device, host or disk): where an all-gather reads each unit's shards, and where a step writes them.
 
-Invariant: fully_shard asks at every gather, prefetched ones too, through its all-gather extension, so no caller knows a
-tier. A unit that is being stepped is waited for, and a read made before its last step is not used.
+Invariant: fully_shard asks at every all-gather, prefetched ones too, through its all-gather extension, so no caller
+knows a tier. A gather waits for a running step of its unit, and never uses a read made before the unit's last step.
 
-Streams: a gather reads in the stream that it runs in, after the event of the copy that it reads from; new masters are
-sent in the stream of the host's AdamW, and units that are fetched ahead come in the pager's.
+Streams: an all-gather reads in the stream that it runs in, after the event of the copy that it reads from; new masters
+are copied to the device in the stream of the host's AdamW, and prefetched units in the pager's.
 """
 
 import time
@@ -22,22 +21,22 @@ from shardbook.memory.shelf import Held, Place
 
 
 class Homes:
-    """Moves shards of `units` to the device and back. `params`: of each unit, fully_shard's own
-    (comm/torch_private.sharded_parameters)."""
+    """Moves units' shards from their storage tier (`tier`: none, cpu or nvme) to the device and back. `params`: each
+    unit's parameters as fully_shard has them (comm/torch_private.sharded_parameters), by the unit's number."""
 
     def __init__(
         self, params: dict[int, list[Any]], tier: str, file: DirectFile | None, device: torch.device, is_ahead: bool
     ):
         self.params, self.tier, self.file, self.device, self.is_ahead = params, tier, file, device, is_ahead
         self.pager: Pager | None = None
-        self.outgoing: Tensor | None = None  # a unit's shards on their way to the disk
-        self.here: Tensor | None = None  # the unit that is being gathered, on the device
-        self.shipped: dict[int, Any] = {}
+        self.outgoing: Tensor | None = None  # host buffer: a unit's shards on their way to the disk
+        self.here: Tensor | None = None  # device buffer: shards of the unit that is being gathered
+        self.shipped: dict[int, Any] = {}  # by unit: events behind the copy of its masters to the device
         self.waited = 0.0  # seconds that gathers waited for steps
-        self.gathered: list[Held] = []  # from other homes than the device, in this step
+        self.gathered: list[Held] = []  # units fetched from the host or the disk in this step
 
     def settle(self, units: list[Held]) -> None:
-        """Have fully_shard ask here. Frees what it holds of shards that lie elsewhere."""
+        """Makes fully_shard gather from here, and frees its own storage of shards that are not on the device."""
         for unit in units:
             for number, param in enumerate(self.params[unit.number]):
                 gather_through(param, self._opens(unit, number), _passes_on)
@@ -56,7 +55,8 @@ class Homes:
         return fsdp_pre_all_gather
 
     def shard(self, unit: Held, number: int) -> Tensor:
-        """The padded shard of a unit's parameter on the device; its unit is asked for from the first one on."""
+        """Returns the padded shard of a unit's parameter on the device. Number 0 waits for the unit's step, and fetches
+        the whole unit from the host or the disk."""
         param, place = self.params[unit.number][number], unit.shelf.plan.places[number]
         if number == 0:
             if unit.ready is not None:
@@ -80,8 +80,8 @@ class Homes:
 
     @torch.no_grad()
     def put(self, unit: Held, first: int, last: int, masters: Tensor) -> None:
-        """Elements `first` to `last` of the unit's masters, new, in the dtype of what is gathered."""
-        pinned = masters.is_pinned()  # those of a file's mapping, when they were loaded, are not
+        """Writes elements `first` to `last` of the unit's new `masters`, cast to the shards' dtype, to their tier."""
+        pinned = masters.is_pinned()  # masters in a file's mapping, after a load, are not
         for number, place in enumerate(unit.shelf.plan.places):
             begin, end = max(place.start, first), min(place.start + place.numel, last)
             if begin < end:
@@ -96,60 +96,61 @@ class Homes:
         return flat[place.wire : place.wire + place.padded]
 
     def begin(self, unit: Held) -> None:
-        """Before parts of `unit` are put: on the disk what does not change, or is padding, is written too."""
+        """Prepares `unit` for `put`; call it before the first part. On the disk tier it reads the unit's old shards,
+        since frozen parameters and padding are written back with the new ones."""
         if self.pager is not None:
             self.pager.let_go(unit)
         if self.outgoing is not None and self.file is not None and unit.shelf.wire is not None:
             self.file.read(self.outgoing[: unit.shelf.wire.nbytes], unit.shelf.offsets["wire"])
 
     def seal(self, unit: Held) -> None:
-        """All of `unit` was put."""
+        """Completes `unit` after its last `put`: writes it to the disk, or records the event of its copies."""
         if self.outgoing is not None and self.file is not None and unit.shelf.wire is not None:
             self.file.write(self.outgoing[: unit.shelf.wire.nbytes], unit.shelf.offsets["wire"])
         if (event := self.sent()) is not None:
             self.shipped[unit.number] = event
 
     def sent(self) -> Any:
-        """Records an event behind the masters that were sent to the device; None where none are sent there."""
+        """Returns a new event behind the copies of masters to the device; None where no masters are copied there."""
         return (
             torch.cuda.current_stream().record_event() if self.device.type == "cuda" and self.tier == "none" else None
         )
 
 
 def _passes_on(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
-    """The gathered tensor is the parameter."""
+    """Returns the gathered tensor as the parameter: the all-gather extension changes nothing after the gather."""
     return None if out is not None else (outputs[0], ())
 
 
 class Pager:
-    """Brings units to the device, the next one ahead: the one that followed last time. For units on a disk, and where
-    there is one shard: fully_shard gathers nothing there, and so prefetches nothing.
+    """Copies units to the device and prefetches the next one: the unit that followed last time. Used for units on a
+    disk, and where there is one shard: fully_shard gathers nothing there, and so prefetches nothing.
 
-    There are two slots: what lies in one is gathered while the other is filled, in a thread and a stream of its own."""
+    It has two slots: one is gathered while a thread fills the other, in a stream of its own."""
 
     def __init__(self, file: DirectFile | None, size: int, device: torch.device):
         self.file, self.device, is_cuda = file, device, device.type == "cuda"
-        self.pages = [page_buffer(size, is_cuda) for _ in range(2)] if file else []  # on the way from the disk
+        self.pages = [page_buffer(size, is_cuda) for _ in range(2)] if file else []  # for reads from the disk
         self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)] if is_cuda else []
-        self.landed: list[Any] = [None, None]  # events: the copy from the host to the slot is over
-        # events: what read the slot is over; at first what had its memory before
+        self.landed: list[Any] = [None, None]  # events behind the copy from the host to the slot
+        # events behind the slot's last reader; at first behind whatever used its memory before
         self.free = [torch.cuda.current_stream().record_event() if is_cuda else None for _ in range(2)]
         self.reader: Any = None  # the stream that gathers from the slot in use
         self.pool = ThreadPoolExecutor(1, "pager", self._begin)
         self.slot = 0  # in use
         self.ahead: tuple[Held, int, Future[tuple[Tensor, Any]]] | None = None
-        # by a unit's number and version: what was asked for of it, until its next step rewrites what is read
+        # reads under way, by a unit's number and version, until the unit's next step rewrites the bytes that they read
         self.asked: dict[int, dict[int, Future[tuple[Tensor, Any]]]] = {}
         self.trail: tuple[int, int] = (-1, -1)  # numbers of the last two units
         self.follows: dict[tuple[int, int], Held] = {}
 
     def _begin(self) -> None:
-        if self.slots:  # else its first call would make a context on the node's first GPU
+        if self.slots:  # else the thread's first CUDA call makes a context on the node's first GPU
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream())
 
     def take(self, unit: Held) -> Tensor:
-        """The wire of `unit`, bytes, for what runs in the current stream until the next one is taken."""
+        """Returns the padded shards of `unit` as bytes. The current stream may read them until the next `take`."""
         if self.reader is not None:
             self.free[self.slot] = self.reader.record_event()
         ahead, self.ahead = self.ahead, None
@@ -172,8 +173,8 @@ class Pager:
         return asked
 
     def let_go(self, unit: Held) -> None:
-        """Waits for prefetches of `unit` from before its step, which would overwrite what they read. Later ones wait
-        for the step."""
+        """Waits for prefetches of `unit` from before its step, which overwrites the bytes that they read. Later
+        prefetches wait for the step."""
         for version, asked in list(self.asked.get(unit.number, {}).items()):
             if version < unit.version:
                 _, landed = asked.result()
@@ -182,13 +183,13 @@ class Pager:
                 del self.asked[unit.number][version]
 
     def _bring(self, unit: Held, slot: int, free: Any, ready: Future[None] | None) -> tuple[Tensor, Any]:
-        if ready is not None:  # its step began, and writes what is read here
+        if ready is not None:  # the unit's step is under way, and writes the bytes that are read here
             ready.result()
         assert unit.shelf.wire is not None
         source = unit.shelf.wire.view(torch.uint8)
         if self.file is not None:
             if self.landed[slot] is not None:
-                self.landed[slot].synchronize()  # what was read here may be on its way to the device
+                self.landed[slot].synchronize()  # its last copy to the device may still run
             source = self.pages[slot][: source.nbytes]
             self.file.read(source, unit.shelf.offsets["wire"])
         if not self.slots:
@@ -201,7 +202,7 @@ class Pager:
 
 
 def masters_tree(model: nn.Module, masters: dict[nn.Parameter, nn.Parameter]) -> nn.Module:
-    """A module that has `masters` under the names that `model` has their parameters under, and its config."""
+    """Returns a module with the model's config that holds each parameter's master under the parameter's name."""
     root: Any = nn.Module()
     root.config = model.config
     for name, parameter in model.named_parameters(remove_duplicate=False):

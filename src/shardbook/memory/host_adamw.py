@@ -1,9 +1,9 @@
-"""AdamW on the host: masters, moments and sums of gradients lie there or on a disk, and a thread of its own steps them
+"""AdamW on the host: master weights, moments and gradient sums lie in host memory or on a disk, and a thread steps them
 while the device goes on (ZeRO-Offload, arXiv 2101.06840, section 4; ZeRO-Infinity, arXiv 2104.07857, section 5).
 
 Invariant: the bits of torch's fused AdamW over the same shards on a CPU. A unit is stepped once its gradient, and where
-gradients are clipped the norm of all of them, is known; whoever gathers a unit waits for that unit alone. Gradients on
-their way are bounded, on the device and on the host: a backward that is faster than they are taken in waits.
+gradients are clipped the norm of all of them, is known; an all-gather waits for its own unit alone. The bytes of
+gradients under way are bounded, on the device and on the host: backward waits where the host adds them up too slowly.
 """
 
 import time
@@ -26,17 +26,17 @@ from shardbook.ranks.exits import RunFailed
 
 @dataclass
 class Staging:
-    """A buffer of the host through which gradients leave the device, and what is under way in it."""
+    """A host buffer through which gradients leave the device, with the state of the transfer under way in it."""
 
     buffer: Tensor  # bytes, pinned on a GPU
-    source: Tensor | None = None  # on the device: nobody else may have its memory until it has landed
+    source: Tensor | None = None  # on the device: its memory must not be reused before the copy is over
     taken: Future[None] | None = None  # added to the sums
 
 
 class HostAdamW(torch.optim.Optimizer):
-    """AdamW over `units`, whose steps run in a thread. Whoever reads masters or moments calls `wait` before."""
+    """AdamW over `units`, whose steps run in a thread. Call `wait` before you read masters or moments."""
 
-    kind = "AdamW"  # what its state is of, for checkpoints
+    kind = "AdamW"  # of the optimizer state, for checkpoints
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class HostAdamW(torch.optim.Optimizer):
         clips: bool,
         threads: int,
     ):
-        """`order`: all masters in the model's order, in which norms are summed."""
+        """Takes `order`: all masters in the model's order, in which norms are summed; `clips`: steps need the norm."""
         super().__init__(groups, settings)
         self.layout, offload = layout, layout.offload
-        self.moved, self.seconds = Counter[str](), 0.0  # of this step; of the host's steps
+        self.moved, self.seconds = Counter[str](), 0.0  # bytes moved in this step; seconds of the host's steps
         self.units, self.homes, self.clips, self.is_last, self.coefficient = units, homes, clips, True, 1.0
         self.order = order
         self.file = homes.file if offload.optimizer == "nvme" else None
@@ -60,13 +60,13 @@ class HostAdamW(torch.optim.Optimizer):
         is_cuda, own = homes.device.type == "cuda", torch.get_num_threads()
         self.stagings = [Staging(page_buffer(staging_bytes(layout), is_cuda)) for _ in range(STAGINGS)]
         self.leaving = torch.cuda.Stream() if is_cuda else None
-        # gradients are taken in by a thread that no step holds up: a backward waits for them
+        # two threads: gradients are added up beside the steps, since backward waits for the buffers that they leave
         self.taker, self.worker = (
             ThreadPoolExecutor(1, name, lambda: self._begin(threads)) for name in ("gradients", "host-adamw")
         )
         for pool in (self.taker, self.worker):
             pool.submit(int).result()
-        torch.set_num_threads(own)  # a thread's first setting is everyone's who has none yet
+        torch.set_num_threads(own)  # a thread's first setting also sets every thread that has none yet
         if self.file is not None:
             self.slots = [page_buffer(3 * self.bucket * FP32, is_cuda) for _ in range(offload.ring)]
             self.reader, self.writer = ThreadPoolExecutor(1, "reads"), ThreadPoolExecutor(1, "writes")
@@ -83,12 +83,13 @@ class HostAdamW(torch.optim.Optimizer):
             torch.cuda.set_device(self.homes.device)
             torch.cuda.set_stream(torch.cuda.Stream())
 
-    # ---- gradients come
+    # ---- gradients arrive
 
     def arrive(self, unit: Held, flat: Tensor) -> None:
-        """A micro-batch's reduced gradients of `unit`, as fully_shard has them: padded, of what is trained."""
+        """Takes a micro-batch's reduced gradients of `unit` from fully_shard: flat, padded, of the trained parameters.
+        Raises RunFailed where some are absent."""
         wanted = unit.shelf.plan.reduced
-        if flat.numel() != wanted:  # torch before 2.13 leaves out what no rank used
+        if flat.numel() != wanted:  # torch before 2.13 leaves out parameters that no rank used
             raise RunFailed(
                 f"offload.optimizer: {flat.numel():,} of {wanted:,} gradients of a unit came: a trained parameter was "
                 "used by no rank; freeze it, or use torch 2.13"
@@ -104,12 +105,12 @@ class HostAdamW(torch.optim.Optimizer):
         if self.leaving is None:
             local.copy_(flat)
         else:
-            # in a stream of its own: for this one, in which torch calls hooks, it waits at the end of backward
+            # in a stream of its own: torch waits for the current one, that of hooks, at the end of backward
             self.leaving.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.leaving):
                 local.copy_(flat, non_blocking=True)
                 landed = self.leaving.record_event()
-            flat.record_stream(torch.cuda.current_stream())  # torch casts it there, behind this hook
+            flat.record_stream(torch.cuda.current_stream())  # torch casts it in that stream, after this hook
         work = (unit, local, unit.arrivals == 1, self.is_last)
         staging.taken = unit.arrived = self.taker.submit(self._land, staging, landed, *work)
         if self.is_last and not self.clips:
@@ -138,9 +139,9 @@ class HostAdamW(torch.optim.Optimizer):
     # ---- the step
 
     def clip(self, max_norm: float) -> Tensor:
-        """The norm of all gradients, an fp32 scalar on the host; what is larger than `max_norm` (0: nothing) is scaled
-        where it is stepped. Collective."""
-        for staging in self.stagings:  # all others were waited for when these came
+        """Returns the norm of all gradients, an fp32 scalar on the host; the step scales gradients down to `max_norm`
+        (0: it does not). Raises RunFailed where gradients are clipped and the norm is not finite. Collective."""
+        for staging in self.stagings:  # earlier gradients were waited for when these arrived
             if staging.taken is not None:
                 staging.taken.result()
         found = {master: squares for unit in self.units for master, squares in unit.squares.items()}
@@ -154,7 +155,7 @@ class HostAdamW(torch.optim.Optimizer):
         return norm
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Begin the step of every unit that has gradients, in forward order; without clipping each has begun."""
+        """Begins the step of every unit that has gradients, in forward order; without clipping, backward began them."""
         for unit in self.units:
             if unit.arrivals and self.clips:
                 self._submit(unit)
@@ -165,12 +166,12 @@ class HostAdamW(torch.optim.Optimizer):
         unit.ready = self.worker.submit(self._step, unit, self._rates(), self.coefficient, unit.arrived)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The next gradients that come are the first of a step."""
+        """Makes the next gradients that arrive the first of a step."""
         for unit in self.units:
             unit.arrivals, unit.arrived, unit.squares = 0, None, {}
 
     def wait(self) -> None:
-        """Until every step that began is done, on the device too. Raises what went wrong in one."""
+        """Waits until every step that began is done, on the device too. Raises the error of a step that failed."""
         for unit in self.units:
             if unit.ready is not None:
                 unit.ready.result()
@@ -178,7 +179,7 @@ class HostAdamW(torch.optim.Optimizer):
             event.synchronize()
 
     def _rates(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Each master's settings as they are now: a step that runs later takes these."""
+        """Returns each master's settings as they are now, for a step that runs later."""
         keys = ("lr", "betas", "eps", "weight_decay")
         groups = [({key: group[key] for key in keys}, group["params"]) for group in self.param_groups]
         return {master: settings for settings, masters in groups for master in masters}
@@ -197,7 +198,7 @@ class HostAdamW(torch.optim.Optimizer):
         ]
 
         def update(first: int, last: int, flats: list[Tensor]) -> None:
-            """`flats`: masters and moments from `first` to `last`."""
+            """Steps elements `first` to `last` of the unit. `flats`: masters, first and second moments of these."""
             flats = [*flats, shelf.gradients[first:last]]
             if coefficient != 1.0:
                 flats[3].mul_(coefficient)
@@ -210,7 +211,7 @@ class HostAdamW(torch.optim.Optimizer):
                 if cut:
                     settings = next(other for _, other, _ in trained if other["weight_decay"] == decay)
                     tensors = [[flat[a:b] for a, b, _ in cut] for flat in flats]
-                    step_adamw(tensors, [step.clone() for *_, step in cut], **settings)  # clones: it counts them up
+                    step_adamw(tensors, [step.clone() for *_, step in cut], **settings)  # clones: it adds 1 to them
             self.homes.put(unit, first, last, flats[0])
 
         began = time.perf_counter()
@@ -227,7 +228,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.seconds += time.perf_counter() - began
 
     def _through_disk(self, unit: Held, spans: list[tuple[int, int]], update: Any) -> None:
-        """Read bucket i + 2 while i is stepped and i - 1 is written. A slot holds three parts of a bucket."""
+        """Steps buckets while later ones are read and earlier ones written. A slot holds three parts of a bucket."""
         file, names, size = self.file, ("masters", "first", "second"), self.bucket * FP32
         assert file is not None
 
@@ -256,7 +257,7 @@ class HostAdamW(torch.optim.Optimizer):
             slot = self.slots[number % len(self.slots)]
             update(first, last, [buffer.view(torch.float32) for buffer, _ in parts(slot, first, last)])
             if (sent := self.homes.sent()) is not None:
-                sent.synchronize()  # masters leave from the slot, which is read into again
+                sent.synchronize()  # masters are copied from the slot, into which a later read goes
             written.append(self.writer.submit(write, number))
             if number + ahead < len(spans):
                 reads[number + ahead] = self.reader.submit(read, number + ahead)
@@ -265,6 +266,6 @@ class HostAdamW(torch.optim.Optimizer):
 
 
 def _overlap(place: Place, first: int, last: int) -> tuple[int, int] | tuple[()]:
-    """What of `place` lies between `first` and `last`, counted from `first`; nothing: an empty tuple."""
+    """Returns the range of `place` between `first` and `last`, counted from `first`; an empty tuple where none is."""
     begin, end = max(place.start, first), min(place.start + place.numel, last)
     return (begin - first, end - first) if begin < end else ()

@@ -1,7 +1,7 @@
-"""Offload: puts a sharded model's masters, moments and shards where `[offload]` says, before anything is loaded.
+"""Offload: puts a sharded model's master weights, moments and shards where `[offload]` says, before a load.
 
-Invariant: a tier changes where bytes lie and who waits for whom, never a number: every tier gives the bits of none on a
-CPU. What cannot be is refused before any memory is taken.
+Invariant: a tier changes where bytes lie and who waits for whom, never a number: each gives the bits of no offload on a
+CPU. Too little host memory or disk is refused before any is taken.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from shardbook.ranks.distributed import agree, share_of_cores
 from shardbook.recipe import Optim, RecipeError
 
 GB = 1e9
-RESERVE = 0.05  # of the memory that is there: loading, transfers, the rest of the process
+RESERVE = 0.05  # share of available memory left for loading, transfers, the rest of the process
 
 
 def settle(model: CausalLM, sharded: ShardedModel, optim: Optim, device: torch.device) -> torch.optim.Optimizer:
-    """Give the model memory, on the device and wherever its layout's offload says, and return its optimizer. Nothing
-    is in it yet: what is loaded goes into `sharded.masters`, and `sharded.spread()` brings it to where it is used.
+    """Gives the model memory, on the device and wherever its layout's offload says, and returns its optimizer. The
+    memory is uninitialized: load into `sharded.masters`, then `sharded.spread()` copies it to where it is used.
 
-    Raises RecipeError, on every rank alike, where host or disk of a node have too little room. Collective.
+    Raises RecipeError, the same on every rank, where host or disk of a node have too little room. Collective.
     """
     layout = sharded.layout
     if layout.offload.optimizer == "none":
@@ -45,7 +45,7 @@ def settle(model: CausalLM, sharded: ShardedModel, optim: Optim, device: torch.d
         return build_optimizer(model, optim)
     sizes, here = shelf_sizes(layout, dist.get_rank()), layout.ranks_per_node
     is_first = dist.get_rank() % here == 0
-    # once a node, and before any rank of it reserves: what others have reserved is not free for one that asks late
+    # one rank a node, before any of its ranks reserves: else a late rank counts what others reserved as not free
     agree(lambda: check_room(layout, here) if is_first else None)
     file = agree(lambda: DirectFile(Path(layout.offload.path), sizes["disk"]) if "disk" in sizes else None)
     materialize(model, device)
@@ -54,7 +54,7 @@ def settle(model: CausalLM, sharded: ShardedModel, optim: Optim, device: torch.d
 
 
 class Offloaded:
-    """What is off the device: masters by name, the optimizer that steps them, and the way back."""
+    """The offloaded state: master weights by name, the optimizer that steps them, and the tiers of their shards."""
 
     def __init__(self, model: CausalLM, layout: Layout, optim: Optim, device: torch.device, file: DirectFile | None):
         self.layout = layout
@@ -93,12 +93,12 @@ class Offloaded:
         self.homes.settle(self.units)
 
     def masters(self) -> nn.Module:
-        """Parameters at rest, fp32, by the model's names. Every step that began is done."""
+        """Returns a module of the parameters at rest, fp32, by the model's names. Waits for every step that began."""
         self.optimizer.wait()
         return self.tree
 
     def spread(self) -> None:
-        """What was loaded into masters and moments goes to where it is used."""
+        """Copies loaded masters to the shards that are gathered, and flushes masters and moments to the disk."""
         self.optimizer.wait()
         if self.file is not None:
             self.file.flush()
@@ -115,12 +115,12 @@ class Offloaded:
         self.homes.gathered.clear()
 
     def begin(self, is_last: bool) -> None:
-        """The backward of a micro-batch begins, the `is_last` of its step."""
+        """Notes that a micro-batch's backward begins; `is_last`: the last one of its step."""
         self.optimizer.is_last = is_last
 
     def take_metrics(self) -> dict[str, float]:
-        """Bytes that the last step moved; seconds, since they were asked for last, that gathers waited for the host's
-        steps, and that these took. Read between a step and its zero_grad."""
+        """Returns the bytes that the last step moved, the seconds since the last call that all-gathers waited for the
+        host's steps, and the seconds that these steps took. Call it between a step and its zero_grad."""
         moved = self.optimizer.moved.copy()
         for unit in self.homes.gathered:
             moved.update(gathered_bytes(self.layout, unit.shelf.plan))
@@ -130,7 +130,7 @@ class Offloaded:
         return found | {f"offload/{what}_bytes": float(count) for what, count in moved.items()}
 
     def bytes(self) -> dict[str, int]:
-        """What lies where, measured: of the host's memory, and of the disk."""
+        """Returns the measured bytes of offloaded state: `host` and, where a file is used, `disk`."""
         flats = [
             flat
             for unit in self.units
@@ -144,19 +144,19 @@ class Offloaded:
 
 
 def _as_reduced(unit: Unit, params: list[Any]) -> Unit:
-    """`unit` with its parameters in the order in which fully_shard has them side by side."""
+    """Returns `unit` with its parameters in the order in which fully_shard concatenates them."""
     shapes, trained = (tuple(found) for found in (map(whole_shape, params), [p.sharded_param for p in params]))
     assert sorted(shapes) == sorted(unit.shapes), "a unit is another one under fully_shard"
     return replace(unit, shapes=shapes, trained=tuple(parameter.requires_grad for parameter in trained))
 
 
 def _drop(parameter: torch.Tensor) -> None:
-    """The device's copy of a gradient, rounded to the shard's dtype: the host has it already, unrounded."""
+    """Frees the device's copy of a gradient, rounded to the shard's dtype: the host has the unrounded one already."""
     parameter.grad = None
 
 
 def threads_here(ranks_here: int, device_type: str) -> int:
-    """Cores of this rank; on a CPU less those that it computes with. Collective."""
+    """Returns this rank's share of cores, at least 1; on a CPU less the cores that compute. Collective."""
     everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, sorted(os.sched_getaffinity(0)))
     number = dist.get_rank() % ranks_here
@@ -166,8 +166,8 @@ def threads_here(ranks_here: int, device_type: str) -> int:
 
 
 def check_room(layout: Layout, ranks_here: int) -> None:
-    """Raise RecipeError where this machine's memory or disk cannot hold what its ranks need."""
-    sizes = shelf_sizes(layout, 0)  # no rank has more
+    """Raises RecipeError where this machine's memory or disk cannot hold the offloaded state of its ranks."""
+    sizes = shelf_sizes(layout, 0)  # no rank needs more than rank 0
     needed, there = sizes["host"] * ranks_here, available_memory() * (1 - RESERVE)
     if needed > there:
         further = "nvme (and offload.path)" if layout.offload.optimizer == "cpu" else "more ranks"
@@ -186,8 +186,8 @@ def check_room(layout: Layout, ranks_here: int) -> None:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process may take: what the kernel says is available, less where its control group, or one around
-    that, allows less. What a group has of files that were not read lately is as good as free: the kernel takes it."""
+    """Returns the bytes of host memory that this process may take: the kernel's MemAvailable, or less where its control
+    group, or one around that, allows less. A group's inactive page cache counts as free: the kernel reclaims it."""
     text = (root / "proc/meminfo").read_text()
     there = next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("MemAvailable"))
     groups = root / "proc/self/cgroup"
@@ -197,13 +197,13 @@ def available_memory(root: Path = Path("/")) -> int:
             tree, limit, used, idle = "", "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
             tree, limit, used = "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            idle = "total_inactive_file"  # with that of the groups inside, as its usage
+            idle = "total_inactive_file"  # with the groups inside, as its usage counts them too
         else:
             continue
         own = Path(path.lstrip("/"))
-        for group in (own, *own.parents):  # in a container one that is named from outside may not be there: its root is
+        for group in (own, *own.parents):  # in a container a path named from outside may be absent: its root is not
             folder = root / "sys/fs/cgroup" / tree / group
-            with contextlib.suppress(OSError, ValueError):  # none there, or `max`
+            with contextlib.suppress(OSError, ValueError):  # no such file, or `max`
                 most, taken = int((folder / limit).read_text()), int((folder / used).read_text())
                 stat = folder / "memory.stat"
                 counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}

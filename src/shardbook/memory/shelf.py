@@ -1,4 +1,4 @@
-"""Shelves: where masters, moments and gradients of a unit lie on the host, or on a disk, when they left the device.
+"""Host buffers: the flat buffers, in host memory or on a disk, of a unit's offloaded masters, moments and gradients.
 
 Invariant: a parameter begins at a multiple of ALIGN elements, so that AdamW in pieces of such lengths gives the bits of
 AdamW over the whole (its kernel works in vectors), and a piece on the disk begins at a page.
@@ -22,35 +22,35 @@ from shardbook.parallel.units import Unit, shard_rows
 
 ALIGN = 1024  # elements: a page of fp32
 FP32 = 4
-STAGINGS = 2  # buffers through which gradients come: one is filled while one is taken in
+STAGINGS = 2  # host buffers through which gradients arrive: one is filled while the other is added up
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one parameter of a unit lies: its rows of this rank, without padding, in the flats of its shelf, and with
-    padding in what is gathered and reduced."""
+    """The slot of one parameter, in elements: this rank's rows, without padding, in the unit's flat host buffers, and
+    with padding in the buffer that is all-gathered and the one that is reduce-scattered."""
 
-    start: int
+    start: int  # in the flat host buffers
     numel: int
     shape: tuple[int, ...]
-    wire: int  # where it begins among the unit's padded shards
-    padded: int
-    reduced: int  # the same among those that are trained; -1: it is not
+    wire: int  # offset among the unit's padded shards
+    padded: int  # elements of the padded shard
+    reduced: int  # offset among the padded shards of trained parameters; -1: the parameter is frozen
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The shelf of one unit, before anything is allocated: elements of each flat."""
+    """The sizes, in elements, of one unit's host buffers, and its parameters' slots. Nothing is allocated yet."""
 
     places: tuple[Place, ...]  # in the order of the unit's parameters
-    masters: int  # of all
-    trained: int  # of the trained, which come first
-    wire: int  # of padded shards together
-    reduced: int  # of those that are trained
+    masters: int  # of all parameters
+    trained: int  # of the trained parameters, which are first in the buffers
+    wire: int  # of all padded shards
+    reduced: int  # of the trained parameters' padded shards
 
 
 def plan_shelf(layout: Layout, unit: Unit, rank: int) -> Plan:
-    """What the global `rank` needs for `unit`. No process group is needed."""
+    """Returns the host buffers that the global `rank` needs for `unit`. No process group is needed."""
     shard = rank_along(layout.sizes, DP_SHARD, rank)
     rows = [shard_rows(shape[0], layout.shards, shard) for shape in unit.shapes]
     numels = [count * prod(shape[1:]) for count, shape in zip(rows, unit.shapes, strict=True)]
@@ -74,40 +74,40 @@ def plan_shelf(layout: Layout, unit: Unit, rank: int) -> Plan:
 
 @dataclass
 class Shelf:
-    """The flats of one unit. `masters`, `first` and `second` (AdamW's moments) lie in memory or in the mapping of a
-    file, whose offsets in bytes are in `offsets` then."""
+    """The flat host buffers of one unit. `masters`, `first` and `second` (AdamW's moments) lie in memory or in the
+    mapping of a file; `offsets` has their bytes' offsets in the file, -1 in memory."""
 
     plan: Plan
     masters: Tensor
     first: Tensor
     second: Tensor
     gradients: Tensor
-    wire: Tensor | None  # padded shards as they are gathered, where these do not lie on the device
+    wire: Tensor | None  # the padded shards that are all-gathered; None where these stay on the device
     offsets: dict[str, int] = field(default_factory=dict)
 
     def view(self, flat: Tensor, number: int) -> Tensor:
-        """The part of `flat` that belongs to the unit's parameter of that number, in its shape."""
+        """Returns the part of `flat` that belongs to the unit's parameter `number`, in the shape of its rows."""
         place = self.plan.places[number]
         return flat[place.start : place.start + place.numel].view(place.shape)
 
 
 @dataclass(eq=False)
 class Held:
-    """A unit whose state is off the device: its shelf, and what is under way with it."""
+    """An offloaded unit: its host buffers, and its gradients and steps under way."""
 
     number: int  # among the layout's units
     shelf: Shelf
-    masters: list[nn.Parameter]  # in the order of its places
-    arrivals: int = 0  # gradients of this step that came
-    arrived: Future[None] | None = None
-    ready: Future[None] | None = None  # its last step, to the end of its way to the device
-    version: int = 0  # of its masters: steps that began, and loads
-    squares: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # of the gradients, by master
+    masters: list[nn.Parameter]  # in the order of the shelf's places
+    arrivals: int = 0  # micro-batches of this step whose gradients arrived
+    arrived: Future[None] | None = None  # done when the last of them is added up
+    ready: Future[None] | None = None  # done when the last step is, its copies to the device queued
+    version: int = 0  # of its masters: how many steps began, and loads
+    squares: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # sums of squared gradients, by master
 
 
 def shelf_sizes(layout: Layout, rank: int) -> dict[str, int]:
-    """Bytes that `allocate_shelves` takes of the host, with the buffers through which gradients come, and, where a tier
-    lies there, of the disk, exactly; buffers of a disk's transfers are not in it."""
+    """Returns the exact bytes that `allocate_shelves` and the buffers through which gradients arrive take: `host` and,
+    where a tier is nvme, `disk`. Buffers of a disk's transfers are not counted."""
     host, disk = STAGINGS * staging_bytes(layout), 0
     for unit in layout.units:
         plan = plan_shelf(layout, unit, rank)
@@ -138,7 +138,7 @@ def fetches_ahead(layout: Layout) -> bool:
 
 
 def fetched_bytes(layout: Layout) -> int:
-    """Returns the device bytes for offloaded shards that are fetched: of the largest unit, and of one more ahead."""
+    """Returns the device bytes of fetched offloaded shards: the largest unit's, twice where one is prefetched here."""
     if layout.offload.params == "none":
         return 0
     most = max(unit.padded_numel(layout.shards) for unit in layout.units) // layout.shards
@@ -146,12 +146,12 @@ def fetched_bytes(layout: Layout) -> int:
 
 
 def step_bytes(layout: Layout, rank: int, micros: int) -> dict[str, int]:
-    """What one rank moves in an optimizer step of `micros` micro-batches, by `to_host`, `to_device` (over PCIe, on a
-    GPU), `disk_read` and `disk_written`. Every unit is taken to run forward and backward in each micro-batch."""
+    """Returns the bytes that one rank moves in an optimizer step: `to_host`, `to_device` (over PCIe, on a GPU),
+    `disk_read` and `disk_written`. Every unit is taken to run forward and backward in each of the `micros`."""
     moved = dict.fromkeys(("to_host", "to_device", "disk_read", "disk_written"), 0)
     if layout.offload.optimizer == "none":
         return {}
-    # what crosses replicas, or waits for the last micro-batch, comes once
+    # gradients arrive once where they are all-reduced over replicas, or reduced after the last micro-batch only
     arrivals = micros if layout.stage.reduce_every_micro and layout.replicas == 1 else 1
     for unit in layout.units:
         plan = plan_shelf(layout, unit, rank)
@@ -164,13 +164,14 @@ def step_bytes(layout: Layout, rank: int, micros: int) -> dict[str, int]:
 
 
 def gathered_bytes(layout: Layout, plan: Plan) -> dict[str, int]:
-    """What a gather of one unit brings to the device."""
+    """Returns the bytes that an all-gather of one unit moves: `to_device`, and `disk_read` from a disk."""
     wire = aligned(plan.wire * layout.dtype("params").itemsize) * (layout.offload.params != "none")
     return {"to_device": wire, "disk_read": wire * (layout.offload.params == "nvme")}
 
 
 def stepped_bytes(layout: Layout, plan: Plan) -> dict[str, int]:
-    """What the step of one unit moves: state through the host, and masters, in fp32, to shards on the device."""
+    """Returns the bytes that the step of one unit moves: state and shards to and from a disk, and fp32 masters to the
+    device where its shards are there."""
     wire = aligned(plan.wire * layout.dtype("params").itemsize) * (layout.offload.params == "nvme")
     state = 3 * plan.trained * FP32 * (layout.offload.optimizer == "nvme")
     shipped = sum(place.numel for place in plan.places if place.reduced >= 0) * FP32
@@ -181,7 +182,7 @@ def stepped_bytes(layout: Layout, plan: Plan) -> dict[str, int]:
 def allocate_shelves(
     layout: Layout, units: Sequence[Unit], rank: int, file: DirectFile | None, pin: bool
 ) -> Iterator[Shelf]:
-    """A shelf for each of `units`. `file`: of shelf_sizes' disk bytes."""
+    """Yields the allocated host buffers of each of `units`. `file`: of shelf_sizes' disk bytes. `pin`: for a GPU."""
     offset, offload, dtype = 0, layout.offload, layout.dtype("params")
 
     def take(size: int, tier: str) -> tuple[Tensor, int]:

@@ -1,2 +1,2 @@
-"""Ranks: processes that are started, find each other, notice who is lost, and end with an exit code.
+"""Ranks: starts processes, joins them, ends them when one is lost or hangs, and keeps their exit codes.
 Never computes anything itself."""

@@ -1,4 +1,4 @@
-"""Processes: the process group, this rank in it, its threads, who goes first, who asked to stop.
+"""Processes: the process group, this rank in it, its threads, its turn on a node, and requests to stop.
 
 Invariant: after `start_distributed` the same code runs with one process or many, CPU (gloo) or CUDA (NCCL beside gloo:
 host-side sums and checkpoints never touch the device stream). Knows nothing of meshes, models or recipes.
@@ -30,9 +30,9 @@ from shardbook.ranks.settings import allocator_default, keep_freed_memory, raise
 from shardbook.recipe import RecipeError, first_line
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=30)  # rank 0 may convert weights or tokenise while the others wait
-CONNECT_TIMEOUT = timedelta(minutes=1)  # gloo tries for five times as long
-LATER_SECONDS = 60  # that NCCL's limit is above that of a hang: a rank that it ends says nothing
+TIMEOUT = timedelta(minutes=30)  # rank 0 may convert weights or tokenize while the others wait
+CONNECT_TIMEOUT = timedelta(minutes=1)  # gloo tries for five times this long
+LATER_SECONDS = 60  # by which NCCL's limit is above that of a hang: a rank that NCCL ends names no reason
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Ranks:
 
 
 def start_distributed(lost_seconds: float = 0, hang_seconds: float = 0) -> Ranks:
-    """Join the process group that the launcher's variables describe; without a launcher, be a world of one.
+    """Joins the process group that the launcher's variables describe; without a launcher, makes a world of one.
 
-    A rank not heard of for `lost_seconds` ends all the others (0: they wait for TIMEOUT), and so does one that stands
-    still for `hang_seconds` inside `watch_steps` (0: off). Raises RecipeError where this torch lacks a name that a run
-    needs, the launcher would shard a second time (`ACCELERATE_USE_FSDP`), its variables are wrong, not every rank
-    comes, or gloo cannot connect them.
+    A rank without a heartbeat for `lost_seconds` ends all the others (0: they wait for TIMEOUT), and so does a rank
+    without progress for `hang_seconds` inside `watch_steps` (0: off). Raises RecipeError where this torch lacks a name
+    that a run needs, the launcher would shard a second time (`ACCELERATE_USE_FSDP`), its variables are wrong, a rank
+    does not join, or gloo cannot connect the ranks.
     """
     probe("stages", "run", *["cuda"] * torch.cuda.is_available())
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
@@ -85,17 +85,17 @@ def start_distributed(lost_seconds: float = 0, hang_seconds: float = 0) -> Ranks
     HERE.blocks = device.type == "cpu"
     store = join_ranks(place)
     _share_cores(place, store)
-    # without device_id: with it every barrier, also one around an hour of tokenising, would be NCCL's
+    # without device_id: with it every barrier, also one around an hour of tokenizing, would be NCCL's
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     watches = hang_seconds or (lost_seconds and place.world_size > 1)
     heartbeat = Heartbeat(place, store, lost_seconds, hang_seconds) if watches else None
     connect(place, store, backend)
-    _meet(place, store, "connected")  # none goes on, and perhaps ends, while another still connects to it
+    _meet(place, store, "connected")  # else a rank may end while another still connects to it
     return Ranks(place.rank, place.world_size, place.local_rank, place.ranks_per_node, device, heartbeat)
 
 
 def _meet(place: Rendezvous, store: Store, name: str) -> None:
-    """Leave when every rank has come here; rank 0, which may keep the store, when the others have read that."""
+    """Waits until every rank is here; rank 0, which may host the store, until the others have read that, too."""
     everyone = range(place.world_size)
     store.set(f"{name}/{place.rank}", "")
     if place.rank == 0:
@@ -108,7 +108,7 @@ def _meet(place: Rendezvous, store: Store, name: str) -> None:
 
 
 def connect(place: Rendezvous, store: Store, backend: str) -> None:
-    """Make the process group of all ranks. Raises RecipeError where gloo does not reach them all."""
+    """Makes the process group of all ranks. Raises RecipeError where gloo does not reach them all."""
     rank, size = place.rank, place.world_size
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=CONNECT_TIMEOUT)
@@ -122,9 +122,9 @@ def connect(place: Rendezvous, store: Store, backend: str) -> None:
 
 
 def set_time_limit(device_type: str, limit: timedelta) -> None:
-    """From now on end this process where a collective on `device_type` takes longer than `limit`, in whichever group.
+    """Sets the limit of a collective on `device_type`, in every group: one that takes longer ends this process.
 
-    A group that is made for a mesh has torch's default otherwise, whatever the group of all ranks has.
+    Without it a group made for a mesh keeps torch's default, whatever limit the group of all ranks has.
     """
     for backend in backends_of(torch.device(device_type)):
         backend.set_timeout(limit)
@@ -132,11 +132,11 @@ def set_time_limit(device_type: str, limit: timedelta) -> None:
 
 @contextlib.contextmanager
 def watch_steps(ranks: Ranks, hang_seconds: float, first_steps: int = 1) -> Iterator[Callable[[int], None]]:
-    """Watch the steps taken inside: what is yielded is called with the number of each finished one.
+    """Watches the steps inside. Yields a function to call with the number of each finished step.
 
-    When the `first_steps`, which compile, are finished, a rank that stands still for `hang_seconds` ends the run and is
-    named (0: not watched), and NCCL's limit comes down from TIMEOUT to a little more. gloo's stays: a checkpoint waits
-    for the slowest disk.
+    After the `first_steps`, which compile, a rank without progress for `hang_seconds` ends the run and is named (0: not
+    watched), and NCCL's limit falls from TIMEOUT to LATER_SECONDS more than that. gloo's limit stays: a checkpoint
+    waits for the slowest disk.
     """
     limit = timedelta(seconds=hang_seconds + LATER_SECONDS) if hang_seconds else TIMEOUT
 
@@ -150,26 +150,26 @@ def watch_steps(ranks: Ranks, hang_seconds: float, first_steps: int = 1) -> Iter
 
     yield finish
     HERE.watched = False
-    if ranks.device.type == "cuda":  # (on a CPU "cuda" too would be gloo's)
-        set_time_limit("cuda", TIMEOUT)  # in an export they wait for a disk again
+    if ranks.device.type == "cuda":  # (on a CPU gloo serves "cuda" too)
+        set_time_limit("cuda", TIMEOUT)  # in an export ranks wait for a disk again
 
 
 def leave_hangs_in(folder: Path) -> None:
-    """What a hang leaves is written into `folder`, which is made when there is something to write."""
+    """Sets `folder` for stacks and records of a hang; it is made when there is something to write."""
     HERE.folder = folder
     record_in(folder)
 
 
 def stop_distributed(ranks: Ranks) -> None:
-    """Leave the others, who may end later than this rank."""
+    """Leaves the process group; other ranks may end later than this one."""
     if ranks.heartbeat:
         ranks.heartbeat.leave()
     dist.destroy_process_group()
 
 
 def _share_cores(place: Rendezvous, store: Store) -> None:
-    """Compute with this rank's share of the cores that it may use: more threads than cores makes CPU work several times
-    slower, one thread (what torchrun sets unasked) starves it. A launcher may have given each rank cores of its own."""
+    """Sets torch's threads to this rank's share of the cores that it may use: more threads than cores make CPU work
+    several times slower, and one (torchrun's default) starves it. A launcher may give each rank its own cores."""
     if os.environ.get("OMP_NUM_THREADS", "1") != "1" or (
         "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
     ):
@@ -180,15 +180,15 @@ def _share_cores(place: Rendezvous, store: Store) -> None:
 
 
 def share_of_cores(node: Sequence[Sequence[int]], number: int) -> int:
-    """Cores of a node's rank of that `number`, at least one: those that it may use, shared with the ranks that may use
-    them too. `node`: what each of its ranks may use."""
+    """Returns the share of cores, at least 1, of a node's rank `number`: each core that it may use is divided among all
+    ranks that may use it. `node`: for each of its ranks the cores that it may use."""
     users = Counter(core for cores in node for core in cores)
     return max(1, int(sum(1 / users[core] for core in node[number]) + 1e-6))
 
 
 def free_port() -> int:
-    """A port below those that kernels give to whoever asks for any: it is bound seconds later, by a process that still
-    has to import torch."""
+    """Returns a free port below the ephemeral range: it is bound seconds later, after an import of torch, and until
+    then the kernel could give a port of that range to another process."""
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port := SystemRandom().randrange(10_000, 20_000)))
@@ -196,17 +196,17 @@ def free_port() -> int:
 
 
 def sum_over_ranks(*values: float) -> list[float]:
-    """Each value summed over all ranks, on the host: no device synchronisation. Exact for integers below 2**53."""
+    """Returns each value summed over ranks, on the host: no device sync. Exact for integers below 2**53. Collective."""
     return begin_sum(*values)()
 
 
 def begin_sum(*values: float) -> Callable[[], list[float]]:
-    """The same, which goes on while something else is done: call what comes back to wait for it."""
+    """Begins `sum_over_ranks` and returns a function that waits for its result. Collective."""
     total = torch.tensor(values, dtype=torch.float64)
     work = dist.all_reduce(total, async_op=True)
 
     def wait() -> list[float]:
-        HERE.mark("in a sum over all ranks")  # who waits in it is further than who has not come
+        HERE.mark("in a sum over all ranks")  # a rank that waits here is ahead of one that has not begun the sum
         work.wait()
         HERE.mark("after a sum over all ranks")
         return [float(value) for value in total]
@@ -215,7 +215,7 @@ def begin_sum(*values: float) -> Callable[[], list[float]]:
 
 
 def broadcast_from_main(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, on every rank; its RecipeError too is raised on every rank."""
+    """Returns on every rank the result of `make` on rank 0; raises its RecipeError on every rank. Collective."""
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -229,8 +229,8 @@ def broadcast_from_main(make: Callable[[], T]) -> T:
 
 
 def agree(make: Callable[[], T]) -> T:
-    """Returns what `make` returns on this rank; raises on every rank the first RecipeError that any raised: else the
-    others would wait for one that has left. Collective."""
+    """Returns this rank's result of `make`; where it raised RecipeError on any rank, raises the first on every rank:
+    else the others would wait for a rank that has left. Collective."""
     found, said = list[T](), None
     try:
         found.append(make())
@@ -245,8 +245,8 @@ def agree(make: Callable[[], T]) -> T:
 
 
 def check_alike(facts: dict[str, Any]) -> None:
-    """Raise RecipeError, on every rank, where a rank's `facts` are not rank 0's: else they would wait for each other in
-    unlike collectives, or compute unlike numbers. Collective."""
+    """Raises RecipeError, on every rank, where a rank's `facts` differ from rank 0's: else ranks would wait for each
+    other in different collectives, or compute different numbers. Collective."""
     everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, facts)
     for rank, theirs in enumerate(everyone):
@@ -260,8 +260,8 @@ def check_alike(facts: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def local_main_process_first(ranks: Ranks) -> Iterator[None]:
-    """The node's first rank runs the body, then the others: for work whose result is a cache on disk. All leave it
-    together, so that what is refused next is refused by all at once: a rank that is late loses the store of rank 0."""
+    """Runs the body on the node's first rank, then on its others: for work that fills a cache on disk. All ranks leave
+    together, so that all refuse the next thing at once: a late rank would lose the store of rank 0. Collective."""
     if ranks.local_rank != 0:
         dist.barrier()
     yield
@@ -272,11 +272,11 @@ def local_main_process_first(ranks: Ranks) -> Iterator[None]:
 
 @dataclass
 class StopFlag:
-    """Set on this rank by SIGTERM, SIGUSR1 or a first Ctrl-C (a second ends the rank at once); summed over ranks with
-    each step's tokens, and after an evaluation, samples or a save, so that all stop after the same step."""
+    """The request to stop: SIGTERM, SIGUSR1 or a first Ctrl-C sets it on a rank (a second ends that at once). Summed
+    over ranks with each step's tokens, and after an evaluation, samples or a save: all stop after the same step."""
 
     asked: bool = False
-    again: bool = False  # whether something that takes long went by since it was summed, on every rank
+    again: bool = False  # whether an evaluation, samples or a save went by since the sum; the same on every rank
 
     def listen(self) -> "StopFlag":
         def ask(signum: int, frame: FrameType | None) -> None:
@@ -284,7 +284,7 @@ class StopFlag:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if os.environ.get("RANK", "0") == "0":
                 # not print: the signal may come while a line is being written, and Python refuses to write two at once
-                with contextlib.suppress(OSError):  # a Ctrl-C also ends what reads this: train | tee log
+                with contextlib.suppress(OSError):  # a Ctrl-C also ends the reader of this pipe: train | tee log
                     os.write(1, b"stopping after this step; Ctrl-C again to quit without saving\n")
 
         for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):

@@ -1,7 +1,7 @@
 """How a rank ends: its exit code, its last line, and the file that keeps the code where a launcher does not.
 
-torchrun and accelerate turn every code into 1. Where SHARDBOOK_EXIT_FILE names a file, each rank adds its code to it as
-one line, in the order in which they ended, so that a script around them can exit as `shardbook train` does.
+torchrun and accelerate turn every code into 1. Where SHARDBOOK_EXIT_FILE names a file, each rank appends its code to it
+as one line, in the order in which they end, so that a script around them can exit as `shardbook train` does.
 """
 
 import os
@@ -18,31 +18,31 @@ from shardbook.recipe import RecipeError
 
 DONE, FAILED, WRONG, PREEMPTED = 0, 1, 2, 75  # exit codes of a rank, and of a run
 EXIT_FILE = "SHARDBOOK_EXIT_FILE"
-LEAVING = threading.Event()  # set when this rank knows that it ends: its heartbeat stops and waits for nobody
-LAST_WORDS: list[Callable[[str], None]] = []  # who is told why this rank failed: its heartbeat passes it on
-GOODBYES: list[Callable[[], None]] = []  # how this rank leaves others who leave as well: its heartbeat says so
-PEER_SECONDS = 5.0  # in which a rank that lost its peer may hear why
+LEAVING = threading.Event()  # set when this rank knows that it ends: its heartbeat stops and watches no rank
+LAST_WORDS: list[Callable[[str], None]] = []  # called with the reason why this rank failed: the heartbeat passes it on
+GOODBYES: list[Callable[[], None]] = []  # called where all ranks leave: the heartbeat says that this one does
+PEER_SECONDS = 5.0  # for which a rank that lost its peer waits for the reason
 
 
 class RunFailed(Exception):
-    """The run cannot go on, and not because of its recipe; the message is the reason. The process exits with 1."""
+    """The error of a run that cannot go on, not because of its recipe; its message is the reason. Exit code 1."""
 
 
 def report_error(error: BaseException, code: int) -> int:
-    """Print the reason as the last line, after a traceback if it is our bug. Returns `code`.
+    """Prints the reason as the last line, after a traceback if it is a bug of this package. Returns `code`.
 
-    The first rank that leaves has the others killed, so the rank that knows must leave first: rank 0 at once, since
-    most errors meet every rank; another rank soon after, a node's first before its others; one that only lost its peer
-    last, for it knows nothing, and its heartbeat speaks for it where it hears the reason meanwhile.
+    The first rank that leaves has the others killed, so a rank that knows the reason must leave first: rank 0 at once,
+    since most errors happen on every rank; another rank soon after, a node's first before its others; a rank that only
+    lost its peer last, since it knows no reason, and its heartbeat prints the reason if one arrives meanwhile.
     """
-    refused = code == WRONG  # which every rank finds out by itself
+    refused = code == WRONG  # every rank finds this out by itself
     lost_peer = is_lost_peer(error)
     if lost_peer:
         time.sleep(PEER_SECONDS)
     LEAVING.set()
     turn = (os.environ.get("RANK", "0") != "0") + (os.environ.get("LOCAL_RANK", "0") != "0")
     if refused and turn:
-        say_goodbye()  # rank 0, with whom the store may end, waits for that
+        say_goodbye()  # rank 0 waits for that, since the store may end with it
     time.sleep(0 if lost_peer else (0, 2, 3)[turn])
     if lost_peer and (broke := broken_connection(error)):
         error = RunFailed(f"another rank ended, and said why where it ran ({broke}); run the same command again")
@@ -59,7 +59,7 @@ def report_error(error: BaseException, code: int) -> int:
 
 
 def tell_others(reason: str) -> None:
-    """Say in every other rank's last line why this one ends."""
+    """Passes the reason why this rank ends on to the last line of every other rank."""
     for tell in LAST_WORDS:
         tell(reason)
 
@@ -70,9 +70,9 @@ def say_goodbye() -> None:
 
 
 def exit_rank(code: int) -> NoReturn:
-    """End this process with `code`, now, from any thread; what is written must be closed.
+    """Ends this process with `code`, now, from any thread; files must be closed before.
 
-    Past this point only destructors of native libraries would run, and one of their threads was seen to abort a
+    After this point only destructors of native libraries would run, and one of their threads was seen to abort a
     finished rank (about once in fifty), which would turn exit code 0 into 134.
     """
     try:
@@ -81,5 +81,5 @@ def exit_rank(code: int) -> NoReturn:
                 file.write(f"{code}\n")
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # also where nobody reads any more, or that file cannot be written
+    finally:  # also where the output is closed, or that file cannot be written
         os._exit(code)

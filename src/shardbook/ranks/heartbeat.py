@@ -1,9 +1,9 @@
-"""The heartbeat: a rank that vanishes, fails or stands still ends the others in bounded time, with a line that names
-it, and a launcher that is killed ends its ranks.
+"""The heartbeat: a rank that vanishes, fails or hangs ends the others in bounded time, with a line that names it, and a
+launcher that is killed ends its ranks.
 
 A machine that loses its link or its power closes no connection, and NCCL notices no closed one, so the others would
-wait for their time limit. Invariant: a rank is lost, or stands still, only after seconds in which its counter, or its
-progress, stood while the rank that counts was running; one that leaves says so. Knows nothing of what ranks do.
+wait for their time limit. Invariant: a rank counts as lost, or hung, only after seconds without a new beat, or without
+progress, in which the rank that counts them was running; a rank that leaves says so. Knows nothing of ranks' work.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from shardbook.ranks.lost import is_closed_store
 from shardbook.ranks.progress import HERE, Standing, find_behind
 from shardbook.recipe import RecipeError
 
-LAUNCHER = "SHARDBOOK_LAUNCHER"  # the pid of what started this process: a rank, or a run of a comparison
+LAUNCHER = "SHARDBOOK_LAUNCHER"  # pid of the process that started this one (a rank, or a run of a comparison)
 BEAT_SECONDS = 2.0  # at most: an eighth of the shorter limit where that is less
-STAY_SECONDS = 30.0  # of rank 0 at its end, for ranks that are not yet there
+STAY_SECONDS = 30.0  # for which rank 0 waits at its end for other ranks to leave
 REFUSED_SECONDS = 5.0  # the same where the run is refused, which every rank finds out at about the same moment
-GONE_SECONDS = 10.0  # that a rank still has when rank 0 has ended: it may end too, and know why
+GONE_SECONDS = 10.0  # for which a rank goes on after rank 0 ended: it may end too, and know the reason
 EVIDENCE_SECONDS = 10.0  # for writing stacks: the disk may be what hangs
 LEFT = b"left"
 AGAIN = "run the same command again"
@@ -38,11 +38,11 @@ AGAIN = "run the same command again"
 class Heartbeat:
     """Beats for this rank, and watches: rank 0 all others, the others rank 0.
 
-    `lost_seconds` without a beat is lost, `hang_seconds` without progress hangs (0: neither). What is said of either is
-    the store's key `lost`, the last line of every rank.
+    A rank without a beat for `lost_seconds` is lost, one without progress for `hang_seconds` hangs (0: neither is
+    watched). The reason goes into the store's key `lost`, and is the last line of every rank.
 
-    Two threads, because one may block in a socket that nobody answers any more: that one beats and reads, on a
-    connection of its own; the other only counts how long the first has had no answer.
+    Two threads, because one may block in a socket that no longer answers: it beats and reads, on a connection of its
+    own; the other only counts for how long the first has had no answer.
     """
 
     def __init__(self, place: Rendezvous, store: Store, lost_seconds: float, hang_seconds: float = 0):
@@ -62,8 +62,8 @@ class Heartbeat:
         _start(self._count_unanswered)
 
     def leave(self, seconds: float = STAY_SECONDS) -> None:
-        """Say that this rank ends, and that nobody is to end for it; from here on the others' fate is not its own. Rank
-        0 stays up to `seconds` for those who are not so far, since the store may end with it."""
+        """Announces that this rank ends, so that no other ends for it, and stops watching the others. Rank 0 waits up
+        to `seconds` for ranks that are not so far, since the store may end with it."""
         LEAVING.set()
         LAST_WORDS.clear()
         self.beating.join(min(seconds, self.seconds))
@@ -78,7 +78,7 @@ class Heartbeat:
                 time.sleep(0.05)
 
     def pass_on(self, reason: str) -> None:
-        """Tell all ranks why this one fails, unless another has been first."""
+        """Writes the reason why this rank fails for all ranks, unless another rank was first."""
         said = f"rank {self.place.rank} (host {self.hosts[self.place.rank]}) ended: {reason}"
         keeps_store = self.place.rank == 0 and not self.place.hosted
         is_told = _soon(lambda: self.store.compare_set("lost", "", said))
@@ -103,14 +103,14 @@ class Heartbeat:
                 return
             self.unanswered = 0.0
             now = time.monotonic()
-            # A pause of this process, stopped or starved, is no silence of the others.
+            # At most two beats count: a pause of this process, stopped or starved, is no silence of the others.
             passed, before = min(now - before, 2 * self.every), now
             for rank, counter in zip(self.watched, counters, strict=True):
                 still = counter == seen.get(rank) and counter != LEFT
                 silent[rank] = silent[rank] + passed if still else 0.0
                 seen[rank] = counter
             if max(silent.values()) > self.seconds:
-                # with all of its node, whose last beats were not at the same moment
+                # names all ranks of a lost node: their last beats were not at the same moment
                 self._announce(self._explain([rank for rank in silent if silent[rank] > self.seconds - 2 * self.every]))
             elif self.place.rank == 0 and self.hang_seconds < math.inf:
                 beats = {0: own.dump(count).encode()} | seen
@@ -120,15 +120,15 @@ class Heartbeat:
                     self._announce(self._explain_hang(there, behind), hangs=True)
 
     def _announce(self, reason: str, hangs: bool = False) -> None:
-        """End the run with `reason`, or with what was said of it before."""
+        """Ends the run with `reason`, or with the reason that another rank wrote before."""
         said = self.store.compare_set("lost", "", reason).decode()
         if not hangs:
             time.sleep(2 * self.every)  # until the others have read it: the store may end with this process
         self._end(said, hangs)
 
     def _lose_store(self, error: Exception, left: bool) -> None:
-        """The process that kept the store closed the connection: it ended, unless it `left`. Anything else is silence,
-        which the other thread counts."""
+        """Ends the run where the store's process closed the connection, so has ended, and has not `left`. Any other
+        error is silence, which the other thread counts."""
         if is_closed_store(error) and not left and self.place.rank and not LEAVING.wait(GONE_SECONDS):
             who = f"the launcher at {self.place.address}" if self.place.hosted else f"rank 0 (host {self.hosts[0]})"
             self._end(f"{who} ended, and said why where it ran; {AGAIN}")
@@ -143,7 +143,7 @@ class Heartbeat:
                 self._end(self._explain([0]))
 
     def _explain(self, lost: list[int]) -> str:
-        """`lost` [0] on rank 0 itself: where the launcher's agent keeps the store, and is gone."""
+        """Returns the reason for `lost` ranks: [0] on rank 0 is the launcher's agent, which hosts the store."""
         agent = lost == [0] and self.place.rank == 0
         who_has = f"the launcher at {self.place.address} has" if agent else self._who_has(lost)
         return f"{who_has} not been heard of for {self.seconds:g} s; {AGAIN}"
@@ -163,19 +163,19 @@ class Heartbeat:
         return f"{name_ranks(ranks)} (host {hosts}) {'has' if len(ranks) == 1 else 'have'}"
 
     def _end(self, reason: str, hangs: bool = False) -> None:
-        with self.ending:  # one of the two threads speaks
+        with self.ending:  # only one of the two threads prints
             if not LEAVING.is_set():
                 if hangs:
                     _soon(lambda: leave_evidence(self.place.rank), EVIDENCE_SECONDS)
-                    time.sleep(2 * self.every + 3)  # until the others have left theirs
-                # the node's first rank speaks for the others: its launcher then ends them
+                    time.sleep(2 * self.every + 3)  # until the others have written theirs
+                # the node's first rank prints first: its launcher then ends the others
                 time.sleep(min(2, self.seconds) if self.place.local_rank else 0)
                 end_run(reason)
 
 
 def leave_evidence(rank: int) -> None:
-    """Write what may explain a hang into the run's folder for it: the stacks of this process (`stacks-<rank>.txt`), and
-    torch's record of its last collectives (`collectives-<rank>`; NCCL's is for `torchfrtrace`)."""
+    """Writes this process's stacks (`stacks-<rank>.txt`) and torch's record of its last collectives
+    (`collectives-<rank>`; NCCL's is for `torchfrtrace`) into the run's folder for hangs."""
     if HERE.folder is None:
         return
     HERE.folder.mkdir(exist_ok=True)
@@ -185,19 +185,19 @@ def leave_evidence(rank: int) -> None:
 
 
 def tell_run(place: Rendezvous, reason: str, keeps_store: bool) -> None:
-    """As a launcher, tell the ranks of all nodes why one of its own ended, unless a rank has said it. `keeps_store`: it
-    is about to end rank 0, and the store with it."""
+    """Writes, from a launcher, the reason why one of its ranks ended for the ranks of all nodes, unless a rank wrote
+    one. `keeps_store`: the launcher is about to end rank 0, and the store with it."""
 
     def tell() -> None:
         with contextlib.suppress(RecipeError):  # the store may have ended
             open_store(place).compare_set("lost", "", reason)
 
     if _soon(tell) and keeps_store:
-        time.sleep(2 * BEAT_SECONDS)  # until they have read it
+        time.sleep(2 * BEAT_SECONDS)  # until the ranks have read it
 
 
 def watch_launcher() -> None:
-    """End this process when its launcher is gone without ending it (SIGKILL): an orphan holds run, memory and GPU."""
+    """Ends this process when its launcher was killed (SIGKILL): an orphan holds run, memory and GPU."""
     if LAUNCHER not in os.environ:
         return
     launcher = int(os.environ[LAUNCHER])
@@ -214,13 +214,13 @@ def watch_launcher() -> None:
 
 def end_run(reason: str) -> NoReturn:
     # not print: the main thread may be writing a line, or hang while it holds the stream
-    with contextlib.suppress(OSError):  # who read it may be gone too
+    with contextlib.suppress(OSError):  # the reader may be gone too
         os.write(2, f"shardbook: run failed: {reason}\n".encode())
     exit_rank(FAILED)
 
 
 def _soon(work: Callable[[], object], seconds: float = 3.0) -> bool:
-    """Whether `work` was done within `seconds`; what it waits for may never answer."""
+    """Returns whether `work` ended within `seconds`. It runs in a thread, since the store may never answer."""
 
     def try_it() -> None:
         with contextlib.suppress(dist.DistError, OSError):

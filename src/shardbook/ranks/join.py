@@ -1,7 +1,7 @@
-"""Joining: which rank this process is, by its launcher's variables, and the store where all ranks of a run meet.
+"""Joining: this process's rank, by its launcher's variables, and the store where all ranks of a run meet.
 
-Invariant: either every rank of the run gets the store, or every rank that came ends with one line that says which did
-not and where they were awaited. Knows nothing of process groups and devices.
+Invariant: either every rank of the run gets the store, or every rank that joined ends with one line that names the
+absent ranks and the address. Knows nothing of process groups and devices.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ from torch.distributed import Store as Store  # type: ignore[attr-defined]
 
 from shardbook.recipe import RecipeError
 
-SILENT_SECONDS = 15  # a head that does not answer at all, or whose name is not known (yet)
-JOIN_SECONDS = 300  # ranks that do not come
+SILENT_SECONDS = 15  # for a head that does not answer at all, or a name that is not known (yet)
+JOIN_SECONDS = 300  # for ranks that do not join
 TELL_SECONDS, TELL_AGAIN_SECONDS = 10, 30
-STORE_TIMEOUT = timedelta(seconds=60)  # of one call; none is made before its answer is there
+STORE_TIMEOUT = timedelta(seconds=60)  # of one call; a call is made only once its answer is there
 START = "start with shardbook train, torchrun, accelerate launch, or srun through launch/slurm.sbatch"
 ALL_CAME = "all came"
 INTERFACE = (
     "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, on each machine, to its interface (as in `ip addr`) to the others"
 )
-ALIEN = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}  # they start ranks and tell them nothing of RANK
+ALIEN = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}  # they start ranks and set no RANK
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """This rank among all, and where they meet. `hosted`: the launcher's agent keeps the store, not rank 0."""
+    """This rank among all, and the store's address. `hosted`: the launcher's agent hosts the store, not rank 0."""
 
     rank: int = 0
     world_size: int = 1
@@ -54,7 +54,7 @@ class Rendezvous:
 
 
 def read_rendezvous(variables: Mapping[str, str]) -> Rendezvous:
-    """The rendezvous that a launcher's `variables` describe; without a launcher a world of one. Raises RecipeError."""
+    """Returns the rendezvous of a launcher's `variables`, a world of one without a launcher. Raises RecipeError."""
     if "RANK" not in variables:
         for name, program in ALIEN.items():
             if variables.get(name, "1") not in ("", "1"):
@@ -89,9 +89,9 @@ def read_rendezvous(variables: Mapping[str, str]) -> Rendezvous:
 
 
 def join_ranks(place: Rendezvous) -> Store:
-    """The store of all ranks, once all have come; see `read_member` for what each has said of itself there.
+    """Returns the store of all ranks, once all have joined; `read_member` reads what each wrote of itself there.
 
-    Raises RecipeError, on each rank that came, where some have not come after JOIN_SECONDS, two claim to be the same,
+    Raises RecipeError, on each rank that joined, where a rank has not after JOIN_SECONDS, two claim the same number,
     the head cannot be reached or its port is taken.
     """
     is_host = place.rank == 0 and not place.hosted
@@ -119,7 +119,7 @@ def join_ranks(place: Rendezvous) -> Store:
 
 
 def open_store(place: Rendezvous, is_host: bool = False) -> Store:
-    """A connection of its own to the store of the run. Raises RecipeError where there is none."""
+    """Opens a new connection to the store of the run. Raises RecipeError where there is no store."""
     opened: list[Store] = []
     reasons: list[str] = []
 
@@ -130,7 +130,7 @@ def open_store(place: Rendezvous, is_host: bool = False) -> Store:
         except (dist.DistError, ValueError) as error:
             reasons.append(str(error).splitlines()[0])
 
-    # In a thread, because a stranger on that port that says nothing would be waited for without end.
+    # In a thread: where another program listens on that port and does not answer, the call would never return.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(SILENT_SECONDS)
@@ -145,7 +145,7 @@ def open_store(place: Rendezvous, is_host: bool = False) -> Store:
 
 
 def read_member(store: Store, rank: int) -> dict[str, Any]:
-    """`host`, `pid`, `cores` (those it may use) and `address` (what its host name means) of a rank that has come."""
+    """Returns `host`, `pid`, `cores` (that it may use) and `address` (of its host name) of a rank that has joined."""
     return json.loads(store.get(f"member/{rank}"))
 
 
@@ -155,7 +155,7 @@ def name_ranks(ranks: list[int]) -> str:
 
 
 def _await_head(place: Rendezvous) -> None:
-    """Return once something listens at the head. One that answers may be starting; a silent one has SILENT_SECONDS."""
+    """Waits for a listening head: JOIN_SECONDS if it answers (it may be starting), else SILENT_SECONDS. RecipeError."""
     began = time.monotonic()
     while True:
         try:
@@ -173,7 +173,7 @@ def _await_head(place: Rendezvous) -> None:
 
 
 def _await_ranks(store: Store, place: Rendezvous) -> str:
-    """Rank 0: wait until all have come, saying now and then who has not. Returns the verdict that every rank reads."""
+    """Waits, on rank 0, until all have joined, printing now and then who has not. Returns the verdict for all ranks."""
     keys = [f"member/{rank}" for rank in range(place.world_size)]
     began, tell_at = time.monotonic(), TELL_SECONDS
     while not store.check(keys):
@@ -195,8 +195,8 @@ def _await_ranks(store: Store, place: Rendezvous) -> str:
 
 
 def _own_address(host: str) -> str:
-    """Where gloo would listen: at the first address of the host name that is one of this machine's, else at 127.0.0.1.
-    Empty where GLOO_SOCKET_IFNAME tells it."""
+    """Returns the address at which gloo would listen: the host name's first that belongs to this machine, else
+    127.0.0.1. Empty where GLOO_SOCKET_IFNAME sets it."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return ""
     with contextlib.suppress(OSError):
@@ -208,7 +208,7 @@ def _own_address(host: str) -> str:
 
 
 def _find_loopback(members: list[dict[str, Any]]) -> str:
-    """What to say where ranks of several machines would listen where no other reaches them: gloo tries for hours."""
+    """Returns a refusal of loopback addresses among several machines: gloo would try for hours. Empty where none is."""
     alone = [rank for rank, member in enumerate(members) if member["address"].startswith(("127.", "::1"))]
     hosts = dict.fromkeys(member["host"] for member in members)
     if not alone or len(hosts) == 1:

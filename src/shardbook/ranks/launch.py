@@ -1,8 +1,8 @@
-"""Start the ranks of a machine: N processes of `python -m shardbook.train`, signals passed on, exit codes kept.
+"""The launcher: starts a machine's ranks (`python -m shardbook.train`), passes signals on and keeps exit codes.
 
 On several machines each starts its own ranks, and rank 0 of the first listens for the others. Not torchrun, for one
-reason: it turns every failure of a rank into exit code 1 and a report of its own, and the exit codes and the last line
-of a Shardbook run mean something. (torchrun, accelerate launch and srun start the same ranks.)
+reason: it turns every failure of a rank into exit code 1 and a report of its own, and a Shardbook run's exit codes and
+last line have meanings. (torchrun, accelerate launch and srun can start the same ranks.)
 """
 
 import os
@@ -32,7 +32,7 @@ SENDERS = {
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a run, and which of them this is. `head`: the first one's host or host:port."""
+    """The machines of a run, and this one's number. `head`: the first one's host or host:port."""
 
     count: int = 1
     rank: int = 0
@@ -57,11 +57,11 @@ class Nodes:
 
 
 def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
-    """Run `nproc` ranks here with the command line `words`; the exit code of the first that fails, else 0.
+    """Runs `nproc` ranks here with the command line `words`. Returns the exit code of the first that fails, else 0.
 
-    When one fails the others are killed: they would wait for it in a collective. Those of other nodes are told why.
+    When one fails the others are killed: they would wait for it in a collective. Other nodes' ranks get the reason.
     """
-    watch_launcher()  # a comparison that is killed
+    watch_launcher()  # ends this process where its comparison is killed
     host, port = nodes.address
     shared = {
         "WORLD_SIZE": str(nodes.count * nproc),
@@ -70,7 +70,7 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
         "MASTER_PORT": str(port),
         LAUNCHER: str(os.getpid()),
         **allocator_default(os.environ),
-        # else ranks whose store has ended dump C++ stacks over the one line that says why
+        # else ranks that lose the store print C++ stacks over the one line with the reason
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     processes: list[subprocess.Popen[bytes]] = []
@@ -89,16 +89,16 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
     command = [sys.executable, "-m", "shardbook.train", *words]
     for rank in range(nproc):
         environment = os.environ | shared | {"RANK": str(nodes.rank * nproc + rank), "LOCAL_RANK": str(rank)}
-        # a session of its own, so that Ctrl-C reaches a rank once, through us, and not twice
+        # a session of its own, so that Ctrl-C reaches a rank once, from this process, and not twice
         processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
-    if asked:  # while ranks were being started: the later ones have not heard it
+    if asked:  # a signal came while ranks were being started: the later ones did not get it
         pass_on(signal.SIGTERM, None)
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
             if code not in (None, DONE, PREEMPTED):  # preempted ranks all save and leave by themselves
                 failed = nodes.rank * nproc + rank
-                if code < 0 and failed and nodes.count > 1:  # who fails by itself says so itself; rank 0 has the store
+                if code < 0 and failed and nodes.count > 1:  # a rank's own failure it prints; rank 0 has the store
                     said = f"rank {failed} (host {socket.gethostname()}) was ended by {_name_signal(code)}"
                     tell_run(Rendezvous(failed, nodes.count * nproc, host=host, port=port), said, nodes.rank == 0)
                 for process in processes:
@@ -111,11 +111,11 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
 
 
 def _explain_exit(rank: int, code: int, is_asked: bool) -> int:
-    """The exit code to return for a rank's; a rank that a signal ended could not give its reason itself. `is_asked`:
-    one was passed on to all, who did not save."""
+    """Returns the run's exit code for a rank's, and prints the reason for a rank that a signal ended. `is_asked`: a
+    signal was passed on to all ranks, which did not save."""
     if code >= 0:
         return code
-    if is_asked and code in (-signal.SIGTERM, -signal.SIGUSR1):  # before they listened for it
+    if is_asked and code in (-signal.SIGTERM, -signal.SIGUSR1):  # before the ranks listened for it
         print("shardbook: stopped before the first step; run the same command again", file=sys.stderr)
         return PREEMPTED
     insists = is_asked and code == -signal.SIGKILL

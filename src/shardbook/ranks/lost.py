@@ -1,8 +1,8 @@
-"""A lost peer: how a rank tells, by what torch says, that another rank or the store is gone.
+"""A lost peer: recognizes by torch's errors that another rank or the store is gone.
 
-torch has classes for some of it (DistError and those under it); gloo raises a plain RuntimeError, and what happened is
-in its words alone. These are torch 2.13.0's, and tests/dist/test_lost.py provokes each: other words turn it red.
-Invariant: a message that nobody knows is this rank's own failure, which is said with its traceback.
+torch has classes for some (DistError and its subclasses); gloo raises a plain RuntimeError, whose message alone says
+what happened. The messages are torch 2.13.0's, and tests/dist/test_lost.py provokes each: other words turn it red.
+Invariant: an unknown message is this rank's own failure, printed with its traceback.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""This machine: how many ranks a recipe starts on it."""
+"""This machine: the number of ranks that a recipe starts on it."""
 
 import os
 from math import prod
@@ -10,14 +10,14 @@ from shardbook.recipe import Recipe, RecipeError, find_stage
 
 
 def choose_nproc(recipe: Recipe, asked: int | None = None, nodes: int = 1) -> int:
-    """Ranks to start on each of `nodes` machines: those asked for, else this one's share of a fixed mesh, else one a
-    GPU, else two on the CPU. Raises RecipeError for stage and mesh: sooner and quieter than every rank would."""
+    """Returns the number of ranks to start on each of `nodes` machines: `asked`, else this one's share of a fixed mesh,
+    else one a GPU, else two on the CPU. Raises RecipeError for stage and mesh here, before every rank would."""
     gpus = torch.cuda.device_count()
     sizes = resolve_sizes(recipe.parallel, find_stage(recipe.parallel.stage).axes, world_size=asked and asked * nodes)
     if asked is not None:
         return asked
     needed = prod(sizes.values())
-    if needed < 0:  # an axis takes what there is; without GPUs two ranks, or what the others take
+    if needed < 0:  # a free axis takes all GPUs; without GPUs 2 ranks, or the product of the fixed axes
         return gpus or -needed * max(1, 2 // -needed)
     if needed % nodes:
         raise RecipeError(

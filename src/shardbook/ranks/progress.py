@@ -1,7 +1,7 @@
-"""Progress: how far the main thread of this rank has come, and which ranks of a run stand still.
+"""Progress: marks how far this rank's main thread is, and finds the stragglers among hung ranks.
 
-Invariant: all ranks of a run make the same marks in the same order, so of two that stand still the one with fewer marks
-is behind, and the other waits for it. In the first steps (compilers, loading) and in long phases nobody is watched.
+Invariant: all ranks of a run make the same marks in the same order, so of two hung ranks the one with fewer marks is
+behind, and the other waits for it. In the first steps (compilers, loading) and in long phases no rank is watched.
 Knows nothing of what a step computes.
 """
 
@@ -24,17 +24,17 @@ COLLECTIVES = str(Path(torch.distributed.__file__).parent) + "/"
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank's main thread stands, and for how long."""
+    """The progress of a rank's main thread at one moment, and the seconds since it last moved."""
 
     marks: int
     waits: bool  # on the host, inside a collective
     seconds: float  # since its last mark, while the rank itself was running; 0 where it is not watched
     step: int
     doing: str
-    line: str  # of this package; empty where it is in none
+    line: str  # file and line of this package; empty where the thread is outside of it
 
     def dump(self, beat: int) -> str:
-        """As text, which is another one for each `beat`."""
+        """Returns it as JSON, with the number of the `beat`, so that each beat's text is a new one."""
         return json.dumps([beat, *astuple(self)])
 
     @staticmethod
@@ -44,14 +44,14 @@ class Standing:
 
 @dataclass
 class Progress:
-    """Written by the main thread, read by the heartbeat."""
+    """The progress of this process: the main thread writes it, the heartbeat reads it."""
 
     marks: int = 0
     step: int = 0
     doing: str = ""
     watched: bool = False
     blocks: bool = True  # the host waits in a collective (gloo), rather than queue it (NCCL)
-    folder: Path | None = None  # where to leave what may explain a hang
+    folder: Path | None = None  # for the stacks and records of a hang
     _seen: int = 0
     _seconds: float = 0.0
 
@@ -60,13 +60,13 @@ class Progress:
         self.marks += 1
 
     def finish(self, step: int, watched: bool = True) -> None:
-        """This rank has finished `step`, and is `watched` from here on."""
+        """Marks `step` as finished; `watched`: whether the rank is watched from here on."""
         self.step = step + 1
         self.watched = watched
         self.mark("before its micro-batches")
 
     def stand(self, passed_seconds: float) -> Standing:
-        """Where it stands, `passed_seconds` after it was last asked."""
+        """Returns the progress now, `passed_seconds` after the last call."""
         marks = self.marks
         moved = marks != self._seen or not self.watched
         self._seen, self._seconds = marks, 0.0 if moved else self._seconds + passed_seconds
@@ -78,10 +78,10 @@ HERE = Progress()  # a process has one main thread
 
 
 def marked(items: Iterable[T], name: str) -> Iterator[T]:
-    """`items`, each a `name`, with a mark before each and one after the last."""
+    """Yields `items`, each called a `name`, and makes a mark before each and one after the last."""
     each = iter(items)
     for number in count(1):
-        HERE.mark(f"in {name} {number}")  # before it is made: some are work
+        HERE.mark(f"in {name} {number}")  # before the item is made, which may be work
         try:
             item = next(each)
         except StopIteration:
@@ -92,7 +92,7 @@ def marked(items: Iterable[T], name: str) -> Iterator[T]:
 
 @contextlib.contextmanager
 def long_phase(name: str) -> Iterator[None]:
-    """Inside nobody is watched: how long a disk takes is not known."""
+    """Suspends the watch inside: a disk may take any time."""
     watched, HERE.watched = HERE.watched, False
     HERE.mark(f"in {name}")
     yield
@@ -101,7 +101,7 @@ def long_phase(name: str) -> Iterator[None]:
 
 
 def find_behind(standings: dict[int, Standing], seconds: float) -> list[int]:
-    """The ranks that all others wait for, where each of them has stood still for more than `seconds`; else none."""
+    """Returns the ranks that all others wait for, where each has made no mark for more than `seconds`; else none."""
     if not standings:
         return []
     least = min((there.marks, there.waits) for there in standings.values())
@@ -110,7 +110,7 @@ def find_behind(standings: dict[int, Standing], seconds: float) -> list[int]:
 
 
 def _line() -> tuple[str, bool]:
-    """The line of this package that the main thread is in, and whether it is in torch's collectives below that."""
+    """Returns the line of this package that the main thread is in, and whether it is inside of torch.distributed."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     in_collective = frame is not None and frame.f_code.co_filename.startswith(COLLECTIVES)
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):

@@ -1,2 +1,2 @@
-"""A run: its directory, checkpoints, metrics and trackers, and what the console says of it.
+"""A run: its directory, checkpoints, metrics, trackers and console.
 Never decides what is computed."""

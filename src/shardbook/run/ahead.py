@@ -1,7 +1,7 @@
-"""One step ahead: a thread makes the next step's micro-batches, and their counts travel, while this step computes.
+"""Prefetch: a thread makes the next step's micro-batches, and their counts are summed, while this step computes.
 
-Invariant: what was made ahead is no state. The loader's position is that of the steps taken, so a run that is stopped
-or killed goes on with the step that was not trained, whatever lay ready.
+Invariant: prefetched batches are no state. The loader's position counts only steps taken, so a run that is stopped or
+killed goes on with the first step that was not trained.
 """
 
 import time
@@ -23,7 +23,7 @@ class Step(NamedTuple):
 
 
 class StepsAhead:
-    """The steps of `loader`, from where it stands. Every rank takes and begins in turn: each begins a collective."""
+    """Prefetches the steps of `loader`, from its position on. All ranks call `begin` and `take` in the same order."""
 
     def __init__(self, loader: Loader, stop: StopFlag):
         self.loader, self.stop = loader, stop
@@ -33,16 +33,16 @@ class StepsAhead:
         self._error: RowError | None = None
         self._made = self._make()
         self.begin()
-        self.waited_seconds = 0.0  # nothing computed yet that could have hidden it
+        self.waited_seconds = 0.0  # nothing computed yet, so nothing could hide it
 
     def begin(self) -> None:
-        """Begin the counts of the step that `take` returns next, and the micro-batches of the one after it. Call it
-        when all of the running step's work is on its way."""
+        """Begins the sum over ranks of the next step's counts, and to make the micro-batches of the step after it. Call
+        it when all of the running step's work is launched. Collective."""
         began = time.perf_counter()
         HERE.mark("at the rows of its next step")
         try:
             micros = self._made.result()
-        except RowError as error:  # of a step that may not be taken; the others' sum goes on
+        except RowError as error:  # raised by `take`: the step may not be taken, and the others wait in the sum
             micros, self._error = [], error
         HERE.mark("after its last micro-batch")
         self.waited_seconds += time.perf_counter() - began
@@ -54,10 +54,10 @@ class StepsAhead:
         )
 
     def take(self) -> Step | None:
-        """Returns the next step, behind which the loader then stands; None where a rank was asked to stop. Raises
-        RunFailed for its rows. Counts are of the host: the device is not waited for."""
+        """Returns the next step, and moves the loader's position past it; None where a rank was asked to stop. Raises
+        RunFailed for rows that cannot be read. Counts are summed on the host: no device sync. Collective."""
         micros, wait = self._counted
-        same = self.loader.batching.alike * self.loader.batching.stages  # as often each is counted
+        same = self.loader.batching.alike * self.loader.batching.stages  # ranks that count the same tokens
         tokens, examples, chosen, stops, *work = (count / same for count in wait())
         if self.stop.again:
             self.stop.again = False
@@ -71,7 +71,7 @@ class StepsAhead:
         return Step(micros, Totals(tokens, examples, chosen), work)
 
     def take_wait(self) -> dict[str, float]:
-        """The metric of what micro-batches were waited for in a step since the last call."""
+        """Returns the metric of the mean seconds a step that were waited for micro-batches since the last call."""
         seconds, steps = self.waited_seconds, max(1, self.steps)
         self.waited_seconds, self.steps = 0.0, 0
         return {"perf/loader_wait_seconds": seconds / steps}

@@ -1,5 +1,5 @@
-"""Checkpoints: model, optimizer, loader position, and what is a rank's own (random state, residuals of error feedback),
-written with torch's distributed checkpoint (DCP).
+"""Checkpoints: model, optimizer, loader position, and each rank's random state and residuals of error feedback, written
+with torch's distributed checkpoint (DCP).
 
 A checkpoint exists when its marker COMPLETE is there: written last, removed first. Tensors are stored with their
 global shapes, so another world size or stage can read them. The learning rate needs no state: it is a function of
@@ -37,25 +37,25 @@ from shardbook.run.stored_metadata import Reader, TensorsOnly
 
 MARKER = "COMPLETE"
 STATE = "state.json"
-OPTIMIZER = "optimizer"  # what the optimizer's state is of; absent in checkpoints of versions before 0.2: AdamW
+OPTIMIZER = "optimizer"  # kind of the optimizer state; absent in checkpoints of versions before 0.2: AdamW
 RESIDUAL, EARLIER_RESIDUAL = "residual", "unsent"  # the second in checkpoints of versions before 0.2
-BASE = "base"  # digest of what adapters belong to; absent or empty where the checkpoint has every parameter
-TEACHER = "teacher"  # of whom was learned from; absent where nobody was
+BASE = "base"  # digest of the adapters' base model; absent or empty where the checkpoint has every parameter
+TEACHER = "teacher"  # digest of the teacher; absent without one
 # one flat key a tensor and moment: names, not parameter numbers, so another grouping or layout still matches
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-HYPERPARAMETERS = "param_groups."  # what begins with it in the optimizer's flat state
+HYPERPARAMETERS = "param_groups."  # prefix of their keys in the optimizer's flat state
 ELSEWHERE = (
     *(MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, torch.cuda.CudaError),
     *(RecipeError, RunFailed, KeyboardInterrupt, SystemExit),
 )
-NO_MEMORY = "DefaultCPUAllocator"  # torch says it of the host's with a RuntimeError
-# of the optimizer whose state was saved: a plan ends with its run, also where a process has several
+NO_MEMORY = "DefaultCPUAllocator"  # in the message of the RuntimeError that torch raises where host memory runs out
+# by the optimizer whose state was saved: a plan ends with its run, also where a process has several runs
 _plans: WeakKeyDictionary[torch.optim.Optimizer, Planned] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run stands: what is not a tensor."""
+    """The state of a run that is not a tensor."""
 
     step: int  # optimizer steps done
     tokens: int  # trained tokens seen, all ranks
@@ -63,7 +63,7 @@ class TrainState:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint with the most steps in `folder`, or None. Incomplete ones do not count."""
+    """Returns the complete checkpoint with the most steps in `folder`, or None. Incomplete ones do not count."""
     return max(_complete(folder), key=step_of, default=None)
 
 
@@ -71,7 +71,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def save_checkpoint(
     folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: TrainState, keep: int
 ) -> Path:
-    """Write `folder`/step-000200 and drop all but the `keep` newest (0: keep all). Collective."""
+    """Writes `folder`/step-000200, removes all but the `keep` newest (0: keeps all), and returns its path. Raises
+    RunFailed where it cannot be written. Collective."""
     path = folder / f"step-{state.step:06d}"
     is_main = dist.get_rank() == 0
     if is_main:
@@ -81,7 +82,7 @@ def save_checkpoint(
             path.mkdir(parents=True)
     own = {_own_key(): _rng_state() | _numbered(sharded.residuals, RESIDUAL)}
     tensors = _saved(_tensors(sharded.masters, optimizer)) | own
-    planner = PlanOnce(tensors, _plans.pop(optimizer, None))  # waits for all: nobody writes into what rank 0 removes
+    planner = PlanOnce(tensors, _plans.pop(optimizer, None))  # waits for all: none may write while rank 0 removes
     with _writable(path):
         state_dict_saver.save(tensors, checkpoint_id=path, planner=planner)
     _plans[optimizer] = planner.planned()
@@ -107,7 +108,7 @@ def save_checkpoint(
 
 
 def check_checkpoint(path: Path, sharded: ShardedModel) -> TrainState:
-    """Where the run of a checkpoint stands. Raises RecipeError where it is incomplete, or of another model."""
+    """Returns a checkpoint's TrainState. Raises RecipeError where it is incomplete, damaged, or of another model."""
     with _readable(path):
         state = _read_state(path)
         here, there = _shapes(sharded.masters), state["shapes"]
@@ -133,11 +134,11 @@ def check_checkpoint(path: Path, sharded: ShardedModel) -> TrainState:
 
 
 def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> tuple[TrainState, str]:
-    """Fill the model from a complete checkpoint, the optimizer where the state there is of its kind, and what is this
-    rank's own where the ranks are the same: random state, and residuals where they belong to the same exchanges.
+    """Loads the model from a complete checkpoint, the optimizer where its stored state is of the same kind, and, where
+    the ranks are the same, this rank's random state and its residuals, if they belong to the same exchanges.
 
-    Returns where the run stands, and what was not taken over, for people: empty where everything was. Raises as
-    check_checkpoint does. Collective.
+    Returns the run's state, and a list for people of the parts that were not loaded, empty where all were. Raises
+    RecipeError as check_checkpoint does. Collective.
     """
     model, residuals, stands = sharded.masters, sharded.residuals, check_checkpoint(path, sharded)
     with _readable(path):
@@ -163,14 +164,14 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
 
 
 def checkpoint_shapes(path: Path) -> dict[str, torch.Size]:
-    """Full shape of every model parameter in a checkpoint, in order. Raises RecipeError where it is incomplete."""
+    """Returns every parameter's full shape in a checkpoint, in order. Raises RecipeError where it is incomplete."""
     with _readable(path):
         return {name: torch.Size(shape) for name, shape in _read_state(path)["shapes"].items()}
 
 
 def read_parameters(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-    """`(name, full tensor in fp32)` of the model parameters in a checkpoint, one at a time and without a process group:
-    how a 70B is exported on one host."""
+    """Yields `(name, full tensor in fp32)` of the model parameters in a checkpoint, one at a time and without a process
+    group, so that one host can export a 70B."""
     with _readable(path):
         reader = Reader(path)
     for name, shape in shapes.items():
@@ -192,7 +193,7 @@ def _writable(path: Path) -> Iterator[None]:
         yield
     except (CheckpointException, OSError, RuntimeError) as error:
         _pass_on(error)
-        there = next(each for each in path.absolute().parents if each.exists())  # rank 0 may have begun path anew
+        there = next(each for each in path.absolute().parents if each.exists())  # rank 0 may be making `path` anew
         free = shutil.disk_usage(there).free / 10**9
         raise RunFailed(
             f"checkpoint {path}: cannot be written, {free:.1f} GB are free there ({_cause(error)})"
@@ -201,10 +202,10 @@ def _writable(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """What goes wrong inside is a checkpoint that was damaged after it was complete."""
+    """Raises RecipeError for an error inside: the checkpoint was damaged after it was complete."""
     try:
         yield
-    except (Exception, CheckpointException) as error:  # torch's is no Exception
+    except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
         _pass_on(error)
         raise RecipeError(
             f"checkpoint {path}: damaged ({_cause(error)}); remove it, and the run goes on from the one before"
@@ -218,14 +219,14 @@ def _met(error: BaseException) -> list[BaseException]:
 
 
 def _pass_on(error: BaseException) -> None:
-    """Raise what is no fault of the files, on whichever rank: who is told that a checkpoint is damaged removes it."""
+    """Raises an error that is no fault of the files, of whichever rank: else people would remove a good checkpoint."""
     for met in _met(error):
         if isinstance(met, ELSEWHERE) or is_lost_peer(met) or NO_MEMORY in str(met):
             raise met
 
 
 def _cause(error: BaseException) -> str:
-    """The first of what ranks met says it."""
+    """Returns the words of the first rank's error."""
     first = _met(error)[0]
     return f"{type(first).__name__}: {first_line(first)}"
 
@@ -237,13 +238,13 @@ def _complete(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """After which step a checkpoint was written, by its name."""
+    """Returns the step after which a checkpoint was written, by its name."""
     return int(path.name.removeprefix("step-"))
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    # Of the optimizer they are its own tensors too: DCP loads into them, and no rate or decay of a checkpoint's comes
-    # along. torch's set_optimizer_state_dict would cast each to the dtype of its parameter on the way.
+    # The optimizer's own tensors: DCP loads into them, so no learning rate or decay is loaded from a checkpoint.
+    # torch's set_optimizer_state_dict would cast each to the dtype of its parameter.
     return {"model": _parameters(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT)}
 
 
@@ -253,20 +254,20 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _saved(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Those of `_tensors` that a checkpoint holds. Not the optimizer's hyperparameters: they are the recipe's, and flat
-    they are eleven pickles a parameter and rank, three quarters of all that rank 0 would plan for."""
+    """Returns the part of `_tensors` that a checkpoint holds, without the optimizer's hyperparameters: the recipe has
+    them, and flat they are eleven pickles a parameter and rank, three quarters of the entries of rank 0's plan."""
     state = {name: value for name, value in tensors["optimizer"].items() if not name.startswith(HYPERPARAMETERS)}
     return tensors | {"optimizer": state}
 
 
 def _shapes(model: nn.Module) -> dict[str, list[int]]:
     own = {name: parameter.shape for name, parameter in kept_parameters(model).items()}
-    whole = getattr(model, WHOLE, None) or own  # of layers on other ranks too
+    whole = getattr(model, WHOLE, None) or own  # with layers on other ranks
     return {name: list(shape) for name, shape in whole.items()}
 
 
 def _ranks(sharded: ShardedModel) -> list[Any]:
-    """What a rank's random state belongs to: the world size and the kind of device."""
+    """Returns the world size and the kind of device, to which a rank's random state belongs."""
     return [sharded.layout.world_size, next(sharded.model.parameters()).device.type]
 
 

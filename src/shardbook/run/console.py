@@ -1,4 +1,4 @@
-"""The console: what rank 0 tells the person who started the run. Other ranks say nothing.
+"""The console: rank 0's lines for the person who started the run. Other ranks print nothing.
 
 A progress bar on a terminal, plain lines elsewhere (a log file, CI), the same content in both.
 """
@@ -26,13 +26,13 @@ from shardbook.run.metrics import Metrics
 from shardbook.run.prepare import Job
 from shardbook.terminal import LOG_WIDTH
 
-PEAK_OFF = 0.05  # of a predicted peak, that is said
+PEAK_OFF = 0.05  # a predicted peak that is more off than this is reported
 UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
 
 
 class Output(rich.console.Console):
     def on_broken_pipe(self) -> None:
-        """Where nobody reads any more, a run goes on unheard: rich would end it."""
+        """Keeps the run going, silently, where its output is closed: rich would end it."""
         self.quiet = True
 
 
@@ -55,21 +55,21 @@ class Console:
             self.print(f"eval     {held_out.summary}")
 
     def show_stopped(self, name: str, newest: Path | None, step: int, steps: int) -> int:
-        """Where a run stopped that was asked to, and how it goes on: from its `newest` checkpoint, or (none was named
-        yet, or another run's) as it began. Returns the exit code."""
+        """Shows the step at which a run stopped on request, and how to continue it: from its own `newest`
+        checkpoint or, without one, from its beginning. Returns the exit code."""
         saved = f"after step {step} of {steps}, checkpoint saved" if newest else "before its first step"
         self.print(f"stopped  {saved}; continue with run.name={name}")
         return PREEMPTED
 
     def show_job(self, job: Job) -> None:
-        """Show the data, what is in effect and what a step will take: once, before anything is built."""
+        """Shows the data, the effective layout and the forecast of a step: once, before anything is built."""
         self.show_data(job.documents, job.held_out)
         self.output.print(describe_layout(job))
         if seconds := job.forecast.get("predicted/perf/step_seconds"):
             self.print(f"forecast {seconds:.2f} s a step of full rows (arithmetic: docs/planning.md)")
 
     def show_traffic(self, measured: Traffic, predicted: Traffic) -> None:
-        """What the first step sent, and whether the formulas had said so."""
+        """Shows the first step's traffic, and whether it was as predicted."""
 
         def describe(traffic: Traffic) -> str:
             return ", ".join(
@@ -82,7 +82,7 @@ class Console:
 
     @contextmanager
     def start(self, done: int, steps: int) -> Iterator[None]:
-        """Around the loop, with `done` of its `steps` behind it."""
+        """Shows progress around the loop: `done` of its `steps` are finished."""
         self.steps = steps
         if self.output.is_terminal and not self.output.quiet:
             shown = ("step", MofNCompleteColumn(), BarColumn(), "{task.fields[now]}", TimeElapsedColumn(), "ETA")
@@ -92,7 +92,7 @@ class Console:
             yield
 
     def show_step(self, step: int, metrics: Metrics) -> None:
-        """Show a finished step; without its metrics (not a logging step) only a progress bar moves."""
+        """Shows a finished step; without its metrics (not a logging step) only a progress bar moves."""
         parts = []
         if said := describe_peak(metrics):
             self.print(said)
@@ -112,13 +112,13 @@ class Console:
             self.print(f"step {step}/{self.steps}  " + "  ".join(parts) + eta)
 
     def show_sample(self, sample: dict[str, Any]) -> None:
-        """The end of its prompt and the beginning of what followed, on a line."""
+        """Shows the end of a sample's prompt and the beginning of its completion, on one line."""
         prompt, completion = (" ".join(sample[part].split()) for part in ("prompt", "completion"))
         self.print(f"sample   step {sample['step']}: ...{prompt[-48:]} -> {completion[:72]}")
 
 
 def describe_layout(job: Job) -> Table:
-    """Returns what is in effect, as a table."""
+    """Returns the effective layout as a table."""
     layout, peak, batching = job.layout, job.peak, job.batching
     precision = layout.precision
     own = [unit for unit in layout.units if unit.shapes]
@@ -149,7 +149,7 @@ def describe_layout(job: Job) -> Table:
     table.add_row("parameters", f"{count:,}{of_first}{frozen}")
     computed = f"computed {precision.params}, reduced {precision.reduce}, returned {precision.output}"
     table.add_row("dtypes", f"kept {precision.master}, {computed}")
-    state = predict_resident(layout, rank=0)  # the optimizer's is the recipe's, which the peak knows
+    state = predict_resident(layout, rank=0)  # the optimizer's bytes depend on the recipe: `peak` has them
     params, grads, optimizer = map(readable_bytes, (state.params_bytes, state.grads_bytes, peak.optimizer))
     table.add_row("a rank keeps", f"{params} parameters, {grads} reduced gradients, {optimizer} optimizer state")
     if layout.offload.optimizer != "none":
@@ -165,7 +165,7 @@ def describe_layout(job: Job) -> Table:
 
 
 def describe_peak(metrics: Metrics) -> str:
-    """Where `metrics` hold a measured peak and a predicted one that is more than 5% off, a line that says so."""
+    """Returns a line where the peak in `metrics` is more than 5% off the predicted one; else an empty string."""
     measured, predicted = metrics.get("memory/peak_bytes"), metrics.get("predicted/memory/peak_bytes")
     if not (measured and predicted) or abs(predicted / measured - 1) <= PEAK_OFF:
         return ""
@@ -174,7 +174,7 @@ def describe_peak(metrics: Metrics) -> str:
 
 
 def describe_switches(layout: Layout) -> str:
-    """What is on, at which bits, what it leaves out; and what was asked for and has nothing to do here."""
+    """Returns a line on ZeRO++: parts that are on, their bits, units left out, and switches of no effect here."""
     switches, shards = layout.switches, layout.shards
     if shards == 1:
         return "off: one rank shards nothing"
@@ -199,6 +199,6 @@ def describe_switches(layout: Layout) -> str:
 
 
 def readable_bytes(count: float) -> str:
-    """`1.5 GiB`"""
+    """Returns bytes for people: `1.5 GiB`."""
     scale, unit = pick_unit_and_suffix(int(count), UNITS, 1024)
     return f"{count / scale:,.{int(scale > 1)}f} {unit}"

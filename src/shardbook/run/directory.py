@@ -1,7 +1,7 @@
-"""The run directory: its name, what is written into it at the start, and whether the run in it has finished.
+"""The run directory: its name, its files at the start, and whether the run in it has finished.
 
-`recipe.toml` is the file as given, `resolved.toml` everything with defaults, `run.json` what the numbers depend on
-beyond the recipe. The same `run.name` means the same directory, and continues it. `lock` says who runs in it now.
+`recipe.toml` is the file as given, `resolved.toml` every key with defaults, `run.json` the facts beyond the recipe that
+numbers depend on. The same `run.name` means the same directory, and continues it. `lock` names the running process.
 """
 
 import contextlib
@@ -48,19 +48,19 @@ class RunDirectory:
         return self.path / "export"
 
     def record(self, recipe_path: Path, recipe: Recipe, facts: dict[str, Any]) -> None:
-        """Write what the run is, when it is about to take a step: a refused continuation changes nothing."""
+        """Writes the recipe and `facts` just before the first step: a refused continuation changes nothing."""
         if (self.path / "recipe.toml").resolve() != recipe_path.resolve():
             shutil.copyfile(recipe_path, self.path / "recipe.toml")
         _write_facts(self.path, environment() | facts | {"finished_steps": 0})
-        write_whole(self.path / "resolved.toml", dump_recipe(recipe))  # last: where it is, the others are
+        write_whole(self.path / "resolved.toml", dump_recipe(recipe))  # last: where it exists, the others do
 
     def is_saved(self, newest: Path | None) -> bool:
-        """Whether all the steps that the run finished are in its `newest` checkpoint."""
+        """Returns whether the `newest` checkpoint has all steps that the run finished."""
         return newest is not None and step_of(newest) >= self.finished_steps
 
     def check_goes_on(self, steps: int, newest: Path | None, recipe: Recipe) -> None:
-        """Raise RecipeError where the run is finished and its `newest` checkpoint is not of its end, to go on from to
-        `steps`; or is, and this `recipe` minimises something else."""
+        """Raises RecipeError where the run cannot continue to `steps`: it is finished, and its `newest` checkpoint is
+        not of its end; or this `recipe` minimizes another loss than the run."""
         if self.finished_steps and not self.is_saved(newest):
             earlier = f", with train.resume_from_checkpoint={newest} to go on from there" if newest else ""
             raise RecipeError(
@@ -76,13 +76,13 @@ class RunDirectory:
                 )
 
     def finish(self, steps: int) -> None:
-        """Record that the run did all its steps and wrote all its results."""
+        """Records that the run did all its steps and wrote all its results."""
         _write_facts(self.path, read_facts(self.path) | {"finished_steps": steps})
 
 
 def open_everywhere(run: Run, recipe_path: Path) -> tuple[RunDirectory, Path | None]:
     """Returns the directory of a run, made or reopened by rank 0, and its newest checkpoint. Raises RecipeError as
-    `open_run` does, or where a rank does not see it: a checkpoint would fall apart. Collective."""
+    `open_run` does, or where a rank does not see it: a checkpoint's files would be on several disks. Collective."""
     found = broadcast_from_main(lambda: open_run(run, recipe_path))
     if not found.path.is_dir():
         raise RecipeError(
@@ -93,11 +93,11 @@ def open_everywhere(run: Run, recipe_path: Path) -> tuple[RunDirectory, Path | N
 
 
 def open_run(run: Run, recipe_path: Path) -> RunDirectory:
-    """Make or reopen the directory of a run, and hold it until this process ends. One rank calls it. Raises RecipeError
-    where it cannot be written, another process holds it, or a tracker that would write into it is not installed."""
+    """Makes or reopens the directory of a run, and locks it until this process ends. One rank calls it. Raises
+    RecipeError where it cannot be written, another process holds it, or a tracker of the run is not installed."""
     check_installed(run)
     stem = recipe_path.stem
-    if recipe_path.name == "resolved.toml":  # of an earlier run: that run's name without its time
+    if recipe_path.name == "resolved.toml":  # an earlier run's: takes that run's name without its time
         stem = re.sub(r"-\d{8}-\d{6}$", "", recipe_path.resolve().parent.name)
     name = run.name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
     path = Path(run.dir).expanduser() / name
@@ -113,7 +113,7 @@ def open_run(run: Run, recipe_path: Path) -> RunDirectory:
 
 
 def _hold(path: Path) -> None:
-    """Lock the run for this process: two launches into one would write over each other's checkpoints."""
+    """Locks the run for this process: two launches into one would write over each other's checkpoints."""
     lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)  # not closed: the lock ends with this process
     os.register_at_fork(after_in_child=lambda: os.close(lock))  # a child that outlives it must not hold the run
     try:
@@ -130,7 +130,7 @@ def _hold(path: Path) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """What the numbers depend on beyond the recipe: versions of torch, packages and this code, the kind of GPU."""
+    """Returns the facts beyond the recipe that numbers depend on: versions of torch, packages and this code, GPU."""
     facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
     facts["shardbook"] = shardbook.__version__  # of the code that runs: it need not be installed
     for package in PACKAGES:
@@ -140,7 +140,7 @@ def environment() -> dict[str, Any]:
         facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     if git := shutil.which("git"):
-        # of the package's folder: one that lies in another repository, untracked, has none there
+        # the last commit of the package's folder: none where it lies untracked in another repository
         command = [git, "-C", str(Path(__file__).parents[1]), "log", "-1", "--format=%H", "--", "."]
         revision = subprocess.run(command, capture_output=True, text=True)
         if revision.stdout:
@@ -149,7 +149,7 @@ def environment() -> dict[str, Any]:
 
 
 def read_facts(run: Path) -> dict[str, Any]:
-    """run.json of a run directory; empty where there is none yet. Raises RecipeError for a damaged one."""
+    """Returns run.json of a run directory; empty where there is none yet. Raises RecipeError for a damaged one."""
     file = run / "run.json"
     try:
         return dict(json.loads(file.read_text())) if file.is_file() else {}
@@ -158,8 +158,8 @@ def read_facts(run: Path) -> dict[str, Any]:
 
 
 def _read_minimised(file: Path) -> dict[str, Any]:
-    """What the run in whose directory `file` is minimises, by section.key: what an older version did not know is
-    absent. Not the teacher's name: the checkpoint has its digest."""
+    """Returns the keys that decide a run's loss, by section.key, from its resolved recipe `file`. Keys newer than the
+    file are absent, and so is the teacher's name: the checkpoint has its digest. Raises RecipeError where damaged."""
     try:
         kept = tomllib.loads(file.read_text()) if file.is_file() else {}
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a run shows of itself between steps: the held-out loss, what else the objective measures, and samples."""
+"""Evaluation between steps: the held-out loss, the objective's other metrics, and samples."""
 
 from contextlib import nullcontext
 
@@ -19,7 +19,7 @@ from shardbook.run.prepare import Job
 
 
 class Observer:
-    """Evaluates, logs and takes samples after steps; step 0 is before the first. All ranks call it alike."""
+    """Evaluates, logs and takes samples after steps; step 0 is before the first. All ranks make the same calls."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class Observer:
         self.samples = Samples(job, sharded, ranks, meter.recorder, console)
 
     def after(self, step: int) -> None:
-        """Evaluate where that is due, log the row of `step`, and take samples where that is. Collective."""
-        job, pause = self.job, self.meter.paused if step else nullcontext  # nothing runs yet that could be paused
+        """Evaluates if due, logs the row of `step`, and takes samples if due. Collective."""
+        job, pause = self.job, self.meter.paused if step else nullcontext  # before the first step nothing runs
         if self.held_out and (step in (0, job.steps) or is_due(step, job.recipe.train.eval_steps)):
             with pause():
                 self.meter.add(evaluate(self.sharded, job.objective, self.held_out, job.batching, self.ranks))
@@ -47,7 +47,7 @@ class Observer:
 def evaluate(
     sharded: ShardedModel, objective: Objective, held_out: Documents, batching: Batching, ranks: Ranks
 ) -> Metrics:
-    """The loss and metrics of all `held_out` rows, over all ranks. Collective."""
+    """Returns the loss and metrics of all `held_out` rows, over all ranks. Collective."""
     model, shares_of = sharded.model.eval(), objective.of(held_out.totals)
     seen = torch.zeros(1 + len(objective.metrics), device=ranks.device)
     for micro in marked(eval_micro_batches(held_out, batching), "held-out micro-batch"):

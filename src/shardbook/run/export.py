@@ -1,4 +1,4 @@
-"""A run's result as files: the whole model, or the adapters that were trained."""
+"""A run's result as files: the whole model, or the trained adapters."""
 
 from pathlib import Path
 
@@ -23,8 +23,8 @@ def export_result(
     folder: Path,
     write: bool,
 ) -> None:
-    """What a finished run has, to `out`: a model that transformers loads, or an adapter that peft loads. Collective;
-    the rank with `write` writes."""
+    """Writes a finished run's result to `out`: a model that transformers loads, or an adapter that peft loads.
+    Collective; the rank with `write` writes."""
     if recipe.lora.r:
         settings = adapter_config(recipe.model.path, recipe.model.revision, recipe.lora, kept_parameters(sharded.model))
         save_adapter(out, full_trained(sharded.model), settings, tokenizer, write)
@@ -44,8 +44,8 @@ def export_checkpoint(
     dtype: str,
     merges: bool,
 ) -> None:
-    """The same of a checkpoint, one 5 GB file in memory at a time and without a process group; with `merges` adapters
-    are added to the base model's weights in `folder`, as they are stored there."""
+    """Writes a checkpoint's model or adapter to `out`, one 5 GB file in memory at a time and without a process group.
+    `merges`: adds adapters to the base weights in `folder`, as they are stored there; RecipeError without adapters."""
     shapes = checkpoint_shapes(source)
     if not recipe.lora.r:
         if merges:

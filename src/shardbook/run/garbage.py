@@ -1,4 +1,4 @@
-"""Python's garbage, collected in the same steps on every rank: whenever each likes, one rank's pause is everybody's."""
+"""Python's garbage collector, run in the same steps on every rank: else each rank's pause makes all others wait."""
 
 import contextlib
 import gc
@@ -9,8 +9,8 @@ EVERY = 100  # steps
 
 @contextlib.contextmanager
 def collected_together() -> Iterator[Callable[[int], None]]:
-    """Call what it gives in each step, when its work is on its way. After the first one what lives is never looked at
-    again: modules, parameters and hooks of a 70B take a second."""
+    """Yields a function to call in each step, when its work is launched. Objects alive at the first call are never
+    scanned again: modules, parameters and hooks of a 70B take a second."""
     was_on, first = gc.isenabled(), [True]
 
     def after(step: int) -> None:

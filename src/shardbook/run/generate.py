@@ -1,8 +1,8 @@
-"""Samples while training: prompts that the sharded model continues, into samples.jsonl, a table of wandb, the console.
+"""Samples while training: the sharded model continues prompts, into samples.jsonl, a wandb table and the console.
 
 Invariant: a run that generates takes the same steps, to the bit, as one that does not. A token is drawn by (train.seed,
-step, number of the sample) and its place alone, from no generator of training. Every rank runs as many forwards as the
-others, since each may gather.
+step, number of the sample) and its position alone, from no generator of training. Every rank runs as many forwards as
+the others, since each may all-gather.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from shardbook.run.prepare import Job
 
 @dataclass(frozen=True)
 class Samples:
-    """Takes them, every `generate.steps` steps and after the last."""
+    """Takes samples, every `generate.steps` steps and after the last."""
 
     job: Job
     sharded: ShardedModel
@@ -37,7 +37,7 @@ class Samples:
     console: Console
 
     def take(self, step: int, pause: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Where `step` is one of them: continue the prompts inside `pause`, and show what came. Collective."""
+        """Continues the prompts inside `pause`, if due; logs all samples and shows the first. Collective."""
         every = self.job.recipe.generate.steps
         if not every or (step % every and step != self.job.steps):
             return
@@ -56,7 +56,7 @@ class Samples:
             self.console.show_sample(samples[0])
 
     def _continue(self, step: int) -> list[list[int]]:
-        """Tokens that follow each prompt. A rank continues every n-th; one that has fewer, the first ones again."""
+        """Returns the tokens after each prompt. A dp rank continues every n-th; with fewer, the first ones again."""
         place, places, *_ = self.sharded.layout.data_rank(self.ranks.rank)
         asked, count = self.job.recipe.generate, len(self.job.prompts.ids)
         seed, most = self.job.recipe.train.seed, asked.max_new_tokens
@@ -66,7 +66,7 @@ class Samples:
         def choose(logits: Tensor, turn: int) -> Tensor:
             return pick(logits.float(), asked.temperature, draws[:, turn])
 
-        width = max(map(len, self.job.prompts.ids))  # of all ranks: the same shapes on each
+        width = max(map(len, self.job.prompts.ids))  # of all prompts: the same shapes on each rank
         here = [self.job.prompts.ids[number] for number in numbers]
         tokens = decode(self.sharded, here, width, self.job.prompts.stops, most, choose, self.ranks.device)
         everyone: list[dict[int, list[int]]] = [{} for _ in range(dist.get_world_size())]
@@ -85,17 +85,17 @@ def decode(
     choose: Callable[[Tensor, int], Tensor],
     device: torch.device,
 ) -> list[list[int]]:
-    """At most `most` tokens after each of `prompts`, up to and with the first of `stops`. `choose`: from logits [B,
-    vocabulary] and a token's place the tokens [B], on the host. Collective: ends when every row of every rank has."""
+    """Returns at most `most` tokens after each of `prompts`, up to the first of `stops`, included. `choose`: from
+    logits [B, vocabulary] and a position the tokens [B], on the host. Collective: ends when all ranks' rows have."""
     model: Any = sharded.model.eval()
     ids, attended = torch.zeros(2, len(prompts), width, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):  # at the right: the last column is the end of every row
+    for row, prompt in enumerate(prompts):  # padded on the left, so that every prompt ends in the last column
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         attended[row, width - len(prompt) :] = 1
     ids, attended, ends = ids.to(device), attended.to(device), torch.tensor(stops)
     cache, found = DynamicCache(config=model.config), list[Tensor]()
     is_done = torch.zeros(len(prompts), dtype=torch.bool)
-    # compiled blocks were compiled for rows of training, and would be again for every length
+    # eager: compiled blocks would be compiled again for every length
     with sharded.gathered_once(), cached_attention(model.config), torch.compiler.set_stance("force_eager"):
         for turn in marked(range(most), "token of samples"):
             places = (attended.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -109,27 +109,27 @@ def decode(
 
 
 def pick(logits: Tensor, temperature: float, draws: Tensor) -> Tensor:
-    """Returns the likeliest tokens [B] of logits [B, vocabulary], or those at `draws` [B], from 0 to 1, of their
-    distribution. On the host, which is the one sync of a token."""
+    """Returns the likeliest tokens [B] of logits [B, vocabulary] or, with a `temperature`, the tokens at quantiles
+    `draws` [B], from 0 to 1, of their distribution. The result is on the host: the one device sync of a token."""
     if not temperature:
         return logits.argmax(-1).cpu()
-    # not on the device: CUDA's sum along fp64 rows is refused where train.deterministic asks for the same bits
+    # on the host: train.deterministic refuses CUDA's cumulative sum along fp64 rows
     shares = (logits.cpu().double() / temperature).softmax(-1).cumsum(-1)
     return torch.searchsorted(shares, draws[:, None] * shares[:, -1:], right=True)[:, 0]
 
 
 def draw(seed: int, step: int, number: int, count: int) -> Tensor:
-    """So many numbers from 0 to 1 for one sample, the same on every device and any number of ranks."""
+    """Returns `count` numbers from 0 to 1 for one sample, the same on every device and any number of ranks."""
     digest = hashlib.sha256(f"{seed} {step} {number}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
     return torch.rand(count, dtype=torch.float64, generator=generator)
 
 
 def cut(tokens: list[int], stops: Iterable[int]) -> list[int]:
-    """Up to and with the first of `stops`."""
+    """Returns `tokens` up to the first of `stops`, included."""
     return tokens[: next((at + 1 for at, token in enumerate(tokens) if token in stops), len(tokens))]
 
 
 def without(tokens: list[int], stops: Iterable[int]) -> list[int]:
-    """`tokens` without a stop at their end."""
+    """Returns `tokens` without a stop at their end."""
     return tokens[:-1] if tokens[-1] in stops else tokens

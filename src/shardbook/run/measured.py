@@ -1,4 +1,4 @@
-"""Steps that runs took, as a plan is calibrated with them."""
+"""Measured steps of runs, for a plan's calibration."""
 
 import json
 import statistics
@@ -14,12 +14,12 @@ from shardbook.plan.speed import predict_step
 from shardbook.recipe import RecipeError, first_line, load_recipe
 from shardbook.run.directory import read_facts
 
-SKIPPED = 3  # first steps: compilation, caches
+SKIPPED = 3  # first logged steps, which compile and fill caches
 
 
 def read_sample(run: Path, model_path: str, gpu_name: str, document_tokens: float) -> Sample:
-    """The median step of a run directory, with the recipe it ran. Raises RecipeError for a directory that is no run, a
-    run of another model or on another kind of GPU, or one without steps enough."""
+    """Returns the median step of a run directory and the function that predicts it on a cluster. Raises RecipeError for
+    a directory that is no run, a run of another model or on another kind of GPU, or one with too few steps."""
     said = f"--calibrate {run}"
     if not (run / "resolved.toml").is_file():
         raise RecipeError(f"{said}: not a run directory (no resolved.toml in it)")

@@ -1,7 +1,7 @@
-"""The meter: what each step was, from its first collective to its line in metrics.jsonl.
+"""The meter: measures each step, from its first collective to its line in metrics.jsonl.
 
-Invariant: nothing here makes the host wait for a GPU inside a step, and no row has what was not measured. In a step:
-`begin`, `add_up`, then `finish` before its gradients are freed, whose bytes it counts; then `log`.
+Invariant: nothing here makes the host wait for a GPU inside a step, and a metric that was not measured is absent. In a
+step: `begin`, `add_up`, then `finish` before its gradients are freed, since it counts their bytes; then `log`.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def is_due(step: int, every: int) -> bool:
 
 
 class Meter(contextlib.AbstractContextManager["Meter"]):
-    """Measures, reads and logs the steps inside. All ranks call it alike."""
+    """Measures, reads and logs the steps inside. All ranks make the same calls."""
 
     def __init__(
         self,
@@ -57,26 +57,26 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
         self._open = contextlib.ExitStack()
 
     def start(self, take_wait: Callable[[], Metrics]) -> None:
-        """Steps count from here on; the first one's collectives are counted, since the others send the same.
-        `take_wait`: the metric of what a step's rows were waited for."""
+        """Begins to time steps, and to count the first one's collectives: the others send the same. `take_wait`:
+        returns the metric of the seconds that a step waited for its rows."""
         self._take_wait = take_wait
         self.ledger.open()
         self.pace.begin()
 
     def begin(self, work: Iterable[float]) -> None:
-        """A step begins, with its `work` on all ranks: tokens of rows, and pairs of tokens."""
+        """Begins a step with its `work` on all ranks: tokens of rows, and pairs of tokens."""
         self.pace.add(*work)
 
     def add_up(self, shares: Iterable[Tensor]) -> Tensor:
-        """Returns the sum of the `shares` of a step's micro-batches on this rank, each added when it is there."""
+        """Returns the sum of this rank's `shares`, [1 + metrics], over a step's micro-batches, each added at once."""
         seen = torch.zeros(1 + len(self.job.objective.metrics), device=self.ranks.device)
         for each in shares:
             seen += each
         return seen
 
     def finish(self, state: TrainState, rate: float, seen: Tensor, norm: Tensor, saves: bool) -> None:
-        """A step was done, at the learning `rate`: begin to read what it measured, where it is logged or followed by a
-        save, or is the last. On a GPU that is read while the next step computes. Collective."""
+        """Finishes a step at the learning `rate`. Where it is logged or saved, or is the last, begins to read its loss
+        and norm: on a GPU they are read while the next step computes. Collective."""
         if self.ledger.close():
             self.console.show_traffic(self.ledger.traffic, self.predicted)
         logs = is_due(state.step, self.job.recipe.train.logging_steps)
@@ -91,16 +91,16 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
             self._row += [self.sharded.take_metrics(), sent]
 
     def add(self, metrics: Metrics) -> None:
-        """Put `metrics` into the row of the step that was finished last."""
+        """Adds `metrics` to the row of the last finished step."""
         self._row.append(metrics)
 
     def log(self, step: int) -> None:
-        """Log the row of `step`, once what it reads has come."""
+        """Logs the row of `step`, once its values are on the host."""
         self.rows.log(step, self._row)
         self._row = []
 
     def check(self) -> None:
-        """Raise RunFailed where the last step measured what is not finite: it must not be saved. Collective."""
+        """Raises RunFailed where a value of the last step is not finite: it must not be saved. Collective."""
         self.rows.read(*self._last)()
 
     def __enter__(self) -> "Meter":

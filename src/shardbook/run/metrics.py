@@ -1,4 +1,4 @@
-"""Metrics: what a step was, written to metrics.jsonl and to the trackers, and the exact bytes that a rank keeps.
+"""Metrics: writes each step's to metrics.jsonl and the trackers, and measures steps' time and resident bytes.
 
 Invariant: a metric that was not measured is absent, never zero. A tracker may fail (trackers.py): the file comes first.
 """
@@ -25,7 +25,7 @@ Metrics = dict[str, float | int]
 
 
 class Recorder(contextlib.AbstractContextManager["Recorder"]):
-    """metrics.jsonl, samples.jsonl and the trackers of rank 0; on other ranks it does nothing."""
+    """Writes metrics.jsonl, samples.jsonl and the trackers on rank 0; on other ranks it does nothing."""
 
     def __init__(self, folder: Path, name: str, run: Run, config: dict[str, Any], is_main: bool, done_steps: int):
         self.file = None
@@ -33,15 +33,15 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
             return
         path, self.samples = folder / "metrics.jsonl", folder / "samples.jsonl"
         for each in [path, *[self.samples] * self.samples.exists()]:
-            # A run that died after its last checkpoint repeats steps; what it wrote of them goes: steps stay unique.
-            # not splitlines: a sample may hold what Unicode calls a line's end
+            # A run that died after its last checkpoint repeats steps: their old lines go, so that steps stay unique.
+            # not splitlines: a sample may contain Unicode's other line ends
             lines = each.read_text().split("\n")[:-1] if done_steps and each.exists() else []
             write_whole(each, "".join(line + "\n" for line in lines if _step_of(line) <= done_steps))
         self.file = path.open("a")
         self.trackers = Trackers(folder, name, run, config)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Append one object. `step` 0 is before the first step."""
+        """Appends one object. `step` 0 is before the first step."""
         if self.file is None:
             return
         self.file.write(json.dumps({"step": step, **metrics}) + "\n")
@@ -49,7 +49,7 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         self.trackers.log(step, metrics)
 
     def log_samples(self, samples: list[dict[str, Any]]) -> None:
-        """Append one object each: `step`, `prompt`, `completion`, and its length in `tokens`."""
+        """Appends one object for each sample: `step`, `prompt`, `completion`, and its length in `tokens`."""
         if self.file is None:
             return
         with self.samples.open("a") as file:
@@ -57,7 +57,7 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         self.trackers.log_samples(samples)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Close the file and the trackers; a tracker learns whether the run failed."""
+        """Closes the file and the trackers, and passes on to trackers whether the run failed."""
         if self.file is not None:
             self.file.close()
             self.trackers.finish(failed=error is not None)
@@ -71,7 +71,7 @@ def _step_of(line: str) -> float:
 
 
 def kept_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes that this rank keeps for `tensors`: its own shards, padding included, each storage once."""
+    """Returns the resident bytes of `tensors` on this rank: of its own shards, padding included, each storage once."""
     storages = {}
     for tensor in tensors:
         for part in _plain(tensor) if tensor is not None else ():
@@ -80,8 +80,8 @@ def kept_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that `tensor` is made of: a DTensor's shard, codes and scales of a quantised one. torch's protocol
-    for tensors around tensors, as torch.compile uses it: the outer one's own storage is empty."""
+    """Yields the plain tensors inside `tensor`: a DTensor's shard, codes and scales of a quantized one. Uses torch's
+    protocol for wrapper tensors, as torch.compile does, since the wrapper's own storage is empty."""
     if isinstance(tensor, DTensor):
         yield from _plain(tensor.to_local())
     elif hasattr(tensor, "__tensor_flatten__"):
@@ -92,8 +92,8 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def memory_metrics(sharded: ShardedModel, optimizer: torch.optim.Optimizer | None) -> Metrics:
-    """Persistent bytes of this rank by category, the same in every step. Call it before gradients are freed. Residuals
-    of error feedback are absent where there are none."""
+    """Returns the persistent bytes of this rank by category, the same in every step. Call it before gradients are
+    freed. Residuals of error feedback are absent where there are none."""
     kept = optimizer.state.values() if optimizer and not sharded.offloaded else ()
     states = [value for state in kept for value in state.values() if isinstance(value, Tensor)]
     measured: Metrics = {
@@ -109,14 +109,14 @@ def memory_metrics(sharded: ShardedModel, optimizer: torch.optim.Optimizer | Non
 
 
 def peak_metrics() -> Metrics:
-    """What the GPU's allocator had at most since the last call: of steps, since evaluations and checkpoints are left
-    out, as of the time. Nothing on a CPU."""
+    """Returns the peaks of the GPU's allocator since the last call, over steps alone: evaluations and checkpoints are
+    left out, as they are of the time. Empty on a CPU."""
     if not torch.cuda.is_available():
         return {}
     peaks: Metrics = {
         "memory/peak_bytes": torch.cuda.max_memory_allocated(),
         "memory/reserved_peak_bytes": torch.cuda.max_memory_reserved(),
-        # a retry gave cached blocks back to the device and waited for it: too little room, or fragments
+        # a retry returned cached blocks to the device and waited for it: too little memory, or fragmentation
         "memory/alloc_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
     }
     torch.cuda.reset_peak_memory_stats()
@@ -124,7 +124,7 @@ def peak_metrics() -> Metrics:
 
 
 class Moment:
-    """A time of the device: when it has done what was queued so far. On a CPU that is now."""
+    """The moment at which the device has done all work launched so far. On a CPU that is now."""
 
     def __init__(self) -> None:
         self.seconds, self.event = time.perf_counter(), None
@@ -140,31 +140,31 @@ class Moment:
             self.event.synchronize()
 
     def since(self, earlier: "Moment") -> float:
-        """Seconds; both have come."""
+        """Returns the seconds since an `earlier` moment. Both must have come."""
         if self.event and earlier.event:
             return float(earlier.event.elapsed_time(self.event)) / 1000
         return self.seconds - earlier.seconds
 
 
 class Pace:
-    """How fast steps are: their time, tokens and pairs of tokens since it was last taken.
+    """The timer of steps: sums their time, tokens and pairs of tokens since the last `take`.
 
-    Nothing but evaluations and checkpoints (`paused`) is left out of the time: what logging costs is part of the pace.
+    The time leaves out only evaluations, samples and checkpoints (`paused`); the cost of logging is part of it.
     """
 
     def __init__(self, world_size: int, flops: Flops, first_steps: int = 1):
-        """`first_steps` make what is made once: their memory is no step's peak."""
+        """Takes `first_steps`, the number of steps that compile: their memory is in no step's peak."""
         self.world_size, self.flops, self.first_steps = world_size, flops, first_steps
         self.steps_before = 0
         self.begin()
 
     def begin(self) -> None:
-        """Steps count from here on."""
+        """Starts the time and counts anew."""
         self.began, self.paused_seconds = Moment(), 0.0
         self.steps, self.tokens, self.pairs = 0, 0.0, 0.0
 
     def add(self, tokens: float, pairs: float) -> None:
-        """A step begins. `tokens`: of its rows on all ranks, trained or not, with padding; `pairs`: see MicroBatch."""
+        """Begins a step. `tokens`: of its rows on all ranks, trained or not, with padding; `pairs`: see MicroBatch."""
         if self.steps_before == self.first_steps and torch.cuda.is_available():  # weights are loaded, code is compiled
             torch.cuda.reset_peak_memory_stats()
         self.steps_before += 1
@@ -172,9 +172,9 @@ class Pace:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is no part of a step, for the time and for the device's peak of memory."""
+        """Leaves the body out of steps' time and of the device's memory peak."""
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # what the steps still compute is theirs
+            torch.cuda.synchronize()  # work of the steps still counts as theirs
         began = time.perf_counter()
         yield
         self.paused_seconds += time.perf_counter() - began
@@ -182,8 +182,8 @@ class Pace:
             torch.cuda.reset_peak_memory_stats()
 
     def take(self) -> Callable[[], Metrics]:
-        """The speed of the steps since the last call: to be called when the device has done them, else it waits. MFU
-        where its peak is known."""
+        """Returns a function that gives the speed of the steps since the last `take`, and their MFU where the GPU's
+        peak FLOPs are known. It waits until the device has done these steps."""
         began, paused, steps, tokens, pairs = self.began, self.paused_seconds, self.steps, self.tokens, self.pairs
         self.begin()
         ended = self.began

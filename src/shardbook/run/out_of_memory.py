@@ -1,4 +1,4 @@
-"""Out of memory on a GPU becomes one line: what was predicted, what was measured, and what to change."""
+"""Turns OOM on a GPU into one line: the predicted and the measured bytes, and the smallest change that would fit."""
 
 from contextlib import AbstractContextManager
 

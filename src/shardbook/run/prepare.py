@@ -1,8 +1,8 @@
-"""The set-up of a run: everything that is known before its first rank takes anything large, and everything refused.
+"""The set-up of a run: computes, and refuses, everything that can be known before anything large is allocated.
 
-Invariant: `shardbook train` and its rehearsal are prepared by the same two calls, so what a dry run says is what a run
-does. `lay_out_run` needs the model's config alone; `prepare_job` reads the tokenizer, the data and, on the ranks of a
-run, has the weights on this node.
+Invariant: the same two calls prepare `shardbook train` and its rehearsal, so a dry run shows what a run does.
+`lay_out_run` needs the model's config alone; `prepare_job` reads the tokenizer and the data and, on the ranks of a run,
+fetches the weights to this node.
 """
 
 import math
@@ -30,15 +30,15 @@ from shardbook.recipe import Recipe, resolve_precision
 from shardbook.run.prompts import Prompts, build_prompts
 from shardbook.run.teacher import load_teacher
 
-InTurn = Callable[[], AbstractContextManager[None]]  # around what reads files: a node's first rank before the others
+InTurn = Callable[[], AbstractContextManager[None]]  # around reads of files: a node's first rank before the others
 
 
 @dataclass(frozen=True)
 class Job(LaidOut):
-    """A run that could begin: what it computes, on what, how long, and what it is expected to take."""
+    """A run that is ready to begin: its objective, data and steps, and the predictions for it."""
 
     objective: Objective
-    folder: Path  # of the weights; of a rehearsal, of the config
+    folder: Path  # of the weights; in a rehearsal, of the config
     tokenizer: PreTrainedTokenizerBase
     documents: Documents
     held_out: Documents | None
@@ -48,12 +48,12 @@ class Job(LaidOut):
     steps: int
     flops: Flops
     peak: Peak
-    traffic: Traffic  # of a step, predicted: of the data axes
-    forecast: dict[str, float | int]  # metrics that are predicted
+    traffic: Traffic  # of a step along the data axes, predicted
+    forecast: dict[str, float | int]  # predicted metrics
 
     @property
     def recomputed(self) -> str:
-        """What backward computes again, for people."""
+        """The activation checkpointing, and whether blocks are compiled, for people."""
         return self.recipe.activation.checkpointing + ", compiled" * self.recipe.train.compile
 
 
@@ -70,7 +70,7 @@ def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> 
 
 def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext) -> Job:
     """Returns the job of a run that is laid out: weights on this node (not for a rehearsal), tokenizer, every row of
-    the data, and predictions. Raises RecipeError where one is missing or does not fit the others."""
+    the data, and predictions. Raises RecipeError where one is missing or contradicts the others."""
     recipe, world, config, layout = laid.recipe, laid.world, laid.config, laid.layout
     sequences, micros = recipe.sequences, recipe.train.gradient_accumulation_steps
     with in_turn():

@@ -1,6 +1,6 @@
-"""A profile of some steps: a trace of each rank for Perfetto (ui.perfetto.dev) and, on a GPU, what its memory held.
+"""A profile of some steps: each rank's trace for Perfetto (ui.perfetto.dev) and, on a GPU, its memory snapshot.
 
-Invariant: steps outside of `train.profile_steps` cost nothing, and what is measured never changes what is computed.
+Invariant: steps outside of `train.profile_steps` cost nothing, and a profile never changes what is computed.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 from shardbook.comm.torch_private import record_memory, write_memory_snapshot
 from shardbook.ranks.progress import long_phase
 
-EVENTS = 200_000  # allocations and frees that a memory snapshot holds, the last ones
+EVENTS = 200_000  # the last allocations and frees, which a memory snapshot holds
 
 
 class Profile(AbstractContextManager["Profile"]):
-    """Records the steps from the first to the last of `steps` (none: nothing) into `folder`/profile/."""
+    """Records the steps from the first to the last of `steps` (empty: none) into `folder`/profile/."""
 
     def __init__(self, folder: Path, steps: Sequence[int], rank: int):
         self.folder, self.rank = folder / "profile", rank
@@ -26,12 +26,12 @@ class Profile(AbstractContextManager["Profile"]):
         self.running: profile | None = None
 
     def advance(self, step: int) -> None:
-        """Step `step` is about to begin; those before it are done. Collective after the last step of a profile."""
+        """Starts or ends the profile before step `step`, when earlier ones are done. Collective after its last step."""
         if self.running and step > self.last:
             with long_phase("a profile's file"):
                 self._write()
-                # on the host (gloo), whose limit is long: in the step's first collective NCCL's would end this rank,
-                # where another takes that much longer for its file
+                # wait for slower ranks here, on the host (gloo), with its long limit: in the step's first collective
+                # NCCL's short one would end this rank
                 dist.barrier()
         if step == self.first:
             kinds = [ProfilerActivity.CPU]
@@ -52,5 +52,5 @@ class Profile(AbstractContextManager["Profile"]):
             record_memory(None)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self.running:  # the run ends inside of the steps that were asked for, or fails there
+        if self.running:  # the run ends, or fails, inside of the profiled steps
             self._write()

@@ -1,4 +1,4 @@
-"""The prompts that samples begin with: own messages, or rows up to their first trained answer."""
+"""The prompts of samples: messages of the recipe, or rows up to their first trained answer."""
 
 import json
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from shardbook.data.chat import Encoder
 from shardbook.data.tokenized import Documents
 from shardbook.recipe import Recipe, RecipeError
 
-LOOKED_AT = 1000  # documents, for prompts
+LOOKED_AT = 1000  # documents searched for prompts
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Prompts:
 def build_prompts(
     recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, documents: Documents
 ) -> Prompts:
-    """What is continued, the same in every step; nothing where nothing is generated. `folder`: the model's. Raises
-    RecipeError where a prompt leaves no room, or rows hold none."""
+    """Returns the prompts, the same in every step; none where generate.steps is 0. `folder`: the model's. Raises
+    RecipeError where a prompt leaves no room for an answer, or rows hold no prompt."""
     asked, room = recipe.generate, recipe.data.max_length - recipe.generate.max_new_tokens
     if not asked.steps:
         return Prompts([], [])
@@ -58,8 +58,8 @@ def build_prompts(
 def find_stops(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, folder: Path, encoder: Encoder
 ) -> list[int]:
-    """Ends of a sequence by generation_config.json, else by config and tokenizer; and the template's end of a turn,
-    where it is one token: a model that learns the template writes it before its own config knows."""
+    """Returns the tokens that end a sequence by generation_config.json, else by config and tokenizer, and the end of
+    turn if it is one token: a model that learns the template writes it before its own config lists it."""
     file, ends = folder / "generation_config.json", list[Any]()
     if file.is_file():
         ends = [json.loads(file.read_text()).get("eos_token_id")]

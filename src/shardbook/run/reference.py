@@ -1,8 +1,8 @@
-"""The reference of preferences: what the policy says of every pair before the first step, asked once and kept in the
-run directory. The policy itself answers, sharded as it is: there is no second model.
+"""The reference of preferences: the policy's log-probabilities of every pair before the first step, computed once and
+kept in the run directory. The sharded policy itself computes them: there is no second model.
 
-Invariant: it is asked of the weights that a run begins with, never of what a step has changed: start.py loads them
-first, also where a run goes on whose file is gone, or holds too few rows for more steps.
+Invariant: they are computed with the weights that a run begins with, never with weights that a step has changed:
+start.py loads those first, also where a run goes on whose file is gone, or holds too few rows for more steps.
 """
 
 import hashlib
@@ -29,18 +29,18 @@ from shardbook.run.prepare import Job
 
 FILE = "reference.npz"
 HASHED = 10_000  # encoded rows at once
-PARTS = 10  # that are asked, and kept, one after another
+PARTS = 10  # computed and saved one after another
 
 
 class Reference:
-    """Of the rows that a job's loader hands out in its steps, and of those held out; where its objective wants none, of
-    nothing."""
+    """The reference of the rows that a job's loader hands out in its steps, and of the held-out rows; of no rows where
+    the objective needs none."""
 
     def __init__(self, job: Job, run: Path, ranks: Ranks, console: Console, stop: StopFlag):
         self.is_wanted, self.recipe = job.objective.reference, job.recipe
         self.loader, self.held_out = job.loader, job.held_out
         self.file, self.ranks, self.console, self.stop = run / FILE, ranks, console, stop
-        self.stopped = False  # before everything was asked, or just after
+        self.stopped = False  # before all was computed, or just after
         documents, held_out = job.documents, job.held_out
         reached = min(job.steps * self.loader.rows_per_step, len(documents.rows))
         self.rows: dict[str, tuple[Documents, list[Row]]] = {
@@ -49,9 +49,9 @@ class Reference:
         self.rows |= {"eval": (held_out, held_out.rows)} if held_out else {}
 
     def read(self, sharded: ShardedModel, weights: Path, goes_on: bool, named: str = "") -> bool:
-        """Take what the run directory holds. Returns whether it is everything; raises RecipeError where a run `goes_on`
-        and it is of other data, or of other weights than those in the directory `weights`; and where the run begins
-        with the checkpoint `named` of a run whose reference is not this one. Collective."""
+        """Reads the run directory's file, and returns whether it has all rows. Raises RecipeError where a run `goes_on`
+        and the file is of other data, or of other weights than those in the directory `weights`; and where the run
+        begins with the checkpoint `named` of a run with another reference. Collective."""
         if not self.is_wanted:
             return True
         of = base_identity(sharded.model) or weights_identity(self.recipe.model, self.recipe.train.seed, weights)
@@ -86,9 +86,9 @@ class Reference:
         return [row for row in self.rows[name][1] if unknown[list(row)].any()]
 
     def ask(self, sharded: ShardedModel) -> None:
-        """What is not known yet, of the weights that are loaded; and keep it, a part at a time: a kill loses one, and
-        the others' micro-batches are as they would have been. Where a rank is asked to stop, all stop after the same
-        part. Collective."""
+        """Computes the missing rows with the loaded weights, and saves them a part at a time: a kill loses one part,
+        and the micro-batches of the others stay the same. Where a rank is asked to stop, all stop after the same part.
+        Collective."""
         here = self.loader.batching
         for name, (documents, rows) in self.rows.items():
             missing = self._missing(name)
@@ -107,7 +107,7 @@ class Reference:
                     return
 
     def give(self) -> Documents | None:
-        """To the loader; returns the held-out documents with theirs."""
+        """Gives the loader's documents their reference, and returns the held-out documents with theirs."""
         if not self.is_wanted:
             return self.held_out
         self.loader.documents = replace(self.loader.documents, reference=self.found["train"])
@@ -116,7 +116,7 @@ class Reference:
 
 @torch.no_grad()
 def _ask(documents: Documents, batching: Batching, sharded: ShardedModel, ranks: Ranks) -> np.ndarray:
-    """fp32 [encoded, sequences]; infinite where a document is in none of the rows."""
+    """Returns log-probabilities, fp32 [encoded, sequences]; infinite for a document in no row. Collective."""
     found = torch.full((len(documents.encoded), batching.sequences), torch.inf)
     model, every = sharded.model.eval(), eval_rows(documents, batching)
     for rows, micro in zip(every, eval_micro_batches(documents, batching), strict=True):
@@ -125,7 +125,7 @@ def _ask(documents: Documents, batching: Batching, sharded: ShardedModel, ranks:
     sharded.reshard()
     model.train()
     found = found.to(ranks.device)
-    dist.all_reduce(found, dist.ReduceOp.MIN)  # each is asked on one rank
+    dist.all_reduce(found, dist.ReduceOp.MIN)  # each document is finite on one data-parallel rank
     return found.cpu().numpy()
 
 
@@ -135,13 +135,13 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         with np.load(file) as kept:
             return dict(kept) | {"digest": str(kept["digest"])}
-    except Exception as error:  # of zip, zlib, numpy: each has its own
+    except Exception as error:  # zip, zlib and numpy each have their own
         why = f"{type(error).__name__}: {first_line(error)}"
         raise RecipeError(f"{file}: damaged ({why}); remove it, and the reference is asked again") from None
 
 
 def _digest(documents: Documents) -> str:
-    """Of every token and what is trained of it."""
+    """Returns a digest of all tokens, their trained mask and their lengths."""
     digest = hashlib.sha256()
     columns = documents.encoded.select_columns(["input_ids", "mask", "lengths"]).with_format("arrow")
     for table in columns.iter(batch_size=HASHED):

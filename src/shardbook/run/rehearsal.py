@@ -1,5 +1,5 @@
-"""What a run does before its first step, and one step, with nothing allocated: `shardbook train --dry-run`, and whether
-this machine has the memory at all."""
+"""Rehearses a run's set-up and one step with nothing allocated (`shardbook train --dry-run`), and checks whether this
+machine has the memory at all."""
 
 import os
 import re
@@ -17,12 +17,12 @@ from shardbook.run.prepare import lay_out_run, prepare_job
 
 
 def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
-    """Take `recipe` as that many ranks on GPUs would, up to its weights: config, layout, optimizer, tokenizer, every
-    row of the data, and one step on fake tensors. Raises RecipeError where the run would."""
+    """Prepares `recipe` as `world_size` ranks on GPUs would, up to its weights: config, layout, optimizer, tokenizer,
+    every row of the data, and one step on fake tensors. Raises RecipeError where the run would."""
     console = Console(is_main=True)
     job = prepare_job(lay_out_run(recipe, World(world_size, ranks_per_node)))
     console.show_job(job)
-    from shardbook.plan.simulate import simulate_step  # makes a process group, and loads what fakes tensors
+    from shardbook.plan.simulate import simulate_step  # makes a process group, and loads fake tensors' modules
 
     beside = {"offload.optimizer": recipe.offload.optimizer != "none", "parallel.pp_size": recipe.parallel.pp_size > 1}
     unsimulated = " and ".join(key for key, is_there in beside.items() if is_there)
@@ -36,8 +36,8 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
 
 
 def check_memory(recipe: Recipe, recipe_path: Path, nodes: int) -> None:
-    """Raise RecipeError, in four lines, where `nodes` machines like this one have less memory than a step of a recipe
-    that says its size needs at its peak: before hours of download, not after."""
+    """Raises RecipeError, in four lines, where `nodes` machines like this one have less memory than a recipe with
+    hardware.memory_gb needs for its state or at the peak of a step: before hours of download, not after."""
     if not recipe.hardware.memory_gb:
         return
     gpus = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
@@ -64,7 +64,7 @@ def check_memory(recipe: Recipe, recipe_path: Path, nodes: int) -> None:
 
 
 def _peak_bytes(recipe: Recipe, ranks: int, ranks_per_node: int) -> int:
-    """Of a rank; 0 where the model's shape is not known here, or its mesh has another size: then state alone judges."""
+    """Returns a rank's predicted peak; 0, so that state alone is checked, for a model or a mesh size unknown here."""
     try:
         planner = build_planner(recipe)
         return planner.lay_out(planner.recipe, build_cluster("h100-80gb", ranks, a_node=ranks_per_node)).peak.total

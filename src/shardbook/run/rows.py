@@ -1,7 +1,7 @@
-"""Rows: what the device measured in a step, read without a wait, and logged with the rest of its row.
+"""Rows: reads a step's loss and norm from the device without a wait, and logs them with the rest of its row.
 
-Invariant: what is not finite is never saved, and ends the run by its own step's number. A row is there when the next
-step's work is on its way to the device (on a CPU: when its step is done), and before an evaluation, samples, a save or
+Invariant: a step with a value that is not finite is never saved, and ends the run with its own number. A row is logged
+when the next step's work is launched (on a CPU: when its step is done), and before an evaluation, samples, a save or
 the end.
 """
 
@@ -20,18 +20,18 @@ from shardbook.ranks.exits import RunFailed
 from shardbook.run.console import Console
 from shardbook.run.metrics import Metrics, Moment, Pace, Recorder
 
-Part = Metrics | Callable[[], Metrics]  # of a row: what is known, or what is asked when the device has come so far
-LAST_SECONDS = 10.0  # that a run which fails waits for its last row: of a lost rank it would wait for ever
+Part = Metrics | Callable[[], Metrics]  # of a row: known metrics, or a function to call when the device has them
+LAST_SECONDS = 10.0  # for which a failing run waits for its last row: with a lost rank it would wait for ever
 
 
 def read_loss(seen: Tensor, names: list[str], norm: Tensor, step: int) -> tuple[Callable[[], Metrics], Moment]:
-    """Begin to sum this rank's shares, the loss first, over ranks and to read them with the gradient norm. Returns what
-    waits for them, and the moment from which on it does not. Collective.
+    """Begins to sum this rank's shares `seen`, the loss first, over ranks and to read them with the gradient norm.
+    Returns a function that waits for the metrics, and the moment from which on it does not wait. Collective.
 
-    That raises RunFailed where one is not finite: to train on would only save broken weights.
+    The function raises RunFailed where a value is not finite: to train on would only save broken weights.
     """
     dist.all_reduce(seen)
-    # into pinned memory, which torch takes for such a copy by itself; nothing where it is on the host
+    # torch takes pinned memory for such a copy by itself; a tensor on the host is not copied
     coming = [tensor.to("cpu", non_blocking=True).view(-1) for tensor in (seen, norm)]
     moment = Moment()
 
@@ -52,18 +52,18 @@ def read_loss(seen: Tensor, names: list[str], norm: Tensor, step: int) -> tuple[
 
 
 class Rows(contextlib.AbstractContextManager["Rows"]):
-    """The rows of the steps inside, in their order: at most one waits for the device. All ranks read alike."""
+    """Logs the rows of the steps inside, in order; at most one waits for the device. All ranks make the same reads."""
 
     def __init__(self, recorder: Recorder, console: Console, names: list[str], pace: Pace, stop: StopFlag):
         self.recorder, self.console, self.names, self.pace, self.stop = recorder, console, names, pace, stop
-        self.lags = torch.cuda.is_available()  # whether to read at once would make the host wait for the device
-        self.step = 0  # that was read last
+        self.lags = torch.cuda.is_available()  # whether a read at once would make the host wait for the device
+        self.step = 0  # the last one read
         self._read: Callable[[], Metrics] = dict
-        self._moment: Moment | None = None  # when it can be read; None: it was
+        self._moment: Moment | None = None  # from which on it can be read; None: it was read
         self._waiting: tuple[int, list[Part]] | None = None
 
     def read(self, step: int, seen: Tensor, norm: Tensor) -> Callable[[], Metrics]:
-        """Begin to read what `step` measured, where that was not done; its part of a row. Collective."""
+        """Begins to read the loss and norm of `step`, unless it has; returns its part of a row. Collective."""
         if step != self.step:
             self.settle()
             self.step = step
@@ -73,7 +73,7 @@ class Rows(contextlib.AbstractContextManager["Rows"]):
         return self._read
 
     def log(self, step: int, parts: list[Part]) -> None:
-        """Log the row of `step`, and show it, when what it reads has come; one without parts is shown alone."""
+        """Logs and shows the row of `step`, once its values are on the host; without parts it is only shown."""
         if self._waiting:
             self.settle()
         self._waiting = step, parts
@@ -81,7 +81,7 @@ class Rows(contextlib.AbstractContextManager["Rows"]):
             self.settle()
 
     def settle(self) -> None:
-        """Wait for what is read, and log the row that waits for it."""
+        """Waits for the values under way, and logs the row that waits for them."""
         self._read()
         self._moment = None
         if self._waiting:
@@ -95,19 +95,19 @@ class Rows(contextlib.AbstractContextManager["Rows"]):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Around an evaluation, samples or a save: nothing waits any more, and it is no part of a step's time. A signal
-        that came meanwhile ends the run after it."""
+        """Logs the waiting row before an evaluation, samples or a save, and leaves the body out of steps' time. A
+        signal that arrives meanwhile ends the run after it."""
         self.settle()
         with self.pace.paused():
             yield
         self.stop.again = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Log the last row. Of a run that fails too, where the device still comes to it."""
+        """Logs the last row; of a failing run too, if the device computes it within LAST_SECONDS."""
         if error is None:
             self.settle()
         elif self._waiting and self._moment:
-            with contextlib.suppress(Exception):  # the run ends by its own error; a broken device says nothing more
+            with contextlib.suppress(Exception):  # the run ends by its own error, also where the device is broken
                 until = time.perf_counter() + LAST_SECONDS
                 while not self._moment.has_come() and time.perf_counter() < until:
                     time.sleep(0.01)

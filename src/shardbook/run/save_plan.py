@@ -1,9 +1,9 @@
-"""The plan of a checkpoint: which rank writes which rows of which tensor. Made at a run's first save, then reused.
+"""The plan of a checkpoint: the rows of each tensor that each rank writes. Made at a run's first save, then reused.
 
 Rank 0 makes it for all ranks, in Python, while the GPUs idle (docs/benchmarks/loading.md). Invariant: it is reused only
-where every rank saves just what it was made for: the same names, shapes, dtypes and rows; else it is made anew. Not
-torch's own `enable_plan_caching`: its cache is one for the whole process, whatever is saved; it compares no dtypes, so
-that the metadata would go on naming the old one; and in torch 2.11 it also keeps a plan that failed.
+where every rank saves the same names, shapes, dtypes and rows as it was made for; else it is made anew. Not torch's own
+`enable_plan_caching`: it has one cache for the whole process, whatever is saved; it compares no dtypes, so that the
+metadata would keep the old one; and in torch 2.11 it also keeps a plan that failed.
 """
 
 from dataclasses import dataclass, replace
@@ -18,21 +18,21 @@ from shardbook.ranks.distributed import sum_over_ranks
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of a save that succeeded, as one rank knows it. Holds no tensors."""
+    """One rank's plan of a save that succeeded. Holds no tensors."""
 
-    asked: SavePlan  # all that this rank has
-    given: SavePlan  # what it writes of that: each replica is written once
-    metadata: Metadata | None  # of all ranks; on rank 0
+    asked: SavePlan  # all items that this rank has
+    given: SavePlan  # the items that it writes: each replica is written once
+    metadata: Metadata | None  # of all ranks' items; only on rank 0
 
 
 class PlanOnce(DefaultSavePlanner):
-    """Plans one save of `tensors`, or reuses `last`, an earlier one's plan. Collective; none leaves before all came."""
+    """Plans one save of `tensors`, or reuses `last`, an earlier save's plan. Collective: it waits for all ranks."""
 
     def __init__(self, tensors: dict[str, Any], last: Planned | None):
         super().__init__()
         self.set_up_planner(tensors)
         self.asked = super().create_local_plan()
-        # agreed on: a rank that sent no plan while another sent a new one would lose its part of the checkpoint
+        # all ranks must agree: one that sent no plan while another sent a new one would lose its part of the checkpoint
         anew = sum_over_ranks(last is None or last.asked != self.asked)[0] > 0
         self.last = None if anew else last
         self.made: Metadata | None = None
@@ -45,12 +45,12 @@ class PlanOnce(DefaultSavePlanner):
             self.made = self.last.metadata
         else:
             all_plans, self.made = super().create_global_plan(all_plans)
-        return all_plans, replace(self.made)  # the writer adds to it where each item lies in this checkpoint
+        return all_plans, replace(self.made)  # a copy: the writer adds each item's place in this checkpoint
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         self.given = self.last.given if self.last else super().finish_plan(new_plan)
         return self.given
 
     def planned(self) -> Planned:
-        """To be asked for when the save has succeeded."""
+        """Returns the plan to reuse. Call it when the save has succeeded."""
         return Planned(self.asked, self.given, self.made)

@@ -1,4 +1,4 @@
-"""When a run saves: every `train.save_steps` steps, at its end, and where it is asked to stop."""
+"""Saves a run every `train.save_steps` steps, at its end, and where it is asked to stop."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from shardbook.run.meter import Meter, is_due
 
 @dataclass
 class Saver:
-    """Writes the checkpoints of a run that began at step `saved`. All ranks call it alike."""
+    """Writes the checkpoints of a run that began at step `saved`. All ranks make the same calls."""
 
     run: RunDirectory
     train: Train
@@ -26,15 +26,15 @@ class Saver:
         return is_due(step, self.train.save_steps)
 
     def after(self, state: TrainState) -> None:
-        """Save after a step where one is due: `meter` has read it, and it was finite. Collective."""
+        """Saves after a step if due; before, `meter` raises where that step is not finite. Collective."""
         if self.is_due(state.step):
             with self.meter.paused():
                 self._save(state)
 
     def finish(self, state: TrainState, stopped: bool) -> None:
-        """Save the last step, where the recipe saves or the run was `stopped`, and it was not. Collective."""
+        """Saves the last step, unless it is saved, where the recipe saves or the run was `stopped`. Collective."""
         if state.step > self.saved and (self.train.save_steps or stopped):
-            self.meter.check()  # a step that was not logged was not looked at yet
+            self.meter.check()  # a step that was not logged was not checked yet
             self._save(state)
 
     def _save(self, state: TrainState) -> None:

@@ -1,4 +1,4 @@
-"""Where a run starts: its newest checkpoint, else the one that the recipe names, else pretrained or random weights."""
+"""Starts a run from its newest checkpoint, else the one that the recipe names, else pretrained or random weights."""
 
 import time
 from pathlib import Path
@@ -20,8 +20,8 @@ from shardbook.run.teacher import fill_teacher
 def start_from(
     newest: Path | None, job: Job, sharded: ShardedModel, optimizer: torch.optim.Optimizer, reference: Reference
 ) -> tuple[TrainState, str]:
-    """Fill model, optimizer, loader and `reference`, unless that is stopped. Returns where the run stands, and from
-    where, for people. Collective.
+    """Loads model, optimizer, loader position and `reference`, unless that is stopped before. Returns the run's state,
+    and the source of its weights for people. Collective.
 
     Raises RecipeError where the checkpoint is of another model, or further than the job's steps.
     """
@@ -31,7 +31,7 @@ def start_from(
     earlier = newest or (Path(named) if named else None)
     source = _load_base(recipe, sharded, folder) if recipe.lora.r or not earlier else ""
     fill_teacher(sharded, recipe)
-    if earlier:  # what is refused is refused before the reference is asked, which takes long
+    if earlier:  # check it before the reference is computed, which takes long
         state = check_checkpoint(earlier, sharded)
         loader.load_state_dict(state.loader)
         if state.step > job.steps:
@@ -52,7 +52,7 @@ def start_from(
 
 
 def _load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:
-    """Every parameter as it begins: from `folder` or random, adapters new or as peft wrote them. Returns from where."""
+    """Loads every parameter's initial value: from `folder` or random, adapters new or peft's. Returns the source."""
     is_random, seed = recipe.model.init == "random", recipe.train.seed
     if is_random:
         init_weights(sharded.masters, seed)

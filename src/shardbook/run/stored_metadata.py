@@ -1,7 +1,7 @@
-"""Reads what DCP stored in a checkpoint without running any of it: its `.metadata` is a pickle, and an entry may be.
+"""Reads DCP's checkpoints without running code in them: `.metadata` is a pickle, and an entry may be one.
 
 Invariant: only classes that describe tensors are made, and only tensors are read, so a stranger's checkpoint runs no
-code. (The tensors themselves torch reads with `weights_only`.)
+code. (torch reads the tensors themselves with `weights_only`.)
 """
 
 import io
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from shardbook.recipe import RecipeError
 
 METADATA = ".metadata"
-# by their modules, as they are written in a pickle
+# allowed names by their modules, as a pickle has them
 NAMES = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata"),
@@ -32,7 +32,7 @@ NAMES = {
 
 
 def _member(kind: type[Enum], name: str) -> Enum:
-    """A member of an enum, which early Pythons 3.11 write as a call of getattr. Of anything else no attribute."""
+    """Returns a member of an enum, which early Pythons 3.11 pickle as a call of getattr; no other attributes."""
     return kind[name]
 
 
@@ -43,7 +43,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
-            return Path  # where it was written: read by nobody
+            return Path  # the path at which it was written; it is not used
         if (module, name) == ("builtins", "getattr"):
             return _member
         if name not in NAMES.get(module, ()):
@@ -55,8 +55,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Reader(FileSystemReader):
-    """Reads the metadata once, when it is made: it lists every shard of every tensor, and DCP asks at each load. Raises
-    RecipeError where it is of more than tensors."""
+    """Reads the metadata once, when it is made: it lists every shard of every tensor, and DCP asks for it at each load.
+    Raises RecipeError where it describes more than tensors."""
 
     def __init__(self, checkpoint: Path):
         super().__init__(checkpoint)
@@ -68,7 +68,7 @@ class Reader(FileSystemReader):
 
 
 class TensorsOnly(DefaultLoadPlanner):
-    """Fills tensors, and refuses an entry that is stored as a pickle in the place of one: DCP would run it."""
+    """Loads tensors, and raises RecipeError for an entry stored as a pickle in place of one: DCP would run it."""
 
     def __init__(self, checkpoint: Path):
         super().__init__()

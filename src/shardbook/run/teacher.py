@@ -18,8 +18,8 @@ KEY = "distill.teacher"
 
 
 def load_teacher(recipe: Recipe) -> PreTrainedConfig | None:
-    """The teacher's config; None where the recipe has none. Raises RecipeError where it reads other tokens than the
-    student, or not as many."""
+    """Returns the teacher's config; None where the recipe has no teacher. Raises RecipeError where its tokenizer
+    differs from the student's, or it has fewer embeddings than tokens."""
     if not (path := recipe.distill.teacher):
         return None
     folder = fetch_folder(path, "main", KEY, CONFIG_FILES)
@@ -36,8 +36,8 @@ def load_teacher(recipe: Recipe) -> PreTrainedConfig | None:
 
 
 def digest_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of what decides which ids a text becomes: vocabulary, merges, how text is split before, tokens that were added.
-    Not of templates, nor of what is put around a text."""
+    """Returns a digest of everything that decides a text's token ids: vocabulary, merges, normalizer, pre-tokenizer and
+    added tokens; not of templates, nor of special tokens around a text."""
     backend: Any = tokenizer
     whole = json.loads(backend.backend_tokenizer.to_str())
     does = {name: whole["model"].get(name) for name in ("type", "vocab", "merges")}
@@ -47,7 +47,7 @@ def digest_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def fill_teacher(sharded: ShardedModel, recipe: Recipe) -> None:
-    """Its weights, where there is one, and what they are. Collective."""
+    """Loads the teacher's weights and notes their digest, where the model has a teacher. Collective."""
     teacher: Any = getattr(sharded.model, "teacher", None)
     if teacher is not None:
         # ranks of a node ask at once: the hub's files have locks, and one of them downloads

@@ -1,7 +1,7 @@
-"""Trackers: where a run's metrics go besides its own file. wandb is started here, any other through accelerate.
+"""Trackers of a run's metrics, besides its own file. wandb is started here, any other through accelerate.
 
-Invariant: a tracker may fail, the run may not: what goes wrong is said once and ends that tracker only. Offline where
-there is no key: a run never waits for a network, and `wandb sync` sends it later.
+Invariant: a tracker may fail, the run may not: an error is printed once and ends that tracker only. wandb is offline
+where there is no key: a run never waits for a network, and `wandb sync` sends it later.
 """
 
 import importlib.util
@@ -26,10 +26,10 @@ Started = tuple[Log, LogSamples, Finish]
 
 
 class Trackers:
-    """Those that `run.report_to` names, each until it fails."""
+    """The trackers that `run.report_to` names, each until it fails."""
 
     def __init__(self, folder: Path, name: str, run: Run, config: dict[str, Any]):
-        """`folder`: the run directory, where they keep what they write. `config`: flat, see flat_config."""
+        """Starts them. `folder`: the run directory, into which they write. `config`: flat, see flat_config."""
         self._started: dict[str, Started] = {}
         for tracker in names(run):
             start = _start_wandb if tracker == "wandb" else partial(_start_through_accelerate, tracker)
@@ -42,7 +42,7 @@ class Trackers:
                 log(step, metrics)
 
     def log_samples(self, samples: list[dict[str, Any]]) -> None:
-        """Rows, of one step, of a table that grows; of the trackers wandb has one."""
+        """Adds rows of one step to a table that grows; only wandb has one."""
         for tracker, (_, log_samples, _) in list(self._started.items()):
             with self._guard(tracker):
                 log_samples(samples)
@@ -54,7 +54,7 @@ class Trackers:
 
     @contextmanager
     def _guard(self, tracker: str) -> Iterator[None]:
-        """What raises in here is said, and the tracker dropped: a dashboard must never end a training run."""
+        """Prints an error of the body and drops the tracker: a dashboard must never end a training run."""
         try:
             yield
         except Exception as error:
@@ -63,21 +63,21 @@ class Trackers:
 
 
 def names(run: Run) -> list[str]:
-    """The trackers of `run.report_to`."""
+    """Returns the trackers of `run.report_to`."""
     named = [run.report_to] if isinstance(run.report_to, str) else run.report_to
     return [tracker for tracker in named if tracker != "none"]
 
 
 def check_installed(run: Run) -> None:
-    """Raise RecipeError for a tracker without its package; each has its package's name."""
+    """Raises RecipeError for a tracker whose package, of the same name, is not installed."""
     for tracker in names(run):
         if importlib.util.find_spec(tracker) is None:
             raise RecipeError(f"run.report_to = {tracker!r}: its package is not installed; pip install {tracker}")
 
 
 def flat_config(values: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
-    """The recipe as trackers want it: `stage`, `learning_rate`, `checkpointing`; the section stays in front where two
-    have the same key (`optim_name`). `values` by section.key; `sizes`: of the mesh axes, as they came out."""
+    """Returns the recipe flat, as trackers want it: `stage`, `learning_rate`, `checkpointing`; the section stays in
+    front where two have the same key (`optim_name`). `values`: by section.key; `sizes`: of the effective mesh axes."""
     leaves = Counter(name.rpartition(".")[2] for name in values)
     config = {}
     for name, value in values.items():
@@ -87,7 +87,7 @@ def flat_config(values: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]
 
 
 def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> Started:
-    """A wandb run, online where there is a key, else recorded in the run directory."""
+    """Starts a wandb run, online where there is a key, else recorded in the run directory."""
     import wandb
 
     settings = wandb.Settings(silent=True, init_timeout=30)
@@ -110,7 +110,7 @@ def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> S
     tables: list[wandb.Table] = []
 
     def log_samples(samples: list[dict[str, Any]]) -> None:
-        if not tables:  # logged again, a table of another mode would be written over, or twice
+        if not tables:  # INCREMENTAL: in other modes a table logged again is overwritten, or stored twice
             tables.append(wandb.Table(columns=list(samples[0]), log_mode="INCREMENTAL"))
         for sample in samples:
             tables[0].add_data(*sample.values())
@@ -124,7 +124,7 @@ def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> S
 
 
 def has_wandb_key() -> bool:
-    """Whether wandb would find a key without asking: in its variable, or where `wandb login` leaves it."""
+    """Returns whether wandb finds a key without asking: in its variable, or in the file of `wandb login`."""
     import wandb
 
     if os.environ.get("WANDB_API_KEY"):
@@ -139,7 +139,7 @@ def _start_through_accelerate(tracker: str, folder: Path, name: str, run: Run, c
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     kind = LOGGER_TYPE_TO_CLASS[tracker]
-    # they file runs under a project; one that writes files gets a folder of its own in the run's
+    # they group runs by a project; a tracker that writes files gets its own folder in the run's
     started = kind(run.project, folder / tracker) if kind.requires_logging_directory else kind(run.project)
     started.start()
     plain = {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in config.items()}
