@@ -39,7 +39,7 @@ class TensorAxis:
         return slice(min(self.place * each, count), min((self.place + 1) * each, count))
 
     def balanced(self, count: int) -> range:
-        """Returns which of `count` heads, at least one for each rank, are this rank's: numbers differ by at most one."""
+        """Returns which of `count` heads (at least one a rank) are this rank's: numbers differ by at most one."""
         return range(self.place * count // self.size, (self.place + 1) * count // self.size)
 
     def gather(self, part: Tensor) -> Tensor:
