@@ -118,7 +118,7 @@ def tied_weight(model: Any) -> nn.Parameter:
 
 
 def build_links(layout: Layout, mesh: DeviceMesh) -> Links | None:
-    """Builds this rank's links to its neighbours along pp; returns None where there is one stage. Collective.
+    """Builds this rank's links to its neighbours along pp; None where there is one pipeline stage. Collective.
 
     Each link passes a first message here: NCCL connects two ranks at their first message, and each waits on the host
     until the other one takes part, so inside a step a rank could wait for a peer that waits for its next message. Here

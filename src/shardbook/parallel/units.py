@@ -156,8 +156,8 @@ def choose_units(
 
 
 def _check_units(units: list[Unit], blocks: Sequence[nn.Module], frees: bool, parallel: Parallel) -> None:
-    """Raises RecipeError where a knob would change nothing for these units. With a pipeline only blocks count, of which
-    every stage has some: else one rank would refuse alone, and the others would wait for it."""
+    """Raises RecipeError where a knob would change nothing for these units. With a pipeline only blocks count, which
+    are the same on all ranks: else one rank would refuse alone, and the others would wait for it."""
     whole = parallel.pp_size == 1
     own = [unit for unit in units if unit.shapes and (whole or unit.modules[0] in blocks)]
     if max(parallel.forward_prefetch, parallel.backward_prefetch) > 0 and len(own) == 1 and whole:
