@@ -58,8 +58,7 @@ def first_steps(compiles: bool, sizes: dict[str, int]) -> int:
 
 
 def holds_compiler(sizes: dict[str, int]) -> bool:
-    """Returns whether the ledger must keep the compiler off, because blocks hold collectives: each of the ledger's
-    functions would be a graph break, and the graph would stay broken after the ledger is closed."""
+    """Returns whether blocks hold collectives: the ledger's functions would break the graph of each, for good."""
     return any(sizes.get(axis, 1) > 1 for axis in (CP, TP))
 
 

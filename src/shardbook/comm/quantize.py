@@ -30,8 +30,7 @@ def buffer_bytes(numel: int, bits: int, block: int) -> int:
 
 
 def quantize(rows: Tensor, bits: int, block: int) -> Tensor:
-    """Returns `rows` [..., n], fp32 or bf16, as [..., buffer_bytes(n)] uint8. `bits`: 8 or 4; a `block` of elements has
-    one scale."""
+    """Quantises `rows` [..., n], fp32 or bf16, to uint8 [..., buffer_bytes(n)]; `bits`: 8 or 4; one scale a `block`."""
     piece = _piece(rows.device.type, prod(rows.shape[:-1]), rows.shape[-1], block)
     return fused(_quantize, rows.device.type, bits, block, rows.dtype)(rows, bits, block, piece)
 
@@ -102,8 +101,7 @@ def _decode(payload: Tensor, scales: Tensor, bits: int, block: int) -> Tensor:
 
 
 def _bytes_of(scale: Tensor) -> Tensor:
-    """Returns fp32 [..., 1] as uint8 [..., 4], the lowest byte first. By arithmetic: a view of another width would end
-    a fused kernel."""
+    """Returns fp32 [..., 1] as uint8 [..., 4], lowest byte first. By arithmetic: a view would end a fused kernel."""
     shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scale.device)
     return (scale.view(torch.int32) >> shifts & 255).to(torch.uint8)
 

@@ -90,8 +90,7 @@ def secondary_meshes_through(get: Callable[..., Any]) -> Iterator[None]:
 
 @_needs("stages", "torch.autograd.Variable._execution_engine.queue_callback")
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Has autograd call `function` at the end of the running backward, as fully_shard and DDP do. No public hook runs
-    there."""
+    """Has autograd call `function` when the running backward ends, as fully_shard and DDP do. No public hook does."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -162,8 +161,7 @@ def sharded_parameters(handle: Any) -> list[Any]:
 
 @_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._orig_size")
 def whole_shape(param: Any) -> torch.Size:
-    """Returns the shape of one of `sharded_parameters` before fully_shard sharded it. The DTensor's own shape will not
-    do: it may be sharded along other axes too."""
+    """Returns the shape of one of `sharded_parameters` before fully_shard; its DTensor may be sharded along tp too."""
     return param._orig_size
 
 
@@ -234,8 +232,7 @@ def backends_of(device: torch.device) -> list[Any]:
 @_needs("run", "torch._C._distributed_c10d._dump_fr_trace")
 @_needs("cuda", "torch._C._distributed_c10d._dump_nccl_trace")
 def collectives_record(is_gloo: bool) -> bytes:
-    """Returns torch's record of the last collectives (flight recorder). It is documented, and no public name returns it
-    before a timeout."""
+    """Returns torch's record of the last collectives. It is documented; no public name has it before a timeout."""
     owner: Any = import_module("torch._C._distributed_c10d")
     return owner._dump_fr_trace() if is_gloo else owner._dump_nccl_trace()
 
@@ -279,8 +276,7 @@ def fake_tensors() -> Any:
 
 @_needs("simulate", "torch.utils._python_dispatch.TorchDispatchMode")
 def dispatch_base() -> Any:
-    """Returns the base class of a mode that sees every operation, backward's too. The public TorchFunctionMode sees
-    only calls from Python."""
+    """Returns the base of a mode that sees every operation, backward's too. Public TorchFunctionMode does not."""
     with contextlib.suppress(ImportError):
         return getattr(import_module("torch.utils._python_dispatch"), "TorchDispatchMode", object)
     return object
