@@ -38,8 +38,7 @@ class ContextAxis:
         return [head for own in self.key_heads for head in own]
 
     def give_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Exchanges queries, keys and values [B, heads, L / size, D] of all heads for [B, heads, L, D] of this rank's
-        heads."""
+        """Exchanges queries, keys, values [B, heads, L / size, D] of all heads for [B, heads, L, D] of this rank's."""
         shape = query.shape
         counts = [len(own) for own in self.key_heads]
         parts = [query.transpose(1, 2).split(self.heads, 2)]

@@ -136,9 +136,8 @@ class Copies:
         call_before_backward(made, partial(self._before_backward, self._versions))
 
     def _before_backward(self, versions: list[int], gradient: Tensor) -> None:
-        """Makes the copies in the dtype of compute again where another backward, or an evaluation, freed them since a
-        forward that ran with parameters of these `versions`: autograd kept none of its own. Raises RuntimeError where
-        parameters changed between that forward and its backward."""
+        """Makes the copies in the dtype of compute again where they were freed since a forward with these `versions`:
+        autograd kept none of its own. Raises RuntimeError where parameters changed since that forward."""
         now = self._versions if self.gathered else self._read_versions()
         if now is not versions and now != versions:
             raise RuntimeError(
@@ -194,14 +193,12 @@ class Copies:
         self._found = True
 
     def _set_aside(self, part: Part, number: int, gradient: Tensor) -> None:
-        """Sets the .grad of a parameter at rest aside before autograd adds to it: it is a sum over replicas already,
-        and must not be sent again."""
+        """Sets aside the .grad that a parameter at rest has: it is summed already, and must not be sent again."""
         master = part.masters[number]
         part.aside[number], master.grad = master.grad, None
 
     def _take(self, part: Part, number: int, leaf: Tensor) -> None:
-        """Takes a gradient that is complete in this backward, and sends each bucket whose turn has come: all ranks send
-        buckets in one order."""
+        """Takes a gradient that is complete in this backward; sends full buckets, in the same order on all ranks."""
         if not self._running:
             self.watch.begin_backward()  # for a backward that did not begin at the model's output
             call_after_backward(self._finish)
@@ -260,8 +257,7 @@ def _note_step(copies: ref[Copies], masters: set[nn.Parameter], optimizer: Any, 
 
 
 def _put(parameter: nn.Parameter, places: list[tuple[nn.Module, str]]) -> None:
-    """Sets `parameter` in modules, under these names. Past nn.Module.__setattr__, whose checks would run hundreds of
-    times a step."""
+    """Sets `parameter` in modules by these names, past nn.Module's checks: they would run hundreds of times a step."""
     for module, name in places:
         if type(module).__setattr__ is nn.Module.__setattr__:
             slots_of(module)[name] = parameter

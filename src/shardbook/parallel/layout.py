@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def context_axis(self) -> str:
-        """The axis name under which traffic along cp is counted: cp, or dp_shard or dp_replicate where cp spans it."""
+        """The axis under which traffic along cp is counted: cp, or dp_shard or dp_replicate where cp spans it."""
         joined = DP_SHARD if self.stage.shards else DP_REPLICATE
         return joined if self.sizes[joined] == self.context else CP
 
@@ -107,9 +107,8 @@ class Layout:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype in which a rank sums gradients through a step where there is one shard (copies.py): that of the
-        reduction, or the master dtype where it sends nothing and either casts nothing or has a stage that would reduce
-        at each micro-batch."""
+        """The dtype of the sums of gradients through a step where there is one shard (copies.py): that of the reduction
+        or, where a rank sends nothing and casts nothing or its stage reduces at each micro-batch, the master's."""
         sends = self.replicas > 1 or (self.casts and not self.stage.reduce_every_micro)
         return self.dtype("reduce" if sends else "master")
 

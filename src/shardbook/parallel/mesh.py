@@ -124,8 +124,7 @@ def _stride(sizes: dict[str, int], axis: str) -> int:
 
 
 def axis_groups(sizes: dict[str, int], rank: int, inside: int) -> dict[str, list[int]]:
-    """Returns the global ranks that `rank` talks to along each axis; also along the two parts of dp_shard (in its node,
-    across nodes) where a node holds only some of it."""
+    """Returns the global ranks that `rank` talks to along each axis, and in parts of dp_shard where it spans nodes."""
     groups = {axis: ranks_along(sizes, axis, rank) for axis in sizes}
     if 1 < inside < sizes[DP_SHARD]:
         groups |= {axis: ranks_along(split_sizes(sizes, inside), axis, rank) for axis in (INSIDE, ACROSS)}

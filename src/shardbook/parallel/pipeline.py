@@ -64,8 +64,8 @@ class Links:
         return Room(tensor, is_forward, torch.cuda.current_stream().record_event() if self.stream else None)
 
     def ask(self, room: Room) -> tuple[dist.Work, Tensor]:
-        """Posts a receive from the stage before, or for gradients from the next one. Messages come in the order in
-        which they were sent.
+        """Posts a receive from the stage before, or of gradients from the next one; messages come in the order of
+        sends.
 
         Over NCCL a receive begins when all work is done that the current stream has by now: on the compute stream that
         would be the action that was just launched. `stream` waits for the buffer and for nothing else, so the message
@@ -87,8 +87,7 @@ class Links:
 
     @torch.no_grad()
     def sum_tied(self, model: nn.Module) -> None:
-        """Sums the gradient of a tied weight, of which each end of the pipeline has a summand. Called once a step,
-        after its last backward. Collective over the two ends."""
+        """Sums over both ends the gradient of a tied weight. Once a step, after its last backward. Collective."""
         if self.ends:
             gradient: Any = tied_weight(model).grad
             if (part := local_part(gradient)).numel():
@@ -216,10 +215,9 @@ def _received(came: tuple[dist.Work, Tensor] | None) -> Tensor | None:
 
 
 def run_step(sharded: Any, micros: Sequence[Any], shares_of: Shares, device: torch.device) -> Iterator[Tensor]:
-    """Runs forward and backward of all `micros` (data/loader.py's) of a step. Yields, after each backward, `shares_of`
-    the model and that micro-batch, [1 + metrics], or a zero from a chunk that is not the last stage. At the end the
-    gradients are complete. The receive of an action is posted once the action before it is launched, into a buffer that
-    was allocated before that."""
+    """Runs forward and backward of all `micros` (data/loader.py's) of a step. Yields after each backward `shares_of`
+    the model and that micro-batch, [1 + metrics], or a zero before the last stage. At the end gradients are complete.
+    An action's receive is posted once the action before it is launched, into a buffer allocated before that."""
     sharded.begin_step()
     passes, table = Passes(sharded, shares_of, device), sharded.layout.pipeline.actions(len(micros))
     came = passes.ask(passes.make_room(table[0], micros))

@@ -96,8 +96,7 @@ def actions(schedule: Schedule, rank: int, ranks: int, micros: int, chunks: int 
 
 
 def _place(number: int, ranks: int, chunks: int, is_forward: bool) -> Action:
-    """Returns the `number`-th forward, or backward, of a rank: `ranks` micro-batches run through a chunk, then through
-    the next chunk."""
+    """Returns the `number`-th forward, or backward, of a rank: `ranks` micro-batches a chunk, then the next chunk."""
     group, within = divmod(number, ranks * chunks) if chunks > 1 else (0, number)
     chunk, place = divmod(within, ranks) if chunks > 1 else (0, within)
     return Action(is_forward, chunk if is_forward else chunks - 1 - chunk, group * ranks + place)
@@ -115,6 +114,6 @@ def in_flight(schedule: Schedule, rank: int, ranks: int, micros: int, chunks: in
 
 
 def bubble(ranks: int, micros: int, chunks: int = 1) -> float:
-    """Returns the time in which a rank waits for others, over its time of computing: in every schedule, where links
-    cost nothing."""
+    """Returns the time that a rank waits for others, over its computing: in every schedule, where links cost
+    nothing."""
     return (ranks - 1) / (chunks * micros)

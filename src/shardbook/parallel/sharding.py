@@ -109,9 +109,8 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def gathered_once(self) -> Iterator[None]:
-        """Keeps, around forwards without backward, the parameters that one forward gathers for the next; at the end it
-        frees them and restores the settings. With hpZ each forward gathers again, inside the node: a secondary mesh
-        cannot be set twice."""
+        """Keeps, around forwards without backward, gathered parameters for the next; then frees them and restores
+        settings. With hpZ each forward gathers again, inside the node: a secondary mesh cannot be set twice."""
         again = not self.copies and not self.layout.switches.secondary
         freed = [unit.handle for unit in self.layout.units if again and unit.reshard_after_forward]
         for handle in freed:
@@ -207,10 +206,9 @@ def _watched(sharded: ShardedModel, watch: Watch) -> ShardedModel:
 
 
 def separate_reductions(roots: list[nn.Module]) -> None:
-    """Gives the reduce-scatters of all `roots` one communicator of their own, where torch can (2.13): NCCL runs the
-    collectives of one communicator in turn, so in backward an all-gather would wait for the reduce-scatter before it.
-    (gloo runs all in turn anyway.) Collective: torch names the group by how many groups a rank is in already, which
-    must be the same number along dp_shard."""
+    """Gives the reduce-scatters of all `roots` a communicator of their own, where torch can (2.13): NCCL runs the
+    collectives of one in turn, so in backward an all-gather would wait for the reduce-scatter before it. (gloo runs all
+    in turn.) Collective: torch names it by how many groups a rank is in already, which must be equal along dp_shard."""
     if separate := getattr(FSDPModule, "set_separate_reduce_scatter_group", None):
         separate(nn.ModuleList(roots))
 

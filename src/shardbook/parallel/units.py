@@ -57,14 +57,12 @@ class Unit:
         return sum(round_up(shape[0], shards) * prod(shape[1:]) for shape in shapes)
 
     def uncut_numel(self, shards: int) -> int:
-        """Returns the elements of one shard, padded, of trained parameters that are the same on every tensor-parallel
-        rank."""
+        """Returns the elements of one shard, padded, of trained parameters that are the same along tp."""
         each = zip(self.shapes, self.trained, self.cut, strict=True)
         return sum(ceil_div(shape[0], shards) * prod(shape[1:]) for shape, trained, cut in each if trained and not cut)
 
     def rest_bytes(self, shards: int, master: int) -> int:
-        """Returns the bytes of one shard at rest, padded: trained parameters in `master` bytes an element, frozen ones
-        in their own."""
+        """Returns the bytes of one shard at rest, padded: `master` bytes a trained element, a frozen one's own."""
         each = zip(self.shapes, self.trained, self.itemsizes, strict=True)
         return sum(
             ceil_div(shape[0], shards) * prod(shape[1:]) * (master if trained else size)
@@ -76,8 +74,7 @@ class Unit:
         return sum(prod(shape) for shape, size in zip(self.shapes, self.itemsizes, strict=True) if size != compute)
 
     def gathers(self, micros: int, forwards: int = 1) -> int:
-        """Returns the all-gathers in a step of `micros` micro-batches, each of `forwards` forwards of which the last
-        has a backward."""
+        """Returns the all-gathers in a step of `micros` micro-batches of `forwards` forwards and one backward each."""
         again = self.gathers_again + (forwards - 1) * self.reshard_after_forward
         return micros * (1 + again) if self.frees else 1
 
@@ -95,8 +92,7 @@ class Unit:
 
 
 def shard_rows(rows: int, ranks: int, rank: int) -> int:
-    """Returns the rows of dim 0 that shard `rank` of `ranks` has, without padding: the last shards may be shorter, or
-    empty."""
+    """Returns the rows of dim 0 of shard `rank` of `ranks`, without padding: the last ones may be shorter, or empty."""
     padded = ceil_div(rows, ranks)
     return max(0, min(padded, rows - rank * padded))
 
