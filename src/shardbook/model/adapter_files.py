@@ -25,8 +25,7 @@ WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "b
 
 
 def load_adapter(model: nn.Module, folder: Path, lora: Lora) -> None:
-    """Fills the trained parameters from a directory as peft writes it. Raises RecipeError where settings, names or
-    shapes differ."""
+    """Fills the trained parameters from a directory as peft writes it. Raises RecipeError where the two do not fit."""
     try:
         settings = json.loads((folder / CONFIG).read_text())
         stored = load_file(folder / WEIGHTS)

@@ -187,8 +187,7 @@ def digest_weights(folder: Path) -> str:
 
 
 def base_identity(model: nn.Module) -> str:
-    """Returns the `weights_identity` of the frozen parameters, noted when they were loaded; empty where a checkpoint
-    holds every parameter."""
+    """Returns the weights_identity of frozen parameters, noted at loading; empty where a checkpoint holds all."""
     return str(getattr(model, "identity", ""))
 
 

@@ -80,8 +80,7 @@ def choose_attention(asked: str, config: PreTrainedConfig, device: torch.device,
 
 
 def kernel_on_gpu(asked: str) -> Kernel:
-    """Returns the kernel of `model.attention` for a plan: varlen, as `auto` chooses on today's GPUs, unless a kernel
-    with a dense mask is named."""
+    """Returns the kernel of `model.attention` on a plan's GPU: varlen, unless one with a dense mask is named."""
     return KERNELS[asked if asked in ("sdpa", "eager") else "varlen"]
 
 
@@ -173,8 +172,7 @@ def block_mask(numbers: Tensor) -> Any:
     whole = (last[:, :, None] == first[:, None, :]).tril(-1)
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the number of key blocks of each query block, [B, 1, n], and their indices, chosen first, [B, 1, n,
-        n]."""
+        """Returns how many key blocks each query block takes, [B, 1, n], and a list of these first, [B, 1, n, n]."""
         order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
         return chosen.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 

@@ -26,8 +26,7 @@ from shardbook.recipe import Distill
 
 
 class CausalLM(nn.Module):
-    """A decoder-only transformer whose forward returns the loss of chosen positions or, given a cache, the logits of
-    the next token.
+    """A decoder-only transformer that returns the loss of chosen positions or, given a cache, the next token's logits.
 
     `around_block`: takes a block's number and input, and returns the context that its forward runs in.
     """
@@ -144,8 +143,8 @@ class CausalLM(nn.Module):
         longest: int,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Returns the head's input at `positions`, [n, hidden]; before a pipeline's last stage, the last block's output
-        for all tokens."""
+        """Returns the head's input at `positions`, [n, hidden]; of a pipeline stage before the last, its hidden
+        states."""
         family = FAMILIES[self.config.model_type]
         if hidden is None:
             hidden = self.model.embed_tokens(input_ids)
@@ -198,8 +197,7 @@ def build_model(
 
 
 def materialize(model: CausalLM, device: torch.device) -> None:
-    """Gives every meta parameter uninitialised memory on `device`, and moves the rotary buffers there with their
-    numbers."""
+    """Gives every meta parameter uninitialized memory on `device`; moves the rotary buffers there as they are."""
     every = [module for module in model.modules() if isinstance(module, CausalLM)]
     frequencies = [[buffer.clone() for buffer in each.model.rotary_emb.buffers()] for each in every]
     model.to_empty(device=device)  # it empties real buffers too, and makes two parameters of a tied one: mended below

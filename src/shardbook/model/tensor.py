@@ -82,8 +82,7 @@ def check_fits(config: Any, size: int) -> None:
 
 
 def cut_attention(attention: nn.Module, config: Any, axis: TensorAxis) -> None:
-    """Splits heads over ranks: where they divide evenly the matrices are sharded; else each rank has the whole matrices
-    and computes its own heads."""
+    """Shards the matrices where heads divide evenly; else each rank computes its own heads of the whole matrices."""
     made: Any = attention
     heads, key_heads, dim = config.num_attention_heads, config.num_key_value_heads, made.head_dim
     own, own_keys = share_heads(heads, key_heads, axis)

@@ -187,8 +187,7 @@ def full_tensors(model: nn.Module, dtype: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def bring_to_main(tensor: Tensor, shape: torch.Size, dtype: torch.dtype, is_here: bool) -> Tensor:
-    """Returns, on rank 0, the whole `tensor` of `shape`, which ranks have where it `is_here`: the first of them sends
-    it. Collective."""
+    """Returns on rank 0 the whole `tensor` of `shape`, which the first rank where it `is_here` sends. Collective."""
     holders = torch.tensor([dist.get_rank() if is_here else dist.get_world_size()], device=tensor.device)
     dist.all_reduce(holders, dist.ReduceOp.MIN)
     first, rank = int(holders), dist.get_rank()
