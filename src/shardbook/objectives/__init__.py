@@ -22,8 +22,7 @@ from shardbook.recipe import Distill, Preference
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss and its metrics. `shares` returns [1 + metrics] fp32: the loss, which alone has a gradient, then the
-    metrics, in their order."""
+    """A loss. `shares` returns [1 + metrics] fp32: the loss, which alone has a gradient, then the metrics, in order."""
 
     shares: Callable[[nn.Module, MicroBatch, Totals], Tensor]
     metrics: tuple[str, ...] = ()

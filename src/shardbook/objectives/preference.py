@@ -118,8 +118,7 @@ def preference_shares(method: str, of: Preference, model: nn.Module, micro: Micr
 
 
 def _reference(of: Preference, model: nn.Module, micro: MicroBatch) -> Tensor:
-    """Returns the reference's log-probability of each sequence: computed before the first step, or now by the base
-    without adapters."""
+    """Returns the reference's log-probabilities: computed before the first step, or by the base without adapters."""
     if micro.reference is not None:
         return micro.reference
     assert not of.precompute_ref_log_probs, "the reference was not computed"
