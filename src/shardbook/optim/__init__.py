@@ -35,8 +35,7 @@ def check_optimizer(optim: Optim, device_type: str) -> None:
 
 
 def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
-    """Returns the trained parameters in groups: matrices with weight decay, vectors without (as the Hugging Face
-    Trainer does)."""
+    """Returns the trained parameters: matrices with weight decay, vectors without (as the Hugging Face Trainer)."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
@@ -155,9 +154,8 @@ def squares_of(parts: list[Tensor]) -> list[Tensor]:
 
 
 def _square_on_cpu(part: Tensor) -> Tensor:
-    """Returns the sum of squares of a tensor on a CPU: a row in fp32, which has the same bits however rows are sharded
-    and takes half the time of fp64; all rows together in fp64. A row whose squares are too large or too small for fp32
-    is summed in fp64 too."""
+    """Returns the sum of squares: a row in fp32, which has the same bits however rows are sharded, in half the time of
+    fp64; all rows in fp64. A row whose squares are too large or too small for fp32 is summed in fp64 too."""
     if part.ndim < 2:
         return torch.dot(*2 * [part.flatten().double()])
     norms = torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32).flatten()

@@ -74,8 +74,7 @@ class AdamWBf16(torch.optim.Optimizer):
                 update_shard(flat, own, keys, first)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads state as torch does, then makes moments bf16 again: torch casts them to the parameter's dtype, which
-        loses nothing."""
+        """Loads moments as bf16: torch's own casts them to the parameter's dtype, and back loses nothing."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state |= {name: state[name].bfloat16() for name in MOMENTS}
@@ -167,9 +166,8 @@ def update_on(device_type: str) -> Callable[..., None]:
 
 
 def rounded(values: Tensor, keys: Tensor, places: Tensor) -> Tensor:
-    """Returns `values` (fp32, overwritten) rounded to fp32 numbers that bf16 can represent: away from zero with a
-    probability that is the fraction in the 16 dropped bits, else towards zero. Numbers of bf16, infinities and NaN
-    stay.
+    """Returns `values` (fp32, overwritten) as fp32 numbers that bf16 has: away from zero with a probability that is the
+    fraction in the 16 dropped bits, else towards zero. Numbers of bf16, infinities and NaN stay.
 
     The 16 bits added are the upper half of a * place + b: uniform, and pairwise independent between places of a piece,
     over random 32-bit a and b, so sums have the variance of independent ones (Dietzfelbinger, STACS 1996; Thorup,
@@ -191,10 +189,9 @@ def places_on(device: torch.device) -> Tensor:
 
 
 def draw_keys(shards: Sequence[tuple[int, int, int, int]], device: torch.device) -> list[Tensor]:
-    """Returns the keys of the pieces of each of `shards`, which are (step, parameter's number, first piece, count):
-    int32 of shape (count, ROW), of which the first KEYS are used. They are the lower halves of splitmix64 (Steele et
-    al., OOPSLA 2014), started at a hash of step and parameter. All are made at once: one shard by itself took some
-    sixteen launches."""
+    """Returns the keys of the pieces of each of `shards` (step, parameter's number, first piece, count): int32 of shape
+    (count, ROW), of which KEYS are used, the lower halves of splitmix64 (Steele et al., OOPSLA 2014) from a hash of
+    step and parameter. All are made at once: one shard by itself took some sixteen launches."""
     begun, counts = [], [count for *_, count in shards]
     for (step, number, first, _), before in zip(shards, accumulate(counts, initial=0), strict=False):
         begun.append(_signed(mix((mix(step) + number) & ALL) + ((first - before) * KEYS + 1) * GOLDEN & ALL))

@@ -71,8 +71,7 @@ def place_numbers(numbers: Sequence[float], device: torch.device) -> Sequence[fl
 
 
 def send_numbers(numbers: Tensor, device: torch.device) -> Tensor:
-    """Copies a few numbers to `device` without waiting for it. Pinned: else the driver would copy them to a buffer of
-    its own first."""
+    """Copies a few numbers to `device` without a wait. Pinned: else the driver would copy them to a buffer first."""
     return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
 
 
