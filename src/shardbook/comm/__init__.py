@@ -1,2 +1,2 @@
-"""Communication: the collectives that are our own (ZeRO++), and the ledger of who sent how many bytes.
-Never knows stages or models."""
+"""Communication: collectives of our own (ZeRO++), and the ledger of the bytes that each rank sends.
+It never knows stages or models."""

@@ -1,8 +1,8 @@
 """ZeRO++'s collectives on fully_shard: quantised all-gather (qwZ), quantised reduce-scatter in two hops (qgZ).
 
-arXiv 2306.10209, sections 3.1 and 3.3. Invariants: every rank computes with the same weights, its own shard quantised
-like the others'; the reduce-scatter is a sum, as everywhere here, added up in fp32. Payload and scales of a
-collective travel in one buffer.
+arXiv 2306.10209, sections 3.1 and 3.3. Invariants: every rank computes with the same weights, because a rank quantises
+its own shard too; the reduce-scatter is a sum, as everywhere here, added up in fp32. Payload and scales of a
+collective are sent in one buffer.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ ReduceScatter: Any = collective_base("ReduceScatter")
 
 @dataclass(frozen=True)
 class ZeroppSwitches:
-    """What of ZeRO++ is on, in numbers. `inside` ranks along dp_shard share a node; all of them: there is one node."""
+    """The switches of ZeRO++ in numbers. `inside` ranks along dp_shard share a node; all of them: there is one node."""
 
-    weights_bits: int = 0  # qwZ: of the forward all-gather; 0: off
-    gradients_bits: tuple[int, int] | None = None  # qgZ: inside a node, across nodes
-    secondary: int = 0  # hpZ: ranks that keep a copy between forward and backward; 0: off
+    weights_bits: int = 0  # qwZ: bits of the forward all-gather; 0: off
+    gradients_bits: tuple[int, int] | None = None  # qgZ: bits inside a node, bits across nodes
+    secondary: int = 0  # hpZ: ranks that together keep a copy between forward and backward; 0: off
     inside: int = 1
     block: int = 128
     min_params: int = 0  # units of fewer parameters stay unquantised
-    error_feedback: bool = False  # qgZ: what the last exchange rounds off is added to the next reduction
+    error_feedback: bool = False  # qgZ: the rounding error of the last exchange is added to the next reduction
 
     def quantizes(self, numel: int) -> bool:
         return numel >= self.min_params
 
     def hops(self, shards: int) -> list[tuple[str, int, int]]:
-        """qgZ's exchanges over `shards` ranks, in order: mesh axis, ranks along it, bits. One where there is one node,
-        or one rank in each."""
+        """Returns qgZ's exchanges over `shards` ranks, in order: mesh axis, ranks along it, bits. There is one exchange
+        where there is one node, or one rank in each node."""
         if not self.gradients_bits or shards == 1:
             return []
         inside_bits, across_bits = self.gradients_bits
@@ -54,8 +54,8 @@ class _Allocates:
 
 
 class QuantizedAllGather(_Allocates, AllGather):
-    """All-gather of block-quantised shards over `group`; over any other group (hpZ's, inside a node) a plain one: what
-    was dequantised once is passed on as it is, so forward and backward see the same weights."""
+    """All-gather of block-quantised shards over a group of `ranks`. Over a group of another size (hpZ's, inside a node)
+    it is a plain all-gather of the weights that were dequantised once: so forward and backward see the same weights."""
 
     def __init__(self, ranks: int, bits: int, block: int):
         self.ranks, self.bits, self.block = ranks, bits, block
@@ -63,7 +63,7 @@ class QuantizedAllGather(_Allocates, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """`input_tensor` [n] of this rank, a view into `output_tensor` [ranks * n], bf16 or fp32."""
+        """Gathers `input_tensor` [n], a view into `output_tensor` [ranks * n]; both bf16 or fp32."""
         assert not async_op, "fully_shard gathers asynchronously only when asked to"
         assert input_tensor.is_floating_point(), f"{input_tensor.dtype}: bytes are not numbers that can be rounded"
         if group.size() != self.ranks:
@@ -79,8 +79,8 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
     """Reduce-scatter as all-to-alls of block-quantised slices: inside the node, then across nodes.
 
     Each hop quantises, exchanges, dequantises and adds in fp32, so an element is rounded twice and no more, however
-    many ranks there are. `hops`: the group of each exchange and its bits. `residual`: of error feedback, what this
-    rank's last exchange rounded off, fp32, flat, one slice for each rank of that exchange; it goes with the next
+    many ranks there are. `hops`: the group of each exchange and its bits. `residual`: for error feedback, the rounding
+    error of this rank's last exchange, fp32, flat, one slice for each rank of that exchange; it is added to the next
     reduction (Seide et al., 1-bit stochastic gradient descent, Interspeech 2014, section 2.1). None: it is dropped.
     """
 
@@ -90,9 +90,11 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """`input_tensor` [ranks * n], slice r for rank r of `group`; `output_tensor` [n], the sum of this rank's."""
+        """Writes into `output_tensor` [n] the sum over ranks of this rank's slice. `input_tensor` [ranks * n] holds
+        slice r for rank r of `group`."""
         assert op == dist.ReduceOp.SUM, f"a quantised reduce-scatter sums; asked for {op}"
-        # rank r sits at (node, place): the first hop sends to each place in the node the slices of all its namesakes
+        # Rank r is at (node, place in the node). The first hop sends to each place in this node the slices of the
+        # ranks that have this place in any node.
         slices = input_tensor.view(-1, self.hops[0][0].size(), len(output_tensor)).transpose(0, 1)
         for number, (exchange, bits) in enumerate(self.hops, start=1):
             is_last = number == len(self.hops)
@@ -102,7 +104,7 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
             if is_last and self.residual is not None:
                 back = torch.empty_like(slices)
                 dequantize(sent[None], back, bits, self.block)
-                slices.sub_(back).nan_to_num_(0.0, 0.0, 0.0)  # what is not finite was sent as such, once
+                slices.sub_(back).nan_to_num_(0.0, 0.0, 0.0)  # NaN and inf were sent once: kept, they would come again
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=exchange)
             summed = output_tensor[None] if is_last else slices.new_empty(slices.shape[1:], dtype=torch.float32)
@@ -113,8 +115,8 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
 def share_secondary_mesh() -> contextlib.AbstractContextManager[None]:
     """While open, units that fully_shard reshards to the same number of ranks share one mesh.
 
-    Else each makes two process groups of its own, on NCCL a communicator each with its own buffers: 164 for a model of
-    82 units, memory outside of torch's allocator (pytorch #147179).
+    Else each unit makes two process groups of its own, which are two NCCL communicators with buffers of their own: 164
+    for a model of 82 units, in memory outside of torch's allocator (pytorch #147179).
     """
     made: dict[Any, Any] = {}
 
@@ -128,7 +130,7 @@ def share_secondary_mesh() -> contextlib.AbstractContextManager[None]:
 
 
 def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-    # looked up at each call: the ledger stands in for these functions while it is open
+    # Looked up at each call: the ledger replaces these functions while it is open.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch before 2.13
     gather(output, shard, group=group)
 

@@ -1,6 +1,6 @@
 """Fused: functions of tensors whose passes over memory are one kernel on a GPU.
 
-Invariant: one source for every device; what is compiled is what a CPU runs as it is written.
+Invariant: one source for every device; a GPU compiles the very function that a CPU runs as it is written.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ import torch
 
 from shardbook.comm.torch_private import allow_graphs
 
-GRAPHS = 64  # of one compiled function
+GRAPHS = 64  # most graphs of one compiled function
 
 
 def has_triton() -> bool:
@@ -22,11 +22,11 @@ def has_triton() -> bool:
 
 @cache
 def fused(function: Callable[..., Any], device_type: str, *_constants: object) -> Callable[..., Any]:
-    """`function`, compiled where it runs on CUDA and Triton is there: one for each of `_constants`, each graph whole or
-    an error.
+    """Returns `function`, compiled where it runs on CUDA and Triton is there: once for each value of `_constants`, each
+    a full graph or an error.
 
-    Shapes are symbols, but whether a dimension is 1, or a block is short, is a graph of its own: more than the default
-    limit of eight, past which a call would fail. A number that changes must come in a tensor, else it is compiled in.
+    Shapes are symbols, but a dimension of 1, or a short block, has a graph of its own: more than the default limit of
+    eight, past which a call would fail. A number that changes must come in a tensor, else it is compiled in.
     """
     if device_type != "cuda" or not has_triton():
         return function

@@ -1,9 +1,9 @@
 """The ledger: calls and payload bytes of the collectives of a step, by operation and mesh axis.
 
-Invariant: it counts what is asked of torch.distributed's functions, whoever asks (fully_shard, the loop, a custom
-collective), and once closed it costs nothing. It stands in for those functions while open: a TorchDispatchMode would
+Invariant: it counts every call of torch.distributed's functions, whoever makes it (fully_shard, the loop, a custom
+collective), and once closed it costs nothing. While open it replaces these functions: a TorchDispatchMode would
 see the same calls (a test does), but under one torch.compile skips a frame and never compiles it again. Not counted:
-DTensor's own collectives, which a step has none of, and the sum of the loss, which belongs to logging.
+DTensor's own collectives, of which a step has none, and the sum of the loss, which belongs to logging.
 """
 
 import inspect
@@ -27,14 +27,14 @@ FUNCTIONS = {
     "reduce_scatter_single": ("reduce_scatter", "input"),
     "all_reduce": ("all_reduce", "tensor"),
     "all_to_all_single": ("all_to_all", "input"),
-    "isend": ("p2p", "tensor"),  # who receives has not sent
+    "isend": ("p2p", "tensor"),  # not irecv: the receiver's bytes are counted by the sender
 }
 
 
 @dataclass(frozen=True)
 class Volume:
-    """Payload is the full tensor in the dtype on the wire: the output of an all-gather, the input of a reduce-scatter
-    or all-to-all, the tensor of an all-reduce, or what one rank sends another."""
+    """Calls and payload. Payload is the full tensor in the dtype that is sent: the output of an all-gather, the input
+    of a reduce-scatter or all-to-all, the tensor of an all-reduce, or the tensor that one rank sends another."""
 
     calls: int = 0
     payload_bytes: int = 0
@@ -52,22 +52,22 @@ def add_traffic(*parts: Traffic) -> Traffic:
 
 
 def first_steps(compiles: bool, sizes: dict[str, int]) -> int:
-    """Returns how many steps of a run compile or load something for the first time, with axes of these `sizes`: the
-    first, and the second where the ledger kept the compiler off in the first."""
+    """Returns how many steps of a run compile or load something for the first time, with axes of these `sizes`: one, or
+    two where the ledger kept the compiler off in the first."""
     return 1 + (compiles and holds_compiler(sizes))
 
 
 def holds_compiler(sizes: dict[str, int]) -> bool:
-    """Returns whether blocks hold collectives: a trace through the ledger's functions would break in each, for good."""
+    """Returns whether blocks hold collectives: the ledger's functions would break the graph of each, for good."""
     return any(sizes.get(axis, 1) > 1 for axis in (CP, TP))
 
 
 class Ledger:
-    """Counts from `open` to `close`; as a context it is closed at the latest when that ends."""
+    """A counter of collectives from `open` to `close`. As a context manager it is closed when that ends."""
 
     def __init__(self, groups: dict[str, list[int]]):
-        """`groups`: for each axis the global ranks that this rank talks to along it; the first that fits names a
-        collective."""
+        """Takes `groups`: for each axis the global ranks that this rank talks to along it. A collective is counted
+        under the first axis that has exactly its ranks."""
         self.groups = groups | {WORLD: list(range(dist.get_world_size()))}
         self.traffic: Traffic = {}
         self._replaced: dict[str, Any] = {}
@@ -83,7 +83,7 @@ class Ledger:
                 setattr(dist, name, self._counting(self._replaced[name], op, argument))
 
     def close(self) -> bool:
-        """Put torch.distributed back. Returns whether it was open."""
+        """Restores torch.distributed's functions. Returns whether the ledger was open."""
         was_open = bool(self._replaced)
         if was_open and self._eager:
             torch.compiler.set_stance("default")
@@ -105,7 +105,7 @@ class Ledger:
     def _count(self, op: str, tensor: Tensor, group: Any) -> None:
         ranks = dist.get_process_group_ranks(group)
         axis = next((axis for axis, known in self.groups.items() if known == ranks), f"ranks {ranks}")
-        if op == "p2p":  # to one of two neighbours, who may be the same rank: the group says what it is for
+        if op == "p2p":  # by the group's name: with two ranks both neighbours are the same rank
             axis = group.group_desc
         else:
             self.groups[axis] = ranks
@@ -115,8 +115,8 @@ class Ledger:
     def take_metrics(
         self, ranks_per_node: int, predicted: Traffic, others: dict[str, float] | None = None
     ) -> dict[str, float]:
-        """The metrics of what was counted, for `ranks_per_node` ranks a node, under `predicted/` what had been said of
-        them, and `others` that are told once; the second time nothing."""
+        """Returns the metrics of the counted traffic, for `ranks_per_node` ranks a node; under `predicted/` those of
+        the `predicted` traffic; and `others`, which are logged once. The second call returns nothing."""
         if not (traffic := self.traffic):
             return {}
         self.traffic = {}
@@ -124,7 +124,7 @@ class Ledger:
         for source, of in (("", traffic), ("predicted/", predicted)):
             between = sent_between_nodes(of, self.groups, dist.get_rank(), ranks_per_node)
             found = traffic_metrics(of, between) | axis_metrics(of)
-            # every rank taken for a node of its own
+            # all bytes that this rank sends: every rank counts as a node of its own
             found["comm/sent_bytes"] = sent_between_nodes(of, self.groups, dist.get_rank(), 1)
             metrics |= {source + name: value for name, value in found.items()}
         return metrics
@@ -137,11 +137,12 @@ class Ledger:
 
 
 def sent_between_nodes(traffic: Traffic, groups: dict[str, list[int]], rank: int, ranks_per_node: int) -> int:
-    """Bytes of `traffic` that `rank` sends to other nodes. `groups`: for each axis the global ranks that talk along it.
+    """Returns the bytes of `traffic` that `rank` sends to other nodes. `groups`: for each axis the global ranks that
+    talk along it.
 
-    By the ring, in rank order: an all-gather or reduce-scatter of M bytes over n ranks passes M (n - 1) / n to the next
-    rank, an all-reduce twice that (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 2009, section 3).
-    An all-to-all sends each rank its part; what is sent to a rank goes there.
+    Rings in rank order: an all-gather or reduce-scatter of M bytes over n ranks passes M (n - 1) / n to the next rank,
+    an all-reduce twice that (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 2009, section 3). An
+    all-to-all sends each rank its part; a point-to-point message goes to its rank.
     """
     total, node = 0, rank // ranks_per_node
     for (op, axis), volume in traffic.items():
@@ -157,16 +158,16 @@ def sent_between_nodes(traffic: Traffic, groups: dict[str, list[int]], rank: int
 
 
 def traffic_metrics(traffic: Traffic, inter_node_bytes: int) -> dict[str, int]:
-    """`comm/<op>_calls` and `comm/<op>_bytes` of every operation, over all axes; and `comm/inter_node_bytes`."""
+    """Returns `comm/<op>_calls` and `comm/<op>_bytes` of each operation, over all axes; and `comm/inter_node_bytes`."""
     metrics: dict[str, int] = {}
     for op in OPS:
         volume = sum((volume for (name, _), volume in traffic.items() if name == op), Volume())
-        if op == "p2p" and not volume.calls:  # of pipelines alone
+        if op == "p2p" and not volume.calls:  # only pipelines have them
             continue
         metrics |= {f"comm/{op}_calls": volume.calls, f"comm/{op}_bytes": volume.payload_bytes}
     return metrics | {"comm/inter_node_bytes": inter_node_bytes}
 
 
 def axis_metrics(traffic: Traffic) -> dict[str, int]:
-    """`comm/<axis>/<op>_bytes` of every operation along every mesh axis that it ran on."""
+    """Returns `comm/<axis>/<op>_bytes` of every operation along every mesh axis that it ran on."""
     return {f"comm/{axis}/{op}_bytes": volume.payload_bytes for (op, axis), volume in sorted(traffic.items())}

@@ -1,9 +1,9 @@
 """Symmetric block quantisation to 8 or 4 bits, payload and scales in one buffer (ZeRO++, arXiv 2306.10209, 3.1).
 
-A row of n elements is cut into blocks (the last padded with zeros); a block's step is its largest magnitude divided by
-127 or 7, and each element becomes a whole number of steps. Invariant: an element comes back within half a step (and the
-rounding of the dtype asked for). What is not finite stays visible: a block with an inf or NaN comes back as NaN. A
-block whose largest magnitude is below TINY comes back as zeros: its step could not be written as a normal number.
+A row of n elements is split into blocks (the last padded with zeros); a block's step is its largest magnitude divided
+by 127 or 7, and each element becomes a whole number of steps. Invariant: dequantising gives each element back within
+half a step (and the rounding of the dtype asked for). Errors stay visible: a block with an inf or NaN becomes all NaN.
+A block whose largest magnitude is below TINY becomes zeros: its step would not be a normal number.
 Pure functions of tensors; on CUDA the same functions are compiled, so that their passes are fused.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from shardbook.arithmetic import ceil_div
 from shardbook.comm.fused import fused
 
-LARGEST = {8: 127, 4: 7}  # bits -> steps on either side of zero: -128 and -8 stay unused, so that signs are alike
+LARGEST = {8: 127, 4: 7}  # bits -> steps on either side of zero: -128 and -8 stay unused, for a symmetric range
 BLOCKS = (64, 128, 256)
 SCALE_BYTES = 4  # fp32
 TINY = 127 * 2.0**-126
@@ -24,33 +24,33 @@ CACHED = 2**18  # elements that eager passes work on at a time: 1 MiB in fp32
 
 
 def buffer_bytes(numel: int, bits: int, block: int) -> int:
-    """Bytes of one row of `numel` elements: whole blocks of payload, then their scales."""
+    """Returns the bytes of one row of `numel` elements: whole blocks of payload, then their scales."""
     blocks = ceil_div(numel, block)
     return blocks * (block * bits // 8 + SCALE_BYTES)
 
 
 def quantize(rows: Tensor, bits: int, block: int) -> Tensor:
-    """[..., n] fp32 or bf16 -> [..., buffer_bytes(n)] uint8. `bits` 8 or 4, `block` elements with one scale."""
+    """Quantises `rows` [..., n], fp32 or bf16, to uint8 [..., buffer_bytes(n)]; `bits`: 8 or 4; one scale a `block`."""
     piece = _piece(rows.device.type, prod(rows.shape[:-1]), rows.shape[-1], block)
     return fused(_quantize, rows.device.type, bits, block, rows.dtype)(rows, bits, block, piece)
 
 
 def dequantize(buffers: Tensor, out: Tensor, bits: int, block: int) -> None:
-    """Write into `out`, [..., n] fp32 or bf16, the sum over k of `buffers`, [k, ..., buffer_bytes(n)] uint8, added up
-    in order, in fp32. With k = 1 the inverse of quantize, to half a step."""
+    """Writes into `out`, [..., n] fp32 or bf16, the sum over k of `buffers`, [k, ..., buffer_bytes(n)] uint8, added up
+    in order, in fp32. With k = 1 it is the inverse of quantize, to half a step."""
     piece = _piece(out.device.type, prod(buffers.shape[:-1]), out.shape[-1], block)
     fused(_dequantize, out.device.type, bits, block, out.dtype)(buffers, out, bits, block, piece)
 
 
 def _piece(device_type: str, rows: int, numel: int, block: int) -> int:
-    """Elements of a row that are worked on at a time: all, where passes are fused; else what a core's cache holds,
-    because eager passes over more go through memory, each of them. Whole blocks."""
+    """Returns how many elements of a row, in whole blocks, are processed at a time: all where passes are fused; else as
+    many as a core's cache holds, because each eager pass over more reads and writes memory."""
     blocks = ceil_div(numel, block) if device_type == "cuda" else max(1, CACHED // (rows * block))
     return blocks * block
 
 
 def _constant(value: int, known: Iterable[int]) -> int:
-    """`value` as the compiler's constant: it would make bits and block symbols, and kernels for any of them."""
+    """Returns `value` as a constant for the compiler: else it makes bits and block symbols, and general kernels."""
     return next(one for one in known if one == value)
 
 
@@ -61,16 +61,16 @@ def _quantize(rows: Tensor, bits: int, block: int, piece: int) -> Tensor:
 
 
 def _encode(values: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
-    """[..., m] -> payload and scales of its blocks, both as bytes."""
+    """Returns payload and scales of the blocks of `values` [..., m], both as bytes."""
     values = values.float()
     if short := -values.shape[-1] % block:
         values = torch.nn.functional.pad(values, (0, short))
     values = values.unflatten(-1, (-1, block))
     most = values.abs().amax(-1, keepdim=True)
-    # A product: compilers for GPUs turn division by a constant into one, and its last bit would differ from the CPU's.
+    # Not a division: compilers for GPUs make a product of it, whose last bit would differ from the CPU's.
     scale = torch.where(most < TINY, 0.0, most * (1 / LARGEST[bits]))
     scale = torch.where(most.isfinite(), scale, torch.nan)
-    # of a block whose scale is 0 or NaN the payload does not count
+    # The payload of a block whose scale is 0 or NaN does not matter.
     steps = (values / torch.where(scale > 0, scale, torch.inf)).round()
     if bits == 8:
         payload = steps.to(torch.int8).view(torch.uint8)
@@ -101,12 +101,12 @@ def _decode(payload: Tensor, scales: Tensor, bits: int, block: int) -> Tensor:
 
 
 def _bytes_of(scale: Tensor) -> Tensor:
-    """[..., 1] fp32 -> [..., 4] uint8, the lowest first. By arithmetic: a view of another width ends a fused kernel."""
+    """Returns fp32 [..., 1] as uint8 [..., 4], lowest byte first. By arithmetic: a view would end a fused kernel."""
     shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scale.device)
     return (scale.view(torch.int32) >> shifts & 255).to(torch.uint8)
 
 
 def _scale_of(four: Tensor) -> Tensor:
-    """The inverse: [..., 4] uint8 -> [..., 1] fp32."""
+    """Returns the inverse of `_bytes_of`: uint8 [..., 4] as fp32 [..., 1]."""
     lowest, low, high, highest = four.to(torch.int32).split(1, -1)
     return (lowest | low << 8 | high << 16 | highest << 24).view(torch.float32)

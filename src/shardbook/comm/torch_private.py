@@ -1,8 +1,8 @@
-"""Every private name of torch that is used here: what for, and why no public one does.
+"""Every private name of torch that Shardbook uses: its purpose, and why no public name serves.
 
-Invariant: no other file uses one (tests/unit/test_house.py), and each is imported where it is used, so this module is
-imported under any torch. `probe` looks for all of a part's names before work begins: a torch that lacks one is refused
-in one line, not by an AttributeError in the middle of a run. tests/unit/test_torch.py holds what they do.
+Invariant: no other file uses one (tests/unit/test_house.py), and each is imported where it is used, so this module can
+be imported under any torch. `probe` looks for all names of a part before work begins: a torch that lacks one is refused
+in one line, not by an AttributeError in the middle of a run. tests/unit/test_torch.py tests their behaviour.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ from shardbook.recipe import RecipeError
 
 TESTED = "2.11 to 2.13"
 FSDP = "torch.distributed.fsdp._fully_shard"
-NEEDED: dict[str, list[str]] = {}  # part -> paths; of two with a bar between them one is enough
+NEEDED: dict[str, list[str]] = {}  # part -> paths; `a|b`: one of the two is enough
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _needs(part: str, *paths: str) -> Callable[[Function], Function]:
-    """Have `probe` look for `paths` with those of `part`: stages (of a run and of a loop of one's own), run, simulate,
-    or cuda (there alone)."""
+    """Adds `paths` to the names that `probe` looks for in `part`: stages (for a run and for a loop of one's own), run,
+    simulate, or cuda (on CUDA only)."""
     NEEDED.setdefault(part, []).extend(paths)
     return lambda function: function
 
 
 def probe(*parts: str) -> None:
-    """Raise RecipeError where this torch lacks a name that one of `parts` needs. Imports modules, starts nothing."""
+    """Raises RecipeError where this torch lacks a name that one of `parts` needs. Imports modules, starts nothing."""
     paths = [path for part in parts for path in NEEDED[part]]
     if lacks := [path.replace("|", " or ") for path in paths if not any(map(_has, path.split("|")))]:
         raise RecipeError(
@@ -42,7 +42,7 @@ def probe(*parts: str) -> None:
 
 
 def _has(path: str) -> bool:
-    """Returns whether a module, or a name in one, is there. An attribute of instances alone is looked for in the
+    """Returns whether a module, or a name in one, is there. An attribute that only instances have is looked for in the
     methods of their class."""
     words, found, at = path.split("."), None, 1
     with contextlib.suppress(ImportError):
@@ -57,18 +57,18 @@ def _has(path: str) -> bool:
 
 
 def _words_of(made: type) -> set[str]:
-    """The names in the methods of a class."""
+    """Returns the names that the methods of a class use."""
     codes = (getattr(method, "__code__", None) for method in vars(made).values())
     return {word for code in codes if code for word in code.co_names}
 
 
-# -- stages: fully_shard, a backward's end, gradients together
+# -- stages: fully_shard, the end of a backward, operations on many gradients at once
 
 
 @_needs("stages", f"{FSDP}._fsdp_api.AllGather", f"{FSDP}._fsdp_api.ReduceScatter")
 def collective_base(name: str) -> Any:
-    """Returns the base class for set_custom_all_gather or set_custom_reduce_scatter. Those two are public, their
-    classes are not exported. Where torch has none it is a plain class, which `probe` refuses."""
+    """Returns the base class for set_custom_all_gather or set_custom_reduce_scatter. These methods are public, but
+    torch does not export their classes. Where torch has none it is a plain class, and `probe` refuses that torch."""
     with contextlib.suppress(ImportError):
         return getattr(import_module(f"{FSDP}._fsdp_api"), name, object)
     return object
@@ -77,8 +77,8 @@ def collective_base(name: str) -> Any:
 @contextlib.contextmanager
 @_needs("stages", f"{FSDP}._fully_shard._get_post_forward_mesh_info")
 def secondary_meshes_through(get: Callable[..., Any]) -> Iterator[None]:
-    """While open, fully_shard asks `get(real, reshard_after_forward, mesh_info)` for the mesh of a secondary shard,
-    where it would call `real` with the rest. It takes no mesh of the caller's."""
+    """While open, fully_shard calls `get(real, reshard_after_forward, mesh_info)` for the mesh of a secondary shard, in
+    place of `real(reshard_after_forward, mesh_info)`. No public argument takes such a mesh."""
     module = import_module(f"{FSDP}._fully_shard")
     real = module._get_post_forward_mesh_info
     module._get_post_forward_mesh_info = partial(get, real)  # type: ignore[attr-defined]
@@ -90,7 +90,7 @@ def secondary_meshes_through(get: Callable[..., Any]) -> Iterator[None]:
 
 @_needs("stages", "torch.autograd.Variable._execution_engine.queue_callback")
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call `function` at the end of the backward that runs. fully_shard and DDP do it so; hooks know no end."""
+    """Has autograd call `function` when the running backward ends, as fully_shard and DDP do. No public hook does."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -108,38 +108,38 @@ def version_of(tensor: Tensor) -> int:
 
 @_needs("stages", "torch._foreach_copy_")
 def copy_together(into: list[Tensor], source: list[Tensor]) -> None:
-    """Copy each of `source`, of another dtype, in few launches. Of one dtype CUDA rewrites NaNs (packed.py)."""
+    """Copies each of `source`, of another dtype, in few launches. With equal dtypes CUDA rewrites NaNs (packed.py)."""
     torch._foreach_copy_(into, source)
 
 
 @_needs("stages", "torch._foreach_norm")
 def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm of each, added up in `dtype`, in few launches and without copies in it, which vector_norm makes."""
+    """Returns the 2-norm of each, added up in `dtype`, in few launches. vector_norm would copy each to `dtype`."""
     return list(torch._foreach_norm(tensors, 2, dtype))
 
 
 @_needs("stages", "torch._foreach_mul_")
 def scale_together(tensors: list[Tensor], factor: Tensor) -> None:
-    """Scale each in place, in few launches. torch's public clip_grads_with_norm_ refuses DTensors of two meshes."""
+    """Scales each in place, in few launches. torch's public clip_grads_with_norm_ refuses DTensors of two meshes."""
     torch._foreach_mul_(tensors, factor)
 
 
 @_needs("stages", "torch._dynamo.config.recompile_limit")
 def allow_graphs(count: int) -> None:
-    """Let a compiled function have so many graphs. torch.compile's own option for one function came with 2.13."""
+    """Lets every compiled function have `count` graphs. torch.compile has an option for one function since 2.13."""
     torch._dynamo.config.recompile_limit = max(count, torch._dynamo.config.recompile_limit)
 
 
 @_needs("stages", "torch.nn.Module._parameters")
 def slots_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dictionary in which a module keeps its own parameters, in order: empty slots (no bias) have no public name,
-    and a parameter that is set through it costs no look at every other attribute."""
+    """Returns the dictionary in which a module keeps its own parameters, in order. No public name gives empty slots (no
+    bias), and setting a parameter here is cheaper than setattr, which looks at every other kind of attribute."""
     return module._parameters
 
 
 @_needs("stages", "torch.distributed.fsdp.FSDPModule._get_fsdp_state", f"{FSDP}._fsdp_state.FSDPState._lazy_init")
 def start_fully_shard(root: Any) -> None:
-    """Do what fully_shard does before its first forward: it pads shards, which must lie there when it does."""
+    """Does what fully_shard does before its first forward: it pads shards, so they must have their memory by now."""
     root._get_fsdp_state()._lazy_init()
 
 
@@ -152,8 +152,8 @@ def start_fully_shard(root: Any) -> None:
     f"{FSDP}._fsdp_state.FSDPState._fsdp_param_groups|{FSDP}._fsdp_state.FSDPState._fsdp_param_group",
 )
 def sharded_parameters(handle: Any) -> list[Any]:
-    """fully_shard's own objects of the parameters that a module gathers together. Only `sharded_param`,
-    `padded_sharded_param_size` and `to_sharded_dtensor` of them are used, and what the next three functions read."""
+    """Returns fully_shard's own objects for the parameters that a module gathers together. Only their `sharded_param`,
+    `padded_sharded_param_size` and `to_sharded_dtensor` are used, and the attributes that functions below read."""
     state = handle._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch before 2.13 has one
     return list(groups[0].fsdp_params)
@@ -161,33 +161,34 @@ def sharded_parameters(handle: Any) -> list[Any]:
 
 @_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._orig_size")
 def whole_shape(param: Any) -> torch.Size:
-    """The shape of one of `sharded_parameters` before it was sharded: the DTensor's may be cut along other axes."""
+    """Returns the shape of one of `sharded_parameters` before fully_shard; its DTensor may be sharded along tp too."""
     return param._orig_size
 
 
 @_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._sharded_param_data")
 def padded_shard(param: Any) -> Tensor:
-    """Returns the flat padded shard that fully_shard gathers: the DTensor shows it without its padding."""
+    """Returns the flat padded shard that fully_shard gathers. The DTensor shows it without its padding."""
     return param._sharded_param_data
 
 
 @_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._init_extensions", "torch.distributed.tensor.DTensor._local_tensor")
 def gather_through(param: Any, pre: Callable[..., Any], post: Callable[..., Any]) -> None:
-    """Have fully_shard ask `pre` for what it sends of one of `sharded_parameters`, and give `post` what came. Its
-    protocol (fsdp_pre_all_gather) is for tensor subclasses, and found when it starts; a shard is plain, and later."""
+    """Has fully_shard gather one of `sharded_parameters` through `pre`, which returns the tensors to send, and `post`,
+    which takes the gathered ones. The public protocol (fsdp_pre_all_gather) is for tensor subclasses, which fully_shard
+    looks for when it starts; here the shard is a plain tensor, and fully_shard has started already."""
     extend_gather(param, pre, post)
     param._init_extensions()
 
 
 @_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._module_info")
 def place_of(param: Any) -> tuple[nn.Module, str]:
-    """The module that has one of `sharded_parameters`, and its name there. The handle knows modules alone."""
+    """Returns the module that has one of `sharded_parameters`, and its name there. The handle knows only modules."""
     return param._module_info.module, param._module_info.param_name
 
 
 @_needs("stages", f"{FSDP}._fsdp_param.FSDPParam.reset_sharded_param")
 def after_each_reset(param: Any, function: Callable[[], None]) -> None:
-    """Call `function` whenever the shard of one of `sharded_parameters` may be another tensor than before: moved,
+    """Calls `function` whenever the shard of one of `sharded_parameters` may be another tensor than before: moved,
     loaded, padded by the first forward. torch looks for an extension on that tensor, and offers no hook there."""
     reset = param.reset_sharded_param
 
@@ -200,7 +201,7 @@ def after_each_reset(param: Any, function: Callable[[], None]) -> None:
 
 @_needs("stages", "torch.distributed.tensor.DTensor._local_tensor")
 def extend_gather(param: Any, pre: Callable[..., Any], post: Callable[..., Any]) -> None:
-    """Leave `pre` and `post` where fully_shard looks for an extension of one of `sharded_parameters`: on its shard."""
+    """Sets `pre` and `post` where fully_shard looks for an extension of one of `sharded_parameters`: on its shard."""
     local = param.sharded_param._local_tensor
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre, post
 
@@ -210,7 +211,7 @@ def extend_gather(param: Any, pre: Callable[..., Any], post: Callable[..., Any])
 
 @_needs("run", "torch._functorch.config.activation_memory_budget")
 def set_memory_budget(share: float) -> None:
-    """Sets the share of activations that torch.compile keeps for backward. torch documents it in a blog alone."""
+    """Sets the share of activations that torch.compile keeps for backward. Only a blog of torch documents it."""
     import torch._functorch.config
 
     torch._functorch.config.activation_memory_budget = share
@@ -231,25 +232,25 @@ def backends_of(device: torch.device) -> list[Any]:
 @_needs("run", "torch._C._distributed_c10d._dump_fr_trace")
 @_needs("cuda", "torch._C._distributed_c10d._dump_nccl_trace")
 def collectives_record(is_gloo: bool) -> bytes:
-    """torch's record of the last collectives. Documented, and no other way to ask before a limit is reached."""
+    """Returns torch's record of the last collectives. It is documented; no public name has it before a timeout."""
     owner: Any = import_module("torch._C._distributed_c10d")
     return owner._dump_fr_trace() if is_gloo else owner._dump_nccl_trace()
 
 
-# -- cuda: what its memory holds
+# -- cuda: a record of its memory
 
 
 @_needs("cuda", "torch.cuda.memory._record_memory_history")
 def record_memory(events: int | None) -> None:
-    """Record the last so many allocations and frees; None: stop. torch's documented way (Understanding CUDA Memory
-    Usage), without a public name."""
+    """Records the last `events` allocations and frees; None: stops. It is torch's documented way (Understanding CUDA
+    Memory Usage), without a public name."""
     record: Any = torch.cuda.memory._record_memory_history
     record(max_entries=events) if events else record(enabled=None)
 
 
 @_needs("cuda", "torch.cuda.memory._dump_snapshot")
 def write_memory_snapshot(file: str) -> None:
-    """Write what was recorded, for pytorch.org/memory_viz; as documented as the record."""
+    """Writes the recorded events, for pytorch.org/memory_viz; documented in the same place, without a public name."""
     torch.cuda.memory._dump_snapshot(file)
 
 
@@ -258,7 +259,7 @@ def write_memory_snapshot(file: str) -> None:
 
 @_needs("simulate", "torch.testing._internal.distributed.fake_pg.FakeStore")
 def fake_store() -> Any:
-    """For the process group `fake`, torch's own way to be one of many ranks alone."""
+    """Returns a store for the process group `fake`, torch's own way to be one of many ranks in a single process."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
@@ -266,8 +267,8 @@ def fake_store() -> Any:
 
 @_needs("simulate", "torch._subclasses.fake_tensor.FakeTensorMode")
 def fake_tensors() -> Any:
-    """A context in which tensors have shapes and no memory, and may meet real ones. The meta device knows no device,
-    and every storage of it is empty."""
+    """Returns a context in which tensors have shapes and no memory, and may be mixed with real ones. Meta tensors will
+    not do: they have no device of their own, and all their storages are empty."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -275,7 +276,7 @@ def fake_tensors() -> Any:
 
 @_needs("simulate", "torch.utils._python_dispatch.TorchDispatchMode")
 def dispatch_base() -> Any:
-    """The base of what sees every operation, backward's too. Public TorchFunctionMode sees what Python calls."""
+    """Returns the base of a mode that sees every operation, backward's too. Public TorchFunctionMode does not."""
     with contextlib.suppress(ImportError):
         return getattr(import_module("torch.utils._python_dispatch"), "TorchDispatchMode", object)
     return object
@@ -289,9 +290,9 @@ def dispatch_base() -> Any:
     "torch.multiprocessing.reductions.StorageWeakRef",
 )
 def storages_in(result: Any) -> Iterator[tuple[int, Any]]:
-    """Yields the storage number, and a weak reference to the storage, of every tensor that an operation returned. Of
-    a DTensor it takes this rank's shard (to_local would be an operation itself). Python's weakref holds a wrapper,
-    which dies first."""
+    """Yields the storage number, and a weak reference to the storage, of every tensor that an operation returned; for a
+    DTensor of this rank's shard (to_local would be an operation itself). Python's weakref would refer to a wrapper,
+    which dies before the storage."""
     from torch.distributed.tensor import DTensor
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._pytree import tree_leaves
@@ -305,7 +306,7 @@ def storages_in(result: Any) -> Iterator[tuple[int, Any]]:
 
 @_needs("simulate", "torch.UntypedStorage._new_with_weak_ptr")
 def bytes_there(reference: Any) -> int | None:
-    """The size of the storage of one of storages_in's references, None where it is gone. Its size may change (gathered
-    parameters are freed by that), and only itself knows it."""
+    """Returns the bytes of the storage that one of storages_in's references names, None where it is gone. The size may
+    change (fully_shard frees gathered parameters by resizing), and only the storage knows it."""
     storage: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return None if storage is None else storage.nbytes()

@@ -1,2 +1,2 @@
 """Models: a Hugging Face config becomes a causal LM, and its weights go in and out as safetensors, shard by shard.
-Never gathers, reduces or reads a row of data."""
+It never gathers, reduces or reads a row of data."""

@@ -1,6 +1,6 @@
-"""Adapters as files: peft's directory in and out, and the base model's weights with updates in them.
+"""Adapters as files: reads and writes peft's directory, and merges updates into the base model's weights.
 
-Invariant: names and settings are peft's, so what is written here peft loads, and what peft wrote is gone on with here.
+Invariant: names and settings are peft's, so peft loads the adapters written here, and training goes on from peft's.
 """
 
 import json
@@ -25,7 +25,7 @@ WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "b
 
 
 def load_adapter(model: nn.Module, folder: Path, lora: Lora) -> None:
-    """Fill what is trained from a directory as peft writes it. Raises RecipeError where it is of another kind."""
+    """Fills the trained parameters from a directory as peft writes it. Raises RecipeError where the two do not fit."""
     try:
         settings = json.loads((folder / CONFIG).read_text())
         stored = load_file(folder / WEIGHTS)
@@ -54,7 +54,7 @@ def load_adapter(model: nn.Module, folder: Path, lora: Lora) -> None:
 
 
 def adapter_config(model_path: str, revision: str, lora: Lora, names: Iterable[str]) -> dict[str, Any]:
-    """adapter_config.json for adapters of those `names`."""
+    """Returns the contents of adapter_config.json for adapters whose parameters have these `names`."""
     names = list(names)
     scores = SCORE in names
     targets = sorted({name.split(".")[-3] for name in names if name.endswith(f"{LOW}.weight")})
@@ -78,7 +78,7 @@ def adapter_config(model_path: str, revision: str, lora: Lora, names: Iterable[s
 
 
 def merge(weight: Tensor, low: Tensor, high: Tensor, magnitude: Tensor | None, lora: Lora) -> Tensor:
-    """The matrix, fp32 [out, in], that does what `weight` and its update do together."""
+    """Returns the matrix, fp32 [out, in], that computes the same as `weight` and its update together."""
     merged = weight.float() + lora.scaling * (high.float() @ low.float())
     if magnitude is None:
         return merged
@@ -86,7 +86,7 @@ def merge(weight: Tensor, low: Tensor, high: Tensor, magnitude: Tensor | None, l
 
 
 def full_trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """`(peft's name, full tensor in fp32)` of what is trained, one at a time. Collective."""
+    """Yields `(peft's name, full tensor in fp32)` of each trained parameter, one at a time. Collective."""
     for name, parameter in kept_parameters(model).items():
         value = parameter.detach().float()
         yield PREFIX + name, value.full_tensor() if isinstance(value, DTensor) else value
@@ -99,8 +99,8 @@ def save_adapter(
     tokenizer: PreTrainedTokenizerBase,
     write: bool = True,
 ) -> None:
-    """Write a directory that `PeftModel.from_pretrained` loads: `tensors` by peft's names, in fp32, and `settings`
-    (adapter_config). With `write` False only consumes `tensors` (the other ranks of a collective)."""
+    """Writes a directory that `PeftModel.from_pretrained` loads: `tensors` by peft's names, in fp32, and `settings`
+    (adapter_config). With `write` False it only consumes `tensors` (the other ranks of a collective)."""
     found = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors if write}
     if not write:
         return
@@ -113,8 +113,8 @@ def save_adapter(
 def merged_tensors(
     base: Mapping[str, Stored], trained: Mapping[str, Tensor], names: Iterable[str], lora: Lora
 ) -> Iterator[tuple[str, Tensor]]:
-    """`(name, full tensor)` of the base model's `names`, each with its update in it, one at a time. `trained`: by our
-    names, in fp32."""
+    """Yields `(name, full tensor)` of the base model's `names`, each with its update merged, one at a time. `trained`:
+    the trained parameters by the model's own names, in fp32."""
     for name in names:
         stem = name.removesuffix("weight")
         weight = trained.get(name)

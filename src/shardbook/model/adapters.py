@@ -1,9 +1,9 @@
-"""LoRA: low-rank updates of frozen matrices (Hu et al., arXiv 2106.09685; rsLoRA, 2312.03732; DoRA, 2402.09353), as
-part of the model that is built, so that stages, formulas and checkpoints meet them as they meet any parameter.
+"""LoRA: low-rank updates of frozen matrices (Hu et al., arXiv 2106.09685; rsLoRA, 2312.03732; DoRA, 2402.09353), built
+into the model, so that stages, formulas and checkpoints treat them as they treat any parameter.
 
-Invariant: a base parameter keeps its name and its bits; an adapter's name is peft's behind `base_model.model.`. Applied
-on the meta device, before checkpointing, compile and stage. Base and adapters of a block share its unit: they travel in
-one gather.
+Invariant: a base parameter keeps its name and its bits; an adapter's name is peft's after `base_model.model.`. Applied
+on the meta device, before checkpointing, compile and stage. Base and adapters of a block share its unit, so one gather
+has both.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ from shardbook.recipe import Lora, Model, RecipeError, nearest
 
 
 class LoraLinear(nn.Linear):
-    """A frozen linear map and its update: x W^T + scaling * dropout(x) A^T B^T, A [r, in] and B [out, r]; with DoRA all
-    of it times magnitude / |W + scaling * B A|, by row, whose gradient is not followed (2402.09353, section 4.3)."""
+    """A frozen linear and its update: x W^T + scaling * dropout(x) A^T B^T, A [r, in] and B [out, r]; with DoRA all of
+    it times magnitude / |W + scaling * B A|, by row; the norm is taken as a constant (2402.09353, section 4.3)."""
 
     scaling: float
     dropout: float
     lora_A: nn.Linear
     lora_B: nn.Linear
     lora_magnitude_vector: nn.Parameter | None
-    is_on = True  # whether the update is added
+    is_on = True  # False: without the update
 
     def adapt(self, lora: Lora, dtype: torch.dtype) -> None:
-        """Give a linear map, whose class was just set to this one, what it has to learn."""
+        """Adds the trained parameters to a linear whose class was just set to this one."""
         place: dict[str, Any] = {"device": self.weight.device, "dtype": dtype}
         self.scaling = lora.scaling
         self.dropout = lora.lora_dropout
@@ -56,11 +56,11 @@ class LoraLinear(nn.Linear):
         return self.product(input, self.bias) + self.lora_B(low)
 
     def product(self, input: Tensor, bias: Tensor | None = None) -> Tensor:
-        """What the base makes of `input`."""
+        """Returns the base's output for `input`."""
         return F.linear(input, self.weight, bias)
 
     def base_rows(self, dtype: torch.dtype) -> Tensor:
-        """This rank's rows of the base's weight, or all of them where it is gathered."""
+        """Returns this rank's rows of the base's weight, or all of them where it is gathered."""
         return local_rows(self.weight)[0].to(dtype)
 
     def _decomposed(self, input: Tensor, magnitude: Tensor) -> Tensor:
@@ -73,13 +73,13 @@ class LoraLinear(nn.Linear):
 
     @torch.no_grad()
     def row_norms(self) -> Tensor:
-        """|W + scaling * B A| of each row, [out]."""
+        """Returns |W + scaling * B A| of each row, [out]."""
         update = self.scaling * (self.lora_B.weight @ self.lora_A.weight)
         return torch.linalg.vector_norm(self.base_rows(update.dtype) + update, dim=1)
 
 
 class PackedLoraLinear(LoraLinear):
-    """The same over a base in four bits."""
+    """A LoraLinear over a base in four bits."""
 
     def product(self, input: Tensor, bias: Tensor | None = None) -> Tensor:
         return packed_product(self, input, bias)
@@ -89,7 +89,7 @@ class PackedLoraLinear(LoraLinear):
 
 
 def pack_blocks(model: CausalLM, dtype: torch.dtype, nested: bool) -> None:
-    """Put every frozen matrix of a block in four bits, kept as `dtype`; embedding, norms and head stay."""
+    """Packs every frozen matrix of a block in four bits, stored as `dtype`; embedding, norms and head stay."""
     for name, module in list(_linear_maps(model)):
         if ".layers." in f".{name}" and not is_adapter(name):
             pack_module(module, name, dtype, nested)
@@ -97,7 +97,8 @@ def pack_blocks(model: CausalLM, dtype: torch.dtype, nested: bool) -> None:
 
 
 def apply_lora(model: CausalLM, lora: Lora, frozen: torch.dtype) -> None:
-    """Freeze everything, in `frozen`; then train `modules_to_save` in the dtype they had, and adapters in it."""
+    """Freezes everything, in the dtype `frozen`, but `modules_to_save`, which are trained in the dtype that they had;
+    then adds adapters in that dtype. Raises RecipeError where a name finds no module."""
     dtype = model.head.weight.dtype
     targets, saved = find_targets(model, lora), find_saved(model, lora)
     for module in model.modules():
@@ -115,7 +116,7 @@ def apply_lora(model: CausalLM, lora: Lora, frozen: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The base model alone."""
+    """Runs, inside, the base model without its adapters."""
     adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
     for module in adapted:
         module.is_on = False
@@ -127,7 +128,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def find_targets(model: CausalLM, lora: Lora) -> list[nn.Linear]:
-    """The linear maps inside blocks that `target_modules` names. Raises RecipeError where a name finds none."""
+    """Returns the linears inside blocks that `target_modules` names. Raises RecipeError where a name finds none."""
     found = [(name, module) for name, module in _linear_maps(model) if ".layers." in f".{name}"]
     names = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in found))
     asked = names if lora.target_modules == "all-linear" else lora.target_modules
@@ -140,8 +141,8 @@ def find_targets(model: CausalLM, lora: Lora) -> list[nn.Linear]:
 
 
 def find_saved(model: CausalLM, lora: Lora) -> list[nn.Module]:
-    """The modules that `modules_to_save` names. Raises RecipeError where a name finds none, or one of two that are
-    tied: peft would untie them."""
+    """Returns the modules that `modules_to_save` names. Raises RecipeError where a name finds none, or one of two that
+    are tied: peft would untie them."""
     head = "score" if model.scores else "lm_head"
     outer = {"embed_tokens": model.model.embed_tokens, head: model.head, "norm": model.model.norm}
     for name in lora.modules_to_save:
@@ -161,15 +162,15 @@ def _linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def kept_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What a checkpoint and an export hold: everything, or, with adapters, what is trained."""
+    """Returns the parameters that a checkpoint and an export hold: all or, with adapters or a teacher, the trained."""
     named = model.named_parameters()
     is_adapted = getattr(model, "is_adapted", False)
     return {name: parameter for name, parameter in named if parameter.requires_grad or not is_adapted}
 
 
 def weights_identity(model: Model, seed: int, folder: Path) -> str:
-    """What a run's weights begin as: every byte of the weights files of `folder`, or random ones, and in how many bits.
-    Collective."""
+    """Returns a text that identifies a run's initial weights: a digest of the weights files of `folder`, or the seed of
+    random ones; and their quantisation. Collective."""
     named = f"random, seed {seed}" if model.init == "random" else digest_weights(folder)
     if model.load_in_4bit:
         named += ", nf4" + ", double" * model.bnb_4bit_use_double_quant
@@ -177,7 +178,7 @@ def weights_identity(model: Model, seed: int, folder: Path) -> str:
 
 
 def digest_weights(folder: Path) -> str:
-    """Of every byte of the weights files of `folder`. Collective: each rank hashes its share."""
+    """Returns a digest of every byte of the weights files of `folder`. Collective: each rank hashes its share."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shares: list[Any] = [None] * ranks
     dist.all_gather_object(shares, digest_share(folder, rank, ranks))
@@ -186,14 +187,15 @@ def digest_weights(folder: Path) -> str:
 
 
 def base_identity(model: nn.Module) -> str:
-    """What the frozen parameters are, as noted when they were loaded; empty where every one is in a checkpoint."""
+    """Returns the weights_identity of frozen parameters, noted at loading; empty where a checkpoint holds all."""
     return str(getattr(model, "identity", ""))
 
 
 def init_adapters(model: nn.Module, seed: int) -> None:
-    """A uniform within 1 / sqrt(in), B zero, magnitudes the rows' norms: the update begins at nothing, as peft's does.
+    """Fills adapters: A uniform within 1 / sqrt(in), B zero, magnitudes the rows' norms, so that the update begins at
+    zero, as peft's does. The base must be loaded before.
 
-    A pure function of (seed, name, device type): full tensors are drawn and cut. The base is loaded.
+    A pure function of (seed, name, device type): full tensors are drawn, and each rank keeps its rows.
     """
     for name, module in model.named_modules():
         if not isinstance(module, LoraLinear):
@@ -206,6 +208,6 @@ def init_adapters(model: nn.Module, seed: int) -> None:
             bound = 1 / math.sqrt(module.in_features)
             low.copy_(full.uniform_(-bound, bound, generator=generator)[rows])
             local_rows(module.lora_B.weight)[0].zero_()
-            if module.lora_magnitude_vector is not None:  # cut along the rows, as the weight is
+            if module.lora_magnitude_vector is not None:  # sharded along the rows, as the weight is
                 norms = torch.linalg.vector_norm(module.base_rows(torch.float32), dim=1)
                 local_rows(module.lora_magnitude_vector)[0].copy_(norms)

@@ -1,10 +1,10 @@
-"""Attention: which kernel computes it, and what that kernel is told of the documents in a row.
+"""Attention: which kernel computes it, and how that kernel learns where the documents in a row begin and end.
 
 Invariant: a token attends to itself and to earlier tokens of its own document, whatever the kernel. Two kernels do only
 that work, and hold nothing of the size of a row squared: `varlen` (FlashAttention between document boundaries) and
-`flex` (the blocks of scores that lie inside documents). `sdpa` takes a dense mask and runs everywhere; `eager` checks
-it. What a kernel is told has the same shape in every micro-batch of packed rows: compiled code meets one graph, and one
-more when the longest document is another number.
+`flex` (the blocks of scores that lie inside documents). `sdpa` takes a dense mask and runs everywhere; `eager` is a
+check of it. Masks and boundaries have the same shape in every micro-batch of packed rows, so that torch.compile makes
+one graph, and one more for each other number of tokens in the longest document.
 """
 
 import importlib
@@ -22,17 +22,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shardbook.recipe import RecipeError
 
-BLOCK = 128  # rows, and columns, of scores that `flex` computes or leaves out together
+BLOCK = 128  # rows, and columns, of scores that `flex` computes or skips together
 AMPERE = (8, 0)  # the compute capability that both kernels need
 
-# transformers' interface: (module, query [B, heads, L, D], key and value [B, fewer heads, L, D], what the kernel is
-# told, scaling=, ...) -> ([B, L, heads, D], None)
+# transformers' interface: (module, query [B, heads, L, D], key and value [B, fewer heads, L, D], the result of
+# attention_mask, scaling=, ...) -> ([B, L, heads, D], None)
 Attention = Callable[..., tuple[Tensor, None]]
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a kernel is chosen for."""
+    """The device, dtype and head size that a kernel is chosen for."""
 
     device: torch.device
     dtype: torch.dtype  # of queries, keys and values
@@ -48,22 +48,22 @@ class Place:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to compute attention. `needs`: for people, and whether a place has it. `make`: the function that
-    transformers' blocks call, where they do not know one by this name."""
+    """One way to compute attention. `needs`: each requirement in words, and a test of it. `make`: makes the function
+    that transformers' blocks call, where transformers itself has none of this name."""
 
     name: str
-    told: str  # what it is told of documents, for people
+    told: str  # the form in which it takes documents, in words
     needs: tuple[tuple[str, Callable[[Place], bool]], ...] = ()
     make: Callable[[], Attention] | None = None
 
     def lacks(self, place: Place) -> str:
-        """The first of its needs that `place` does not have; empty where it can run."""
+        """Returns the first of its needs that `place` does not have; empty where it can run."""
         return next((words for words, has in self.needs if not has(place)), "")
 
 
 def choose_attention(asked: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """The kernel that `model.attention` names; for `auto` the first of KERNELS that can run with `dtype` and the heads
-    of `config` on `device`. Raises RecipeError where the one that is named cannot, or the GPU has no bf16."""
+    """Returns the kernel that `model.attention` names; for `auto` the first of KERNELS that can run with `dtype` and
+    the heads of `config` on `device`. Raises RecipeError where the named one cannot run, or the GPU has no bf16."""
     place = Place(device, dtype, head_size(config))
     if dtype == torch.bfloat16 and device.type == "cuda" and not place.is_ampere:
         name = torch.cuda.get_device_name(device)
@@ -80,19 +80,19 @@ def choose_attention(asked: str, config: PreTrainedConfig, device: torch.device,
 
 
 def kernel_on_gpu(asked: str) -> Kernel:
-    """What `model.attention` is for a plan: on GPUs of today nothing takes a dense mask but what is named."""
+    """Returns the kernel of `model.attention` on a plan's GPU: varlen, unless one with a dense mask is named."""
     return KERNELS[asked if asked in ("sdpa", "eager") else "varlen"]
 
 
 def use_attention(config: PreTrainedConfig, kernel: Kernel) -> None:
-    """Have transformers' blocks of `config` call `kernel`."""
+    """Has transformers' blocks of `config` call `kernel`."""
     if kernel.make:
         ALL_ATTENTION_FUNCTIONS.register(kernel.name, Shared(kernel.make()))
     config._attn_implementation = kernel.name
 
 
 class Shared:
-    """A kernel between two exchanges, where its module is told to split rows (parallel/context.py)."""
+    """A kernel between two all-to-alls, where its module has a context-parallel axis (parallel/context.py)."""
 
     def __init__(self, kernel: Attention):
         self.kernel = kernel
@@ -108,7 +108,8 @@ class Shared:
 
 
 def share_attention(name: str) -> None:
-    """Have the kernel that transformers' blocks call by `name` do so; for good, as it is transformers' own."""
+    """Wraps in `Shared` the kernel that transformers' blocks call by `name`. It is transformers' own kernel, so it
+    stays wrapped for the whole process."""
     kernel = ALL_ATTENTION_FUNCTIONS[name]
     if not isinstance(kernel, Shared):
         ALL_ATTENTION_FUNCTIONS.register(name, Shared(kernel))
@@ -116,7 +117,7 @@ def share_attention(name: str) -> None:
 
 @contextmanager
 def cached_attention(config: PreTrainedConfig) -> Iterator[None]:
-    """Inside, blocks of `config` may be given a cache: kernels of ours know none, and sdpa stands in for them."""
+    """Lets blocks of `config`, inside, take a cache: sdpa replaces kernels of our own, which support none."""
     kernel = config._attn_implementation
     config._attn_implementation = "sdpa" if KERNELS[kernel].make else kernel
     yield
@@ -130,11 +131,12 @@ def head_size(config: PreTrainedConfig) -> int:
 def attention_mask(
     kernel: str, boundaries: Tensor, shape: torch.Size, packed: bool, dtype: torch.dtype, longest: int
 ) -> Any:
-    """What `kernel` is told of a micro-batch of `shape` [B, L], whose documents lie between `boundaries` [n], int32
-    offsets into the flat [B * L], and have at most `longest` tokens (see MicroBatch); padding counts as a document.
+    """Returns the mask, or its like, that `kernel` takes for a micro-batch of `shape` [B, L], whose documents lie
+    between `boundaries` [n], int32 offsets into the flat [B * L], and have at most `longest` tokens (see MicroBatch);
+    padding counts as a document.
 
-    varlen: these two. flex: a BlockMask. sdpa: bool [B, 1, L, L], or None where rows are not `packed`: plain
-    causal rows have a kernel. eager: the same, to be added to scores of `dtype`.
+    varlen: `boundaries` and `longest`. flex: a BlockMask. sdpa: bool [B, 1, L, L], or None where rows are not `packed`:
+    plain causal rows have a kernel of their own. eager: [B, 1, L, L] of `dtype`, to be added to scores.
     """
     if kernel == "varlen":
         return boundaries, longest
@@ -152,26 +154,25 @@ def attention_mask(
 
 
 def number_documents(boundaries: Tensor, shape: torch.Size) -> Tensor:
-    """The number of each token's document, ascending along a row: int64 [B, L]. No host sync."""
+    """Returns the number of each token's document, ascending along a row: int64 [B, L]. No host sync."""
     places = torch.arange(shape.numel(), dtype=boundaries.dtype, device=boundaries.device)
     return torch.bucketize(places, boundaries[1:], right=True).view(shape)
 
 
 def block_mask(numbers: Tensor) -> Any:
-    """The BlockMask of documents `numbers` [B, L], L a multiple of BLOCK: the blocks of BLOCK x BLOCK scores that hold
-    a pair of one document. From the first and last document of each block, so [B, L / BLOCK, L / BLOCK] in size;
-    torch's create_block_mask makes [B, L, L] first."""
+    """Returns the BlockMask of documents `numbers` [B, L], L a multiple of BLOCK: the blocks of BLOCK x BLOCK scores
+    that hold a pair of tokens of one document. It is made from the first and last document of each block, in tensors of
+    [B, L / BLOCK, L / BLOCK]; torch's create_block_mask would make [B, L, L] first."""
     from torch.nn.attention.flex_attention import BlockMask
 
     blocks = numbers.unflatten(1, (-1, BLOCK))
     first, last = blocks[..., 0], blocks[..., -1]
     meets = (last[:, None, :] >= first[:, :, None]).tril()  # [B, query block, key block]
-    whole = (last[:, :, None] == first[:, None, :]).tril(
-        -1
-    )  # one document from the key block's start to the query's end
+    # blocks without a masked score: one document from the start of the key block to the end of the query block
+    whole = (last[:, :, None] == first[:, None, :]).tril(-1)
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """How many key blocks each query block takes, [B, 1, n], and which, those first, [B, 1, n, n]."""
+        """Returns how many key blocks each query block takes, [B, 1, n], and a list of these first, [B, 1, n, n]."""
         order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
         return chosen.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
@@ -182,9 +183,9 @@ def block_mask(numbers: Tensor) -> Any:
 
 
 def make_varlen(kernel: Any = None) -> Attention:
-    """Attention by `kernel`, with the signature of torch's varlen_attn (the default); it is told the boundaries, and
-    the most tokens of a document."""
-    if kernel is None:  # here: the import alone takes seconds, on a CPU for nothing
+    """Returns attention by `kernel`, with the signature of torch's varlen_attn (the default); it takes the boundaries
+    and the number of tokens in the longest document."""
+    if kernel is None:  # imported here only: the import takes seconds, which a CPU would spend for nothing
         kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     grouped = "enable_gqa" in signature(kernel).parameters  # not in torch 2.11
 
@@ -198,7 +199,7 @@ def make_varlen(kernel: Any = None) -> Attention:
             key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
         more = {"enable_gqa": True} if shared > 1 and grouped else {}
         flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-        # for each document the kernel launches blocks for the longest one, most of which find nothing to do
+        # the kernel launches as many blocks for each document as for the longest one, and most of them do nothing
         limits = (boundaries, boundaries, longest, longest)
         out = kernel(*flat, *limits, scale=scaling, window_size=(-1, 0), **more)  # causal, each in its own document
         return out.unflatten(0, (rows, length)), None
@@ -207,7 +208,7 @@ def make_varlen(kernel: Any = None) -> Attention:
 
 
 def make_flex() -> Attention:
-    """Attention by torch's flex_attention, compiled: by itself it would make all scores. It is told a BlockMask."""
+    """Returns attention by torch's flex_attention, compiled: uncompiled it makes all scores. It takes a BlockMask."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled = torch.compile(flex_attention)
@@ -227,7 +228,7 @@ def _has_varlen(place: Place) -> bool:
 
 _AMPERE = ("a CUDA device of compute capability 8.0 or later", lambda place: place.is_ampere)
 _BF16 = ("precision.params=bf16", lambda place: place.dtype == torch.bfloat16)
-# In the order in which `auto` tries them. Sizes of heads: torch's flash_api.cpp, and _inductor/kernel/flex.
+# In the order in which `auto` tries them. Source of head sizes: torch's flash_api.cpp, and _inductor/kernel/flex.
 KERNELS = {
     kernel.name: kernel
     for kernel in (

@@ -1,9 +1,9 @@
 """The model: a Hugging Face config becomes a meta-device causal LM built from transformers' own blocks.
 
-`CausalLM` walks the blocks itself (instead of calling transformers' forward) for three reasons: the packed mask is
-made once and without a host sync, the head sees only trained positions and never holds all logits, and later axes
-(pipeline, context) cut exactly here. Parameter names are transformers' own, so weights go in and out unrenamed.
-Does no IO: weights are filled in by weights.py.
+`CausalLM` runs the blocks itself (instead of calling transformers' forward) for three reasons: the packed mask is
+made once and without a host sync, the head sees only trained positions and never holds all logits, and pipeline and
+context parallel split the model exactly here. Invariant: parameter names are transformers' own, so weights are read and
+written unrenamed. It does no IO: weights.py fills the weights in.
 """
 
 from collections.abc import Callable
@@ -26,21 +26,21 @@ from shardbook.recipe import Distill
 
 
 class CausalLM(nn.Module):
-    """A decoder-only transformer whose output is the loss of chosen positions; or, given a cache, what follows.
+    """A decoder-only transformer that returns the loss of chosen positions or, given a cache, the next token's logits.
 
-    `around_block`: from a block's number and input, the context that its forward runs in.
+    `around_block`: takes a block's number and input, and returns the context that its forward runs in.
     """
 
-    scores = False  # whether its head is ScoreHead
-    is_adapted = False  # adapters.py, teacher.py: what is not trained is in no checkpoint
-    identity = ""  # of what is not trained, or of a teacher: what its weights are, noted when they are loaded
+    scores = False  # its head is a ScoreHead, not a LossHead
+    is_adapted = False  # adapters.py, teacher.py: checkpoints hold only trained parameters
+    identity = ""  # adapters.weights_identity of the frozen weights, or of a teacher's; set when they are loaded
 
     teacher: "CausalLM | None"  # teacher.py
-    context: ContextAxis | None = None  # of rows whose slices it takes (context.py)
-    # of one that has some layers only (pipeline.py): the others' place, and what else of the model it has
+    context: ContextAxis | None = None  # context.py: it takes slices of rows
+    # pipeline.py: it may be one pipeline stage, or several
     pipeline = Pipeline()
-    chunks: "list[CausalLM]"  # of it, each of which runs by itself
-    begins = ends = True  # with the embedding; with the head
+    chunks: "list[CausalLM]"  # the chunks of layers, each of which runs by itself
+    begins = ends = True  # it has the embedding; it has the head
     flops: "Flops | None" = None  # of the whole model
 
     around_block: Callable[[int, Tensor], AbstractContextManager[Any]] = staticmethod(lambda *_: nullcontext())
@@ -53,21 +53,21 @@ class CausalLM(nn.Module):
         self.chunks = [self]
         self.model = hf.model
         self.scores = scores
-        # After the body: a tied weight then goes by the embedding's name, as in Hugging Face files.
+        # After the body: a tied weight then has the embedding's name, as in Hugging Face files.
         if scores:
             self.score = ScoreHead(config.hidden_size, 1, bias=False, device="meta", dtype=dtype)
         else:
             self.lm_head = LossHead(config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype)
         # Meta buffers hold no numbers and no file has them: rotary frequencies are computed here, on the host, in fp32.
         self.model.rotary_emb = type(self.model.rotary_emb)(config)
-        # They stay as they are for every row that load_config lets in; of "dynamic" and "longrope" transformers would
-        # ask the device for the longest row, in every forward.
+        # They hold for every row that load_config lets in. Without this, transformers would read the longest row of
+        # "dynamic" and "longrope" from the device (a host sync) in every forward.
         self.model.rotary_emb.rope_type = "default"
         self.tie()
         self.register_module("teacher", None)
 
     def tie(self) -> None:
-        """Make head and embedding one parameter, where the config says so."""
+        """Makes head and embedding one parameter, where the config says so."""
         if self.is_tied and self.begins and self.ends:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -93,8 +93,8 @@ class CausalLM(nn.Module):
         return [*first, *[[body.embed_tokens]] * self.begins, *blocks, *[[body.norm, self.head]] * self.ends]
 
     def forward(self, *batch: Any, cache: Cache | None = None, **named: Any) -> Tensor:
-        """`losses` of a batch or, with a `cache`, `next_logits`. One way in: only a forward of the root gathers what
-        the root has."""
+        """Returns `losses` of a batch or, with a `cache`, `next_logits`. Both go through forward: only a forward of the
+        root module gathers the root's parameters."""
         return self.losses(*batch, **named) if cache is None else self.next_logits(*batch, cache=cache)
 
     def losses(
@@ -110,17 +110,17 @@ class CausalLM(nn.Module):
         distill: Distill | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Negative log-likelihood [n], fp32, of `targets` [n] at `positions` [n], indices into the flat [B * L]; or its
-        sum, which takes one product of the head less.
+        """Returns the negative log-likelihood [n], fp32, of `targets` [n] at `positions` [n], indices into the flat
+        [B * L]; `summed`: its sum, which takes one matrix product of the head less.
 
         input_ids, position_ids: int64 [B, L]. A token attends to itself and earlier tokens of its own document;
         documents lie between `boundaries` [m], int32 offsets into the flat [B * L], and have at most `longest` tokens.
-        Not `packed`: one document a row, padding only at its end (nothing attends forward to it). Of split rows ids,
-        positions and targets are of this rank's slices, L their length; boundaries and longest are of the whole.
-        `distill`: the three sums of a LossHead's lesson.
+        Not `packed`: one document a row, padding only at its end (nothing attends forward to it). With context parallel
+        ids, positions and targets are of this rank's slices, L their length; boundaries and longest are of whole rows.
+        `distill`: returns the three sums of a LossHead's lesson.
 
-        Of layers that do not begin the model `hidden` is what those before made; those that do not end it return
-        theirs.
+        With a pipeline, `hidden` is the output of the stage before, where there is one; all stages but the last return
+        their hidden states.
         """
         batch = input_ids, position_ids, boundaries, positions, packed, longest
         if distill is None:
@@ -143,7 +143,8 @@ class CausalLM(nn.Module):
         longest: int,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """What the head makes logits of, [n, hidden]; or what the next layers go on from."""
+        """Returns the head's input at `positions`, [n, hidden]; of a pipeline stage before the last, its hidden
+        states."""
         family = FAMILIES[self.config.model_type]
         if hidden is None:
             hidden = self.model.embed_tokens(input_ids)
@@ -159,14 +160,14 @@ class CausalLM(nn.Module):
                 hidden = block(hidden, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
         if not self.ends:
             return hidden
-        hidden = self.model.norm(hidden).flatten(0, 1)[positions]  # by one name: what is not kept is gone
-        if family.logits_divisor and not self.scores:  # of fewer numbers than logits are
+        hidden = self.model.norm(hidden).flatten(0, 1)[positions]  # one name: else unselected positions stay in memory
+        if family.logits_divisor and not self.scores:  # here, not on the logits, which are many more numbers
             hidden = hidden / getattr(self.config, family.logits_divisor)
         return hidden
 
     def next_logits(self, input_ids: Tensor, position_ids: Tensor, attended: Tensor, cache: Cache) -> Tensor:
-        """Logits [B, vocabulary] of what follows input_ids [B, l], the last l of the L tokens that `cache` then holds.
-        `attended` [B, L]: 0 for padding, which stands in front. transformers' own walk over the blocks."""
+        """Returns the logits [B, vocabulary] of the token that follows input_ids [B, l], the last l of the L tokens
+        that `cache` then holds. `attended` [B, L]: 0 for padding, which is on the left. Runs transformers' forward."""
         hidden = self.model(
             input_ids=input_ids,
             attention_mask=attended,
@@ -186,8 +187,8 @@ def build_model(
     attention: Kernel = KERNELS["sdpa"],
     scores: bool = False,
 ) -> CausalLM:
-    """The model on the meta device (rotary buffers on the host), parameters in the master dtype (`fp32`, `bf16`); with
-    `scores` one number at a token in place of losses."""
+    """Returns the model on the meta device (rotary buffers on the host), its parameters in the master dtype (`fp32`,
+    `bf16`); with `scores` it returns one score a token in place of losses."""
     use_attention(config, attention)
     model = CausalLM(config, DTYPES[master], scores)
     if not scores:
@@ -196,10 +197,10 @@ def build_model(
 
 
 def materialize(model: CausalLM, device: torch.device) -> None:
-    """Give every meta parameter uninitialised memory on `device`, and move the rotary buffers there unharmed."""
+    """Gives every meta parameter uninitialized memory on `device`; moves the rotary buffers there as they are."""
     every = [module for module in model.modules() if isinstance(module, CausalLM)]
     frequencies = [[buffer.clone() for buffer in each.model.rotary_emb.buffers()] for each in every]
-    model.to_empty(device=device)  # empties real buffers too, and makes two parameters of a tied one
+    model.to_empty(device=device)  # it empties real buffers too, and makes two parameters of a tied one: mended below
     for each, numbers in zip(every, frequencies, strict=True):
         each.tie()
         for buffer, number in zip(each.model.rotary_emb.buffers(), numbers, strict=True):
@@ -207,7 +208,7 @@ def materialize(model: CausalLM, device: torch.device) -> None:
 
 
 def apply_compile(model: CausalLM) -> None:
-    """Compile each block in place. `torch.compile(block)` would return a wrapper whose FSDP hooks never fire."""
+    """Compiles each block in place. `torch.compile(block)` would return a wrapper whose FSDP hooks never fire."""
     for block in [*(model.teacher.blocks if model.teacher else []), *model.blocks]:
         block.compile()
 
@@ -219,16 +220,16 @@ class Flops:
     per_token: int
     per_pair: int
     block: int = 0  # elements of the blocks' matrices
-    block_trained: int = 0  # those that get a gradient
-    teacher: "Flops | None" = None  # of the model beside, were it trained as it is, frozen; no model FLOPs of this one
+    block_trained: int = 0  # of these, the elements that get a gradient
+    teacher: "Flops | None" = None  # count_flops of the teacher, as a frozen model; not part of the model FLOPs
 
     def of(self, tokens: float, pairs: float) -> float:
         return self.per_token * tokens + self.per_pair * pairs
 
 
 def count_flops(model: CausalLM) -> Flops:
-    """What it takes to train `model`: 6 for each token and matrix parameter, 4 for a frozen one (it has no gradient),
-    and causal attention within documents.
+    """Returns the FLOPs of training `model`: 6 for each token and matrix parameter, 4 for a frozen one (it has no
+    gradient), and causal attention within documents.
 
     Attention by the count of PaLM, arXiv 2204.02311, appendix B (12 * layers * heads * head_dim * length for a token),
     halved since half of the scores are masked. The embedding lookup is no matmul; a tied head counts once;

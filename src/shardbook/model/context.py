@@ -1,4 +1,4 @@
-"""Which heads a rank computes where rows are split (parallel/context.py), and the kernels that know of it."""
+"""Context parallel of a model: which heads a rank computes, and the wrapped kernel (parallel/context.py exchanges)."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from shardbook.recipe import Parallel, RecipeError
 
 
 def split_rows(model: CausalLM, parallel: Parallel, rank: int) -> None:
-    """Have `model` take slices of rows where the global `rank` shares them with its neighbours. Raises RecipeError
-    where heads do not go round."""
+    """Has `model` take slices of rows, as the global `rank` does with context parallel. Raises RecipeError where there
+    are fewer heads than ranks."""
     size, alike = parallel.cp_size, parallel.tp_size
     if size == 1:
         return
@@ -29,7 +29,7 @@ def split_rows(model: CausalLM, parallel: Parallel, rank: int) -> None:
 
 
 def check_heads(config: Any, parallel: Parallel) -> None:
-    """Raise RecipeError where a rank would have none."""
+    """Raises RecipeError where a rank would have no head."""
     size, alike = parallel.cp_size, parallel.tp_size
     if config.num_attention_heads // alike < size:
         said = f"each of {alike} ranks along tp has {config.num_attention_heads // alike} of" if alike > 1 else "it has"
@@ -40,12 +40,12 @@ def check_heads(config: Any, parallel: Parallel) -> None:
 
 
 def own_heads(config: Any, alike: int, place: int) -> tuple[int, int]:
-    """How many heads of queries, and of keys, a rank has where `alike` of them share matrices."""
+    """Returns the numbers of query heads and of key heads of tensor-parallel rank `place` of `alike`."""
     own, own_keys = share_heads(config.num_attention_heads, config.num_key_value_heads, TensorAxis(alike, place))
     return len(own), len(own_keys)
 
 
 def deal_heads(heads: int, key_heads: int, size: int) -> list[tuple[int, list[int]]]:
-    """Of each of `size` ranks, how many heads of queries it computes and with which keys."""
+    """Returns, for each of `size` ranks, how many query heads it computes and with which key heads."""
     shares = [share_heads(heads, key_heads, TensorAxis(size, place)) for place in range(size)]
     return [(len(own), keys) for own, keys in shares]

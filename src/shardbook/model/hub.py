@@ -1,4 +1,4 @@
-"""Where a model's files are: a local directory, a snapshot of the Hugging Face hub, or the embedded default."""
+"""The directory of a model's files: a local one, a snapshot of the Hugging Face hub, or the embedded default."""
 
 import os
 from pathlib import Path
@@ -14,8 +14,8 @@ WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
 
 
 def fetch_folder(path: str, revision: str, what: str, patterns: list[str]) -> Path:
-    """The embedded model's directory, the local directory `path`, or the hub snapshot of that id (files matching
-    `patterns`). Raises RecipeError."""
+    """Returns the embedded model's directory, the local directory `path`, or the hub snapshot of that id (files
+    matching `patterns`). Raises RecipeError, which names the recipe key `what`."""
     if path == embedded.MODEL:
         return embedded.smollm2_folder()
     if Path(path).is_dir():
@@ -36,17 +36,17 @@ def fetch_folder(path: str, revision: str, what: str, patterns: list[str]) -> Pa
 
 
 def config_folder(model: Model) -> Path:
-    """The directory of the config, without weights where those would have to be fetched. Raises RecipeError."""
+    """Returns the directory of the config; from the hub it fetches no weights. Raises RecipeError."""
     return fetch_folder(model.path, model.revision, "model.path", CONFIG_FILES)
 
 
 def model_folder(model: Model) -> Path:
-    """The directory of config and weights (with random weights: of the config). Raises RecipeError."""
+    """Returns the directory of config and weights (with random weights: of the config). Raises RecipeError."""
     weights = WEIGHT_FILES if model.init == "pretrained" else []
     return fetch_folder(model.path, model.revision, "model.path", [*CONFIG_FILES, *weights])
 
 
 def tokenizer_folder(model: Model) -> Path:
-    """The directory of the tokenizer: its own, else the model's. Raises RecipeError."""
+    """Returns the directory of the tokenizer: its own, else the model's. Raises RecipeError."""
     path, revision = (model.tokenizer, "main") if model.tokenizer else (model.path, model.revision)
     return fetch_folder(path, revision, "model.tokenizer", CONFIG_FILES)

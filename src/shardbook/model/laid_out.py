@@ -1,6 +1,6 @@
-"""A model laid out on ranks: what a recipe, a model's config and a number of ranks make, before anything is there.
+"""A model laid out on ranks: made from a recipe, a model's config and a number of ranks, before any memory is taken.
 
-Invariant: a run, its rehearsal, its simulation and its plan build it by `lay_out`, so what one of them refuses all do.
+Invariant: a run, its rehearsal, its simulation and its plan build it by `lay_out`, so all refuse the same recipes.
 The model lies on the meta device, and no process group is needed.
 """
 
@@ -23,12 +23,12 @@ from shardbook.recipe import Recipe, RecipeError
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that something is laid out on, and which of them this is."""
+    """The ranks that a model is laid out on, and which of them this is."""
 
     size: int
     ranks_per_node: int
     rank: int = 0
-    device: torch.device | None = None  # of this rank; None: a GPU that is not here
+    device: torch.device | None = None  # of this rank; None: a GPU that this machine does not have
 
     @property
     def device_type(self) -> str:
@@ -36,7 +36,7 @@ class World:
 
     @property
     def device_name(self) -> str:
-        """How CUDA calls the device; empty for a GPU that is not here."""
+        """The name that CUDA has for the device; empty for a GPU that this machine does not have."""
         if self.device_type == "cuda":
             return torch.cuda.get_device_name() if self.device else ""
         return "CPU"
@@ -44,7 +44,7 @@ class World:
 
 @dataclass(frozen=True)
 class LaidOut:
-    """A recipe without `auto`, as one rank of a world has it."""
+    """A recipe without `auto`, with its model and layout as one rank of a world has them."""
 
     recipe: Recipe
     world: World
@@ -55,9 +55,9 @@ class LaidOut:
     layout: Layout
 
     def with_layers(self, layers: int) -> "LaidOut":
-        """Returns the same with another number of layers."""
+        """Returns this with another number of layers."""
         words = self.config.to_dict() | {"num_hidden_layers": layers}
-        words.pop("layer_types", None)  # one a layer, made anew
+        words.pop("layer_types", None)  # a list with one for each layer: the config makes it anew
         return lay_out(self.recipe, self.world, type(self.config)(**words), self.teacher)
 
 
@@ -84,9 +84,9 @@ def build_adapted(
     rank: int = 0,
     world_size: int = 1,
 ) -> CausalLM:
-    """The model of a recipe (without `auto`) on the meta device, as the global `rank` has it where matrices or layers
-    are shared: build_model, and adapters where it asks for them, and in it a model of the config `teacher`. Raises
-    RecipeError where these do not fit the model."""
+    """Returns the model of a recipe (without `auto`) on the meta device, with the parameters of the global `rank` under
+    tensor, context and pipeline parallel: build_model's, with adapters where the recipe asks for them, and with a
+    teacher of the config `teacher` in it. Raises RecipeError where these do not fit the model."""
     chunk, scores = recipe.train.loss_chunk_tokens, recipe.method == "reward"
     if scores and config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         raise RecipeError(f"method = 'reward': transformers has no classifier of the family {config.model_type!r}")

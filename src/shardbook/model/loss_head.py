@@ -11,18 +11,18 @@ from torch.autograd.function import once_differentiable
 
 from shardbook.parallel.tensor import TensorAxis, gather_plain, local_part
 
-PRODUCT_ROWS = 32_768  # of the head's gradient, made at once
-# of a chunk's logits, which rows these are, and whether slopes are wanted: losses and slopes
+PRODUCT_ROWS = 32_768  # rows of the head's gradient that one product makes
+# (a chunk's logits, the rows that it has, whether gradients are wanted) -> (losses, gradient of the logits)
 Compare = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]]
 
 
 class Lesson(NamedTuple):
-    """What a teacher says of n trained positions, as what its logits are made of, and how it counts."""
+    """A teacher's hidden states at n trained positions and its head, to make its logits; and its part in the loss."""
 
-    hidden: Tensor  # [n, its width]
-    weight: Tensor  # [its vocabulary, its width]
+    hidden: Tensor  # [n, teacher's hidden size]
+    weight: Tensor  # [teacher's vocabulary, teacher's hidden size]
     temperature: float
-    ratio: float  # of the teacher in the loss
+    ratio: float  # share of the teacher in the loss (kd_ratio)
 
 
 class LossHead(nn.Linear):
@@ -33,15 +33,16 @@ class LossHead(nn.Linear):
     """
 
     chunk_tokens: int = 0
-    axis: TensorAxis | None = None  # whose ranks have each a part of the vocabulary
-    first: int = 0  # of this rank's
+    axis: TensorAxis | None = None  # set where each tensor-parallel rank has a part of the vocabulary
+    first: int = 0  # the first token id of this rank's part
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, summed: bool = False, lesson: Lesson | None = None
     ) -> Tensor:
-        """The loss of each target [n], or, `summed`, their sum: then gradients are made with the logits at hand, where
-        the other form makes each chunk's logits again in backward. Without targets: logits [n, vocabulary]. With a
-        `lesson` three sums [3]: the loss, which alone has the gradient; likelihood and divergence that are in it."""
+        """Returns the loss of each target [n] or, `summed`, their sum: then forward makes the gradients too, from the
+        logits that it has; otherwise backward computes each chunk's logits again. Without targets: logits [n,
+        vocabulary]. With a `lesson` three sums [3]: the loss, which alone has a gradient, and the negative
+        log-likelihood and the divergence that it is made of."""
         weight, axis = local_part(self.weight), self.axis
         if targets is None:
             return F.linear(hidden, weight)
@@ -58,13 +59,13 @@ class ScoreHead(nn.Linear):
     """A reward model's head: hidden [n, hidden] -> scores [n], fp32. Takes what LossHead takes."""
 
     def forward(self, hidden: Tensor, targets: Tensor, summed: bool = False) -> Tensor:  # type: ignore[override]
-        # a copy: of a view FSDP warns that an operation in place would drop its hook
+        # A copy: FSDP warns of a view, whose hook an operation in place would drop.
         return F.linear(hidden, self.weight)[:, 0].to(torch.float32, copy=True)
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Loss and its gradients in one go over the chunks: three products of [rows, vocabulary] in place of the four that
-    recomputing takes (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2)."""
+    """The summed loss and its gradients in one pass over the chunks: three products of [rows, vocabulary] in place of
+    the four that recomputing takes (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2)."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, rows: int, trains: bool, compare: Compare) -> Tensor:
@@ -80,7 +81,8 @@ class _SummedLoss(torch.autograd.Function):
 
 
 def made_in_forward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of hidden states and weight that forward left in `ctx`, times `slope`."""
+    """Returns the gradients of hidden states and weight that forward left in `ctx`, times `slope` (grad_output). Raises
+    RuntimeError in a second backward: the first one took them."""
     if ctx.gradients is None:
         raise RuntimeError("LossHead: this loss went backward already, and its gradients are gone")
     of_hidden, of_weight = ctx.gradients
@@ -93,10 +95,11 @@ def made_in_forward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | No
 
 
 class _TaughtLoss(torch.autograd.Function):
-    """The same of (1 - ratio) * NLL + ratio * T^2 * KL(teacher || student), both distributions at temperature T (Hinton
-    et al., arXiv 1503.02531, section 2): the logits of both models exist for the rows of a chunk.
+    """The summed loss (1 - ratio) * NLL + ratio * T^2 * KL(teacher || student) and its gradients in one pass, both
+    distributions at temperature T (Hinton et al., arXiv 1503.02531, section 2). The logits of both models exist for the
+    rows of one chunk at a time.
 
-    Where one vocabulary is padded further than the other, the divergence is of what both have.
+    Where one vocabulary is padded further than the other, the divergence is over the tokens that both have.
     """
 
     @staticmethod
@@ -125,7 +128,7 @@ class _TaughtLoss(torch.autograd.Function):
 
 
 class _Losses(torch.autograd.Function):
-    """The loss of each target, whose slopes are known in backward only: there each chunk's logits are made again."""
+    """The loss of each target. grad_output is known in backward only: there each chunk's logits are computed again."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, rows: int, compare: Compare) -> Tensor:
@@ -145,10 +148,11 @@ class _Losses(torch.autograd.Function):
 def score_chunks(
     hidden: Tensor, weight: Tensor, rows: int, wanted: Sequence[bool], compare: Compare, slopes: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss of each target, fp32 [n], with the logits of `rows` of them at a time, by `compare`; and, where
-    `wanted`, gradients of hidden states and of the weight: of the sum of losses, or of each times its `slopes` [n].
+    """Returns the loss of each target, fp32 [n], by `compare` of the logits of `rows` targets at a time; and, where
+    `wanted`, the gradients of hidden states and of the weight: of the sum of the losses, each times its `slopes` [n]
+    (grad_output), where given.
 
-    The weight's gradient is added up in fp32: 64 chunks in bf16 would lose small ones.
+    The weight's gradient is added up in fp32: a sum of 64 chunks in bf16 would lose small ones.
     """
     losses = torch.empty(len(hidden), device=hidden.device)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
@@ -165,12 +169,12 @@ def score_chunks(
             torch.mm(slope, weight, out=of_hidden[here])
         if of_weight is not None:
             add_product(of_weight, slope.t(), hidden[here], is_first=not first)
-        del slope  # before the next chunk's logits
+        del slope  # else it is in memory beside the next chunk's logits
     return losses, of_hidden, of_weight
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
-    """`total` [m, n], fp32, plus left [m, k] @ right [k, n]; the first is written over whatever it holds."""
+    """Adds left [m, k] @ right [k, n] to `total` [m, n], fp32; `is_first`: overwrites it instead."""
     beta = 0 if is_first else 1
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, beta=beta, out=total)
@@ -178,7 +182,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> N
     if total.is_cuda and adds_casted(total.device, left.dtype):
         torch.addmm(total, left, right, total.dtype, beta=beta, out=total)
         return
-    for first in range(0, len(total), PRODUCT_ROWS):  # not at once: a product of a whole vocabulary is gigabytes
+    for first in range(0, len(total), PRODUCT_ROWS):  # in pieces: a product of a whole vocabulary takes gigabytes
         here = slice(first, first + PRODUCT_ROWS)
         if is_first:
             total[here].copy_(left[here] @ right)
@@ -188,8 +192,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> N
 
 @cache
 def adds_casted(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether torch accumulates a product of `dtype` into an fp32 sum: not where its cuBLAS call wants a sum of
-    `dtype` (a version says so only when it is called). Else each product is written, read and added."""
+    """Returns whether torch adds a product of `dtype` to an fp32 sum in one call: not where its cuBLAS call wants a sum
+    of `dtype`, which only a call can tell. Otherwise each product is written, read and added."""
     few, total = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
     try:
         torch.addmm(total, few, few, torch.float32, out=total)
@@ -199,23 +203,23 @@ def adds_casted(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def subtract_one(slope: Tensor, where: Tensor) -> Tensor:
-    """`slope` [n, V], less one at `where` [n, 1]: in place or, compiled, as a part of the kernel around it, which would
-    end at a scatter and be written in fp32. The same bits."""
+    """Returns `slope` [n, V] less one at `where` [n, 1]. It works in place or, compiled, as part of the fused kernel
+    around it, which a scatter would end, with its result written in fp32. Both give the same bits."""
     if torch.compiler.is_compiling():
         return torch.where(torch.arange(slope.shape[1], device=slope.device) == where, slope - 1, slope)
     return slope.scatter_add_(1, where, torch.full_like(where, -1, dtype=slope.dtype))
 
 
 def score_plain(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
-    """Returns the losses of logits [n, V], fp32 [n], and the gradient of their sum [n, V] in their dtype (not `trains`:
-    the logits). One fp32 tensor of their size is made, or none: logits in fp32 are written over."""
+    """Returns the losses of logits [n, V], fp32 [n], and the gradient of the losses' sum [n, V] in the logits' dtype
+    (not `trains`: the logits). It makes one fp32 tensor of their size, or none: fp32 logits are overwritten."""
     slope, where = logits.float(), targets[:, None]
     slope -= slope.amax(-1, keepdim=True)
     picked = slope.gather(1, where)
     sums = slope.exp_().sum(-1, keepdim=True)
     losses = (sums.log() - picked)[:, 0]
     if not trains:
-        return losses, logits  # a compiled function writes what it returns
+        return losses, logits  # not `slope`: a compiled function would write it to memory
     slope /= sums
     return losses, subtract_one(slope, where).to(logits.dtype)
 
@@ -223,8 +227,9 @@ def score_plain(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, 
 def score_taught(
     logits: Tensor, theirs: Tensor, targets: Tensor, temperature: float, ratio: float, trains: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits [n, V] and a teacher's [n, W], W <= V: the losses, the divergences KL(teacher || student) of the first
-    W, both fp32 [n], and as score_plain the gradient of the sum. At most four fp32 tensors of that size are there."""
+    """Returns, for logits [n, V] and teacher logits [n, W], W <= V: the losses and the divergences KL(teacher ||
+    student) over the first W tokens, both fp32 [n], and, as score_plain, the gradient of the weighted sum. At most four
+    fp32 tensors of that size exist at once."""
     slope, where, both = logits.float(), targets[:, None], theirs.shape[1]
     ours = slope[:, :both] / temperature
     ours -= ours.logsumexp(-1, keepdim=True)
@@ -244,15 +249,15 @@ def score_taught(
     slope *= 1 - ratio
     ours.exp_()
     ours -= shares
-    ours *= ratio * temperature  # temperature squared, and one divided by it
+    ours *= ratio * temperature  # T^2 of the loss, times the 1 / T of the logits' scaling
     slope[:, :both] += ours
     return losses, divergences, slope.to(logits.dtype)
 
 
 @cache
 def run_as_one(function: Any, is_cuda: bool) -> Any:
-    """On a GPU one kernel in place of many passes over [rows, vocabulary]; dynamic: the last chunk's length differs
-    each time. Not at import, which would pull the compiler into every process."""
+    """Returns `function`, on a GPU compiled to one kernel in place of many passes over [rows, vocabulary]. dynamic: the
+    last chunk's length differs each time. Not at import: that would load the compiler in every process."""
     return torch.compile(function, dynamic=True) if is_cuda else function
 
 
@@ -262,9 +267,10 @@ def score(targets: Tensor, logits: Tensor, here: slice, trains: bool) -> tuple[T
 
 
 def score_part(axis: TensorAxis, targets: Tensor, logits: Tensor, here: slice, trains: bool) -> tuple[Tensor, Tensor]:
-    """score of the rows `here`, where each rank has the logits [n, V] of its own part of the vocabulary and `targets`
-    count from the first of these: one gather of three numbers a row (Megatron-LM, arXiv 1909.08053, section 3, has two
-    all-reduces). The same losses on every rank; slopes of its own part."""
+    """Returns `score` of the rows `here` where each tensor-parallel rank has the logits [n, V] of its own part of the
+    vocabulary, and `targets` count from the first of these: with one all-gather of three numbers a row (Megatron-LM,
+    arXiv 1909.08053, section 3, has two all-reduces). The losses are the same on every rank, the gradient is that of
+    its own logits. Collective."""
     slope, *own = run_as_one(begin_part, logits.is_cuda)(logits, targets[here], trains)
     told = gather_plain(torch.stack(own)[None], axis).view(axis.size, 3, -1)
     losses, share = run_as_one(end_part, logits.is_cuda)(told, own[0])
@@ -274,8 +280,8 @@ def score_part(axis: TensorAxis, targets: Tensor, logits: Tensor, here: slice, t
 
 
 def begin_part(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """exp(logits - their largest) [n, V] (not `trains`: what lies there); that, their sum, and the logit of the target
-    or 0: each fp32 [n]."""
+    """Returns exp(logits - their largest) [n, V] (not `trains`: the logits); and, each fp32 [n], the largest logit, the
+    sum of the exponentials, and the target's logit, or 0 where another rank has it."""
     slope = logits.float()
     outside, where = (targets < 0) | (targets >= slope.shape[1]), targets.clamp(0, slope.shape[1] - 1)
     largest = slope.amax(-1, keepdim=True)
@@ -285,8 +291,8 @@ def begin_part(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, T
 
 
 def end_part(told: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """From what each rank `told` [ranks, 3, n], with the `own` largest logit: losses, and what makes shares of the
-    whole of this rank's exponentials, [n] both."""
+    """Returns, from the three numbers of each rank, `told` [ranks, 3, n], and this rank's `own` largest logit: the
+    losses, and the factor that makes probabilities of this rank's exponentials; [n] both."""
     largest, sums, picked = told.unbind(1)
     peak = largest.amax(0)
     total = (sums * (largest - peak).exp()).sum(0)
@@ -296,7 +302,7 @@ def end_part(told: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
 def slope_of_part(slope: Tensor, share: Tensor, targets: Tensor) -> Tensor:
     slope *= share[:, None]
     if torch.compiler.is_compiling():
-        return subtract_one(slope, targets[:, None])  # one outside is at no place
+        return subtract_one(slope, targets[:, None])  # a target of another rank matches no column
     inside = (targets >= 0) & (targets < slope.shape[1])
     where = targets.clamp(0, slope.shape[1] - 1)[:, None]
     return slope.scatter_add_(1, where, -inside.to(slope.dtype)[:, None])

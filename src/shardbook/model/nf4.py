@@ -1,10 +1,10 @@
 """A frozen base in four bits: NF4 (QLoRA, arXiv 2305.14314, section 3 and appendix E).
 
-Invariant: a block of 64 never crosses a row, so each rank quantises its own rows, and shards lie behind one another as
-the whole would. What is stored are bytes, in tensors of the dtype of compute (torch 2.11's fully_shard takes no
-integers), and nothing may copy them as numbers: packed.py gathers them as bytes. For backward a product keeps these
-bytes: compiled too, where unpacking twice would become unpacking once and keeping that, were the two not different
-calls. Trains nothing of what it packs.
+Invariant: a block of 64 never crosses a row, so each rank quantises its own rows, and shards one after another are the
+bytes of the whole. The bytes lie in tensors of the dtype of compute (torch 2.11's fully_shard takes no integers), and
+nothing may copy them as numbers: packed.py gathers them as bytes. A product keeps only these bytes for backward, also
+compiled: forward and backward unpack by different calls, else the compiler would unpack once and keep the result.
+Packed weights are never trained.
 """
 
 import importlib.util
@@ -34,13 +34,13 @@ CODES = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 PACKED, ABSMAX = "weight_packed", "weight_absmax"
-AT_ONCE = 2**22  # elements that are packed or unpacked at once, in fp32 or int32, where no kernel does all in one pass
+AT_ONCE = 2**22  # elements packed or unpacked at once, in fp32 or int32, where no kernel does it in one pass
 SCALE_BYTES = 4  # of an fp32 number
 
 
 class PackedLinear(nn.Linear):
-    """A frozen linear map whose weight [out, in] is `weight_packed`, out * in / 2 bytes by row, high nibble first, and
-    `weight_absmax`, by row the fp32 absmax of each block, or, `nested`, a byte each and one fp32 scale."""
+    """A frozen linear whose weight [out, in] is `weight_packed`, out * in / 2 bytes by row, high nibble first, and
+    `weight_absmax`, by row the fp32 absmax of each block or, `nested`, a byte for each and one fp32 scale."""
 
     nested: bool
 
@@ -49,7 +49,8 @@ class PackedLinear(nn.Linear):
 
 
 def pack_module(module: nn.Linear, name: str, dtype: torch.dtype, nested: bool) -> None:
-    """Replace the weight of `module`, which lies on the meta device and is frozen, by what is packed, as `dtype`."""
+    """Replaces the weight of `module`, which lies on the meta device and is frozen, by packed parameters of `dtype`.
+    Raises RecipeError where its width is no multiple of BLOCK."""
     out, width = module.weight.shape
     if width % BLOCK:
         raise RecipeError(
@@ -73,14 +74,15 @@ def pack_module(module: nn.Linear, name: str, dtype: torch.dtype, nested: bool) 
 
 
 def absmax_bytes(width: int, nested: bool) -> int:
-    """Bytes of a row's scales: fp32 a block; nested a byte a block, in whole fp32, and the row's own."""
+    """Returns the bytes of a row's scales: an fp32 number for each block; `nested`: a byte for each block, padded to
+    whole fp32 numbers, and one fp32 scale for the row."""
     blocks = width // BLOCK
     return round_up(blocks, SCALE_BYTES) + SCALE_BYTES if nested else blocks * SCALE_BYTES
 
 
 def quantize_rows(rows: Tensor, nested: bool = False) -> tuple[Tensor, Tensor]:
-    """Weights [n, in], of any float dtype, as bytes: uint8 [n, in / 2] and uint8 [n, absmax_bytes]. A pure function of
-    each row. Not nested they are bitsandbytes' own bytes."""
+    """Returns weights [n, in], of any float dtype, as bytes: uint8 [n, in / 2] and uint8 [n, absmax_bytes]. A pure
+    function of each row. Not `nested`, they are the very bytes of bitsandbytes."""
     count, width = rows.shape
     packed = torch.empty(count, width // 2, dtype=torch.uint8, device=rows.device)
     scales = torch.zeros(count, absmax_bytes(width, nested), dtype=torch.uint8, device=rows.device)
@@ -102,13 +104,13 @@ def quantize_rows(rows: Tensor, nested: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def _parts(count: int, width: int) -> Iterator[slice]:
-    """`count` rows of `width`, so many at once that scratch stays small."""
+    """Yields slices of `count` rows of `width`, about AT_ONCE elements each at most, so that scratch stays small."""
     each = max(1, AT_ONCE // width)
     return (slice(first, min(first + each, count)) for first in range(0, count, each))
 
 
 def _read_scales(scales: Tensor, blocks: int, nested: bool) -> Tensor:
-    """fp32 [n, blocks]."""
+    """Returns the scale of each block, fp32 [n, blocks]."""
     if not nested:
         return scales.view(torch.float32)
     return scales[:, :blocks].float() * (scales[:, -SCALE_BYTES:].contiguous().view(torch.float32) / 255)
@@ -116,14 +118,14 @@ def _read_scales(scales: Tensor, blocks: int, nested: bool) -> Tensor:
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """The two numbers of each byte, fp32 [256, 2]."""
+    """Returns the two numbers that each byte stands for, fp32 [256, 2]."""
     codes = torch.tensor(CODES, device=device)
     return torch.cartesian_prod(codes, codes)
 
 
 @cache
 def has_kernel() -> bool:
-    """Whether bitsandbytes is there, whose one kernel does what the loop below does in five passes over memory."""
+    """Returns whether bitsandbytes is installed: its kernel does in one pass what `_unpack` does in five."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return False
     import bitsandbytes  # noqa: F401
@@ -133,8 +135,8 @@ def has_kernel() -> bool:
 
 @torch.library.custom_op("shardbook::unpack_nf4", mutates_args=())
 def unpack_nf4(packed: Tensor, absmax: Tensor, width: int, nested: bool, dtype: torch.dtype, again: bool) -> Tensor:
-    """The weights [n, width] in `dtype` that bytes stand for, code * absmax in fp32, rounded once. `again`: in
-    backward; it makes two calls out of what a compiler would take for one."""
+    """Returns the weights [n, width] in `dtype` that the bytes stand for: code * absmax in fp32, rounded once. `again`:
+    in backward; it makes the two calls differ, else a compiler would merge them and keep the result."""
     values, scales = packed.view(torch.uint8), _read_scales(absmax.view(torch.uint8), width // BLOCK, nested)
     if has_kernel() and values.numel():
         kernel = torch.ops.bitsandbytes.dequantize_4bit.default
@@ -146,8 +148,8 @@ def unpack_nf4(packed: Tensor, absmax: Tensor, width: int, nested: bool, dtype: 
 
 
 def _unpack(values: Tensor, scales: Tensor, pairs: Tensor, out: Tensor) -> None:
-    """Write into `out` [n, width] what `values` (uint8 [n, width / 2]) and `scales` (fp32 [n, width / BLOCK]) are.
-    Compiled it is one kernel over all rows; else it goes through parts of them, pass by pass."""
+    """Writes into `out` [n, width] the weights of `values` (uint8 [n, width / 2]) and `scales` (fp32 [n, width /
+    BLOCK]). Compiled it is one kernel over all rows; else it goes through parts of them, pass by pass."""
     count, width = out.shape
     for part in [slice(None)] if torch.compiler.is_compiling() else _parts(count, width):
         numbers = F.embedding(values[part].int(), pairs).view(-1, width // BLOCK, BLOCK)
@@ -173,19 +175,19 @@ class _Product(torch.autograd.Function):
 
 
 def packed_product(module: nn.Module, input: Tensor, bias: Tensor | None = None) -> Tensor:
-    """input [..., in] times the transposed weight of a packed `module`, plus `bias`."""
+    """Returns input [..., in] times the transposed weight of a packed `module`, plus `bias`."""
     out: Tensor = _Product.apply(input, module.weight_packed, module.weight_absmax, module.nested)
     return out if bias is None else out + bias
 
 
 def unpacked_weight(module: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """What a packed `module` has of its weight, or of this rank's rows of it, in `dtype`."""
+    """Returns the weight of a packed `module`, or this rank's rows of it where it is sharded, in `dtype`."""
     both: list[Any] = [module.weight_packed, module.weight_absmax]
     packed, absmax = (each.to_local() if isinstance(each, DTensor) else each.detach() for each in both)
     return unpack_nf4(packed, absmax, module.in_features, module.nested, dtype, again=False)
 
 
 def fill_rows(packed: Tensor, absmax: Tensor, rows: Tensor, nested: bool) -> None:
-    """Quantise `rows` into this rank's part of what is packed."""
+    """Quantises `rows` into this rank's part of the packed parameters."""
     for there, found in zip((packed, absmax), quantize_rows(rows.to(packed.device), nested), strict=True):
         there.view(torch.uint8).copy_(found)

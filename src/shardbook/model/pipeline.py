@@ -1,7 +1,8 @@
-"""Which layers of a model a rank has where they lie on several one after another (parallel/pipeline.py).
+"""Pipeline parallel of a model: keeps the layers of this rank's pipeline stages (parallel/pipeline.py).
 
-Invariant: what stays keeps its name and, at what is noted here, the whole model's facts: shapes by name, in order, for
-checkpoints, files and seeds, and its FLOPs. Applied on the meta device, after matrices are cut and rows split.
+Invariant: the parameters that stay keep their names. Facts of the whole model are noted before the others go: shapes by
+name, in order, for checkpoints, files and seeds, and its FLOPs. Applied on the meta device, after tensor and context
+parallel.
 """
 
 import copy
@@ -17,7 +18,7 @@ from shardbook.recipe import Parallel, RecipeError
 
 
 def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int) -> None:
-    """Leave of `model` what the global `rank` has of it. Raises RecipeError for fewer blocks than stages."""
+    """Keeps of `model` the layers of the global `rank`. Raises RecipeError for fewer blocks than pipeline stages."""
     ranks, chunks = parallel.pp_size, parallel.pipeline_chunks
     if ranks == 1:
         return
@@ -40,8 +41,9 @@ def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int
 
 
 def _keep(model: CausalLM, numbers: Sequence[int], begins: bool, ends: bool) -> None:
-    """No block but those; the others' places stay, so that no name changes. A tied head goes by the embedding's name,
-    where that is another stage's too."""
+    """Keeps the blocks of these `numbers`, the embedding where it `begins` and norm and head where it `ends` the model.
+    The other blocks become None, so that no name changes. A tied head on another stage than the embedding has the
+    embedding's name there."""
     of: Any = model
     body = of.model
     body.layers = nn.ModuleList([block if number in numbers else None for number, block in enumerate(body.layers)])
@@ -53,7 +55,7 @@ def _keep(model: CausalLM, numbers: Sequence[int], begins: bool, ends: bool) -> 
 
 
 def _view(model: CausalLM) -> CausalLM:
-    """Another model of the same modules, with hooks of its own."""
+    """Returns another model of the same modules, with hooks of its own."""
     view, body = copy.copy(model), copy.copy(model.model)
     for module in (view, body):
         vars(module).update({name: value.copy() for name, value in vars(module).items() if isinstance(value, dict)})

@@ -1,4 +1,4 @@
-"""Well-known models by their shapes alone: what a plan needs of them, without a hub, a licence or a download."""
+"""Well-known models by their shapes: all that a plan needs, without a hub, a license or a download."""
 
 import tomllib
 from functools import cache
@@ -15,13 +15,13 @@ from shardbook.recipe import Model, RecipeError, nearest
 
 @cache
 def known_shapes() -> dict[str, dict[str, Any]]:
-    """shapes.toml: by name `ids` (of the hub), `family` and `config`."""
+    """Returns shapes.toml: by name the hub `ids`, `family` and `config`."""
     return tomllib.loads((files("shardbook.model") / "shapes.toml").read_text())
 
 
 def shape_config(path: str, max_length: int, what: str = "model.path") -> PreTrainedConfig:
-    """The config of `path`: a local directory (or its config.json), a name of shapes.toml or a hub id that stands
-    there. Fetches nothing. Raises RecipeError for any other, with the nearest that is known."""
+    """Returns the config of `path`: a local directory (or its config.json), or a name or hub id of shapes.toml. Fetches
+    nothing. Raises RecipeError for any other path, with the nearest known name."""
     local = Path(path).parent if path.endswith("config.json") else Path(path)
     if local.is_dir():
         return load_config(Model(path=str(local)), local, max_length, what)
@@ -39,5 +39,5 @@ def shape_config(path: str, max_length: int, what: str = "model.path") -> PreTra
 
 
 def hub_id(name: str) -> str:
-    """The hub id that a run would fetch for a name of shapes.toml; anything else is what it is."""
+    """Returns the hub id that a run would fetch for a name of shapes.toml; any other `name` unchanged."""
     return name if name == embedded.MODEL or name not in known_shapes() else str(known_shapes()[name]["ids"][0])

@@ -1,8 +1,8 @@
-"""Weights files (safetensors), each opened once: what their headers say, then the rows that a rank needs.
+"""Weights files (safetensors), each opened once: first all headers are read, then the rows that a rank needs.
 
 Invariant: every header fits the length of its file before the first row is read, and a row is read into memory of its
 own. Not the library's `safe_open`: it opens a file twice and maps it, and pages that were read through a mapping stay
-resident until it is closed, which is a whole second shard. Never reads a pickle.
+resident until it is closed, which would be the size of a second shard. It never reads a pickle.
 The format is https://github.com/huggingface/safetensors#format: the length of the header (8 bytes, little-endian), the
 header (JSON: dtype, shape and place of each tensor), the tensors, row by row, without holes.
 """
@@ -26,8 +26,8 @@ from shardbook.recipe import RecipeError
 
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PIECE = 32 * 2**20  # of a file that is hashed, or read to be cut, at once
-HEADER_BYTES = 100 * 10**6  # the library's own limit: what is longer is no header
+PIECE = 32 * 2**20  # bytes of a file that are hashed at once, or read at once to take some columns
+HEADER_BYTES = 100 * 10**6  # the library's own limit: a longer header is refused
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Stored:
     start: int  # of its first byte in the file
 
     def read_part(self, rows: slice, columns: slice | None = None) -> Tensor:
-        """Of `rows` the `columns`: as read_rows. Columns do not lie together, so whole rows are read, PIECE by PIECE,
-        and cut."""
+        """Reads the `columns` of `rows`, as read_rows does. Columns do not lie together in the file, so whole rows are
+        read, PIECE by PIECE, and the columns taken out of them."""
         if columns is None:
             return self.read_rows(rows)
         width = columns.stop - columns.start
@@ -54,7 +54,8 @@ class Stored:
         return part
 
     def read_rows(self, rows: slice) -> Tensor:
-        """Rows `rows.start` to `rows.stop` along the first dim, on the host, in the stored dtype, one of FLOATS."""
+        """Reads rows `rows.start` to `rows.stop` along the first dim, to host memory, in the stored dtype, one of
+        FLOATS. Raises RecipeError where the file ends early."""
         read = torch.empty(rows.stop - rows.start, *self.shape[1:], dtype=FLOATS[self.dtype])
         self.file.seek(self.start + rows.start * math.prod(self.shape[1:]) * read.element_size())
         left = read.flatten().view(torch.uint8).numpy().data
@@ -66,7 +67,7 @@ class Stored:
 
 
 def weights_files(folder: Path) -> list[Path]:
-    """The weights files of a Hugging Face directory. Raises RecipeError where there is none."""
+    """Returns the weights files of a Hugging Face directory. Raises RecipeError where there is none."""
     if (folder / INDEX).is_file():
         try:
             names = json.loads((folder / INDEX).read_text())["weight_map"].values()
@@ -79,7 +80,7 @@ def weights_files(folder: Path) -> list[Path]:
 
 
 def digest_share(folder: Path, rank: int, ranks: int) -> list[bytes]:
-    """Of every `ranks`th piece of the weights files, from the `rank`th on, a SHA-256."""
+    """Returns the SHA-256 of every `ranks`th piece of the weights files, from the `rank`th on."""
 
     def digest(piece: tuple[Path, int]) -> bytes:
         path, start = piece
@@ -88,14 +89,14 @@ def digest_share(folder: Path, rank: int, ranks: int) -> list[bytes]:
             return hashlib.sha256(file.read(PIECE)).digest()
 
     pieces = [(path, start) for path in weights_files(folder) for start in range(0, path.stat().st_size, PIECE)]
-    with ThreadPoolExecutor(4) as threads:  # the hash runs beside Python
+    with ThreadPoolExecutor(4) as threads:  # hashing releases Python's lock, so threads do run at once
         return list(threads.map(digest, pieces[rank::ranks]))
 
 
 @contextlib.contextmanager
 def open_tensors(folder: Path) -> Iterator[dict[str, Stored]]:
-    """Every tensor of a Hugging Face directory by name, to be read while the context lasts. Opens each weights file
-    once. Raises RecipeError where there is none, one is missing, or one is cut short."""
+    """Opens each weights file of a Hugging Face directory once, and yields every tensor by name, to be read while the
+    context lasts. Raises RecipeError where there is no file, one is missing, or one is truncated."""
     found: dict[str, Stored] = {}
     with contextlib.ExitStack() as files:
         for path in weights_files(folder):
@@ -108,7 +109,7 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Stored]]:
 
 
 def _read_header(path: Path, file: io.FileIO) -> dict[str, Stored]:
-    """The tensors of one file. Raises RecipeError where their places are not the whole rest of the file."""
+    """Returns the tensors of one file. Raises RecipeError where their places are not exactly the rest of the file."""
     length, size = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
     if size < 8 + length or length > HEADER_BYTES:
         raise _damaged(path, f"its header would have {length:,} bytes, the file has {size:,}")
@@ -118,7 +119,7 @@ def _read_header(path: Path, file: io.FileIO) -> dict[str, Stored]:
         entries = [(*entry["data_offsets"], name, entry) for name, entry in header.items() if name != "__metadata__"]
         for start, stop, name, entry in sorted(entries, key=lambda each: each[:2]):
             dtype, shape = entry["dtype"], tuple(entry["shape"])
-            # of other dtypes the size is not known here: nothing of them is ever read
+            # The size of other dtypes is not known here. Tensors of such a dtype are never read.
             wanted = math.prod(shape) * FLOATS[dtype].itemsize if dtype in FLOATS else stop - start
             if start != end or stop - start != wanted or stop < start:
                 raise ValueError(f"{name} is said to be at bytes {start:,} to {stop:,}")

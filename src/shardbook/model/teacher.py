@@ -1,6 +1,6 @@
-"""The teacher of a model that distils: a frozen CausalLM inside it, sharded beside it in units of its own.
+"""The teacher in distillation: a frozen CausalLM inside the student, sharded beside it in units of its own.
 
-Invariant: it runs forward only, before the model's own blocks, under no_grad; so its activations are gone by then, and
+Invariant: it runs forward only, before the model's own blocks, under no_grad; so its activations are freed by then, and
 its parameters get no gradient. They are in no optimizer, no checkpoint and no export.
 """
 
@@ -14,15 +14,15 @@ from shardbook.parallel.units import FORWARD_ONLY, FREED, HELD
 
 
 class TeacherHead(LossHead):
-    """A head that hands over what its logits are made of. It is called although it makes nothing: the hooks of its unit
-    wait for each module in it."""
+    """A head that returns the hidden states and its weight, from which the loss computes teacher logits in chunks. It
+    is called although it computes nothing: the hooks of its unit wait for each module in it."""
 
     def forward(self, hidden: Tensor, *_: Any) -> Any:
         return hidden, self.weight
 
 
 def attach_teacher(model: CausalLM, teacher: CausalLM) -> None:
-    """Put `teacher` into `model`, frozen. Its head's unit stays gathered until the backward of a micro-batch is over:
+    """Puts `teacher` into `model`, frozen. Its head's unit stays gathered until the backward of a micro-batch is over:
     the model's own head reads its weight."""
     teacher.requires_grad_(False)
     teacher.lm_head.__class__ = TeacherHead
@@ -34,5 +34,5 @@ def attach_teacher(model: CausalLM, teacher: CausalLM) -> None:
 
 
 def teacher_identity(model: nn.Module) -> str:
-    """What its weights are, as noted when they were loaded; empty where there is none."""
+    """Returns the weights_identity of the teacher, noted when its weights were loaded; empty where there is none."""
     return str(getattr(getattr(model, "teacher", None), "identity", ""))

@@ -1,7 +1,7 @@
-"""Which parameters of a model are cut for tensor parallel: transformers' own plan of a family, as data, with embedding
-and head; and what heads and widths allow.
+"""Tensor parallel of a model: which parameters are sharded (transformers' own plan of a family, as data, and embedding
+and head), and the limits that heads and widths set.
 
-A matrix whose heads cannot be dealt out evenly stays whole on every rank, and each computes the heads that are its own.
+A matrix whose heads cannot be split evenly stays whole on every rank, and each rank computes its own heads of it.
 """
 
 from typing import Any
@@ -26,16 +26,16 @@ from shardbook.parallel.tensor import (
 from shardbook.recipe import RecipeError
 
 ATTENTION, MLP = "layers.*.self_attn.", "layers.*.mlp."
-# what each linear map of a block must be in the plan: the cut is made here, and a plan that says otherwise is not known
+# How each linear of a block must be sharded by transformers' plan: the code below shards so, and refuses other plans.
 PLAN = {f"{ATTENTION}{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")}
 PLAN |= {f"{MLP}{name}": "colwise" for name in ("gate_proj", "up_proj")}
 PLAN |= {f"{ATTENTION}o_proj": "rowwise", f"{MLP}down_proj": "rowwise"}
-WHOLE = ("replicated_with_grad_allreduce",)  # norms of heads: not cut
+WHOLE = ("replicated_with_grad_allreduce",)  # head norms: not sharded
 
 
 def cut_model(model: CausalLM, size: int, rank: int) -> None:
-    """Leave of `model`, on the meta device, what the global `rank` has of it where `size` neighbouring ranks share it.
-    Raises RecipeError where the model cannot be shared so."""
+    """Shards `model`, on the meta device, over `size` neighbouring tensor-parallel ranks, and keeps the parts of the
+    global `rank`. Raises RecipeError where the model cannot be sharded so."""
     if size == 1:
         return
     config: Any = model.config
@@ -60,7 +60,7 @@ def cut_model(model: CausalLM, size: int, rank: int) -> None:
 
 
 def check_fits(config: Any, size: int) -> None:
-    """Raise RecipeError where `size` ranks cannot share a model of `config`."""
+    """Raises RecipeError where a model of `config` cannot be sharded over `size` tensor-parallel ranks."""
     said = f"parallel.tp_size = {size}"
     plan = {name: how for name, how in (config.base_model_tp_plan or {}).items() if how not in WHOLE}
     if plan != PLAN:
@@ -82,7 +82,7 @@ def check_fits(config: Any, size: int) -> None:
 
 
 def cut_attention(attention: nn.Module, config: Any, axis: TensorAxis) -> None:
-    """Deal out heads: evenly where they divide, with the matrices cut; else each rank computes its own of the whole."""
+    """Shards the matrices where heads divide evenly; else each rank computes its own heads of the whole matrices."""
     made: Any = attention
     heads, key_heads, dim = config.num_attention_heads, config.num_key_value_heads, made.head_dim
     own, own_keys = share_heads(heads, key_heads, axis)
@@ -105,8 +105,8 @@ def cut_attention(attention: nn.Module, config: Any, axis: TensorAxis) -> None:
 
 
 def share_heads(heads: int, key_heads: int, axis: TensorAxis) -> tuple[range, list[int]]:
-    """The heads of queries that are this rank's, and the heads of keys and values that it makes for them: each once,
-    where every one of them serves as many queries; else one for each query."""
+    """Returns this rank's query heads, and the heads of keys and values that it computes for them: each once, where all
+    serve equally many of its query heads; else repeated, one for each query head."""
     own = axis.balanced(heads)
     served = [head * key_heads // heads for head in own]
     once = sorted(set(served))

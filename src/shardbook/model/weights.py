@@ -2,7 +2,7 @@
 
 Reading: every rank opens each file itself, once, and reads only the rows of its own shards, so host memory peaks at
 its shard plus one slice, and nothing is broadcast. Every name, shape, dtype and file length is checked before the first
-byte is copied. Writing: one stream of full tensors into files of 5 GB, made in a side directory and renamed when whole.
+byte is copied. Writing: one stream of full tensors into files of 5 GB, in a side directory that is renamed when whole.
 """
 
 import json
@@ -36,21 +36,21 @@ ADAPTERS = LOW, HIGH, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of that name is no base model's (adapters.py)."""
+    """Returns whether `name` is that of an adapter's parameter (adapters.py)."""
     return any(word in ADAPTERS for word in name.split("."))
 
 
 def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """By name all but a teacher's, which are in no file of the model."""
+    """Yields names and parameters of `model` without those of its teacher, which are in no file of the model."""
     return (named for named in model.named_parameters() if not named[0].startswith("teacher."))
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Fill the materialised, sharded parameters of `model` from the safetensors of `folder`. Raises RecipeError.
+    """Fills the materialized, sharded parameters of `model` from the safetensors of `folder`. Raises RecipeError.
 
     Values are cast to the parameter's dtype, or quantised to its bits. A tied head is skipped if present. All missing,
-    unexpected, misshapen and non-float entries are named in one error, before anything is read. A reward model's head
-    is taken where it is there; the language model's is not looked at then.
+    unexpected, misshapen and non-float entries are named in one error, before any tensor is read. A reward model's head
+    is read where the files have it; a reward model ignores the language model's head.
     """
     own, named = places(model), dict(model.named_parameters())  # a tied weight once, under its embedding's name
     elsewhere = {name: shape for name, shape in whole_shapes(model).items() if name not in named}
@@ -80,8 +80,8 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of the weights files, of `shape`, goes on this rank: its `rows`, which `fill` takes, or of these
-    some `columns`."""
+    """The part of a tensor in the weights files, of `shape`, that this rank has: its `rows`, and of these the
+    `columns`. `fill` takes them."""
 
     shape: torch.Size
     rows: slice
@@ -94,13 +94,13 @@ class Place:
 
 
 def whole_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """The shape of every parameter of the model, of its layers on other ranks too, by name and in order."""
+    """Returns the shape of every parameter of the model, also of layers on other ranks, by name and in order."""
     whole: dict[str, torch.Size] | None = getattr(model, WHOLE, None)
     return whole or {name: parameter.shape for name, parameter in own_parameters(model)}
 
 
 def places(model: nn.Module) -> dict[str, Place]:
-    """By the files' names and in the model's order; adapters are in no file."""
+    """Returns the place of each parameter by its name in the files, in the model's order; adapters are in no file."""
     found = {}
     for name, parameter in own_parameters(model):
         stem, _, last = name.rpartition(".")
@@ -116,15 +116,16 @@ def places(model: nn.Module) -> dict[str, Place]:
 
 
 def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
-    """Random weights: matrices normal with the config's initializer_range, norms 1, biases 0; of all or of `only` one.
+    """Fills parameters with random weights: matrices normal with the config's initializer_range, norms 1, biases 0.
+    `only`: that parameter alone.
 
-    A pure function of (seed, parameter, device type): each full tensor is drawn and cut, so every world size and
-    stage starts from the same numbers.
+    A pure function of (seed, parameter, device type): each full tensor is drawn, and each rank keeps its part, so every
+    world size and stage starts from the same numbers.
     """
     config: Any = model.config
     device = next(model.parameters()).device
     own, whole = places(model), list(whole_shapes(model)) if hasattr(model, WHOLE) else None
-    for index, name in enumerate(whole or own):  # in the whole model: no two stages begin alike
+    for index, name in enumerate(whole or own):  # numbered in the whole model: else pipeline stages draw equal weights
         if name not in own or (only and name != only):
             continue
         place = own[name]
@@ -138,11 +139,11 @@ def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
 
 
 def local_slices(parameter: Tensor) -> tuple[Tensor, slice, slice | None]:
-    """Returns this rank's part of a parameter, the rows of the full tensor that it holds, and of these the columns,
-    where they are not all.
+    """Returns this rank's part of a parameter, the rows of the full tensor that it holds, and of these the columns;
+    None for all columns.
 
-    Each mesh axis that cuts does so as torch.chunk: ceil(n / N) each, the last ranks fewer or none. The innermost cuts
-    the full tensor, the next one what that leaves: fully_shard comes after tensor parallel.
+    Each mesh axis that shards splits as torch.chunk does: ceil(n / N) each, the last ranks fewer or none. The innermost
+    axis splits the full tensor, the next one its parts: fully_shard comes after tensor parallel.
     """
     if not isinstance(parameter, DTensor):
         return parameter, slice(0, len(parameter)), None
@@ -162,17 +163,17 @@ def local_slices(parameter: Tensor) -> tuple[Tensor, slice, slice | None]:
 
 
 def local_rows(parameter: Tensor) -> tuple[Tensor, slice]:
-    """The same of one that is cut along its rows alone."""
+    """Returns this rank's part of a parameter that is sharded along its rows only, and these rows."""
     local, rows, columns = local_slices(parameter)
     assert columns is None, f"{tuple(parameter.shape)}: cut along its columns too"
     return local, rows
 
 
 def full_tensors(model: nn.Module, dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """`(name, full tensor in dtype)` of every parameter, one at a time. Collective: every rank must consume all of it.
+    """Yields `(name, full tensor in dtype)` of every parameter, one at a time. Collective: every rank must consume all.
 
     Each rank casts its shard before the gather: the values are the same, since a cast looks at one value alone, and
-    fp32 masters exported in bf16 cost half the bytes on the wire and half the memory.
+    fp32 masters exported in bf16 cost half the bytes on the network and half the memory.
     """
     own, device = dict(own_parameters(model)), next(model.parameters()).device
     for name, shape in whole_shapes(model).items() if hasattr(model, WHOLE) else ((name, None) for name in own):
@@ -186,7 +187,7 @@ def full_tensors(model: nn.Module, dtype: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def bring_to_main(tensor: Tensor, shape: torch.Size, dtype: torch.dtype, is_here: bool) -> Tensor:
-    """The whole `tensor` of `shape` of those ranks where it `is_here`, on rank 0. Collective."""
+    """Returns on rank 0 the whole `tensor` of `shape`, which the first rank where it `is_here` sends. Collective."""
     holders = torch.tensor([dist.get_rank() if is_here else dist.get_world_size()], device=tensor.device)
     dist.all_reduce(holders, dist.ReduceOp.MIN)
     first, rank = int(holders), dist.get_rank()
@@ -199,8 +200,8 @@ def bring_to_main(tensor: Tensor, shape: torch.Size, dtype: torch.dtype, is_here
 
 
 def whole_tensor(tensor: DTensor) -> Tensor:
-    """A DTensor's full value, one mesh axis after the other, the outermost first: fully_shard cut last. All at once,
-    torch warns of each tensor that is cut twice along one dim."""
+    """Gathers a DTensor's full value, one mesh axis after the other, the outermost first, since fully_shard sharded
+    last. All at once, torch warns of each tensor that is sharded twice along one dim."""
     placements = list(tensor.placements)
     for axis in range(len(placements) - 1):
         placements[axis] = Replicate()
@@ -218,10 +219,10 @@ def save_weights(
     dtype: str,
     write: bool = True,
 ) -> None:
-    """Write a directory that `AutoModelForCausalLM.from_pretrained` loads. Holds at most one 5 GB file in memory.
+    """Writes a directory that `AutoModelForCausalLM.from_pretrained` loads. Holds at most one 5 GB file in memory.
 
-    `tensors` yields every name of `shapes`, in its order. With `write` False only consumes it (the other ranks of a
-    collective). The directory appears under its name when complete.
+    `tensors` yields every name of `shapes`, in its order. With `write` False it only consumes them (the other ranks of
+    a collective). The directory appears under its name when complete.
     """
     if not write:
         for _ in tensors:
@@ -248,7 +249,7 @@ def save_weights(
         if scores := SCORE in shapes:
             clean.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
             clean.num_labels = 1
-            if clean.pad_token_id is None:  # else transformers scores one answer at a time only
+            if clean.pad_token_id is None:  # without one, transformers scores only one answer at a time
                 clean.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token else tokenizer.eos_token_id
         clean.save_pretrained(side)
         tokenizer.save_pretrained(side)
@@ -257,7 +258,7 @@ def save_weights(
 
 
 def _plan_files(shapes: dict[str, torch.Size], itemsize: int) -> dict[str, list[str]]:
-    """File name -> tensor names, in order, each file at most SHARD_BYTES (or one tensor)."""
+    """Returns the tensor names of each file, in order, each file of at most SHARD_BYTES (or one tensor)."""
     groups: list[list[str]] = []
     room = 0
     for name, shape in shapes.items():

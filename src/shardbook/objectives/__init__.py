@@ -1,7 +1,7 @@
-"""What is minimised: an objective takes the model, a micro-batch and the counts of the whole step, and returns shares.
+"""Objectives: each takes the model, a micro-batch and the counts of the whole step, and returns shares of the loss.
 
 Invariant: the shares of all micro-batches of all ranks add up to the value of the step, however it was split: each is a
-SUM over tokens or examples, divided by what the step has of these. Never a mean of means.
+SUM over tokens or examples, divided by the number of these in the whole step. Never a mean of means.
 """
 
 from collections.abc import Callable
@@ -22,23 +22,23 @@ from shardbook.recipe import Distill, Preference
 
 @dataclass(frozen=True)
 class Objective:
-    """`shares`: [1 + metrics] fp32, of which the first has the gradient: the loss; then the metrics, in their order."""
+    """A loss. `shares` returns [1 + metrics] fp32: the loss, which alone has a gradient, then the metrics, in order."""
 
     shares: Callable[[nn.Module, MicroBatch, Totals], Tensor]
     metrics: tuple[str, ...] = ()
-    reference: bool = False  # whether micro-batches hold what the model says of them before the first step
+    reference: bool = False  # micro-batches hold log-probabilities of the model before the first step
 
     def of(self, totals: Totals) -> Callable[[nn.Module, MicroBatch], Tensor]:
-        """`shares` of a step that has so many."""
+        """Returns `shares` with the `totals` of a step filled in."""
         return lambda model, micro: self.shares(model, micro, totals)
 
     def names(self, what: str) -> list[str]:
-        """What shares are logged as; `what`: train or eval."""
+        """Returns the names under which shares are logged; `what`: train or eval."""
         return [f"{what}/{name}" for name in ("loss", *self.metrics)]
 
 
 def build_objective(method: str, preference: Preference, teaching: Distill | None = None) -> Objective:
-    """The objective of a recipe's `method`."""
+    """Returns the objective of a recipe's `method`."""
     if method == "sft":
         return Objective(sft_shares)
     if method == "reward":

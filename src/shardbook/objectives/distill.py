@@ -1,6 +1,6 @@
-"""Distillation: what a teacher says of each trained token, beside the token that is there.
+"""Distillation: a loss against the teacher's distribution at each trained token, beside the loss against the token.
 
-Invariant: sums over trained tokens, as of sft. The loss is (1 - kd_ratio) * nll + kd_ratio * temperature^2 * kl.
+Invariant: sums over trained tokens, as in sft. The loss is (1 - kd_ratio) * nll + kd_ratio * temperature^2 * kl.
 """
 
 import torch
@@ -14,6 +14,6 @@ NLL_AND_KL = ("nll", "kl")  # the metrics
 
 
 def distill_shares(of: Distill, model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
-    """Shares of the loss and of NLL_AND_KL, of which the second is at the temperature, not times its square."""
+    """Returns shares of the loss and of NLL_AND_KL; kl is at the temperature, not multiplied by its square."""
     sums: Tensor = model(*micro.inputs, distill=of)
     return torch.cat([sums[:1], sums[1:].detach()]) / totals.tokens

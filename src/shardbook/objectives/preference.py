@@ -1,7 +1,7 @@
-"""Preference: of two answers to a prompt the chosen one is to become likelier than the rejected one.
+"""Preference: losses that make the chosen one of two answers to a prompt likelier than the rejected one.
 
-Invariant: a loss is a function of a pair's log-probabilities, those of the reference, and its trained tokens; nothing
-of its neighbours goes in, so any split of the same pairs gives the same numbers. Names are TRL's.
+Invariant: a loss is a function of one pair's log-probabilities, the reference's, and its numbers of trained tokens,
+never of other pairs, so any split of the same pairs gives the same numbers. Names are TRL's.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,8 @@ METRICS = (
 
 
 class Pairs(NamedTuple):
-    """Of P pairs, fp32 [P]: by how much each answer's log-probability is above the reference's (where there is none:
-    what it is for each token), and its trained tokens."""
+    """The scores of P pairs, fp32 [P]: each answer's log-probability less the reference's (without a reference: its
+    log-probability for each token), and its number of trained tokens."""
 
     chosen: Tensor
     rejected: Tensor
@@ -42,11 +42,11 @@ class Pairs(NamedTuple):
 
     @property
     def delta_of_averages(self) -> Tensor:
-        """The same of what each answer has for each of its tokens."""
+        """The difference of the two scores, each divided by its answer's trained tokens."""
         return self.chosen / self.chosen_tokens - self.rejected / self.rejected_tokens
 
 
-Score = Callable[[Pairs, Preference], Tensor]  # [P], of each pair
+Score = Callable[[Pairs, Preference], Tensor]  # returns the loss of each pair, [P]
 
 
 def _robust(pairs: Pairs, of: Preference) -> Tensor:
@@ -56,13 +56,13 @@ def _robust(pairs: Pairs, of: Preference) -> Tensor:
 
 
 def _orpo(pairs: Pairs, of: Preference) -> Tensor:
-    """The odds' part; the likelihood of what was chosen is added by preference_shares."""
+    """Returns the odds-ratio term; preference_shares adds the likelihood of the chosen answers."""
     odds = pairs.delta - (_log_one_minus_exp(pairs.chosen) - _log_one_minus_exp(pairs.rejected))
     return -of.beta * F.logsigmoid(odds)
 
 
 def _log_one_minus_exp(value: Tensor) -> Tensor:
-    """log(1 - exp(value)) of `value` < 0, exact near 0 and far from it (Maechler, 2012, equation 7)."""
+    """Returns log(1 - exp(value)) of `value` < 0, exact near 0 and far from it (Maechler, 2012, equation 7)."""
     near = value > -0.6931472
     return torch.where(near, torch.log(-torch.expm1(value)), torch.log1p(-torch.exp(value)))
 
@@ -72,9 +72,9 @@ LOSSES: dict[str, Score] = {
     "sigmoid": lambda pairs, of: -F.logsigmoid(of.beta * pairs.delta),
     # SLiC-HF, Zhao et al., arXiv 2305.10425, equation 1, on DPO's differences
     "hinge": lambda pairs, of: torch.relu(1 - of.beta * pairs.delta),
-    # Azar et al., arXiv 2310.12036, equation 17; for each token, as its authors do
+    # Azar et al., arXiv 2310.12036, equation 17; averaged over tokens, as its authors do
     "ipo": lambda pairs, of: (pairs.delta_of_averages - 1 / (2 * of.beta)) ** 2,
-    # DPO for each token: Lambert et al. (Tülu 3), arXiv 2411.15124, equation 6
+    # DPO averaged over tokens: Lambert et al. (Tülu 3), arXiv 2411.15124, equation 6
     "sigmoid_norm": lambda pairs, of: -F.logsigmoid(of.beta * pairs.delta_of_averages),
     # Chowdhury et al., arXiv 2403.00409, equation 8
     "robust": _robust,
@@ -82,7 +82,7 @@ LOSSES: dict[str, Score] = {
     "apo_zero": lambda pairs, of: 1 - torch.sigmoid(of.beta * pairs.chosen) + torch.sigmoid(of.beta * pairs.rejected),
     "apo_down": lambda pairs, of: torch.sigmoid(of.beta * pairs.chosen) + 1 - torch.sigmoid(of.beta * pairs.delta),
 }
-FREE: dict[str, Score] = {  # of a reference: they compare how likely each answer is for each of its tokens
+FREE: dict[str, Score] = {  # without a reference: they compare each answer's log-probability for each of its tokens
     # Hong et al., arXiv 2403.07691, equation 6
     "orpo": _orpo,
     # Meng et al., arXiv 2405.14734, equation 6
@@ -91,17 +91,17 @@ FREE: dict[str, Score] = {  # of a reference: they compare how likely each answe
 
 
 def log_probabilities(model: nn.Module, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Log-probability of each sequence's trained tokens, fp32 [sequences], and how many these are."""
+    """Returns the log-probability of each sequence's trained tokens and the number of these, both fp32 [sequences]."""
     losses, counts = model(*micro.inputs), micro.counts
     assert counts is not None, "rows hold no pairs"
     if not micro.trained:
         return -losses.float(), counts
-    # one row a sequence, so that its sum is of its own numbers alone, and the same bits on a GPU every time
+    # One row a sequence: so its sum has only its own numbers, and the same bits on a GPU every time.
     return -pad_sequence(losses.float().split(micro.trained), batch_first=True).sum(1), counts
 
 
 def preference_shares(method: str, of: Preference, model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
-    """Shares of the loss and of METRICS, over the pairs of the step."""
+    """Returns shares of the loss and of METRICS, over the pairs of the step."""
     policy, counts = log_probabilities(model, micro)
     if method in FREE:
         score, scores = FREE[method], policy / counts
@@ -118,7 +118,7 @@ def preference_shares(method: str, of: Preference, model: nn.Module, micro: Micr
 
 
 def _reference(of: Preference, model: nn.Module, micro: MicroBatch) -> Tensor:
-    """What the reference says of each sequence: it was asked before the first step, or is the base without adapters."""
+    """Returns the reference's log-probabilities: computed before the first step, or by the base without adapters."""
     if micro.reference is not None:
         return micro.reference
     assert not of.precompute_ref_log_probs, "the reference was not computed"

@@ -1,5 +1,5 @@
-"""A reward model: a score of each answer, learned from pairs (Bradley-Terry; Ouyang et al., arXiv 2203.02155, section
-3.5, equation 1). Names are TRL's."""
+"""The loss of a reward model, which learns a score of an answer from pairs (Bradley-Terry; Ouyang et al., arXiv
+2203.02155, section 3.5, equation 1). Names are TRL's."""
 
 from dataclasses import replace
 
@@ -14,8 +14,8 @@ METRICS = ("accuracy", "margin", "mean_reward")
 
 
 def reward_shares(model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
-    """Shares of the loss and of METRICS, over the pairs of the step. A sequence's score is read at its last token, as
-    transformers' sequence classification reads it."""
+    """Returns shares of the loss and of METRICS, over the pairs of the step. A sequence's score is read at its last
+    token, as transformers' sequence classification reads it."""
     assert micro.ends is not None, "slices of rows have no last tokens"
     scores: Tensor = model(*replace(micro, positions=micro.ends).inputs)
     chosen, rejected = scores[0::2], scores[1::2]

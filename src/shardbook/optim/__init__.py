@@ -1,4 +1,4 @@
-"""The optimizer of a run (table.py has them all), the learning rate and the gradient norm.
+"""The optimizer of a run (table.py lists them all), the learning rate and the gradient norm.
 
 Invariant: the learning rate is a pure function of the step, so a schedule has no state to save; the norm is that of
 the full gradient, the same on every rank and in every layout.
@@ -19,12 +19,12 @@ from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.pipeline import StageParameters
 from shardbook.recipe import Optim
 
-TINY_ROW, TINY_TOTAL = 1e-15, 1e-16  # a row's norm, and a sum of squares, below which fp32 loses digits of squares
+TINY_ROW, TINY_TOTAL = 1e-15, 1e-16  # a row's norm, and a sum of squares, below which squares lose digits in fp32
 
 
 def state_bytes(name: str, numel: int, itemsize: int, is_matrix: bool = False) -> int:
     """Returns the bytes that the optimizer `name` (as optim.name) keeps for one parameter, of which a rank has `numel`
-    elements of `itemsize` bytes, and which may be a block's matrix: moments and, but for that of muon, a step count."""
+    elements of `itemsize` bytes: moments and a step count, which muon lacks for a block's matrix (`is_matrix`)."""
     return OPTIMIZERS[name].state_bytes(numel, itemsize, is_matrix)
 
 
@@ -35,7 +35,7 @@ def check_optimizer(optim: Optim, device_type: str) -> None:
 
 
 def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
-    """What is trained: matrices, which decay, and vectors, which do not (as the Hugging Face Trainer has it)."""
+    """Returns the trained parameters: matrices with weight decay, vectors without (as the Hugging Face Trainer)."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
@@ -50,13 +50,13 @@ def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
 
 
 def state_kind(optimizer: torch.optim.Optimizer, shards: int) -> str:
-    """Returns what saved state must be of for `optimizer` to go on with it."""
+    """Returns the kind of `optimizer`: it can load saved state only of the same kind."""
     name = getattr(optimizer, "kind", type(optimizer).__name__)
     return f"{name} over {shards} shards" if any(name == row.of_shards for row in OPTIMIZERS.values()) else name
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
-    """The rate of optimizer step `step` (1 to `steps`): linear warm-up, then constant, linear or cosine.
+    """Returns the rate of optimizer step `step` (1 to `steps`): linear warm-up, then constant, linear or cosine.
 
     No step runs at rate 0: warm-up ends at the peak, decay would reach 0 one step after the last.
     """
@@ -75,22 +75,22 @@ def learning_rate(optim: Optim, step: int, steps: int) -> float:
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # torchao's: a number would be compiled in, for each step anew
+        if isinstance(group["lr"], Tensor):  # torchao's: a number would be compiled into its step, at each step anew
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
 
 
 class Clips(Protocol):
-    """What has the gradients itself, and scales them when it comes to them."""
+    """An optimizer that holds the gradients itself, as an offloaded one does, and scales them when it uses them."""
 
     def clip(self, max_norm: float) -> Tensor: ...
 
 
 @torch.no_grad()
 def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float) -> Tensor:
-    """Scale the gradients of `parameters` so that their norm is at most `max_norm` (0: leave them). Returns the norm
-    before, an fp32 scalar where they are: no host sync. Collective."""
+    """Scales the gradients of `parameters` so that their norm is at most `max_norm` (0: does not scale). Returns the
+    norm before, an fp32 scalar on their device, without a host sync. Collective."""
     if not isinstance(parameters, Iterable):
         return parameters.clip(max_norm)
     stage = parameters if isinstance(parameters, StageParameters) else None
@@ -98,7 +98,7 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
     parameters = [p for p in parameters if p.grad is not None]
     counted = [p.grad for p in parameters if p.grad is not None and p not in counted_elsewhere]
     norm = gradient_norm(counted, group=stage.group if stage else None)
-    # on a CPU one may look, and what is not too large need not be multiplied by one
+    # A norm on a CPU can be read without a host sync, so gradients that are not too large are not multiplied by one.
     if max_norm and not (norm.is_cpu and max_norm / (norm + 1e-6) >= 1):
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         scale_together([local_values(p.grad) for p in parameters if p.grad is not None], scale)
@@ -108,11 +108,11 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
 def gradient_norm(
     gradients: list[Tensor], known: list[Tensor] | None = None, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """2-norm of all gradients together, sharded or not, as an fp32 scalar, the same on every rank. `known`: their
-    squares_of, where they were taken already; `group`: ranks that have other layers. Collective.
+    """Returns the 2-norm of all gradients together, sharded or not, as an fp32 scalar, the same on every rank. `known`:
+    their squares_of, where these were computed already; `group`: the ranks that have other layers. Collective.
 
-    Rows are summed in fp64: in fp32 a tensor of 28M elements already gives another norm whole than in halves (1.4e-5
-    on SmolLM2), so that clipping would tell the layouts apart.
+    Rows are summed in fp64: in fp32 a tensor of 28M elements already has another norm whole than in halves (1.4e-5 on
+    SmolLM2), so that clipping would differ between layouts.
     """
     pieces: dict[Any, list[Tensor]] = {}
     for number, gradient in enumerate(gradients):
@@ -122,9 +122,9 @@ def gradient_norm(
         pieces.setdefault(where, []).append(known[number] if known else local)
     squares = {where: parts if known else squares_of(parts) for where, parts in pieces.items()}
     device = next((parts[0].device for parts in squares.values()), None)
-    # by the ranks that share them, outermost axis first: along axes that replicate they are equal already. Not
-    # is_shard: torch's placement of what is cut twice says no. Not by groups: torch takes meshes of the same ranks for
-    # one, and gives the groups of either
+    # Sums by the ranks that they are to be added over, outermost axis first; along axes that replicate they are equal
+    # already. Not is_shard: for a dim that is sharded twice, torch's placement returns False. Not by groups: torch
+    # takes meshes of the same ranks for one mesh, and returns the groups of either.
     sums: dict[tuple[tuple[int, ...], ...], Tensor] = {(): torch.zeros((), dtype=torch.float64, device=device)}
     group_of: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for where, parts in squares.items():
@@ -147,22 +147,22 @@ def gradient_norm(
 
 
 def squares_of(parts: list[Tensor]) -> list[Tensor]:
-    """The sum of the squares of each of `parts`, which lie on one device, in fp64."""
+    """Returns the sum of the squares of each of `parts`, which lie on one device, in fp64."""
     if not parts[0].is_cpu:
         return list(torch.stack(norms_of(parts, torch.float64)).square().unbind())
     return [_square_on_cpu(part) for part in parts]
 
 
 def _square_on_cpu(part: Tensor) -> Tensor:
-    """A row in fp32, which has the same bits however rows are dealt out, and half the time of fp64; all rows in fp64. A
-    row whose squares fp32 does not have, being too large or too small, in fp64 too."""
+    """Returns the sum of squares: a row in fp32, which has the same bits however rows are sharded, in half the time of
+    fp64; all rows in fp64. A row whose squares are too large or too small for fp32 is summed in fp64 too."""
     if part.ndim < 2:
         return torch.dot(*2 * [part.flatten().double()])
     norms = torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32).flatten()
     rows = norms.double()
     total = torch.dot(rows, rows)
     if not TINY_TOTAL <= total.item() < math.inf and part.numel():
-        # what is not replaced beside larger rows is too small to be seen
+        # Rows that are not replaced here are too small to count beside the larger ones.
         outside = ((norms >= TINY_ROW) & (norms < math.inf)).logical_not_().nonzero().flatten()
         for some in outside.split(2**10):
             rows[some] = torch.linalg.vector_norm(part.flatten(0, -2)[some], dim=-1, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""Lion and AdEMAMix: optimizers that look at one number at a time, so that a shard steps alone.
+"""Lion and AdEMAMix: elementwise optimizers, so that a rank steps its shard by itself.
 
-Invariant: a step is a function of gradients, state and the step count, with no collective and no host sync; the same
-bits however rows are dealt out.
+Invariant: a step is a function of gradients, state and the step count, with no collective and no host sync; its bits
+are the same however rows are sharded.
 """
 
 import math
@@ -19,24 +19,24 @@ from shardbook.recipe import Optim
 
 
 def local_values(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of it, as numbers that nobody differentiates."""
+    """Returns this rank's part of `tensor`, detached from autograd."""
     return local_part(tensor).detach()
 
 
 def step_adamw(tensors: Sequence[list[Tensor]], steps: list[Tensor], betas: Sequence[float], **rates: Any) -> None:
-    """torch's fused AdamW over plain tensors, in place. `tensors`: weights, both moments, gradients; `rates`: lr, eps,
-    weight_decay. Counts `steps` up."""
+    """Runs torch's fused AdamW over plain tensors, in place. `tensors`: weights, both moments, gradients; `rates`: lr,
+    eps, weight_decay. Adds one to each of `steps`."""
     weights, first, second, gradients = tensors
     how: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "amsgrad": False, "maximize": False}
     adamw(weights, gradients, first, second, [], steps, fused=True, **how, **rates)
 
 
 class Elementwise(torch.optim.Optimizer, ABC):
-    """Decoupled weight decay and a step. State of a parameter: `step` (fp32, on the host) and `moments`, placed and
-    typed as the parameter."""
+    """An optimizer with decoupled weight decay and an elementwise `update`. State of a parameter: `step` (fp32, on the
+    host) and `moments`, with the placement and dtype of the parameter."""
 
     moments: ClassVar[tuple[str, ...]]
-    update: ClassVar[Callable[..., None]]  # in place, of weights, gradients, moments and `numbers`; fp32, of one shape
+    update: ClassVar[Callable[..., None]]  # (weights, gradients, moments, `numbers`), in place; fp32, of one shape
 
     def __init__(self, groups: list[dict[str, Any]], optim: Optim):
         super().__init__(groups, {"lr": optim.learning_rate, "weight_decay": 0.0})
@@ -45,7 +45,7 @@ class Elementwise(torch.optim.Optimizer, ABC):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no gradient is made anew here
         for group in self.param_groups:
-            numbers: dict[int, Sequence[float] | Tensor] = {}  # of a step, made once
+            numbers: dict[int, Sequence[float] | Tensor] = {}  # step -> coefficients, made once
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -62,21 +62,21 @@ class Elementwise(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def numbers(self, step: int) -> Sequence[float]:
-        """Returns the coefficients of `update` at `step`, after the weights' factor and the negative rate."""
+        """Returns the coefficients that `update` takes at `step` after the weights' factor and the negative rate."""
 
 
 def place_numbers(numbers: Sequence[float], device: torch.device) -> Sequence[float] | Tensor:
-    """Returns the numbers for a CPU, else one fp32 tensor: Python numbers would be compiled in, for each step anew."""
+    """Returns the numbers for a CPU, else one fp32 tensor: Python numbers would be compiled in, at each step anew."""
     return numbers if device.type == "cpu" else send_numbers(torch.tensor(numbers), device)
 
 
 def send_numbers(numbers: Tensor, device: torch.device) -> Tensor:
-    """Copy a few numbers to `device` behind what it is doing; what is not pinned the driver would stage meanwhile."""
+    """Copies a few numbers to `device` without a wait. Pinned: else the driver would copy them to a buffer first."""
     return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
 
 
 def add_share(into: Tensor, other: Tensor, share: Any) -> Tensor:
-    """`other` times `share` is added. A number is added as torch has it, which on a CPU rounds once."""
+    """Adds `other` times `share` to `into`. A number goes to torch's add, which on a CPU rounds once."""
     return into.add_(other * share) if isinstance(share, Tensor) else into.add_(other, alpha=share)
 
 
@@ -100,8 +100,8 @@ def update_ademamix(weight: Tensor, gradient: Tensor, fast: Tensor, square: Tens
 
 
 class Lion(Elementwise):
-    """The sign of a momentum (Chen et al., arXiv 2302.06675, program 1): one moment. The paper's betas are 0.9 and
-    0.99, its rate a third to a tenth of AdamW's and its decay as much more."""
+    """Lion: a step by the sign of a momentum (Chen et al., arXiv 2302.06675, program 1), with one moment. The paper's
+    betas are 0.9 and 0.99, its rate a third to a tenth of AdamW's and its decay larger by the same factor."""
 
     moments, update = ("exp_avg",), staticmethod(update_lion)
 
@@ -111,8 +111,8 @@ class Lion(Elementwise):
 
 
 class AdEMAMix(Elementwise):
-    """AdamW with a second, slow average of gradients (Pagliardini et al., arXiv 2409.03137, algorithm 1): three
-    moments. Its share `alpha` and its beta rise over `alpha_warmup_steps`."""
+    """AdamW with a second, slow average of gradients (Pagliardini et al., arXiv 2409.03137, algorithm 1), so with three
+    moments. The slow average's share `alpha` and its beta rise over `alpha_warmup_steps`."""
 
     moments, update = ("exp_avg", "exp_avg_sq", "exp_avg_slow"), staticmethod(update_ademamix)
 
@@ -123,8 +123,8 @@ class AdEMAMix(Elementwise):
 
 
 def slow_average(optim: Optim, step: int) -> tuple[float, float]:
-    """Share and beta of the slow average at `step`: the paper's section 3, equations 2 and 3 (half-lives rise
-    linearly, from that of the first beta)."""
+    """Returns the share and the beta of the slow average at `step`: the paper's section 3, equations 2 and 3 (the
+    half-life rises linearly, from that of the first beta)."""
     (start, _, beta), share = optim.betas, step / max(1, optim.alpha_warmup_steps)
     if share >= 1:
         return optim.alpha, beta

@@ -1,10 +1,10 @@
-"""Muon: momentum, made orthogonal (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon), for the matrices of
-blocks; AdamW for the rest. Steps have AdamW's size (Liu et al., Muon is scalable, arXiv 2502.16982, section 2.2), so
-that one learning rate serves both.
+"""Muon: orthogonalized momentum (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) for the matrices of
+blocks; AdamW for all other parameters. Steps have AdamW's size (Liu et al., Muon is scalable, arXiv 2502.16982, section
+2.2), so that one learning rate serves both.
 
-Invariant: an update is made of the whole matrix, on one rank, so its bits do not depend on how rows are dealt out.
-Matrices of one shape go N at a time over N ranks: an all-to-all brings each rank the whole of one, in bf16, which is
-what the iteration is in, and a second takes the results back to where the rows are.
+Invariant: an update is computed from the whole matrix, on one rank, so its bits do not depend on how rows are sharded.
+Matrices of one shape are processed N at a time on N ranks: an all-to-all brings each rank the whole of one, in bf16,
+the dtype of the iteration, and a second one returns the results to the ranks that have the rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,12 +20,13 @@ from shardbook.optim.elementwise import local_values, step_adamw
 from shardbook.recipe import Optim
 
 ITERATIONS, QUINTIC, TINY = 5, (3.4445, -4.7750, 2.0315), 1e-7  # Jordan's
-WIRE_BYTES = 2  # bf16
-RATIO = 0.2  # of the root of a matrix' longer side: the usual size of AdamW's updates
+WIRE_BYTES = 2  # of an element in the all-to-alls: bf16
+RATIO = 0.2  # an update's factor, times the root of the longer side: it gives updates AdamW's usual size
 
 
 class Muon(torch.optim.Optimizer):
-    """State of a block's matrix: `momentum_buffer`; of the rest AdamW's; placed and typed as the parameter."""
+    """Muon for the matrices of `blocks`, AdamW for other parameters. State of a block's matrix: `momentum_buffer`; of
+    others AdamW's; with the placement and dtype of the parameter."""
 
     def __init__(self, groups: list[dict[str, Any]], blocks: Iterable[nn.Module], optim: Optim):
         chosen, split = {p for block in blocks for p in block.parameters() if p.ndim == 2}, []
@@ -38,7 +39,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no gradient is made anew here
-        """One step on the gradients that are there. Collective where parameters are sharded."""
+        """Steps the parameters that have gradients. Collective where parameters are sharded."""
         for group in self.param_groups:
             present = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["is_matrix"]:
@@ -61,7 +62,7 @@ class Muon(torch.optim.Optimizer):
                     weight.add_(update, alpha=-rate * RATIO * max(shape) ** 0.5)
 
     def _advance(self, parameter: nn.Parameter) -> Tensor:
-        """Nesterov's look ahead of the momentum, of this rank's rows, in bf16."""
+        """Updates the momentum of this rank's rows and returns its Nesterov look-ahead, in bf16."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -84,7 +85,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The ranks that share its rows, or None where this one has all of them."""
+    """Returns the group of ranks over which the rows of `parameter` are sharded; None where this rank has them all."""
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
             if placement == Shard(0) and parameter.device_mesh.size(axis) > 1:
@@ -93,12 +94,12 @@ def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
 
 
 def orthogonal_rows(rows: list[Tensor], shape: torch.Size, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """This rank's rows of the orthogonal form of each matrix of `shape`, of which `rows` are this rank's, bf16; at most
-    as many matrices as the group has ranks. Two all-to-alls."""
+    """Returns this rank's rows of the orthogonal form of each matrix of `shape`, given this rank's `rows` of each,
+    bf16; at most as many matrices as the group has ranks. Two all-to-alls. Collective."""
     if group is None:
         return [orthogonal(matrix) for matrix in rows]
     ranks, each = group.size(), ceil_div(shape[0], group.size())
-    sent = rows[0].new_zeros(ranks, each, shape[1])  # to each rank what is here of its matrix
+    sent = rows[0].new_zeros(ranks, each, shape[1])  # for each rank this rank's rows of its matrix
     for number, found in enumerate(rows):
         sent[number, : len(found)] = found
     received = torch.empty_like(sent)
@@ -110,7 +111,7 @@ def orthogonal_rows(rows: list[Tensor], shape: torch.Size, group: dist.ProcessGr
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """`matrix` [m, n], bf16, with its singular values brought near to one by five steps of a quintic."""
+    """Returns `matrix` [m, n], bf16, with its singular values brought near to one by five steps of a quintic."""
     is_tall = matrix.shape[0] > matrix.shape[1]
     now = matrix.T if is_tall else matrix
     now = now / now.norm().clamp_min(TINY)
@@ -122,6 +123,6 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def orthogonal_flops(shape: Sequence[int]) -> int:
-    """Of one matrix: three products a step."""
+    """Returns the FLOPs of orthogonalizing one matrix: three products in each iteration."""
     short, long = min(shape), max(shape)
     return ITERATIONS * 2 * (2 * short * short * long + short**3)

@@ -1,7 +1,7 @@
-"""The optimizers, a row each: how it is built, what it keeps of a parameter, what it needs of the machine.
+"""The optimizers, a row each: how it is built, the state that it keeps, the requirements that it has of the machine.
 
-Invariant: nothing else knows one by its name. What a recipe's rules ask before torch is there are facts of
-recipe/learning.py, which the rows read.
+Invariant: no other module knows an optimizer by its name. Facts that a recipe's rules need before torch is imported are
+in recipe/learning.py, which the rows read.
 """
 
 import importlib.metadata
@@ -23,7 +23,7 @@ from shardbook.recipe.learning import WHOLE_MATRICES
 
 Groups = list[dict[str, Any]]
 STEP_BYTES = 4  # the step count of one parameter
-BLOCK, LEAST = 256, 4096  # torchao quantises blocks of so many elements, in shards that have whole ones and this many
+BLOCK, LEAST = 256, 4096  # torchao quantises blocks of BLOCK elements, in shards of whole blocks and >= LEAST elements
 TORCHAO = "0.18"  # the first that was tried here, on torch 2.13
 
 
@@ -35,7 +35,7 @@ def needs_torchao(device_type: str) -> None:
         from torchao.optim import AdamW8bit  # noqa: F401
 
         version = importlib.metadata.version("torchao")
-    except Exception as error:  # where it was built for another torch it may raise anything
+    except Exception as error:  # any: a torchao that was built for another torch may raise anything
         raise RecipeError(f"{said} torchao cannot be used ({first_line(error)}); {way_out}") from error
     if [int(part) for part in re.findall(r"\d+", version)[:2]] < [int(part) for part in TORCHAO.split(".")]:
         raise RecipeError(f"{said} torchao is {version}; {way_out}")
@@ -54,25 +54,25 @@ def build_adamw_8bit(model: nn.Module, groups: Groups, optim: Optim) -> torch.op
 
 
 def in_8_bits(numel: int, itemsize: int) -> int:
-    """Returns torchao's bytes of a moment: codes, a scale a block, what codes mean. It quantises what is large enough
-    and of whole blocks."""
+    """Returns torchao's bytes of a moment: codes, a scale for each block and the table of the codes' values; or, where
+    it has fewer than LEAST elements or not whole blocks, the bytes of an unquantised one."""
     return numel + numel // BLOCK * 4 + 256 * 4 if numel >= LEAST and numel % BLOCK == 0 else numel * itemsize
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """One optimizer."""
+    """One optimizer, as a row of the table."""
 
-    name: str  # of optim.name
-    build: Callable[[Any, Groups, Optim], torch.optim.Optimizer]  # from a model and its parameter_groups
+    name: str  # its optim.name
+    build: Callable[[Any, Groups, Optim], torch.optim.Optimizer]  # takes a model and its parameter_groups
     moments: int = 2  # of a parameter
-    moment_bytes: Callable[[int, int], int] = mul  # of one, from a shard's elements and the bytes of each
-    needs: Callable[[str], None] | None = None  # raises RecipeError where the machine lacks it, for a device type
-    of_shards: str = ""  # the class whose state belongs to a number of shards, as its blocks cannot be cut anew
+    moment_bytes: Callable[[int, int], int] = mul  # of one moment: takes a shard's elements and the bytes of each
+    needs: Callable[[str], None] | None = None  # takes a device type; raises RecipeError where the machine lacks it
+    of_shards: str = ""  # the class, where its state belongs to one number of shards: its blocks cannot be resharded
 
     @property
     def whole_matrices(self) -> bool:
-        """Whether it steps blocks' matrices as Muon does: whole, with a momentum and no step count."""
+        """Returns whether it steps blocks' matrices as Muon does: whole, with a momentum and no step count."""
         return self.name in WHOLE_MATRICES
 
     def state_bytes(self, numel: int, itemsize: int, is_matrix: bool = False) -> int:

@@ -1,2 +1,2 @@
-"""Parallelism: which ranks hold what of a model, and when it is gathered and reduced: mesh, stages, units, layout.
-Never reads a config, a row or a file."""
+"""Parallelism: which ranks hold which parameters of a model, and when these are gathered and reduced.
+It never reads a config, a row or a file."""

@@ -1,9 +1,9 @@
 """Context parallel: the tokens of each row split over neighbouring ranks, and inside attention the heads.
 
 DeepSpeed Ulysses (Jacobs et al., arXiv 2309.14509, section 3.1): around attention a rank has its slice of each row and
-all heads; inside it all of the row and its share of heads, so the kernel, and what it is told of documents, are as
-without. Two all-to-alls forward, two backward. Invariant: ranks of the axis see slices of the same rows, hold parts of
-one copy of the model as data-parallel ranks do, and what each makes of the loss is of its own tokens.
+all heads; inside it the whole row and its share of heads, so the kernel and its document boundaries stay as they are.
+Two all-to-alls forward, two backward. Invariant: ranks of the axis see slices of the same rows, hold shards of one copy
+of the model as data-parallel ranks do, and each computes the loss of its own tokens.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from shardbook.parallel.mesh import ranks_along
 
 @dataclass(eq=False)
 class ContextAxis:
-    """The ranks that split rows, and the place of this one. Attention modules hold it; the group is there when the mesh
-    is. Heads of queries are dealt out in their order, `key_heads` may serve several ranks."""
+    """The context-parallel ranks, and which heads each of them computes. Attention modules hold it; `group` is set once
+    there is a mesh. Query heads are split in order; one head of keys and values may serve several ranks."""
 
-    place: int
-    heads: list[int]  # of queries: how many each rank computes
-    key_heads: list[list[int]]  # which keys and values each computes with
+    place: int  # of this rank along cp
+    heads: list[int]  # of each rank: how many query heads it computes
+    key_heads: list[list[int]]  # of each rank: the heads of keys and values that it computes them with
     group: dist.ProcessGroup | None = None
 
     @property
@@ -34,11 +34,11 @@ class ContextAxis:
 
     @property
     def spread(self) -> list[int]:
-        """The heads of keys that are sent, in the order of ranks."""
+        """The heads of keys and values that are sent, in the order of the ranks that receive them."""
         return [head for own in self.key_heads for head in own]
 
     def give_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Queries, keys and values [B, heads, L / size, D] of all heads -> [B, heads, L, D] of this rank's."""
+        """Exchanges queries, keys, values [B, heads, L / size, D] of all heads for [B, heads, L, D] of this rank's."""
         shape = query.shape
         counts = [len(own) for own in self.key_heads]
         parts = [query.transpose(1, 2).split(self.heads, 2)]
@@ -51,7 +51,7 @@ class ContextAxis:
         return [part.transpose(1, 2) for part in got.split(own, 2)]
 
     def take_heads(self, made: Tensor) -> Tensor:
-        """What attention made of this rank's heads, [B, L, heads, D] -> [B, L / size, heads, D] of all."""
+        """Exchanges attention's output [B, L, heads, D] of this rank's heads for [B, L / size, heads, D] of all."""
         rows, length, own, dim = made.shape
         each = rows * length // self.size * dim
         sent = made.view(rows, self.size, -1, own, dim).transpose(0, 1).flatten()
@@ -61,14 +61,15 @@ class ContextAxis:
 
 
 def pick_heads(whole: Tensor, heads: list[int]) -> Tensor:
-    """[B, heads, ...] -> those `heads` of it, by the plainest operations: an index would be sent to the device."""
+    """Returns `heads` of `whole` [B, heads, ...], by slices: an index would be copied to the device."""
     if heads == list(range(whole.shape[1])):
         return whole
     return torch.cat([whole[:, head : head + 1] for head in heads], 1)
 
 
 class _Exchange(torch.autograd.Function):
-    """Flat [sum of `to`] -> flat [sum of `by`], elements to and by each rank; backward sends slopes back."""
+    """An all-to-all of a flat [sum of `to`] into a flat [sum of `by`]: the elements sent to, and received from, each
+    rank. Backward sends gradients the other way."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, to: list[int], by: list[int], axis: ContextAxis) -> Tensor:
@@ -84,11 +85,11 @@ def exchange(sent: Tensor, to: list[int], by: list[int], axis: ContextAxis) -> T
     assert axis.group is not None, "the axis has no group yet"
     received = sent.new_empty(1, sum(by))
     dist.all_to_all_single(received[0], sent.contiguous(), by, to, group=axis.group)
-    return received.view(-1)  # torch 2.11's compiler loses the gradient of the very tensor that was written
+    return received.view(-1)  # a view: torch 2.11's compiler loses the gradient of the very tensor that was written
 
 
 def lend_group(model: nn.Module, layout: Layout) -> None:
-    """Give what splits rows in `model` its ranks. Collective."""
+    """Makes the process groups along cp and sets this rank's in the attention modules of `model`. Collective."""
     if layout.context == 1:
         return
     every = dict.fromkeys(tuple(ranks_along(layout.mesh, CP, rank)) for rank in range(layout.world_size))

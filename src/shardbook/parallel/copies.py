@@ -1,4 +1,4 @@
-"""Copies: ranks that hold the whole model and share only gradients; what is left of every stage where one shard is all.
+"""Copies: ranks that hold the whole model and share only gradients (DDP); every stage runs so where there is one shard.
 
 fully_shard would copy each unit into a buffer, out of it and back for a group of one, and wait for each sum across
 replicas. Here autograd sees the parameters themselves, and gradients are summed while backward goes on (Li et al.,
@@ -23,23 +23,23 @@ from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import own_parameters
 from shardbook.parallel.watch import Watch, call_before_backward
 
-COPIED: WeakSet[nn.Module] = WeakSet()  # the models that have it already
+COPIED: WeakSet[nn.Module] = WeakSet()  # the models that `Copies` holds already
 
 
 @dataclass(eq=False)
 class Part:
-    """The trained parameters, at rest, of units that are summed together, and what this rank has of their gradients."""
+    """A bucket: the trained parameters, at rest, of units that one all-reduce sums, and this rank's gradients."""
 
     masters: list[nn.Parameter]
-    flat: Tensor | None = None  # this rank's sum since the last reduction, in the layout's dtype of sums
-    views: list[Tensor] = field(default_factory=list)  # into it, one for each of `masters`
-    filled: set[int] = field(default_factory=set)  # those of `masters` whose gradient is in it
-    arrived: set[int] = field(default_factory=set)  # those whose gradient came in this backward
-    sent: list[tuple[Tensor, dist.Work | None]] = field(default_factory=list)
-    aside: dict[int, Tensor | None] = field(default_factory=dict)  # what `masters` had, while a gradient comes
+    flat: Tensor | None = None  # this rank's gradients since the last reduction, in the layout's sum_dtype
+    views: list[Tensor] = field(default_factory=list)  # into `flat`, one for each of `masters`
+    filled: set[int] = field(default_factory=set)  # indices of `masters` whose gradient is in `flat`
+    arrived: set[int] = field(default_factory=set)  # indices of `masters` whose gradient is complete in this backward
+    sent: list[tuple[Tensor, dist.Work | None]] = field(default_factory=list)  # sums under way
+    aside: dict[int, Tensor | None] = field(default_factory=dict)  # .grad of `masters` while autograd makes a new one
 
     def cut(self, flat: Tensor) -> list[Tensor]:
-        """The piece of `flat` that belongs to each of `masters`, in its shape."""
+        """Returns the piece of `flat` that belongs to each of `masters`, in its shape."""
         pieces = flat.split([master.numel() for master in self.masters])
         return [piece.view_as(master) for piece, master in zip(pieces, self.masters, strict=True)]
 
@@ -59,22 +59,22 @@ class Part:
         self.arrived.add(number)
 
     def send(self, replicas: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
-        """Begin the sum over `replicas`. What no backward reached counts as zeros, else ranks would sum unlike
-        buffers; with one rank a unit that was not reached has none yet."""
+        """Begins the all-reduce over `replicas`. Parameters that no backward reached count as zeros: else ranks would
+        sum unequal buffers. With one rank, a bucket that no backward reached sends nothing."""
         if self.flat is None and replicas is None:
             return
         flat = self.make_flat(dtype) if self.flat is None else self.flat
         for number, view in enumerate(self.views):
             if number not in self.filled:
                 view.zero_()
-        # looked up at each call: the ledger stands in for it while it is open
+        # Looked up at each call: the ledger replaces it while it is open.
         work = dist.all_reduce(flat, group=replicas, async_op=True) if replicas else None
         self.sent.append((flat, work))
         self.flat, self.views = None, []
         self.filled.clear()
 
     def receive(self) -> None:
-        """Wait for the sums, which are then the gradients of the parameters at rest."""
+        """Waits for the sums and adds them to the gradients of the parameters at rest."""
         for flat, work in self.sent:
             if work is not None:
                 work.wait()
@@ -87,21 +87,21 @@ class Part:
 
 
 class Copies:
-    """`model` on ranks that hold all of it, its gradients summed over `replicas` (None: there is one rank); what it
-    returns is of the dtype `output`."""
+    """A `model` on ranks that hold all of it, its gradients summed over `replicas` (None: there is one rank). Its
+    forward returns floats in the dtype `output`."""
 
     def __init__(
         self, model: nn.Module, layout: Layout, replicas: dist.ProcessGroup | None, output: torch.dtype, watch: Watch
     ):
         self.model, self.layout, self.replicas, self.watch = model, layout, replicas, watch
-        self.is_last = True  # as with fully_shard: a loop that says nothing reduces after each backward
-        self.parts: list[Part] = []  # in the order in which they are sent, on every rank the same
-        # a parameter at rest, its copy in the dtype of compute, and the modules and names that have it
+        self.is_last = True  # as with fully_shard: a loop that never sets it reduces after each backward
+        self.parts: list[Part] = []  # buckets in the order in which they are sent, the same on every rank
+        # of each parameter at rest: itself, its copy in the dtype of compute, and the modules and names that have it
         self.copies: list[tuple[nn.Parameter, nn.Parameter, list[tuple[nn.Module, str]]]] = []
-        self._versions: list[int] = []  # of the parameters at rest, when they were copied
-        self.steps = 0  # of optimizers that have any of them: fused ones change no version
+        self._versions: list[int] = []  # `steps` and versions of the parameters at rest when they were copied
+        self.steps = 0  # optimizer steps over any of them: fused optimizers change no tensor's version
         self.gathered = self._found = self._running = False
-        self._unsent = 0  # the first of `parts` that is not sent in this backward
+        self._unsent = 0  # index of the first of `parts` that is not sent in this backward
         compute = layout.dtype("params")
         COPIED.add(model)
         model.register_forward_hook(lambda module, inputs, made: _cast(made, output))
@@ -113,11 +113,11 @@ class Copies:
             model.register_forward_hook(self._after_forward)
 
     def begin(self, is_last: bool) -> None:
-        """A micro-batch begins, the `is_last` of its optimizer step."""
+        """Begins a micro-batch. `is_last`: it is the last one of its optimizer step."""
         self.is_last = is_last
 
     def free(self) -> None:
-        """Put the parameters at rest back, and free their copies in the dtype of compute."""
+        """Puts the parameters at rest back into their modules, and frees their copies in the dtype of compute."""
         if self.gathered:
             for master, copy, places in self.copies:
                 _put(master, places)
@@ -126,7 +126,7 @@ class Copies:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # traced, it would resize storages at another time
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if not self._found:  # not earlier: a parameter that lay on the meta device was another one then
+        if not self._found:  # not earlier: materializing a model on the meta device replaces its parameters
             self._find()
         if self.layout.casts and not self.gathered:
             self._gather()
@@ -136,8 +136,8 @@ class Copies:
         call_before_backward(made, partial(self._before_backward, self._versions))
 
     def _before_backward(self, versions: list[int], gradient: Tensor) -> None:
-        """A backward comes to a forward that ran with parameters of these `versions`: autograd kept no copies of its
-        own, so what was freed since, by another backward or after an evaluation, is made again."""
+        """Makes the copies in the dtype of compute again where they were freed since a forward with these `versions`:
+        autograd kept none of its own. Raises RuntimeError where parameters changed since that forward."""
         now = self._versions if self.gathered else self._read_versions()
         if now is not versions and now != versions:
             raise RuntimeError(
@@ -152,25 +152,25 @@ class Copies:
         return [self.steps, *(version_of(master) for master, _, _ in self.copies)]
 
     def _gather(self) -> None:
-        """Copy the parameters at rest into the dtype of compute, and have the modules compute with that."""
+        """Copies the parameters at rest into the dtype of compute, and has the modules compute with the copies."""
         for _, copy, places in self.copies:
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
             _put(copy, places)
         with torch.no_grad():
-            # .data: autograd takes a copy made for evaluation for the same. Of one dtype CUDA would rewrite the bits
-            # of what is no number (packed weights); these are always of two
+            # .data: else autograd would refuse copies that were made again (after an evaluation) as modified in place.
+            # The two dtypes always differ here: with equal ones CUDA would rewrite packed bytes that are NaN as floats.
             copy_together([copy.data for _, copy, _ in self.copies], [master for master, _, _ in self.copies])
         self._versions, self.gathered = self._read_versions(), True
 
     def _find(self) -> None:
-        """Find the parameters at rest, and have autograd hand over their gradients."""
+        """Finds the parameters at rest, and registers hooks that take their gradients."""
         leaves: dict[nn.Parameter, nn.Parameter] = {}
         if self.layout.casts:
             places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
             for module in self.model.modules():
                 for name, parameter in module.named_parameters(recurse=False):
                     if parameter.dtype == self.layout.dtype("params"):
-                        continue  # frozen, and at rest as it computes
+                        continue  # frozen, and at rest in the dtype of compute: it needs no copy
                     places.setdefault(parameter, []).append((module, name))
             for parameter, found in places.items():
                 copy = nn.Parameter(
@@ -193,14 +193,14 @@ class Copies:
         self._found = True
 
     def _set_aside(self, part: Part, number: int, gradient: Tensor) -> None:
-        """A gradient comes to a parameter at rest: what that has is a sum already, and is not to be sent again."""
+        """Sets aside the .grad that a parameter at rest has: it is summed already, and must not be sent again."""
         master = part.masters[number]
         part.aside[number], master.grad = master.grad, None
 
     def _take(self, part: Part, number: int, leaf: Tensor) -> None:
-        """A gradient is complete, in this backward: the sums that are waited for go ahead of what is not there yet."""
+        """Takes a gradient that is complete in this backward; sends full buckets, in the same order on all ranks."""
         if not self._running:
-            self.watch.begin_backward()  # where it did not come by what the model returned
+            self.watch.begin_backward()  # for a backward that did not begin at the model's output
             call_after_backward(self._finish)
             self._running, self._unsent = True, 0
         gradient, leaf.grad = leaf.grad, part.aside.pop(number, None)
@@ -218,12 +218,12 @@ class Copies:
         self._unsent += 1
 
     def _finish(self) -> None:
-        """A backward is over."""
+        """Ends a backward: after a step's last one sends the buckets that are left, and receives all sums."""
         self._running = False
         if self.is_last:
             while self._unsent < len(self.parts):
                 self._send_next()
-            self.free()  # before sums are cast, of which two lie side by side then
+            self.free()  # before `receive`, which holds a sum and its cast at once: else the peak is higher
             for part in self.parts:
                 part.receive()
         for part in self.parts:
@@ -231,7 +231,7 @@ class Copies:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating tensor in it, inside tuples, lists, mappings and dataclasses too, in `dtype`."""
+    """Returns `value` with all float tensors, also those inside tuples, lists, mappings and dataclasses, in `dtype`."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple | list):
@@ -257,9 +257,9 @@ def _note_step(copies: ref[Copies], masters: set[nn.Parameter], optimizer: Any, 
 
 
 def _put(parameter: nn.Parameter, places: list[tuple[nn.Module, str]]) -> None:
-    """Have modules use `parameter`, by these names: without what nn.Module looks at first, hundreds of times a step."""
+    """Sets `parameter` in modules by these names, past nn.Module's checks: they would run hundreds of times a step."""
     for module, name in places:
         if type(module).__setattr__ is nn.Module.__setattr__:
             slots_of(module)[name] = parameter
-        else:  # has more to do: nn.LSTM keeps a list beside, which it makes anew, others may not
+        else:  # a __setattr__ of its own must run: nn.LSTM keeps a list of its parameters, which it makes anew
             setattr(module, name, parameter)

@@ -1,7 +1,7 @@
-"""The layout: how a run lies on its ranks, as one frozen value, which all read that apply, count, print or predict.
+"""The layout: how a run lies on its ranks, as one frozen value, read by all code that applies, counts or predicts it.
 
-Invariant: built without a process group, from what was asked for, a model's shapes (it may lie on the meta device) and
-a number of ranks, so a laptop has the layout of a cluster. A later axis is one more size.
+Invariant: it is built without a process group, from a recipe's settings, a model's shapes (it may lie on the meta
+device) and a number of ranks, so a laptop has the layout of a cluster. A later axis is one more size.
 """
 
 from collections.abc import Sequence
@@ -29,30 +29,30 @@ from shardbook.parallel.switches import read_switches
 from shardbook.parallel.units import Unit, backward_order, choose_units
 from shardbook.recipe import Offload, Parallel, Precision, RecipeError, Stage, find_stage
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the names that a recipe has for them
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by their names in a recipe
 ON_DEVICE, WHOLE_MODEL = Offload(), Pipeline()
-BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb: a sum of less takes its latency, not its bytes
+BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb: an all-reduce of less costs its latency, not its bytes
 
 
 @dataclass(frozen=True)
 class Layout:
     """Stage, mesh axes, units, dtypes and ZeRO++'s switches of a run, and how many of its ranks share a node.
 
-    Ranks are numbered within it, from 0, the last axis fastest: those of a run are the global ones.
+    Ranks are numbered within it, from 0, the last axis fastest; in a run these are the global ranks.
     """
 
     stage: Stage
     sizes: dict[str, int]  # of every mesh axis that parameters lie on, outermost first
-    units: tuple[Unit, ...]  # of this rank, in forward order, the root last; of several chunks one after another
+    units: tuple[Unit, ...]  # this rank's, chunk of layers after chunk, each in forward order, its root last
     parallel: Parallel  # the knobs between the table's rows: prefetch, wrap
     precision: Precision  # without `auto`
     switches: ZeroppSwitches
     ranks_per_node: int
-    offload: Offload = ON_DEVICE  # where what is kept lies
-    teacher: Any = None  # config of the model that runs beside, forward only
-    context: int = 1  # ranks that split rows (context.py): a part of those that hold parts, or copies, of the model
-    pipeline: Pipeline = WHOLE_MODEL  # the layers that this rank has, where others have others
-    chunk_units: tuple[int, ...] = ()  # of each chunk of layers, how many units are its own; empty: there is one
+    offload: Offload = ON_DEVICE  # which state lies on the device, on the host or on disk
+    teacher: Any = None  # config of the teacher, which runs forward only
+    context: int = 1  # context-parallel size (context.py): these ranks are a part of dp_shard or dp_replicate
+    pipeline: Pipeline = WHOLE_MODEL  # this rank's pipeline stage and layers
+    chunk_units: tuple[int, ...] = ()  # the number of units in each chunk of layers; empty: there is one chunk
 
     @property
     def world_size(self) -> int:
@@ -60,63 +60,63 @@ class Layout:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The size of every axis, for people: of the data's, and of cp beside them."""
+        """The size of every axis, to be shown: with cp as an axis of its own."""
         return unfold_sizes(self.sizes, self.stage.shards, self.context)
 
     @property
     def context_axis(self) -> str:
-        """What traffic along cp goes by: the name of the axis that it is a part of, where it is all of that."""
+        """The axis under which traffic along cp is counted: cp, or dp_shard or dp_replicate where cp spans it."""
         joined = DP_SHARD if self.stage.shards else DP_REPLICATE
         return joined if self.sizes[joined] == self.context else CP
 
     @property
     def shards(self) -> int:
-        """Ranks that split one copy."""
+        """The number of ranks that shard one copy of the model."""
         return self.sizes[DP_SHARD]
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold copies of each other."""
+        """The number of copies of the model, each sharded over `shards` ranks."""
         return self.sizes[DP_REPLICATE]
 
     @property
     def alike(self) -> int:
-        """Ranks that see the same tokens: they share the model's matrices (tensor.py), of which units have this rank's
-        parts."""
+        """The tensor-parallel size: the number of ranks that see the same tokens and shard the model's matrices
+        (tensor.py). Units have the shapes of this rank's parts."""
         return self.sizes.get(TP, 1)
 
     @property
     def shared(self) -> dict[str, int]:
-        """Ranks that have one micro-batch together, by axis: its matrices, rows or layers."""
+        """The number of ranks, by axis, that compute one micro-batch together: they split matrices, rows or layers."""
         return {TP: self.alike, CP: self.context, PP: self.pipeline.ranks}
 
     def dtype(self, what: Literal["params", "reduce", "output", "master"]) -> torch.dtype:
-        """Of gathered parameters and compute; of gradients on the wire and their sum; of what the model returns; of
-        parameters at rest, reduced gradients and optimizer state."""
+        """Returns a dtype. params: of gathered parameters and compute; reduce: of gradients on the network and their
+        sum; output: of the model's output; master: of parameters at rest, reduced gradients and optimizer state."""
         return DTYPES[getattr(self.precision, what)]
 
     @property
     def copies(self) -> bool:
-        """Whether ranks hold the whole model on their devices (copies.py): nothing is gathered, nothing away."""
+        """Returns whether each rank holds all parameters on its device (copies.py): no gather, no offload."""
         return self.shards == 1 and self.alike == 1 and self.offload.optimizer == "none"
 
     @cached_property
     def casts(self) -> bool:
-        """Whether a parameter lies at rest in another dtype than it computes in."""
+        """Returns whether a parameter has another dtype at rest than in compute."""
         return any(unit.cast_numel(self.dtype("params").itemsize) for unit in self.units)
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Of the sums of gradients that a rank holds through a step where one shard is all (copies.py): what it sends,
-        or what they are kept in, where it sends and casts nothing or its stage would reduce at each micro-batch."""
+        """The dtype of the sums of gradients through a step where there is one shard (copies.py): that of the reduction
+        or, where a rank sends nothing and casts nothing or its stage reduces at each micro-batch, the master's."""
         sends = self.replicas > 1 or (self.casts and not self.stage.reduce_every_micro)
         return self.dtype("reduce" if sends else "master")
 
     @cached_property
     def buckets(self) -> list[list[Unit]]:
-        """Returns the units whose gradients one all-reduce sums over replicas, where one shard is all, in the order in
-        which they are sent. Neighbours that are small are joined; one above BUCKET_BYTES is alone, and where nothing
-        is sent every one."""
+        """Returns the units whose gradients one all-reduce sums over replicas, where there is one shard, in the order
+        in which they are sent. Small neighbours are joined; a unit above BUCKET_BYTES is alone, and with one replica,
+        where nothing is sent, every unit is alone."""
         joined, room = list[list[Unit]](), 0
         for unit in sorted(backward_order(self.units), key=lambda unit: unit.spans):
             if not (size := unit.padded_numel(1, trained_only=True) * self.sum_dtype.itemsize):
@@ -131,28 +131,28 @@ class Layout:
 
     @property
     def forward_prefetch(self) -> int:
-        """Units gathered ahead of the running one in forward."""
+        """The number of units gathered ahead of the running one in forward."""
         return max(0, self.parallel.forward_prefetch)
 
     @property
     def backward_prefetch(self) -> int:
-        """Units gathered ahead in backward: what was asked for, else one where the stage gathers there at all."""
+        """The number of units gathered ahead in backward: as asked for, else one where the stage gathers there."""
         asked = self.parallel.backward_prefetch
         return asked if asked >= 0 else int(self.stage.reshard_after_forward)
 
     @property
     def hops(self) -> list[tuple[str, int, int]]:
-        """qgZ's exchanges, in order: mesh axis, ranks along it, bits."""
+        """The exchanges of qgZ, in order: mesh axis, ranks along it, bits."""
         return self.switches.hops(self.shards)
 
     @property
     def uncut_numel(self) -> int:
-        """Elements whose gradients are summed over the ranks that share matrices, of this rank's shards, padded."""
+        """The elements of this rank's shards, padded, whose gradients are summed over tensor-parallel ranks."""
         return sum(unit.uncut_numel(self.shards) for unit in self.units) * (self.alike > 1)
 
     @property
     def chunks(self) -> "list[Layout]":
-        """Of each chunk of layers, whose units are gathered and reduced by themselves."""
+        """The layout of each chunk of layers, whose units are gathered and reduced by themselves."""
         if len(self.chunk_units) < 2:
             return [self]
         starts = [sum(self.chunk_units[:number]) for number in range(len(self.chunk_units))]
@@ -160,13 +160,13 @@ class Layout:
         return [replace(self, units=units, chunk_units=()) for units in parts]
 
     def blocks(self, whole: int) -> list[int]:
-        """Which of a model's `whole` blocks this rank has."""
+        """Returns the numbers of the blocks that this rank has, of a model of `whole` blocks."""
         own = self.pipeline
         chunks = [own.own_layers(chunk) for chunk in range(own.chunks)] if own.layers else [range(whole)]
         return [number for chunk in chunks for number in chunk]
 
     def residual_numel(self, unit: Unit) -> int:
-        """Elements that error feedback keeps on a rank for `unit`: what its last exchange sends."""
+        """Returns the elements that error feedback keeps on a rank for `unit`: as many as its last exchange sends."""
         if not (self.switches.error_feedback and self.switches.quantizes(unit.numel) and self.hops):
             return 0
         earlier = prod(ranks for _, ranks, _ in self.hops[:-1])
@@ -180,7 +180,7 @@ class Layout:
         return DataRank(number, count // self.context, self.alike, place, self.context, self.pipeline.ranks)
 
     def groups(self, rank: int) -> dict[str, list[int]]:
-        """The ranks that `rank` talks to along each axis."""
+        """Returns the ranks that `rank` talks to along each axis."""
         groups = axis_groups(self.sizes, rank, self.switches.inside)
         groups |= {CP: ranks_along(self.mesh, CP, rank)} if self.context > 1 else {}
         return groups | (pipeline_groups(groups[PP], rank) if PP in groups else {})
@@ -196,11 +196,11 @@ def build_layout(
     ranks_per_node: int,
     offload: Offload = ON_DEVICE,
 ) -> Layout:
-    """The layout of `model` over `world_size` ranks, `ranks_per_node` of them on each node. `parts`: groups of modules
-    to gather together, in forward order; `blocks`: those of them that are blocks (see choose_units).
+    """Returns the layout of `model` over `world_size` ranks, `ranks_per_node` of them on each node. `parts`: groups of
+    modules to gather together, in forward order; `blocks`: the blocks among them (see choose_units).
 
-    `parallel` is of a recipe that loaded, or went through `check_parallel`. Raises RecipeError where what is asked for
-    fits neither the ranks nor the model.
+    `parallel` comes from a recipe that loaded, or went through `check_parallel`. Raises RecipeError where the settings
+    do not fit the ranks or the model.
     """
     stage = find_stage(parallel.stage)
     sizes = fold_sizes(resolve_sizes(parallel, stage.axes, world_size), stage.shards)
@@ -223,8 +223,8 @@ def build_layout(
 
 
 def pipeline_groups(along: list[int], rank: int) -> dict[str, list[int]]:
-    """Of the ranks `along` pp, those that `rank` sends activations to, and gradients, and its ends; itself first. The
-    last stage of a chunk of layers is followed by the first of the next."""
+    """Returns, of the ranks `along` pp, the two ends; `rank` and the rank that it sends activations to; `rank` and the
+    rank that it sends gradients to. The first rank follows the last: it goes on with the next chunk of layers."""
     place = along.index(rank)
     following, before = along[(place + 1) % len(along)], along[place - 1]
     return {PP_ENDS: [along[0], along[-1]], PP_FORWARD: [rank, following], PP_BACKWARD: [rank, before]}

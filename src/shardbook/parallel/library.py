@@ -23,7 +23,7 @@ from shardbook.parallel.mesh import axis_sizes, build_mesh
 from shardbook.parallel.sharding import ShardedModel, apply_stage
 from shardbook.recipe import Parallel, Precision, RecipeError, check_parallel, find_stage
 
-CHUNK = 2**22  # elements of a weight that are looked at together
+CHUNK = 2**22  # elements of a weight whose bits are summed at a time
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # nobody calls their forward
 
 
@@ -160,7 +160,7 @@ def check_same_weights(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _differing(values: Tensor, mesh: DeviceMesh) -> list[int]:
-    """Where `values`, int64, are not the same on every rank of `mesh`. Collective."""
+    """Returns the indices at which `values`, int64, differ between ranks of `mesh`. Collective."""
     least, most = values.to(mesh.device_type), values.to(mesh.device_type, copy=True)
     for axis in range(mesh.ndim):
         dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group(axis))
@@ -169,7 +169,7 @@ def _differing(values: Tensor, mesh: DeviceMesh) -> list[int]:
 
 
 def _sum_of_bits(parameter: Tensor) -> int:
-    """The parameter's bits as whole numbers, added up: exact, in any order."""
+    """Returns the sum of the parameter's bits as whole numbers: exact, in any order."""
     whole = parameter.detach().flatten().view({2: torch.int16, 4: torch.int32}[parameter.element_size()])
     return sum(int(part.sum(dtype=torch.int64)) for part in whole.split(CHUNK))
 

@@ -1,8 +1,8 @@
 """The device mesh: how many ranks each axis has, and which of them talk to each other. (The names: axes.py.)
 
 Invariant: the product of the axes is the world size. All but building the mesh is arithmetic of sizes, so it needs no
-process group. Ranks along cp split rows, and one copy like all others that do: cp is a cut of the axis that parameters
-lie on, as ZeRO++'s nodes are, and `fold_sizes` has what they lie on.
+process group. Ranks along cp split rows, and shard or replicate parameters like data-parallel ranks: cp is a part of
+the axis that parameters lie on, as ZeRO++'s nodes are. `fold_sizes` returns the axes that parameters lie on.
 """
 
 from math import prod
@@ -43,25 +43,26 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
 
 
 class DataRank(NamedTuple):
-    """Which rows a rank sees, and what of each."""
+    """The place of a rank among the ranks that read data: it decides which rows it sees, and which slice of each."""
 
-    number: int = 0  # among those that see different rows
-    ranks: int = 1  # how many these are
-    alike: int = 1  # ranks that see the same tokens and make the same loss of them
-    slice: int = 0  # of a row's tokens that is this rank's
-    slices: int = 1
-    stages: int = 1  # of the model (pipeline.py): ranks of each see the tokens too, and of one make the loss
+    number: int = 0  # data-parallel rank: its number among the ranks that see different rows
+    ranks: int = 1  # data-parallel size
+    alike: int = 1  # tensor-parallel size: these ranks see the same tokens and compute the same loss
+    slice: int = 0  # context-parallel rank: the number of its slice of each row's tokens
+    slices: int = 1  # context-parallel size
+    stages: int = 1  # pipeline stages: ranks of every stage see the same tokens, only the last computes the loss
 
 
 def fold_sizes(sizes: dict[str, int], shards: bool) -> dict[str, int]:
-    """Of the axes on which parameters lie: cp is a part of dp_shard or, where nothing `shards`, of dp_replicate."""
+    """Returns the sizes of the axes on which parameters lie: cp becomes a part of dp_shard or, where the stage does not
+    shard (`shards`), of dp_replicate."""
     joined = DP_SHARD if shards else DP_REPLICATE
     folded = sizes | {joined: sizes[joined] * sizes.get(CP, 1)}
     return {axis: size for axis, size in folded.items() if axis != CP}
 
 
 def unfold_sizes(sizes: dict[str, int], shards: bool, context: int) -> dict[str, int]:
-    """The other way round, for `context` ranks along cp."""
+    """Returns the inverse of `fold_sizes`, for `context` ranks along cp."""
     if context == 1:
         return sizes
     joined = DP_SHARD if shards else DP_REPLICATE
@@ -70,17 +71,17 @@ def unfold_sizes(sizes: dict[str, int], shards: bool, context: int) -> dict[str,
 
 
 def describe_sizes(sizes: dict[str, int]) -> str:
-    """`dp_replicate 2 x dp_shard 4`"""
+    """Returns `sizes` in words, such as `dp_replicate 2 x dp_shard 4`."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
 def build_mesh(sizes: dict[str, int], device_type: str) -> DeviceMesh:
-    """The mesh over all ranks with every axis of `sizes`, those of size 1 too. Collective."""
+    """Returns the mesh over all ranks with every axis of `sizes`, axes of size 1 too. Collective."""
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def build_node_mesh(mesh: DeviceMesh, inside: int) -> DeviceMesh:
-    """`mesh` with dp_shard cut into nodes of `inside` ranks."""
+    """Returns `mesh` with dp_shard split into nodes of `inside` ranks."""
     sizes = split_sizes(axis_sizes(mesh), inside)
     ranks = mesh.mesh.view(tuple(sizes.values()))
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(sizes))
@@ -95,12 +96,12 @@ def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def rank_along(sizes: dict[str, int], axis: str, rank: int) -> int:
-    """The place of the global `rank` along `axis`. The last axis counts fastest."""
+    """Returns the place of the global `rank` along `axis`. The last axis counts fastest."""
     return rank // _stride(sizes, axis) % sizes[axis]
 
 
 def ranks_along(sizes: dict[str, int], axis: str, rank: int) -> list[int]:
-    """The global ranks of the group along `axis` that `rank` is in, in order."""
+    """Returns the global ranks of the group along `axis` that `rank` is in, in order."""
     stride = _stride(sizes, axis)
     first = rank - rank_along(sizes, axis, rank) * stride
     return [first + number * stride for number in range(sizes[axis])]
@@ -112,7 +113,7 @@ def _stride(sizes: dict[str, int], axis: str) -> int:
 
 
 def axis_groups(sizes: dict[str, int], rank: int, inside: int) -> dict[str, list[int]]:
-    """The global ranks that `rank` talks to along each axis; dp_shard's parts too, where a node is not all of it."""
+    """Returns the global ranks that `rank` talks to along each axis, and in parts of dp_shard where it spans nodes."""
     groups = {axis: ranks_along(sizes, axis, rank) for axis in sizes}
     if 1 < inside < sizes[DP_SHARD]:
         groups |= {axis: ranks_along(split_sizes(sizes, inside), axis, rank) for axis in (INSIDE, ACROSS)}

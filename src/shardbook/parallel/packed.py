@@ -1,9 +1,9 @@
 """Packed parameters: bytes that lie in a tensor of floats are gathered as bytes.
 
 Invariant: no byte passes a copy that takes it for a number. fully_shard copies a unit's shards into its buffer with
-`_foreach_copy_`, which on CUDA goes through fp32 and makes one pattern, 0x7FFF, of all that are NaN in bf16
+`_foreach_copy_`, which on CUDA goes through fp32 and makes one pattern, 0x7FFF, of all patterns that are NaN in bf16
 (ForeachFunctors.cuh, UnaryOpFunctor; pytorch issue 159333). Where one parameter of a unit is uint8, the unit is
-gathered in one buffer of uint8, into which every other one goes byte by byte too; what is sent is as long as before.
+gathered in one buffer of uint8, into which all its parameters are copied byte by byte: as many bytes as otherwise.
 """
 
 from functools import partial
@@ -15,11 +15,11 @@ from torch import Tensor
 from shardbook.comm.torch_private import after_each_reset, extend_gather, padded_shard, place_of, sharded_parameters
 from shardbook.parallel.units import Unit
 
-BYTES = "holds_bytes"  # of a module: the names of its parameters whose elements are bytes, not numbers
+BYTES = "holds_bytes"  # attribute of a module: the names of its parameters whose elements are bytes, not numbers
 
 
 def gather_bytes(unit: Unit) -> None:
-    """Have fully_shard gather what of `unit` holds bytes as uint8."""
+    """Has fully_shard gather the parameters of `unit` that hold bytes as uint8."""
     for param in sharded_parameters(unit.handle) if unit.shapes else ():
         module, name = place_of(param)
         if name in getattr(module, BYTES, ()):
@@ -27,7 +27,7 @@ def gather_bytes(unit: Unit) -> None:
 
 
 def _extend(param: Any) -> None:
-    # of one argument: with five, torch wants the padded shape back, which the bytes of a shorter shard do not have
+    # It takes one argument: with five, torch wants the padded shape back, which the bytes of a shorter shard lack.
     def fsdp_pre_all_gather(mesh: Any) -> Any:
         return (padded_shard(param).view(param.padded_sharded_param_size).view(torch.uint8),), None
 
@@ -35,5 +35,5 @@ def _extend(param: Any) -> None:
 
 
 def _as_it_was(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
-    """The gathered bytes in the dtype that they lie in; where `out` has them already there is nothing to do."""
+    """Returns the gathered bytes in the dtype that they lie in, or None where `out` has them already."""
     return None if out is not None else (outputs[0].view(dtype), ())

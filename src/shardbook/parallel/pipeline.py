@@ -1,12 +1,12 @@
-"""Pipeline parallel: a model's layers on ranks one after another, micro-batches between them.
+"""Pipeline parallel: a model's layers on ranks one after another, with micro-batches passed from one to the next.
 
-A step is what schedule.py's table says, action by action: receive, compute, send. Every schedule of a ZeRO stage holds
-inside, since each backward is told what it reduces and frees as without: with one stage the table is that loop.
-Invariant: ranks along pp see the same rows; only the last stage makes a loss, the others' share of it is zero. What
-passes a link of one kind, activations or gradients, has a group of its own: two kinds in one wait for each other for
-ever where messages of a group pass in order (tests/unit/test_schedule.py). A rank asks for a message only when all work
-before it is launched: over NCCL a receive holds the device until its message comes, and what is launched then may wait
-for the device (a kernel that is loaded, memory that is given back), so the message may be waiting for that very work.
+A step runs the table of schedule.py action by action: receive, compute, send. Inside, every ZeRO stage gathers and
+reduces as without a pipeline, since each backward is told what it reduces and frees; with one pipeline stage the table
+is the plain loop. Invariant: ranks along pp see the same rows; only the last stage computes a loss, the others return
+zero. Activations and gradients pass each link in groups of their own: in one group, whose messages pass in order, they
+can wait for each other for ever (tests/unit/test_schedule.py). A rank posts a receive only when all work before it is
+launched: over NCCL a receive holds the device until its message comes, and work that is launched later may wait for
+the device (a kernel that is loaded, memory that is given back), so the message may be waiting for that very work.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,55 +25,55 @@ from shardbook.parallel.mesh import ranks_along
 from shardbook.parallel.schedule import Action, Pipeline
 from shardbook.parallel.tensor import local_part
 
-Shares = Callable[[Any, Any], Tensor]  # of a model and a micro-batch, [1 + metrics]: of the first is the gradient
+Shares = Callable[[Any, Any], Tensor]  # (model, micro-batch) -> [1 + metrics]: the loss, which has the gradient, first
 
 
 class Room(NamedTuple):
-    """A buffer for what another rank will send."""
+    """A receive buffer for a message of another rank."""
 
     tensor: Tensor
-    is_forward: bool
+    is_forward: bool  # for activations; False: for gradients
     free: Any  # the event on the compute stream after which it may be written; None on a CPU
 
 
 @dataclass(eq=False)
 class Links:
-    """What a rank sends to its neighbours along pp, and gets from them."""
+    """The sends and receives of a rank to and from its neighbours along pp."""
 
     pipeline: Pipeline
-    everyone: dist.ProcessGroup  # along pp
+    everyone: dist.ProcessGroup  # all ranks along pp
     ends: dist.ProcessGroup | None  # the first and the last of them, where both have a tied weight
-    to: dict[
-        bool, tuple[int, dist.ProcessGroup]
-    ]  # forward or not: who is sent activations, gradients, and through which
-    by: dict[bool, tuple[int, dist.ProcessGroup]]  # who sends them
-    stream: Any = None  # on a GPU: receives are asked for in it, so that they wait for their buffers alone
-    sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)  # on their way
+    # rank and group that activations (True) and gradients (False) are sent to, and received from
+    to: dict[bool, tuple[int, dist.ProcessGroup]]
+    by: dict[bool, tuple[int, dist.ProcessGroup]]
+    stream: Any = None  # on a GPU: receives are posted in it, so that they wait for their buffers only
+    sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)  # messages under way
 
     def send(self, tensor: Tensor, is_forward: bool) -> None:
-        """To the next stage, or back to the one before; nothing is waited for."""
+        """Sends `tensor` to the next stage, or, not `is_forward`, back to the one before, without waiting."""
         other, group = self.to[is_forward]
         tensor = tensor.contiguous()
-        # looked up at each call: the ledger stands in for it while it is open
+        # Looked up at each call: the ledger replaces it while it is open.
         work = dist.isend(tensor, other, group)
         assert work is not None, "this rank is none of the two"
         self.sent = [*(each for each in self.sent if not each[0].is_completed()), (work, tensor)]
 
     def make_room(self, tensor: Tensor, is_forward: bool) -> Room:
-        """`tensor` was just allocated on the compute stream, which may still be reading what lay there before: from
-        here on it may be written."""
+        """Makes a receive buffer of `tensor`, which was just allocated on the compute stream. That stream may still be
+        reading what lay in this memory before, so the buffer may be written only after the work launched so far."""
         return Room(tensor, is_forward, torch.cuda.current_stream().record_event() if self.stream else None)
 
     def ask(self, room: Room) -> tuple[dist.Work, Tensor]:
-        """Ask for what comes from the stage before, or back from the next one, in the order in which it was sent.
+        """Posts a receive from the stage before, or of gradients from the next one; messages come in the order of
+        sends.
 
-        Over NCCL a receive begins when all is done that the current stream has been given by now: the action that has
-        just been launched, if that were the compute stream. `stream` waits for the buffer and for nothing else, so the
-        message comes in while the action computes. No other record_stream is needed: the receive's own stream is
-        recorded by torch, and whoever gets the tensor waits for it on the compute stream, where it is freed too.
+        Over NCCL a receive begins when all work is done that the current stream has by now: on the compute stream that
+        would be the action that was just launched. `stream` waits for the buffer and for nothing else, so the message
+        comes in while the action computes. No record_stream is needed here: torch records the receive's own stream, and
+        the reader waits for the tensor on the compute stream, where it is freed too.
         """
         other, group = self.by[room.is_forward]
-        with torch.cuda.stream(self.stream):  # None on a CPU, which is no stream
+        with torch.cuda.stream(self.stream):  # None on a CPU: then it does nothing
             if self.stream:
                 self.stream.wait_event(room.free)
             work = dist.irecv(room.tensor, other, group)
@@ -87,7 +87,7 @@ class Links:
 
     @torch.no_grad()
     def sum_tied(self, model: nn.Module) -> None:
-        """Of a tied weight, half of whose gradient is at either end. Once a step, after its last backward."""
+        """Sums over both ends the gradient of a tied weight. Once a step, after its last backward. Collective."""
         if self.ends:
             gradient: Any = tied_weight(model).grad
             if (part := local_part(gradient)).numel():
@@ -100,29 +100,29 @@ class Links:
 
 @dataclass(frozen=True)
 class StageParameters:
-    """What a rank has where others have the other layers, `group` all of them; of `copies` another one has the same."""
+    """The parameters of one pipeline stage."""
 
-    own: list[nn.Parameter]
-    copies: list[nn.Parameter]
-    group: dist.ProcessGroup
+    own: list[nn.Parameter]  # all of this rank's
+    copies: list[nn.Parameter]  # those of `own` that another stage has too: the tied weight, on the last stage
+    group: dist.ProcessGroup  # the ranks along pp, which have the other layers
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return iter(self.own)
 
 
 def tied_weight(model: Any) -> nn.Parameter:
-    """What is the embedding of the first stage and the head of the last."""
+    """Returns the weight that is the embedding of the first stage and the head of the last."""
     weight: nn.Parameter = model.model.embed_tokens.weight
     return weight
 
 
 def build_links(layout: Layout, mesh: DeviceMesh) -> Links | None:
-    """None where no layers are elsewhere. Collective.
+    """Builds this rank's links to its neighbours along pp; None where there is one pipeline stage. Collective.
 
-    A message passes each link at once, for NCCL connects two ranks at their first one, and each waits on the host until
-    the other has come to it: inside a step one may be waiting for what the other would send next. Here nobody waits in
-    a ring, however many ranks it has: of all links that are not done the first in this order is the next one of both
-    its ranks.
+    Each link passes a first message here: NCCL connects two ranks at their first message, and each waits on the host
+    until the other one takes part, so inside a step a rank could wait for a peer that waits for its next message. Here
+    no ring of waiting ranks can form, however many ranks there are: of all links that are not connected yet, the first
+    one in this order is the next one of both its ranks.
     """
     pipeline, rank = layout.pipeline, dist.get_rank()
     if pipeline.ranks == 1:
@@ -136,8 +136,8 @@ def build_links(layout: Layout, mesh: DeviceMesh) -> Links | None:
         for place in range(pipeline.ranks - (not wraps)):
             first, second = column[place], column[(place + 1) % len(column)]
             for is_forward, name in ((True, PP_FORWARD), (False, PP_BACKWARD)):
-                # not use_local_synchronization: its names count the groups that a rank is in, and neighbours are in
-                # unlike numbers of them; the world's barrier that it would spare is off in torch unless asked for
+                # Not use_local_synchronization: it names a group by how many groups a rank is in, and neighbours are in
+                # different numbers of groups. The world's barrier that it would save is off in torch by default.
                 group = dist.new_group([first, second], group_desc=name)
                 source, target = (first, second) if is_forward else (second, first)
                 if rank == source:
@@ -159,11 +159,11 @@ class Passes:
     def __init__(self, sharded: Any, shares_of: Shares, device: torch.device):
         self.links, self.layout, self.chunks = sharded.links, sharded.layout, sharded.chunks
         self.shares_of, self.device = shares_of, device
-        # of a chunk and a micro-batch: what came in, and what was made of it
+        # (chunk, micro-batch) -> its input from the stage before, and its output
         self.made: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
 
     def make_room(self, action: Action | None, micros: Sequence[Any]) -> Room | None:
-        """For what comes from another rank before `action`."""
+        """Allocates the receive buffer of the message that `action` needs; None where it needs none."""
         pipeline = self.layout.pipeline
         if action is None or (pipeline.is_first if action.is_forward else pipeline.is_last)(action.chunk):
             return None
@@ -177,7 +177,8 @@ class Passes:
         return self.links.ask(room) if room else None
 
     def forward(self, action: Action, micro: Any, came: tuple[dist.Work, Tensor] | None) -> Tensor:
-        """Through the chunk; what it made, which goes on, or is the shares where it ends the model."""
+        """Runs a chunk's forward on `micro`, and on `came` from the stage before. Returns its output, which it sends to
+        the next stage; from the last stage the output is the shares, which are not sent."""
         model, hidden = self.chunks[action.chunk].model, _received(came)
         if hidden is not None:
             hidden.requires_grad_(torch.is_grad_enabled())
@@ -191,8 +192,8 @@ class Passes:
         return made
 
     def backward(self, action: Action, is_last: bool, came: tuple[dist.Work, Tensor] | None) -> Tensor:
-        """Slopes of what was made come from the next stage, those of what came in go to the one before. Returns the
-        shares, zero where the chunk does not end the model."""
+        """Runs a chunk's backward: takes the gradient of its output, which `came` from the next stage, and sends that
+        of its input to the stage before. Returns the shares, or zero from a chunk that is not the last stage."""
         (hidden, made), slope = self.made.pop((action.chunk, action.micro)), _received(came)
         with self.chunks[action.chunk].micro_batch(is_last):
             if slope is None:
@@ -214,9 +215,9 @@ def _received(came: tuple[dist.Work, Tensor] | None) -> Tensor | None:
 
 
 def run_step(sharded: Any, micros: Sequence[Any], shares_of: Shares, device: torch.device) -> Iterator[Tensor]:
-    """Forward and backward of all `micros` (data/loader.py's) of a step: `shares_of` a model and one of them, [1 +
-    metrics], come as each is done, or a zero from what does not end the model. Then gradients are there. What an action
-    gets from another rank is asked for when the one before it is launched, into memory that was taken before that."""
+    """Runs forward and backward of all `micros` (data/loader.py's) of a step. Yields after each backward `shares_of`
+    the model and that micro-batch, [1 + metrics], or a zero before the last stage. At the end gradients are complete.
+    An action's receive is posted once the action before it is launched, into a buffer allocated before that."""
     sharded.begin_step()
     passes, table = Passes(sharded, shares_of, device), sharded.layout.pipeline.actions(len(micros))
     came = passes.ask(passes.make_room(table[0], micros))
@@ -235,7 +236,7 @@ def run_step(sharded: Any, micros: Sequence[Any], shares_of: Shares, device: tor
 
 
 def run_forward(sharded: Any, micro: Any, shares_of: Shares, device: torch.device) -> Tensor:
-    """The shares of a micro-batch without a backward, zero where the model ends elsewhere."""
+    """Returns the shares of a micro-batch, without a backward; zero on a rank without the last stage."""
     passes, shares = Passes(sharded, shares_of, device), torch.zeros((), device=device)
     for chunk in range(len(sharded.chunks)):
         action = Action(True, chunk, 0)

@@ -1,9 +1,9 @@
-"""The order of a pipeline's work: which micro-batch runs forward or backward in which chunk of layers, on each rank.
+"""Pipeline schedules: the order in which a rank runs micro-batches forward and backward through its chunks of layers.
 
 gpipe (Huang et al., arXiv 1811.06965), 1f1b (PipeDream-Flush: Narayanan et al., arXiv 2006.09503, section 2.2) and
 interleaved 1f1b (Narayanan et al., arXiv 2104.04473, section 2.2). Arithmetic alone: no rank need exist, so a plan can
 read the table that a run follows. Invariant: in every chunk backwards run in the order of micro-batches, so all three
-add up a gradient in the same order, to the bit; and each forward comes before its backward.
+schedules add up a gradient in the same order, to the bit; and each forward comes before its backward.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
 @dataclass(frozen=True)
 class Action:
-    """Forward or backward of one micro-batch through one chunk of a rank's layers. Chunk c of rank r is stage
-    c * ranks + r of the model."""
+    """The forward or backward of one micro-batch through one chunk of a rank's layers. Chunk c of rank r is pipeline
+    stage c * ranks + r of the model."""
 
     is_forward: bool
     chunk: int
@@ -27,13 +27,13 @@ class Action:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The place of a rank among those that have a model's layers one after another, and which layers each stage has."""
+    """The place of a rank along pp, the schedule, and the number of layers in each pipeline stage."""
 
     schedule: Schedule = "1f1b"
     rank: int = 0  # along pp
     ranks: int = 1
-    layers: tuple[int, ...] = ()  # of each stage of the model, `chunks` of which are each rank's; empty: there is one
-    is_tied: bool = False  # one weight is the first stage's embedding and the last one's head
+    layers: tuple[int, ...] = ()  # of each stage; each rank has `chunks` stages; empty: there is one stage
+    is_tied: bool = False  # one weight is the first stage's embedding and the last stage's head
 
     @property
     def chunks(self) -> int:
@@ -41,12 +41,12 @@ class Pipeline:
 
     @property
     def begins(self) -> bool:
-        """Whether this rank has the first stage."""
+        """Returns whether this rank has the first stage."""
         return self.rank == 0
 
     @property
     def ends(self) -> bool:
-        """Whether this rank has the last stage."""
+        """Returns whether this rank has the last stage."""
         return self.rank == self.ranks - 1
 
     def stage(self, chunk: int) -> int:
@@ -59,7 +59,7 @@ class Pipeline:
         return self.stage(chunk) == self.chunks * self.ranks - 1
 
     def own_layers(self, chunk: int) -> range:
-        """The numbers of the blocks of a chunk, in the whole model."""
+        """Returns the numbers of the blocks of a chunk, in the whole model."""
         before = sum(self.layers[: self.stage(chunk)])
         return range(before, before + self.layers[self.stage(chunk)])
 
@@ -68,19 +68,19 @@ class Pipeline:
 
 
 def deal_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """How many of a model's `layers` each of so many stages has, in order: as many, or one more; the last stage, which
-    has the head and the loss, is the last to have more, and before it the first, which holds most activations (as
-    Llama 3 405B was dealt out: arXiv 2407.21783, section 3.3.2)."""
+    """Returns how many of a model's `layers` each of `stages` pipeline stages has, in order. Numbers differ by at most
+    one. The last stage, which has the head and the loss, is never the longer; the first, which holds most activations,
+    only where all between them are (as for Llama 3 405B: arXiv 2407.21783, section 3.3.2)."""
     each, more = divmod(layers, stages)
     longer = [*range(1, stages - 1), 0][:more]
     return tuple(each + (stage in longer) for stage in range(stages))
 
 
 def actions(schedule: Schedule, rank: int, ranks: int, micros: int, chunks: int = 1) -> list[Action]:
-    """What `rank` of `ranks` does in a step of `micros` micro-batches, in order; `chunks` of layers on each rank, more
-    than one only if interleaved, whose micro-batches come in groups of `ranks`.
+    """Returns the actions of `rank` of `ranks` in a step of `micros` micro-batches, in order. `chunks`: of layers on
+    each rank; more than one only if interleaved, where micro-batches run in groups of `ranks`.
 
-    One rank runs each micro-batch forward and backward, one after another, whatever the schedule: today's loop.
+    A single rank runs each micro-batch forward and backward, one after another, whatever the schedule.
     """
     total = micros * chunks
     before = min(in_flight(schedule, rank, ranks, micros, chunks) - 1, total)
@@ -96,14 +96,14 @@ def actions(schedule: Schedule, rank: int, ranks: int, micros: int, chunks: int 
 
 
 def _place(number: int, ranks: int, chunks: int, is_forward: bool) -> Action:
-    """The `number`-th forward, or backward, of a rank: `ranks` micro-batches through a chunk, then through the next."""
+    """Returns the `number`-th forward, or backward, of a rank: `ranks` micro-batches a chunk, then the next chunk."""
     group, within = divmod(number, ranks * chunks) if chunks > 1 else (0, number)
     chunk, place = divmod(within, ranks) if chunks > 1 else (0, within)
     return Action(is_forward, chunk if is_forward else chunks - 1 - chunk, group * ranks + place)
 
 
 def in_flight(schedule: Schedule, rank: int, ranks: int, micros: int, chunks: int = 1) -> int:
-    """Most chunk-passes whose activations `rank` holds at once: each is a micro-batch's through one of its chunks."""
+    """Returns the most passes (of one micro-batch through one chunk) whose activations `rank` holds at once."""
     if ranks == 1:
         return 1
     if schedule == "gpipe":
@@ -114,5 +114,6 @@ def in_flight(schedule: Schedule, rank: int, ranks: int, micros: int, chunks: in
 
 
 def bubble(ranks: int, micros: int, chunks: int = 1) -> float:
-    """Time in which a rank waits for others, over its computing: of every schedule, where links cost nothing."""
+    """Returns the time that a rank waits for others, over its computing: in every schedule, where links cost
+    nothing."""
     return (ranks - 1) / (chunks * micros)

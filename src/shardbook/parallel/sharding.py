@@ -1,7 +1,7 @@
-"""Sharding: a layout is applied to a model with fully_shard, and steered through the micro-batches of a step.
+"""Sharding: applies a layout to a model with fully_shard, and sets what each micro-batch of a step gathers and reduces.
 
 Invariant: gradients are SUMS over ranks (the loss is already divided by the global token count), so every divide
-factor is 1. `shard_model` is the same for a loop of one's own: see docs/library.md.
+factor is 1. `shard_model` does the same for a loop of one's own: see docs/library.md.
 """
 
 import contextlib
@@ -32,44 +32,43 @@ from shardbook.parallel.watch import Watch
 @dataclass
 class ShardedModel:
     """A model under its stage. Every parameter is a DTensor, Shard(0) along dp_shard and Replicate along dp_replicate,
-    of its part where it is cut along tp; or a plain tensor, where one rank has it all: `copies` is set."""
+    and sharded along tp where its matrix is; or, where `copies` is set, a plain tensor: each rank has all of it."""
 
     model: nn.Module
     layout: Layout
-    # of error feedback, flat fp32, by what they belong to: state that a checkpoint must hold, and that fits only where
-    # the name is the same; empty where nothing keeps any
+    # Error feedback's residuals, flat fp32, by a name of their unit and mesh. A checkpoint must hold them, and they can
+    # be loaded only under the same name. Empty without error feedback.
     residuals: dict[str, Tensor]
     copies: Copies | None = None
-    mesh: DeviceMesh | None = None  # where it has an axis tp
-    # of each chunk of layers that runs by itself, where there are several; and what passes between ranks of them
-    parts: "list[ShardedModel]" = field(default_factory=list)
-    links: Links | None = None
+    mesh: DeviceMesh | None = None  # set where it has an axis tp
+    parts: "list[ShardedModel]" = field(default_factory=list)  # one for each chunk of layers, where there are several
+    links: Links | None = None  # to the neighbours along pp
     offloaded: Any = None  # memory/offload.py's, where masters are not on the device
-    is_last: bool = True  # of the micro-batches of a step; a loop that says nothing reduces after each backward
+    is_last: bool = True  # the step's last micro-batch; True by default: a loop that never sets it always reduces
 
     @property
     def masters(self) -> nn.Module:
-        """What has the parameters at rest, in the dtype of masters, by the model's names. All steps are done."""
+        """The module that has the parameters at rest, in the master dtype, by the model's names, all steps done."""
         return self.offloaded.masters() if self.offloaded else self.model
 
     @property
     def gradients(self) -> Any:
-        """What has them after a step's last backward: the parameters, or what took them off the device."""
+        """The holder of the gradients after a step's last backward: the parameters, or the offloaded optimizer."""
         if self.links:
             return self.links.parameters(self.model)
         return self.offloaded.optimizer if self.offloaded else self.model.parameters()
 
     @property
     def chunks(self) -> "list[ShardedModel]":
-        """What runs by itself: all of it, or each of its parts."""
+        """The models that run by themselves: this one, or each of its parts."""
         return self.parts or [self]
 
     def take_metrics(self) -> dict[str, float]:
-        """What moved between the device and elsewhere; nothing where nothing does."""
+        """Returns the metrics of traffic between device, host and disk; empty without offload."""
         return self.offloaded.take_metrics() if self.offloaded else {}
 
     def spread(self) -> None:
-        """What was loaded into `masters` goes to where it is used."""
+        """Copies weights that were just loaded into `masters` to where they are used."""
         if self.offloaded:
             self.offloaded.spread()
 
@@ -79,8 +78,8 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Around forward and backward of one micro-batch, or around its backward: what that reduces and which
-        parameters it frees. `is_last`: of the optimizer step."""
+        """Sets, around forward and backward of one micro-batch or around its backward alone, what this backward reduces
+        and which parameters it frees. `is_last`: it is the last one of the optimizer step."""
         self.is_last = is_last
         for other in (self.copies, self.offloaded):
             if other:
@@ -100,8 +99,9 @@ class ShardedModel:
             sum_uncut(self.model, self.mesh, self.layout.uncut_numel)
 
     def fill_gradients(self) -> None:
-        """A backward is over: after a step's last one what no rank reached has zeros, in every stage. fully_shard alone
-        makes them for units that were ever gathered, so optimizers would decay a weight or not by its past."""
+        """Sets, after a step's last backward, zeros as the gradients of trained parameters that no rank reached, in
+        every stage. fully_shard does so only for units that were ever gathered, so whether an optimizer decays such a
+        weight would depend on its past."""
         if self.is_last and not self.offloaded and not (self.copies and self.copies.gathered):
             for parameter in self.model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
@@ -109,8 +109,8 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def gathered_once(self) -> Iterator[None]:
-        """Around forwards without backward: what one gathers stays for the next. Then nothing stays, and settings are
-        as before. With hpZ each forward gathers again, inside: a secondary mesh cannot be set twice."""
+        """Keeps, around forwards without backward, gathered parameters for the next; then frees them and restores
+        settings. With hpZ each forward gathers again, inside the node: a secondary mesh cannot be set twice."""
         again = not self.copies and not self.layout.switches.secondary
         freed = [unit.handle for unit in self.layout.units if again and unit.reshard_after_forward]
         for handle in freed:
@@ -121,7 +121,7 @@ class ShardedModel:
         self.reshard()
 
     def reshard(self) -> None:
-        """Free what is gathered. Needed after an evaluation: a forward without backward leaves parameters gathered."""
+        """Frees gathered parameters. Needed after an evaluation: a forward without backward leaves them gathered."""
         for part in self.chunks:
             if part.copies:
                 part.copies.free()
@@ -131,17 +131,17 @@ class ShardedModel:
 
 
 def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool = True) -> ShardedModel:
-    """Put `model` under its stage, in place; `mesh` has the axes of `layout.sizes`. The model may lie on the meta
-    device; what does not is moved to the mesh's, where residuals of error feedback are made too.
+    """Puts `model` under its stage, in place; `mesh` has the axes of `layout.sizes`. Tensors of the model may lie on
+    the meta device; all others are moved to the mesh's device, where residuals of error feedback are made too.
 
     Where there is more than one shard each unit is wrapped with fully_shard, inner before outer, the root last. A model
     of several chunks of layers has a root for each: after a backward of one nothing is done to the others. `ours`: the
-    process is, too, so that nobody else has made process groups.
+    process is Shardbook's own, so nobody else has made process groups.
     """
     lend_group(model, layout)
     links = build_links(layout, mesh)
     views: Any = getattr(model, "chunks", None) or [model]
-    watch = Watch()  # one: what broke in a chunk of layers broke the model
+    watch = Watch()  # one for all chunks: an error in one of them broke the whole model
     parts = [_apply(view, own, mesh, watch) for view, own in zip(views, layout.chunks, strict=True)]
     if ours and layout.shards > 1 and mesh.device_type == "cuda":
         separate_reductions(views)
@@ -157,13 +157,13 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, watch: Watch) -> 
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(mesh.device_type)
-        replicas = mesh.get_group(DP_REPLICATE) if layout.replicas > 1 else None  # the ranks that hold the same
+        replicas = mesh.get_group(DP_REPLICATE) if layout.replicas > 1 else None  # ranks with the same parameters
         return _watched(ShardedModel(model, layout, {}, Copies(model, layout, replicas, output, watch)), watch)
     whole = mesh if layout.alike > 1 else None
     if whole:
         place_cuts(model, whole)
     switches, shards, hops = layout.switches, layout.shards, build_hops(layout, mesh)
-    # A 2-D mesh makes fully_shard all-reduce along the first axis, with one replica in a group of one.
+    # Not 2-D for one replica: fully_shard would all-reduce along the first axis, in a group of one rank.
     mesh = mesh[DP_REPLICATE, DP_SHARD] if layout.replicas > 1 else mesh[DP_SHARD]
     order, residuals = [*layout.units[-2::-1], layout.units[-1]], dict[str, Tensor]()
     with share_secondary_mesh():
@@ -178,13 +178,13 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, watch: Watch) -> 
             fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
     for number, unit in enumerate(order):
         gather_bytes(unit)
-        # SUM with factor 1: the default divides by the number of ranks, which would divide twice; forcing the plain
-        # sum matters because gloo knows no pre-multiplied one.
+        # SUM with factor 1: the default divides by the number of ranks, though the loss is divided already. The plain
+        # sum is forced because gloo has no pre-multiplied one.
         unit.handle.set_gradient_divide_factor(1.0)
         unit.handle.set_force_sum_reduction_for_comms(True)
         unit.handle.set_unshard_in_backward(unit.read_in_backward)
         if hasattr(unit.handle, "set_reduce_scatter_unused_params"):  # torch >= 2.13
-            # a parameter that only some ranks used: the others reduce zeros, else ranks would sum unlike buffers
+            # Where only some ranks used a parameter the others reduce zeros: else ranks would sum unequal buffers.
             unit.handle.set_reduce_scatter_unused_params(True, recurse=False)
         if unit.shapes and switches.quantizes(unit.numel):
             if switches.weights_bits:
@@ -206,25 +206,25 @@ def _watched(sharded: ShardedModel, watch: Watch) -> ShardedModel:
 
 
 def separate_reductions(roots: list[nn.Module]) -> None:
-    """Give the reduce-scatters of all `roots` one communicator of their own, where torch can (2.13): NCCL runs what
-    shares one in turn, and in backward a gather waits for the reduction before it. (gloo's run in turn anyhow.)
-    Collective: torch names the group by how many groups a rank is in already, which must be alike along dp_shard."""
+    """Gives the reduce-scatters of all `roots` a communicator of their own, where torch can (2.13): NCCL runs the
+    collectives of one in turn, so in backward an all-gather would wait for the reduce-scatter before it. (gloo runs all
+    in turn.) Collective: torch names it by how many groups a rank is in already, which must be equal along dp_shard."""
     if separate := getattr(FSDPModule, "set_separate_reduce_scatter_group", None):
         separate(nn.ModuleList(roots))
 
 
 def build_hops(layout: Layout, mesh: DeviceMesh) -> list[tuple[ProcessGroup, int]]:
-    """The process group and bits of each exchange of a quantised reduction."""
+    """Returns the process group and bits of each exchange of a quantised reduction."""
     where = build_node_mesh(mesh, layout.switches.inside) if len(layout.hops) > 1 else mesh
     return [(where.get_group(axis), bits) for axis, _, bits in layout.hops]
 
 
 def apply_prefetch(layout: Layout) -> None:
-    """Gather so many units ahead of the running one.
+    """Sets how many units are gathered ahead of the running one, as the layout says (prefetch).
 
     Always explicit in backward: torch's own order is the reverse of the forwards since the last backward, so the first
     backward after an evaluation would gather, for nothing, a unit that the evaluation ran. A list that names only the
-    unit itself, which is gathered already, stands for none.
+    unit itself, which is gathered already, prefetches none.
     """
     *inner, root = layout.units
     units: list[Unit] = [root, *inner] if root.shapes else inner  # in forward order

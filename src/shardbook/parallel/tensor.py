@@ -1,10 +1,10 @@
-"""Tensor parallel: matrices, embedding and head split over neighbouring ranks, and between them the tokens.
+"""Tensor parallel: matrices, embedding and head split over neighbouring ranks, and around norms the tokens.
 
 Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3) with its sequence parallel always on (Korthikanti et al.,
-arXiv 2205.05198, section 4.2.2): around a norm a rank has its share of the flat [B * L] tokens and all their numbers;
-inside attention and MLP all tokens, and its share of heads and of inner numbers. Invariant: every rank of the axis
-has the same rows and the same loss, and a parameter that is not cut has a part of its gradient on each: `sum_uncut`.
-Applied on the meta device, before checkpointing, compile and stage.
+arXiv 2205.05198, section 4.2.2): around a norm a rank has its share of the flat [B * L] tokens and all features;
+inside attention and MLP it has all tokens, and its share of heads and of the MLP's inner features. Invariant: every
+tensor-parallel rank has the same rows and the same loss; a parameter that is not sharded along tp has a summand of its
+gradient on each rank, which `sum_uncut` adds up. Applied on the meta device, before checkpointing, compile and stage.
 """
 
 from collections.abc import Sequence
@@ -26,35 +26,35 @@ from shardbook.parallel.units import CUT, STANDS_FOR
 
 @dataclass(eq=False)
 class TensorAxis:
-    """The ranks that share a model's matrices, and the place of this one among them. Its modules hold it; the group is
-    there when the mesh is."""
+    """The tensor-parallel ranks, and the place of this one among them. Tensor-parallel modules hold it; `group` is set
+    once there is a mesh."""
 
     size: int
     place: int
     group: dist.ProcessGroup | None = None
 
     def share(self, count: int) -> slice:
-        """Which of `count` rows, or columns, are this rank's: as torch.chunk cuts, the last ranks fewer."""
+        """Returns which of `count` rows, or columns, are this rank's: as torch.chunk splits, the last ranks fewer."""
         each = ceil_div(count, self.size)
         return slice(min(self.place * each, count), min((self.place + 1) * each, count))
 
     def balanced(self, count: int) -> range:
-        """Which of `count` things are this rank's, where no rank may be without: as many as another's, or one less."""
+        """Returns which of `count` heads (at least one a rank) are this rank's: numbers differ by at most one."""
         return range(self.place * count // self.size, (self.place + 1) * count // self.size)
 
     def gather(self, part: Tensor) -> Tensor:
-        """Tokens [1, n, hidden] of each rank -> [1, size * n, hidden]; backward sums and scatters."""
+        """Gathers the tokens [1, n, hidden] of each rank as [1, size * n, hidden]; backward reduce-scatters."""
         return _Gather.apply(part, self)
 
     def scatter(self, whole: Tensor) -> Tensor:
-        """Tokens [..., hidden], size * n of them, of which each rank has a summand -> [1, n, hidden], its part of the
-        sum; backward gathers."""
+        """Reduce-scatters size * n tokens [..., hidden], of which each rank has a summand, to [1, n, hidden], this
+        rank's part of the sum; backward all-gathers."""
         part: Tensor = _Scatter.apply(whole, self)
         return part
 
 
 def gather_plain(part: Tensor, axis: TensorAxis) -> Tensor:
-    """[1, n, ...] of each rank -> [1, size * n, ...]."""
+    """Gathers [1, n, ...] of each rank as [1, size * n, ...], without autograd. Collective."""
     assert axis.group is not None, "the axis has no mesh yet"
     whole = part.new_empty(1, axis.size * part.shape[1], *part.shape[2:])
     all_gather(whole[0], part.contiguous()[0], axis.group)
@@ -92,19 +92,19 @@ class _Scatter(torch.autograd.Function):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's part, as a plain tensor whose gradient goes to the whole: all of what is on no mesh."""
+    """Returns this rank's part of a DTensor, whose gradient goes on to the DTensor; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class PartLinear(nn.Linear):
-    """A linear map of which a rank computes a part: all of what it holds, or, where that is the whole matrix, the
-    `rows` or the `columns` that are its own."""
+    """A column- or row-parallel linear. A rank computes with all of the weight [out, in] that it holds or, where that
+    is the whole matrix, with its own `rows` (column-parallel) or `columns` (row-parallel)."""
 
     axis: TensorAxis
     rows: tuple[slice, ...] = ()
     columns: slice | None = None
-    sums: bool = False  # whether ranks' results are summands: then they are summed, and tokens split
-    held: tuple[Tensor, Tensor | None]  # weight and bias, of this rank: hold_parts
+    sums: bool = False  # row-parallel: the results of ranks are summands, which are reduce-scattered over tokens
+    held: tuple[Tensor, Tensor | None]  # this rank's weight and bias as plain tensors, set by hold_parts
 
     def forward(self, given: Tensor) -> Tensor:
         weight, bias = self.held
@@ -117,38 +117,38 @@ class PartLinear(nn.Linear):
 
 
 def pick(whole: Tensor, rows: tuple[slice, ...]) -> Tensor:
-    """Those `rows`, one piece after another; none named: all."""
+    """Returns the `rows` of `whole`, one piece after another; without any named, all rows."""
     if len(rows) > 1:
         return torch.cat([whole[piece] for piece in rows])
     return whole[rows[0]] if rows else whole
 
 
 class PartEmbedding(nn.Embedding):
-    """The embedding of which a rank has the rows of its share of the vocabulary: ids [B, L] -> its tokens of the flat
-    [1, B * L / size, hidden]."""
+    """A vocabulary-parallel embedding: a rank has the rows of its share of the vocabulary. Its forward takes ids [B, L]
+    and returns this rank's share of the flat tokens, [1, B * L / size, hidden]."""
 
     axis: TensorAxis
-    first: int  # of its rows
+    first: int  # the first token id of its rows
 
     def forward(self, ids: Tensor) -> Tensor:
         weight = local_part(self.weight)
         here = ids - self.first
         outside = (here < 0) | (here >= len(weight))
         padding = self.padding_idx
-        if padding is not None:  # whose row gets no gradient
+        if padding is not None:  # the row of padding_idx gets no gradient, on the rank that has it
             padding = padding - self.first if 0 <= padding - self.first < len(weight) else None
         found = F.embedding(here.masked_fill(outside, 0), weight, padding_idx=padding)
         return self.axis.scatter(found.masked_fill(outside[..., None], 0.0))
 
 
 def cut_columns(module: nn.Module, axis: TensorAxis) -> None:
-    """Have a linear map take its share of the numbers that come in: ranks' results are summands."""
+    """Makes a linear row-parallel: a rank takes its share of the input features, and the results are summands."""
     cut_parameter(module, "weight", 1, axis)
     _become_part(module, axis, sums=True)
 
 
 def cut_rows(module: nn.Module, axis: TensorAxis) -> None:
-    """Have a linear map make its share of the numbers."""
+    """Makes a linear column-parallel: a rank computes its share of the output features."""
     for name in ("weight", "bias"):
         if getattr(module, name) is not None:
             cut_parameter(module, name, 0, axis)
@@ -156,12 +156,12 @@ def cut_rows(module: nn.Module, axis: TensorAxis) -> None:
 
 
 def compute_columns(module: nn.Module, columns: slice, axis: TensorAxis) -> None:
-    """As cut_columns, with the whole matrix kept on each rank."""
+    """Makes a linear row-parallel as cut_columns does, but keeps the whole matrix on each rank."""
     _become_part(module, axis, sums=True, columns=columns)
 
 
 def compute_rows(module: nn.Module, rows: Sequence[slice], axis: TensorAxis) -> None:
-    """As cut_rows, with the whole matrix kept on each rank."""
+    """Makes a linear column-parallel as cut_rows does, but keeps the whole matrix on each rank."""
     _become_part(module, axis, rows=tuple(rows))
 
 
@@ -180,7 +180,7 @@ def _become_part(module: Any, axis: TensorAxis, **how: Any) -> None:
 
 
 def cut_parameter(module: nn.Module, name: str, dim: int, axis: TensorAxis) -> None:
-    """Leave of a parameter on the meta device what is this rank's along `dim`."""
+    """Replaces a parameter on the meta device by this rank's share of it along `dim`."""
     whole = getattr(module, name)
     share = axis.share(whole.shape[dim])
     local = nn.Parameter(whole.narrow(dim, share.start, share.stop - share.start).contiguous(), whole.requires_grad)
@@ -190,19 +190,20 @@ def cut_parameter(module: nn.Module, name: str, dim: int, axis: TensorAxis) -> N
 
 
 def hold_parts(block: nn.Module) -> None:
-    """Have a block's linear maps compute with plain tensors: a compiled block that is recomputed cannot save what makes
-    a DTensor (torch 2.13: the mesh is no Tensor). A hook, as what is gathered is there only just before."""
+    """Has a block's tensor-parallel linears compute with plain tensors: a compiled block that is recomputed cannot save
+    what makes a DTensor (torch 2.13: its mesh is no Tensor). A hook sets them just before each forward of the block,
+    because gathered parameters exist only from then on."""
     parts = [module for module in block.modules() if isinstance(module, PartLinear)]
 
     def before(block: nn.Module, inputs: Any) -> None:
         for module in parts:
             module.held = local_part(module.weight), None if module.bias is None else local_part(module.bias)
 
-    block.register_forward_pre_hook(torch.compiler.disable(before))  # no graph of its own
+    block.register_forward_pre_hook(torch.compiler.disable(before))  # else the hook is compiled as a graph of its own
 
 
 def gather_inputs(attention: nn.Module, mlp: nn.Module, axis: TensorAxis) -> None:
-    """Have a block's two halves see all tokens."""
+    """Registers hooks that all-gather the tokens before a block's attention and before its MLP."""
 
     def before_attention(module: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
         rows, length = named["position_embeddings"][0].shape[:2]
@@ -214,12 +215,13 @@ def gather_inputs(attention: nn.Module, mlp: nn.Module, axis: TensorAxis) -> Non
 
 
 def gather_outputs(norm: nn.Module, axis: TensorAxis) -> None:
-    """Have what follows `norm` see all tokens."""
+    """Registers a hook that all-gathers the tokens after `norm`."""
     norm.register_forward_hook(lambda module, inputs, output: axis.gather(output))
 
 
 def place_cuts(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Make what is cut of `model` DTensors on `mesh`'s axis, by their whole shapes; a tied one stays one."""
+    """Makes DTensors, with their whole shapes, of the parameters of `model` that are sharded along tp, on `mesh`'s axis
+    tp. A tied parameter stays one. Sets the group of every TensorAxis."""
     along = mesh[TP]
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -240,14 +242,14 @@ def place_cuts(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def is_cut(parameter: nn.Parameter) -> bool:
-    """Whether ranks of the axis have each their own part of it."""
+    """Returns whether `parameter` is sharded along tp."""
     return isinstance(parameter, DTensor) and TP in (parameter.device_mesh.mesh_dim_names or ())
 
 
 @torch.no_grad()
 def sum_uncut(model: nn.Module, mesh: DeviceMesh, numel: int) -> None:
-    """Sum the gradients of what is not cut over the ranks of the axis, in one all-reduce of `numel` elements, padding
-    included. Once a step, after its last backward. Collective."""
+    """Sums the gradients of parameters that are not sharded along tp over the tensor-parallel ranks, in one all-reduce
+    of `numel` elements, padding included. Called once a step, after its last backward. Collective."""
     parts = [local_part(p.grad) for p in model.parameters() if p.grad is not None and not is_cut(p)]
     sizes = [part.numel() for part in parts]
     flat = parts[0].new_zeros(numel)

@@ -1,7 +1,7 @@
-"""Units: what of a model is sharded, gathered and reduced together, and in which order a pass meets them.
+"""Units: groups of modules that are sharded, gathered and reduced together, and the order in which a pass runs them.
 
-Invariant: every parameter is in exactly one unit, a tied one too. Facts of shapes only: the model may lie on the meta
-device, and no rank need exist, so formulas read them as stages do.
+Invariant: every parameter is in exactly one unit, a tied one too. Units hold facts of shapes only: the model may lie on
+the meta device, and no rank need exist, so a plan's formulas read the same units as a run.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,28 +17,29 @@ from torch.distributed.fsdp import FSDPModule
 from shardbook.arithmetic import ceil_div, round_up
 from shardbook.recipe import Parallel, RecipeError
 
-FORWARD_ONLY = "forward_only"  # of a module that no backward reaches: FREED after its forward, or HELD to its end
+# Attributes that are set on modules and parameters:
+FORWARD_ONLY = "forward_only"  # on a module that no backward reaches: FREED after its forward, HELD until a pass ends
 FREED, HELD = "freed", "held"
-STANDS_FOR = "stands_for"  # of a parameter that is packed, or cut: how many of the model's it is
-WHOLE = "whole_shapes"  # of a model that has some of a pipeline's layers: the shape of every parameter of all, by name
-CUT = "cut"  # of one that is cut for tensor parallel: along which dim, and its whole shape
+STANDS_FOR = "stands_for"  # on a packed or tensor-parallel parameter: its number of elements in the whole model
+WHOLE = "whole_shapes"  # on one pipeline stage of a model: the shape of every parameter of the whole model, by name
+CUT = "cut"  # on a parameter that is sharded along tp: the dim, and its whole shape
 
 
-@dataclass(frozen=True, eq=False)  # each is itself: plans look one up thousands of times
+@dataclass(frozen=True, eq=False)  # compared by identity: plans look a unit up thousands of times
 class Unit:
-    """Modules that are sharded, gathered and reduced together, and what of them is a fact before any rank exists."""
+    """Modules that are sharded, gathered and reduced together, with the facts that are known before any rank exists."""
 
     modules: tuple[nn.Module, ...]
-    shapes: tuple[torch.Size, ...]  # of its own parameters: those in no unit inside it; a tied one once
-    trained: tuple[bool, ...]  # whether each of them gets a gradient
-    itemsizes: tuple[int, ...]  # bytes of an element of each at rest
-    hidden: tuple[bool, ...]  # whether each of them is a matrix inside a block
-    cut: tuple[bool, ...]  # whether ranks of the tensor axis have parts of each, or all the same
-    parameters: int  # of the model: more than numel where a base is packed, or cut
-    frees: bool  # after each backward, or kept gathered until the step's last one
-    reshard_after_forward: bool  # freed there too; not what forward ends with, whose backward comes next
-    read_in_backward: bool  # gathered for it; a lookup's gradient needs no weight
-    spans: bool  # runs first and last (the root, or embedding and head in one): never freed inside a pass
+    shapes: tuple[torch.Size, ...]  # of its own parameters (those in no unit inside it), a tied one once
+    trained: tuple[bool, ...]  # of each of these parameters: it gets a gradient
+    itemsizes: tuple[int, ...]  # of each: bytes of an element at rest
+    hidden: tuple[bool, ...]  # of each: it is a matrix inside a block
+    cut: tuple[bool, ...]  # of each: it is sharded along tp, not the same on every tensor-parallel rank
+    parameters: int  # as the whole model counts them: more than numel where they are packed or sharded along tp
+    frees: bool  # freed after each backward; False: kept gathered until the step's last backward
+    reshard_after_forward: bool  # freed after forward too; False for the last unit, whose backward comes next
+    read_in_backward: bool  # gathered for backward; False for an embedding, whose gradient needs no weight
+    spans: bool  # runs first and last (the root, or embedding and head in one), so it is never freed inside a pass
     forward_only: bool  # no backward reaches it
 
     @cached_property
@@ -47,21 +48,21 @@ class Unit:
 
     @property
     def trained_matrices(self) -> list[torch.Size]:
-        """Shapes of those in a block."""
+        """The shapes of the trained matrices inside a block."""
         return [shape for shape, *both in zip(self.shapes, self.trained, self.hidden, strict=True) if all(both)]
 
     def padded_numel(self, shards: int, trained_only: bool = False) -> int:
-        """Elements of all `shards` shards together, each tensor's as long as its longest."""
+        """Returns the elements of all `shards` shards together, each tensor's shards padded to its longest."""
         shapes = compress(self.shapes, self.trained) if trained_only else self.shapes
         return sum(round_up(shape[0], shards) * prod(shape[1:]) for shape in shapes)
 
     def uncut_numel(self, shards: int) -> int:
-        """Elements of one shard, padded, of what is trained and the same on every rank of the tensor axis."""
+        """Returns the elements of one shard, padded, of trained parameters that are the same along tp."""
         each = zip(self.shapes, self.trained, self.cut, strict=True)
         return sum(ceil_div(shape[0], shards) * prod(shape[1:]) for shape, trained, cut in each if trained and not cut)
 
     def rest_bytes(self, shards: int, master: int) -> int:
-        """Bytes of one shard at rest, padded: what is trained in `master` bytes an element, what is frozen as it is."""
+        """Returns the bytes of one shard at rest, padded: `master` bytes a trained element, a frozen one's own."""
         each = zip(self.shapes, self.trained, self.itemsizes, strict=True)
         return sum(
             ceil_div(shape[0], shards) * prod(shape[1:]) * (master if trained else size)
@@ -69,29 +70,29 @@ class Unit:
         )
 
     def cast_numel(self, compute: int) -> int:
-        """Elements of what lies at rest in another dtype than one of `compute` bytes."""
+        """Returns the elements of parameters whose dtype at rest is not one of `compute` bytes an element."""
         return sum(prod(shape) for shape, size in zip(self.shapes, self.itemsizes, strict=True) if size != compute)
 
     def gathers(self, micros: int, forwards: int = 1) -> int:
-        """All-gathers in a step of `micros` micro-batches, each of so many `forwards`: the last has a backward."""
+        """Returns the all-gathers in a step of `micros` micro-batches of `forwards` forwards and one backward each."""
         again = self.gathers_again + (forwards - 1) * self.reshard_after_forward
         return micros * (1 + again) if self.frees else 1
 
     @property
     def gathers_again(self) -> bool:
-        """Whether backward gathers what forward had."""
+        """Returns whether backward gathers the parameters again that forward had gathered."""
         return self.reshard_after_forward and self.read_in_backward
 
     @property
     def handle(self) -> FSDPModule:
-        """Where fully_shard's settings of this unit are made, once it is applied."""
+        """The module on which this unit's fully_shard settings are made, once fully_shard is applied."""
         module = self.modules[0]
         assert isinstance(module, FSDPModule)
         return module
 
 
 def shard_rows(rows: int, ranks: int, rank: int) -> int:
-    """Rows of dim 0 that shard `rank` of `ranks` really has: the last ones may be shorter, or empty."""
+    """Returns the rows of dim 0 of shard `rank` of `ranks`, without padding: the last ones may be shorter, or empty."""
     padded = ceil_div(rows, ranks)
     return max(0, min(padded, rows - rank * padded))
 
@@ -99,12 +100,12 @@ def shard_rows(rows: int, ranks: int, rank: int) -> int:
 def choose_units(
     model: nn.Module, parts: Sequence[Sequence[nn.Module]], blocks: Sequence[nn.Module], frees: bool, parallel: Parallel
 ) -> tuple[Unit, ...]:
-    """The units of `model` in forward order, outer before inner, but the root (with what no other takes) last.
+    """Returns the units of `model` in forward order, outer before inner, but the root (with all other parameters) last.
 
-    `frees`: whether the stage frees parameters after forward. `parts`: groups of modules as `wrap = block` has them, in
-    forward order; `blocks`: those of them that are blocks. `wrap = size:<n>`: each smallest module inside a block (no
-    norm by itself) with n parameters that no smaller one took, and each other part of n parameters; the root takes the
-    rest. `wrap = none`: the root takes everything.
+    `frees`: whether the stage frees parameters after forward. `parts`: the groups of modules that are units with
+    `wrap = block`, in forward order; `blocks`: the blocks among them. `wrap = size:<n>`: each smallest module inside a
+    block (no norm by itself) with n parameters that no smaller one took, and each other part of n parameters; the root
+    takes the rest. `wrap = none`: the root takes everything. Raises RecipeError where a knob would change nothing.
     """
     in_blocks = {module for block in blocks for module in block.modules()}
     hidden = {p for block in blocks for p in block.parameters() if p.ndim == 2}
@@ -124,7 +125,8 @@ def choose_units(
         fate = getattr(modules[0], FORWARD_ONLY, "")
         is_kept |= modules[0] not in in_blocks and fate != FREED and not parallel.reshard_root
         is_lookup = all(isinstance(module, nn.Embedding) for module in modules)
-        is_around = outer == [modules] and not is_lookup and modules != parts[-1]  # not one end of some layers alone
+        # embedding and head in one unit, around all blocks; not the only end that a pipeline stage has
+        is_around = outer == [modules] and not is_lookup and modules != parts[-1]
         spans = modules == [model] or is_around or fate == HELD
         units.append(
             Unit(
@@ -150,8 +152,8 @@ def choose_units(
 
 
 def _check_units(units: list[Unit], blocks: Sequence[nn.Module], frees: bool, parallel: Parallel) -> None:
-    """Raise RecipeError where a knob can do nothing to these units; of a pipeline to its blocks, which are alike on all
-    ranks: else one would refuse alone, and the others wait for it."""
+    """Raises RecipeError where a knob would change nothing for these units. With a pipeline only blocks count, which
+    are the same on all ranks: else one rank would refuse alone, and the others would wait for it."""
     whole = parallel.pp_size == 1
     own = [unit for unit in units if unit.shapes and (whole or unit.modules[0] in blocks)]
     if max(parallel.forward_prefetch, parallel.backward_prefetch) > 0 and len(own) == 1 and whole:
@@ -169,7 +171,7 @@ def _check_units(units: list[Unit], blocks: Sequence[nn.Module], frees: bool, pa
 
 
 def own_parameters(units: Sequence[Unit]) -> list[list[nn.Parameter]]:
-    """The parameters of each of `units`, outer before inner, the root last; what is in a unit inside it is not."""
+    """Returns the parameters of each of `units` (outer before inner, the root last) that are in no unit inside it."""
     found, taken = list[list[nn.Parameter]](), set[nn.Parameter]()
     for unit in [*units[-2::-1], units[-1]]:
         found.append([parameter for parameter in _parameters(unit.modules) if parameter not in taken])
@@ -182,9 +184,9 @@ def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def _modules_of_size(module: nn.Module, least: int) -> list[nn.Module]:
-    """The smallest modules of `module` with `least` parameters that no smaller one took; outer ones first. A norm stays
-    with what is around it: alone it would cost a gather of its own, and models list norms out of the order in which
-    they run, which prefetch goes by."""
+    """Returns the smallest modules of `module` with `least` parameters that no smaller one took; outer ones first. A
+    norm stays with the module around it: alone it would cost a gather of its own, and models list norms out of the
+    order in which they run, by which units are prefetched."""
     found = [inner for child in module.children() for inner in _modules_of_size(child, least)]
     taken = set(_parameters(found))
     left = sum(p.numel() for p in module.parameters() if p not in taken)
@@ -193,13 +195,13 @@ def _modules_of_size(module: nn.Module, least: int) -> list[nn.Module]:
 
 
 def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
-    """How many of the model's they are."""
+    """Returns how many elements of the whole model `parameters` stand for: more than they hold where packed or cut."""
     return sum(getattr(parameter, STANDS_FOR, parameter.numel()) for parameter in parameters)
 
 
 def backward_order(units: Sequence[Unit]) -> list[Unit]:
-    """The order in which backward reaches `units`, which are in forward order, outer before inner: what spans the pass
-    first, then from the last on, and again each outer unit before those inside it."""
+    """Returns the order in which backward reaches `units`, which are in forward order, outer before inner: units that
+    span the pass first, then from the last one on, and again each outer unit before the units inside it."""
     place = {unit.modules[0]: number for number, unit in enumerate(units)}
     last_inside = [max(place.get(module, 0) for module in unit.modules[0].modules()) for unit in units]
     reached = [n for n, unit in enumerate(units) if not unit.forward_only]

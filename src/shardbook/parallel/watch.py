@@ -1,7 +1,7 @@
 """Watches where a backward of a model begins and ends; after an error inside one no later forward begins.
 
-Invariant: every stage is watched alike. What was summed may hold a part of the broken micro-batch, which nobody can
-take out again, and fully_shard's own state after an error is not to be trusted.
+Invariant: every stage is watched in the same way. Summed gradients may hold a part of the broken micro-batch, which
+cannot be taken out again, and fully_shard's own state after an error is not to be trusted.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,22 +16,22 @@ from shardbook.comm.torch_private import call_after_backward, in_backward
 
 
 class Watch:
-    """Follows the passes of a model, or of each of its chunks of layers."""
+    """A watch on the passes of a model, or of each of its chunks of layers."""
 
     def __init__(self) -> None:
-        self.inside = ""  # of what began and has not ended: forward or backward
+        self.inside = ""  # the pass that began and has not ended: forward or backward
 
     def follow(self, model: nn.Module, gathers: bool, end: Callable[[], None] | None = None) -> None:
-        """Watch `model`, whose other hooks are there already; `gathers`: an error inside its forward leaves it broken
-        too. `end` is called when a backward is over, after all else that waits for that."""
+        """Watches `model`, which has its other hooks already. `gathers`: an error inside a forward breaks it too. `end`
+        is called when a backward is over, after every other callback of its end."""
         model.register_forward_pre_hook(partial(self._before_forward, gathers), prepend=True)
         model.register_forward_hook(partial(self._after_forward, end))
 
     def begin_backward(self, end: Callable[[], None] | None = None, gradient: Tensor | None = None) -> None:
-        """A backward has begun; called several times in one it is the same one."""
+        """Notes that a backward has begun. Further calls in the same backward do nothing."""
         if self.inside != "backward":
             self.inside = "backward"
-            # twice: what others have the engine call at the end, fully_shard's last reductions, goes before
+            # Queued twice: else it would run before callbacks that others queue, as fully_shard its last reductions.
             call_after_backward(lambda: call_after_backward(partial(self._end, end)))
 
     def _end(self, end: Callable[[], None] | None) -> None:
@@ -41,7 +41,7 @@ class Watch:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, gathers: bool, module: nn.Module, inputs: Any) -> None:
-        if in_backward():  # a checkpoint's, that runs again: it is no new one
+        if in_backward():  # activation checkpointing recomputes a forward: it is no new one
             return
         if self.inside:
             raise RuntimeError(
@@ -57,7 +57,7 @@ class Watch:
 
 
 def call_before_backward(made: Any, function: Callable[[Tensor], None]) -> None:
-    """Have `function` called when a backward comes to what a forward has `made`."""
+    """Has autograd call `function` when a backward reaches the tensors that a forward has `made`."""
     if torch.is_grad_enabled():
         for tensor in tensors_in(made):
             if tensor.requires_grad:
@@ -65,7 +65,7 @@ def call_before_backward(made: Any, function: Callable[[Tensor], None]) -> None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors inside tuples, lists, mappings and dataclasses."""
+    """Yields the tensors in `value`, also in tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | tuple | list):
