@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardbook.recipe import RecipeError, describe_keys, find_recipe, list_recipes, load_recipe, parse_recipe
 
-# The recipe that `plan --model` plans: the recipes' settings on GPUs.
+# The recipe that `plan --model` plans, with the settings that the shipped recipes have on GPUs.
 PLAIN = """
 [data]
 max_length = 8192
@@ -254,7 +254,7 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
 
 
 def run_translate(file: Path, out: Path | None, without_refused: bool) -> int:
-    """Prints each key's result and writes the recipe. RecipeError for refused keys, which `without_refused` drops."""
+    """Prints each key's result and writes the recipe. Raises RecipeError for refused keys, unless `without_refused`."""
     from shardbook.translate import translate, write_recipe
 
     settings, entries = translate(file)

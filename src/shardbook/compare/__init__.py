@@ -40,7 +40,7 @@ LISTED = "variants.json"  # the runs of a comparison in order, directory -> name
 
 @dataclass(frozen=True)
 class Variant:
-    """One column of the comparison. `words`: what it adds to the command line of the others."""
+    """One run of the comparison. `words`: the overrides that it adds to the common command line."""
 
     name: str
     words: tuple[str, ...]
@@ -51,8 +51,8 @@ class Variant:
 
 
 def read_variants(stages: str, recipe_path: Path, overrides: list[str], nproc: int) -> list[Variant]:
-    """`zero3 hsdp,parallel.dp_replicate_size=4`: variants apart by spaces, each a stage (or nothing, for the recipe's)
-    and overrides. Raises RecipeError for any that would be refused: before one is started."""
+    """Returns the variants in `stages`, such as `zero3 hsdp,parallel.dp_replicate_size=4`: separated by spaces, each a
+    stage (or nothing, for the recipe's) and overrides. Raises RecipeError for one that would be refused."""
     variants = [_read_variant(text, recipe_path, overrides, nproc) for text in stages.split()]
     if not variants:
         raise RecipeError(f"STAGES is empty: name some of {', '.join(STAGES)}, apart by spaces")
@@ -63,7 +63,7 @@ def read_variants(stages: str, recipe_path: Path, overrides: list[str], nproc: i
 
 
 def _read_variant(text: str, recipe_path: Path, overrides: list[str], nproc: int) -> Variant:
-    # a list has commas too: what does not start a key goes on with the one before
+    # a list has commas too: only a comma before `key=` separates overrides
     first, *given = re.split(r",(?=[\w.]+=)", text)
     words = [first, *given] if "=" in first else given
     if "=" not in first:
@@ -85,7 +85,7 @@ def _read_variant(text: str, recipe_path: Path, overrides: list[str], nproc: int
 
 
 def _apart(recipe_path: Path, overrides: list[str], stage: str, nproc: int) -> Iterator[str]:
-    """What a variant of another stage than the recipe's leaves out, and what that stage cannot be without."""
+    """Yields overrides for a variant of another `stage`: values that it needs, and defaults of other stages' keys."""
     before = load_recipe(recipe_path, overrides).parallel
     halves = {"secondary_shard": nproc // 2} if nproc > 3 else {}  # one machine as if it were two nodes
     needs: dict[str, dict[str, Any]] = {"hsdp": {"dp_replicate_size": 2}, "zeropp": SWITCHES | halves}
@@ -96,10 +96,10 @@ def _apart(recipe_path: Path, overrides: list[str], stage: str, nproc: int) -> I
 
 
 def compare(recipe_path: Path, stages: str, overrides: list[str], nproc: int, run: Run, publishes: bool = False) -> int:
-    """Run every variant with `nproc` ranks on this machine in the directory that `run` names, then write the report.
+    """Runs every variant with `nproc` ranks on this machine in the directory that `run` names, then writes the report.
 
-    Returns DONE, FAILED where a variant failed, or PREEMPTED where it was stopped: the same command goes on, for a
-    finished variant is not run again. Raises RecipeError.
+    Returns DONE, FAILED where a variant failed, or PREEMPTED where it was stopped: the same command then
+    continues, and runs no finished variant again. Raises RecipeError.
     """
     variants = read_variants(stages, recipe_path, overrides, nproc)
     check_installed(run)
@@ -135,7 +135,7 @@ def compare(recipe_path: Path, stages: str, overrides: list[str], nproc: int, ru
 
 
 def _check_same(run: Path, recipe: Recipe, nproc: int) -> None:
-    """Raise RecipeError where the run is there already, with other settings: it would be shown as what it is not."""
+    """Raises RecipeError where the run exists with other settings: the report would show it under wrong ones."""
     if not (run / "resolved.toml").is_file():
         return
     before = load_recipe(run / "resolved.toml")
@@ -148,8 +148,8 @@ def _check_same(run: Path, recipe: Recipe, nproc: int) -> None:
 
 
 def run_variant(words: list[str], log: Path, title: str, asked: list[int]) -> int:
-    """`shardbook` with `words`, its output kept in `log` and its steps shown; signals that came meanwhile are passed on
-    and added to `asked`. Returns the exit code."""
+    """Runs `shardbook` with `words`, keeps its output in `log` and prints its steps; passes on signals that arrive
+    meanwhile, and adds them to `asked`. Returns the exit code."""
     process: subprocess.Popen[str] | None = None
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
@@ -165,10 +165,10 @@ def run_variant(words: list[str], log: Path, title: str, asked: list[int]) -> in
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                start_new_session=True,  # a Ctrl-C reaches it once, through us
+                start_new_session=True,  # else a Ctrl-C reaches it twice, from the terminal and from us
                 env=os.environ | {LAUNCHER: str(os.getpid())},  # it ends when this process is gone
             )
-            if asked:  # while it was being started
+            if asked:  # a signal came while it was being started
                 process.send_signal(asked[-1])
             for line in process.stdout or ():
                 file.write(line)
@@ -182,17 +182,17 @@ def run_variant(words: list[str], log: Path, title: str, asked: list[int]) -> in
 
 
 def report(folder: Path, publishes: bool = False) -> None:
-    """report.json, report.html and wandb-workspace.json of the runs in `folder`, and a table on the terminal. The first
-    that finished is what the others are held against. Raises RecipeError where none finished."""
-    folder = folder.resolve()  # its name is the title, also of "."
+    """Writes report.json, report.html and wandb-workspace.json of the runs in `folder`, and prints a table. The first
+    run that finished is the baseline of the others. Raises RecipeError where none finished."""
+    folder = folder.resolve()  # its name is the title, also where it is given as "."
     try:
         listed = dict(json.loads((folder / LISTED).read_text()))
     except (ValueError, TypeError) as error:
         raise RecipeError(f"{folder / LISTED}: damaged ({error}); run the comparison again") from None
-    except FileNotFoundError:  # runs that were put there by hand, of a cluster perhaps
+    except FileNotFoundError:  # runs that were copied there by hand, perhaps from a cluster
         listed = {path.parent.name: path.parent.name for path in sorted(folder.glob("*/resolved.toml"))}
     outcomes = [read_outcome(folder / name, shown) for name, shown in listed.items()]
-    outcomes.sort(key=lambda outcome: not outcome.finished)  # else as given
+    outcomes.sort(key=lambda outcome: not outcome.finished)  # finished ones first, else as given
     if not outcomes or not outcomes[0].finished:
         why = "".join(f"; {outcome.name}: {outcome.note}" for outcome in outcomes)
         raise RecipeError(f"{folder}: none of its {len(outcomes)} variants can be reported{why}")

@@ -10,12 +10,12 @@ from string import Template
 from shardbook.compare.page import table
 from shardbook.data.look import COLUMNS, Look, Piece
 
-HIGH, NAMES, WIDE = 22, 120, 380  # of the histogram: a bar with its room, room for names, all of it
-COUNTS = 60  # room for counts
+HIGH, NAMES, WIDE = 22, 120, 380  # in the histogram: height of a bar and its gap, width for names, full width
+COUNTS = 60  # width for counts
 
 
 def write_data_page(path: Path, title: str, look: Look) -> None:
-    """Write the page of `look`."""
+    """Writes the page of `look`."""
     folder = Path(__file__).parent
     rows = "".join(
         f"<h3>{escape(name)}</h3>"
@@ -36,7 +36,7 @@ def write_data_page(path: Path, title: str, look: Look) -> None:
 def _token(piece: Piece) -> str:
     tag = "mark" if piece.trained else "span"
     text = escape(piece.text).replace("\n", "↵\n")
-    if text.endswith("\n"):  # the line that ends a token stays on the line of the token
+    if text.endswith("\n"):  # the newline goes behind the tag: the mark ends on the token's line
         return f"<{tag}>{text[:-1]}</{tag}>\n"
     return f"<{tag}>{text}</{tag}>"
 

@@ -1,6 +1,6 @@
-"""What a run came to, read from its directory, and how it stands against another.
+"""The outcome of a run, read from its directory, and its comparison with another run's.
 
-Invariant: what a run did not measure is absent here too. Reads files only: of this machine's runs or of a cluster's.
+Invariant: a number that a run did not measure is absent here too. Reads files only, of runs here or on a cluster.
 """
 
 import json
@@ -16,20 +16,20 @@ from shardbook.recipe import first_line
 from shardbook.run.console import readable_bytes
 
 CATEGORIES = ("params", "grads", "optimizer", "residual")  # of memory/<what>_bytes
-ROUNDING = 1e-5  # another order of additions: stages agree to 1e-6 in a step, and steps add up
-PREFIXES = {"paper": "paper/", "predicted": "predicted/", "measured": ""}  # source -> of its metrics' names
+ROUNDING = 1e-5  # stages add in another order: they agree to 1e-6 in a step, and steps add up
+PREFIXES = {"paper": "paper/", "predicted": "predicted/", "measured": ""}  # source -> prefix of its metrics' names
 SOURCES = tuple(PREFIXES)
-PEAK = "predicted/peak/"  # of the metrics' names
+PEAK = "predicted/peak/"  # prefix of the metrics' names
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One variant. Bytes and seconds are of its first rank; lists run over logged steps."""
+    """The outcome of one variant. Bytes and seconds are its first rank's; lists run over logged steps."""
 
     name: str
     stage: str
     finished: bool
-    note: str  # why it is not finished
+    note: str  # the reason why it is not finished
     mesh: dict[str, int] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)  # run.json
     settings: dict[str, Any] = field(default_factory=dict)  # resolved.toml
@@ -41,21 +41,21 @@ class Outcome:
     traffic: dict[str, dict[str, float]] = field(default_factory=dict)  # predicted, measured -> "op over axis" -> bytes
     sent_bytes: float | None = None  # in a step, by the first rank
     inter_node_bytes: float | None = None
-    step_seconds: list[float] = field(default_factory=list)  # without the first, that make what is made once
+    step_seconds: list[float] = field(default_factory=list)  # without the first steps, which compile and load
     tokens_per_second: float | None = None  # of a device, median
     mfu: float | None = None
     peak: dict[str, float] = field(default_factory=dict)  # of a step, by formula: term -> bytes
     peak_bytes: float | None = None  # measured, on a GPU
-    away: dict[str, float] = field(default_factory=dict)  # of a rank's state, off its device: host, disk -> bytes
+    away: dict[str, float] = field(default_factory=dict)  # a rank's offloaded state: host, disk -> bytes
 
     @property
     def fullest_bytes(self) -> float:
-        """The peak of a step: as measured, else by formula; 0 in runs that knew neither."""
+        """The peak of a step: as measured, else by formula; 0 where a run logged neither."""
         return self.peak_bytes or sum(self.peak.values())
 
     @property
     def rows(self) -> int:
-        """That all ranks together take in a step: each micro-batch is one of all ranks along tp, cp and pp."""
+        """The number of rows that all ranks take in a step: those along tp, cp and pp share each micro-batch."""
         if not self.settings or not self.facts:
             return 0
         train, sizes = self.settings["train"], self.settings["parallel"]
@@ -68,12 +68,12 @@ class Outcome:
 
 
 def read_outcome(run: Path, name: str) -> Outcome:
-    """The outcome of the run in directory `run`; one that never came to a step has only its name, and a note."""
+    """Returns the outcome of the run in directory `run`; without a step or readable files only its name and a note."""
     try:
         return _read_run(run, name)
     except FileNotFoundError:
         return Outcome(name, "", finished=False, note="it ended before its first step")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:  # of a file that is not what a run writes
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # from a file that no run writes so
         return Outcome(name, "", finished=False, note=f"its files are damaged ({first_line(error)})")
 
 
@@ -136,27 +136,27 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:
-            rows.append(json.loads(line.replace("memory/unsent_bytes", "memory/residual_bytes")))  # before 0.2
+            rows.append(json.loads(line.replace("memory/unsent_bytes", "memory/residual_bytes")))  # its name before 0.2
         except ValueError:  # the last line of a killed run
             break
     return rows
 
 
 def differences(one: Outcome, other: Outcome) -> dict[int, float]:
-    """By step that both logged: how far the losses of `one` are from `other`'s, as a share of the latter's."""
+    """Returns, for each step that both logged, the distance of the losses as a share of `other`'s loss."""
     theirs = dict(zip(other.steps, other.losses, strict=True))
     pairs = ((step, loss, theirs[step]) for step, loss in zip(one.steps, one.losses, strict=True) if step in theirs)
     return {step: abs(loss - base) / (abs(base) or 1) for step, loss, base in pairs}
 
 
 def first_difference(one: Outcome, other: Outcome) -> int | None:
-    """The first step whose losses differ in any bit; None where none does."""
+    """Returns the first step whose losses differ in any bit; None where none does."""
     return next((step for step, apart in differences(one, other).items() if apart), None)
 
 
 def judge(one: Outcome, base: Outcome) -> str:
-    """`same losses bitwise; 38% less memory; 20% lower peak by formula; 1.5x traffic`, against `base`. Memory: what is
-    kept from step to step; peak: what a step needs at its fullest moment."""
+    """Returns a verdict on `one` beside `base`: `same losses bitwise; 38% less memory; 20% lower peak by formula; 1.5x
+    traffic`. Memory: bytes kept from step to step; peak: bytes at the fullest moment of a step."""
     if not one.finished:
         return one.note
     if one is base:
@@ -198,7 +198,7 @@ def _short(value: float) -> str:
 
 
 def write_json(path: Path, title: str, outcomes: list[Outcome]) -> None:
-    """report.json: every outcome with its verdict, and what its first different step is."""
+    """Writes report.json: every outcome with its verdict, and the first step whose loss differs from the baseline's."""
     base = outcomes[0]
     variants = []
     for one in outcomes:

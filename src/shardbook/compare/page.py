@@ -1,6 +1,6 @@
 """report.html: the comparison as one self-contained page, charts by plotly, every chart's numbers as a table below it.
 
-Invariant: a chart shows what outcomes measured and nothing else; what was not measured has no chart.
+Invariant: a chart shows numbers that outcomes measured and nothing else; a number not measured has no chart.
 """
 
 import json
@@ -21,13 +21,13 @@ from shardbook.run.console import readable_bytes
 
 Figure = dict[str, Any]  # plotly's data and layout
 Panel = tuple[str, str, Figure, str]  # title, what it shows, the chart, its numbers as a table
-# Okabe and Ito's palette (Color Universal Design, 2008): told apart by colour-blind readers, on white and on black
+# Okabe and Ito's palette (Color Universal Design, 2008): color-blind readers can distinguish it, on white and black
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#f0e442")
 MIB = 2**20
 
 
 def write_page(path: Path, title: str, outcomes: list[Outcome]) -> None:
-    """Write the page of `outcomes`; the first is what the others are held against."""
+    """Writes the page of `outcomes`; the first is the baseline of the others."""
     finished = [outcome for outcome in outcomes if outcome.finished]
     drawn = {
         "loss": draw_losses(finished),
@@ -44,7 +44,7 @@ def write_page(path: Path, title: str, outcomes: list[Outcome]) -> None:
 
 
 def render(path: Path, title: str, about: str, verdicts: str, panels: dict[str, Panel]) -> None:
-    """Write a page: `verdicts`, a table, stand first; then each panel, by the name of its place on the page."""
+    """Writes a page: the table `verdicts`, then each panel as a section whose id is the panel's key."""
     sections = "\n".join(
         f'<section id="{name}"><h2>{escape(heading)}</h2><p>{escape(words)}</p>'
         f'<div class="plot" id="plot-{name}" role="img" aria-label="{escape(heading)}; in numbers below"></div>'
@@ -67,7 +67,7 @@ def render(path: Path, title: str, about: str, verdicts: str, panels: dict[str, 
 
 
 def describe(base: Outcome) -> str:
-    """What all variants share: model, rows, ranks, machine, versions."""
+    """Returns the facts that all variants share: model, rows, ranks, machine, versions."""
     settings, facts = base.settings, base.facts
     words = [
         f"{settings['model']['path']} on {settings['data']['train']}",
@@ -82,12 +82,12 @@ def describe(base: Outcome) -> str:
 
 
 def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[str]], words: int = -1) -> str:
-    """An HTML table, scrolled on its own and by keyboard; column `words` holds prose."""
+    """Returns an HTML table that scrolls on its own and by keyboard; column `words` holds prose."""
     cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = ""
     for name, *row in rows:
         data = (f"<td{' class=words' * (at == words)}>{escape(cell)}</td>" for at, cell in enumerate(row, 1))
-        broken = re.sub(r"[,._=]", r"\g<0><wbr>", escape(name))  # a variant's name is one long word
+        broken = re.sub(r"[,._=]", r"\g<0><wbr>", escape(name))  # else a variant's name is one long word
         body += f'<tr><th scope="row">{broken}</th>{"".join(data)}</tr>'
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
@@ -96,7 +96,7 @@ def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[str]], word
 
 
 def summary_rows(outcomes: list[Outcome]) -> list[list[str]]:
-    """The table of the page and of the terminal, its heading first."""
+    """Returns the rows of the table on the page and the terminal, its heading first."""
     base = outcomes[0]
     named = [axis for axis in (PP, CP, TP) if any(axis in one.mesh for one in outcomes)]
     inner = ", ".join(axis for axis in named if axis != PP)
@@ -119,13 +119,13 @@ def summary_rows(outcomes: list[Outcome]) -> list[list[str]]:
 
 
 def figure(data: list[dict[str, Any]], x: dict[str, Any], y: dict[str, Any], **layout: Any) -> Figure:
-    """A chart without colours of its own for text and lines: the page sets those, for light, dark and print."""
+    """Returns a chart without colors of its own for text and lines: the page sets those, for light, dark and print."""
     plain = {
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "system-ui, sans-serif", "size": 13},
         "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},  # below, names of axes would meet it
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},  # below, it would meet the axes' titles
         "xaxis": x | {"automargin": True},
         "yaxis": y | {"automargin": True},
     }
@@ -133,8 +133,8 @@ def figure(data: list[dict[str, Any]], x: dict[str, Any], y: dict[str, Any], **l
 
 
 def bars(data: list[dict[str, Any]], count: int, unit: str, lines: float = 1) -> Figure:
-    """`count` lying bars, so that long names and a phone's width do not squeeze them; the first on top. `lines` of a
-    name are beside each."""
+    """Returns a chart of `count` horizontal bars, which long names and a phone's width do not squeeze; the first is on
+    top. `lines`: text lines of the name beside each."""
     y = {"autorange": "reversed", "dividerwidth": 1}
     return figure(data, {"title": {"text": unit}}, y, barmode="stack", height=150 + max(24, 17 * lines) * count)
 
@@ -144,12 +144,12 @@ def label(one: Outcome) -> str:
 
 
 def longest_label(outcomes: list[Outcome]) -> int:
-    """In lines."""
+    """Returns the number of lines of the longest label."""
     return max(label(one).count("<br>") + 1 for one in outcomes)
 
 
 def in_legend(name: str) -> str:
-    """Broken behind a comma where it would run over the page's edge; it has no spaces of its own."""
+    """Returns `name`, which has no spaces, broken behind commas where it would run over the page's edge."""
     lines = wrap(name.replace(",", ", "), 100, break_long_words=False, break_on_hyphens=False)
     return "<br>".join(line.replace(", ", ",") for line in lines)
 
@@ -182,7 +182,7 @@ def draw_losses(outcomes: list[Outcome]) -> Panel:
 
 
 def draw_differences(outcomes: list[Outcome]) -> Panel | None:
-    """None where every variant has the first one's losses to the last bit."""
+    """Returns None where every variant has the first one's losses to the last bit."""
     base, traces, rows = outcomes[0], [], []
     for number, one in enumerate(outcomes[1:], 1):
         step, apart = first_difference(one, base), differences(one, base)
@@ -195,7 +195,7 @@ def draw_differences(outcomes: list[Outcome]) -> Panel | None:
     if not traces:
         return None
     drawn = [share for one in outcomes[1:] for share in differences(one, base).values() if share]
-    dense = max(drawn) < 100 * min(drawn)  # too few powers of ten to read it by
+    dense = max(drawn) < 100 * min(drawn)  # too few powers of ten to read the axis by
     share = {"type": "log", "title": {"text": "share of the loss"}, "tickformat": ".0e", "dtick": "D2" if dense else 1}
     return (
         f"Difference from {base.name}",
@@ -209,7 +209,7 @@ def draw_differences(outcomes: list[Outcome]) -> Panel | None:
 def draw_stacks(
     outcomes: list[Outcome], of: Callable[[Outcome], dict[str, dict[str, float]]], sources: tuple[str, ...], what: str
 ) -> tuple[Figure, str]:
-    """Bars of bytes, stacked by part, one for each source beside each other; and the same in numbers."""
+    """Returns bars of bytes, stacked by part, one for each outcome and source; and the same numbers as a table."""
     found = [(one, source, of(one).get(source, {})) for one in outcomes for source in sources]
     parts = list(dict.fromkeys(part for _, _, counts in found for part in counts))
     names = [[label(one) for one, _, _ in found], [source for _, source, _ in found]]
@@ -238,7 +238,7 @@ def draw_memory(outcomes: list[Outcome]) -> Panel:
 
 
 def draw_peak(outcomes: list[Outcome]) -> Panel | None:
-    """None for runs of before there was a formula."""
+    """Returns None where a run has no predicted peak, as before there was a formula."""
 
     def of(one: Outcome) -> dict[str, dict[str, float]]:
         measured = {"measured": {"allocated": one.peak_bytes}} if one.peak_bytes else {}
@@ -288,7 +288,7 @@ def draw_throughput(outcomes: list[Outcome]) -> Panel:
 
 
 def draw_mfu(outcomes: list[Outcome]) -> Panel | None:
-    """None on CPUs, and on a GPU whose peak is not known."""
+    """Returns None on CPUs, and on a GPU whose peak is not known."""
     known = [one for one in outcomes if one.mfu is not None]
     if not known:
         return None

@@ -14,12 +14,12 @@ from shardbook.plan.report import Report, describe_advice
 from shardbook.recipe import find_stage
 
 GB = 1e9
-AT_MOST = 3.0  # times what can be used: more is not drawn, else what fits could not be read
+AT_MOST = 3.0  # times the usable memory: more is not drawn, else bars that fit are too short to read
 WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def write_plan_page(path: Path, report: Report) -> None:
-    """Write the page of `report`."""
+    """Writes the page of `report`."""
     planner, cluster = report.planner, report.cluster
     title = f"{planner.recipe.model.path} on {cluster.gpus} x {report.gpu_name}"
     advice = (line.partition(" ") for line in describe_advice(report))
@@ -52,7 +52,7 @@ def _verdict(report: Report, name: str, candidate: Candidate) -> list[str]:
 
 
 def _stacked(rows: dict[str, dict[str, float]], unit: str, caption: str, digits: int) -> tuple[Figure, str]:
-    """Bars, one a stage, stacked by part, and the same in numbers."""
+    """Returns bars, one for each of `rows`, stacked by part, and the same numbers as a table."""
     parts = list(dict.fromkeys(part for row in rows.values() for part in row))
     traces = [
         {"type": "bar", "orientation": "h", "name": part, "y": list(rows), "marker": {"color": colour(number)}}
@@ -85,7 +85,7 @@ def draw_memory(report: Report) -> Panel:
 
 
 def draw_step(report: Report) -> Panel:
-    """The recipe's own stage, moment by moment."""
+    """Returns the panel of the recipe's own stage, moment by moment."""
     planner, room = report.planner, report.cluster.room_bytes / GB
     name = find_stage(planner.recipe.parallel.stage).name
     moments = predict_moments(report.stages[name].layout, planner.config, report.stages[name].recipe)
@@ -112,7 +112,7 @@ def draw_time(report: Report) -> Panel:
 
 
 def draw_scaling(report: Report) -> Panel:
-    """Stages that fit are drawn whole, others thin: the time is that of a step if memory were there."""
+    """Returns the panel of speeds. A stage that fits nowhere has a thin line: its speed is as if memory sufficed."""
     planner, cluster = report.planner, report.cluster
     traces: list[dict[str, Any]] = []
     rows = [[f"{world} GPUs"] for world in WORLDS]

@@ -30,7 +30,7 @@ def build_panels(section: str) -> list[Any]:
 
 
 def build_workspace(entity: str, project: str, group: str) -> Any:
-    """The view of the runs of `group`: a wandb_workspaces.workspaces.Workspace, not yet saved."""
+    """Returns the view of the runs of `group`: a wandb_workspaces.workspaces.Workspace, not yet saved."""
     return workspaces.Workspace(
         entity=entity,
         project=project,
@@ -42,7 +42,7 @@ def build_workspace(entity: str, project: str, group: str) -> Any:
 
 
 def build_report(entity: str, project: str, group: str, outcomes: list[Outcome]) -> Any:
-    """The report that explains the runs of `group`: a wandb_workspaces.reports.v2.Report, not yet saved."""
+    """Returns the report that explains the runs of `group`: a wandb_workspaces.reports.v2.Report, not yet saved."""
     base = outcomes[0]
     blocks: list[Any] = [
         reports.P(
@@ -59,7 +59,7 @@ def build_report(entity: str, project: str, group: str, outcomes: list[Outcome])
 
 
 def keep_workspace(path: Path, group: str, outcomes: list[Outcome]) -> None:
-    """Write both as JSON, as they are before an entity is known."""
+    """Writes the view and the report as JSON, without an entity, which is known only when they are published."""
     project = _project(outcomes)
     built = {"workspace": build_workspace("", project, group), "report": build_report("", project, group, outcomes)}
     text = {name: TypeAdapter(type(value)).dump_python(value, mode="json") for name, value in built.items()}
@@ -67,9 +67,9 @@ def keep_workspace(path: Path, group: str, outcomes: list[Outcome]) -> None:
 
 
 def publish(folder: Path, outcomes: list[Outcome]) -> None:
-    """Send the runs that were recorded offline, then save the view and the report; says where they are.
+    """Sends the runs that were recorded offline, then saves the view and the report, and prints their addresses.
 
-    Without a key or a network it says so and nothing else changes."""
+    Without a key or a network it prints that, and nothing else changes."""
     try:
         import wandb
 

@@ -1,2 +1,2 @@
-"""The plan: what a layout will keep, send and take, in closed formulas that a run is measured against; and which layout
-to choose on a cluster. Never needs a process group, a GPU or memory."""
+"""The plan: bytes that a layout keeps and sends, and seconds of its step, in closed formulas that runs are measured
+against; and advice on the layout for a cluster. It never needs a process group, a GPU or memory."""

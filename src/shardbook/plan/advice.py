@@ -1,7 +1,7 @@
-"""What a plan advises: the fastest of the candidates that fit, and why not the others.
+"""The advice of a plan: the fastest of the candidates that fit, and the reasons against the others.
 
-Invariant: an estimate decides between them, so what costs traffic in the way of every block, shared matrices or rows,
-is taken only where it gains more than an estimate errs, or nothing else fits.
+Invariant: an estimate decides between candidates, so other tp, cp or pp sizes than the recipe's are advised only where
+they gain more than the estimate may err, or nothing else fits: the traffic of tp and cp delays every block.
 """
 
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ from shardbook.plan.cluster import WORLDS, Candidate, Planner
 from shardbook.plan.hardware import Cluster
 from shardbook.recipe import TIERS
 
-AGAIN = {"none": 0.0, "selective": 0.05, "full": 0.25}  # of a step, at most, what checkpointing makes again
-GAIN = 0.9  # of a step's time, at most, for which matrices or rows are shared: an estimate is no better
+AGAIN = {"none": 0.0, "selective": 0.05, "full": 0.25}  # greatest share of a step's time that recompute takes
+GAIN = 0.9  # other tp, cp or pp must get below this share of a step's time: the estimate is no better
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The fastest of what fits, and why not the others."""
+    """The fastest candidate that fits, and the reasons against the others."""
 
     best: Candidate | None
     why: str
-    refused: list[tuple[Candidate, str]]  # one for each stage that nothing saves, and what stands in its way
+    refused: list[tuple[Candidate, str]]  # the smallest of each stage that never fits, and what it lacks
 
 
 def advise(planner: Planner, cluster: Cluster) -> Advice:
-    """The fastest candidate that fits the cluster; ties go to the simpler stage, which stands first."""
-    is_fixed = planner.recipe.offload.optimizer != "none"  # a recipe with tiers says itself which
+    """Returns the fastest candidate that fits the cluster; ties go to the simpler stage, which stands first."""
+    is_fixed = planner.recipe.offload.optimizer != "none"  # a recipe with offload names its tiers
     everything, best = list[Candidate](), None
     for tier in TIERS[:1] if is_fixed else TIERS:  # each slower than the one before
         everything += planner.candidates(cluster, tier)
@@ -45,7 +45,7 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
         )
         best = _fastest([best, *filter(None, map(planner.looped, able))])
     refused = []
-    if best:  # by those that share as it does
+    if best:  # stages are judged by candidates with the best one's tp, cp and pp sizes
         everything = [found for found in everything if found.layout.shared == best.layout.shared]
     for name in dict.fromkeys(candidate.layout.stage.name for candidate in everything):
         own = [candidate for candidate in everything if candidate.layout.stage.name == name]
@@ -59,7 +59,7 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
 
 
 def _sharing(planner: Planner, cluster: Cluster) -> list[Candidate]:
-    """Where ranks share matrices or rows; where not one of these fits, both."""
+    """Returns candidates with another tp, cp or pp size; where none of them fits, also with two of the three."""
     found = list[Candidate]()
     for both in (False, True):
         found += [
@@ -76,8 +76,8 @@ def _fastest(found: list[Candidate]) -> Candidate | None:
 
 
 def _may_gain(cluster: Cluster, best: Candidate | None) -> bool:
-    """Whether ranks that share matrices or rows, whose collectives nothing hides, could be so much faster than `best`,
-    or could fit at all: across nodes or stages of layers, where it waits or makes activations again."""
+    """Returns whether other tp, cp or pp sizes could save 1 - GAIN of the time of `best`, or fit where nothing does.
+    Nothing hides their collectives: only waits for nodes or pipeline stages can be saved, and recompute beside them."""
     if best is None:
         return True
     waits = best.time.exposed + best.time.bubble

@@ -1,6 +1,6 @@
-"""What the axes inside a model send in a step, exactly: tensor parallel's gathers, context parallel's exchanges.
+"""Closed formulas for the traffic along tp, cp and pp in a step: gathers of tokens, exchanges of heads, activations.
 
-Invariant: as formulas.py, whose terms of a whole step (sums of what is not cut, the norm) are there.
+Invariant: as formulas.py, which has the collectives of a whole step (sums of tp-replicated gradients, the norm).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ Micros = Callable[[], Sequence[MicroBatch]]
 def axes_traffic(
     layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int = 0, micros_of: Micros | None = None
 ) -> Traffic:
-    """Of the global `rank`, of the step whose micro-batches `micros_of` makes; None: rows are full, and every token but
-    the first of each sequence is trained."""
+    """Returns the traffic of the global `rank` in the step whose micro-batches `micros_of` makes; None: rows are full,
+    and every token but the first of each sequence is trained."""
     if layout.alike == layout.context == layout.pipeline.ranks == 1:
         return {}
     micros = micros_of() if micros_of else None
@@ -45,12 +45,12 @@ def full_micros(layout: Layout, recipe: Recipe) -> list[tuple[int, int]]:
 def tensor_traffic(
     layout: Layout, config: PreTrainedConfig, recipe: Recipe, sizes: Sequence[tuple[int, int]]
 ) -> Traffic:
-    """Gathers and reduce-scatters of tokens along tp, of a step whose micro-batches have so many tokens, and trained
-    ones.
+    """Returns the all-gathers and reduce-scatters of tokens along tp. `sizes`: tokens, and trained tokens, of each
+    micro-batch.
 
-    A block gathers before attention and MLP and scatters after both, backward the other way round; one that is
-    recomputed gathers twice more and scatters once more: what its last scatter gives nobody asks for again. The
-    embedding scatters, the last norm gathers; the loss gathers numbers, chunk by chunk.
+    A block gathers before attention and MLP and scatters after both, backward the other way round; a recomputed block
+    gathers twice more and scatters once more: the result of its last scatter is not needed again. The embedding
+    scatters, the last norm gathers; the loss gathers numbers, chunk by chunk.
     """
     if layout.alike == 1:
         return {}
@@ -74,8 +74,8 @@ def tensor_traffic(
 def context_traffic(
     layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int, sizes: Sequence[int]
 ) -> Traffic:
-    """The all-to-alls of blocks, for micro-batches of so many tokens of this rank each. Forward queries, keys and
-    values go, and what attention made comes back; backward the other way round; what is recomputed once more."""
+    """Returns the all-to-alls of blocks; `sizes`: this rank's tokens of each micro-batch. Forward sends queries, keys
+    and values, and attention's result back; backward the other way round; a recomputed block sends forward's again."""
     if layout.context == 1:
         return {}
     heads, key_heads = own_heads(config, layout.alike, rank % layout.alike)
@@ -92,7 +92,7 @@ def context_traffic(
 
 
 def pipeline_traffic(layout: Layout, config: PreTrainedConfig, sizes: Sequence[int]) -> Traffic:
-    """What passes between stages, for micro-batches of so many tokens of this rank each: activations, and slopes."""
+    """Returns the sends of activations and gradients along pp; `sizes`: this rank's tokens of each micro-batch."""
     pipeline, found = layout.pipeline, dict[tuple[str, str], Volume]()
     for chunk in range(pipeline.chunks) if pipeline.ranks > 1 else ():
         payload = sum(tokens // layout.alike for tokens in sizes) * config.hidden_size * layout.dtype("params").itemsize
@@ -104,8 +104,8 @@ def pipeline_traffic(layout: Layout, config: PreTrainedConfig, sizes: Sequence[i
 
 
 def describe_sharing(layout: Layout) -> str:
-    """How many ranks share matrices, what of blocks stays whole on each, and whether they are more than a node has;
-    empty where none do."""
+    """Returns a sentence on tp: the ranks that share matrices, whether attention's stay whole on each, and whether the
+    ranks are more than a node has; empty without tp."""
     if layout.alike == 1:
         return ""
     said = f"{layout.alike} ranks share matrices, and tokens between them"
@@ -119,8 +119,8 @@ def describe_sharing(layout: Layout) -> str:
 
 
 def describe_pipeline(layout: Layout, micros: int) -> str:
-    """What the stages of a pipeline are, how long they wait for each other, what one holds; and what makes it slow.
-    Empty where there is none."""
+    """Returns a sentence on the pipeline: its stages, their bubble, activations that the first holds, and reasons why
+    it is slow; empty without pp."""
     pipeline, stage = layout.pipeline, layout.stage
     if pipeline.ranks == 1:
         return ""
@@ -138,8 +138,8 @@ def describe_pipeline(layout: Layout, micros: int) -> str:
 
 
 def describe_splitting(layout: Layout, config: PreTrainedConfig) -> str:
-    """How many ranks split rows, how their heads go round, and whether they are more than a node has; empty where none
-    do."""
+    """Returns a sentence on cp: the ranks that split rows, whether their heads are uneven, and whether the ranks are
+    more than a node has; empty without cp."""
     if layout.context == 1:
         return ""
     said = f"{layout.context} ranks split each row, and inside attention its heads"

@@ -1,7 +1,7 @@
-"""A plan's constants, fitted to steps that were taken: how slow computing is, and what share of its cards' rate a
-network gives.
+"""A plan's constants, fitted to measured steps: the slowness of computing, and the share of its cards' rate that a
+network attains.
 
-Invariant: only what measurements tell apart is fitted: one run, or runs that never waited, give the first constant.
+Invariant: only constants that measurements tell apart are fitted: one run, or runs that never waited, give slowness.
 """
 
 import math
@@ -11,20 +11,20 @@ from typing import Any
 
 from shardbook.plan.hardware import Cluster
 
-LOWEST, HIGHEST = 0.1, 20.0  # of either constant against what a data sheet's share says
+LOWEST, HIGHEST = 0.1, 20.0  # bounds of either constant against a data sheet's share
 ROUNDS, SPLITS = 10, 24  # of the search: one constant after the other, each by golden section
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A step that was measured, and what the plan says of it."""
+    """A measured step, and the plan's prediction of it."""
 
     seconds: float
     predict: Callable[[Cluster], float]  # seconds of the same step on that cluster
 
 
 def calibrate(cluster: Cluster, samples: Sequence[Sample]) -> Cluster:
-    """`cluster` with the constants whose predictions are nearest to `samples`: least squares of ratios' logarithms."""
+    """Returns `cluster` with the constants that predict `samples` best: least squares of the ratios' logarithms."""
 
     def miss(found: Cluster) -> float:
         return sum(math.log(sample.predict(found) / sample.seconds) ** 2 for sample in samples)
@@ -40,7 +40,7 @@ def calibrate(cluster: Cluster, samples: Sequence[Sample]) -> Cluster:
 
 
 def _nearest(cluster: Cluster, name: str, miss: Callable[[Cluster], float]) -> Cluster:
-    """The cluster with the value of `name` that misses least, by golden section over its logarithm."""
+    """Returns the cluster with the value of `name` that misses least, by golden section over its logarithm."""
     golden = (math.sqrt(5) - 1) / 2
     low, high = math.log(LOWEST), math.log(HIGHEST)
 

@@ -1,4 +1,4 @@
-"""What to change where a step does not fit: one thing, the cheapest in time first."""
+"""The change of one thing that makes a step fit: the cheapest in time is tried first."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,8 +13,8 @@ from shardbook.recipe import Generate, Recipe, conflicts, find_stage
 
 
 def smallest_change(layout: Layout, config: PreTrainedConfig, recipe: Recipe, room: float) -> str:
-    """What to set so that the peak is at most `room` bytes: the first that is enough of those that change one thing,
-    the cheapest in time first. Empty where none is."""
+    """Returns in words the change of one thing that brings the peak to at most `room` bytes: the first that is enough,
+    from the cheapest in time on. Empty where none is."""
     for words, changed_layout, changed in _changes(layout, recipe):
         if not conflicts(changed) and predict_fullest(changed_layout, config, changed).total <= room:
             return words

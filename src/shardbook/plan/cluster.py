@@ -1,7 +1,7 @@
-"""A recipe on a cluster: each stage's memory, traffic and time there, which fit, and the fastest that does.
+"""A recipe on a cluster: memory, traffic and time of each stage there, and the candidates that an advice compares.
 
-Invariant: all numbers are of `Layout` values, which a run of the same recipe builds too; nothing is allocated and no
-process group made, so a laptop answers for any number of GPUs.
+Invariant: all numbers come from `Layout` values, which a run of the same recipe builds too; nothing is allocated and
+no process group made, so a laptop answers for any number of GPUs.
 """
 
 from collections.abc import Iterator
@@ -33,20 +33,20 @@ from shardbook.recipe import Offload, Parallel, Recipe, RecipeError, conflicts, 
 from shardbook.recipe.stages import OF_ANY, STAGES, SWITCHES, find_stage
 
 KINDS = ("none", "selective", "full")  # the cheapest in time first
-DOCUMENT_TOKENS = 1200  # of documents in packed rows, where nothing else is said
-DISK = "/scratch"  # stands in an advice for a directory that only its user knows
-FILLED = 4  # as many micro-batches for each rank of a pipeline as are tried
-MICROS = 8  # micro-batches of a step, at most, where another number of ranks shares matrices or rows
+DOCUMENT_TOKENS = 1200  # of a document in packed rows, where no other number is given
+DISK = "/scratch"  # stands in an advice for the directory, which only its user knows
+FILLED = 4  # most micro-batches for each rank along pp that are tried
+MICROS = 8  # most micro-batches of a step that are tried with other tp, cp or pp sizes, beside FILLED
 SHARES = (1, 2, 4, 8)
-STAGES_OF = (2, 4, 8, 16)  # ranks along pp
-Shares = tuple[int, int, int]  # ranks that share matrices, rows, and layers
+STAGES_OF = (2, 4, 8, 16)  # pp sizes that are tried
+Shares = tuple[int, int, int]  # tp_size, cp_size, pp_size
 SHARED = ("tp_size", "cp_size", "pp_size")
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe's settings, laid out on the cluster."""
+    """A recipe laid out on a cluster, with its peak and the time of its step."""
 
     recipe: Recipe
     layout: Layout
@@ -57,18 +57,18 @@ class Candidate:
 
     @property
     def away(self) -> dict[str, int]:
-        """Bytes of one rank on the `host` and on the `disk`, where something is."""
+        """The bytes that one rank offloads to its `host` and `disk`; empty where nothing is offloaded."""
         return shelf_sizes(self.layout, 0) if self.layout.offload.optimizer != "none" else {}
 
     @property
     def largest(self) -> str:
-        """The largest term of the peak."""
+        """The name of the peak's largest term."""
         terms = asdict(self.peak)
         return max(terms, key=lambda name: terms[name])
 
     @property
     def over(self) -> dict[str, float]:
-        """GB that are missing, by the largest term of the peak or `host`."""
+        """The GB that are missing, by the name of the peak's largest term or `host`."""
         on_host = self.away.get("host", 0) * self.cluster.a_node - self.cluster.host_bytes
         missing = {self.largest: self.peak.total - self.cluster.room_bytes, "host": on_host}
         return {what: size / 1e9 for what, size in missing.items() if size > 0}
@@ -79,12 +79,12 @@ class Candidate:
 
     @property
     def limit(self) -> str:
-        """What is missing, or else the largest term of the peak."""
+        """The first name in `over`, or else that of the peak's largest term."""
         return next(iter(self.over), self.largest)
 
     @property
     def comm(self) -> dict[str, int]:
-        """Payload bytes of a step of one rank, `<op>_bytes`, over all axes."""
+        """The payload bytes of one rank's step, by `<op>_bytes`, over all axes."""
         sums: dict[str, int] = {}
         micros, optimizer = self.recipe.train.gradient_accumulation_steps, self.recipe.optim.name
         sent = predict_traffic(self.layout, micros, optimizer, self.recipe.forwards)
@@ -94,18 +94,18 @@ class Candidate:
 
     @property
     def tokens(self) -> int:
-        """Of a step of all ranks, rows full."""
+        """The number of tokens in a step of all ranks, rows full."""
         ranks = self.layout.data_rank(0).ranks
         return self.recipe.micro_tokens * self.recipe.train.gradient_accumulation_steps * ranks
 
     @property
     def speed(self) -> float:
-        """Tokens a second of one GPU."""
+        """The tokens a second of one GPU."""
         return self.tokens / self.time.seconds / self.cluster.gpus
 
     @property
     def gpu_hours(self) -> float:
-        """Of a billion tokens, padding among them."""
+        """The GPU-hours of a billion tokens, padding among them."""
         return 1e9 / self.speed / 3600
 
     def words(self) -> str:
@@ -129,7 +129,7 @@ class Planner:
     document_tokens: float = DOCUMENT_TOKENS
     teacher: PreTrainedConfig | None = None
     made: dict[tuple[str, str, int, int, int], Layout] = field(default_factory=dict)
-    # what a rank has of the model, by how it is shared
+    # a rank's part of the model, by tp size, pipeline settings and pipeline stage
     cut: dict[tuple[Any, ...], CausalLM] = field(default_factory=dict)
 
     @cached_property
@@ -141,7 +141,7 @@ class Planner:
         return count_flops(self.model)
 
     def model_of(self, parallel: Parallel, stage: int = 0) -> CausalLM:
-        """What a rank of that stage of a pipeline has. Raises RecipeError where so many cannot share the model."""
+        """Returns the part of the model that pipeline stage `stage` has. RecipeError where it cannot be shared so."""
         key = (parallel.tp_size, *pipeline_settings(parallel).values(), stage)
         if parallel.pp_size == 1 and parallel.tp_size == self.recipe.parallel.tp_size:
             return self.model
@@ -160,9 +160,9 @@ class Planner:
         return self.made[key]
 
     def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:
-        """Of a pipeline the fullest stage, and the time that the slowest sets: those at its ends, or the second, which
-        of those between is the longest and holds most. Raises RecipeError where the recipe's mesh does not fit the
-        cluster."""
+        """Returns the candidate of `recipe`: of a pipeline the fullest stage, and the slowest one's time, among both
+        ends and the second stage, which is the longest and fullest between them. Raises RecipeError where the recipe's
+        mesh does not fit the cluster."""
         ranks = recipe.parallel.pp_size
         layouts = [self.layout_of(recipe, cluster, stage) for stage in sorted({0, min(1, ranks - 1), ranks - 1})]
         peaks = [predict_fullest(layout, self.config, recipe) for layout in layouts]
@@ -173,20 +173,20 @@ class Planner:
         return Candidate(recipe, layouts[fullest], peaks[fullest], time, cluster, self.config)
 
     def mfu(self, candidate: Candidate) -> float:
-        """Model FLOPs over the GPUs' peak."""
+        """Returns model FLOPs over the GPUs' peak."""
         counted = model_flops(candidate.recipe, self.flops, self.document_tokens)
         return counted / candidate.time.seconds / candidate.cluster.gpu.flops
 
     def stages(self, cluster: Cluster) -> dict[str, Candidate]:
-        """The recipe under each stage: its own as it is, the others as a user would first set them."""
+        """Returns a candidate for each possible stage: the recipe's as it is, others as a user would first set them."""
         own = find_stage(self.recipe.parallel.stage).name
         asked = {name: self.recipe if name == own else self.under(name, cluster) for name in STAGES}
         return {name: self.lay_out(recipe, cluster) for name, recipe in asked.items() if recipe}
 
     def under(self, stage: str, cluster: Cluster, shared: Parallel | None = None) -> Recipe | None:
-        """Returns the recipe under a stage as a user would first set it on the cluster, without those of its tiers, and
-        of ZeRO++'s switches, that do not go with it; `shared` has other sizes of tp, cp and pp. None where it would be
-        another stage, or does not go with the recipe."""
+        """Returns the recipe under a stage as a user would first set it on the cluster, without those offload tiers and
+        ZeRO++ switches that contradict it; `shared` has other sizes of tp, cp and pp. None where it would be another
+        stage, or contradicts the recipe."""
         parallel, offload = stage_settings(stage, shared or self.recipe.parallel, cluster), self.recipe.offload
         if not parallel:
             return None
@@ -200,7 +200,7 @@ class Planner:
         return None
 
     def fewest(self, stage: str, cluster: Cluster) -> int | None:
-        """The fewest GPUs on which the recipe fits under `stage`, its micro-batch as it is; None: not up to 4,096."""
+        """Returns the fewest GPUs on which the recipe's micro-batch fits under `stage`; None: not up to 4,096."""
         for world in WORLDS:
             smaller = cluster.resized(world)
             recipe = self.under(stage, smaller)
@@ -209,8 +209,8 @@ class Planner:
         return None
 
     def shares(self, cluster: Cluster, both: bool = False) -> list[Shares]:
-        """How many ranks of a node may share matrices, or rows, or nodes layers, where that is not as the recipe says;
-        with `both` a node's share matrices, and those of several rows or layers."""
+        """Returns the sizes of tp, cp and pp to try beside the recipe's: one of the three differs, tp x cp divides a
+        node, and pp the nodes; with `both` tp is a whole node, and cp (across nodes) or pp is above 1."""
         asked = self.recipe.parallel
         tp, cp, pp = own = asked.tp_size, asked.cp_size, asked.pp_size
         choices = [(size, cp, pp) for size in SHARES] + [(tp, size, pp) for size in SHARES]
@@ -235,8 +235,8 @@ class Planner:
         return found
 
     def looped(self, found: Candidate) -> Candidate | None:
-        """`found` with each rank's layers in two runs, which halves what its pipeline waits and holds more activations.
-        None where it has none, or has them already, or blocks or micro-batches are too few."""
+        """Returns `found` with two interleaved chunks of layers a rank: half the bubble, and more activations held.
+        None where it has no pipeline, or chunks already, or too few blocks or micro-batches."""
         looped = found.recipe.parallel.model_copy(update={"pipeline_schedule": "interleaved", "pipeline_chunks": 2})
         recipe = found.recipe.model_copy(update={"parallel": looped})
         if found.recipe.parallel.pipeline_chunks > 1 or conflicts(recipe):
@@ -247,13 +247,13 @@ class Planner:
             return None
 
     def candidates(self, cluster: Cluster, tier: str = "none", shares: Shares | None = None) -> Iterator[Candidate]:
-        """Every stage, checkpointing and micro-batch whose steps have as many rows as the recipe's, with state at
-        `tier`, and with parameters there too; so many ranks share matrices and rows (None: as the recipe says)."""
+        """Yields each stage, checkpointing and micro-batch whose steps have as many rows as the recipe's, with the
+        optimizer at `tier`, and with parameters there too. `shares`: sizes of tp, cp and pp (None: the recipe's)."""
         train, asked = self.recipe.train, self.recipe.parallel
         own = asked.model_copy(update=shared_as(asked, shares) if shares else {})
         rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
         rows, over = divmod(rows * own.micro_batch_ranks, asked.micro_batch_ranks)
-        # with other ranks there are more rows to a rank, and small micro-batches are slow ones, but fill a pipeline
+        # other sizes leave more rows to a rank, and small micro-batches are slow, but many of them fill a pipeline
         most = max(MICROS, train.gradient_accumulation_steps, FILLED * own.pp_size) if shares else rows
         sizes = [size for size in range(1, rows + 1) if rows % size == 0 and rows // size <= most]
         for name in ("ddp", "zero1", "zero2", "zero3", "hsdp") if not over else ():
@@ -272,7 +272,7 @@ class Planner:
 
 
 def _tiers(offload: Offload, tier: str) -> list[Offload]:
-    """Returns `[offload]` with the optimizer at `tier`, and with parameters there too."""
+    """Returns `offload` with the optimizer at `tier`: once without parameters there, and once with them."""
     if tier == "none":
         return [offload]
     changes = {"optimizer": tier, "path": (offload.path or DISK) if tier == "nvme" else ""}
@@ -280,7 +280,7 @@ def _tiers(offload: Offload, tier: str) -> list[Offload]:
 
 
 def stage_settings(name: str, parallel: Parallel, cluster: Cluster) -> Parallel | None:
-    """`[parallel]` for a stage as a user would first set it on the cluster; None where it would be another one."""
+    """Returns `[parallel]` for a stage as a user would first set it on the cluster; None where it is another stage."""
     settings: dict[str, Any] = {"stage": name} | {key: getattr(parallel, key) for key in OF_ANY}
     together, inside = parallel.micro_batch_ranks, parallel.row_ranks
     if cluster.gpus % together:
@@ -303,14 +303,14 @@ def pipeline_settings(parallel: Parallel) -> dict[str, Any]:
 
 
 def shared_as(parallel: Parallel, shares: Shares) -> dict[str, Any]:
-    """Returns those settings of `[parallel]` with which so many ranks share matrices, rows and layers; a pipeline of
-    another length runs in 1f1b."""
+    """Returns the settings of `[parallel]` for the sizes `shares` of tp, cp and pp; a pipeline of another length than
+    in `parallel` runs in 1f1b."""
     like = parallel if shares[2] == parallel.pp_size else Parallel()
     return pipeline_settings(like) | dict(zip(SHARED, shares, strict=True))
 
 
 def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> Planner:
-    """A planner for `recipe` on GPUs. Reads shapes alone. Raises RecipeError where the model's are not known."""
+    """Returns a planner for `recipe` on GPUs. Reads only the model's shapes; RecipeError where they are not known."""
     recipe = resolve_precision(recipe, "cuda")
     config = shape_config(recipe.model.path, recipe.data.max_length)
     path, longest = recipe.distill.teacher, recipe.data.max_length

@@ -1,7 +1,7 @@
-"""Closed formulas: what a rank sends in a step and what it keeps, from a layout.
+"""Closed formulas for the bytes that a rank sends in a step and keeps, from a layout.
 
-Invariant: exact. Tests hold each number equal to what a run measures, padding of uneven shards included: a tensor of
-s rows over N ranks is cut into N shards of ceil(s / N) rows. The ZeRO paper's own count is `paper_resident`.
+Invariant: exact. Tests hold each number equal to a run's measurement, padding of uneven shards included: a tensor of
+s rows over N ranks is split into N shards of ceil(s / N) rows. The ZeRO paper's own count is `paper_resident`.
 Needs no process group and no memory: the units may lie on the meta device.
 """
 
@@ -29,7 +29,7 @@ NORM_BYTES = 8  # the squared gradient norm, one fp64 number
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes that one rank keeps from step to step (gradients: from backward to the optimizer)."""
+    """The bytes that one rank keeps from step to step (gradients: from backward to the optimizer)."""
 
     params_bytes: float
     grads_bytes: float
@@ -44,7 +44,7 @@ Volumes = list[tuple[str, str, int]]  # operation, mesh axis, payload bytes
 
 
 def forward_gather(layout: Layout, unit: Unit) -> tuple[str, int]:
-    """Axis and payload of the all-gather of `unit` in forward: its parameters in the dtype of compute, or quantised."""
+    """Returns axis and payload bytes of the all-gather of `unit` in forward: in the compute dtype, or quantized."""
     whole, switches = unit.padded_numel(layout.shards), layout.switches
     if switches.weights_bits and switches.quantizes(unit.numel):
         return DP_SHARD, layout.shards * buffer_bytes(whole // layout.shards, switches.weights_bits, switches.block)
@@ -52,14 +52,14 @@ def forward_gather(layout: Layout, unit: Unit) -> tuple[str, int]:
 
 
 def backward_gather(layout: Layout, unit: Unit) -> tuple[str, int]:
-    """The same in backward; with secondary shards it stays inside, unquantised."""
+    """Returns axis and payload bytes in backward; secondary shards are gathered inside their group, unquantized."""
     if layout.switches.secondary:
         return INSIDE, unit.padded_numel(layout.shards) * layout.dtype("params").itemsize
     return forward_gather(layout, unit)
 
 
 def reduction(layout: Layout, unit: Unit) -> Volumes:
-    """What reduces the gradients of `unit` over its shards: a reduce-scatter, or qgZ's hops."""
+    """Returns the collectives that reduce gradients of `unit` over its shards: a reduce-scatter, or qgZ's hops."""
     shards, switches = layout.shards, layout.switches
     trained = unit.padded_numel(shards, trained_only=True)
     if not (layout.hops and trained and switches.quantizes(unit.numel)):
@@ -72,12 +72,12 @@ def reduction(layout: Layout, unit: Unit) -> Volumes:
 
 
 def replica_bytes(layout: Layout, unit: Unit) -> int:
-    """Payload of the all-reduce of `unit` across replicas, of a rank's shard."""
+    """Returns the payload bytes of the all-reduce of a rank's shard of `unit` across replicas."""
     return unit.padded_numel(layout.shards, trained_only=True) // layout.shards * layout.dtype("reduce").itemsize
 
 
 def replica_sums(layout: Layout) -> list[list[Unit]]:
-    """The units that are summed across replicas by one all-reduce, in order: of whole models neighbours together."""
+    """Returns the units whose gradients one all-reduce sums across replicas, in order: of whole models a bucket."""
     if layout.replicas == 1:
         return []
     if layout.copies:
@@ -86,7 +86,7 @@ def replica_sums(layout: Layout) -> list[list[Unit]]:
 
 
 def muon_exchanges(layout: Layout) -> Volumes:
-    """Muon's all-to-alls: matrices of a shape as many at a time as there are shards, there and back."""
+    """Returns Muon's all-to-alls: of each shape as many matrices at a time as there are shards, there and back."""
     exchanges = Volumes()
     for shape, count in Counter(shape for unit in layout.units for shape in unit.trained_matrices).items():
         whole = round_up(shape[0], layout.shards) * prod(shape[1:]) * WIRE_BYTES
@@ -95,7 +95,7 @@ def muon_exchanges(layout: Layout) -> Volumes:
 
 
 def tied_numel(layout: Layout, rank: int) -> int:
-    """Elements that the global `rank` has of a weight which is tied over both ends of a pipeline: its unit's matrix."""
+    """Returns the elements on the global `rank` of a weight tied over both ends of a pipeline: its unit's matrix."""
     end = layout.chunks[0 if layout.pipeline.begins else -1]
     outer = (zip(unit.shapes, unit.hidden, strict=True) for unit in end.units)
     shape = max((shape for each in outer for shape, is_hidden in each if not is_hidden), key=len)
@@ -105,10 +105,10 @@ def tied_numel(layout: Layout, rank: int) -> int:
 def predict_traffic(
     layout: Layout, micros: int, optimizer_name: str = "adamw", forwards: int = 1, rank: int = 0
 ) -> Traffic:
-    """Calls and payload bytes of one optimizer step of the global `rank`, by operation and mesh axis.
+    """Returns calls and payload bytes of one optimizer step of the global `rank`, by operation and mesh axis.
 
     A group of one rank gathers and reduces nothing. Every unit is taken to run forward and backward in each of the
-    step's `micros` micro-batches; before that so many `forwards` less one of their own.
+    step's `micros` micro-batches, after `forwards` - 1 forwards without a backward.
     """
     reductions = sum(layout.stage.syncs(is_last_micro=micro == micros - 1) for micro in range(micros))
     traffic: Traffic = {}
@@ -145,8 +145,8 @@ def predict_traffic(
 
 
 def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -> Resident:
-    """What the global `rank` keeps on its device. Parameters and gradients lie in padded storage; the moments of
-    `optimizer_name`, as optim.name has it, have the true rows of the rank."""
+    """Returns the bytes that the global `rank` keeps on its device. Parameters and gradients are in padded storage; the
+    moments of `optimizer_name`, as optim.name has it, have the true rows of the rank."""
     shards, master, shard = layout.shards, layout.dtype("master").itemsize, rank_along(layout.sizes, DP_SHARD, rank)
     params = grads = optimizer = 0
     if layout.offload.optimizer != "none":  # what is on the device are copies in the dtype of compute, or nothing
@@ -162,7 +162,7 @@ def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -
 
 
 def predict_secondary(layout: Layout) -> int:
-    """Bytes of a rank's secondary shards (hpZ) after a whole forward: each unit's parameters over `secondary` ranks."""
+    """Returns the bytes of a rank's hpZ shards after a whole forward: each unit's parameters over `secondary` ranks."""
     if not layout.switches.secondary:
         return 0
     whole = sum(unit.padded_numel(layout.shards) for unit in layout.units if unit.gathers_again)
@@ -170,13 +170,13 @@ def predict_secondary(layout: Layout) -> int:
 
 
 def predict_residual(layout: Layout) -> int:
-    """Bytes that error feedback keeps on a rank, in fp32."""
+    """Returns the bytes that error feedback keeps on a rank, in fp32."""
     return sum(map(layout.residual_numel, layout.units)) * 4
 
 
 def paper_resident(stage: Stage, parameters: int, ranks: int) -> Resident:
-    """The ZeRO paper's count (arXiv 1910.02054, section 3.1 and figure 1): 2 bytes a parameter, 2 a gradient, 12 of
-    optimizer state (fp32 copy, momentum, variance), each split over `ranks` or not. Not what this program keeps."""
+    """Returns the ZeRO paper's count (arXiv 1910.02054, section 3.1 and figure 1): 2 bytes a parameter, 2 a gradient,
+    12 of optimizer state (fp32 copy, momentum, variance), each split over `ranks` or not; not this program's bytes."""
     split = ranks if stage.shards else 1
     return Resident(
         params_bytes=2 * parameters / (split if stage.reshard_after_forward else 1),
@@ -186,8 +186,8 @@ def paper_resident(stage: Stage, parameters: int, ranks: int) -> Resident:
 
 
 def predict_memory_metrics(layout: Layout, optimizer_name: str, peak: dict[str, int], micros: int) -> dict[str, float]:
-    """The metrics `predicted/memory/<what>_bytes` of the first rank, `paper/memory/<what>_bytes` beside them, and the
-    terms of a step's peak, `predicted/peak/<term>_bytes`; off the device also what a step of `micros` moves."""
+    """Returns the metrics `predicted/memory/<what>_bytes` of the first rank, `paper/memory/<what>_bytes` beside them,
+    and a step's `peak`, `predicted/peak/<term>_bytes`; with offload also the bytes that a step of `micros` moves."""
     count = sum(unit.parameters for unit in layout.units)
     paper = asdict(paper_resident(layout.stage, count, layout.shards))
     kept = asdict(predict_resident(layout, 0, optimizer_name))
@@ -203,8 +203,8 @@ def predict_memory_metrics(layout: Layout, optimizer_name: str, peak: dict[str, 
 
 
 def predict_gathered_peak(layout: Layout) -> int:
-    """Most bytes of gathered parameters that exist at once: those never freed inside a pass, the running unit, and as
-    many units ahead of it as are prefetched. (A gather in flight holds its output buffer as long again.)"""
+    """Returns the most bytes of gathered parameters that exist at once: units never freed inside a pass, the running
+    unit, and units that are prefetched ahead of it. (A gather in flight also holds its output buffer, not counted.)"""
     if layout.copies:  # nothing is gathered: the whole model in the dtype of compute, or as it is at rest
         compute = layout.dtype("params").itemsize
         return sum(unit.cast_numel(compute) for unit in layout.units) * compute

@@ -9,39 +9,39 @@ from shardbook.gpus import Gpu, find_gpu
 from shardbook.recipe import RecipeError
 
 GBIT = 1e9 / 8
-PRODUCTS, ATTENTION, MEMORY = 640 / 989, 250 / 989, 3.0 / 3.35  # shares attained in a step; those seen on an H100
-INSIDE, ACROSS = 0.8, 0.9  # of a link's rate that long collectives attain, inside a node and between nodes
-INSIDE_SECONDS, ACROSS_SECONDS = 3e-6, 10e-6  # of one hop of a ring
-ROOM = 0.92  # of a GPU's memory that torch can fill: contexts of CUDA and NCCL, and fragments, take the rest
-# Of a node: memory (16 channels of DDR5-4800) and four PCIe 5.0 drives, bytes a second; DeepNVMe measured those on an
-# ND-H200 (DeepSpeed's blog, June 2025). Shares: what torch's fused AdamW gets of a copy's rate, long copies of PCIe's.
+PRODUCTS, ATTENTION, MEMORY = 640 / 989, 250 / 989, 3.0 / 3.35  # shares attained in a step, as seen on an H100
+INSIDE, ACROSS = 0.8, 0.9  # shares of a link's rate that long collectives attain, in and between nodes
+INSIDE_SECONDS, ACROSS_SECONDS = 3e-6, 10e-6  # latency of a ring's hop
+ROOM = 0.92  # share of a GPU's memory that torch can fill: CUDA's and NCCL's contexts and fragments take the rest
+# Rates of a node, bytes a second: memory (16 channels of DDR5-4800), and four PCIe 5.0 drives, which DeepNVMe measured
+# on an ND-H200 (DeepSpeed's blog, June 2025). Shares: torch's fused AdamW of a copy's rate, long copies of PCIe's.
 DRAM, ADAMW_SHARE, DISK_READ, DISK_WRITE, PCIE_SHARE = 614e9, 0.65, 27e9, 11e9, 0.8
-HOST_ROOM = 0.95  # of a node's memory
+HOST_ROOM = 0.95  # share of a node's memory that its ranks can use
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`gpus` of one kind in nodes of `a_node`, the last axis of a mesh inside a node first."""
+    """`gpus` GPUs of one kind in nodes of `a_node`; the innermost axis of a mesh fills a node first."""
 
     gpu: Gpu
     gpus: int
     a_node: int
     nics: float  # Gbit/s of a node
     host_gb: float = 0  # of a node's memory; 0: as usual
-    slowness: float = 1.0  # computing takes so many times what the shares above say
-    across: float = ACROSS  # of the cards' rate that collectives attain between nodes
-    # Where ranks compute and send with the same cores (gloo), neither hides the other: a step takes the sum of both to
-    # this power, and its root. 0: they do not, and collectives hide as speed.py's clock says.
+    slowness: float = 1.0  # factor on the seconds of computing that the shares above give
+    across: float = ACROSS  # share of the cards' rate that collectives attain between nodes
+    # Where ranks compute and send with the same cores (gloo), neither hides the other: a step takes the p-norm of the
+    # two times, with this p. 0: they have cores of their own, and collectives hide as speed.py's clock says.
     sharing: float = 0.0
 
     @property
     def host_bytes(self) -> float:
-        """Of a node's memory, that its ranks can use."""
+        """The bytes of a node's memory that its ranks can use."""
         return HOST_ROOM * (self.host_gb or self.gpu.host_gb * self.a_node) * 1e9
 
     def step_seconds(self, elements: float, read: float, written: float) -> float:
-        """Of one rank's part of AdamW on the host, while all ranks of its node do theirs: 28 bytes an element of
-        masters, moments and gradients, and what comes from and goes to disk."""
+        """Returns the seconds of one rank's AdamW on the host, while all ranks of its node do theirs: 28 bytes an
+        element of masters, moments and gradients, and the bytes `read` from and `written` to disk."""
         return self.a_node * max(28 * elements / (ADAMW_SHARE * DRAM), read / DISK_READ, written / DISK_WRITE)
 
     @property
@@ -56,29 +56,30 @@ class Cluster:
         return f"{self.nodes} node{'s' * (self.nodes > 1)} of {self.a_node}, {self.nics:g} Gbit/s a node"
 
     def resized(self, gpus: int) -> "Cluster":
-        """So many of the same GPUs, in nodes of the same size where there is more than one."""
+        """Returns a cluster of `gpus` such GPUs, in nodes of the same size; a single node may grow to the usual."""
         whole = self.a_node if self.nodes > 1 else max(self.a_node, self.gpu.a_node)
         return replace(self, gpus=gpus, a_node=min(whole, gpus))
 
     def ring_seconds(self, payload_bytes: float, ranks: list[int]) -> float:
-        """Of an all-gather or a reduce-scatter of so many bytes, whole, in a ring over `ranks`; an all-reduce is two.
+        """Returns the seconds of an all-gather or a reduce-scatter, the full tensor `payload_bytes`, in a ring over
+        `ranks`; an all-reduce takes two of them.
 
-        What a rank sends is payload x (n - 1) / n, over its link inside the node, and over the node's cards, which all
-        groups share that cross the same way. A hop has its own seconds (the alpha of alpha-beta).
+        A rank sends payload x (n - 1) / n, over its link inside the node, and over the node's cards, which all groups
+        share that cross between the same nodes. A hop adds its latency (the alpha of alpha-beta).
         """
         count, nodes = len(ranks), len({rank // self.a_node for rank in ranks})
         if count == 1:
             return 0.0
         sent = payload_bytes * (count - 1) / count
         inside = sent / (INSIDE * self.gpu.link) if count > nodes else 0.0
-        groups = self.a_node * nodes / count  # that cross between the same nodes at once
+        groups = self.a_node * nodes / count  # groups that cross between the same nodes at once
         across = sent * groups / (self.across * self.nics * GBIT) if nodes > 1 else 0.0
         return max(inside, across) + (nodes - 1) * ACROSS_SECONDS + (count - nodes) * INSIDE_SECONDS
 
 
 def build_cluster(gpu_name: str, gpus: int, nics: float = 0, a_node: int = 0, host_gb: float = 0) -> Cluster:
-    """`gpus` of that kind; `nics` Gbit/s, `a_node` GPUs and `host_gb` of memory of each node where they are not the
-    usual ones. Raises RecipeError where they make no whole nodes."""
+    """Returns a cluster of `gpus` of that kind; `nics` Gbit/s, `a_node` GPUs and `host_gb` of memory of each node where
+    they are not the usual ones (0). Raises RecipeError for an unknown kind, or where the GPUs make no whole nodes."""
     gpu = find_gpu(gpu_name)
     if gpus < 1:
         raise RecipeError(f"--gpus {gpus}: must be at least 1")

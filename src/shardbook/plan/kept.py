@@ -1,4 +1,4 @@
-"""What a block, and the loss, keep from forward to backward, by what autograd saves of transformers' blocks.
+"""The bytes that a block, and the loss, keep from forward to backward, as autograd saves them in transformers' blocks.
 
 Invariant: bytes of one token, exact for every family under a kernel that takes no dense mask; a test counts the same.
 """
@@ -21,7 +21,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Widths:
-    """Numbers that a block has for each token."""
+    """The widths of a block's tensors: numbers for each token."""
 
     hidden: int
     queries: int  # all heads together
@@ -35,7 +35,7 @@ class Widths:
 
 
 def read_widths(config: PreTrainedConfig, alike: int = 1, context: int = 1) -> Widths:
-    """Of a rank where `alike` of them share a block's matrices, and `context` rows: of the one with most heads."""
+    """Returns the widths on the rank with most heads; `alike`: ranks that share a block (tp), `context`: rows (cp)."""
     heads, key_heads, size = config.num_attention_heads, config.num_key_value_heads, head_size(config)
     family, inner = FAMILIES[config.model_type], config.intermediate_size // alike
     if alike > 1:
@@ -50,15 +50,15 @@ def read_widths(config: PreTrainedConfig, alike: int = 1, context: int = 1) -> W
 
 @dataclass(frozen=True)
 class Adapted:
-    """The matrices of a block that LoRA adapts, by name with the width of what each makes, at rank `r`. r = 0: all of
-    the block is trained."""
+    """The matrices of a block that LoRA adapts, by name with the width of the output, at rank `r`. r = 0: the whole
+    block is trained."""
 
     r: int = 0
     widths: tuple[tuple[str, int], ...] = ()
     decomposed: bool = False  # DoRA
 
     def trains(self, *names: str) -> bool:
-        """Whether what goes into one of those matrices is kept for a gradient."""
+        """Returns whether the input of one of these matrices is kept for a gradient."""
         return not self.r or any(name in names for name, _ in self.widths)
 
 
@@ -75,16 +75,16 @@ def read_adapted(lora: Lora, of: Widths) -> Adapted:
 
 
 def kept_by_a_block(kind: str, of: Widths, itemsize: int, adapted: Adapted = Adapted()) -> float:
-    """Bytes that a block holds from forward to backward for one token. `kind`: none, full or selective; `itemsize`: of
-    the dtype it computes in. Under a kernel that takes document boundaries or plain causal rows, not compiled.
+    """Returns the bytes that a block holds from forward to backward for one token, not compiled, under a kernel that
+    takes document boundaries or plain causal rows. `kind`: none, full or selective; `itemsize`: of the compute dtype.
 
     none: a norm keeps its input in fp32, its scale, and its result twice (before and after its weight); attention its
     queries, keys, values, result, and one fp32 a head (torch 2.11 has keys and values repeated, and holds as many as
-    queries); the MLP four of its inner width. full: the block's input.
-    selective: that and the results of SAVED_OPS. Of what is frozen the inputs are not kept; an adapter keeps r numbers.
+    queries); the MLP four tensors of its inner width. full: the block's input. selective: that and the results of
+    SAVED_OPS. The inputs of frozen matrices are not kept; an adapter keeps r numbers.
 
-    Where ranks share matrices, inputs and norms are of a share of the tokens, and what products take and make of all.
-    Where they share rows, attention has other heads, and its result comes back as another.
+    Along tp, block inputs and norms have a share of the tokens, and inputs and outputs of matrix products all of them.
+    Along cp, attention has other heads, and the exchange returns its result as another tensor.
     """
     size, (heads, key_heads) = of.queries // of.heads, of.attended
     attention = (2 * heads + 2 * key_heads) * size * itemsize + heads * FP32
@@ -127,14 +127,14 @@ def loss_bytes(
     taught: tuple[int, int] = (0, 0),
     is_part: bool = False,
 ) -> tuple[int, int]:
-    """Bytes that the loss needs: of a chunk, and of the gradients it makes, all `tokens` trained, and the head itself
-    where it `is_trained`.
+    """Returns the bytes that the loss needs for a chunk, and those for its gradients, all `tokens` trained, and the
+    head too where it `is_trained`.
 
-    Of a chunk the larger of two moments: its logits, their softmax in fp32, which becomes their gradient, and that in
-    the dtype of compute (all one, where that is fp32); or the last of these and the product that is added to the head's
-    gradient, which is in fp32. Hidden states of trained positions and their gradient. `taught`: the vocabulary and
-    width of a teacher, whose logits stand beside, with three more tensors of their size in fp32 (one is themselves,
-    where all is fp32). `is_part`: the vocabulary is one rank's, whose softmax is not written over its logits.
+    A chunk takes the larger of two moments: its logits, their softmax in fp32, which becomes their gradient, and that
+    in the compute dtype (all one tensor, where that is fp32); or the last of these and the product that is added to the
+    head's gradient, which is in fp32. Hidden states of trained positions count with their gradient. `taught`: the
+    vocabulary and width of a teacher, whose logits are beside, with three more tensors of their size in fp32 (one is
+    the logits, where all is fp32). `is_part`: the vocabulary is one tp rank's; its softmax does not overwrite logits.
     """
     is_cast = itemsize != FP32
     theirs, width = min(taught[0], vocabulary), taught[1]

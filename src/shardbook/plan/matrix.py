@@ -1,6 +1,6 @@
-"""What goes with what, for people: `shardbook recipes --matrix`, which docs/matrix.md shows.
+"""The matrix of capabilities that go together, for people: `shardbook recipes --matrix`, which docs/matrix.md shows.
 
-Invariant: a cell is what the table of a recipe (compose.py) says of a recipe that asks for both; nothing here decides.
+Invariant: a cell is the answer of the table of rules (compose.py) to a recipe that asks for both; nothing here decides.
 """
 
 import tomllib
@@ -14,11 +14,11 @@ from shardbook.recipe.compose import APART
 
 CAPABILITIES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("capabilities.toml").read_text())
 NEEDS = {name: settings.pop("needs", {}) for name, settings in CAPABILITIES.items()}
-WIDTH = 110  # of lines, so that a terminal and a page show them whole
+WIDTH = 110  # of a line, so that a terminal and a page show it whole
 
 
 def find_cells() -> dict[tuple[str, str], list[Conflict]]:
-    """Returns what is wrong with each pair of capabilities that are not values of one key."""
+    """Returns the conflicts of each pair of capabilities that are not values of one key."""
     recipe, found = Recipe(train=Train(steps=1)), {}
     for one, other in combinations(CAPABILITIES, 2):
         if CAPABILITIES[one].keys() != CAPABILITIES[other].keys():
@@ -28,7 +28,7 @@ def find_cells() -> dict[tuple[str, str], list[Conflict]]:
 
 
 def write_matrix() -> str:
-    """Returns the table, a row and a column of the same number for each capability, and why some do not go together."""
+    """Returns the table, a row and a column of the same number for each capability, and the conflicts' reasons."""
     cells, names = find_cells(), list(CAPABILITIES)
     left = max(map(len, names)) + 5
     lines = [" " * left + " ".join(f"{at:2}"[digit] for at in range(1, len(names))).rstrip() for digit in (0, 1)]
@@ -40,7 +40,7 @@ def write_matrix() -> str:
 
 
 def describe_reasons(cells: dict[tuple[str, str], list[Conflict]]) -> list[str]:
-    """Returns a line for each reason of the cells: what it keeps apart, why, and the way out."""
+    """Returns a line for each reason of the cells: the capabilities that it keeps apart, the reason, the way out."""
     apart: dict[str, dict[str, list[str]]] = {}
     for (one, other), found in cells.items():
         for conflict in found:

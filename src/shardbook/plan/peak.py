@@ -1,8 +1,8 @@
 """The peak of a step's memory, by category and moment.
 
-Invariant: a step is fullest at one of a few moments, and each is a sum of counts: what a rank keeps, gathers, sends and
-holds for backward, and what the loss or one block needs on top. plan/simulate.py counts the same from the code itself,
-and tests hold the two together. Sources of the counts: what autograd saves of transformers' blocks, and what
+Invariant: a step is fullest at one of a few moments, and each is a sum of bytes that a rank keeps, gathers, sends and
+holds for backward, and that the loss or one block needs on top. plan/simulate.py counts the same from the code itself,
+and tests hold the two together. Sources of the counts: tensors that autograd saves in transformers' blocks and that
 fully_shard holds; Korthikanti et al., arXiv 2205.05198, section 4, for the idea.
 """
 
@@ -29,15 +29,15 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of one rank at a moment of a step."""
+    """The bytes of one rank at a moment of a step."""
 
     params: int
     grads: int  # sums: reduced, or waiting to be
     optimizer: int
     gathered: int  # parameters in the dtype of compute, hpZ's secondary shards
     buffers: int  # of gathers in flight and of a reduction's input
-    activations: int  # what all blocks hold for backward
-    working: int  # what the loss or one block needs beside, and its gradients before they are reduced
+    activations: int  # held for backward by all blocks
+    working: int  # tensors of the loss or of one running block, and its gradients before they are reduced
 
     @property
     def total(self) -> int:
@@ -50,7 +50,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes of a micro-batch that no stage of ZeRO changes."""
+    """The bytes of a micro-batch that no ZeRO stage changes."""
 
     held: int  # what all blocks hold for backward, of a chunk of layers where a rank has several
     layers: int
@@ -65,15 +65,15 @@ class Work:
     teacher: int  # what a block of the model beside needs in forward
 
     def of_a_pass(self, pipeline: Pipeline) -> int:
-        """What one holds through a chunk of layers until its backward, while others run: in gpipe of the loss too."""
+        """Returns the bytes that a pass holds until its backward, while others run; in gpipe the loss's too."""
         waits = pipeline.ends and pipeline.schedule == "gpipe"
         return self.held + self.before_blocks + self.passing + self.loss_kept * waits
 
 
 @cache
 def most_in_flight(pipeline: Pipeline, micros: int, micro: int, is_forward: bool) -> int:
-    """Passes whose activations are there while a micro-batch runs forward, or backward, through a chunk of layers: its
-    own, and those that are to run backward."""
+    """Returns the most passes that hold activations while a micro-batch runs forward, or backward, through a chunk of
+    layers: its own, and the passes whose backward is still to run."""
     flying = most = 0
     for action in pipeline.actions(micros):
         flying += action.is_forward
@@ -84,7 +84,7 @@ def most_in_flight(pipeline: Pipeline, micros: int, micro: int, is_forward: bool
 
 
 def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work:
-    """Rows count as full (data.max_length). With a budget, and compiled, blocks keep less than is said here."""
+    """Returns the bytes of a micro-batch of full rows (data.max_length). With a budget, and compiled, it is fewer."""
     of, itemsize = read_widths(config, layout.alike, layout.context), layout.dtype("params").itemsize
     numbers, pipeline = layout.blocks(config.num_hidden_layers), layout.pipeline
     rows, layers = recipe.train.per_device_train_batch_size, len(numbers)
@@ -152,7 +152,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
 
 
 class _Sharded:
-    """What a rank has of parameters and gradients where units are gathered and reduced: fully_shard's doing."""
+    """Counts a rank's bytes of parameters and gradients where fully_shard gathers and reduces units."""
 
     def __init__(self, layout: Layout, micros: int):
         self.layout, self.micros = layout, micros
@@ -168,9 +168,9 @@ class _Sharded:
         self.sizes = {unit: [unit.padded_numel(layout.shards, only) for only in (False, True)] for unit in self.order}
 
     def at(self, micro: int, phase: str, running: Unit, done: Sequence[Unit]) -> tuple[int, int, int, int]:
-        """Bytes of sums, of gathered parameters, of buffers, and of gradients of `running` that are not summed yet, in
-        micro-batch `micro`. `phase`: forward, backward, backward done (all its gradients are there) or reduction of
-        `running`; the backward of the units in `done` is over."""
+        """Returns the bytes of sums, of gathered parameters, of buffers, and of gradients of `running` that are not
+        summed yet, in micro-batch `micro`. `phase`: forward, backward, backward done (all its gradients are there) or
+        reduction of `running`; the backward of the units in `done` is over."""
         layout, is_last = self.layout, micro == self.micros - 1
         reduces, is_forward = layout.stage.syncs(is_last), phase == "forward"
         kept = {unit for unit in self.order if unit.spans or not unit.frees}
@@ -224,7 +224,7 @@ class _Sharded:
 
 
 class _Copied(_Sharded):
-    """The same where one shard is all: parallel/copies.py."""
+    """Counts the same bytes where each rank holds the whole model: parallel/copies.py."""
 
     def at(self, micro: int, phase: str, running: Unit, done: Sequence[Unit]) -> tuple[int, int, int, int]:
         layout = self.layout
@@ -247,8 +247,8 @@ class _Copied(_Sharded):
 
 
 def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> dict[str, Peak]:
-    """A step in the moments where it can be fullest, in their order, by name: of its first two micro-batches and its
-    last the loss, and the backward of the head, of the last block, of the first block, and of what comes last."""
+    """Returns the bytes at the moments where a step can be fullest, in order, by name: of its first two micro-batches
+    and its last the loss, and backward of the head, of the last blocks, of the first ones, and of the last unit."""
     work, state = count_work(layout, config, recipe), predict_resident(layout, 0, recipe.optim.name)
     micros = recipe.train.gradient_accumulation_steps
     lies = (_Copied if layout.copies else _Sharded)(layout, micros)
@@ -302,13 +302,13 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
 
 
 def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Peak:
-    """The fullest of them, of a model of `config`, for the micro-batches, checkpointing and loss of `recipe`."""
+    """Returns the fullest moment of a step of a model of `config` with `recipe`'s micro-batches, recompute and loss."""
     return max(predict_moments(layout, config, recipe).values(), key=lambda moment: moment.total)
 
 
 def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Peak:
-    """While samples are generated: every parameter is gathered and stays (with hpZ, what a forward gathers), beside a
-    cache of keys and values. Prompts count as full: with what follows they have data.max_length tokens."""
+    """Returns the bytes while samples are generated: every parameter stays gathered (with hpZ, as in a forward), beside
+    a cache of keys and values. Prompts count as full: with their continuation they have data.max_length tokens."""
     of, state, asked = read_widths(config), predict_resident(layout, 0, recipe.optim.name), recipe.generate
     itemsize, length = layout.dtype("params").itemsize, recipe.data.max_length
     rows = ceil_div(asked.count, layout.data_rank(0)[1])
@@ -330,7 +330,7 @@ def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe)
 
 
 def predict_fullest(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Peak:
-    """Of a whole run: the peak of its steps, or of generating between them."""
+    """Returns the peak of a whole run: that of its steps, or of generating between them."""
     step = predict_peak(layout, config, recipe)
     between = [predict_generation(layout, config, recipe)] if recipe.generate.steps else []
     return max([step, *between], key=lambda moment: moment.total)

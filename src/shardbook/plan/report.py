@@ -1,4 +1,4 @@
-"""What a plan says: a table for people, JSON for programs (DESIGN: one object, `stages` and `advice`)."""
+"""The report of a plan: a table for people, JSON for programs (one object with `stages` and `advice`)."""
 
 import json
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ COLUMNS = "kept", "gathered", "buffers", "activations", "work", "peak GB", "step
 
 @dataclass(frozen=True)
 class Report:
-    """A recipe under every stage on one cluster, and what to take."""
+    """A recipe under every stage on one cluster, and the advice."""
 
     planner: Planner
-    asked: Precision  # as the recipe has it
+    asked: Precision  # as the recipe has it, with its `auto`
     cluster: Cluster
     gpu_name: str
     stages: dict[str, Candidate]
@@ -53,9 +53,10 @@ def make_report(
     host_gb: float = 0,
     samples: Sequence[Sample] = (),
 ) -> Report:
-    """`recipe` on `gpus` of the kind `gpu` (hardware.py), `a_node` of them a node with `nics` Gbit/s to the others and
-    `host_gb` of memory (0: as usual), as `samples` of measured steps calibrate it. With `shares`, an objective's, a
-    step of its own stage is simulated too, here. Raises RecipeError for an unknown kind or model, or no whole nodes."""
+    """Returns the report of `recipe` on `gpus` of the kind `gpu` (gpus.py), `a_node` of them in a node with `nics`
+    Gbit/s to the others and `host_gb` of memory (0: as usual), calibrated by `samples` of measured steps. `shares`, an
+    objective's: a step of the recipe's own stage is simulated too, here. Raises RecipeError for an unknown kind or
+    model, or where the GPUs make no whole nodes."""
     cluster = build_cluster(gpu, gpus, nics, a_node, host_gb)
     cluster = calibrate(cluster, samples) if samples else cluster
     if document_tokens < 1:
@@ -65,7 +66,7 @@ def make_report(
     fewest = {stage: planner.fewest(stage, cluster) for stage in stages}
     found = None
     if shares:
-        from shardbook.plan.simulate import simulate_step  # makes a process group, and loads what fakes tensors
+        from shardbook.plan.simulate import simulate_step  # makes a process group, and loads torch's fake tensors
 
         world = World(cluster.gpus, cluster.a_node)
         found = simulate_step(lay_out(planner.recipe, world, planner.config, planner.teacher), shares)
@@ -73,7 +74,7 @@ def make_report(
 
 
 def show_report(report: Report, is_json: bool) -> None:
-    """On standard output."""
+    """Prints the report on standard output."""
     if is_json:
         print(json.dumps(as_json(report), indent=1))
         return
@@ -86,7 +87,7 @@ def show_report(report: Report, is_json: bool) -> None:
 
 
 def write_advised(report: Report, path: Path) -> None:
-    """Write the advised recipe to `path`. Raises RecipeError where nothing fits, or it cannot be written."""
+    """Writes the advised recipe to `path`. Raises RecipeError where nothing fits, or it cannot be written."""
     if report.advice.best is None:
         raise RecipeError(f"--write {path}: {report.advice.why}")
     model, cluster = report.planner.recipe.model.path, report.cluster
@@ -100,7 +101,7 @@ def write_advised(report: Report, path: Path) -> None:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Numbers only: bytes of one rank, seconds of a step, tokens a second of one GPU."""
+    """Returns the report as numbers: bytes of one rank, seconds of a step, tokens a second of one GPU."""
     best = report.advice.best
     return {
         "model": report.planner.recipe.model.path,
@@ -156,7 +157,7 @@ def _resident(resident: Resident) -> dict[str, float]:
 
 
 def _settings(report: Report, candidate: Candidate) -> dict[str, Any]:
-    """The keys that the advice would change, as overrides."""
+    """Returns the keys that the advice would change, as overrides."""
     recipe, train = candidate.recipe, candidate.recipe.train
     own, asked = recipe.parallel, report.planner.recipe.parallel
     shared = {key: getattr(own, key) for key in SHARED if max(getattr(own, key), getattr(asked, key)) > 1}
@@ -212,7 +213,7 @@ def _cells(report: Report, candidate: Candidate, fewest: int | None) -> list[str
 
 
 def describe_calibrated(report: Report) -> list[str]:
-    """What runs have said of the plan's constants."""
+    """Returns a line on the constants that measured runs changed; none where they are the usual ones."""
     cluster = report.cluster
     if (cluster.slowness, cluster.across) == (1.0, ACROSS):
         return []
@@ -221,7 +222,7 @@ def describe_calibrated(report: Report) -> list[str]:
 
 
 def describe_simulated(report: Report) -> list[str]:
-    """What a simulated step came to, beside the formula."""
+    """Returns a line with the peak of the simulated step beside the formula's; none where nothing was simulated."""
     if (found := report.simulated) is None:
         return []
     name = find_stage(report.planner.recipe.parallel.stage).name
@@ -231,7 +232,7 @@ def describe_simulated(report: Report) -> list[str]:
 
 
 def describe_shared(report: Report) -> list[str]:
-    """How ranks share matrices and rows under the recipe's own stage, and under the advice where it differs."""
+    """Returns lines on tp, cp and pp under the recipe's own stage, and under the advice where its sizes differ."""
     own = report.stages[find_stage(report.planner.recipe.parallel.stage).name]
     best = report.advice.best
     if best and best.layout.shared != own.layout.shared:
@@ -246,7 +247,7 @@ def _sharing_lines(own: Candidate) -> list[str]:
 
 
 def describe_offload(report: Report, candidate: Candidate) -> list[str]:
-    """What a step moves off the device and back, from how many tokens on that is hidden, and what disks must bear."""
+    """Returns lines on offload: GB that a step moves, the tokens from which on that is hidden, and writes to disks."""
     if not candidate.away:
         return []
     moved = step_bytes(candidate.layout, 0, candidate.recipe.train.gradient_accumulation_steps)
@@ -267,7 +268,7 @@ def describe_offload(report: Report, candidate: Candidate) -> list[str]:
 
 
 def describe_path(report: Report) -> list[str]:
-    """That the advice has a disk whose directory its user has to name; nothing where it has none, or one was named."""
+    """Returns a line where the advice uses a disk whose directory the user has to name, else nothing."""
     best, named = report.advice.best, report.planner.recipe.offload.path
     if named or best is None or not best.recipe.offload.path:
         return []
@@ -275,7 +276,7 @@ def describe_path(report: Report) -> list[str]:
 
 
 def describe_advice(report: Report) -> list[str]:
-    """The advice in lines, and how to say it to a run."""
+    """Returns the advice in lines, with the overrides that set it."""
     best = report.advice.best
     if best is None:
         return [f"advice   {report.advice.why}"]

@@ -1,8 +1,8 @@
-"""A step at full cluster size on one CPU, allocating nothing: the run's own model and stage on fake tensors,
-in a fake process group, with every storage counted from its making to its end.
+"""A simulated step at full cluster size on one CPU, without allocation: the run's own model and stage on fake tensors,
+in a fake process group, with every storage counted from its allocation to its release.
 
-Invariant: what is counted is what the code does, not what a formula says of it; formulas are held against it. A GPU's
-kernels are taken to keep what their fake forms keep, and its allocator to waste nothing.
+Invariant: the bytes are those of the code itself, not of a formula; tests hold the formulas to them. A GPU's kernels
+are taken to keep the tensors that their fake versions keep, and its allocator to waste nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,16 +26,16 @@ from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
 from shardbook.recipe import Recipe, RecipeError
 
-LAYERS = (4, 5)  # blocks are alike: from these two any number follows
-# Micro-batch, forward or backward, and where in it: a block, counted from its nearer end, or before or after them.
+LAYERS = (4, 5)  # all blocks take the same bytes: from these two numbers of layers any other follows
+# Micro-batch, forward or backward, and the place: a block, counted from the nearer end, or before or after blocks.
 Moment = tuple[int, str, int | str]
-Shares = Callable[[Any, MicroBatch, Totals], torch.Tensor]  # of which the first is the loss, as in objectives/
-DOCUMENTS = 8  # boundaries of a row that attention is told of
+Shares = Callable[[Any, MicroBatch, Totals], torch.Tensor]  # the result's first element is the loss, as in objectives/
+DOCUMENTS = 8  # boundaries of a row, which attention gets
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The fullest moment of forward and backward, with the optimizer's state there, on the first rank."""
+    """The fullest moment of forward and backward on the first rank, optimizer state included."""
 
     peak_bytes: int
     moment: str  # forward or backward
@@ -43,7 +43,7 @@ class Simulated:
 
 
 class LiveBytes(dispatch_base()):
-    """Counts the storages that operations make, while any tensor refers to them."""
+    """Counts the bytes of storages that operations allocate, as long as any tensor refers to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class LiveBytes(dispatch_base()):
         return result
 
     def follow(self, blocks: Sequence[nn.Module]) -> None:
-        """Have the moment change with each of `blocks`, in forward and in backward."""
+        """Makes the moment change with each of `blocks`, in forward and in backward."""
         last = len(blocks) - 1
 
         def enter(number: int, *_: Any) -> None:
@@ -79,7 +79,7 @@ class LiveBytes(dispatch_base()):
             block.register_forward_hook(partial(leave, number))
 
     def count(self) -> int:
-        """Bytes that are there now."""
+        """Returns the bytes that are allocated now."""
         total = 0
         for key, reference in list(self.made.items()):
             if (size := bytes_there(reference)) is None:
@@ -90,8 +90,8 @@ class LiveBytes(dispatch_base()):
 
 
 def simulate_step(laid: LaidOut, shares: Shares) -> Simulated:
-    """Returns what two steps of `laid`, whose model is used up, hold, rows full and every token but the first trained;
-    the second is counted. A teacher runs beside, with all its layers. Raises RecipeError for a pipeline."""
+    """Runs two steps of `laid`, whose model is used up, and returns the bytes of the second: rows are full, every token
+    but the first is trained, and a teacher runs with all its layers. Raises RecipeError for a pipeline."""
     if laid.recipe.parallel.pp_size > 1:
         asked = f"--simulate: parallel.pp_size = {laid.recipe.parallel.pp_size}"
         raise RecipeError(f"{asked}: no pipeline is simulated; leave --simulate out, or set parallel.pp_size=1")
@@ -101,7 +101,7 @@ def simulate_step(laid: LaidOut, shares: Shares) -> Simulated:
         most, kept = _simulate(laid, shares)
     else:
         (few, few_kept), (more, more_kept) = (_simulate(laid.with_layers(count), shares) for count in LAYERS)
-        # each moment grows by the same with each layer, and blocks between the two ends stand between them
+        # each moment grows by the same bytes with each layer; blocks between the ends have bytes between theirs
         most = {moment: size + times * (size - few.get(moment, size)) for moment, size in more.items()}
         kept = more_kept + times * (more_kept - few_kept)
     fullest = max(most, key=lambda moment: most[moment])
@@ -109,9 +109,9 @@ def simulate_step(laid: LaidOut, shares: Shares) -> Simulated:
 
 
 def _simulate(laid: LaidOut, shares: Shares) -> tuple[dict[Moment, int], int]:
-    """Most bytes at each moment of the second step, and bytes kept."""
+    """Returns the most bytes at each moment of the second step, and the bytes kept between steps."""
     recipe, model, layout = laid.recipe, laid.model, laid.layout
-    # this process as rank 0 of so many, whose collectives send nothing; no process group may be there already
+    # this process is rank 0 of a fake group, whose collectives send nothing; there must be no group already
     dist.init_process_group("fake", rank=0, world_size=laid.world.size, store=fake_store())
     try:
         apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)
@@ -140,8 +140,8 @@ def _simulate(laid: LaidOut, shares: Shares) -> tuple[dict[Moment, int], int]:
 
 
 def _optimizer_state(model: CausalLM, name: str) -> list[torch.Tensor]:
-    """As many bytes as the optimizer keeps: not every one of them takes a step on fake tensors. What a step itself
-    needs is less than a backward does, whose activations are gone by then."""
+    """Returns tensors of as many bytes as the optimizer keeps: not every optimizer can step on fake tensors. The step
+    itself needs fewer bytes than backward, whose activations are freed by then."""
     matrices = {p for block in model.blocks for p in block.parameters() if p.ndim == 2}
     sizes = []
     for parameter in (p for p in model.parameters() if p.requires_grad):
@@ -151,7 +151,7 @@ def _optimizer_state(model: CausalLM, name: str) -> list[torch.Tensor]:
 
 
 def _full_rows(recipe: Recipe, slices: int) -> MicroBatch:
-    """The first of so many slices of each row."""
+    """Returns a micro-batch of full rows: along cp the first of `slices` slices of each row."""
     rows, of_row, length = recipe.train.per_device_train_batch_size, recipe.sequences, recipe.data.max_length
     ids = torch.zeros(rows, of_row * length // slices, dtype=torch.int64)
     boundaries = torch.zeros(rows * (DOCUMENTS + 1) + 1, dtype=torch.int32)

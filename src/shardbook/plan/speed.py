@@ -1,5 +1,5 @@
-"""The time of a step on a cluster, by arithmetic: products, attention, what goes through memory, the optimizer, and the
-gathers and reductions that nothing hides.
+"""The time of a step on a cluster, by arithmetic: matrix products, attention, memory traffic, the optimizer, and the
+all-gathers and reductions that nothing hides.
 
 Invariant: an estimate for a recipe's header and for advice, never a measurement: a few rates of the GPU and of its
 links, and every term a count. Roofline: Williams et al., CACM 52(4), 2009; alpha-beta: Hockney, 1994.
@@ -40,12 +40,12 @@ LINK_SHARE = 0.04  # of products' time: SMs and bandwidth that collectives take,
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step."""
+    """The seconds of one optimizer step, by part."""
 
     products: float
     attention: float
     memory: float  # norms, sums, gates, the loss; casts and copies of parameters and gradients
-    link: float  # what collectives take of the GPU while they are hidden
+    link: float  # the GPU's share that collectives take while they are hidden
     optimizer: float
     exposed: float  # collectives that nothing hides
     offload: float = 0.0  # steps on the host, and transfers, that nothing hides
@@ -64,9 +64,9 @@ def predict_step(
     document_tokens: float,
     cluster: Cluster | None = None,
 ) -> StepTime:
-    """A step of full rows of documents of `document_tokens` each, compiled; without `cluster` on an H100 where all
-    collectives hide but those along tp and cp, which never do. Ranks that share matrices, or rows, share their work; of
-    a pipeline it is the time that all take if each stage is as long as this rank's."""
+    """Returns the time of a step of full rows of documents of `document_tokens` each, compiled; without `cluster` on an
+    H100 where all collectives hide but those along tp and cp, which never do. Ranks along tp and cp share the work; in
+    a pipeline each stage is taken to be as long as this rank's."""
     gpu, slowness = (cluster.gpu, cluster.slowness) if cluster else (H100, 1.0)
     peak_flops, memory_rate = gpu.flops / slowness, MEMORY * gpu.memory / slowness  # of memory: read plus written
     of, itemsize = read_widths(config), layout.dtype("params").itemsize
@@ -151,7 +151,7 @@ def predict_step(
 
 
 def inside_seconds(layout: Layout, config: PreTrainedConfig, recipe: Recipe, cluster: Cluster | None) -> float:
-    """Of all collectives along tp and cp in a step, for each of which the GPU waits; without `cluster` on H100s."""
+    """Returns the seconds of all collectives along tp and cp in a step, which nothing hides; no `cluster`: H100s."""
     if layout.alike == layout.context == 1:
         return 0.0
     cluster, groups = cluster or Cluster(H100, layout.world_size, layout.ranks_per_node, H100.nics), layout.groups(0)
@@ -167,8 +167,8 @@ def inside_seconds(layout: Layout, config: PreTrainedConfig, recipe: Recipe, clu
 
 
 def passing_seconds(layout: Layout, config: PreTrainedConfig, tokens: int, cluster: Cluster) -> float:
-    """Of activations and slopes on their way from stage to stage while nothing computes: those of the first micro-batch
-    through all of them, and back; the others' pass while their neighbours compute."""
+    """Returns the seconds in which activations and gradients travel between pipeline stages while nothing computes: the
+    first micro-batch's through all stages, and back; other sends overlap with their neighbors' computing."""
     payload = tokens // layout.alike * config.hidden_size * layout.dtype("params").itemsize
     once = cluster.ring_seconds(2 * payload, layout.groups(0)[PP_FORWARD])  # all of it goes one way
     return 2 * (layout.pipeline.ranks * layout.pipeline.chunks - 1) * once
@@ -177,8 +177,8 @@ def passing_seconds(layout: Layout, config: PreTrainedConfig, tokens: int, clust
 def offload_seconds(
     layout: Layout, cluster: Cluster, micros: int, forward: float, backward: float, clips: bool
 ) -> float:
-    """Seconds of a step in which the GPU waits for its host: of AdamW there what one forward does not hide (without
-    clipping one backward too), and of transfers what is longer than all computing."""
+    """Returns the seconds of a step in which the GPU waits for its host: the time of host AdamW that one forward does
+    not hide (without clipping one backward too), and the time by which transfers are longer than all computing."""
     if layout.offload.optimizer == "none":
         return 0.0
     moved, numel = step_bytes(layout, 0, micros), sum(unit.numel for unit in layout.units) / layout.shards
@@ -192,7 +192,7 @@ def offload_seconds(
 
 
 def model_flops(recipe: Recipe, flops: Flops, document_tokens: float) -> float:
-    """Model FLOPs of one rank in such a step: its share, where ranks share matrices, rows or layers."""
+    """Returns the model FLOPs of one rank in a step of full rows; ranks along tp, cp and pp share a model's."""
     train, shared = recipe.train, recipe.parallel.micro_batch_ranks
     tokens = recipe.micro_tokens * train.gradient_accumulation_steps / shared
     return flops.of(tokens, tokens * min(document_tokens, recipe.data.max_length))
@@ -201,8 +201,8 @@ def model_flops(recipe: Recipe, flops: Flops, document_tokens: float) -> float:
 def predict_perf_metrics(
     layout: Layout, config: PreTrainedConfig, recipe: Recipe, flops: Flops, document_tokens: float, device_name: str
 ) -> dict[str, float]:
-    """The metric `predicted/perf/step_seconds` on what CUDA calls `device_name`, in nodes as they usually come; nothing
-    where nodes of it are not known, or blocks are not compiled."""
+    """Returns the metric `predicted/perf/step_seconds` on GPUs that CUDA calls `device_name`, in their usual nodes;
+    nothing where these are not known, or blocks are not compiled."""
     gpu = gpu_of(device_name)
     if gpu is None or not gpu.a_node or not recipe.train.compile:
         return {}
@@ -214,12 +214,12 @@ def predict_perf_metrics(
 def exposed_seconds(
     layout: Layout, cluster: Cluster, micros: int, forward: float, backward: float, more: int = 0
 ) -> float:
-    """Seconds of a step in which the GPU waits for collectives, which run one after another beside the computing.
+    """Returns the seconds of a step in which the GPU waits for collectives, which run one after another beside it.
 
-    `forward`, `backward`: computing of one micro-batch, shared among units by their parameters. A unit's gather begins
-    as many units ahead as are prefetched, one at least (the host runs ahead of the device); its reduction when its
-    backward is over, sums across replicas after it in the step's last backward. `more`: forwards without a backward
-    before each micro-batch's own, which free what forward frees.
+    `forward`, `backward`: seconds of computing of one micro-batch, shared among units by their parameters. A unit's
+    gather begins as many units ahead as are prefetched, one at least (the host runs ahead of the device); its reduction
+    when its backward is over, sums across replicas after it in the step's last backward. `more`: forwards without a
+    backward before each micro-batch's own, which free the units that forward frees.
     """
     groups = layout.groups(0)
     computing = [unit for unit in layout.units if unit.numel and unit.read_in_backward]
@@ -270,15 +270,15 @@ def exposed_seconds(
 
 @dataclass
 class _Clock:
-    """When the GPU, and the link beside it, are free again; for how long the link was not."""
+    """The times at which the GPU, and the link beside it, are free again; the seconds that the link was busy."""
 
     gpu: float = 0.0
     link: float = 0.0
     busy: float = 0.0
 
     def run(self, work: list[tuple[float, float, float]], ahead: int) -> None:
-        """`work`: of each unit the seconds of its gather, its computing and its reduction. Gathers are asked for
-        `ahead` units before, reductions when their computing is over, and the link serves who asked first."""
+        """Runs `work`: of each unit the seconds of its gather, its computing and its reduction. Gathers are requested
+        `ahead` units before, reductions when computing is over; the link serves requests in their order."""
         gathered, asked = [0.0] * len(work), 0
 
         def ask(until: int, now: float) -> None:

@@ -1,4 +1,4 @@
-"""The recipe: what a run is, as data. One flat TOML file, checked by a schema that knows every key.
+"""The recipe: a run described as data, in one flat TOML file, checked by a schema that knows every key.
 
 Imports no torch, so a command line is refused in milliseconds.
 """

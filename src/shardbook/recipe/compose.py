@@ -1,8 +1,8 @@
-"""What does not go with what: one table of rules, which a recipe asks where it loads. Plan, translate, comparisons, the
-library and the docs' matrix ask the same one.
+"""Contradictions between keys: one table of rules, which a recipe checks when it loads. Plan, translate, comparisons,
+the library and the docs' matrix check the same table.
 
-Invariant: each contradiction between keys that needs no machine, model or file to be seen is one row of RULES and is
-said nowhere else, but for those inside one section that its own validator sees. All of a recipe's are found.
+Invariant: each contradiction between keys that shows without a machine, model or file is one row of RULES and is stated
+nowhere else, except contradictions inside one section, which its own validator finds. All of a recipe's are reported.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,11 +19,11 @@ from shardbook.recipe.stages import STAGES, SWITCHES, find_stage, stages_where
 
 @dataclass(frozen=True)
 class Rule:
-    """One of `keys` does not go with one of `others` (empty: with nothing) where all of `given` holds.
+    """One of `keys` contradicts one of `others` (empty: `keys` are refused by themselves) where all of `given` holds.
 
-    Each is patterns apart by spaces: `key=a|b`, `key!=a|b`; a value that ends in * stands for all that begin so. Keys
-    and others that fit are named with their values, `given` is not. `why` and `way_out` may name a field of the recipe,
-    or of its stage, in braces.
+    Each of the three has patterns separated by spaces: `key=a|b`, `key!=a|b`; a value that ends in * matches every
+    value with that beginning. The message names the keys and others that match, with their values, and not `given`.
+    `why` and `way_out` may name a field of the recipe, or of its stage, in braces.
     """
 
     keys: str
@@ -31,11 +31,11 @@ class Rule:
     why: str
     way_out: str
     given: str = ""
-    when: Callable[[Any], object] = lambda recipe: True  # what is arithmetic
+    when: Callable[[Any], object] = lambda recipe: True  # a condition that takes arithmetic
 
     @property
     def sections(self) -> set[str]:
-        """Returns the sections that it looks at, `method` among them."""
+        """The sections whose keys the rule reads; `method`, which is in none, counts as one."""
         return {key.partition(".")[0] for side in self.sides for key, _ in side}
 
     @cached_property
@@ -43,7 +43,7 @@ class Rule:
         return [[_read(text) for text in side.split(" ") if side] for side in (self.keys, self.others, self.given)]
 
     def find(self, recipe: Any, read: Callable[[str], str]) -> "Conflict | None":
-        """Returns what `recipe`, whose values by key `read` gives as text, has of it, if it has."""
+        """Returns the conflict where `recipe` breaks this rule, else None. `read` gives the value of a key as text."""
         keys, others, given = self.sides
         if not (named := [key for key, fits in keys if fits(read(key))]):
             return None
@@ -59,7 +59,7 @@ class Rule:
         return Conflict(self, tuple(named), said, why, way_out)
 
 
-Pattern = tuple[str, Callable[[str], bool]]  # a key, and whether its value fits
+Pattern = tuple[str, Callable[[str], bool]]  # a key, and a test of its value's text
 
 
 @dataclass(frozen=True)
@@ -67,32 +67,32 @@ class Conflict:
     """A rule that a recipe breaks."""
 
     rule: Rule
-    keys: tuple[str, ...]  # that it is about; one that is only a way out is not among them
+    keys: tuple[str, ...]  # the keys that contradict; one that only the way out names is not among them
     said: str  # `parallel.tp_size = 2 and lora.r = 4: <why>; <way out>`
     why: str
     way_out: str
 
 
 def conflicts(recipe: Any, rules: Sequence[Rule] = ()) -> list[Conflict]:
-    """Returns all rules that `recipe` breaks, in the table's order. Raises RecipeError for an unknown stage."""
+    """Returns a conflict for each rule that `recipe` breaks, in order. Raises RecipeError for an unknown stage."""
     find_stage(recipe.parallel.stage)
-    read = cache(lambda key: str(attrgetter(key)(recipe)))  # once a key: plans ask thousands of recipes
+    read = cache(lambda key: str(attrgetter(key)(recipe)))  # each key once: a plan checks thousands of recipes
     return [found for rule in rules or RULES if (found := rule.find(recipe, read))]
 
 
 def refuse(found: Iterable[Conflict]) -> None:
-    """Raises RecipeError with all of them."""
+    """Raises one RecipeError that states all conflicts in `found`; none where it is empty."""
     if said := "; ".join(conflict.said for conflict in found):
         raise RecipeError(said)
 
 
 def check_parallel(parallel: Parallel) -> None:
-    """Raises RecipeError where keys of a `[parallel]` that no recipe holds contradict each other."""
+    """Raises RecipeError where keys of a `[parallel]` outside any recipe contradict each other."""
     refuse(conflicts(SimpleNamespace(parallel=parallel), OF_PARALLEL))
 
 
 def with_settings(recipe: Any, settings: dict[str, Any]) -> Any:
-    """Returns `recipe` with `settings` by section.key, unchecked: for `conflicts` to say what is wrong with it."""
+    """Returns `recipe` with `settings` (by section.key), unchecked, so that `conflicts` can say what is wrong in it."""
     parts: dict[str, Any] = {}
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
@@ -132,7 +132,7 @@ OF_OTHERS = {"beta": PAIRED, "simpo_gamma": ("simpo",)}
 
 # fmt: off
 RULES = (
-    # [parallel] by itself: the stage, and what its knobs can do under it
+    # [parallel] by itself: the stage, and keys that have no effect under it
     Rule("parallel.dp_replicate_size=0 parallel.dp_shard_size=0", "", "must be at least 1, or -1 for the rest", ""),
     *(Rule(f"parallel.{axis}_size!=-1|0|1", "", "stage {parallel.stage} has no such axis",
            "leave it out, or set parallel.stage=hsdp",
@@ -158,7 +158,7 @@ RULES = (
          "leave it out, or set parallel.quantize_gradients=[8,4]", given="parallel.quantize_gradients=[]"),
     Rule("parallel.quantize_min_params!=0 parallel.quantize_block!=128", "", "nothing is quantised", "leave it out",
          given=UNQUANTISED),
-    # a pipeline's order
+    # the pipeline schedule
     Rule("parallel.pipeline_chunks!=1 parallel.pipeline_schedule!=1f1b", "", "there is no pipeline",
          "set parallel.pp_size, or leave it out", given="parallel.pp_size=1"),
     Rule(INTERLEAVED, "parallel.pipeline_chunks=1", "each rank has several runs of layers",
@@ -210,7 +210,7 @@ RULES = (
       for what in ("optimizer", "params", "activations")),
     Rule("generate.steps!=0", "method=reward", "a reward model writes nothing", "leave [generate] out"),
     Rule("train.eval_steps!=0", "", "needs data.eval or data.eval_size", "", "data.eval=|[] data.eval_size=0|0.0"),
-    # what is frozen, and in which dtype
+    # frozen weights and dtypes
     Rule("precision.master=bf16", "optim.name!=adamw_bf16",
          "rounded to the nearest, most bf16 weights never move at the usual rates",
          "set optim.name=adamw_bf16 (stochastic rounding), or precision.master=fp32"),
@@ -221,7 +221,7 @@ RULES = (
          "leave parallel.quantize_weights out"),
     Rule("model.load_in_4bit=True", HPZ, "torch keeps no secondary shard of bytes",
          "leave parallel.secondary_shard out"),
-    # where state lies
+    # offload
     Rule(LORA, STATE, "the state of adapters is small, and stays on the device",
          "set offload.optimizer=none and offload.params=none"),
     Rule(STATE, f"optim.name!={'|'.join(HOST_OPTIMIZERS)}", "the host runs AdamW on fp32 masters and moments",
@@ -232,7 +232,7 @@ RULES = (
     Rule(STATE, HPZ, "secondary shards stay on the device", "leave one of the two out"),
     Rule("offload.params!=none", "parallel.wrap=none", "one unit is everything, and nothing could be away",
          "set parallel.wrap=block"),
-    # what is recomputed and compiled
+    # recompute and compile
     Rule("offload.activations!=none", "activation.checkpointing=none|budget:*",
          "inputs of recomputed blocks leave, and none is", "set activation.checkpointing=full, selective or every:<n>"),
     Rule("activation.checkpointing=budget:*", "", "a budget is met by the compiler",

@@ -16,12 +16,12 @@ from shardbook.recipe.sections import FORMS, RecipeError, Section, nearest
 
 @cache
 def other_words() -> dict[str, str]:
-    """Another program's word -> the key that it is here."""
+    """Returns the recipe key for each word that other programs use (words.toml)."""
     table = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
     return {word: key for key, words in table.items() for word in words}
 
 
-# Names of one key, each allowed: transformers' and its older one, peft's and TRL's.
+# Two accepted names of one key, such as transformers' new and older one, or peft's and TRL's.
 TWO_NAMES = [
     ("warmup_steps", "warmup_ratio"),
     ("r", "lora_r"),
@@ -31,12 +31,12 @@ TWO_NAMES = [
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
+    """Returns the first line of an error's message, or the name of its type where the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
-    """The recipe in the TOML file `path`, with `section.key=value` overrides. Raises RecipeError."""
+    """Returns the recipe in the TOML file `path`, with `section.key=value` overrides. Raises RecipeError."""
     try:
         text = Path(path).read_text()
     except UnicodeDecodeError as error:
@@ -47,7 +47,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 
 def parse_recipe(text: str, source: str, overrides: list[str] | None = None) -> Recipe:
-    """The recipe in `text`, TOML, which errors call `source`. Raises RecipeError."""
+    """Returns the recipe in `text`, TOML, with overrides. Raises RecipeError, whose message begins with `source`."""
     try:
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -58,7 +58,7 @@ def parse_recipe(text: str, source: str, overrides: list[str] | None = None) -> 
     try:
         return Recipe.model_validate(given)
     except ValidationError as error:
-        said: dict[str, list[str]] = {}  # a value that is of none of two types is one error
+        said: dict[str, list[str]] = {}  # pydantic's errors for each member of a union are joined to one
         for one in error.errors():
             what, should, rule = _explain(one).partition(": input should be ")
             said.setdefault(what + should, []).append(rule)
@@ -67,7 +67,7 @@ def parse_recipe(text: str, source: str, overrides: list[str] | None = None) -> 
 
 
 def _conflicts_beside(given: dict[str, Any], error: ValidationError) -> list[str]:
-    """Returns what is said of sections of `given` in which nothing is wrong by itself, where others have errors."""
+    """Returns the conflicts between the sections of `given` that have no error of their own, where others have."""
     wrong = {str(one["loc"][0]) for one in error.errors() if one["loc"]}
     right: dict[str, Any] = {name: given[name] for name in Recipe.model_fields if name in given.keys() - wrong}
     try:
@@ -78,24 +78,24 @@ def _conflicts_beside(given: dict[str, Any], error: ValidationError) -> list[str
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as TOML with every default written out; loading it gives an equal recipe."""
+    """Returns the recipe as TOML with every default written out; loading it gives an equal recipe."""
     return tomli_w.dumps(recipe.model_dump(mode="json"))
 
 
 def flatten_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Every value of the recipe by its section.key."""
+    """Returns every value of the recipe by its section.key."""
     whole = recipe.model_dump(mode="json")
     method = {"method": whole.pop("method")}  # the one key in no section
     return method | {f"{section}.{key}": value for section, inside in whole.items() for key, value in inside.items()}
 
 
 def resolve_precision(recipe: Recipe, device_type: str) -> Recipe:
-    """The recipe with `auto` replaced by what it means on `device_type` (`cuda`, `cpu`)."""
+    """Returns the recipe with `auto` replaced by its meaning on `device_type` (`cuda`, `cpu`)."""
     return recipe.model_copy(update={"precision": recipe.precision.on(device_type)})
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe given by path or by name (`smollm2-135m-fsdp`). Raises RecipeError with the close names."""
+    """Returns the file of a recipe given by path or name (`smollm2-135m-fsdp`). Raises RecipeError with close names."""
     if Path(name).suffix == ".toml" and Path(name).is_file():
         return Path(name)
     known = list_recipes()
@@ -107,7 +107,7 @@ def find_recipe(name: str) -> Path:
 
 
 def list_recipes() -> dict[str, Path]:
-    """The shipped recipes by name: from ./recipes, else from the source tree or the installed package."""
+    """Returns the shipped recipes by name: from ./recipes, else from the source tree or the installed package."""
     here = Path(__file__).parents[1]
     for folder in (Path("recipes"), here.parents[1] / "recipes", here / "recipes"):
         if files := sorted(folder.glob("*.toml"), key=lambda file: file.stem):
@@ -116,7 +116,7 @@ def list_recipes() -> dict[str, Path]:
 
 
 def describe_keys() -> list[tuple[str, str, str]]:
-    """`(section.key, default, help)` of every key of the schema, in order."""
+    """Returns `(section.key, default, help)` of every key of the schema, in order."""
     rows = [("method", "sft", Recipe.model_fields["method"].description or "")]
     for section, field in Recipe.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -142,7 +142,7 @@ def _override(given: dict[str, Any], word: str) -> None:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise RecipeError(f"override {word!r}: {section} is a key, not a section")
-    for names in TWO_NAMES:  # what the file says must not compete
+    for names in TWO_NAMES:  # else the file's name for the key would compete with the override's
         if last in names:
             for name in names:
                 table.pop(name, None)
@@ -150,7 +150,7 @@ def _override(given: dict[str, Any], word: str) -> None:
 
 
 def _explain(error: Any) -> str:
-    """One pydantic error in our words: the key, the value, what is allowed, the nearest spelling."""
+    """Returns one pydantic error in our words: the key, the value, what is allowed, the nearest spelling."""
     # pydantic adds the tried member of a union (`int`, `list[str]`) to the path: keep only the recipe's own names
     path = [
         str(part)

@@ -1,4 +1,4 @@
-"""The sections of what learns and from what: adapters, preferences, a teacher, and the optimizer.
+"""The sections about learning: adapters, preferences, a teacher, and the optimizer.
 
 Invariant: as in sections.py.
 """
@@ -32,7 +32,7 @@ class Lora(Section):
 
     @property
     def scaling(self) -> float:
-        """What an update is multiplied by."""
+        """The factor by which a LoRA update is multiplied."""
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
     @model_validator(mode="after")
@@ -67,7 +67,7 @@ class Distill(Section):
 
 PAIRED = ("dpo", "orpo", "simpo")  # methods whose examples are pairs
 
-# names that people know, of optimizers that were tried on sharded tensors (torch 2.13) and failed
+# pattern of the names of known optimizers that failed on sharded tensors (torch 2.13) -> why
 REFUSED_OPTIMIZERS = {
     "adafactor": "its factors are means of whole rows and columns, which no rank has; set optim.name=adamw_8bit",
     "bnb|paged|lion_8bit|ademamix_8bit": "bitsandbytes' take no sharded tensors; set optim.name=adamw_8bit or lion",
@@ -76,7 +76,7 @@ REFUSED_OPTIMIZERS = {
     "optimi|galore|apollo": "its state or its projections are of whole matrices; set optim.name=adamw_8bit or muon",
 }
 
-# of optimizers, what rules ask before torch is there (all else: optim/table.py): look at whole matrices; the host runs
+# optimizers that look at whole matrices, and that the host runs: rules need no torch (all else: optim/table.py)
 WHOLE_MATRICES, HOST_OPTIMIZERS = ("muon",), ("adamw",)
 
 

@@ -1,4 +1,4 @@
-"""What is trained on: sources, their shares, how rows become conversations, and which of their tokens are trained."""
+"""The data section: sources, their shares, how rows become conversations, and which of their tokens are trained."""
 
 from typing import Any, Literal
 

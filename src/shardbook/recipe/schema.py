@@ -1,7 +1,7 @@
-"""The recipe as a whole: its sections, and what of a run follows from several of them.
+"""The recipe as a whole: its sections, and numbers of a run that follow from several of them.
 
-Invariant: a recipe that loads has no contradiction inside itself (compose.py). What needs the machine (world size,
-files, the model's own limits) is checked by the module that meets it, with the same error class.
+Invariant: a recipe that loads has no contradiction inside itself (compose.py). A contradiction with the machine
+(world size, files, the model's own limits) is found by the module that meets it, with the same error class.
 """
 
 from typing import Any, Literal
@@ -48,31 +48,31 @@ class Recipe(Section):
 
     @property
     def sequences(self) -> int:
-        """That an example holds: a pair has two."""
+        """The number of sequences in an example: two in a pair, else one."""
         return 2 if self.method in (*PAIRED, "reward") else 1
 
     @property
     def forwards(self) -> int:
-        """Passes of a micro-batch: one before the others asks the reference, where that was not asked once for all."""
+        """The number of forwards of a micro-batch: two where each step asks the reference anew."""
         return 1 + (not self.preference.precompute_ref_log_probs)
 
     @property
     def remakes_logits(self) -> bool:
-        """Whether the head makes its logits in backward again: each loss has a slope of its own, known only then."""
+        """True where backward recomputes the logits: each loss has a grad_output of its own, known only then."""
         return self.method in PAIRED
 
     def outputs(self, vocabulary: int) -> int:
-        """Numbers that the head makes of a token, or of a sequence where it scores."""
+        """Returns the width of the head: `vocabulary` logits for a token; with reward one score for a sequence."""
         return 1 if self.method == "reward" else vocabulary
 
     @property
     def micro_tokens(self) -> int:
-        """Of a rank's micro-batch whose examples are as long as can be."""
+        """The number of tokens in a rank's micro-batch whose sequences all have data.max_length."""
         return self.train.per_device_train_batch_size * self.data.max_length * self.sequences
 
     @property
     def at_rest(self) -> str:
-        """Dtype of a rank's shards on its device: with masters on the host, what it computes in."""
+        """The dtype of a rank's shards on its device: the masters', or that of compute where masters are offloaded."""
         return self.precision.params if self.offload.optimizer != "none" else self.precision.master
 
     @model_validator(mode="before")
@@ -87,6 +87,6 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def keys_that_compose(self, info: ValidationInfo) -> "Recipe":
-        """Raises for all contradictions, but for those of sections in the validation's context."""
+        """Raises for all contradictions, except rules that read a section named in the validation's context."""
         refuse(found for found in conflicts(self) if not found.rule.sections & set(info.context or ()))
         return self

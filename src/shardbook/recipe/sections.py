@@ -15,21 +15,21 @@ class RecipeError(ValueError):
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """`; did you mean x?` for the known spelling nearest to `word`, or nothing."""
+    """Returns `; did you mean x?` for the known spelling nearest to `word`, or an empty string where none is near."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 WRAPS = r"^(block|none|size:[1-9]\d*)$"
 CHECKPOINTINGS = r"^(none|full|selective|every:[1-9]\d*|budget:(0(\.\d+)?|1(\.0+)?))$"
-FORMS = {  # what a pattern allows, for people
+FORMS = {  # the values that a pattern allows, for people
     WRAPS: ["block", "none", "size:<whole number>"],
     CHECKPOINTINGS: ["none", "full", "selective", "every:<whole number>", "budget:<0.0 to 1.0>"],
 }
 
 TRACKERS = ["wandb", "tensorboard", "trackio", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "none"]
 
-TIERS = ("none", "cpu", "nvme")  # where state lies, each further out: the device, the host, a disk
+TIERS = ("none", "cpu", "nvme")  # storage tiers, each further from the device: the device, host memory, a disk
 
 
 def key(default: Any, help: str, **limits: Any) -> Any:
@@ -123,12 +123,12 @@ class Parallel(Section):
 
     @property
     def row_ranks(self) -> int:
-        """Returns how many ranks share each row: tp x cp."""
+        """The number of ranks that share each row: tp x cp."""
         return self.tp_size * self.cp_size
 
     @property
     def micro_batch_ranks(self) -> int:
-        """Returns how many ranks have one micro-batch together: tp x cp x pp."""
+        """The number of ranks that share one micro-batch: tp x cp x pp."""
         return self.row_ranks * self.pp_size
 
 
@@ -147,7 +147,7 @@ class Precision(Section):
     )
 
     def on(self, device_type: str) -> "Precision":
-        """This, with `auto` replaced by what it means on `device_type` (`cuda`, `cpu`)."""
+        """Returns this section with `auto` replaced by its meaning on `device_type` (`cuda`, `cpu`)."""
         params = self.params if self.params != "auto" else "bf16" if device_type == "cuda" else "fp32"
         return self.model_copy(update={"params": params, "frozen": params if self.frozen == "auto" else self.frozen})
 
@@ -166,11 +166,11 @@ class Activation(Section):
 
     @property
     def every(self) -> int:
-        """Returns n where backward runs one block in n again, the first among them; 0 where it runs none."""
+        """Returns n where backward recomputes one block in n, from the first on; 0 where it recomputes none."""
         return 0 if self.kind in ("none", "budget") else int(self.checkpointing.partition(":")[2] or 1)
 
     def recomputed(self, blocks: Iterable[int]) -> list[int]:
-        """Returns those of the numbers `blocks` whose blocks backward runs again."""
+        """Returns the numbers in `blocks` of the blocks that backward recomputes."""
         return [number for number in blocks if self.every and number % self.every == 0]
 
     @property
@@ -268,7 +268,7 @@ class Generate(Section):
 
     @property
     def count(self) -> int:
-        """Samples of one step, of all ranks."""
+        """The number of samples that all ranks together generate at one step."""
         return len(self.prompts) or self.samples
 
 

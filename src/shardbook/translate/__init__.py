@@ -1,8 +1,8 @@
-"""A recipe from a DeepSpeed JSON or an accelerate YAML: key by key, each with what became of it.
+"""A recipe from a DeepSpeed JSON or an accelerate YAML, key by key, with an entry that tells the result of each key.
 
-Invariant: no key is dropped in silence. Each is set (perhaps with a difference, which is said), needs nothing here, or
-is refused by name; one that no rule has heard of is refused too. What the other program does where a key is absent
-counts as given, where Shardbook's own default is another.
+Invariant: no key is dropped in silence. Each sets something (with a remark where it differs), needs nothing here, or is
+refused by name; a key without a rule is refused too. An absent key counts as given where the other program's default
+differs from Shardbook's.
 """
 
 import json
@@ -19,7 +19,7 @@ from shardbook.recipe import TIERS, Recipe, RecipeError, Train, first_line, near
 from shardbook.recipe.compose import Conflict, conflicts, with_settings
 from shardbook.translate.rules import ACCELERATE, AXES, CP_SIZE, DEEPSPEED, STAGE, TP_SIZE, Refused, Rule, Settings
 
-# what a recipe refuses and a run goes as well without, and the name of what asked for it
+# settings that a run can do without, left out where a recipe refuses them -> the name of the key that asked
 LEFT_OUT = {
     "parallel.backward_prefetch": "fsdp_backward_prefetch",
     "parallel.forward_prefetch": "fsdp_forward_prefetch",
@@ -30,7 +30,7 @@ AUTO = {"pipeline.stages": "no pipeline: set parallel.pp_size to the num_stages 
 
 @dataclass(frozen=True)
 class Entry:
-    """What became of one key."""
+    """The result of one key: the settings that it makes, and a remark."""
 
     key: str
     value: Any
@@ -42,13 +42,13 @@ class Entry:
         shown = json.dumps(self.value, default=str)
         became = ", ".join(f"{name} = {json.dumps(value)}" for name, value in self.settings.items())
         said = "REFUSED, " * self.refused + "; ".join(part for part in (became, self.said) if part)
-        if self.value is None:  # what is not in the file, and still means something
+        if self.value is None:  # a key that is not in the file, and still means something
             return f"{self.key}: {said}"
         return f"{self.key} = {shown if len(shown) <= 60 else shown[:57] + '...'}: {said}"
 
 
 def translate(path: Path) -> tuple[Settings, list[Entry]]:
-    """The recipe's settings for the DeepSpeed JSON or accelerate YAML at `path`, and what became of each of its keys.
+    """Returns a recipe's settings for the DeepSpeed JSON or accelerate YAML at `path`, and an entry for each key.
 
     Raises RecipeError where the file cannot be read or is neither. Refused keys are entries: the caller decides.
     """
@@ -62,17 +62,17 @@ def translate(path: Path) -> tuple[Settings, list[Entry]]:
         entries = [entry for entry in entries if entry.key != "deepspeed_config.deepspeed_config_file"]
         inside = _read(inner)
         entries += [*_entries(inside, DEEPSPEED), *_assumed(inside)]
-        whole = inside | whole  # for what several keys say together
+        whole = inside | whole  # for the checks of several keys together
     elif is_deepspeed:
         entries += _assumed(whole)
     program = str(whole.get("distributed_type")).upper()
-    if program == "DEEPSPEED":  # accelerate does not hear its sizes of the data's axes then
+    if program == "DEEPSPEED":  # then accelerate ignores its data-parallel sizes
         for at, entry in enumerate(entries):
             if entry.key.startswith("parallelism_config.parallelism_config_dp_"):
                 entries[at] = replace(entry, settings={}, said="nothing to set: ZeRO shards over all ranks")
     elif program == "MEGATRON_LM" and not any(entry.key.endswith("use_distributed_optimizer") for entry in entries):
         entries.append(Entry("(use_distributed_optimizer)", None, {STAGE: "ddp"}, "absent is false in accelerate"))
-    for key in AXES:  # two sizes of slices and of sequences accelerate refuses too
+    for key in AXES:  # accelerate too refuses cp_size beside sp_size
         if sum(key in entry.settings for entry in entries) > 1:
             _refuse(entries, {key}, f"is {key} here, and so is another key of this file; set one of them to 1")
     if str(number := _section(whole, "zero_optimization").get("stage", 3)) != "3":
@@ -83,13 +83,13 @@ def translate(path: Path) -> tuple[Settings, list[Entry]]:
     for entry in entries:
         for key, value in entry.settings.items():
             if key == STAGE and settings.get(STAGE) in ("zeropp", "hsdp") and value in ("zero3", "zeropp"):
-                continue  # a switch said more than the stage's number
+                continue  # a switch has said more than the stage's number
             settings[key] = value
     return _settled(settings, entries, whole), entries
 
 
 def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Settings:
-    """What follows from several keys together; adds to `entries` what it changes."""
+    """Returns the settings after the checks of several keys together; adds an entry for each change."""
 
     def note(key: str, value: Any, changed: Settings, said: str, refused: bool = False) -> None:
         settings.update(changed)
@@ -126,14 +126,14 @@ def _conflicts(settings: Settings) -> list[Conflict]:
 
 
 def _refuse(entries: list[Entry], keys: set[str], said: str) -> None:
-    """Each entry that sets one of `keys`, which then sets nothing."""
+    """Makes each entry that sets one of `keys` a refused one, which sets nothing."""
     for at, entry in enumerate(entries):
         if keys & set(entry.settings):
             entries[at] = replace(entry, settings={}, said=said, refused=True)
 
 
 def _settle_axes(settings: Settings, entries: list[Entry]) -> None:
-    """Refuse the sizes of the model's axes where a recipe would, with its words."""
+    """Refuses the sizes along tp, cp and pp that a recipe refuses, with its words."""
     found = _conflicts(settings)
     for key in [key for key in AXES if key in settings]:
         if said := "; ".join(conflict.said for conflict in found if key in conflict.keys):
@@ -142,7 +142,7 @@ def _settle_axes(settings: Settings, entries: list[Entry]) -> None:
 
 
 def _settle_tiers(settings: Settings, note: Callable[..., None]) -> None:
-    """What tiers mean for each other, and under the stage that is set."""
+    """Makes the storage tiers agree with each other, and refuses those that contradict the stage or lack a path."""
     params = settings.get("offload.params", "none")
     if TIERS.index(params) > TIERS.index(settings.get("offload.optimizer", "none")):
         note("(offload of parameters)", None, {"offload.optimizer": params}, "what they are made of goes with them")
@@ -158,7 +158,7 @@ def _settle_tiers(settings: Settings, note: Callable[..., None]) -> None:
 
 
 def _assumed(whole: Settings) -> list[Entry]:
-    """What DeepSpeed does where a key is absent, and Shardbook would not."""
+    """Returns entries for absent keys whose default in DeepSpeed differs from Shardbook's."""
     absent = []
     if "gradient_clipping" not in whole:
         absent.append(Entry("(gradient_clipping)", None, {"optim.max_grad_norm": 0.0}, "absent is off in DeepSpeed"))
@@ -235,7 +235,7 @@ def _read(path: Path) -> Settings:
 
 
 def write_recipe(settings: Settings, entries: list[Entry], source: str) -> str:
-    """The settings as a recipe in TOML, which loads; each line names the key that it came from."""
+    """Returns the settings as a recipe in TOML, which loads; each line names the key that it is from."""
     origin = {key: entry.key for entry in entries for key in entry.settings}
     lines = [f"# Translated from {source}. Model and data are not in it: set model.path and data.train."]
     lines += [f"# {' '.join(str(entry).split())}" for entry in entries if entry.refused]
@@ -245,6 +245,6 @@ def write_recipe(settings: Settings, entries: list[Entry], source: str) -> str:
             lines += ["", f"[{section}]"]
         for name, value in here.items():
             came = origin.get(f"{section}.{name}", "not in the file")
-            # such values are written in JSON as in TOML
+            # JSON writes such values as TOML does
             lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {came}")
     return "\n".join(lines) + "\n"

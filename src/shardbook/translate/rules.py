@@ -1,7 +1,7 @@
-"""What each key of a DeepSpeed JSON and of an accelerate YAML means in a recipe: two tables of rules.
+"""The meaning of each key of a DeepSpeed JSON and of an accelerate YAML in a recipe: two tables of rules.
 
-A rule turns a value into settings and a remark, or raises Refused. A rule on a section takes all of it that no longer
-name has a rule of its own.
+A rule turns a value into settings and a remark, or raises Refused. A rule on a section covers each of its keys that has
+no rule of its own.
 Sources: DeepSpeed's configuration page (deepspeed.ai/docs/config-json), accelerate's FSDP and DeepSpeed usage guides.
 """
 
@@ -15,7 +15,7 @@ Settings = dict[str, Any]  # by section.key of a recipe
 
 
 class Refused(Exception):
-    """What this key asks for has no counterpart; the message says why, and what there is."""
+    """A key's value has no counterpart; the message says why, and what there is."""
 
 
 Rule = Callable[[Any], tuple[Settings, str]]
@@ -29,7 +29,7 @@ OFF = ("false", "off", "no", "none", "0")
 
 
 def when(settings: Settings, said: str = "") -> Rule:
-    """`settings` where a key is on, also in quotes as YAML's writers have it."""
+    """Returns a rule that makes `settings` where a key is on, also in quotes, as YAML often has it."""
     return lambda value: (settings, said) if value and str(value).lower() not in OFF else ({}, "off")
 
 
@@ -44,7 +44,7 @@ def free(why: str, value: Any) -> tuple[Settings, str]:
 
 
 def off(why: str, value: Any) -> tuple[Settings, str]:
-    """Fine as long as it is off: false, 0, nothing, or a section that is not enabled or on no device."""
+    """Raises Refused unless `value` is off: false, 0, nothing, or a section that is not enabled or on no device."""
     section = value if isinstance(value, dict) else {}
     is_off = not value or value in ("none", "no") or section.get("enabled", True) is False
     if is_off or section.get("device", "not said") in ("none", None):
@@ -53,7 +53,7 @@ def off(why: str, value: Any) -> tuple[Settings, str]:
 
 
 def pick(choices: dict[str, Settings], why: str, said: str, value: Any) -> tuple[Settings, str]:
-    """One of `choices`, in any case; `true` and numbers by what they are written as."""
+    """Returns the settings of one of `choices`, by the text of `value` in any case. Raises Refused for another."""
     key = str(value).lower()
     if key not in choices:
         raise Refused(f"{why}; what can be translated: {', '.join(choices)}")
@@ -65,7 +65,7 @@ AXES = TP_SIZE, CP_SIZE, PP_SIZE = "parallel.tp_size", "parallel.cp_size", "para
 
 
 def tables(program: str) -> dict[str, Rule]:
-    """The rules of remarks.toml and choices.toml for the keys of `program`."""
+    """Returns the rules of remarks.toml and choices.toml for the keys of `program`."""
     remarks, choices = (
         tomllib.loads(Path(__file__).with_name(name).read_text())[program] for name in ("remarks.toml", "choices.toml")
     )
@@ -135,7 +135,7 @@ def secondary_of(value: Any) -> tuple[Settings, str]:
 
 
 def axis_of(key: str, said: str, value: Any) -> tuple[Settings, str]:
-    """Of ranks along an axis inside the model: 1 is none, and in DeepSpeed 0."""
+    """Returns the setting for the number of ranks along an axis inside the model: 1 is off, and 0 in DeepSpeed."""
     if whole(value) < 0:
         raise Refused("must be a whole number of ranks")
     return ({key: whole(value)}, said) if whole(value) > 1 else ({}, "off")
@@ -147,7 +147,7 @@ stages_of = partial(axis_of, PP_SIZE, "blocks are dealt out evenly, micro-batche
 
 
 def runs_of(value: Any) -> tuple[Settings, str]:
-    """DeepSpeed's runs of layers of which the first one's input is kept."""
+    """Returns checkpointing for DeepSpeed's interval: the layers of a run, of which only the first input is kept."""
     if whole(value) < 0:
         raise Refused("must be a whole number of layers")
     said = f"the input of each block is kept, not of each run of {value}" if whole(value) > 1 else ""
@@ -163,7 +163,7 @@ def tracker_of(value: Any) -> tuple[Settings, str]:
 
 
 def tier_of(what: str, value: Any) -> tuple[Settings, str]:
-    """Where `what` (optimizer, params) lies, by a section or a device's name."""
+    """Returns the storage tier of `what` (optimizer, params), from a section or a device's name. Raises Refused."""
     same = {"device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init"}
     same |= {"pipeline_read", "pipeline_write", "ratio"}
     section = value if isinstance(value, dict) else {"device": value}
