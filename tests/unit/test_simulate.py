@@ -165,7 +165,9 @@ def test_adapters_on_a_frozen_base(alone, stage, checkpointing, words):
     ("stage", "checkpointing", "words"),
     [
         ("zero3", "selective", ("distill.teacher=llama-3.1-8b", "train.loss_chunk_tokens=256")),
-        ("zero2", "full", ("distill.teacher=llama-3.1-8b", "train.loss_chunk_tokens=1024")),
+        pytest.param(
+            "zero2", "full", ("distill.teacher=llama-3.1-8b", "train.loss_chunk_tokens=1024"), marks=pytest.mark.slow
+        ),
         pytest.param("ddp", "none", ("distill.teacher=llama-3.1-8b",), marks=pytest.mark.slow),
         pytest.param("zero3", "full", ("distill.teacher=llama-3.1-8b",), marks=pytest.mark.slow),
         pytest.param("zero3", "none", ("distill.teacher=llama-3.1-8b", "lora.r=16"), marks=pytest.mark.slow),
@@ -191,13 +193,13 @@ def test_activations_are_split_with_the_matrices(apart, ranks):
     ("stage", "checkpointing", "micros", "layers", "world", "words"),
     [
         ("zero3", "none", 1, 3, 16, ("parallel.tp_size=2",)),
-        ("zero1", "full", 2, 3, 8, ("parallel.tp_size=8",)),  # one shard
         ("hsdp", "selective", 1, 3, 16, ("parallel.tp_size=4", "parallel.dp_shard_size=2")),
-        ("zero3", "none", 1, 3, 16, ("parallel.cp_size=2", "parallel.tp_size=4", *LONG)),
         ("zero3", "full", 1, 3, 16, ("parallel.cp_size=8", "data.max_length=131072")),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                ("zero1", "full", 2, 3, 8, ("parallel.tp_size=8",)),  # one shard
+                ("zero3", "none", 1, 3, 16, ("parallel.cp_size=2", "parallel.tp_size=4", *LONG)),
                 ("zero3", "full", 1, 6, 16, ("parallel.tp_size=2", *LONG)),
                 ("zero3", "none", 2, 8, 64, ("parallel.tp_size=4", *LONG)),
                 ("zero3", "selective", 1, 3, 16, ("parallel.tp_size=8", *LONG)),  # a thin product is made again

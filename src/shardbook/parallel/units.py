@@ -7,7 +7,6 @@ device, and no rank need exist, so formulas read them as stages do.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
 from math import prod
 
 import torch
@@ -44,6 +43,17 @@ class Unit:
     def numel(self) -> int:
         return sum(prod(shape) for shape in self.shapes)
 
+    @cached_property
+    def inside(self) -> frozenset[nn.Module]:
+        """Its first module and all in it: looked through once, since plans ask for one order after the other."""
+        return frozenset(self.modules[0].modules())
+
+    @cached_property
+    def _rows(self) -> list[tuple[int, int, bool]]:
+        """Of each parameter the rows, the elements of one, and whether it is trained."""
+        pairs = zip(self.shapes, self.trained, strict=True)
+        return [(shape[0], prod(shape[1:]), trained) for shape, trained in pairs]
+
     @property
     def trained_matrices(self) -> list[torch.Size]:
         """Shapes of those in a block."""
@@ -51,8 +61,8 @@ class Unit:
 
     def padded_numel(self, shards: int, trained_only: bool = False) -> int:
         """Elements of all `shards` shards together, each tensor's as long as its longest."""
-        shapes = compress(self.shapes, self.trained) if trained_only else self.shapes
-        return sum(-(-shape[0] // shards) * shards * prod(shape[1:]) for shape in shapes)
+        counted = (row for row in self._rows if row[2]) if trained_only else self._rows
+        return sum(-(-rows // shards) * shards * width for rows, width, _ in counted)
 
     def uncut_numel(self, shards: int) -> int:
         """Elements of one shard, padded, of what is trained and the same on every rank of the tensor axis."""
@@ -199,7 +209,7 @@ def backward_order(units: Sequence[Unit]) -> list[Unit]:
     """The order in which backward reaches `units`, which are in forward order, outer before inner: what spans the pass
     first, then from the last on, and again each outer unit before those inside it."""
     place = {unit.modules[0]: number for number, unit in enumerate(units)}
-    last_inside = [max(place.get(module, 0) for module in unit.modules[0].modules()) for unit in units]
+    last_inside = [max((place[module] for module in place.keys() & unit.inside), default=0) for unit in units]
     reached = [n for n, unit in enumerate(units) if not unit.forward_only]
     inner = [n for n in reached if not units[n].spans]
     inner.sort(key=lambda n: (last_inside[n], -n), reverse=True)

@@ -17,6 +17,7 @@ import tempfile
 import tomllib
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,10 @@ def check_shared(run: RunDirectory) -> None:
         )
 
 
+@cache
 def environment() -> dict[str, Any]:
-    """What the numbers depend on beyond the recipe: versions of torch, packages and this code, the kind of GPU."""
+    """Returns what the numbers depend on beyond the recipe, read once in a process: versions of torch, packages and
+    this code, the kind of GPU."""
     facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
     facts["shardbook"] = shardbook.__version__  # of the code that runs: it need not be installed
     for package in PACKAGES:
