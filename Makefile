@@ -92,8 +92,8 @@ NARROW = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST)
 COUNTS_ALONE = house plan simulate translate recipe torch pipeline_peak settings offline bench peers page
 test-cpu: $(DEV)  ## numbers on another processor: units, real weights and the parity matrix without wide vectors
 	$(NARROW) -n 2 --dist loadfile tests/unit $(COUNTS_ALONE:%=--ignore tests/unit/test_%.py) \
-		tests/dist/test_stages.py tests/dist/test_hard_cases.py tests/dist/test_zeropp.py
-	$(NARROW) -m "" tests/e2e/test_embedded.py
+		tests/dist/test_hard_cases.py tests/dist/test_zeropp.py
+	$(NARROW) -n 2 --dist loadfile -m "" tests/e2e/test_embedded.py tests/dist/test_stages.py
 
 proof: $(DEV)  ## run the matrix, the planted bugs and the ledger, and write docs/proof.md
 	$(PYTHON3) tests/proof.py

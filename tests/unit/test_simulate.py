@@ -92,7 +92,7 @@ def shipped(alone):
     ("stage", "checkpointing", "micros"),
     [
         ("zero3", "selective", 1),
-        ("zero2", "full", 2),
+        pytest.param("zero2", "full", 2, marks=pytest.mark.slow),
         ("ddp", "none", 1),
         pytest.param("zero1", "none", 3, marks=pytest.mark.slow),
         pytest.param("zero3", "none", 3, marks=pytest.mark.slow),
@@ -144,7 +144,7 @@ def test_two_small_models_tell_of_a_deep_one_exactly(alone, stage):
     ("stage", "checkpointing", "words"),
     [
         ("zero3", "selective", ("lora.r=16",)),
-        ("ddp", "none", ("lora.r=16", "lora.target_modules=[q_proj,v_proj]")),
+        pytest.param("ddp", "none", ("lora.r=16", "lora.target_modules=[q_proj,v_proj]"), marks=pytest.mark.slow),
         pytest.param("zero2", "full", ("lora.r=64",), marks=pytest.mark.slow),
         pytest.param("ddp", "selective", ("lora.r=16", "lora.target_modules=[gate_proj]"), marks=pytest.mark.slow),
         pytest.param("zero3", "selective", ("lora.r=16", *FOUR), marks=pytest.mark.slow),
