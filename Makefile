@@ -38,6 +38,8 @@ TRAIN = $(SHARDBOOK) train $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC))
 LAUNCH = $(TRAIN) --nodes $(NODES) --node-rank $(NODE_RANK) --head $(HEAD)
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Empty is off: else each of some hundred processes compiles the package, and pytest its tests, anew.
+export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
 .PHONY: help train launch plan data compare recipes matrix test test-slow test-streams test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-plan bench-link \
 	bench-convergence bench-offload bench-optimizers bench-peers bench-work lint format clean
@@ -88,10 +90,14 @@ test-streams: $(DEV)  ## streams, threads, pinned memory and communicators by CU
 test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and model (some ten minutes)
 	$(PYTEST) -n 2 --dist loadfile tests/dist --everything -m ""
 
-# The narrowest vectors that torch has stand for a machine unlike the one a change was made on.
+# The narrowest vectors that torch has stand for a machine unlike the one a change was made on. What computes with no vector
+# (plans, recipes, the house) is not asked again; of the real weights all is.
+NARROW = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST)
+COUNTS_ALONE = house plan simulate translate recipe torch pipeline_peak settings offline bench peers page
 test-cpu: $(DEV)  ## numbers on another processor: units, real weights and the parity matrix without wide vectors
-	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST) -n 2 --dist loadfile tests/unit tests/e2e/test_embedded.py \
-		tests/dist/test_stages.py tests/dist/test_hard_cases.py tests/dist/test_zeropp.py
+	$(NARROW) -n 2 --dist loadfile tests/unit $(COUNTS_ALONE:%=--ignore tests/unit/test_%.py) \
+		tests/dist/test_hard_cases.py tests/dist/test_zeropp.py
+	$(NARROW) -n 2 --dist loadfile -m "" tests/e2e/test_embedded.py tests/dist/test_stages.py
 
 proof: $(DEV)  ## run the matrix, the planted bugs and the ledger, and write docs/proof.md
 	$(PYTHON3) tests/proof.py

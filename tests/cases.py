@@ -129,9 +129,20 @@ def covering_cases() -> list[Case]:
     return list(dict.fromkeys(chosen))
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a rank has of a tensor; and of a DTensor where the others have theirs: the ranks of its mesh, and along each
+    axis of that the dim that is cut, if one is."""
+
+    local: Tensor
+    ranks: Tensor | None = None
+    cuts: tuple[int | None, ...] = ()
+
+
 @dataclass
 class Outcome:
-    """What one rank saw of a case. `result` on rank 0 only."""
+    """What one rank saw of a case. `result` on rank 0 only: `outcomes_of` puts its tensors together from `parts`, those
+    of each step's gradients and, last, of the weights, since to gather each in the run took a third of a case."""
 
     coordinates: tuple[int, ...]
     digest: str  # of this rank's own weights at the end
@@ -140,6 +151,7 @@ class Outcome:
     inter_node: tuple[int, int]
     memory: tuple[tuple, tuple]
     result: reference.Result | None
+    parts: list[dict[str, Part]]
 
 
 def run_cases(recipe: Path, tiny: Path, cases: list[Case], results: Path) -> list[str]:
@@ -148,7 +160,16 @@ def run_cases(recipe: Path, tiny: Path, cases: list[Case], results: Path) -> lis
     from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import RecipeError, load_recipe
 
-    ranks, errors = start_distributed(), []
+    ranks, errors, real, built = start_distributed(), [], train.build_documents, {}
+
+    def build_documents(data, tokenizer, *more):
+        """The same data once for all cases: it was an eighth of each."""
+        key = (data.model_dump_json(), tokenizer.chat_template, *more)
+        if key not in built:
+            built[key] = real(data, tokenizer, *more)
+        return built[key]
+
+    train.build_documents = build_documents
     for case in cases:
         gc.freeze()  # a run ends with gc.unfreeze, and the next one's first collection would walk through all of torch
         try:
@@ -167,7 +188,7 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
     from shardbook.plan.formulas import predict_resident
     from shardbook.run import meter
 
-    seen, gradients = {}, []
+    seen, parts = {}, []
     spied = {"apply_stage": train, "clip_gradients": train, "Console": train, "memory_metrics": meter, "Ledger": meter}
     real = {name: getattr(home, name) for name, home in spied.items()}
 
@@ -177,7 +198,7 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
 
     def clip_gradients(parameters, max_norm):
         named = seen["model"].named_parameters()
-        gradients.append({name: whole(p.grad) for name, p in named if p.grad is not None})
+        parts.append({name: part(p.grad) for name, p in named if p.grad is not None})
         return real["clip_gradients"](parameters, max_norm)
 
     def memory_metrics(*kept):
@@ -220,18 +241,13 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
     memory = (kept.params_bytes, kept.grads_bytes, kept.optimizer_bytes)
     groups = layout.groups(ranks.rank) | {WORLD: list(range(case.world))}
     inter_node = sent_between_nodes(seen["traffic"][1], groups, ranks.rank, 2)
-    weights = {name: whole(p) for name, p in model.named_parameters()}
+    parts.append({name: part(p) for name, p in model.named_parameters()})
     digest, uncut = hashlib.sha256(), hashlib.sha256()
     for p in model.parameters():
-        part = (p.to_local() if isinstance(p, DTensor) else p).detach().cpu()
-        digest.update(part.flatten().view(torch.uint8).numpy().tobytes())
+        own = (p.to_local() if isinstance(p, DTensor) else p).detach().cpu().flatten().view(torch.uint8)
+        digest.update(own.numpy().tobytes())
         if not (isinstance(p, DTensor) and "tp" in p.device_mesh.mesh_dim_names):
-            uncut.update(part.flatten().view(torch.uint8).numpy().tobytes())
-    if case.pp > 1:  # each has its own layers
-        everyone = [None] * case.world
-        torch.distributed.all_gather_object(everyone, (gradients, weights))
-        weights = merged([theirs for _, theirs in everyone])
-        gradients = [merged(each) for each in zip(*(theirs for theirs, _ in everyone), strict=True)]
+            uncut.update(own.numpy().tobytes())
     result = None
     if ranks.is_main:
         rows = [
@@ -239,20 +255,51 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
         ]
         rows = [row for row in rows if "train/loss" in row]
         losses, norms = [row["train/loss"] for row in rows], [row["train/grad_norm"] for row in rows]
-        result = reference.Result(losses, norms, gradients, weights)
+        result = reference.Result(losses, norms, [], {})
     digests = digest.hexdigest(), uncut.hexdigest()
-    return Outcome(
-        coordinates, *digests, seen["traffic"], (seen["inter_node"], inter_node), (seen["memory"], memory), result
-    )
+    traffic, bytes_kept = (seen["inter_node"], inter_node), (seen["memory"], memory)
+    return Outcome(coordinates, *digests, seen["traffic"], traffic, bytes_kept, result, parts)
 
 
-def merged(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What ranks have by name; of what several have the same bits."""
-    found = {}
-    for part in parts:
-        for name, tensor in part.items():
-            assert torch.equal(found.setdefault(name, tensor), tensor), f"{name} is not the same on two ranks"
-    return found
+def part(tensor: Tensor) -> Part:
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return Part(tensor.cpu().clone())
+    assert not any(placed.is_partial() for placed in tensor.placements), tensor.placements
+    cuts = tuple(getattr(placed, "dim", None) for placed in tensor.placements)
+    return Part(tensor.to_local().cpu().clone(), ranks_of(tensor.device_mesh), cuts)
+
+
+@cache
+def ranks_of(mesh) -> Tensor:
+    return mesh.mesh
+
+
+def joined(each: list[dict[str, Part]], stages: int) -> dict[str, Tensor]:
+    """Tensors by name from the parts of each rank: as rank 0 has them, or of a pipeline's `stages` all. Then of what
+    several ranks have, the same bits."""
+
+    def join(name: str, ranks: Tensor, cuts: tuple[int | None, ...]) -> Tensor:
+        """Along the last axis of the mesh first: the others cut what it has left."""
+        if not cuts:
+            return each[int(ranks)][name].local
+        pieces = [join(name, ranks.select(-1, place), cuts[:-1]) for place in range(ranks.shape[-1])]
+        return (
+            torch.cat(pieces, cuts[-1]) if cuts[-1] is not None else alike(name, pieces if stages > 1 else pieces[:1])
+        )
+
+    def alike(name: str, tensors: list[Tensor]) -> Tensor:
+        for other in tensors[1:]:
+            assert torch.equal(tensors[0], other), f"{name} is not the same on two ranks"
+        return tensors[0]
+
+    found: dict[str, dict[int, Tensor]] = {}  # of each name by the first of the ranks that have it together
+    for rank, own in enumerate(each if stages > 1 else each[:1]):
+        for name, part in own.items():
+            first = rank if part.ranks is None else int(part.ranks.flatten()[0])
+            if first not in found.setdefault(name, {}):
+                found[name][first] = part.local if part.ranks is None else join(name, part.ranks, part.cuts)
+    return {name: alike(name, list(tensors.values())) for name, tensors in found.items()}
 
 
 def whole(tensor) -> Tensor:
@@ -305,7 +352,12 @@ def reference_of(recipe: Path, tiny: Path) -> Callable[[Case], reference.Result]
 
 
 def outcomes_of(case: Case, results: Path) -> list[Outcome]:
-    return [torch.load(results / f"{case.name}.{rank}", weights_only=False) for rank in range(case.world)]
+    outcomes = [torch.load(results / f"{case.name}.{rank}", weights_only=False) for rank in range(case.world)]
+    if (result := outcomes[0].result) is not None:
+        *result.gradients, result.weights = (
+            joined(list(each), case.pp) for each in zip(*(outcome.parts for outcome in outcomes), strict=True)
+        )
+    return outcomes
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -1,5 +1,6 @@
 """Every test runs offline, with caches of its own, and leaves nothing behind."""
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -16,11 +17,15 @@ os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:9"  # a key of the user's, in ~
 os.environ.pop("WANDB_API_KEY", None)
 os.environ.pop("WANDB_MODE", None)
 
+if gc.isenabled():  # it would look through torch and transformers again and again while they are imported
+    gc.disable()
 import pytest
 import torch
 from tiny import write_all, write_recipe
 from world import STREAMS
 
+gc.freeze()
+gc.enable()
 pytest.register_assert_rewrite("cases")  # before a test imports it
 torch.set_num_threads(1)
 if importlib.util.find_spec("hypothesis"):  # tests/gpu does without: a GPU machine may have little but torch

@@ -14,16 +14,15 @@ def of_model(model: str, stage: str, replicas: int, shards: int, cp: int, **how)
 
 
 def quick_cases() -> list[Case]:
-    """Each stage beside cp 2, alone or on two ranks, every pair of options among them; then each other thing once."""
-    every = [*layouts(1), *layouts(2)[:4], ("hsdp", 2, 1)]
+    """Each stage beside cp 2 on two ranks, every pair of options among them, one over replicas; then what else is most
+    unlike. The rest is in the slow run."""
     chosen = []
-    for number, layout in enumerate(every):
+    for number, layout in enumerate(layouts(1)):
         picked = [values[pick] for values, pick in zip(OPTIONS, PAIRWISE[number % len(PAIRWISE)], strict=True)]
-        if layout not in (("ddp", 2, 1), ("zero2", 1, 2)):  # in the slow run
-            chosen.append(Case(*layout, *picked, LONG, cp=2))
+        chosen.append(Case(*layout, *picked, LONG, cp=2))
     return [
         *chosen,
-        Case("zero3", 1, 1, 3, checkpointing="selective", extra=LONG, cp=4),  # two heads of keys, four ranks
+        Case("hsdp", 2, 1, 3, True, False, extra=LONG, cp=2),
         of_model("nine", "zero3", 1, 2, 2, micros=3, clips=True, checkpointing="every:2", extra=LONG),
         of_model("qwen3", "zero2", 1, 1, 2, micros=3, clips=True, extra=("data.packing=false",)),
         Case("zero3", 1, 1, 3, True, checkpointing="full", extra=LONG, cp=2, tp=2),
@@ -34,6 +33,9 @@ def covering_cases() -> list[Case]:
     """What else there is, each once: with quick_cases a covering set."""
     both = ("data.packing=false", "train.per_device_train_batch_size=2")
     chosen = [
+        Case("zero1", 1, 2, clips=True, tied=False, checkpointing="full", extra=LONG, cp=2),
+        Case("zero3", 1, 2, 3, True, checkpointing="full", extra=LONG, cp=2),
+        Case("zero3", 1, 1, 3, checkpointing="selective", extra=LONG, cp=4),  # two heads of keys, four ranks
         Case("ddp", 2, 1, extra=LONG, cp=2),
         Case("zero2", 1, 2, 3, tied=False, checkpointing="full", cp=2),
         Case("zero3", 1, 1, 3, cp=3, extra=THIRDS),

@@ -66,8 +66,9 @@ class Gathered(TorchDispatchMode):
     def __init__(self, units, other_bytes=0):
         super().__init__()
         self.units = [unit for unit in units if unit.shapes]
+        self.places = [own_places(unit, self.units) for unit in self.units]
         # what lies there before the step is at rest, also where it is no DTensor
-        self.at_rest = {p for unit in self.units for p in own_parameters(unit, self.units)}
+        self.at_rest = {p for places in self.places for p in parameters_at(places)}
         self.other_bytes = other_bytes
         self.most_units = self.most_bytes = self.most_total = 0
         self.flying: list[torch.Tensor] = []
@@ -85,7 +86,8 @@ class Gathered(TorchDispatchMode):
         return result
 
     def look(self, result) -> None:
-        own = [[p for p in own_parameters(unit, self.units) if p not in self.at_rest] for unit in self.units]
+        found = [parameters_at(places) for places in self.places]
+        own = [[p for p in parameters if p not in self.at_rest] for parameters in found]
         sizes = [sum(map(bytes_of, parameters)) for parameters in own]
         waiting = [tensor.untyped_storage().nbytes() for tensor in self.flying]
         present = [size for size in sizes + waiting if size not in (0, self.other_bytes)]
@@ -95,22 +97,22 @@ class Gathered(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
                 storage = tensor.untyped_storage()
                 self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        gathered = {p.untyped_storage()._cdata for unit in self.units for p in own_parameters(unit, self.units)}
+        gathered = {p.untyped_storage()._cdata for parameters in found for p in parameters}
         self.made = {key: kept for key, kept in self.made.items() if not kept[0].expired() and key not in gathered}
         self.most_total = max(self.most_total, sum(sizes) + sum(size for _, size in self.made.values()))
 
 
-def own_parameters(unit, units) -> list[nn.Parameter]:
-    """The parameters of a unit that belong to no unit inside it; a tied one once."""
-    modules = set(unit.modules)
-    inner = {
-        p for other in units if other is not unit for m in other.modules if inside(m, modules) for p in m.parameters()
-    }
-    return list(dict.fromkeys(p for module in unit.modules for p in module.parameters() if p not in inner))
+def own_places(unit, units) -> list[tuple[nn.Module, str]]:
+    """Where the parameters of a unit are that belong to no unit inside it: which they are changes in every pass."""
+    modules = {m for module in unit.modules for m in module.modules()}
+    inner = {m for other in units if other is not unit for m in other.modules if m in modules and m not in unit.modules}
+    apart = {m for module in inner for m in module.modules()}
+    return [(m, name) for m in modules - apart for name in m._parameters]
 
 
-def inside(module: nn.Module, modules: set[nn.Module]) -> bool:
-    return any(module in set(outer.modules()) and module is not outer for outer in modules)
+def parameters_at(places: list[tuple[nn.Module, str]]) -> list[nn.Parameter]:
+    """A tied one once."""
+    return list(dict.fromkeys(p for module, name in places if (p := module._parameters[name]) is not None))
 
 
 def bytes_of(parameter: nn.Parameter) -> int:

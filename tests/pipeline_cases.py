@@ -14,25 +14,30 @@ def deep(stage: str, replicas: int, shards: int, micros: int, tied: bool = True,
 
 
 def quick_cases() -> list[Case]:
-    """Each stage beside two stages of a model, every pair of options among them; then each other thing once."""
-    every = [*layouts(1), *layouts(2)[:4], ("hsdp", 2, 1)]
+    """Each stage beside two stages of a model, every pair of options among them, one over replicas; then what else is
+    most unlike. The rest is in the slow run."""
     chosen = []
-    for number, layout in enumerate(every):
+    for number, layout in enumerate(layouts(1)):
         picked = [values[pick] for values, pick in zip(OPTIONS, PAIRWISE[number % len(PAIRWISE)], strict=True)]
         chosen.append(Case(*layout, *picked, pp=2, schedule=("1f1b", "gpipe")[number % 2]))
     return [
         *chosen,
+        Case("hsdp", 2, 1, 3, True, False, pp=2, schedule="gpipe"),
         deep("zero3", 1, 1, 4, pp=2, chunks=2, schedule="interleaved", clips=True, checkpointing="full"),
-        deep("zero1", 1, 2, 2, tied=False, pp=2, chunks=3, schedule="interleaved"),
         deep("zero2", 1, 1, 6, pp=4, extra=("data.packing=false",)),
         Case("zero3", 1, 1, 3, True, checkpointing="every:2", pp=2, tp=2),
-        Case("zero1", 1, 1, 3, True, False, "selective", extra=LONG, pp=2, cp=2),
     ]
 
 
 def covering_cases() -> list[Case]:
     """What else there is, each once: with quick_cases a covering set."""
     chosen = [
+        Case("ddp", 2, 1, pp=2, schedule="gpipe"),
+        Case("zero1", 1, 2, 1, True, False, "full", pp=2),
+        Case("zero2", 1, 2, 3, tied=False, checkpointing="full", pp=2, schedule="gpipe"),
+        Case("zero3", 1, 2, 3, True, checkpointing="full", pp=2),
+        deep("zero1", 1, 2, 2, tied=False, pp=2, chunks=3, schedule="interleaved"),
+        Case("zero1", 1, 1, 3, True, False, "selective", extra=LONG, pp=2, cp=2),
         Case("hsdp", 1, 2, 3, True, pp=2),
         deep("ddp", 2, 1, 4, pp=2, chunks=2, schedule="interleaved", clips=True),
         deep("ddp", 1, 1, 4, tied=False, pp=4, schedule="gpipe", checkpointing="selective"),

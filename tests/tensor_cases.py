@@ -40,22 +40,18 @@ def of_model(model: str, stage: str, replicas: int, shards: int, tp: int, **how)
 
 
 def quick_cases() -> list[Case]:
-    """Each stage beside tp 2, alone or on two ranks, every pair of options among them; then each other thing once."""
-    every = [*layouts(1), *layouts(2)[:4], ("hsdp", 2, 1)]
+    """Each stage beside tp 2 on two ranks, every pair of options among them, one over replicas; then what else is most
+    unlike. The rest is in the slow run."""
     chosen = []
-    for number, layout in enumerate(every):
+    for number, layout in enumerate(layouts(1)):
         picked = [values[pick] for values, pick in zip(OPTIONS, PAIRWISE[number % len(PAIRWISE)], strict=True)]
-        if layout not in (("ddp", 2, 1), ("zero2", 1, 2)):  # in the slow run
-            chosen.append(Case(*layout, *picked, tp=2))
+        chosen.append(Case(*layout, *picked, tp=2))
     return [
         *chosen,
-        Case("zero3", 1, 1, 3, checkpointing="selective", tp=4),  # two heads of keys, four ranks
+        Case("hsdp", 2, 1, 3, True, False, tp=2),
         of_model("nine", "zero3", 1, 2, 2, micros=3, clips=True, checkpointing="every:2"),
-        of_model("six", "zero2", 1, 1, 4, clips=True, extra=("train.loss_chunk_tokens=16",)),
         Case("zero3", 1, 1, 3, tp=3, extra=THIRDS),  # its heads whole
-        of_model("nine", "zero1", 1, 1, 3, clips=True, extra=THIRDS),  # cut
         of_model("biased", "zero3", 1, 1, 2, micros=3, checkpointing="selective"),
-        of_model("qwen2", "zero1", 1, 1, 2, extra=("train.per_device_train_batch_size=2",)),
         of_model("qwen3", "zero3", 1, 1, 2, micros=3, clips=True, extra=("data.packing=false",)),
     ]
 
@@ -64,6 +60,12 @@ def covering_cases() -> list[Case]:
     """What else there is, each once: with quick_cases a covering set."""
     both = ("data.packing=false", "train.per_device_train_batch_size=2")
     chosen = [
+        Case("zero1", 1, 2, clips=True, tied=False, checkpointing="full", tp=2),
+        Case("zero3", 1, 2, 3, True, checkpointing="full", tp=2),
+        Case("zero3", 1, 1, 3, checkpointing="selective", tp=4),  # two heads of keys, four ranks
+        of_model("six", "zero2", 1, 1, 4, clips=True, extra=("train.loss_chunk_tokens=16",)),
+        of_model("nine", "zero1", 1, 1, 3, clips=True, extra=THIRDS),  # cut
+        of_model("qwen2", "zero1", 1, 1, 2, extra=("train.per_device_train_batch_size=2",)),
         Case("ddp", 2, 1, tp=2),
         Case("zero2", 1, 2, 3, tied=False, checkpointing="full", tp=2),
         Case("hsdp", 1, 2, 3, True, tp=2),

@@ -1,6 +1,7 @@
 """Worlds of ranks for tests: functions run in N real processes over gloo, forked from a server that has imported torch
 once (preloaded.py), so that a world of four costs about a second."""
 
+import collections
 import contextlib
 import faulthandler
 import functools
@@ -21,6 +22,7 @@ STREAMS = "SHARDBOOK_TEST_STREAMS"  # set: each rank has a CUDA that remembers (
 # Below the ports that the kernel hands out, so that nobody is given one between now and when rank 0 listens; each of
 # pytest's workers has its own, and two sessions on one machine seldom the same.
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+claims: collections.deque[socket.socket] = collections.deque(maxlen=64)
 ports = itertools.count(20_000 + 4_000 * WORKER + os.getpid() % 3_000)
 
 
@@ -38,9 +40,14 @@ def forks() -> multiprocessing.context.ForkServerContext:
 
 
 def free_port() -> int:
+    """A port that no other session of tests is given meanwhile: each claims it by a name that one process has at a
+    time, and holds the last of them, since rank 0 listens only later."""
     for port in ports:
+        claim = socket.socket(socket.AF_UNIX)
         with socket.socket() as probe, contextlib.suppress(OSError):
+            claim.bind(f"\0shardbook-tests-{port}")
             probe.bind(("127.0.0.1", port))
+            claims.append(claim)
             return port
     raise AssertionError
 

@@ -158,7 +158,7 @@ def test_a_stop_during_the_reference_is_after_its_part(step, recipe, pairs, stra
     assert all_but_speed(run) == all_but_speed(straight)
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"garbage", lambda data: b""])
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], slow(lambda data: b"garbage"), slow(lambda data: b"")])
 def test_a_damaged_reference_is_named(damage, recipe, pairs, straight):
     content = (straight / "reference.npz").read_bytes()
     name = f"damaged-{len(damage(content))}"
@@ -254,7 +254,7 @@ def test_a_checkpoint_of_a_run_with_another_reference_is_refused(recipe, pairs, 
     ("word", "said"),
     [
         ("method=simpo", "method was 'dpo' there, is 'simpo' here"),
-        ("preference.loss_type=ipo", "preference.loss_type was 'sigmoid' there, is 'ipo' here"),
+        slow(("preference.loss_type=ipo", "preference.loss_type was 'sigmoid' there, is 'ipo' here")),
         ("preference.beta=0.5", "preference.beta was 0.1 there, is 0.5 here"),
     ],
 )

@@ -205,13 +205,28 @@ class Wire(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def wire_and_ledger(stage, sizes, precision):
+SIZES = {"ddp": (2, 1), "zero1": (1, 2), "zero2": (1, 2), "zero3": (1, 2)}
+LOW = ({}, {"params": "bf16"}, {"params": "bf16", "reduce": "bf16"})
+
+
+def wires_and_ledgers():
+    from shardbook.ranks.distributed import start_distributed
+
+    rank = start_distributed().rank
+    return {(stage, str(low)): wire_and_ledger(rank, stage, low) for stage in SIZES for low in LOW}
+
+
+@pytest.fixture(scope="module")
+def sent():
+    return run_world(2, wires_and_ledgers)
+
+
+def wire_and_ledger(rank, stage, precision):
     """A step's collectives as the ledger has them, as c10d's operators saw them, and as predicted."""
     from shardbook.comm.ledger import Ledger, traffic_metrics
-    from shardbook.ranks.distributed import start_distributed
     from shardbook.plan.formulas import predict_traffic
 
-    rank, wire, found = start_distributed().rank, Wire(), []
+    wire, found = Wire(), []
 
     @contextlib.contextmanager
     def watch(layout):
@@ -220,16 +235,16 @@ def wire_and_ledger(stage, sizes, precision):
             ledger.open()
             yield
 
-    train_toy(Scenario(micros=3, precision=precision), stage, *sizes, 2, 0.0, watch)
+    train_toy(Scenario(micros=3, precision=precision), stage, *SIZES[stage], 2, 0.0, watch)
     ledger, layout = found
     return traffic_metrics(ledger.traffic, 0), wire.calls, traffic_metrics(predict_traffic(layout, 3), 0)
 
 
-@pytest.mark.parametrize("stage, sizes", [("ddp", (2, 1)), ("zero1", (1, 2)), ("zero2", (1, 2)), ("zero3", (1, 2))])
-@pytest.mark.parametrize("precision", [{}, {"params": "bf16"}, {"params": "bf16", "reduce": "bf16"}], ids=str)
-def test_the_ledger_is_what_goes_to_the_wire(stage, sizes, precision):
+@pytest.mark.parametrize("stage", SIZES)
+@pytest.mark.parametrize("precision", LOW, ids=str)
+def test_the_ledger_is_what_goes_to_the_wire(stage, precision, sent):
     names = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
-    for ledger, wire, predicted in run_world(2, wire_and_ledger, stage, sizes, precision):
+    for ledger, wire, predicted in (found[stage, str(precision)] for found in sent):
         for name, op in names.items():
             assert wire.get(name, [0, 0]) == [ledger[f"comm/{op}_calls"], ledger[f"comm/{op}_bytes"]]
         for op in ("all_gather", "reduce_scatter"):  # the watched part of the step has no norm and no counts in it

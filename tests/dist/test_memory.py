@@ -44,22 +44,35 @@ class WideToy(Toy):
         self.layers = nn.ModuleList(Wide() for _ in range(LAYERS))
 
 
-def watch_gathers(stage, parallel, shards=2, bug=None):
-    """(most blocks gathered at once, most bytes, the formula's bytes) in a step of three micro-batches."""
+def watch_all(cases, bug=None):
     from shardbook.ranks.distributed import start_distributed
-    from shardbook.plan.formulas import predict_gathered_peak
 
     start_distributed()
-    seen = []
     if bug:
         bug()
+    return {str(case): watch_gathers(*case) for case in cases}
+
+
+@pytest.fixture(scope="module")
+def watched(request):
+    """Of each case that was asked for, on both ranks."""
+    items = [item for item in request.session.items if "watched" in getattr(item, "fixturenames", ())]
+    own = [item.callspec.params for item in items if item.module is request.module]
+    return run_world(2, watch_all, [(params["stage"], params["parallel"]) for params in own])
+
+
+def watch_gathers(stage, parallel):
+    """(most blocks gathered at once, most bytes, the formula's bytes) in a step of three micro-batches."""
+    from shardbook.plan.formulas import predict_gathered_peak
+
+    seen = []
 
     def watch(layout):
         seen.append(layout)
         return Gathered(layout.units, ROOT)
 
     scenario = Scenario(build=MixedToy if "wrap" in parallel else WideToy, micros=3, parallel=parallel)
-    _, gathered = train_toy(scenario, stage, 1, shards, 2, 0.0, watch)
+    _, gathered = train_toy(scenario, stage, 1, 2, 2, 0.0, watch)
     return gathered.most_units, gathered.most_bytes, predict_gathered_peak(seen[0])
 
 
@@ -85,8 +98,8 @@ ROOT = (258 * WIDTH + 2 * WIDTH) * 4  # 257 rows padded to two equal shards
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
 )
-def test_gathered_at_once(stage, parallel, blocks):
-    for most_units, most_bytes, predicted in run_world(2, watch_gathers, stage, parallel):
+def test_gathered_at_once(stage, parallel, blocks, watched):
+    for most_units, most_bytes, predicted in (found[str((stage, parallel))] for found in watched):
         if "wrap" not in parallel:
             assert most_bytes == ROOT + blocks * BLOCK
         assert most_units == blocks
@@ -111,16 +124,25 @@ def everything_stays_gathered():
 
 
 def test_a_planted_bug_turns_it_red():
-    found = run_world(2, watch_gathers, "zero3", {}, 2, everything_stays_gathered)
-    assert all(most_units == LAYERS and most_bytes > predicted for most_units, most_bytes, predicted in found)
+    for found in run_world(2, watch_all, [("zero3", {})], everything_stays_gathered):
+        ((most_units, most_bytes, predicted),) = found.values()
+        assert most_units == LAYERS and most_bytes > predicted
+
+
+STAGES = ("ddp", "zero1", "zero2", "zero3")
+
+
+def step_peaks():
+    from shardbook.ranks.distributed import start_distributed
+
+    start_distributed()
+    return {stage: step_peak(stage) for stage in STAGES}
 
 
 def step_peak(stage):
     """Most bytes of a rank in a step of three micro-batches, with the parameters and AdamW's state that it keeps."""
     from shardbook.plan.formulas import predict_resident
-    from shardbook.ranks.distributed import start_distributed
 
-    start_distributed()
     seen = []
 
     def watch(layout):
@@ -133,7 +155,8 @@ def step_peak(stage):
 
 
 def test_peaks_fall_from_stage_to_stage():
-    peaks = {stage: max(run_world(2, step_peak, stage)) for stage in ("ddp", "zero1", "zero2", "zero3")}
+    both = run_world(2, step_peaks)
+    peaks = {stage: max(found[stage] for found in both) for stage in STAGES}
     print(peaks)
     assert peaks["zero3"] < peaks["zero2"] < peaks["zero1"] < peaks["ddp"], peaks
 

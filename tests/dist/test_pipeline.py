@@ -164,7 +164,7 @@ KNOBS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("tolerance, knobs", KNOBS, ids=lambda value: getattr(value, "name", None))
 def test_other_knobs_and_exact_bytes(tolerance, knobs, recipe, models, tmp_path, wanted_of):
-    """`cases.merged` finds both ends of a tied weight alike to the bit."""
+    """`cases.joined` finds both ends of a tied weight alike to the bit."""
     (found,), want = found_of([knobs], recipe, models, tmp_path), wanted_of(knobs)
     if tolerance:
         assert_parity(found[0].result, want, tolerance)

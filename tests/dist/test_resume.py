@@ -59,7 +59,7 @@ def test_the_same_world_continues_bitwise(recipe, straight, step):
     ("world", "words"),
     [
         (1, ["train.gradient_accumulation_steps=2"]),
-        (2, ["parallel.stage=ddp"]),
+        pytest.param(2, ["parallel.stage=ddp"], marks=pytest.mark.slow),
         (2, ["parallel.stage=zero1", "train.compile=false"]),
         (4, ["parallel.stage=hsdp", "parallel.dp_shard_size=2", "train.gradient_accumulation_steps=1"]),
     ],
@@ -140,7 +140,7 @@ def stop_after_step_3(rank_that_is_told, words):
     return train_rank(words)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_preempted_in_mid_step_then_continued_bitwise(recipe, straight, rank):
     name = f"preempted-{rank}"
     words = [str(recipe), f"run.name={name}", *SAVING]
@@ -206,7 +206,7 @@ def stop_in_a_long_phase(place, number, rank_that_is_told, words):
     ("place", "number", "step"),
     [
         ("evaluate", 1, 0),  # before the first step
-        ("evaluate", 2, 3),
+        pytest.param("evaluate", 2, 3, marks=pytest.mark.slow),
         pytest.param("samples", 2, 3, marks=pytest.mark.slow),
         pytest.param("save_checkpoint", 1, 2, marks=pytest.mark.slow),
     ],
@@ -264,8 +264,8 @@ def test_checkpoints_that_do_not_fit_are_refused(recipe, straight, tiny):
     "file, damage",
     [
         ("__0_0.distcp", lambda data: data[: len(data) // 2]),
-        (".metadata", lambda data: b"nonsense"),
-        ("state.json", lambda data: b"{}"),
+        pytest.param(".metadata", lambda data: b"nonsense", marks=pytest.mark.slow),
+        pytest.param("state.json", lambda data: b"{}", marks=pytest.mark.slow),
     ],
 )
 def test_a_damaged_checkpoint_is_named(recipe, straight, tmp_path, file, damage):

@@ -15,6 +15,7 @@ from cases import (
     covering_cases,
     documents_of_steps,
     every_case,
+    layouts,
     outcomes_of,
     reference_of,
     run_cases,
@@ -27,18 +28,25 @@ from world import losses, run_train, run_world
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         cases = every_case() if metafunc.config.getoption("everything") else covering_cases()
-        metafunc.parametrize("case", cases, ids=lambda case: case.name)
+        metafunc.parametrize("case", [pytest.param(case, marks=slow(case), id=case.name) for case in cases])
+
+
+def slow(case: Case) -> list[pytest.MarkDecorator]:
+    """Of four ranks make test has zero3, and copies of shards; the others are in the slow run."""
+    return [pytest.mark.slow] * (case.world == 4 and (case.stage, case.replicas) not in (("zero3", 1), ("hsdp", 2)))
 
 
 @pytest.fixture(scope="module")
-def outcomes(recipe, tiny, tmp_path_factory, pytestconfig):
-    """The outcomes of a case by rank; the first case of a world runs all of that world's."""
+def outcomes(recipe, tiny, tmp_path_factory, request):
+    """The outcomes of a case by rank; the first case of a world runs all of that world's that were asked for."""
     results = tmp_path_factory.mktemp("results")
-    cases = every_case() if pytestconfig.getoption("everything") else covering_cases()
+    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    cases = [item.callspec.params["case"] for item in items if "case" in item.callspec.params]
+    cases += [Case(*layout, micros) for layout in layouts(2)[:4] for micros in (1, 3)]  # whose bits are compared
 
     @cache
     def run(world: int) -> None:
-        chosen = [case for case in cases if case.world == world]
+        chosen = [case for case in dict.fromkeys(cases) if case.world == world]
         assert run_world(world, run_cases, recipe, tiny, chosen, results, seconds=1800) == [[]] * world
 
     def of(case: Case):

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -152,11 +150,14 @@ def test_a_launcher_that_would_shard_too(place):
     )
 
 
+def with_nobody_to_meet(words):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    return train_rank(words)
+
+
 def test_a_launcher_that_left_variables_out(place):
-    environment = {k: v for k, v in os.environ.items() if k != "MASTER_ADDR"} | {"RANK": "0", "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "shardbook.train", str(place / "tiny.toml")]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    check([(result.returncode, result.stdout, result.stderr)], ["MASTER_ADDR, MASTER_PORT", "torchrun"])
+    check(run_world(1, with_nobody_to_meet, [str(place / "tiny.toml")]), ["MASTER_ADDR, MASTER_PORT", "torchrun"])
 
 
 def test_losses_that_are_not_finite_end_the_run_with_1(place):

@@ -242,7 +242,8 @@ def test_accelerate_starts_it_too(first, recipe, tmp_path):
     assert (tmp_path / "codes").read_text() == "0\n0\n"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow  # in make test: before the first step, above, and in mid-step, in tests/dist/test_resume.py
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_command_saves_and_exits_75_and_the_same_command_continues(first, recipe, signum):
     name = f"signal-{signum}"
     words = ["train", str(recipe), f"run.name={name}", "train.save_steps=0"]

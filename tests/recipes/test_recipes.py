@@ -19,9 +19,9 @@ from shardbook.model.families import load_config
 from shardbook.model.laid_out import build_adapted
 from shardbook.model.weights import is_adapter
 from shardbook.parallel.layout import DTYPES, build_layout
-from shardbook.parallel.mesh import build_mesh
+from shardbook.parallel.mesh import build_mesh, rank_along
 from shardbook.parallel.sharding import apply_stage
-from shardbook.parallel.units import count_parameters
+from shardbook.parallel.units import count_parameters, shard_rows
 from shardbook.plan.formulas import predict_resident
 from shardbook.plan.peak import predict_peak
 from shardbook.recipe import dump_recipe, list_recipes, load_recipe, resolve_precision
@@ -203,9 +203,15 @@ def wrap(path, folder, world, count):
         assert kept == held // shard
     assert kept_bytes(()) == 0
     # what the recipe says it needs is what its layout keeps, over all ranks
-    needs = sum(
-        predict_resident(stages[rank * pp // world], rank, recipe.optim.name).total_bytes for rank in range(world)
-    )
+    needs, kept_by = 0, {}  # ranks with shards of one length keep the same
+    for rank in range(world):
+        stage = stages[rank * pp // world]
+        shard = rank_along(stage.sizes, "dp_shard", rank)
+        lengths = [shard_rows(shape[0], stage.shards, shard) for unit in stage.units for shape in unit.shapes]
+        key = id(stage), *lengths
+        if key not in kept_by:
+            kept_by[key] = predict_resident(stage, rank, recipe.optim.name).total_bytes
+        needs += kept_by[key]
     assert (recipe.hardware.memory_gb or needs < 10e9) and needs / 1e9 == pytest.approx(
         recipe.hardware.memory_gb or needs / 1e9, rel=0.01
     ), needs

@@ -33,9 +33,9 @@ def room_of(relative: str) -> str:
     return relative.removesuffix(".py").split("/")[0]
 
 
-def imported_rooms(path: Path) -> set[str]:
+def imported_rooms(tree: ast.Module) -> set[str]:
     rooms = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "shardbook":
             rooms |= {alias.name for alias in node.names}
         names = [node.module] if isinstance(node, ast.ImportFrom) else []
@@ -44,35 +44,37 @@ def imported_rooms(path: Path) -> set[str]:
     return rooms
 
 
+TREES = {name: ast.parse(path.read_text()) for name, path in modules().items()}
+
+
 def upward(room: str, imported: set[str]) -> list[str]:
     allowed = {below for below in FLOOR if FLOOR[below] > FLOOR[room]} | {room}
     return sorted(imported - allowed)
 
 
-@pytest.mark.parametrize("relative", [name for name in modules() if name != "__init__.py"])
+@pytest.mark.parametrize("relative", [name for name in TREES if name != "__init__.py"])
 def test_imports_point_down(relative):
     room = room_of(relative)
     assert room in FLOOR, f"{relative}: a new room; give it a floor"
-    assert not upward(room, imported_rooms(modules()[relative])), f"{relative} imports upward"
+    assert not upward(room, imported_rooms(TREES[relative])), f"{relative} imports upward"
 
 
-def test_the_rule_sees_an_upward_import(tmp_path):
-    planted = tmp_path / "planted.py"
-    planted.write_text("import shardbook.model.hub\nimport shardbook.parallel.mesh\nfrom shardbook import train\n")
+def test_the_rule_sees_an_upward_import():
+    planted = ast.parse("import shardbook.model.hub\nimport shardbook.parallel.mesh\nfrom shardbook import train\n")
     assert upward("data", imported_rooms(planted)) == ["model", "train"]
 
 
-def imported_files(relative: str, source: Path = SOURCE) -> set[str]:
+def imported_files(relative: str) -> set[str]:
     """The files of the house that one imports when it is imported itself."""
     names = set()
-    for node in ast.parse((source / relative).read_text()).body:
+    for node in TREES[relative].body:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("shardbook"):
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
     paths = {name.removeprefix("shardbook").replace(".", "/").strip("/") for name in names} - {""}
     files = {f"{path}.py" for path in paths} | {f"{path}/__init__.py" for path in paths}
-    return {file for file in files if (source / file).is_file()}
+    return files & TREES.keys()
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:
@@ -144,12 +146,12 @@ def private_names(tree: ast.Module, own: set[str]) -> list[str]:
     return [name for name in found if not {name, name.split(".")[-1]} & NOT_TORCH]
 
 
-TREES = {name: ast.parse(path.read_text()) for name, path in modules().items()}
+OWN = own_names(list(TREES.values()))
 
 
 @pytest.mark.parametrize("relative", [name for name in TREES if name != PRIVATE])
 def test_private_names_of_torch_have_one_home(relative):
-    assert private_names(TREES[relative], own_names(list(TREES.values()))) == []
+    assert private_names(TREES[relative], OWN) == []
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_private_names_of_torch_have_one_home(relative):
     ],
 )
 def test_a_private_name_elsewhere_turns_it_red(line):
-    assert private_names(ast.parse(line), own_names(list(TREES.values())))
+    assert private_names(ast.parse(line), OWN)
 
 
 def not_looked_for(tree: ast.Module) -> list[str]:

@@ -60,6 +60,6 @@ def test_facts_of_a_run_without_an_installation(monkeypatch):
     import shardbook
 
     monkeypatch.setattr(directory, "PACKAGES", (*directory.PACKAGES, "no-such-package"))
-    facts = directory.environment()
+    facts = directory.environment.__wrapped__()
     assert facts["shardbook"] == shardbook.__version__ and "no-such-package" not in facts
     assert facts["transformers"]

@@ -338,9 +338,10 @@ def test_the_page_draws_the_report(tmp_path, capsys):
         (["--model", "llama-3.1-8c"], "did you mean llama-3.1-8b?"),
         (["--model", "qwen3-8b", "data.max_length=50000"], "sees at most 40960 tokens"),
         ([], "plan: needs a recipe, or --model"),
-        (
+        pytest.param(
             ["llama70b-fsdp", "--gpus", "8", "--gpu", "a100-40gb", "--host-gb", "32", "--write", "none.toml"],
             "--write none.toml: fits nowhere here",
+            marks=pytest.mark.slow,
         ),
         (["llama70b-hsdp", "--gpus", "24"], "needs 64 ranks, the world has 24"),
         (["llama8b-fsdp", "--network", "-5"], "--network -5: must be above 0"),

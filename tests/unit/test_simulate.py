@@ -96,7 +96,7 @@ def shipped(alone):
     ("stage", "checkpointing", "micros"),
     [
         ("zero3", "selective", 1),
-        ("zero2", "full", 2),
+        pytest.param("zero2", "full", 2, marks=pytest.mark.slow),
         ("ddp", "none", 1),
         pytest.param("zero1", "none", 3, marks=pytest.mark.slow),
         pytest.param("zero3", "none", 3, marks=pytest.mark.slow),
@@ -148,7 +148,7 @@ def test_two_small_models_tell_of_a_deep_one_exactly(alone, stage):
     ("stage", "checkpointing", "words"),
     [
         ("zero3", "selective", ("lora.r=16",)),
-        ("ddp", "none", ("lora.r=16", "lora.target_modules=[q_proj,v_proj]")),
+        pytest.param("ddp", "none", ("lora.r=16", "lora.target_modules=[q_proj,v_proj]"), marks=pytest.mark.slow),
         pytest.param("zero2", "full", ("lora.r=64",), marks=pytest.mark.slow),
         pytest.param("ddp", "selective", ("lora.r=16", "lora.target_modules=[gate_proj]"), marks=pytest.mark.slow),
         pytest.param("zero3", "selective", ("lora.r=16", *FOUR), marks=pytest.mark.slow),
@@ -169,7 +169,9 @@ def test_adapters_on_a_frozen_base(alone, stage, checkpointing, words):
     ("stage", "checkpointing", "words"),
     [
         ("zero3", "selective", ("distill.teacher=llama-3.1-8b", "train.loss_chunk_tokens=256")),
-        ("zero2", "full", ("distill.teacher=llama-3.1-8b", "train.loss_chunk_tokens=1024")),
+        pytest.param(
+            "zero2", "full", ("distill.teacher=llama-3.1-8b", "train.loss_chunk_tokens=1024"), marks=pytest.mark.slow
+        ),
         pytest.param("ddp", "none", ("distill.teacher=llama-3.1-8b",), marks=pytest.mark.slow),
         pytest.param("zero3", "full", ("distill.teacher=llama-3.1-8b",), marks=pytest.mark.slow),
         pytest.param("zero3", "none", ("distill.teacher=llama-3.1-8b", "lora.r=16"), marks=pytest.mark.slow),
@@ -195,13 +197,13 @@ def test_activations_are_split_with_the_matrices(apart, ranks):
     ("stage", "checkpointing", "micros", "layers", "world", "words"),
     [
         ("zero3", "none", 1, 3, 16, ("parallel.tp_size=2",)),
-        ("zero1", "full", 2, 3, 8, ("parallel.tp_size=8",)),  # one shard
         ("hsdp", "selective", 1, 3, 16, ("parallel.tp_size=4", "parallel.dp_shard_size=2")),
-        ("zero3", "none", 1, 3, 16, ("parallel.cp_size=2", "parallel.tp_size=4", *LONG)),
         ("zero3", "full", 1, 3, 16, ("parallel.cp_size=8", "data.max_length=131072")),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                ("zero1", "full", 2, 3, 8, ("parallel.tp_size=8",)),  # one shard
+                ("zero3", "none", 1, 3, 16, ("parallel.cp_size=2", "parallel.tp_size=4", *LONG)),
                 ("zero3", "full", 1, 6, 16, ("parallel.tp_size=2", *LONG)),
                 ("zero3", "none", 2, 8, 64, ("parallel.tp_size=4", *LONG)),
                 ("zero3", "selective", 1, 3, 16, ("parallel.tp_size=8", *LONG)),  # a thin product is made again

@@ -79,7 +79,7 @@ SIMULATE = "from shardbook.cli import main; sys.exit(main(['plan', {recipe!r}, '
     "run, name",
     [
         (RUN, "_fsdp_api.AllGather, _fsdp_api.ReduceScatter"),  # what our classes are made from when they are imported
-        (SIMULATE, "torch.utils._pytree.tree_leaves"),
+        pytest.param(SIMULATE, "torch.utils._pytree.tree_leaves", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_ends_with_that_line_and_exit_code_2(run, name):

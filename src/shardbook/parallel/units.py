@@ -7,7 +7,6 @@ the meta device, and no rank need exist, so a plan's formulas read the same unit
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
 from math import prod
 
 import torch
@@ -46,6 +45,17 @@ class Unit:
     def numel(self) -> int:
         return sum(prod(shape) for shape in self.shapes)
 
+    @cached_property
+    def inside(self) -> frozenset[nn.Module]:
+        """The unit's first module and all modules in it: read once, since plans ask for one order after the other."""
+        return frozenset(self.modules[0].modules())
+
+    @cached_property
+    def _rows(self) -> list[tuple[int, int, bool]]:
+        """The rows of each parameter, the elements of a row, and whether the parameter is trained."""
+        pairs = zip(self.shapes, self.trained, strict=True)
+        return [(shape[0], prod(shape[1:]), trained) for shape, trained in pairs]
+
     @property
     def trained_matrices(self) -> list[torch.Size]:
         """The shapes of the trained matrices inside a block."""
@@ -53,8 +63,8 @@ class Unit:
 
     def padded_numel(self, shards: int, trained_only: bool = False) -> int:
         """Returns the elements of all `shards` shards together, each tensor's shards padded to its longest."""
-        shapes = compress(self.shapes, self.trained) if trained_only else self.shapes
-        return sum(round_up(shape[0], shards) * prod(shape[1:]) for shape in shapes)
+        counted = (row for row in self._rows if row[2]) if trained_only else self._rows
+        return sum(round_up(rows, shards) * width for rows, width, _ in counted)
 
     def uncut_numel(self, shards: int) -> int:
         """Returns the elements of one shard, padded, of trained parameters that are the same along tp."""
@@ -203,7 +213,7 @@ def backward_order(units: Sequence[Unit]) -> list[Unit]:
     """Returns the order in which backward reaches `units`, which are in forward order, outer before inner: units that
     span the pass first, then from the last one on, and again each outer unit before the units inside it."""
     place = {unit.modules[0]: number for number, unit in enumerate(units)}
-    last_inside = [max(place.get(module, 0) for module in unit.modules[0].modules()) for unit in units]
+    last_inside = [max((place[module] for module in place.keys() & unit.inside), default=0) for unit in units]
     reached = [n for n, unit in enumerate(units) if not unit.forward_only]
     inner = [n for n in reached if not units[n].spans]
     inner.sort(key=lambda n: (last_inside[n], -n), reverse=True)

@@ -218,9 +218,8 @@ def predict_gathered_peak(layout: Layout) -> int:
     peak = size(kept)
     order = [unit for unit in layout.units if not unit.spans]
     back = [unit for unit in backward_order(order) if unit.read_in_backward]
-    inside = {unit: set(unit.modules[0].modules()) for unit in order}
     for run, ahead in ((order, layout.forward_prefetch), (back, layout.backward_prefetch)):
         for number, running in enumerate(run):
-            around = {unit for unit in run if running.modules[0] in inside[unit]}  # itself too
+            around = {unit for unit in run if running.modules[0] in unit.inside}  # itself too
             peak = max(peak, size(kept | around | set(run[number : number + 1 + ahead])))
     return peak

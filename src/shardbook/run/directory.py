@@ -17,6 +17,7 @@ import tempfile
 import tomllib
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,10 @@ def _hold(path: Path) -> None:
     os.write(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode())
 
 
+@cache
 def environment() -> dict[str, Any]:
-    """Returns the facts beyond the recipe that numbers depend on: versions of torch, packages and this code, GPU."""
+    """Returns the facts beyond the recipe that numbers depend on, read once in a process: versions of torch, packages
+    and this code, GPU."""
     facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
     facts["shardbook"] = shardbook.__version__  # of the code that runs: it need not be installed
     for package in PACKAGES:
