@@ -263,7 +263,7 @@ def uncut_gradients_summed_each_micro(train):
         with real(sharded, is_last):
             yield
         if not is_last:
-            sum_uncut(sharded.model, sharded.mesh, sharded.layout.uncut_numel)
+            sum_uncut(sharded.model, sharded.mesh, sharded.layout.replicated_numel)
 
     ShardedModel.micro_batch = micro_batch
 
@@ -283,9 +283,9 @@ def gathered_tokens_sliced_in_backward(train):
     off."""
     from shardbook.parallel import tensor
 
-    def backward(ctx, slope):
-        each = slope.shape[1] // ctx.axis.size
-        return slope[:, ctx.axis.place * each :][:, :each].contiguous(), None
+    def backward(ctx, grad_output):
+        each = grad_output.shape[1] // ctx.axis.size
+        return grad_output[:, ctx.axis.place * each :][:, :each].contiguous(), None
 
     tensor._Gather.backward = staticmethod(backward)
 
@@ -326,7 +326,7 @@ def tokens_counted_on_each_rank(train):
 
     real = prepare.choose_batching
     prepare.choose_batching = lambda data, plan, rank, *rest, **named: real(
-        data, plan, rank._replace(alike=1), *rest, **named
+        data, plan, rank._replace(tp_size=1), *rest, **named
     )
 
 
@@ -334,9 +334,9 @@ def tokens_counted_on_each_rank(train):
 def padding_token_is_trained(train):
     """transformers' embedding leaves the row of config.pad_token_id as it is. Loss exact, gradient 15 times too large:
     that row is zero at first, and the slope of a norm is steep there."""
-    from shardbook.parallel.tensor import PartEmbedding
+    from shardbook.parallel.tensor import ShardedEmbedding
 
-    PartEmbedding.padding_idx = property(lambda module: None, lambda module, value: None)
+    ShardedEmbedding.padding_idx = property(lambda module: None, lambda module, value: None)
 
 
 @planted_in("zero3", 1, 2, cp=2)
@@ -345,7 +345,9 @@ def slopes_of_other_slices_lost(train):
     from shardbook.parallel import context
 
     real = context._Exchange.backward
-    context._Exchange.backward = staticmethod(lambda ctx, slope: (real(ctx, slope)[0] * 0, None, None, None))
+    context._Exchange.backward = staticmethod(
+        lambda ctx, grad_output: (real(ctx, grad_output)[0] * 0, None, None, None)
+    )
 
 
 @planted_in("zero3", 1, 1, cp=2)
@@ -422,7 +424,7 @@ def tokens_counted_on_each_slice(train):
 
     real = prepare.choose_batching
     prepare.choose_batching = lambda data, how, at, *rest, **named: real(
-        data, how, at._replace(alike=2), *rest, **named
+        data, how, at._replace(tp_size=2), *rest, **named
     )
 
 
@@ -432,7 +434,7 @@ def context_ranks_read_other_rows(train):
 
     real = prepare.choose_batching
     prepare.choose_batching = lambda data, how, at, *rest, **named: real(
-        data, how, at._replace(number=at.slice, ranks=2), *rest, **named
+        data, how, at._replace(dp_rank=at.cp_rank, dp_size=2), *rest, **named
     )
 
 
@@ -441,8 +443,8 @@ def keys_dealt_out_to_others(train):
     """Two heads of keys on four ranks: each computes with the wrong one."""
     from shardbook.model import context
 
-    real = context.deal_heads
-    context.deal_heads = lambda heads, keys, size: [
+    real = context.partition_heads
+    context.partition_heads = lambda heads, keys, size: [
         (own, [1 - key for key in needed]) for own, needed in real(heads, keys, size)
     ]
 
@@ -480,24 +482,24 @@ def gradients_scaled_by_micros(train):
 @planted_in("zero2", 1, 1, micros=3, pp=2)
 def activations_of_the_micro_before(train):
     """What is sent is what was made before."""
-    from shardbook.parallel.pipeline import Links
+    from shardbook.parallel.pipeline import PipelineLinks
 
-    real, earlier = Links.send, {}
+    real, earlier = PipelineLinks.send, {}
 
     def send(links, tensor, is_forward):
         before = earlier.get(is_forward, tensor)
         earlier[is_forward] = tensor
         real(links, before if is_forward and before.shape == tensor.shape else tensor, is_forward)
 
-    Links.send = send
+    PipelineLinks.send = send
 
 
 @planted_in("zero2", 1, 1, micros=3, pp=2)
 def slopes_of_another_micro(train):
     """Of two micro-batches on their way the last is taken first. In the first step the loss is exact."""
-    from shardbook.parallel.pipeline import Passes
+    from shardbook.parallel.pipeline import MicroBatchRunner
 
-    real = Passes.backward
+    real = MicroBatchRunner.backward
 
     def backward(passes, action, *more):
         first, *others = passes.made
@@ -505,41 +507,44 @@ def slopes_of_another_micro(train):
             passes.made[first], passes.made[others[-1]] = passes.made[others[-1]], passes.made[first]
         return real(passes, action, *more)
 
-    Passes.backward = backward
+    MicroBatchRunner.backward = backward
 
 
 @planted_in("zero1", 1, 2, micros=3, pp=2)
 def reduced_after_the_last_forward(train):
     """The last backward of a step told by the forwards, as in a loop without stages: gradients right, bytes more."""
-    from shardbook.parallel.pipeline import Passes
+    from shardbook.parallel.pipeline import MicroBatchRunner
 
-    real, seen = (Passes.forward, Passes.backward), []
-    Passes.forward = lambda passes, action, *more: (seen.append(action.micro), real[0](passes, action, *more))[1]
-    Passes.backward = lambda passes, action, is_last, came: real[1](passes, action, seen[-1] == 2, came)
+    real, seen = (MicroBatchRunner.forward, MicroBatchRunner.backward), []
+    MicroBatchRunner.forward = lambda passes, action, *more: (
+        seen.append(action.micro),
+        real[0](passes, action, *more),
+    )[1]
+    MicroBatchRunner.backward = lambda passes, action, is_last, came: real[1](passes, action, seen[-1] == 2, came)
 
 
 @planted_in("zero3", 1, 1, pp=2)
 def tied_ends_not_summed(train):
-    from shardbook.parallel.pipeline import Links
+    from shardbook.parallel.pipeline import PipelineLinks
 
-    Links.sum_tied = lambda links, model: None
+    PipelineLinks.sum_tied = lambda links, model: None
 
 
 @planted_in("zero3", 1, 1, micros=3, pp=2)
 def tied_ends_summed_in_one_alone(train):
     """The head's half goes to the embedding, and nothing comes back."""
-    from shardbook.parallel.pipeline import Links, tied_weight
+    from shardbook.parallel.pipeline import PipelineLinks, tied_weight
 
-    real = Links.sum_tied
+    real = PipelineLinks.sum_tied
 
     def sum_tied(links, model):
         gradient = tied_weight(model).grad
         before = gradient.clone()
         real(links, model)
-        if links.pipeline.ends:
+        if links.pipeline.has_last_stage:
             tied_weight(model).grad = before
 
-    Links.sum_tied = sum_tied
+    PipelineLinks.sum_tied = sum_tied
 
 
 @planted_in("zero3", 1, 1, clips=True, tied=False, pp=2)
@@ -554,10 +559,10 @@ def norm_of_own_layers_alone(train):
 @planted_in("zero3", 1, 1, clips=True, pp=2)
 def norm_counts_both_tied_ends(train):
     """Loss and gradient exact."""
-    from shardbook.parallel.pipeline import Links
+    from shardbook.parallel.pipeline import PipelineLinks
 
-    real = Links.parameters
-    Links.parameters = lambda links, model: dataclasses.replace(real(links, model), copies=[])
+    real = PipelineLinks.parameters
+    PipelineLinks.parameters = lambda links, model: dataclasses.replace(real(links, model), copies=[])
 
 
 @planted_in("zero3", 1, 1, pp=2)
@@ -567,7 +572,7 @@ def tokens_counted_on_each_stage(train):
 
     real = prepare.choose_batching
     prepare.choose_batching = lambda data, how, at, *rest, **named: real(
-        data, how, at._replace(stages=1), *rest, **named
+        data, how, at._replace(pp_size=1), *rest, **named
     )
 
 

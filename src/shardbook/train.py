@@ -33,15 +33,15 @@ from shardbook.ranks.exits import DONE, FAILED, WRONG, RunFailed, exit_rank, rep
 from shardbook.ranks.progress import marked
 from shardbook.ranks.settings import use_deterministic
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe
-from shardbook.run.ahead import StepsAhead
+from shardbook.run.ahead import BatchPrefetcher
 from shardbook.run.checkpoint import TrainState, newest_checkpoint
 from shardbook.run.console import Console
 from shardbook.run.directory import environment, open_everywhere
 from shardbook.run.evaluation import Observer
 from shardbook.run.export import export_result
-from shardbook.run.garbage import collected_together
+from shardbook.run.garbage import synchronized_gc
 from shardbook.run.meter import Meter
-from shardbook.run.out_of_memory import OutOfMemory
+from shardbook.run.out_of_memory import OomGuard
 from shardbook.run.prepare import Job, lay_out_run, prepare_job
 from shardbook.run.profile import Profile
 from shardbook.run.reference import Reference
@@ -75,7 +75,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     # Model and optimizer; then the start: this run's newest checkpoint, else the recipe's, else pretrained weights,
     # else random ones.
     sharded = build(job, ranks.device)
-    fits = OutOfMemory(job, sharded)
+    fits = OomGuard(job, sharded)
     with fits:
         optimizer = fits.optimizer = settle(job.model, sharded, recipe.optim, ranks.device)
         reference = Reference(job, run.path, ranks, console, stop)
@@ -92,11 +92,11 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     saver = Saver(run, recipe.train, sharded, optimizer, meter, saved=state.step)
     profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
     shown = console.start(state.step, job.steps)
-    watch, together = watch_steps(ranks, recipe.run.hang_seconds, meter.first_steps), collected_together()
+    watch, together = watch_steps(ranks, recipe.run.hang_seconds, meter.first_steps), synchronized_gc()
     with shown, profile, fits, meter, watch as finish_step, together as collect:
         if state.step == 0:
             observer.after(0)
-        ahead = StepsAhead(job.loader, stop)
+        ahead = BatchPrefetcher(job.loader, stop)
         meter.start(ahead.take_wait)
         while state.step < job.steps and (batch := ahead.take()):
             step = state.step + 1

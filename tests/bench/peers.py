@@ -87,17 +87,17 @@ class World:
 
     def hear(self) -> list:
         """What each rank says next. Raises LeftOut."""
-        heard: dict[Connection, object] = {}
-        while len(heard) < len(self.pipes):
-            ready = wait([pipe for pipe in self.pipes if pipe not in heard], SECONDS)
+        teacher_hidden: dict[Connection, object] = {}
+        while len(teacher_hidden) < len(self.pipes):
+            ready = wait([pipe for pipe in self.pipes if pipe not in teacher_hidden], SECONDS)
             if not ready:
                 raise LeftOut(f"said nothing for {SECONDS} s")
             for pipe in ready:
                 try:
-                    heard[pipe] = pipe.recv()
+                    teacher_hidden[pipe] = pipe.recv()
                 except (EOFError, ConnectionError):
                     raise LeftOut(self.reason(self.pipes.index(pipe))) from None
-        return [heard[pipe] for pipe in self.pipes]
+        return [teacher_hidden[pipe] for pipe in self.pipes]
 
     def step_on(self) -> None:
         """Let all ranks begin their next step."""
@@ -238,7 +238,7 @@ def prepare(folder: Path, settings: dict) -> None:
                 for step in range(settings["steps"])
             ]
             torch.save(torch.stack([torch.cat(step) for step in steps]), folder / "rows.pt")
-    settings["model_on_four_ranks"] = str(cut_model(Path(settings["model"]), folder / "cut"))
+    settings["model_on_four_ranks"] = str(apply_tensor_parallel(Path(settings["model"]), folder / "cut"))
     (folder / "settings.json").write_text(json.dumps(settings))
 
 
@@ -257,7 +257,7 @@ def model_of(folder: Path, tiny: bool) -> Path:
     return small.write_model(folder / "model", max_position_embeddings=512)
 
 
-def cut_model(model: Path, out: Path) -> Path:
+def apply_tensor_parallel(model: Path, out: Path) -> Path:
     """`model` with its first BLOCKS blocks alone, in `out`; itself where it has no more."""
     from transformers import AutoModelForCausalLM
 

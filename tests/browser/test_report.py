@@ -14,7 +14,7 @@ from shardbook.compare.data_page import write_data_page
 from shardbook.compare.outcome import Outcome
 from shardbook.compare.page import write_page
 from shardbook.compare.plan_page import write_plan_page
-from shardbook.data.look import Look, Part, Piece, Sequence
+from shardbook.data.look import Look, Piece, SourceCounts, TokenSequence
 from shardbook.plan.report import make_report
 from shardbook.recipe import find_recipe, load_recipe
 
@@ -203,8 +203,10 @@ def test_the_page_of_data(opened, scheme, tmp_path):
     ones = [
         Piece(text, trained, 1) for text, trained in (("<b>", False), ("\n", False), ("ok", True), ("!" * 300, True))
     ]
-    part = Part("a.jsonl </script>", np.array([4, 17]), 2, 1, 0)
-    look = Look([("a.jsonl, row 0", [Sequence("chosen", ones, 4, 2)])], [part], [(0, 9, 1), (10, 19, 1)], "2 documents")
+    part = SourceCounts("a.jsonl </script>", np.array([4, 17]), 2, 1, 0)
+    look = Look(
+        [("a.jsonl, row 0", [TokenSequence("chosen", ones, 4, 2)])], [part], [(0, 9, 1), (10, 19, 1)], "2 documents"
+    )
     write_data_page(tmp_path / "data.html", "mine", look)
     for width in (1200, 390):
         page = opened(tmp_path / "data.html", color_scheme=scheme, viewport={"width": width, "height": 900})

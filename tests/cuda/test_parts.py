@@ -85,12 +85,12 @@ def asks_before():
     """A receive is asked for before the work is launched that its message waits for."""
     import streams
 
-    from shardbook.parallel.pipeline import Links
+    from shardbook.parallel.pipeline import PipelineLinks
 
     streams.CONNECT_SECONDS = 3.0
-    make_room, ask = Links.make_room, Links.ask
-    Links.make_room = lambda self, *given: ask(self, make_room(self, *given))
-    Links.ask = lambda self, asked: asked
+    make_room, ask = PipelineLinks.make_room, PipelineLinks.ask
+    PipelineLinks.make_room = lambda self, *given: ask(self, make_room(self, *given))
+    PipelineLinks.ask = lambda self, asked: asked
 
 
 def connects_late():
@@ -101,7 +101,7 @@ def connects_late():
     from shardbook.parallel import pipeline
 
     streams.CONNECT_SECONDS = 3.0
-    real = pipeline.build_links
+    real = pipeline.build_pipeline_links
 
     class Silent:
         def __getattr__(self, name):
@@ -124,7 +124,7 @@ def connects_late():
 
     from shardbook.parallel import sharding
 
-    sharding.build_links = build
+    sharding.build_pipeline_links = build
 
 
 def gradients_are_not_held():

@@ -172,7 +172,7 @@ def earlier_micros_are_lost(copies):
 
 
 def evaluation_stays(copies):
-    copies.Copies.free = lambda self: None
+    copies.ReplicatedParameters.free = lambda self: None
 
 
 def test_planted_bugs_turn_it_red():
@@ -198,9 +198,9 @@ def sums_of(stage, reduces):
 
 def sums_are_sent_again(stage, reduces):
     """Planted bug: as if what a parameter has were of this rank alone."""
-    from shardbook.parallel.copies import Copies
+    from shardbook.parallel.copies import ReplicatedParameters
 
-    Copies._set_aside = lambda *given: None
+    ReplicatedParameters._set_aside = lambda *given: None
     return sums_of(stage, reduces)
 
 

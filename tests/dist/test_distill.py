@@ -225,7 +225,7 @@ def bug_of(name: str) -> None:
     from shardbook.memory import offload
     from shardbook.model import loss_head
 
-    real, build = loss_head.score_taught, offload.build_optimizer
+    real, build = loss_head.score_distilled, offload.build_optimizer
 
     def forgets_the_square(logits, theirs, targets, temperature, ratio, trains):
         parts = [real(logits.clone(), theirs.clone(), targets, temperature, only, True)[2] for only in (0.0, 1.0)]
@@ -233,13 +233,13 @@ def bug_of(name: str) -> None:
         return losses, divergences, (1 - ratio) * parts[0] + ratio * parts[1] / temperature**2
 
     def the_wrong_way_round(logits, theirs, targets, temperature, ratio, trains):
-        losses, _, slope = real(logits.clone(), theirs.clone(), targets, temperature, 0.0, True)
+        losses, _, grad_output = real(logits.clone(), theirs.clone(), targets, temperature, 0.0, True)
         with torch.enable_grad():
             asked = logits.detach().clone().requires_grad_()
             ours = torch.log_softmax(asked[:, : theirs.shape[1]] / temperature, -1)
             found = (ours.exp() * (ours - torch.log_softmax(theirs / temperature, -1))).sum(-1)
             (of_found,) = torch.autograd.grad(found.sum(), asked)
-        return losses, found.detach(), (1 - ratio) * slope + ratio * temperature**2 * of_found
+        return losses, found.detach(), (1 - ratio) * grad_output + ratio * temperature**2 * of_found
 
     def trains_the_teacher(model, optim):
         optimizer = build(model, optim)
@@ -257,7 +257,7 @@ def bug_of(name: str) -> None:
     if name == "trains_the_teacher":
         offload.build_optimizer = trains_the_teacher
     else:
-        loss_head.score_taught = {"square": forgets_the_square, "way": the_wrong_way_round}[name]
+        loss_head.score_distilled = {"square": forgets_the_square, "way": the_wrong_way_round}[name]
 
 
 def run_planted(name, *args):
@@ -276,7 +276,7 @@ def test_a_planted_bug_turns_it_red(name, recipe, tiny, teachers, wanted_of, tmp
 @pytest.mark.parametrize("kernel", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("own", "theirs"), [(101, 101), (101, 90), (90, 101)])
 def test_the_head_is_autograd_of_whole_logits(own, theirs, kernel):
-    from shardbook.model.loss_head import Lesson, LossHead
+    from shardbook.model.loss_head import TeacherOutput, LossHead
 
     torch.manual_seed(0)
     tokens, ratio, temperature = 37, 0.3, 1.7
@@ -290,11 +290,11 @@ def test_the_head_is_autograd_of_whole_logits(own, theirs, kernel):
         head.weight.data.copy_(weight)
         head.chunk_tokens = chunk
         ours = hidden.clone().requires_grad_()
-        sums = head(ours, targets, lesson=Lesson(said, taught, temperature, ratio))
+        sums = head(ours, targets, teacher=TeacherOutput(said, taught, temperature, ratio))
         (sums[0] / tokens).backward()
         found.append((sums.detach(), ours.grad, head.weight.grad))
         with torch.no_grad():
-            assert torch.equal(head(hidden, targets, lesson=Lesson(said, taught, temperature, ratio)), sums)
+            assert torch.equal(head(hidden, targets, teacher=TeacherOutput(said, taught, temperature, ratio)), sums)
     exact = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
     logits, both = exact[0] @ exact[1].t(), min(own, theirs)
     nll = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")

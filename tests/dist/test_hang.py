@@ -119,8 +119,8 @@ def positions_are_not_compared():
     import shardbook.ranks.heartbeat as heartbeat
 
     rank_1_at_its_rows()
-    real = heartbeat.find_behind
-    heartbeat.find_behind = lambda there, seconds: list(there) if real(there, seconds) else []
+    real = heartbeat.find_stragglers
+    heartbeat.find_stragglers = lambda there, seconds: list(there) if real(there, seconds) else []
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def measure(shape, batch, length, params, cases, bound, *more):
             for _ in range(1 if length > 4096 else 2):  # a second has more only where an allocation is made once
                 live.most = {}
                 for micro in range(micros):
-                    rows = _full_rows(recipe, layout.context)
+                    rows = _full_rows(recipe, layout.cp_size)
                     with sharded.micro_batch(is_last=micro == micros - 1):
                         live.moment = (micro, "forward", "before")
                         loss = sft_loss(model, rows) / len(rows.targets)

@@ -178,16 +178,18 @@ def wrap(path, folder, world, count):
         assert count < 10**9, "a recipe for GPUs says what it will take"
     apply_checkpointing(model.blocks, recipe.activation)
     apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
-    shard, alike = layout.shards, layout.alike
+    shard, tp_size = layout.shards, layout.tp_size
     held = 0
     placed = [Replicate(), Shard(0)] if "dp_replicate" in layout.stage.axes else [Shard(0)]
     for name, parameter in model.named_parameters():
         assert parameter.is_meta
         assert parameter.dtype == DTYPES[recipe.at_rest if parameter.requires_grad else recipe.precision.frozen]
         # with tensor parallel every matrix is cut, but attention's where its heads cannot be dealt out evenly
-        is_cut = alike > 1 and parameter.ndim == 2 and (config.num_attention_heads % alike == 0 or "attn" not in name)
-        held += parameter.numel() // (alike if is_cut else 1)
-        if is_cut:
+        is_tp_sharded = (
+            tp_size > 1 and parameter.ndim == 2 and (config.num_attention_heads % tp_size == 0 or "attn" not in name)
+        )
+        held += parameter.numel() // (tp_size if is_tp_sharded else 1)
+        if is_tp_sharded:
             columns = name.endswith(("o_proj.weight", "down_proj.weight"))
             assert parameter.device_mesh.mesh_dim_names == ("dp_shard", "tp")
             assert parameter.placements[-1] == Shard(int(columns)), name
@@ -199,7 +201,7 @@ def wrap(path, folder, world, count):
     assert modules == (set() if layout.copies else split)
     # what a rank keeps is its share: every matrix of these models divides evenly, so exactly
     kept = sum((p if layout.copies else p.to_local()).numel() for p in model.parameters())
-    if all(len(parameter) % (shard * alike) == 0 for parameter in model.parameters()):
+    if all(len(parameter) % (shard * tp_size) == 0 for parameter in model.parameters()):
         assert kept == held // shard
     assert kept_bytes(()) == 0
     # what the recipe says it needs is what its layout keeps, over all ranks

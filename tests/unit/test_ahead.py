@@ -10,7 +10,7 @@ from shardbook.data.loader import Batching, Loader, RowError
 from shardbook.data.tokenized import Documents
 from shardbook.ranks.exits import RunFailed
 from shardbook.run import ahead
-from shardbook.run.ahead import StepsAhead
+from shardbook.run.ahead import BatchPrefetcher
 
 COUNT = 7
 
@@ -35,7 +35,7 @@ def never():
 
 
 def taken(from_loader, steps):
-    found, run = [], StepsAhead(from_loader, never())
+    found, run = [], BatchPrefetcher(from_loader, never())
     for _ in range(steps):
         step = run.take()
         assert step.totals.tokens == sum(len(micro.targets) for micro in step.micros)
@@ -65,14 +65,14 @@ def test_a_resumed_run_goes_on_with_the_step_that_was_not_trained():
 
 def test_a_planted_stale_step_is_seen(monkeypatch):
     """Planted bug: what lies ready is saved as trained, so that a resumed run leaves a step out."""
-    real = StepsAhead.take
+    real = BatchPrefetcher.take
 
     def take(steps):
         taken_step = real(steps)
         steps.loader.consumed_rows = steps.next_row
         return taken_step
 
-    monkeypatch.setattr(StepsAhead, "take", take)
+    monkeypatch.setattr(BatchPrefetcher, "take", take)
     for test in (
         test_steps_are_those_of_a_loader_without_a_thread,
         test_a_resumed_run_goes_on_with_the_step_that_was_not_trained,
@@ -83,7 +83,7 @@ def test_a_planted_stale_step_is_seen(monkeypatch):
 
 def test_who_is_asked_to_stop_has_not_taken_the_step():
     here, stop = loader(), never()
-    run = StepsAhead(here, stop)
+    run = BatchPrefetcher(here, stop)
     run.take()
     stop.asked = True
     run.begin()
@@ -92,7 +92,7 @@ def test_who_is_asked_to_stop_has_not_taken_the_step():
 
 def test_who_is_asked_after_the_counts_began_is_heard_where_ranks_ask_again():
     here, stop = loader(), never()
-    run = StepsAhead(here, stop)
+    run = BatchPrefetcher(here, stop)
     stop.asked = stop.again = True  # a signal in an evaluation, whose end sets the second on every rank
     assert run.take() is None and here.consumed_rows == 0
     run.begin()
@@ -103,7 +103,7 @@ def test_a_thread_makes_them_and_what_is_waited_for_is_told(monkeypatch):
     here, threads = loader(), []
     real = here.step_at
     here.step_at = lambda start: (threads.append(threading.current_thread().name), real(start))[1]
-    run = StepsAhead(here, never())
+    run = BatchPrefetcher(here, never())
     run.take()
     run.begin()
     assert all(name.startswith("loader") for name in threads)
@@ -127,14 +127,16 @@ def test_an_error_of_the_thread_is_the_runs_with_its_rows():
 
     here.documents = Documents(Encoded(), here.documents.rows, 3.0, "")  # type: ignore[arg-type]
     message = r"data.train: rows [02] to [13] of the run \(documents (2, \d|\d, 2)\) cannot be read: OSError: Truncated"
-    run = StepsAhead(here, never())  # says nothing yet: the step that runs is logged and saved first, or is the last
+    run = BatchPrefetcher(
+        here, never()
+    )  # says nothing yet: the step that runs is logged and saved first, or is the last
     with pytest.raises(RunFailed, match=message):
         run.take()
 
 
 def test_who_stops_does_not_need_the_rows_of_the_next_step():
     here, stop = loader(), never()
-    run = StepsAhead(here, stop)
+    run = BatchPrefetcher(here, stop)
     run.take()
     run._made.result()
     run._error, stop.asked = RowError("of the step that nobody begins"), True

@@ -10,7 +10,7 @@ from tiny import config, said_by, write_recipe
 
 from shardbook.axes import CP, DP_REPLICATE, DP_SHARD, TP
 from shardbook.data.loader import Batching, build_micro_batch
-from shardbook.model.context import deal_heads, own_heads, split_rows
+from shardbook.model.context import own_heads, partition_heads, split_rows
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import DataRank, fold_sizes, resolve_sizes, unfold_sizes
@@ -80,7 +80,7 @@ HEADS = [(4, 2), (4, 1), (9, 3), (6, 3), (6, 2), (32, 8), (8, 8), (14, 2), (5, 5
 @pytest.mark.parametrize(("heads", "key_heads"), HEADS)
 def test_each_head_is_computed_once_with_its_own_keys(heads, key_heads):
     for size in range(1, heads + 1):
-        shares = deal_heads(heads, key_heads, size)
+        shares = partition_heads(heads, key_heads, size)
         counts = [own for own, _ in shares]
         assert sum(counts) == heads and max(counts) - min(counts) <= 1 and len(shares) == size
         # transformers repeats each head of keys as often as a rank has queries for it
@@ -92,22 +92,22 @@ def test_each_head_is_computed_once_with_its_own_keys(heads, key_heads):
 @pytest.mark.parametrize(("heads", "key_heads"), HEADS)
 def test_beside_tp_heads_of_each_rank_are_dealt_out(heads, key_heads):
     model = config(hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=key_heads)
-    for alike in range(1, heads + 1):
-        own = [own_heads(model, alike, place) for place in range(alike)]
+    for tp_size in range(1, heads + 1):
+        own = [own_heads(model, tp_size, place) for place in range(tp_size)]
         assert sum(count for count, _ in own) == heads
         for count, keys in own:
             for size in range(1, count + 1):
-                assert sum(dealt for dealt, _ in deal_heads(count, keys, size)) == count
+                assert sum(dealt for dealt, _ in partition_heads(count, keys, size)) == count
 
 
 SIZES = [(1, 4, 2, 1), (2, 2, 2, 1), (3, 1, 4, 2), (1, 1, 2, 1), (1, 1, 1, 1), (2, 3, 5, 7)]
 
 
 @pytest.mark.parametrize("shards", [True, False])
-@pytest.mark.parametrize(("replicate", "shard", "context", "alike"), SIZES)
-def test_folding_is_undone(shards, replicate, shard, context, alike):
+@pytest.mark.parametrize(("replicate", "shard", "context", "tp_size"), SIZES)
+def test_folding_is_undone(shards, replicate, shard, context, tp_size):
     sizes = {DP_REPLICATE: replicate, DP_SHARD: shard} | ({CP: context} if context > 1 else {})
-    sizes |= {TP: alike} if alike > 1 else {}
+    sizes |= {TP: tp_size} if tp_size > 1 else {}
     folded = fold_sizes(sizes, shards)
     assert CP not in folded and list(unfold_sizes(folded, shards, context).items()) == list(sizes.items())
     assert folded[DP_SHARD] == shard * (context if shards else 1)
@@ -118,31 +118,31 @@ def layout_of(stage: str, world: int, **sizes) -> Layout:
     parallel, row = Parallel(stage=stage, **sizes), find_stage(stage)
     on = fold_sizes(resolve_sizes(parallel, row.axes, world), row.shards)
     switches = read_switches(parallel, on[DP_SHARD], world)
-    return Layout(row, on, (), parallel, Precision(), switches, world, context=parallel.cp_size)
+    return Layout(row, on, (), parallel, Precision(), switches, world, cp_size=parallel.cp_size)
 
 
 @pytest.mark.parametrize("stage", [name for name in STAGES if name != "zeropp"])
-@pytest.mark.parametrize("alike", [1, 2])
-def test_who_sees_which_rows_and_what_of_each(stage, alike):
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_who_sees_which_rows_and_what_of_each(stage, tp_size):
     """Neighbours along tp see the same, then neighbours along cp slices of one row, and all others other rows."""
-    world = 8 * alike
+    world = 8 * tp_size
     more = {"dp_replicate_size": 2, "dp_shard_size": 2} if stage == "hsdp" else {}
-    layout = layout_of(stage, world, cp_size=2, tp_size=alike, **more)
+    layout = layout_of(stage, world, cp_size=2, tp_size=tp_size, **more)
     assert layout.world_size == world and layout.mesh[CP] == 2
     for rank in range(world):
-        place = rank // alike
-        assert layout.data_rank(rank) == DataRank(place // 2, 4, alike, place % 2, 2), rank
-        first = rank - place % 2 * alike
-        assert layout.groups(rank)[CP] == [first, first + alike]
+        place = rank // tp_size
+        assert layout.data_rank(rank) == DataRank(place // 2, 4, tp_size, place % 2, 2), rank
+        first = rank - place % 2 * tp_size
+        assert layout.groups(rank)[CP] == [first, first + tp_size]
 
 
 def test_ranks_that_hold_the_model_are_those_of_both_axes():
     on = layout_of("zero3", 16, cp_size=2, tp_size=2)
-    assert (on.shards, on.replicas, on.alike) == (8, 1, 2)
+    assert (on.shards, on.replicas, on.tp_size) == (8, 1, 2)
     on = layout_of("hsdp", 16, cp_size=2, tp_size=2, dp_shard_size=2)
-    assert (on.shards, on.replicas, on.alike) == (4, 2, 2)
+    assert (on.shards, on.replicas, on.tp_size) == (4, 2, 2)
     on = layout_of("ddp", 16, cp_size=2, tp_size=2)
-    assert (on.shards, on.replicas, on.alike) == (1, 8, 2)
+    assert (on.shards, on.replicas, on.tp_size) == (1, 8, 2)
 
 
 DOCUMENTS = [  # length of each, and which of its tokens are trained
@@ -169,7 +169,7 @@ def slices_of(rows, packed: bool, slices: int):
     documents = [{"input_ids": [next(ids) for _ in range(n)], "mask": [bool(x) for x in mask]} for n, mask in DOCUMENTS]
     encoded = Dataset.from_list(documents)
     whole = Batching(192 if packed else None, 2, 0, 1, documents=4, multiple=64 * slices)
-    parts = [replace(whole, slice=number, slices=slices) for number in range(slices)]
+    parts = [replace(whole, cp_rank=number, cp_size=slices) for number in range(slices)]
     return build_micro_batch(encoded, rows, whole), [build_micro_batch(encoded, rows, part) for part in parts]
 
 

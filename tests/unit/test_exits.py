@@ -23,7 +23,7 @@ def test_who_lost_a_peer_waits_for_a_better_reason(error, code, seconds, said, m
     slept = []
     monkeypatch.setattr(exits.time, "sleep", slept.append)
     monkeypatch.setattr(exits, "LEAVING", exits.threading.Event())
-    monkeypatch.setattr(exits, "LAST_WORDS", [])
+    monkeypatch.setattr(exits, "LEAVE_NOTICE", [])
     monkeypatch.setattr(exits, "GOODBYES", [])
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)

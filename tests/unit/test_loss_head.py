@@ -15,13 +15,15 @@ def logits_and_targets(dtype=torch.bfloat16):
 
 
 def slope_of_part(logits, targets):
-    slope, *_ = loss_head.begin_part(logits, targets, True)
-    return loss_head.slope_of_part(slope, torch.full((ROWS,), 0.3), targets)
+    grad_output, *_ = loss_head.begin_part(logits, targets, True)
+    return loss_head.slope_of_part(grad_output, torch.full((ROWS,), 0.3), targets)
 
 
 FUNCTIONS = {
     "plain": lambda logits, targets: loss_head.score_plain(logits, targets, True),
-    "taught": lambda logits, targets: loss_head.score_taught(logits, logits.flip(1)[:, :290], targets, 2.0, 0.3, True),
+    "taught": lambda logits, targets: loss_head.score_distilled(
+        logits, logits.flip(1)[:, :290], targets, 2.0, 0.3, True
+    ),
     "part": lambda logits, targets: slope_of_part(logits, targets - 100),  # of some rows the target is elsewhere
 }
 
@@ -58,7 +60,7 @@ def test_compiled_the_loss_is_one_kernel():
 def test_where_nothing_is_trained_nothing_of_the_logits_size_comes_back():
     logits, targets = logits_and_targets()
     assert loss_head.score_plain(logits, targets, False)[1] is logits
-    assert loss_head.score_taught(logits, logits, targets, 1.0, 0.5, False)[2] is logits
+    assert loss_head.score_distilled(logits, logits, targets, 1.0, 0.5, False)[2] is logits
     assert loss_head.begin_part(logits, targets, False)[0] is logits
 
 
@@ -106,6 +108,6 @@ def test_on_a_cpu_chunks_add_up_as_ever():
     wanted = torch.zeros(VOCABULARY, 16)
     for first in range(0, ROWS, 10):
         here = slice(first, first + 10)
-        _, slope = loss_head.score_plain(hidden[here] @ weight.t(), targets[here], True)
-        wanted += slope.t() @ hidden[here]
+        _, grad_output = loss_head.score_plain(hidden[here] @ weight.t(), targets[here], True)
+        wanted += grad_output.t() @ hidden[here]
     assert torch.equal(got, wanted)

@@ -78,7 +78,7 @@ def logged(folder):
 def take_steps(folder, seen, losses, device=None, logging=1, pauses=(), fails=None):
     """As the loop does: of each step one second of the `device`. `seen`: of the rows that are there after each step."""
     recorder, console = metrics.Recorder(folder, "run", Run(report_to="none"), {}, True, 0), Console(False)
-    stop, pace = StopFlag(), metrics.Pace(1, Flops(1, 1))
+    stop, pace = StopFlag(), metrics.StepTimer(1, Flops(1, 1))
     reads = rows.Rows(recorder, console, ["train/loss"], pace, stop)
     with recorder, console.start(0, len(losses)), reads as here:
         pace.begin()

@@ -103,7 +103,7 @@ def test_mfu_is_absent_without_a_gpu(monkeypatch, clock):
         clock[0] += 4.0
         return pace.take()()
 
-    pace = metrics.Pace(4, Flops(per_token=10**9, per_pair=10**8))
+    pace = metrics.StepTimer(4, Flops(per_token=10**9, per_pair=10**8))
     assert four_seconds_of_two_steps() == {"perf/step_seconds": 2.0, "perf/tokens_per_second_per_device": 125.0}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
@@ -118,7 +118,7 @@ def test_mfu_is_absent_without_a_gpu(monkeypatch, clock):
 
 
 def test_the_pace_leaves_out_evaluations_and_nothing_else(clock):
-    pace = metrics.Pace(1, Flops(1, 1))
+    pace = metrics.StepTimer(1, Flops(1, 1))
     pace.add(100, 0)
     clock[0] += 3.0
     with pace.paused():
@@ -132,7 +132,7 @@ def test_the_pace_leaves_out_evaluations_and_nothing_else(clock):
 
 
 def test_memory_of_steps_that_compile_is_no_steps_peak(monkeypatch):
-    resets, pace = [], metrics.Pace(1, Flops(1, 1), first_steps=2)
+    resets, pace = [], metrics.StepTimer(1, Flops(1, 1), first_steps=2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(pace.steps_before))
     for _ in range(4):
@@ -173,13 +173,13 @@ def test_out_of_memory_says_what_was_predicted_measured_and_would_fit(monkeypatc
 
     from shardbook.parallel.sharding import ShardedModel
     from shardbook.ranks.exits import RunFailed
-    from shardbook.run.out_of_memory import OutOfMemory
+    from shardbook.run.out_of_memory import OomGuard
 
     recipe = settings(parallel={"stage": "zero2"}, data={"max_length": 8192})
     layout, made = lay_out(recipe, layers=32)
     model = torch.nn.Linear(1000, 1000, bias=False)
     model(torch.ones(1, 1000)).sum().backward()
-    fits = OutOfMemory(SimpleNamespace(layout=layout, config=made, recipe=recipe), ShardedModel(model, layout, {}))
+    fits = OomGuard(SimpleNamespace(layout=layout, config=made, recipe=recipe), ShardedModel(model, layout, {}))
     for name, value in {
         "is_available": lambda: True,
         "current_device": lambda: 0,

@@ -10,13 +10,13 @@ from tiny import config, said_by, write_recipe
 from shardbook.axes import CP, DATA_AXES, DP_REPLICATE, DP_SHARD, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP
 from shardbook.model.causal_lm import build_model, count_flops
 from shardbook.model.pipeline import split_stages
-from shardbook.model.tensor import cut_model
-from shardbook.model.weights import own_parameters, whole_shapes
+from shardbook.model.tensor import apply_tensor_parallel
+from shardbook.model.weights import global_shapes, own_parameters
 from shardbook.optim import build_optimizer
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import DataRank, resolve_sizes
-from shardbook.parallel.pipeline import build_links
+from shardbook.parallel.pipeline import build_pipeline_links
 from shardbook.parallel.schedule import Pipeline, deal_layers
 from shardbook.recipe import STAGES, Optim, Parallel, Precision, load_recipe
 
@@ -86,14 +86,14 @@ def test_a_loop_of_ones_own_is_told_that_no_layers_are_dealt_out():
 
 
 def parallel_of(ranks: int, chunks: int = 1, **more) -> Parallel:
-    looped = {"pipeline_schedule": "interleaved", "pipeline_chunks": chunks} if chunks > 1 else {}
-    return Parallel(pp_size=ranks, **looped, **more)
+    interleaved = {"pipeline_schedule": "interleaved", "pipeline_chunks": chunks} if chunks > 1 else {}
+    return Parallel(pp_size=ranks, **interleaved, **more)
 
 
 def part_of(parallel: Parallel, rank: int, world: int, **facts):
     """The model as the global `rank` has it."""
     model = build_model(config(**facts), "fp32")
-    cut_model(model, parallel.tp_size, rank)
+    apply_tensor_parallel(model, parallel.tp_size, rank)
     split_stages(model, parallel, rank, world)
     return model
 
@@ -141,26 +141,28 @@ def test_each_layer_is_one_ranks(ranks, chunks):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    ("ranks", "chunks", "alike"), [(2, 1, 1), (3, 1, 1), (7, 1, 1), (2, 3, 1), (3, 2, 2), (2, 1, 4)]
+    ("ranks", "chunks", "tp_size"), [(2, 1, 1), (3, 1, 1), (7, 1, 1), (2, 3, 1), (3, 2, 2), (2, 1, 4)]
 )
-def test_names_shapes_and_work_are_those_of_the_whole(ranks, chunks, alike, tied):
+def test_names_shapes_and_work_are_those_of_the_whole(ranks, chunks, tp_size, tied):
     facts = {"num_hidden_layers": 7, "tied": tied}
-    whole, world = build_model(config(**facts), "fp32"), ranks * alike
+    whole, world = build_model(config(**facts), "fp32"), ranks * tp_size
     shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
     times = dict.fromkeys(shapes, 0)
     for rank in range(world):
-        part = part_of(parallel_of(ranks, chunks, tp_size=alike), rank, world, **facts)
-        assert list(whole_shapes(part).items()) == list(shapes.items())
+        part = part_of(parallel_of(ranks, chunks, tp_size=tp_size), rank, world, **facts)
+        assert list(global_shapes(part).items()) == list(shapes.items())
         assert count_flops(part) == count_flops(whole)
-        assert [name in part.state_dict() for name in ("model.norm.weight", "lm_head.weight")] == [part.ends] * 2
+        assert [name in part.state_dict() for name in ("model.norm.weight", "lm_head.weight")] == [
+            part.has_last_stage
+        ] * 2
         own = [name for name, _ in own_parameters(part)]
         assert own == [name for name in shapes if name in own]  # in the whole model's order
         for name in own:
             times[name] += 1
         runs = [block for chunk in part.chunks for block in chunk.blocks]
         assert sorted(map(id, runs)) == sorted(map(id, part.blocks)), "blocks of chunks are those of the rank"
-    twice = {"model.embed_tokens.weight": 2 * alike} if tied else {}  # at either end
-    assert times == dict.fromkeys(shapes, alike) | twice
+    twice = {"model.embed_tokens.weight": 2 * tp_size} if tied else {}  # at either end
+    assert times == dict.fromkeys(shapes, tp_size) | twice
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -223,7 +225,7 @@ def test_chunks_have_units_of_their_own():
 
 def test_nothing_is_split_off_one_rank():
     model = part_of(Parallel(), 0, 4)
-    assert model.chunks == [model] and model.begins and model.ends and model.pipeline == Pipeline()
+    assert model.chunks == [model] and model.has_first_stage and model.has_last_stage and model.pipeline == Pipeline()
 
 
 def test_a_knob_that_does_nothing_to_blocks_every_rank_refuses():
@@ -244,7 +246,7 @@ def links_of(monkeypatch, rank, world, **sizes):
     monkeypatch.setattr(dist, "send", lambda tensor, to, group: waits.append((rank, to, group)))
     monkeypatch.setattr(dist, "recv", lambda tensor, by, group: waits.append((by, rank, group)))
     mesh = SimpleNamespace(device_type="cpu", get_group=lambda axis: axis)
-    return build_links(
+    return build_pipeline_links(
         layout_of("zero3", rank, world, layers=8 * sizes.get("pipeline_chunks", 1), **sizes), mesh
     ), waits
 
@@ -263,10 +265,10 @@ def never_done(waits):
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_each_link_is_connected_by_a_message_before_a_step(ranks, chunks, monkeypatch):
     """Each passes one, the way that its messages will go, and nobody waits in a ring: two columns of ranks."""
-    looped = {"pipeline_schedule": "interleaved", "pipeline_chunks": chunks} if chunks > 1 else {}
+    interleaved = {"pipeline_schedule": "interleaved", "pipeline_chunks": chunks} if chunks > 1 else {}
     waits = {}
     for rank in range(2 * ranks):
-        links, waits[rank] = links_of(monkeypatch, rank, 2 * ranks, pp_size=ranks, **looped)
+        links, waits[rank] = links_of(monkeypatch, rank, 2 * ranks, pp_size=ranks, **interleaved)
         sends = {(rank, other, group) for other, group in links.to.values()}
         assert len(waits[rank]) == len(set(waits[rank]))
         assert set(waits[rank]) == sends | {(other, rank, group) for other, group in links.by.values()}

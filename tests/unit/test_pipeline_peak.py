@@ -38,7 +38,7 @@ def bytes_of_stage(words, stage):
     from shardbook.objectives import build_objective
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
-    from shardbook.parallel.pipeline import Links, run_step
+    from shardbook.parallel.pipeline import PipelineLinks, run_step
     from shardbook.parallel.sharding import apply_stage
     from shardbook.plan import simulate
     from shardbook.plan.peak import predict_peak
@@ -46,13 +46,13 @@ def bytes_of_stage(words, stage):
     recipe = recipe_of(*words)
     config = simulate._with_layers(shape_config(recipe.model.path, 8192), LAYERS)
     dist.init_process_group("fake", rank=stage * WORLD // RANKS, world_size=WORLD, store=FakeStore())
-    send = Links.send
+    send = PipelineLinks.send
 
     def arrives(links, tensor, is_forward):
         send(links, tensor, is_forward)
         links.sent.clear()  # a fake one never says so
 
-    Links.send = arrives
+    PipelineLinks.send = arrives
     try:
         model = build_adapted(recipe, config, KERNELS["varlen"], None, dist.get_rank(), WORLD)
         layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, WORLD, 8)
@@ -70,7 +70,7 @@ def bytes_of_stage(words, stage):
             del state
         return max(live.most.values()), predict_peak(layout, config, recipe).total
     finally:
-        Links.send = send
+        PipelineLinks.send = send
         dist.destroy_process_group()
 
 
@@ -105,8 +105,8 @@ def test_a_plan_is_of_the_fullest_stage_and_the_slowest():
     assert sum(unit.parameters for stage in stages for unit in stage.units) == planner.parameters
     assert found.layout is stages[0]  # it holds most activations, and the embedding
     assert found.time.bubble / (found.time.seconds - found.time.bubble) == pytest.approx(3 / 8, rel=0.2)
-    looped = recipe_of("parallel.stage=zero1", *INTERLEAVED)
-    twice = build_planner(looped).lay_out(looped, cluster)
+    interleaved = recipe_of("parallel.stage=zero1", *INTERLEAVED)
+    twice = build_planner(interleaved).lay_out(interleaved, cluster)
     assert twice.time.bubble == pytest.approx(found.time.bubble / 2, rel=1e-3)
     assert twice.peak.activations > found.peak.activations  # which is its price
     alone = planner.lay_out(recipe_of("parallel.pp_size=1", "parallel.stage=zero1"), cluster)
@@ -119,11 +119,11 @@ def test_the_405b_of_torchtitan():
     words = ("parallel.pp_size=8", "parallel.tp_size=8", "parallel.stage=zero2", "activation.checkpointing=full")
     words += ("train.gradient_accumulation_steps=32",)
     planner, cluster = build_planner(recipe_of(*words, model="llama-3.1-405b")), build_cluster("h100", 512)
-    plain, looped = (
+    plain, interleaved = (
         planner.lay_out(recipe_of(*words, *more, model="llama-3.1-405b"), cluster) for more in ((), INTERLEAVED)
     )
-    assert plain.fits and looped.fits and 1 < looped.speed / plain.speed < 1.2
-    assert 90 < plain.speed < 140 and 110 < looped.speed < 150
+    assert plain.fits and interleaved.fits and 1 < interleaved.speed / plain.speed < 1.2
+    assert 90 < plain.speed < 140 and 110 < interleaved.speed < 150
 
 
 def test_what_a_plan_tells_of_a_pipeline():
@@ -154,12 +154,16 @@ def test_layers_in_two_runs_wait_half_as_long():
     words = ("parallel.stage=zero1", "train.gradient_accumulation_steps=8")
     planner, cluster = build_planner(recipe_of(*words)), build_cluster("h100", 64)
     plain = planner.lay_out(planner.recipe, cluster)
-    looped = planner.looped(plain)
-    assert looped and looped.time.bubble < 0.6 * plain.time.bubble and looped.time.seconds < plain.time.seconds
-    assert looped.peak.activations > plain.peak.activations and planner.looped(looped) is None
+    interleaved = planner.interleaved(plain)
+    assert (
+        interleaved
+        and interleaved.time.bubble < 0.6 * plain.time.bubble
+        and interleaved.time.seconds < plain.time.seconds
+    )
+    assert interleaved.peak.activations > plain.peak.activations and planner.interleaved(interleaved) is None
     for more in ("parallel.pp_size=1", "train.gradient_accumulation_steps=6", "parallel.pp_size=32"):
         asked = recipe_of(*words, *(["train.gradient_accumulation_steps=32"] if more.endswith("32") else []), more)
-        assert planner.looped(planner.lay_out(asked, cluster)) is None
+        assert planner.interleaved(planner.lay_out(asked, cluster)) is None
 
 
 @pytest.mark.slow

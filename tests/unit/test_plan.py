@@ -442,10 +442,10 @@ def test_torchtitans_figures(model, gpus, words, measured):
 def test_sharing_matrices_is_advised_where_nothing_else_fits():
     report = make_report(plan_of("llama-3.1-70b", "data.max_length=65536"), "h100-80gb", 64)
     best = report.advice.best
-    assert best and best.layout.context > 1 and not any(row.fits for row in report.stages.values())
+    assert best and best.layout.cp_size > 1 and not any(row.fits for row in report.stages.values())
     told = as_json(report)["advice"]
-    assert told["take"]["mesh"]["cp"] == told["recipe"]["parallel.cp_size"] == best.layout.context
-    assert f"x cp {best.layout.context})" in describe_advice(report)[0]
+    assert told["take"]["mesh"]["cp"] == told["recipe"]["parallel.cp_size"] == best.layout.cp_size
+    assert f"x cp {best.layout.cp_size})" in describe_advice(report)[0]
     assert best.tokens == report.stages["zero3"].tokens  # a step of as many rows
     tensor = report.planner.candidates(report.cluster, shares=(8, 1, 1))
     assert any(found.fits for found in tensor)  # matrices could be shared too

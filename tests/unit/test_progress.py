@@ -8,11 +8,11 @@ import torch
 
 from shardbook.comm.ledger import first_steps
 from shardbook.ranks.distributed import watch_steps
-from shardbook.ranks.progress import HERE, Progress, Standing, find_behind, long_phase, marked
+from shardbook.ranks.progress import HERE, Progress, RankProgress, find_stragglers, long_phase, marked
 
 
 def there(marks, seconds, waits=False):
-    return Standing(marks, waits, seconds, 7, "in micro-batch 2", "train.py:1")
+    return RankProgress(marks, waits, seconds, 7, "in micro-batch 2", "train.py:1")
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def there(marks, seconds, waits=False):
     ],
 )
 def test_who_is_behind(standings, behind):
-    assert find_behind(dict(enumerate(standings)), 60) == behind
+    assert find_stragglers(dict(enumerate(standings)), 60) == behind
 
 
 def test_standing_counts_only_what_passed_since_the_last_mark_after_the_first_step():
@@ -45,7 +45,7 @@ def test_standing_counts_only_what_passed_since_the_last_mark_after_the_first_st
         (0, 2, "in micro-batch 1", 2),
         (5, 2, "in micro-batch 1", 2),
     ]
-    assert Standing.parse(found[1].dump(3).encode()) == found[1] and found[1].dump(3) != found[1].dump(4)
+    assert RankProgress.parse(found[1].dump(3).encode()) == found[1] and found[1].dump(3) != found[1].dump(4)
 
 
 def test_a_step_that_compiles_is_not_watched(here):

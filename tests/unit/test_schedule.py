@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardbook.parallel.pipeline import Links, Passes, run_forward, run_step
+from shardbook.parallel.pipeline import MicroBatchRunner, PipelineLinks, run_forward, run_step
 from shardbook.parallel.schedule import Action, Pipeline, actions, bubble, in_flight
 
 PLAIN = [
@@ -177,8 +177,8 @@ def part_of(shape, rank, stream=None):
     # a link is named by the place of its first rank, and what passes it
     to = {True: (after, ("activations", rank)), False: (before, ("gradients", before))}
     by = {True: (before, ("activations", before)), False: (after, ("gradients", rank))}
-    links = Links(place, None, None, to, by, stream)
-    layout = SimpleNamespace(pipeline=place, alike=1, dtype=lambda _: torch.float32)
+    links = PipelineLinks(place, None, None, to, by, stream)
+    layout = SimpleNamespace(pipeline=place, tp_size=1, dtype=lambda _: torch.float32)
     parts = [Chunk(events) for _ in range(chunks)]
     return SimpleNamespace(links=links, layout=layout, chunks=parts, begin_step=lambda: None, model=None), events
 
@@ -241,9 +241,9 @@ def stuck(asked, sends_wait=False):
 
 def asks_before(monkeypatch):
     """Planted bug: the next message is asked for before the work is launched that it may be waiting for."""
-    make_room, ask = Passes.make_room, Passes.ask
-    monkeypatch.setattr(Passes, "make_room", lambda *given: ask(given[0], make_room(*given)))
-    monkeypatch.setattr(Passes, "ask", lambda passes, asked: asked)
+    make_room, ask = MicroBatchRunner.make_room, MicroBatchRunner.ask
+    monkeypatch.setattr(MicroBatchRunner, "make_room", lambda *given: ask(given[0], make_room(*given)))
+    monkeypatch.setattr(MicroBatchRunner, "ask", lambda passes, asked: asked)
 
 
 @pytest.mark.parametrize("shape", [*PLAIN, *LOOPED], ids=str)

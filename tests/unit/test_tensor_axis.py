@@ -6,7 +6,7 @@ from tiny import config, said_by, write_recipe
 from transformers import AutoConfig
 
 from shardbook.model.loss_head import begin_part, end_part, slope_of_part
-from shardbook.model.tensor import check_fits, share_heads
+from shardbook.model.tensor import check_fits, heads_of_rank
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import resolve_sizes
 from shardbook.parallel.tensor import TensorAxis
@@ -71,7 +71,7 @@ def test_each_head_is_computed_once_with_the_keys_that_are_its_own(heads, key_he
     for size in range(1, heads + 1):
         seen = []
         for place in range(size):
-            own, keys = share_heads(heads, key_heads, TensorAxis(size, place))
+            own, keys = heads_of_rank(heads, key_heads, TensorAxis(size, place))
             assert len(own) in (heads // size, -(-heads // size)) and len(own) % len(keys) == 0
             groups = len(own) // len(keys)  # transformers repeats each head of keys so often
             served = [keys[number // groups] for number in range(len(own))]
@@ -97,9 +97,9 @@ def test_the_loss_of_a_vocabulary_in_parts_is_that_of_the_whole(size, spread):
     parts = [TensorAxis(size, place).share(37) for place in range(size)]
     begun = [begin_part(logits[:, part].clone(), targets - part.start, True) for part in parts]
     told = torch.stack([torch.stack(own) for _, *own in begun])
-    for part, (slope, *own) in zip(parts, begun, strict=True):
+    for part, (grad_output, *own) in zip(parts, begun, strict=True):
         losses, share = end_part(told, own[0])
         assert torch.allclose(losses, want_losses, rtol=0, atol=near)
         assert torch.equal(losses, end_part(told, begun[0][1])[0])  # the same on every rank
-        got = slope_of_part(slope, share, targets - part.start)
+        got = slope_of_part(grad_output, share, targets - part.start)
         assert torch.allclose(got, want_slope[:, part], rtol=near, atol=near / 4)

@@ -102,7 +102,7 @@ class Encoder:
         return Rendered(text, spans, False)
 
     def _answer_span(
-        self, messages: list[Message], number: int, text: str, place: "Place | None", tools: Tools, where: str
+        self, messages: list[Message], number: int, text: str, place: "MessageSpan | None", tools: Tools, where: str
     ) -> tuple[int, int]:
         """Returns the character span of one answer in `text`: from its header's end to its end-of-turn mark."""
         answer, mark, ends = messages[number]["content"].strip(), self.end_of_turn(), -1
@@ -156,7 +156,7 @@ class Encoder:
             raise RecipeError(_unlike(where, number, self.train_on))
         return len(header), alone[len(header) :]
 
-    def _find_places(self, messages: list[Message], text: str, tools: Tools) -> "list[Place] | None":
+    def _find_places(self, messages: list[Message], text: str, tools: Tools) -> "list[MessageSpan] | None":
         """Returns each message's place in `text`, or None where the template does not write these messages as it writes
         placeholders of the same roles: then each answer's header is rendered alone."""
         if tools or any(len(message) > len(PLAIN) for message in messages):
@@ -168,7 +168,7 @@ class Encoder:
         for (header, thought, opening), (after, more, _), message in zip(shape, shape[1:], messages, strict=False):
             begin = at + len(header)
             at, follows = begin + len(thought), after + more
-            places.append(Place(begin, at, bool(thought), opening))
+            places.append(MessageSpan(begin, at, bool(thought), opening))
             content = message["content"]
             if not (text.startswith(content, at) and text.startswith(follows, at + len(content))):
                 content = content.strip()
@@ -247,7 +247,7 @@ class Before(NamedTuple):
     opening: str = ""
 
 
-class Place(NamedTuple):
+class MessageSpan(NamedTuple):
     """A message's place in a text: its header's end, its content's start, and whether an empty thought is between."""
 
     header: int

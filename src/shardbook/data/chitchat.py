@@ -10,7 +10,7 @@ from typing import Any
 from shardbook.cache import convert_once
 
 FILE = "messages.jsonl"
-Row = dict[str, Any]
+RawRow = dict[str, Any]
 
 
 def chitchat_file(name: str) -> Path:
@@ -18,13 +18,13 @@ def chitchat_file(name: str) -> Path:
     return convert_once(name, "chitchat_dataset", "chitchat-dataset", partial(_convert, DATASETS[name])) / FILE
 
 
-def _convert(rows_of: Callable[[list[Row]], Iterator[Row]], folder: Path, out: Path) -> None:
+def _convert(rows_of: Callable[[list[RawRow]], Iterator[RawRow]], folder: Path, out: Path) -> None:
     conversations = json.loads((folder / "dataset.json").read_text()).values()
     rows = [{"messages": messages} for messages in map(_two_sided, conversations) if messages]
     (out / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows_of(rows)))
 
 
-def _two_sided(conversation: Row) -> list[dict[str, str]]:
+def _two_sided(conversation: RawRow) -> list[dict[str, str]]:
     """Returns the messages of one conversation, neighboring lines of one speaker joined: the first speaker is the user,
     the other the assistant. Empty unless two speak."""
     lines = [line for turn in conversation["messages"] for line in turn if line["text"].strip()]
@@ -37,7 +37,7 @@ def _two_sided(conversation: Row) -> list[dict[str, str]]:
     return messages
 
 
-def _pairs(rows: list[Row]) -> Iterator[Row]:
+def _pairs(rows: list[RawRow]) -> Iterator[RawRow]:
     """Yields preferences: each conversation's last answer is chosen over the last answer of the next conversation,
     which was given to somebody else. Nobody judged them: they are for trying things."""
     answered = []
@@ -50,4 +50,4 @@ def _pairs(rows: list[Row]) -> Iterator[Row]:
             yield {"prompt": prompt, "chosen": [chosen], "rejected": [rejected]}
 
 
-DATASETS: dict[str, Callable[[list[Row]], Iterator[Row]]] = {"chitchat": iter, "chitchat-pairs": _pairs}
+DATASETS: dict[str, Callable[[list[RawRow]], Iterator[RawRow]]] = {"chitchat": iter, "chitchat-pairs": _pairs}

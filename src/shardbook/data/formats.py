@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from shardbook.recipe import RecipeError
 
-Row = dict[str, Any]
+RawRow = dict[str, Any]
 Message = dict[str, Any]
 PLAIN = {"role", "content"}
 ROLES = {
@@ -55,7 +55,7 @@ class Chat(NamedTuple):
     tools: list[Any] | None
 
 
-def read_row(row: Row, where: str, system: str = "", train_on: str = "assistant") -> Text | Chat:
+def read_row(row: RawRow, where: str, system: str = "", train_on: str = "assistant") -> Text | Chat:
     """Reads a row of any format. `system`: the system message of a conversation without one; `train_on`: as in the
     recipe. Raises RecipeError, which names the row by `where`."""
     first = 0  # the first message that may be trained
@@ -90,7 +90,7 @@ def read_row(row: Row, where: str, system: str = "", train_on: str = "assistant"
     return Chat(messages, _choose(messages, first, flags, train_on, where), _read_tools(row.get("tools"), where))
 
 
-def _read_text(row: Row, name: str, where: str) -> None:
+def _read_text(row: RawRow, name: str, where: str) -> None:
     if not row[name].strip():
         raise RecipeError(f"{where}: {name} is empty")
     if unused := [key for key in ("system", "tools") if row.get(key)]:
@@ -214,7 +214,7 @@ def _from_turns(turns: list[Any], where: str) -> list[Message]:
     return messages
 
 
-def _from_instruction(row: Row, where: str) -> list[Message]:
+def _from_instruction(row: RawRow, where: str) -> list[Message]:
     """Returns Alpaca's history, instruction and input as messages."""
     messages = []
     history = row.get("history") or []
@@ -230,7 +230,7 @@ def _from_instruction(row: Row, where: str) -> list[Message]:
     return [*messages, {"role": "user", "content": "\n".join(filter(None, (row["instruction"], more)))}]
 
 
-def _unread(row: Row) -> str:
+def _unread(row: RawRow) -> str:
     """Returns the reason why a row has no format: its fields, the nearest format and the fields that this lacks."""
     fields = {name: value for name, value in row.items() if value is not None}
     said = f"has the fields {', '.join(fields) or 'none'}"
@@ -259,7 +259,7 @@ def _kind(value: Any) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def split_pair(row: Row, where: str) -> list[Row]:
+def split_pair(row: RawRow, where: str) -> list[RawRow]:
     """Returns a preference as two rows of `prompt` and `completion`, the chosen first. `chosen` and `rejected` are text
     after a text `prompt`, or messages; both may repeat the prompt, and their common beginning is then the prompt. As
     messages or text, they may also follow `conversations` or `instruction`. Raises RecipeError."""
@@ -287,7 +287,7 @@ def split_pair(row: Row, where: str) -> list[Row]:
     return [{"prompt": prompt, "completion": side} | more for side in sides]
 
 
-def _no_pair(row: Row) -> str:
+def _no_pair(row: RawRow) -> str:
     """Returns the reason why a row is no preference: its fields, and the missing ones or their types."""
     fields = {name: value for name, value in row.items() if value is not None}
     said = f"has the fields {', '.join(fields) or 'none'}"

@@ -97,15 +97,15 @@ class Batching:
 
     row_length: int | None  # packed rows are padded to it; None: a row is one document, padded to the longest
     batch_size: int  # rows of a rank's micro-batch
-    rank: int  # data-parallel rank
-    ranks: int  # number of data-parallel ranks
+    dp_rank: int
+    dp_size: int
     documents: int = 1  # most documents in a row
     multiple: int = ROUND_TO["cpu"]  # row lengths are rounded up to a multiple of it
     sequences: int = 1  # of an example: 2 where it is a pair
-    alike: int = 1  # number of tensor-parallel ranks, which see the same tokens
-    slice: int = 0  # context-parallel rank: the slice of each row that this rank sees
-    slices: int = 1  # number of context-parallel ranks
-    stages: int = 1  # number of pipeline-parallel ranks, which see the same tokens
+    tp_size: int = 1  # ranks that see the same tokens
+    cp_rank: int = 0  # the slice of each row that this rank sees
+    cp_size: int = 1
+    pp_size: int = 1  # ranks that see the same tokens
 
 
 def choose_batching(
@@ -120,9 +120,11 @@ def choose_batching(
     row_length = data.max_length * sequences if data.packing else None
     # of all parts, so that boundaries have the same shape in every micro-batch, of an evaluation too
     most = max((len(row) for part in parts if part for row in part.rows), default=1)
-    multiple = math.lcm(ROUND_TO[device_type], at.alike * at.slices)  # equal shares of a row for all tp and cp ranks
+    multiple = math.lcm(ROUND_TO[device_type], at.tp_size * at.cp_size)  # equal shares of a row for all tp and cp ranks
     shape = row_length, train.per_device_train_batch_size
-    return Batching(*shape, at.number, at.ranks, most, multiple, sequences, at.alike, at.slice, at.slices, at.stages)
+    return Batching(
+        *shape, at.dp_rank, at.dp_size, most, multiple, sequences, at.tp_size, at.cp_rank, at.cp_size, at.pp_size
+    )
 
 
 class RowError(RuntimeError):
@@ -138,7 +140,7 @@ class Loader:
 
     @property
     def rows_per_step(self) -> int:
-        return self.batching.batch_size * self.accumulation * self.batching.ranks
+        return self.batching.batch_size * self.accumulation * self.batching.dp_size
 
     def row_at(self, index: int) -> Row:
         """Returns the row at `index` of the endless stream of epochs."""
@@ -150,7 +152,7 @@ class Loader:
         thread may prefetch it. Micro-batch m of all ranks is contiguous in the stream. RowError names the rows."""
         here, micros = self.batching, []
         for micro in range(self.accumulation):
-            start = consumed_rows + (micro * here.ranks + here.rank) * here.batch_size
+            start = consumed_rows + (micro * here.dp_size + here.dp_rank) * here.batch_size
             rows = [self.row_at(index) for index in range(start, start + here.batch_size)]
             try:
                 micros.append(build_micro_batch(self.documents.encoded, rows, here, self.documents.reference))
@@ -196,8 +198,8 @@ def count_work(micros: list[MicroBatch]) -> tuple[int, int]:
 def eval_rows(documents: Documents, batching: Batching) -> Iterator[list[Row]]:
     """Yields the rows of this rank's micro-batches; all ranks together take each row once. All get the same number of
     micro-batches, else collectives would hang; the last ones of some ranks may have no rows."""
-    stride, total = batching.batch_size * batching.ranks, len(documents.rows)
-    for start in range(batching.rank * batching.batch_size, round_up(total, stride), stride):
+    stride, total = batching.batch_size * batching.dp_size, len(documents.rows)
+    for start in range(batching.dp_rank * batching.batch_size, round_up(total, stride), stride):
         yield [documents.rows[index] for index in range(start, min(start + batching.batch_size, total))]
 
 
@@ -261,15 +263,15 @@ def build_micro_batch(
     facts = packed, longest, sum(length**2 for length in lengths), tuple(trained)
     counts = torch.tensor(trained, dtype=torch.float32) if batching.sequences > 1 else None
     whole = MicroBatch(ids, places, boundaries, positions, targets, *facts, counts, torch.tensor(ends), known)
-    return slice_rows(whole, batching) if batching.slices > 1 else whole
+    return slice_rows(whole, batching) if batching.cp_size > 1 else whole
 
 
 def slice_rows(whole: MicroBatch, batching: Batching) -> MicroBatch:
     """Returns a context-parallel rank's slice of the micro-batch `whole`. Positions and targets must exist before: the
     last token of a slice predicts the first of the next."""
     length = whole.input_ids.shape[1]
-    each = length // batching.slices
-    start = batching.slice * each
+    each = length // batching.cp_size
+    start = batching.cp_rank * each
     rows, columns = whole.positions // length, whole.positions % length
     here = (start <= columns) & (columns < start + each)
     ids, places = (of[:, start : start + each].contiguous() for of in (whole.input_ids, whole.position_ids))
@@ -277,5 +279,5 @@ def slice_rows(whole: MicroBatch, batching: Batching) -> MicroBatch:
     # the sequence of each trained token, in the order of positions
     owners = torch.arange(len(whole.trained)).repeat_interleave(torch.tensor(whole.trained, dtype=torch.int64))
     trained = tuple(torch.bincount(owners[here], minlength=len(whole.trained)).tolist())
-    facts = whole.packed, whole.longest, whole.pairs * (batching.slice == 0), trained
+    facts = whole.packed, whole.longest, whole.pairs * (batching.cp_rank == 0), trained
     return MicroBatch(ids, places, whole.boundaries, positions, whole.targets[here], *facts)

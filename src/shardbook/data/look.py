@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     tokens: int
 
 
-class Sequence(NamedTuple):
+class TokenSequence(NamedTuple):
     name: str  # of a pair: chosen or rejected
     pieces: list[Piece]
     tokens: int
@@ -45,7 +45,7 @@ class Sequence(NamedTuple):
         return f"{self.name}{': ' * bool(self.name)}{self.tokens:,} tokens, {self.trained:,} of them trained"
 
 
-class Part(NamedTuple):
+class SourceCounts(NamedTuple):
     """The counts of a source, or of all sources, in an epoch, repeats included."""
 
     name: str
@@ -64,8 +64,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Look:
-    examples: list[tuple[str, list[Sequence]]]  # with the names of their rows
-    parts: list[Part]  # each source, then all, then the held-out rows
+    examples: list[tuple[str, list[TokenSequence]]]  # with the names of their rows
+    parts: list[SourceCounts]  # each source, then all, then the held-out rows
     bars: list[tuple[int, int, int]]  # histogram of sequences' lengths: from, to, count
     summary: str
 
@@ -98,9 +98,9 @@ def take_look(
     return Look(examples, parts, _bars(lengths), summary)
 
 
-def _count(name: str, documents: Documents, numbers: np.ndarray, dropped: int) -> Part:
+def _count(name: str, documents: Documents, numbers: np.ndarray, dropped: int) -> SourceCounts:
     lengths, trained, cut = (column(documents.encoded, key)[numbers] for key in ("length", "trained", "cut"))
-    return Part(name, lengths, int(trained.sum()), int(cut.sum()), dropped)
+    return SourceCounts(name, lengths, int(trained.sum()), int(cut.sum()), dropped)
 
 
 def _padding(documents: Documents, data: Data, train: Train, sequences: int) -> tuple[float, str]:
@@ -127,12 +127,12 @@ def _bars(lengths: np.ndarray) -> list[tuple[int, int, int]]:
     return [(number * width, (number + 1) * width - 1, int(count)) for number, count in enumerate(counts)]
 
 
-def _sequences(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Sequence]:
+def _sequences(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[TokenSequence]:
     found, at, names = [], 0, ("chosen", "rejected") if len(document["lengths"]) == 2 else ("",)
     for name, length in zip(names, document["lengths"], strict=True):
         ids, mask = (document[key][at : at + length] for key in ("input_ids", "mask"))
         mask = [False, *mask[1:]]  # the first token is never predicted
-        found.append(Sequence(name, _pieces(ids, mask, tokenizer), length, sum(mask)))
+        found.append(TokenSequence(name, _pieces(ids, mask, tokenizer), length, sum(mask)))
         at += length
     return found
 
@@ -176,7 +176,7 @@ def show_look(look: Look) -> None:
         console.print(f"{first:>{wide},} to {last:>{wide},}  {'█' * ceil_div(BAR * count, most):<{BAR}} {count:,}")
 
 
-def as_text(sequence: Sequence, is_plain: bool) -> Text:
+def as_text(sequence: TokenSequence, is_plain: bool) -> Text:
     """Returns a sequence as text for a terminal; of a long one the beginning and the end."""
     begin, end = SHOWN
     pieces, left = sequence.pieces, sequence.pieces[begin:-end]

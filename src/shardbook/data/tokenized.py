@@ -272,13 +272,13 @@ def _encode(rows: dict[str, list[Any]], indices: list[int], encoding: Encoding) 
     # the first token of a sequence is never predicted, so never trained; an example is not trained where one of its
     # sequences has no trained token, nor a pair of equal sequences
     trained = [[int(mask[1:most].sum()) for _, mask in parts] for parts in grouped]
-    alike = [every > 1 and np.array_equal(parts[0][0][:most], parts[-1][0][:most]) for parts in grouped]
+    is_same = [every > 1 and np.array_equal(parts[0][0][:most], parts[-1][0][:most]) for parts in grouped]
     return {
         "input_ids": [np.concatenate([ids[:most] for ids, _ in parts]) for parts in grouped],
         "mask": [np.concatenate([mask[:most] for _, mask in parts]) for parts in grouped],
         "lengths": [[min(most, len(ids)) for ids, _ in parts] for parts in grouped],
         "length": [sum(min(most, len(ids)) for ids, _ in parts) for parts in grouped],
-        "trained": [sum(counts) * (all(counts) and not same) for counts, same in zip(trained, alike, strict=True)],
+        "trained": [sum(counts) * (all(counts) and not same) for counts, same in zip(trained, is_same, strict=True)],
         "chosen": [counts[0] for counts in trained],
         "cut": [any(len(ids) > most for ids, _ in parts) for parts in grouped],
         "content": [_content([(ids[:most], mask[:most]) for ids, mask in parts]) for parts in grouped],

@@ -61,11 +61,11 @@ def keep_saved_ops(context: Any, op: Any, *positional: Any, **named: Any) -> Che
     is_saved = str(op) in SAVED_OPS
     if is_saved and str(op) == "aten.mm.default":
         left, right = positional[:2]
-        is_saved = not is_thin(left.shape[1], right.shape[1])
+        is_saved = not is_low_rank(left.shape[1], right.shape[1])
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def is_thin(depth: int, width: int) -> bool:
+def is_low_rank(depth: int, width: int) -> bool:
     """Returns whether a product is so wide beside its `depth` (an adapter's second) that it is recomputed, not kept."""
     return 8 * depth <= width
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardbook.comm.torch_private import gather_through, padded_shard
 from shardbook.memory.direct_io import DirectFile, page_buffer
-from shardbook.memory.shelf import Held, Place
+from shardbook.memory.shelf import BufferSlot, Held
 
 
 class Homes:
@@ -88,7 +88,7 @@ class Homes:
                 here = self._target(unit, number, place)[begin - place.start : end - place.start]
                 here.copy_(masters[begin - first : end - first].to(here.device, non_blocking=pinned))
 
-    def _target(self, unit: Held, number: int, place: Place) -> Tensor:
+    def _target(self, unit: Held, number: int, place: BufferSlot) -> Tensor:
         wire = unit.shelf.wire
         if wire is None:
             return padded_shard(self.params[unit.number][number])

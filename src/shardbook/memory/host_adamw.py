@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardbook.memory.direct_io import page_buffer
 from shardbook.memory.homes import Homes
-from shardbook.memory.shelf import ALIGN, FP32, STAGINGS, Held, Place, staging_bytes, stepped_bytes
+from shardbook.memory.shelf import ALIGN, FP32, STAGINGS, BufferSlot, Held, staging_bytes, stepped_bytes
 from shardbook.optim import gradient_norm, squares_of
 from shardbook.optim.elementwise import step_adamw
 from shardbook.parallel.layout import Layout
@@ -265,7 +265,7 @@ class HostAdamW(torch.optim.Optimizer):
             future.result()
 
 
-def _overlap(place: Place, first: int, last: int) -> tuple[int, int] | tuple[()]:
+def _overlap(place: BufferSlot, first: int, last: int) -> tuple[int, int] | tuple[()]:
     """Returns the range of `place` between `first` and `last`, counted from `first`; an empty tuple where none is."""
     begin, end = max(place.start, first), min(place.start + place.numel, last)
     return (begin - first, end - first) if begin < end else ()

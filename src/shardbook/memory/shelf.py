@@ -26,7 +26,7 @@ STAGINGS = 2  # host buffers through which gradients arrive: one is filled while
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferSlot:
     """The slot of one parameter, in elements: this rank's rows, without padding, in the unit's flat host buffers, and
     with padding in the buffer that is all-gathered and the one that is reduce-scattered."""
 
@@ -42,7 +42,7 @@ class Place:
 class Plan:
     """The sizes, in elements, of one unit's host buffers, and its parameters' slots. Nothing is allocated yet."""
 
-    places: tuple[Place, ...]  # in the order of the unit's parameters
+    places: tuple[BufferSlot, ...]  # in the order of the unit's parameters
     masters: int  # of all parameters
     trained: int  # of the trained parameters, which are first in the buffers
     wire: int  # of all padded shards
@@ -66,7 +66,7 @@ def plan_shelf(layout: Layout, unit: Unit, rank: int) -> Plan:
     for number, (shape, numel, padded) in enumerate(zip(unit.shapes, numels, paddeds, strict=True)):
         is_trained = unit.trained[number]
         own = (rows[number], *shape[1:])
-        places.append(Place(starts[number], numel, own, wire, padded, reduced if is_trained else -1))
+        places.append(BufferSlot(starts[number], numel, own, wire, padded, reduced if is_trained else -1))
         wire += padded
         reduced += padded * is_trained
     return Plan(tuple(places), free, trained_end if trained else 0, wire, reduced)

@@ -31,7 +31,7 @@ Attention = Callable[..., tuple[Tensor, None]]
 
 
 @dataclass(frozen=True)
-class Place:
+class KernelContext:
     """The device, dtype and head size that a kernel is chosen for."""
 
     device: torch.device
@@ -52,11 +52,11 @@ class Kernel:
     that transformers' blocks call, where transformers itself has none of this name."""
 
     name: str
-    told: str  # the form in which it takes documents, in words
-    needs: tuple[tuple[str, Callable[[Place], bool]], ...] = ()
+    metadata: str  # the form in which it takes documents, in words
+    needs: tuple[tuple[str, Callable[[KernelContext], bool]], ...] = ()
     make: Callable[[], Attention] | None = None
 
-    def lacks(self, place: Place) -> str:
+    def lacks(self, place: KernelContext) -> str:
         """Returns the first of its needs that `place` does not have; empty where it can run."""
         return next((words for words, has in self.needs if not has(place)), "")
 
@@ -64,7 +64,7 @@ class Kernel:
 def choose_attention(asked: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> Kernel:
     """Returns the kernel that `model.attention` names; for `auto` the first of KERNELS that can run with `dtype` and
     the heads of `config` on `device`. Raises RecipeError where the named one cannot run, or the GPU has no bf16."""
-    place = Place(device, dtype, head_size(config))
+    place = KernelContext(device, dtype, head_size(config))
     if dtype == torch.bfloat16 and device.type == "cuda" and not place.is_ampere:
         name = torch.cuda.get_device_name(device)
         raise RecipeError(f"precision.params = 'bf16': {name} computes no bf16; set precision.params=fp32")
@@ -98,13 +98,13 @@ class Shared:
         self.kernel = kernel
 
     def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, told: Any, **named: Any
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, metadata: Any, **named: Any
     ) -> tuple[Tensor, None]:
         axis = getattr(module, "context", None)
         if axis is None:
-            return self.kernel(module, query, key, value, told, **named)
-        made, _ = self.kernel(module, *axis.give_heads(query, key, value), told, **named)
-        return axis.take_heads(made), None
+            return self.kernel(module, query, key, value, metadata, **named)
+        made, _ = self.kernel(module, *axis.seq_to_heads(query, key, value), metadata, **named)
+        return axis.heads_to_seq(made), None
 
 
 def share_attention(name: str) -> None:
@@ -190,10 +190,10 @@ def make_varlen(kernel: Any = None) -> Attention:
     grouped = "enable_gqa" in signature(kernel).parameters  # not in torch 2.11
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, told: Any, scaling: float, **_: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, metadata: Any, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
         rows, heads, length, _dim = query.shape
-        boundaries, longest = told
+        boundaries, longest = metadata
         shared = heads // key.shape[1]
         if shared > 1 and not grouped:
             key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
@@ -222,7 +222,7 @@ def make_flex() -> Attention:
     return attend
 
 
-def _has_varlen(place: Place) -> bool:
+def _has_varlen(place: KernelContext) -> bool:
     return importlib.util.find_spec("torch.nn.attention.varlen") is not None
 
 

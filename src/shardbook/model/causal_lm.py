@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig
 
 from shardbook.model.attention import KERNELS, Kernel, attention_mask, head_size, use_attention
 from shardbook.model.families import FAMILIES
-from shardbook.model.loss_head import Lesson, LossHead, ScoreHead
+from shardbook.model.loss_head import LossHead, ScoreHead, TeacherOutput
 from shardbook.parallel.context import ContextAxis
 from shardbook.parallel.layout import DTYPES
 from shardbook.parallel.schedule import Pipeline
@@ -40,7 +40,7 @@ class CausalLM(nn.Module):
     # pipeline.py: it may be one pipeline stage, or several
     pipeline = Pipeline()
     chunks: "list[CausalLM]"  # the chunks of layers, each of which runs by itself
-    begins = ends = True  # it has the embedding; it has the head
+    has_first_stage = has_last_stage = True  # it has the embedding; it has the head
     flops: "Flops | None" = None  # of the whole model
 
     around_block: Callable[[int, Tensor], AbstractContextManager[Any]] = staticmethod(lambda *_: nullcontext())
@@ -68,7 +68,7 @@ class CausalLM(nn.Module):
 
     def tie(self) -> None:
         """Makes head and embedding one parameter, where the config says so."""
-        if self.is_tied and self.begins and self.ends:
+        if self.is_tied and self.has_first_stage and self.has_last_stage:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @property
@@ -88,9 +88,14 @@ class CausalLM(nn.Module):
         """The groups of modules to shard and gather together, in forward order; tied weights share one group."""
         body, blocks = self.model, [[block] for block in self.blocks]
         first = self.teacher.parts if self.teacher else []
-        if self.is_tied and self.begins and self.ends:
+        if self.is_tied and self.has_first_stage and self.has_last_stage:
             return [*first, [body.norm, body.embed_tokens, self.head], *blocks]
-        return [*first, *[[body.embed_tokens]] * self.begins, *blocks, *[[body.norm, self.head]] * self.ends]
+        return [
+            *first,
+            *[[body.embed_tokens]] * self.has_first_stage,
+            *blocks,
+            *[[body.norm, self.head]] * self.has_last_stage,
+        ]
 
     def forward(self, *batch: Any, cache: Cache | None = None, **named: Any) -> Tensor:
         """Returns `losses` of a batch or, with a `cache`, `next_logits`. Both go through forward: only a forward of the
@@ -125,13 +130,13 @@ class CausalLM(nn.Module):
         batch = input_ids, position_ids, boundaries, positions, packed, longest
         if distill is None:
             made = self.hidden_states(*batch, hidden)
-            found: Tensor = self.head(made, targets, summed) if self.ends else made
+            found: Tensor = self.head(made, targets, summed) if self.has_last_stage else made
             return found
         assert self.teacher is not None, "nobody teaches"
         with torch.no_grad():
-            heard, weight = self.teacher.lm_head(self.teacher.hidden_states(*batch))
-        lesson = Lesson(heard, weight, distill.temperature, distill.kd_ratio)
-        return self.lm_head(self.hidden_states(*batch), targets, lesson=lesson)
+            teacher_hidden, weight = self.teacher.lm_head(self.teacher.hidden_states(*batch))
+        teacher = TeacherOutput(teacher_hidden, weight, distill.temperature, distill.kd_ratio)
+        return self.lm_head(self.hidden_states(*batch), targets, teacher=teacher)
 
     def hidden_states(
         self,
@@ -158,7 +163,7 @@ class CausalLM(nn.Module):
         for number, block in enumerate(self.blocks):
             with self.around_block(number, hidden):
                 hidden = block(hidden, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
-        if not self.ends:
+        if not self.has_last_stage:
             return hidden
         hidden = self.model.norm(hidden).flatten(0, 1)[positions]  # one name: else unselected positions stay in memory
         if family.logits_divisor and not self.scores:  # here, not on the logits, which are many more numbers

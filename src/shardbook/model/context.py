@@ -4,7 +4,7 @@ from typing import Any
 
 from shardbook.model.attention import share_attention
 from shardbook.model.causal_lm import CausalLM
-from shardbook.model.tensor import share_heads
+from shardbook.model.tensor import heads_of_rank
 from shardbook.parallel.context import ContextAxis
 from shardbook.parallel.tensor import TensorAxis
 from shardbook.recipe import Parallel, RecipeError
@@ -13,14 +13,14 @@ from shardbook.recipe import Parallel, RecipeError
 def split_rows(model: CausalLM, parallel: Parallel, rank: int) -> None:
     """Has `model` take slices of rows, as the global `rank` does with context parallel. Raises RecipeError where there
     are fewer heads than ranks."""
-    size, alike = parallel.cp_size, parallel.tp_size
+    size, tp_size = parallel.cp_size, parallel.tp_size
     if size == 1:
         return
     config: Any = model.config
     check_heads(config, parallel)
-    heads, key_heads = own_heads(config, alike, rank % alike)
-    shares = deal_heads(heads, key_heads, size)
-    axis = ContextAxis(rank // alike % size, [own for own, _ in shares], [keys for _, keys in shares])
+    heads, key_heads = own_heads(config, tp_size, rank % tp_size)
+    shares = partition_heads(heads, key_heads, size)
+    axis = ContextAxis(rank // tp_size % size, [own for own, _ in shares], [keys for _, keys in shares])
     model.context = axis
     for block in model.model.layers:
         block.self_attn.context = axis
@@ -30,22 +30,26 @@ def split_rows(model: CausalLM, parallel: Parallel, rank: int) -> None:
 
 def check_heads(config: Any, parallel: Parallel) -> None:
     """Raises RecipeError where a rank would have no head."""
-    size, alike = parallel.cp_size, parallel.tp_size
-    if config.num_attention_heads // alike < size:
-        said = f"each of {alike} ranks along tp has {config.num_attention_heads // alike} of" if alike > 1 else "it has"
+    size, tp_size = parallel.cp_size, parallel.tp_size
+    if config.num_attention_heads // tp_size < size:
+        said = (
+            f"each of {tp_size} ranks along tp has {config.num_attention_heads // tp_size} of"
+            if tp_size > 1
+            else "it has"
+        )
         raise RecipeError(
             f"parallel.cp_size = {size}: ranks share a model's heads inside attention, and {said} "
-            f"{config.num_attention_heads}; must be at most {config.num_attention_heads // alike}"
+            f"{config.num_attention_heads}; must be at most {config.num_attention_heads // tp_size}"
         )
 
 
-def own_heads(config: Any, alike: int, place: int) -> tuple[int, int]:
-    """Returns the numbers of query heads and of key heads of tensor-parallel rank `place` of `alike`."""
-    own, own_keys = share_heads(config.num_attention_heads, config.num_key_value_heads, TensorAxis(alike, place))
+def own_heads(config: Any, tp_size: int, place: int) -> tuple[int, int]:
+    """Returns the numbers of query heads and of key heads of tensor-parallel rank `place` of `tp_size`."""
+    own, own_keys = heads_of_rank(config.num_attention_heads, config.num_key_value_heads, TensorAxis(tp_size, place))
     return len(own), len(own_keys)
 
 
-def deal_heads(heads: int, key_heads: int, size: int) -> list[tuple[int, list[int]]]:
+def partition_heads(heads: int, key_heads: int, size: int) -> list[tuple[int, list[int]]]:
     """Returns, for each of `size` ranks, how many query heads it computes and with which key heads."""
-    shares = [share_heads(heads, key_heads, TensorAxis(size, place)) for place in range(size)]
+    shares = [heads_of_rank(heads, key_heads, TensorAxis(size, place)) for place in range(size)]
     return [(len(own), keys) for own, keys in shares]

@@ -16,7 +16,7 @@ from shardbook.model.causal_lm import CausalLM, build_model
 from shardbook.model.context import split_rows
 from shardbook.model.pipeline import split_stages
 from shardbook.model.teacher import attach_teacher
-from shardbook.model.tensor import cut_model
+from shardbook.model.tensor import apply_tensor_parallel
 from shardbook.parallel.layout import DTYPES, Layout, build_layout
 from shardbook.recipe import Recipe, RecipeError
 
@@ -97,7 +97,7 @@ def build_adapted(
         pack_blocks(model, DTYPES[recipe.precision.params], recipe.model.bnb_4bit_use_double_quant)
     if teacher:
         attach_teacher(model, build_model(teacher, recipe.precision.frozen, attention=attention))
-    cut_model(model, recipe.parallel.tp_size, rank)
+    apply_tensor_parallel(model, recipe.parallel.tp_size, rank)
     split_rows(model, recipe.parallel, rank)
     split_stages(model, recipe.parallel, rank, world_size)
     return model

@@ -16,7 +16,7 @@ PRODUCT_ROWS = 32_768  # rows of the head's gradient that one product makes
 Compare = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]]
 
 
-class Lesson(NamedTuple):
+class TeacherOutput(NamedTuple):
     """A teacher's hidden states at n trained positions and its head, to make its logits; and its part in the loss."""
 
     hidden: Tensor  # [n, teacher's hidden size]
@@ -37,18 +37,18 @@ class LossHead(nn.Linear):
     first: int = 0  # the first token id of this rank's part
 
     def forward(
-        self, hidden: Tensor, targets: Tensor | None = None, summed: bool = False, lesson: Lesson | None = None
+        self, hidden: Tensor, targets: Tensor | None = None, summed: bool = False, teacher: TeacherOutput | None = None
     ) -> Tensor:
         """Returns the loss of each target [n] or, `summed`, their sum: then forward makes the gradients too, from the
         logits that it has; otherwise backward computes each chunk's logits again. Without targets: logits [n,
-        vocabulary]. With a `lesson` three sums [3]: the loss, which alone has a gradient, and the negative
+        vocabulary]. With a `teacher` three sums [3]: the loss, which alone has a gradient, and the negative
         log-likelihood and the divergence that it is made of."""
         weight, axis = local_part(self.weight), self.axis
         if targets is None:
             return F.linear(hidden, weight)
         rows = self.chunk_tokens or max(1, len(targets))
-        if lesson:
-            return _TaughtLoss.apply(hidden, weight, targets, lesson, rows, torch.is_grad_enabled())
+        if teacher:
+            return _DistillLoss.apply(hidden, weight, targets, teacher, rows, torch.is_grad_enabled())
         compare = partial(score_part, axis, targets - self.first) if axis else partial(score, targets)
         if summed:
             return _SummedLoss.apply(hidden, weight, rows, torch.is_grad_enabled(), compare)
@@ -76,25 +76,25 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> Any:
-        return *made_in_forward(ctx, slope), None, None, None
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return *made_in_forward(ctx, grad_output), None, None, None
 
 
-def made_in_forward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of hidden states and weight that forward left in `ctx`, times `slope` (grad_output). Raises
+def made_in_forward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of hidden states and weight that forward left in `ctx`, times `grad_output`. Raises
     RuntimeError in a second backward: the first one took them."""
     if ctx.gradients is None:
         raise RuntimeError("LossHead: this loss went backward already, and its gradients are gone")
     of_hidden, of_weight = ctx.gradients
     ctx.gradients = None
     if of_hidden is not None:
-        of_hidden.mul_(slope)
+        of_hidden.mul_(grad_output)
     if of_weight is not None:
-        of_weight = of_weight.mul_(slope).to(ctx.dtype)
+        of_weight = of_weight.mul_(grad_output).to(ctx.dtype)
     return of_hidden, of_weight
 
 
-class _TaughtLoss(torch.autograd.Function):
+class _DistillLoss(torch.autograd.Function):
     """The summed loss (1 - ratio) * NLL + ratio * T^2 * KL(teacher || student) and its gradients in one pass, both
     distributions at temperature T (Hinton et al., arXiv 1503.02531, section 2). The logits of both models exist for the
     rows of one chunk at a time.
@@ -104,17 +104,17 @@ class _TaughtLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, lesson: Lesson, rows: int, trains: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, teacher: TeacherOutput, rows: int, trains: bool
     ) -> Tensor:
         wanted = [trains and needed for needed in ctx.needs_input_grad[:2]]
-        theirs, temperature, ratio = lesson.weight[: len(weight)], lesson.temperature, lesson.ratio
+        theirs, temperature, ratio = teacher.weight[: len(weight)], teacher.temperature, teacher.ratio
         divergences = torch.zeros(len(targets), device=hidden.device)
 
         def compare(logits: Tensor, here: slice, trains: bool) -> tuple[Tensor, Tensor]:
-            taught = F.linear(lesson.hidden[here], theirs)
-            score = run_as_one(score_taught, logits.is_cuda)
-            losses, divergences[here], slope = score(logits, taught, targets[here], temperature, ratio, trains)
-            return losses, slope
+            taught = F.linear(teacher.hidden[here], theirs)
+            score = run_as_one(score_distilled, logits.is_cuda)
+            losses, divergences[here], grad_output = score(logits, taught, targets[here], temperature, ratio, trains)
+            return losses, grad_output
 
         losses, *ctx.gradients = score_chunks(hidden, weight, rows, wanted, compare)
         ctx.dtype = weight.dtype
@@ -123,8 +123,8 @@ class _TaughtLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slopes: Tensor) -> Any:
-        return *made_in_forward(ctx, slopes[0]), None, None, None, None
+    def backward(ctx: Any, grad_outputs: Tensor) -> Any:
+        return *made_in_forward(ctx, grad_outputs[0]), None, None, None, None
 
 
 class _Losses(torch.autograd.Function):
@@ -138,19 +138,24 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slopes: Tensor) -> Any:
+    def backward(ctx: Any, grad_outputs: Tensor) -> Any:
         hidden, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:2]
-        _, of_hidden, of_weight = score_chunks(hidden, weight, ctx.rows, wanted, ctx.compare, slopes)
+        _, of_hidden, of_weight = score_chunks(hidden, weight, ctx.rows, wanted, ctx.compare, grad_outputs)
         return of_hidden, of_weight.to(weight.dtype) if of_weight is not None else None, None, None
 
 
 def score_chunks(
-    hidden: Tensor, weight: Tensor, rows: int, wanted: Sequence[bool], compare: Compare, slopes: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    rows: int,
+    wanted: Sequence[bool],
+    compare: Compare,
+    grad_outputs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the loss of each target, fp32 [n], by `compare` of the logits of `rows` targets at a time; and, where
-    `wanted`, the gradients of hidden states and of the weight: of the sum of the losses, each times its `slopes` [n]
-    (grad_output), where given.
+    `wanted`, the gradients of hidden states and of the weight: of the sum of the losses, each times its
+    `grad_outputs` [n] where given.
 
     The weight's gradient is added up in fp32: a sum of 64 chunks in bf16 would lose small ones.
     """
@@ -162,14 +167,14 @@ def score_chunks(
         of_weight = fills(weight.shape, dtype=torch.float32, device=weight.device)
     for first in range(0, len(hidden), rows):
         here = slice(first, first + rows)
-        losses[here], slope = compare(F.linear(hidden[here], weight), here, any(wanted))
-        if slopes is not None:
-            slope *= slopes[here, None]
+        losses[here], grad_output = compare(F.linear(hidden[here], weight), here, any(wanted))
+        if grad_outputs is not None:
+            grad_output *= grad_outputs[here, None]
         if of_hidden is not None:
-            torch.mm(slope, weight, out=of_hidden[here])
+            torch.mm(grad_output, weight, out=of_hidden[here])
         if of_weight is not None:
-            add_product(of_weight, slope.t(), hidden[here], is_first=not first)
-        del slope  # else it is in memory beside the next chunk's logits
+            add_product(of_weight, grad_output.t(), hidden[here], is_first=not first)
+        del grad_output  # else it is in memory beside the next chunk's logits
     return losses, of_hidden, of_weight
 
 
@@ -202,36 +207,38 @@ def adds_casted(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def subtract_one(slope: Tensor, where: Tensor) -> Tensor:
-    """Returns `slope` [n, V] less one at `where` [n, 1]. It works in place or, compiled, as part of the fused kernel
+def subtract_one(grad_output: Tensor, where: Tensor) -> Tensor:
+    """Returns `grad_output` [n, V] less one at `where` [n, 1]. It works in place or, compiled, inside the fused kernel
     around it, which a scatter would end, with its result written in fp32. Both give the same bits."""
     if torch.compiler.is_compiling():
-        return torch.where(torch.arange(slope.shape[1], device=slope.device) == where, slope - 1, slope)
-    return slope.scatter_add_(1, where, torch.full_like(where, -1, dtype=slope.dtype))
+        return torch.where(
+            torch.arange(grad_output.shape[1], device=grad_output.device) == where, grad_output - 1, grad_output
+        )
+    return grad_output.scatter_add_(1, where, torch.full_like(where, -1, dtype=grad_output.dtype))
 
 
 def score_plain(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
     """Returns the losses of logits [n, V], fp32 [n], and the gradient of the losses' sum [n, V] in the logits' dtype
     (not `trains`: the logits). It makes one fp32 tensor of their size, or none: fp32 logits are overwritten."""
-    slope, where = logits.float(), targets[:, None]
-    slope -= slope.amax(-1, keepdim=True)
-    picked = slope.gather(1, where)
-    sums = slope.exp_().sum(-1, keepdim=True)
+    grad_output, where = logits.float(), targets[:, None]
+    grad_output -= grad_output.amax(-1, keepdim=True)
+    picked = grad_output.gather(1, where)
+    sums = grad_output.exp_().sum(-1, keepdim=True)
     losses = (sums.log() - picked)[:, 0]
     if not trains:
-        return losses, logits  # not `slope`: a compiled function would write it to memory
-    slope /= sums
-    return losses, subtract_one(slope, where).to(logits.dtype)
+        return losses, logits  # not `grad_output`: a compiled function would write it to memory
+    grad_output /= sums
+    return losses, subtract_one(grad_output, where).to(logits.dtype)
 
 
-def score_taught(
+def score_distilled(
     logits: Tensor, theirs: Tensor, targets: Tensor, temperature: float, ratio: float, trains: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns, for logits [n, V] and teacher logits [n, W], W <= V: the losses and the divergences KL(teacher ||
     student) over the first W tokens, both fp32 [n], and, as score_plain, the gradient of the weighted sum. At most four
     fp32 tensors of that size exist at once."""
-    slope, where, both = logits.float(), targets[:, None], theirs.shape[1]
-    ours = slope[:, :both] / temperature
+    grad_output, where, both = logits.float(), targets[:, None], theirs.shape[1]
+    ours = grad_output[:, :both] / temperature
     ours -= ours.logsumexp(-1, keepdim=True)
     theirs = theirs.float()
     theirs /= temperature
@@ -241,17 +248,17 @@ def score_taught(
     theirs *= shares
     divergences = theirs.sum(-1)
     del theirs
-    slope -= slope.logsumexp(-1, keepdim=True)
-    losses = -slope.gather(1, where)[:, 0]
+    grad_output -= grad_output.logsumexp(-1, keepdim=True)
+    losses = -grad_output.gather(1, where)[:, 0]
     if not trains:
         return losses, divergences, logits
-    slope = subtract_one(slope.exp_(), where)
-    slope *= 1 - ratio
+    grad_output = subtract_one(grad_output.exp_(), where)
+    grad_output *= 1 - ratio
     ours.exp_()
     ours -= shares
     ours *= ratio * temperature  # T^2 of the loss, times the 1 / T of the logits' scaling
-    slope[:, :both] += ours
-    return losses, divergences, slope.to(logits.dtype)
+    grad_output[:, :both] += ours
+    return losses, divergences, grad_output.to(logits.dtype)
 
 
 @cache
@@ -271,23 +278,23 @@ def score_part(axis: TensorAxis, targets: Tensor, logits: Tensor, here: slice, t
     vocabulary, and `targets` count from the first of these: with one all-gather of three numbers a row (Megatron-LM,
     arXiv 1909.08053, section 3, has two all-reduces). The losses are the same on every rank, the gradient is that of
     its own logits. Collective."""
-    slope, *own = run_as_one(begin_part, logits.is_cuda)(logits, targets[here], trains)
+    grad_output, *own = run_as_one(begin_part, logits.is_cuda)(logits, targets[here], trains)
     told = gather_plain(torch.stack(own)[None], axis).view(axis.size, 3, -1)
     losses, share = run_as_one(end_part, logits.is_cuda)(told, own[0])
     if trains:
-        slope = run_as_one(slope_of_part, logits.is_cuda)(slope, share, targets[here]).to(logits.dtype)
-    return losses, slope
+        grad_output = run_as_one(slope_of_part, logits.is_cuda)(grad_output, share, targets[here]).to(logits.dtype)
+    return losses, grad_output
 
 
 def begin_part(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns exp(logits - their largest) [n, V] (not `trains`: the logits); and, each fp32 [n], the largest logit, the
     sum of the exponentials, and the target's logit, or 0 where another rank has it."""
-    slope = logits.float()
-    outside, where = (targets < 0) | (targets >= slope.shape[1]), targets.clamp(0, slope.shape[1] - 1)
-    largest = slope.amax(-1, keepdim=True)
-    picked = slope.gather(1, where[:, None])[:, 0].masked_fill(outside, 0.0)
-    slope = (slope - largest).exp_() if slope is logits else slope.sub_(largest).exp_()
-    return slope if trains else logits, largest[:, 0], slope.sum(-1), picked
+    grad_output = logits.float()
+    outside, where = (targets < 0) | (targets >= grad_output.shape[1]), targets.clamp(0, grad_output.shape[1] - 1)
+    largest = grad_output.amax(-1, keepdim=True)
+    picked = grad_output.gather(1, where[:, None])[:, 0].masked_fill(outside, 0.0)
+    grad_output = (grad_output - largest).exp_() if grad_output is logits else grad_output.sub_(largest).exp_()
+    return grad_output if trains else logits, largest[:, 0], grad_output.sum(-1), picked
 
 
 def end_part(told: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
@@ -299,10 +306,10 @@ def end_part(told: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
     return peak + total.log() - picked.sum(0), (own - peak).exp() / total
 
 
-def slope_of_part(slope: Tensor, share: Tensor, targets: Tensor) -> Tensor:
-    slope *= share[:, None]
+def slope_of_part(grad_output: Tensor, share: Tensor, targets: Tensor) -> Tensor:
+    grad_output *= share[:, None]
     if torch.compiler.is_compiling():
-        return subtract_one(slope, targets[:, None])  # a target of another rank matches no column
-    inside = (targets >= 0) & (targets < slope.shape[1])
-    where = targets.clamp(0, slope.shape[1] - 1)[:, None]
-    return slope.scatter_add_(1, where, -inside.to(slope.dtype)[:, None])
+        return subtract_one(grad_output, targets[:, None])  # a target of another rank matches no column
+    inside = (targets >= 0) & (targets < grad_output.shape[1])
+    where = targets.clamp(0, grad_output.shape[1] - 1)[:, None]
+    return grad_output.scatter_add_(1, where, -inside.to(grad_output.dtype)[:, None])

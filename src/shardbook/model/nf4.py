@@ -22,7 +22,7 @@ from shardbook.arithmetic import round_up
 from shardbook.comm.fused import fused
 from shardbook.comm.torch_private import slots_of
 from shardbook.parallel.packed import BYTES
-from shardbook.parallel.units import STANDS_FOR
+from shardbook.parallel.units import GLOBAL_NUMEL
 from shardbook.recipe import RecipeError
 
 BLOCK = 64
@@ -65,7 +65,7 @@ def pack_module(module: nn.Linear, name: str, dtype: torch.dtype, nested: bool) 
     ):
         empty = torch.empty(out, size // dtype.itemsize, dtype=dtype, device="meta")
         parameter = nn.Parameter(empty, requires_grad=False)
-        setattr(parameter, STANDS_FOR, count)
+        setattr(parameter, GLOBAL_NUMEL, count)
         module.register_parameter(key, parameter)
     for key, value in others.items():
         module.register_parameter(key, value)

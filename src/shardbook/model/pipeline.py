@@ -13,7 +13,7 @@ from torch import nn
 
 from shardbook.model.causal_lm import CausalLM, count_flops
 from shardbook.parallel.schedule import Pipeline, deal_layers
-from shardbook.parallel.units import CUT, WHOLE
+from shardbook.parallel.units import GLOBAL_SHAPES, TP_SHARDED
 from shardbook.recipe import Parallel, RecipeError
 
 
@@ -28,7 +28,11 @@ def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int
         way_out = f"there may be {len(blocks)} at most; set {'one of them' if chunks > 1 else 'it'} lower"
         raise RecipeError(f"{said}: {ranks * chunks} stages of a model that has {len(blocks)} blocks; {way_out}")
     model.flops = count_flops(model)
-    setattr(model, WHOLE, {name: getattr(own, CUT, (0, own.shape))[1] for name, own in model.named_parameters()})
+    setattr(
+        model,
+        GLOBAL_SHAPES,
+        {name: getattr(own, TP_SHARDED, (0, own.shape))[1] for name, own in model.named_parameters()},
+    )
     place = rank * ranks // world_size
     layers = deal_layers(len(blocks), ranks * chunks)
     pipeline = model.pipeline = Pipeline(parallel.pipeline_schedule, place, ranks, layers, model.is_tied)
@@ -40,18 +44,18 @@ def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int
             _keep(view, own[chunk], pipeline.is_first(chunk), pipeline.is_last(chunk))
 
 
-def _keep(model: CausalLM, numbers: Sequence[int], begins: bool, ends: bool) -> None:
-    """Keeps the blocks of these `numbers`, the embedding where it `begins` and norm and head where it `ends` the model.
+def _keep(model: CausalLM, numbers: Sequence[int], has_first_stage: bool, has_last_stage: bool) -> None:
+    """Keeps the blocks of these `numbers`, the embedding for the first stage, norm and head for the last.
     The other blocks become None, so that no name changes. A tied head on another stage than the embedding has the
     embedding's name there."""
     of: Any = model
     body = of.model
     body.layers = nn.ModuleList([block if number in numbers else None for number, block in enumerate(body.layers)])
-    if not begins:
-        body.embed_tokens = model.lm_head if ends and model.is_tied else None
-    if not ends:
+    if not has_first_stage:
+        body.embed_tokens = model.lm_head if has_last_stage and model.is_tied else None
+    if not has_last_stage:
         body.norm = of.lm_head = None
-    model.begins, model.ends = begins, ends
+    model.has_first_stage, model.has_last_stage = has_first_stage, has_last_stage
 
 
 def _view(model: CausalLM) -> CausalLM:

@@ -30,10 +30,10 @@ ATTENTION, MLP = "layers.*.self_attn.", "layers.*.mlp."
 PLAN = {f"{ATTENTION}{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")}
 PLAN |= {f"{MLP}{name}": "colwise" for name in ("gate_proj", "up_proj")}
 PLAN |= {f"{ATTENTION}o_proj": "rowwise", f"{MLP}down_proj": "rowwise"}
-WHOLE = ("replicated_with_grad_allreduce",)  # head norms: not sharded
+GLOBAL_SHAPES = ("replicated_with_grad_allreduce",)  # head norms: not sharded
 
 
-def cut_model(model: CausalLM, size: int, rank: int) -> None:
+def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:
     """Shards `model`, on the meta device, over `size` neighbouring tensor-parallel ranks, and keeps the parts of the
     global `rank`. Raises RecipeError where the model cannot be sharded so."""
     if size == 1:
@@ -62,7 +62,7 @@ def cut_model(model: CausalLM, size: int, rank: int) -> None:
 def check_fits(config: Any, size: int) -> None:
     """Raises RecipeError where a model of `config` cannot be sharded over `size` tensor-parallel ranks."""
     said = f"parallel.tp_size = {size}"
-    plan = {name: how for name, how in (config.base_model_tp_plan or {}).items() if how not in WHOLE}
+    plan = {name: how for name, how in (config.base_model_tp_plan or {}).items() if how not in GLOBAL_SHAPES}
     if plan != PLAN:
         other = sorted({how for name, how in plan.items() if PLAN.get(name) != how})
         raise RecipeError(
@@ -85,7 +85,7 @@ def cut_attention(attention: nn.Module, config: Any, axis: TensorAxis) -> None:
     """Shards the matrices where heads divide evenly; else each rank computes its own heads of the whole matrices."""
     made: Any = attention
     heads, key_heads, dim = config.num_attention_heads, config.num_key_value_heads, made.head_dim
-    own, own_keys = share_heads(heads, key_heads, axis)
+    own, own_keys = heads_of_rank(heads, key_heads, axis)
     if heads % axis.size == 0:
         cut_rows(made.q_proj, axis)
         cut_columns(made.o_proj, axis)
@@ -104,7 +104,7 @@ def cut_attention(attention: nn.Module, config: Any, axis: TensorAxis) -> None:
     made.num_key_value_groups = len(own) // len(own_keys)
 
 
-def share_heads(heads: int, key_heads: int, axis: TensorAxis) -> tuple[range, list[int]]:
+def heads_of_rank(heads: int, key_heads: int, axis: TensorAxis) -> tuple[range, list[int]]:
     """Returns this rank's query heads, and the heads of keys and values that it computes for them: each once, where all
     serve equally many of its query heads; else repeated, one for each query head."""
     own = axis.balanced(heads)

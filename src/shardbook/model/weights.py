@@ -25,7 +25,7 @@ from shardbook.arithmetic import ceil_div
 from shardbook.model.nf4 import ABSMAX, PACKED, fill_rows
 from shardbook.model.stored import FLOATS, INDEX, open_tensors
 from shardbook.parallel.layout import DTYPES
-from shardbook.parallel.units import WHOLE
+from shardbook.parallel.units import GLOBAL_SHAPES
 from shardbook.paths import whole_directory
 from shardbook.recipe import RecipeError
 
@@ -53,7 +53,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     is read where the files have it; a reward model ignores the language model's head.
     """
     own, named = places(model), dict(model.named_parameters())  # a tied weight once, under its embedding's name
-    elsewhere = {name: shape for name, shape in whole_shapes(model).items() if name not in named}
+    elsewhere = {name: shape for name, shape in global_shapes(model).items() if name not in named}
     wanted = {name: place.shape for name, place in own.items()} | elsewhere
     config: Any = model.config
     unread = {"lm_head.weight"} if config.tie_word_embeddings or SCORE in wanted else set()
@@ -79,7 +79,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardSlice:
     """The part of a tensor in the weights files, of `shape`, that this rank has: its `rows`, and of these the
     `columns`. `fill` takes them."""
 
@@ -93,13 +93,13 @@ class Place:
         self.fill(part if self.columns is None else part[:, self.columns])
 
 
-def whole_shapes(model: nn.Module) -> dict[str, torch.Size]:
+def global_shapes(model: nn.Module) -> dict[str, torch.Size]:
     """Returns the shape of every parameter of the model, also of layers on other ranks, by name and in order."""
-    whole: dict[str, torch.Size] | None = getattr(model, WHOLE, None)
+    whole: dict[str, torch.Size] | None = getattr(model, GLOBAL_SHAPES, None)
     return whole or {name: parameter.shape for name, parameter in own_parameters(model)}
 
 
-def places(model: nn.Module) -> dict[str, Place]:
+def places(model: nn.Module) -> dict[str, ShardSlice]:
     """Returns the place of each parameter by its name in the files, in the model's order; adapters are in no file."""
     found = {}
     for name, parameter in own_parameters(model):
@@ -109,9 +109,9 @@ def places(model: nn.Module) -> dict[str, Place]:
             module: Any = model.get_submodule(stem)
             absmax, _ = local_rows(module.weight_absmax.detach())
             shape = torch.Size((module.out_features, module.in_features))
-            found[f"{stem}.weight"] = Place(shape, rows, partial(fill_rows, local, absmax, nested=module.nested))
+            found[f"{stem}.weight"] = ShardSlice(shape, rows, partial(fill_rows, local, absmax, nested=module.nested))
         elif last != ABSMAX and not is_adapter(name):
-            found[name] = Place(parameter.shape, rows, local.copy_, columns)
+            found[name] = ShardSlice(parameter.shape, rows, local.copy_, columns)
     return found
 
 
@@ -124,7 +124,7 @@ def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
     """
     config: Any = model.config
     device = next(model.parameters()).device
-    own, whole = places(model), list(whole_shapes(model)) if hasattr(model, WHOLE) else None
+    own, whole = places(model), list(global_shapes(model)) if hasattr(model, GLOBAL_SHAPES) else None
     for index, name in enumerate(whole or own):  # numbered in the whole model: else pipeline stages draw equal weights
         if name not in own or (only and name != only):
             continue
@@ -176,7 +176,9 @@ def full_tensors(model: nn.Module, dtype: str) -> Iterator[tuple[str, Tensor]]:
     fp32 masters exported in bf16 cost half the bytes on the network and half the memory.
     """
     own, device = dict(own_parameters(model)), next(model.parameters()).device
-    for name, shape in whole_shapes(model).items() if hasattr(model, WHOLE) else ((name, None) for name in own):
+    for name, shape in (
+        global_shapes(model).items() if hasattr(model, GLOBAL_SHAPES) else ((name, None) for name in own)
+    ):
         tensor = torch.empty(0, device=device)
         if name in own:
             cast = own[name].detach().to(DTYPES[dtype])

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardbook.arithmetic import ceil_div
 from shardbook.comm.fused import fused
 from shardbook.optim.elementwise import local_values, send_numbers
-from shardbook.parallel.units import WHOLE
+from shardbook.parallel.units import GLOBAL_SHAPES
 
 PIECE = 2**16  # elements of the whole tensor that share keys: so a shard may begin and end at any element
 RUN = {"cpu": 2, "cuda": 2**10}  # most pieces at once; a CPU's temporaries must stay below a MiB, else malloc is slow
@@ -82,7 +82,7 @@ class AdamWBf16(torch.optim.Optimizer):
 
 def numbers_in_whole(model: nn.Module) -> list[int] | None:
     """Returns the number of each parameter of `parameter_groups` in those of the whole model; None where it is all."""
-    whole: dict[str, torch.Size] | None = getattr(model, WHOLE, None)
+    whole: dict[str, torch.Size] | None = getattr(model, GLOBAL_SHAPES, None)
     if whole is None:
         return None
     own = dict(model.named_parameters())

@@ -48,10 +48,10 @@ class Muon(torch.optim.Optimizer):
                 self._step_others(present, group["lr"], group["weight_decay"])
 
     def _step_matrices(self, parameters: Sequence[nn.Parameter], rate: float, decay: float) -> None:
-        alike: dict[tuple[torch.Size, Any], list[nn.Parameter]] = {}
+        same_shape: dict[tuple[torch.Size, Any], list[nn.Parameter]] = {}
         for parameter in parameters:
-            alike.setdefault((parameter.shape, shard_group(parameter)), []).append(parameter)
-        for (shape, group), found in alike.items():
+            same_shape.setdefault((parameter.shape, shard_group(parameter)), []).append(parameter)
+        for (shape, group), found in same_shape.items():
             ranks = group.size() if group else 1
             for first in range(0, len(found), ranks):
                 some = found[first : first + ranks]

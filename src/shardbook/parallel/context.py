@@ -37,7 +37,7 @@ class ContextAxis:
         """The heads of keys and values that are sent, in the order of the ranks that receive them."""
         return [head for own in self.key_heads for head in own]
 
-    def give_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    def seq_to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Exchanges queries, keys, values [B, heads, L / size, D] of all heads for [B, heads, L, D] of this rank's."""
         shape = query.shape
         counts = [len(own) for own in self.key_heads]
@@ -50,7 +50,7 @@ class ContextAxis:
         got = got.view(self.size, shape[0], shape[2], sum(own), shape[3]).transpose(0, 1).flatten(1, 2)
         return [part.transpose(1, 2) for part in got.split(own, 2)]
 
-    def take_heads(self, made: Tensor) -> Tensor:
+    def heads_to_seq(self, made: Tensor) -> Tensor:
         """Exchanges attention's output [B, L, heads, D] of this rank's heads for [B, L / size, heads, D] of all."""
         rows, length, own, dim = made.shape
         each = rows * length // self.size * dim
@@ -77,8 +77,8 @@ class _Exchange(torch.autograd.Function):
         return exchange(sent, to, by, axis)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Any:
-        return exchange(slope, ctx.by, ctx.to, ctx.axis), None, None, None
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return exchange(grad_output, ctx.by, ctx.to, ctx.axis), None, None, None
 
 
 def exchange(sent: Tensor, to: list[int], by: list[int], axis: ContextAxis) -> Tensor:
@@ -90,7 +90,7 @@ def exchange(sent: Tensor, to: list[int], by: list[int], axis: ContextAxis) -> T
 
 def lend_group(model: nn.Module, layout: Layout) -> None:
     """Makes the process groups along cp and sets this rank's in the attention modules of `model`. Collective."""
-    if layout.context == 1:
+    if layout.cp_size == 1:
         return
     every = dict.fromkeys(tuple(ranks_along(layout.mesh, CP, rank)) for rank in range(layout.world_size))
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])

@@ -23,20 +23,20 @@ from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import own_parameters
 from shardbook.parallel.watch import Watch, call_before_backward
 
-COPIED: WeakSet[nn.Module] = WeakSet()  # the models that `Copies` holds already
+COPIED: WeakSet[nn.Module] = WeakSet()  # the models that `ReplicatedParameters` holds already
 
 
 @dataclass(eq=False)
-class Part:
+class UnitCopy:
     """A bucket: the trained parameters, at rest, of units that one all-reduce sums, and this rank's gradients."""
 
     masters: list[nn.Parameter]
     flat: Tensor | None = None  # this rank's gradients since the last reduction, in the layout's sum_dtype
     views: list[Tensor] = field(default_factory=list)  # into `flat`, one for each of `masters`
-    filled: set[int] = field(default_factory=set)  # indices of `masters` whose gradient is in `flat`
-    arrived: set[int] = field(default_factory=set)  # indices of `masters` whose gradient is complete in this backward
+    in_flat: set[int] = field(default_factory=set)  # indices of `masters` whose gradient is in `flat`
+    ready: set[int] = field(default_factory=set)  # indices of `masters` whose gradient is complete in this backward
     sent: list[tuple[Tensor, dist.Work | None]] = field(default_factory=list)  # sums under way
-    aside: dict[int, Tensor | None] = field(default_factory=dict)  # .grad of `masters` while autograd makes a new one
+    stashed: dict[int, Tensor | None] = field(default_factory=dict)  # .grad of `masters` while autograd makes a new one
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         """Returns the piece of `flat` that belongs to each of `masters`, in its shape."""
@@ -51,12 +51,12 @@ class Part:
     def add(self, number: int, gradient: Tensor, dtype: torch.dtype) -> None:
         if self.flat is None:
             self.make_flat(dtype)
-        if number in self.filled:
+        if number in self.in_flat:
             self.views[number].add_(gradient)
         else:
             self.views[number].copy_(gradient)
-        self.filled.add(number)
-        self.arrived.add(number)
+        self.in_flat.add(number)
+        self.ready.add(number)
 
     def send(self, replicas: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
         """Begins the all-reduce over `replicas`. Parameters that no backward reached count as zeros: else ranks would
@@ -65,13 +65,13 @@ class Part:
             return
         flat = self.make_flat(dtype) if self.flat is None else self.flat
         for number, view in enumerate(self.views):
-            if number not in self.filled:
+            if number not in self.in_flat:
                 view.zero_()
         # Looked up at each call: the ledger replaces it while it is open.
         work = dist.all_reduce(flat, group=replicas, async_op=True) if replicas else None
         self.sent.append((flat, work))
         self.flat, self.views = None, []
-        self.filled.clear()
+        self.in_flat.clear()
 
     def receive(self) -> None:
         """Waits for the sums and adds them to the gradients of the parameters at rest."""
@@ -86,7 +86,7 @@ class Part:
         self.sent.clear()
 
 
-class Copies:
+class ReplicatedParameters:
     """A `model` on ranks that hold all of it, its gradients summed over `replicas` (None: there is one rank). Its
     forward returns floats in the dtype `output`."""
 
@@ -95,7 +95,7 @@ class Copies:
     ):
         self.model, self.layout, self.replicas, self.watch = model, layout, replicas, watch
         self.is_last = True  # as with fully_shard: a loop that never sets it reduces after each backward
-        self.parts: list[Part] = []  # buckets in the order in which they are sent, the same on every rank
+        self.parts: list[UnitCopy] = []  # buckets in the order in which they are sent, the same on every rank
         # of each parameter at rest: itself, its copy in the dtype of compute, and the modules and names that have it
         self.copies: list[tuple[nn.Parameter, nn.Parameter, list[tuple[nn.Module, str]]]] = []
         self._versions: list[int] = []  # `steps` and versions of the parameters at rest when they were copied
@@ -183,7 +183,7 @@ class Copies:
             finalize(self, stepped.remove)
         own = dict(zip(self.layout.units, own_parameters(self.layout.units), strict=True))
         for bucket in self.layout.buckets:
-            part = Part([parameter for unit in bucket for parameter in own[unit] if parameter.requires_grad])
+            part = UnitCopy([parameter for unit in bucket for parameter in own[unit] if parameter.requires_grad])
             self.parts.append(part)
             for number, parameter in enumerate(part.masters):
                 leaf = leaves.get(parameter, parameter)
@@ -192,26 +192,26 @@ class Copies:
                     leaf.register_hook(partial(self._set_aside, part, number))
         self._found = True
 
-    def _set_aside(self, part: Part, number: int, gradient: Tensor) -> None:
+    def _set_aside(self, part: UnitCopy, number: int, gradient: Tensor) -> None:
         """Sets aside the .grad that a parameter at rest has: it is summed already, and must not be sent again."""
         master = part.masters[number]
-        part.aside[number], master.grad = master.grad, None
+        part.stashed[number], master.grad = master.grad, None
 
-    def _take(self, part: Part, number: int, leaf: Tensor) -> None:
+    def _take(self, part: UnitCopy, number: int, leaf: Tensor) -> None:
         """Takes a gradient that is complete in this backward; sends full buckets, in the same order on all ranks."""
         if not self._running:
             self.watch.begin_backward()  # for a backward that did not begin at the model's output
             call_after_backward(self._finish)
             self._running, self._unsent = True, 0
-        gradient, leaf.grad = leaf.grad, part.aside.pop(number, None)
+        gradient, leaf.grad = leaf.grad, part.stashed.pop(number, None)
         assert gradient is not None
         part.add(number, gradient, self.layout.sum_dtype)
         if self.is_last:
             while self._unsent < len(self.parts) and self._is_complete(self.parts[self._unsent]):
                 self._send_next()
 
-    def _is_complete(self, part: Part) -> bool:
-        return len(part.arrived) == len(part.masters)
+    def _is_complete(self, part: UnitCopy) -> bool:
+        return len(part.ready) == len(part.masters)
 
     def _send_next(self) -> None:
         self.parts[self._unsent].send(self.replicas, self.layout.sum_dtype)
@@ -227,7 +227,7 @@ class Copies:
             for part in self.parts:
                 part.receive()
         for part in self.parts:
-            part.arrived.clear()
+            part.ready.clear()
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -251,7 +251,7 @@ def _cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: Any, named: dict
     return _cast(inputs, dtype), _cast(named, dtype)
 
 
-def _note_step(copies: ref[Copies], masters: set[nn.Parameter], optimizer: Any, *given: Any) -> None:
+def _note_step(copies: ref[ReplicatedParameters], masters: set[nn.Parameter], optimizer: Any, *given: Any) -> None:
     if (own := copies()) and any(each in masters for group in optimizer.param_groups for each in group["params"]):
         own.steps += 1
 

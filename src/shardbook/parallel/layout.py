@@ -50,7 +50,7 @@ class Layout:
     ranks_per_node: int
     offload: Offload = ON_DEVICE  # which state lies on the device, on the host or on disk
     teacher: Any = None  # config of the teacher, which runs forward only
-    context: int = 1  # context-parallel size (context.py): these ranks are a part of dp_shard or dp_replicate
+    cp_size: int = 1  # context-parallel size (context.py): these ranks are a part of dp_shard or dp_replicate
     pipeline: Pipeline = WHOLE_MODEL  # this rank's pipeline stage and layers
     chunk_units: tuple[int, ...] = ()  # the number of units in each chunk of layers; empty: there is one chunk
 
@@ -61,13 +61,13 @@ class Layout:
     @property
     def mesh(self) -> dict[str, int]:
         """The size of every axis, to be shown: with cp as an axis of its own."""
-        return unfold_sizes(self.sizes, self.stage.shards, self.context)
+        return unfold_sizes(self.sizes, self.stage.shards, self.cp_size)
 
     @property
     def context_axis(self) -> str:
         """The axis under which traffic along cp is counted: cp, or dp_shard or dp_replicate where cp spans it."""
         joined = DP_SHARD if self.stage.shards else DP_REPLICATE
-        return joined if self.sizes[joined] == self.context else CP
+        return joined if self.sizes[joined] == self.cp_size else CP
 
     @property
     def shards(self) -> int:
@@ -80,7 +80,7 @@ class Layout:
         return self.sizes[DP_REPLICATE]
 
     @property
-    def alike(self) -> int:
+    def tp_size(self) -> int:
         """The tensor-parallel size: the number of ranks that see the same tokens and shard the model's matrices
         (tensor.py). Units have the shapes of this rank's parts."""
         return self.sizes.get(TP, 1)
@@ -88,7 +88,7 @@ class Layout:
     @property
     def shared(self) -> dict[str, int]:
         """The number of ranks, by axis, that compute one micro-batch together: they split matrices, rows or layers."""
-        return {TP: self.alike, CP: self.context, PP: self.pipeline.ranks}
+        return {TP: self.tp_size, CP: self.cp_size, PP: self.pipeline.ranks}
 
     def dtype(self, what: Literal["params", "reduce", "output", "master"]) -> torch.dtype:
         """Returns a dtype. params: of gathered parameters and compute; reduce: of gradients on the network and their
@@ -98,7 +98,7 @@ class Layout:
     @property
     def copies(self) -> bool:
         """Returns whether each rank holds all parameters on its device (copies.py): no gather, no offload."""
-        return self.shards == 1 and self.alike == 1 and self.offload.optimizer == "none"
+        return self.shards == 1 and self.tp_size == 1 and self.offload.optimizer == "none"
 
     @cached_property
     def casts(self) -> bool:
@@ -146,9 +146,9 @@ class Layout:
         return self.switches.hops(self.shards)
 
     @property
-    def uncut_numel(self) -> int:
+    def replicated_numel(self) -> int:
         """The elements of this rank's shards, padded, whose gradients are summed over tensor-parallel ranks."""
-        return sum(unit.uncut_numel(self.shards) for unit in self.units) * (self.alike > 1)
+        return sum(unit.replicated_numel(self.shards) for unit in self.units) * (self.tp_size > 1)
 
     @property
     def chunks(self) -> "list[Layout]":
@@ -176,13 +176,13 @@ class Layout:
         number, count = 0, 1
         for axis in DATA_AXES:
             number, count = number * self.sizes[axis] + rank_along(self.sizes, axis, rank), count * self.sizes[axis]
-        number, place = divmod(number, self.context)
-        return DataRank(number, count // self.context, self.alike, place, self.context, self.pipeline.ranks)
+        number, place = divmod(number, self.cp_size)
+        return DataRank(number, count // self.cp_size, self.tp_size, place, self.cp_size, self.pipeline.ranks)
 
     def groups(self, rank: int) -> dict[str, list[int]]:
         """Returns the ranks that `rank` talks to along each axis."""
         groups = axis_groups(self.sizes, rank, self.switches.inside)
-        groups |= {CP: ranks_along(self.mesh, CP, rank)} if self.context > 1 else {}
+        groups |= {CP: ranks_along(self.mesh, CP, rank)} if self.cp_size > 1 else {}
         return groups | (pipeline_groups(groups[PP], rank) if PP in groups else {})
 
 

@@ -45,12 +45,12 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
 class DataRank(NamedTuple):
     """The place of a rank among the ranks that read data: it decides which rows it sees, and which slice of each."""
 
-    number: int = 0  # data-parallel rank: its number among the ranks that see different rows
-    ranks: int = 1  # data-parallel size
-    alike: int = 1  # tensor-parallel size: these ranks see the same tokens and compute the same loss
-    slice: int = 0  # context-parallel rank: the number of its slice of each row's tokens
-    slices: int = 1  # context-parallel size
-    stages: int = 1  # pipeline stages: ranks of every stage see the same tokens, only the last computes the loss
+    dp_rank: int = 0  # its number among the ranks that see different rows
+    dp_size: int = 1
+    tp_size: int = 1  # these ranks see the same tokens and compute the same loss
+    cp_rank: int = 0  # the number of its slice of each row's tokens
+    cp_size: int = 1
+    pp_size: int = 1  # ranks of every stage see the same tokens, only the last computes the loss
 
 
 def fold_sizes(sizes: dict[str, int], shards: bool) -> dict[str, int]:

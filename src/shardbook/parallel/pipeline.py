@@ -25,7 +25,9 @@ from shardbook.parallel.mesh import ranks_along
 from shardbook.parallel.schedule import Action, Pipeline
 from shardbook.parallel.tensor import local_part
 
-Shares = Callable[[Any, Any], Tensor]  # (model, micro-batch) -> [1 + metrics]: the loss, which has the gradient, first
+LossFunction = Callable[
+    [Any, Any], Tensor
+]  # (model, micro-batch) -> [1 + metrics]: the loss, which has the gradient, first
 
 
 class Room(NamedTuple):
@@ -37,7 +39,7 @@ class Room(NamedTuple):
 
 
 @dataclass(eq=False)
-class Links:
+class PipelineLinks:
     """The sends and receives of a rank to and from its neighbours along pp."""
 
     pipeline: Pipeline
@@ -116,7 +118,7 @@ def tied_weight(model: Any) -> nn.Parameter:
     return weight
 
 
-def build_links(layout: Layout, mesh: DeviceMesh) -> Links | None:
+def build_pipeline_links(layout: Layout, mesh: DeviceMesh) -> PipelineLinks | None:
     """Builds this rank's links to its neighbours along pp; None where there is one pipeline stage. Collective.
 
     Each link passes a first message here: NCCL connects two ranks at their first message, and each waits on the host
@@ -150,13 +152,13 @@ def build_links(layout: Layout, mesh: DeviceMesh) -> Links | None:
             group = dist.new_group([column[0], column[-1]], group_desc=PP_ENDS)
             ends = group if rank in (column[0], column[-1]) else ends
     stream = torch.cuda.Stream() if mesh.device_type == "cuda" else None
-    return Links(pipeline, mesh.get_group(PP), ends, to, by, stream)
+    return PipelineLinks(pipeline, mesh.get_group(PP), ends, to, by, stream)
 
 
-class Passes:
+class MicroBatchRunner:
     """The micro-batches of a step, or of an evaluation, on their way through the layers of one rank."""
 
-    def __init__(self, sharded: Any, shares_of: Shares, device: torch.device):
+    def __init__(self, sharded: Any, shares_of: LossFunction, device: torch.device):
         self.links, self.layout, self.chunks = sharded.links, sharded.layout, sharded.chunks
         self.shares_of, self.device = shares_of, device
         # (chunk, micro-batch) -> its input from the stage before, and its output
@@ -167,8 +169,8 @@ class Passes:
         pipeline = self.layout.pipeline
         if action is None or (pipeline.is_first if action.is_forward else pipeline.is_last)(action.chunk):
             return None
-        shape, alike = micros[action.micro].input_ids.shape, self.layout.alike
-        around = shape if alike == 1 else (1, shape.numel() // alike)
+        shape, tp_size = micros[action.micro].input_ids.shape, self.layout.tp_size
+        around = shape if tp_size == 1 else (1, shape.numel() // tp_size)
         width = self.chunks[action.chunk].model.config.hidden_size
         tensor = torch.empty(*around, width, dtype=self.layout.dtype("params"), device=self.device)
         return self.links.make_room(tensor, action.is_forward)
@@ -176,10 +178,10 @@ class Passes:
     def ask(self, room: Room | None) -> tuple[dist.Work, Tensor] | None:
         return self.links.ask(room) if room else None
 
-    def forward(self, action: Action, micro: Any, came: tuple[dist.Work, Tensor] | None) -> Tensor:
-        """Runs a chunk's forward on `micro`, and on `came` from the stage before. Returns its output, which it sends to
-        the next stage; from the last stage the output is the shares, which are not sent."""
-        model, hidden = self.chunks[action.chunk].model, _received(came)
+    def forward(self, action: Action, micro: Any, received: tuple[dist.Work, Tensor] | None) -> Tensor:
+        """Runs a chunk's forward on `micro`, and on `received` from the stage before. Returns its output, which is sent
+        to the next stage; from the last stage the output is the shares, which are not sent."""
+        model, hidden = self.chunks[action.chunk].model, _wait_received(received)
         if hidden is not None:
             hidden.requires_grad_(torch.is_grad_enabled())
         micro = micro.to(self.device)
@@ -191,43 +193,43 @@ class Passes:
         self.made[action.chunk, action.micro] = hidden, made
         return made
 
-    def backward(self, action: Action, is_last: bool, came: tuple[dist.Work, Tensor] | None) -> Tensor:
-        """Runs a chunk's backward: takes the gradient of its output, which `came` from the next stage, and sends that
+    def backward(self, action: Action, is_last: bool, received: tuple[dist.Work, Tensor] | None) -> Tensor:
+        """Runs a chunk's backward: takes the gradient of its output, `received` from the next stage, and sends that
         of its input to the stage before. Returns the shares, or zero from a chunk that is not the last stage."""
-        (hidden, made), slope = self.made.pop((action.chunk, action.micro)), _received(came)
+        (hidden, made), grad_output = self.made.pop((action.chunk, action.micro)), _wait_received(received)
         with self.chunks[action.chunk].micro_batch(is_last):
-            if slope is None:
+            if grad_output is None:
                 made[0].backward()
             else:
-                made.backward(slope)
+                made.backward(grad_output)
         if hidden is not None:
             assert hidden.grad is not None
             self.links.send(hidden.grad, is_forward=False)
-        return made.detach() if slope is None else made.new_zeros((), dtype=torch.float32)
+        return made.detach() if grad_output is None else made.new_zeros((), dtype=torch.float32)
 
 
-def _received(came: tuple[dist.Work, Tensor] | None) -> Tensor | None:
-    if came is None:
+def _wait_received(received: tuple[dist.Work, Tensor] | None) -> Tensor | None:
+    if received is None:
         return None
-    work, tensor = came
+    work, tensor = received
     work.wait()
     return tensor
 
 
-def run_step(sharded: Any, micros: Sequence[Any], shares_of: Shares, device: torch.device) -> Iterator[Tensor]:
+def run_step(sharded: Any, micros: Sequence[Any], shares_of: LossFunction, device: torch.device) -> Iterator[Tensor]:
     """Runs forward and backward of all `micros` (data/loader.py's) of a step. Yields after each backward `shares_of`
     the model and that micro-batch, [1 + metrics], or a zero before the last stage. At the end gradients are complete.
     An action's receive is posted once the action before it is launched, into a buffer allocated before that."""
     sharded.begin_step()
-    passes, table = Passes(sharded, shares_of, device), sharded.layout.pipeline.actions(len(micros))
-    came = passes.ask(passes.make_room(table[0], micros))
+    passes, table = MicroBatchRunner(sharded, shares_of, device), sharded.layout.pipeline.actions(len(micros))
+    received = passes.ask(passes.make_room(table[0], micros))
     for action, following in zip(table, [*table[1:], None], strict=True):
         room, shares = passes.make_room(following, micros), None
         if action.is_forward:
-            passes.forward(action, micros[action.micro], came)
+            passes.forward(action, micros[action.micro], received)
         else:
-            shares = passes.backward(action, action.micro == len(micros) - 1, came)
-        came = passes.ask(room)
+            shares = passes.backward(action, action.micro == len(micros) - 1, received)
+        received = passes.ask(room)
         if shares is not None:
             yield shares
     if sharded.links:
@@ -235,9 +237,9 @@ def run_step(sharded: Any, micros: Sequence[Any], shares_of: Shares, device: tor
         sharded.links.sum_tied(sharded.model)
 
 
-def run_forward(sharded: Any, micro: Any, shares_of: Shares, device: torch.device) -> Tensor:
+def run_forward(sharded: Any, micro: Any, shares_of: LossFunction, device: torch.device) -> Tensor:
     """Returns the shares of a micro-batch, without a backward; zero on a rank without the last stage."""
-    passes, shares = Passes(sharded, shares_of, device), torch.zeros((), device=device)
+    passes, shares = MicroBatchRunner(sharded, shares_of, device), torch.zeros((), device=device)
     for chunk in range(len(sharded.chunks)):
         action = Action(True, chunk, 0)
         made = passes.forward(action, micro, passes.ask(passes.make_room(action, [micro])))

@@ -40,12 +40,12 @@ class Pipeline:
         return max(1, len(self.layers) // self.ranks)
 
     @property
-    def begins(self) -> bool:
+    def has_first_stage(self) -> bool:
         """Returns whether this rank has the first stage."""
         return self.rank == 0
 
     @property
-    def ends(self) -> bool:
+    def has_last_stage(self) -> bool:
         """Returns whether this rank has the last stage."""
         return self.rank == self.ranks - 1
 

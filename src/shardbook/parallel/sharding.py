@@ -19,11 +19,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardbook.axes import DP_REPLICATE, DP_SHARD
 from shardbook.comm.collectives import QuantizedAllGather, QuantizedReduceScatter, share_secondary_mesh
 from shardbook.parallel.context import lend_group
-from shardbook.parallel.copies import Copies
+from shardbook.parallel.copies import ReplicatedParameters
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import build_node_mesh, describe_sizes
 from shardbook.parallel.packed import gather_bytes
-from shardbook.parallel.pipeline import Links, build_links
+from shardbook.parallel.pipeline import PipelineLinks, build_pipeline_links
 from shardbook.parallel.tensor import place_cuts, sum_uncut
 from shardbook.parallel.units import Unit, backward_order
 from shardbook.parallel.watch import Watch
@@ -39,10 +39,10 @@ class ShardedModel:
     # Error feedback's residuals, flat fp32, by a name of their unit and mesh. A checkpoint must hold them, and they can
     # be loaded only under the same name. Empty without error feedback.
     residuals: dict[str, Tensor]
-    copies: Copies | None = None
+    copies: ReplicatedParameters | None = None
     mesh: DeviceMesh | None = None  # set where it has an axis tp
     parts: "list[ShardedModel]" = field(default_factory=list)  # one for each chunk of layers, where there are several
-    links: Links | None = None  # to the neighbours along pp
+    links: PipelineLinks | None = None  # to the neighbours along pp
     offloaded: Any = None  # memory/offload.py's, where masters are not on the device
     is_last: bool = True  # the step's last micro-batch; True by default: a loop that never sets it always reduces
 
@@ -96,7 +96,7 @@ class ShardedModel:
             unit.handle.set_reshard_after_backward(unit.frees or is_last, recurse=False)
         yield
         if is_last and self.mesh:
-            sum_uncut(self.model, self.mesh, self.layout.uncut_numel)
+            sum_uncut(self.model, self.mesh, self.layout.replicated_numel)
 
     def fill_gradients(self) -> None:
         """Sets, after a step's last backward, zeros as the gradients of trained parameters that no rank reached, in
@@ -139,7 +139,7 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
     process is Shardbook's own, so nobody else has made process groups.
     """
     lend_group(model, layout)
-    links = build_links(layout, mesh)
+    links = build_pipeline_links(layout, mesh)
     views: Any = getattr(model, "chunks", None) or [model]
     watch = Watch()  # one for all chunks: an error in one of them broke the whole model
     parts = [_apply(view, own, mesh, watch) for view, own in zip(views, layout.chunks, strict=True)]
@@ -152,14 +152,16 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
 
 
 def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, watch: Watch) -> ShardedModel:
-    output = layout.dtype("output") if getattr(model, "ends", True) else layout.dtype("params")
+    output = layout.dtype("output") if getattr(model, "has_last_stage", True) else layout.dtype("params")
     if layout.copies:
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(mesh.device_type)
         replicas = mesh.get_group(DP_REPLICATE) if layout.replicas > 1 else None  # ranks with the same parameters
-        return _watched(ShardedModel(model, layout, {}, Copies(model, layout, replicas, output, watch)), watch)
-    whole = mesh if layout.alike > 1 else None
+        return _watched(
+            ShardedModel(model, layout, {}, ReplicatedParameters(model, layout, replicas, output, watch)), watch
+        )
+    whole = mesh if layout.tp_size > 1 else None
     if whole:
         place_cuts(model, whole)
     switches, shards, hops = layout.switches, layout.shards, build_hops(layout, mesh)

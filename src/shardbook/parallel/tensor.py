@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardbook.arithmetic import ceil_div
 from shardbook.axes import TP
 from shardbook.comm.collectives import all_gather, reduce_scatter
-from shardbook.parallel.units import CUT, STANDS_FOR
+from shardbook.parallel.units import GLOBAL_NUMEL, TP_SHARDED
 
 
 @dataclass(eq=False)
@@ -76,8 +76,8 @@ class _Gather(torch.autograd.Function):
         return gather_plain(part, axis)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Any:
-        return scatter_plain(slope, ctx.axis), None
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return scatter_plain(grad_output, ctx.axis), None
 
 
 class _Scatter(torch.autograd.Function):
@@ -87,8 +87,8 @@ class _Scatter(torch.autograd.Function):
         return scatter_plain(whole, axis)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Any:
-        return gather_plain(slope, ctx.axis).view(ctx.shape), None
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return gather_plain(grad_output, ctx.axis).view(ctx.shape), None
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class PartLinear(nn.Linear):
+class ShardedLinear(nn.Linear):
     """A column- or row-parallel linear. A rank computes with all of the weight [out, in] that it holds or, where that
     is the whole matrix, with its own `rows` (column-parallel) or `columns` (row-parallel)."""
 
@@ -123,7 +123,7 @@ def pick(whole: Tensor, rows: tuple[slice, ...]) -> Tensor:
     return whole[rows[0]] if rows else whole
 
 
-class PartEmbedding(nn.Embedding):
+class ShardedEmbedding(nn.Embedding):
     """A vocabulary-parallel embedding: a rank has the rows of its share of the vocabulary. Its forward takes ids [B, L]
     and returns this rank's share of the flat tokens, [1, B * L / size, hidden]."""
 
@@ -168,12 +168,12 @@ def compute_rows(module: nn.Module, rows: Sequence[slice], axis: TensorAxis) -> 
 def cut_embedding(module: nn.Module, axis: TensorAxis) -> None:
     cut_parameter(module, "weight", 0, axis)
     made: Any = module
-    made.__class__ = PartEmbedding
+    made.__class__ = ShardedEmbedding
     made.axis, made.first = axis, axis.share(module.num_embeddings).start  # type: ignore[arg-type]
 
 
 def _become_part(module: Any, axis: TensorAxis, **how: Any) -> None:
-    module.__class__ = PartLinear
+    module.__class__ = ShardedLinear
     module.axis = axis
     for name, value in how.items():
         setattr(module, name, value)
@@ -184,8 +184,8 @@ def cut_parameter(module: nn.Module, name: str, dim: int, axis: TensorAxis) -> N
     whole = getattr(module, name)
     share = axis.share(whole.shape[dim])
     local = nn.Parameter(whole.narrow(dim, share.start, share.stop - share.start).contiguous(), whole.requires_grad)
-    setattr(local, CUT, (dim, whole.shape))
-    setattr(local, STANDS_FOR, whole.numel())
+    setattr(local, TP_SHARDED, (dim, whole.shape))
+    setattr(local, GLOBAL_NUMEL, whole.numel())
     setattr(module, name, local)
 
 
@@ -193,7 +193,7 @@ def hold_parts(block: nn.Module) -> None:
     """Has a block's tensor-parallel linears compute with plain tensors: a compiled block that is recomputed cannot save
     what makes a DTensor (torch 2.13: its mesh is no Tensor). A hook sets them just before each forward of the block,
     because gathered parameters exist only from then on."""
-    parts = [module for module in block.modules() if isinstance(module, PartLinear)]
+    parts = [module for module in block.modules() if isinstance(module, ShardedLinear)]
 
     def before(block: nn.Module, inputs: Any) -> None:
         for module in parts:
@@ -226,7 +226,7 @@ def place_cuts(model: nn.Module, mesh: DeviceMesh) -> None:
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if (cut := getattr(parameter, CUT, None)) is None:
+            if (cut := getattr(parameter, TP_SHARDED, None)) is None:
                 continue
             if parameter not in made:
                 dim, shape = cut
@@ -241,7 +241,7 @@ def place_cuts(model: nn.Module, mesh: DeviceMesh) -> None:
             axis.group = along.get_group()
 
 
-def is_cut(parameter: nn.Parameter) -> bool:
+def is_tp_sharded(parameter: nn.Parameter) -> bool:
     """Returns whether `parameter` is sharded along tp."""
     return isinstance(parameter, DTensor) and TP in (parameter.device_mesh.mesh_dim_names or ())
 
@@ -250,7 +250,7 @@ def is_cut(parameter: nn.Parameter) -> bool:
 def sum_uncut(model: nn.Module, mesh: DeviceMesh, numel: int) -> None:
     """Sums the gradients of parameters that are not sharded along tp over the tensor-parallel ranks, in one all-reduce
     of `numel` elements, padding included. Called once a step, after its last backward. Collective."""
-    parts = [local_part(p.grad) for p in model.parameters() if p.grad is not None and not is_cut(p)]
+    parts = [local_part(p.grad) for p in model.parameters() if p.grad is not None and not is_tp_sharded(p)]
     sizes = [part.numel() for part in parts]
     flat = parts[0].new_zeros(numel)
     torch.cat([part.flatten() for part in parts], out=flat[: sum(sizes)])

@@ -19,9 +19,11 @@ from shardbook.recipe import Parallel, RecipeError
 # Attributes that are set on modules and parameters:
 FORWARD_ONLY = "forward_only"  # on a module that no backward reaches: FREED after its forward, HELD until a pass ends
 FREED, HELD = "freed", "held"
-STANDS_FOR = "stands_for"  # on a packed or tensor-parallel parameter: its number of elements in the whole model
-WHOLE = "whole_shapes"  # on one pipeline stage of a model: the shape of every parameter of the whole model, by name
-CUT = "cut"  # on a parameter that is sharded along tp: the dim, and its whole shape
+GLOBAL_NUMEL = "stands_for"  # on a packed or tensor-parallel parameter: its number of elements in the whole model
+GLOBAL_SHAPES = (
+    "whole_shapes"  # on one pipeline stage of a model: the shape of every parameter of the whole model, by name
+)
+TP_SHARDED = "cut"  # on a parameter that is sharded along tp: the dim, and its whole shape
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: plans look a unit up thousands of times
@@ -66,7 +68,7 @@ class Unit:
         counted = (row for row in self._rows if row[2]) if trained_only else self._rows
         return sum(round_up(rows, shards) * width for rows, width, _ in counted)
 
-    def uncut_numel(self, shards: int) -> int:
+    def replicated_numel(self, shards: int) -> int:
         """Returns the elements of one shard, padded, of trained parameters that are the same along tp."""
         each = zip(self.shapes, self.trained, self.cut, strict=True)
         return sum(ceil_div(shape[0], shards) * prod(shape[1:]) for shape, trained, cut in each if trained and not cut)
@@ -145,7 +147,7 @@ def choose_units(
                 trained=tuple(p.requires_grad for p in own),
                 itemsizes=tuple(p.element_size() for p in own),
                 hidden=tuple(p in hidden for p in own),
-                cut=tuple(hasattr(p, CUT) for p in own),
+                cut=tuple(hasattr(p, TP_SHARDED) for p in own),
                 parameters=count_parameters(own),
                 frees=frees and not is_kept,
                 reshard_after_forward=frees
@@ -206,7 +208,7 @@ def _modules_of_size(module: nn.Module, least: int) -> list[nn.Module]:
 
 def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
     """Returns how many elements of the whole model `parameters` stand for: more than they hold where packed or cut."""
-    return sum(getattr(parameter, STANDS_FOR, parameter.numel()) for parameter in parameters)
+    return sum(getattr(parameter, GLOBAL_NUMEL, parameter.numel()) for parameter in parameters)
 
 
 def backward_order(units: Sequence[Unit]) -> list[Unit]:

@@ -43,7 +43,7 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
         able = (
             each for each in everything if each.fits and each.time.seconds - each.time.bubble / 2 < best.time.seconds
         )
-        best = _fastest([best, *filter(None, map(planner.looped, able))])
+        best = _fastest([best, *filter(None, map(planner.interleaved, able))])
     refused = []
     if best:  # stages are judged by candidates with the best one's tp, cp and pp sizes
         everything = [found for found in everything if found.layout.shared == best.layout.shared]

@@ -12,7 +12,7 @@ from shardbook.axes import PP_BACKWARD, PP_FORWARD, TP
 from shardbook.comm.ledger import Traffic, Volume, add_traffic
 from shardbook.data.loader import MicroBatch
 from shardbook.model.attention import head_size
-from shardbook.model.context import deal_heads, own_heads
+from shardbook.model.context import own_heads, partition_heads
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble, in_flight
 from shardbook.recipe import Recipe
@@ -27,7 +27,7 @@ def axes_traffic(
 ) -> Traffic:
     """Returns the traffic of the global `rank` in the step whose micro-batches `micros_of` makes; None: rows are full,
     and every token but the first of each sequence is trained."""
-    if layout.alike == layout.context == layout.pipeline.ranks == 1:
+    if layout.tp_size == layout.cp_size == layout.pipeline.ranks == 1:
         return {}
     micros = micros_of() if micros_of else None
     sizes = [(m.input_ids.numel(), len(m.targets)) for m in micros] if micros else full_micros(layout, recipe)
@@ -38,7 +38,7 @@ def axes_traffic(
 
 def full_micros(layout: Layout, recipe: Recipe) -> list[tuple[int, int]]:
     tokens, sequences = recipe.micro_tokens, recipe.micro_tokens // recipe.data.max_length
-    full = tokens // layout.context, (tokens - sequences) // layout.context
+    full = tokens // layout.cp_size, (tokens - sequences) // layout.cp_size
     return [full] * recipe.train.gradient_accumulation_steps
 
 
@@ -52,21 +52,21 @@ def tensor_traffic(
     gathers twice more and scatters once more: the result of its last scatter is not needed again. The embedding
     scatters, the last norm gathers; the loss gathers numbers, chunk by chunk.
     """
-    if layout.alike == 1:
+    if layout.tp_size == 1:
         return {}
-    numbers, more = layout.blocks(config.num_hidden_layers), recipe.forwards - 1
+    numbers, more = layout.blocks(config.num_hidden_layers), recipe.forwards_per_micro - 1
     layers, again = len(numbers), len(recipe.activation.recomputed(numbers))
     chunk, itemsize = recipe.train.loss_chunk_tokens, layout.dtype("params").itemsize
-    outer = layout.pipeline.begins + layout.pipeline.ends
+    outer = layout.pipeline.has_first_stage + layout.pipeline.has_last_stage
     gathers = 4 * layers + 2 * again + outer + more * (2 * layers + 1)
     scatters = 4 * layers + again + outer + more * (2 * layers + 1)
-    scored = 1 + more + recipe.remakes_logits
+    scored = 1 + more + recipe.recomputes_logits
     gathered = scattered = Volume()
     for tokens, trained in sizes:
         payload = tokens * config.hidden_size * itemsize
         chunks = ceil_div(trained, chunk or max(1, trained))
-        told = Volume(scored * chunks, scored * trained * layout.alike * TOLD_BYTES)
-        gathered += Volume(gathers, gathers * payload) + (told if layout.pipeline.ends else Volume())
+        told = Volume(scored * chunks, scored * trained * layout.tp_size * TOLD_BYTES)
+        gathered += Volume(gathers, gathers * payload) + (told if layout.pipeline.has_last_stage else Volume())
         scattered += Volume(scatters, scatters * payload)
     return {("all_gather", TP): gathered, ("reduce_scatter", TP): scattered}
 
@@ -76,16 +76,16 @@ def context_traffic(
 ) -> Traffic:
     """Returns the all-to-alls of blocks; `sizes`: this rank's tokens of each micro-batch. Forward sends queries, keys
     and values, and attention's result back; backward the other way round; a recomputed block sends forward's again."""
-    if layout.context == 1:
+    if layout.cp_size == 1:
         return {}
-    heads, key_heads = own_heads(config, layout.alike, rank % layout.alike)
-    shares = deal_heads(heads, key_heads, layout.context)
-    own, keys = shares[rank // layout.alike % layout.context]
+    heads, key_heads = own_heads(config, layout.tp_size, rank % layout.tp_size)
+    shares = partition_heads(heads, key_heads, layout.cp_size)
+    own, keys = shares[rank // layout.tp_size % layout.cp_size]
     of_all = heads + 2 * sum(len(each) for _, each in shares)
     numbers = layout.blocks(config.num_hidden_layers)
     layers = len(numbers)
-    forwards = layers * recipe.forwards + len(recipe.activation.recomputed(numbers))
-    inside = layout.context * own, layout.context * (own + 2 * len(keys))  # heads' tokens of the whole row
+    forwards = layers * recipe.forwards_per_micro + len(recipe.activation.recomputed(numbers))
+    inside = layout.cp_size * own, layout.cp_size * (own + 2 * len(keys))  # heads' tokens of the whole row
     each = forwards * (of_all + inside[0]) + layers * (inside[1] + heads)
     payload = each * sum(sizes) * head_size(config) * layout.dtype("params").itemsize
     return {("all_to_all", layout.context_axis): Volume(2 * (forwards + layers) * len(sizes), payload)}
@@ -95,7 +95,9 @@ def pipeline_traffic(layout: Layout, config: PreTrainedConfig, sizes: Sequence[i
     """Returns the sends of activations and gradients along pp; `sizes`: this rank's tokens of each micro-batch."""
     pipeline, found = layout.pipeline, dict[tuple[str, str], Volume]()
     for chunk in range(pipeline.chunks) if pipeline.ranks > 1 else ():
-        payload = sum(tokens // layout.alike for tokens in sizes) * config.hidden_size * layout.dtype("params").itemsize
+        payload = (
+            sum(tokens // layout.tp_size for tokens in sizes) * config.hidden_size * layout.dtype("params").itemsize
+        )
         sent = Volume(len(sizes), payload)
         for axis, is_end in ((PP_FORWARD, pipeline.is_last(chunk)), (PP_BACKWARD, pipeline.is_first(chunk))):
             if not is_end:
@@ -106,12 +108,12 @@ def pipeline_traffic(layout: Layout, config: PreTrainedConfig, sizes: Sequence[i
 def describe_sharing(layout: Layout) -> str:
     """Returns a sentence on tp: the ranks that share matrices, whether attention's stay whole on each, and whether the
     ranks are more than a node has; empty without tp."""
-    if layout.alike == 1:
+    if layout.tp_size == 1:
         return ""
-    said = f"{layout.alike} ranks share matrices, and tokens between them"
+    said = f"{layout.tp_size} ranks share matrices, and tokens between them"
     if any(hidden and not cut for unit in layout.units for hidden, cut in zip(unit.hidden, unit.cut, strict=True)):
         said += "; heads do not divide, so attention has matrices that stay whole on each"
-    if layout.alike > layout.ranks_per_node:
+    if layout.tp_size > layout.ranks_per_node:
         said += (
             f"; slow: a node has {layout.ranks_per_node} ranks, and what they send in every block goes between nodes"
         )
@@ -140,14 +142,14 @@ def describe_pipeline(layout: Layout, micros: int) -> str:
 def describe_splitting(layout: Layout, config: PreTrainedConfig) -> str:
     """Returns a sentence on cp: the ranks that split rows, whether their heads are uneven, and whether the ranks are
     more than a node has; empty without cp."""
-    if layout.context == 1:
+    if layout.cp_size == 1:
         return ""
-    said = f"{layout.context} ranks split each row, and inside attention its heads"
-    shares = deal_heads(*own_heads(config, layout.alike, 0), layout.context)
+    said = f"{layout.cp_size} ranks split each row, and inside attention its heads"
+    shares = partition_heads(*own_heads(config, layout.tp_size, 0), layout.cp_size)
     most, least = max(own for own, _ in shares), min(own for own, _ in shares)
     if most > least:
         said += f"; they do not go round: a rank has {most} of them or {least}"
     node = layout.ranks_per_node
-    if layout.context * layout.alike > node:
+    if layout.cp_size * layout.tp_size > node:
         said += f"; a node has {node} ranks, and what they exchange in every block goes between nodes"
     return said

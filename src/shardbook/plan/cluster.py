@@ -39,7 +39,7 @@ FILLED = 4  # most micro-batches for each rank along pp that are tried
 MICROS = 8  # most micro-batches of a step that are tried with other tp, cp or pp sizes, beside FILLED
 SHARES = (1, 2, 4, 8)
 STAGES_OF = (2, 4, 8, 16)  # pp sizes that are tried
-Shares = tuple[int, int, int]  # tp_size, cp_size, pp_size
+ParallelSizes = tuple[int, int, int]  # tp_size, cp_size, pp_size
 SHARED = ("tp_size", "cp_size", "pp_size")
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -87,7 +87,7 @@ class Candidate:
         """The payload bytes of one rank's step, by `<op>_bytes`, over all axes."""
         sums: dict[str, int] = {}
         micros, optimizer = self.recipe.train.gradient_accumulation_steps, self.recipe.optim.name
-        sent = predict_traffic(self.layout, micros, optimizer, self.recipe.forwards)
+        sent = predict_traffic(self.layout, micros, optimizer, self.recipe.forwards_per_micro)
         for (op, _), volume in add_traffic(sent, axes_traffic(self.layout, self.config, self.recipe)).items():
             sums[f"{op}_bytes"] = sums.get(f"{op}_bytes", 0) + volume.payload_bytes
         return sums
@@ -95,7 +95,7 @@ class Candidate:
     @property
     def tokens(self) -> int:
         """The number of tokens in a step of all ranks, rows full."""
-        ranks = self.layout.data_rank(0).ranks
+        ranks = self.layout.data_rank(0).dp_size
         return self.recipe.micro_tokens * self.recipe.train.gradient_accumulation_steps * ranks
 
     @property
@@ -208,7 +208,7 @@ class Planner:
                 return world
         return None
 
-    def shares(self, cluster: Cluster, both: bool = False) -> list[Shares]:
+    def shares(self, cluster: Cluster, both: bool = False) -> list[ParallelSizes]:
         """Returns the sizes of tp, cp and pp to try beside the recipe's: one of the three differs, tp x cp divides a
         node, and pp the nodes; with `both` tp is a whole node, and cp (across nodes) or pp is above 1."""
         asked = self.recipe.parallel
@@ -218,7 +218,7 @@ class Planner:
         if both:
             choices = [(cluster.a_node, size, pp) for size in SHARES[1:]]
             choices += [(cluster.a_node, cp, size) for size in STAGES_OF]
-        found = list[Shares]()
+        found = list[ParallelSizes]()
         for each in dict.fromkeys(choices):
             parallel = Parallel(wrap=asked.wrap).model_copy(update=shared_as(asked, each))
             inside = each[0] if both else each[0] * each[1]
@@ -234,11 +234,13 @@ class Planner:
             found.append(each)
         return found
 
-    def looped(self, found: Candidate) -> Candidate | None:
+    def interleaved(self, found: Candidate) -> Candidate | None:
         """Returns `found` with two interleaved chunks of layers a rank: half the bubble, and more activations held.
         None where it has no pipeline, or chunks already, or too few blocks or micro-batches."""
-        looped = found.recipe.parallel.model_copy(update={"pipeline_schedule": "interleaved", "pipeline_chunks": 2})
-        recipe = found.recipe.model_copy(update={"parallel": looped})
+        interleaved = found.recipe.parallel.model_copy(
+            update={"pipeline_schedule": "interleaved", "pipeline_chunks": 2}
+        )
+        recipe = found.recipe.model_copy(update={"parallel": interleaved})
         if found.recipe.parallel.pipeline_chunks > 1 or conflicts(recipe):
             return None
         try:
@@ -246,7 +248,9 @@ class Planner:
         except RecipeError:
             return None
 
-    def candidates(self, cluster: Cluster, tier: str = "none", shares: Shares | None = None) -> Iterator[Candidate]:
+    def candidates(
+        self, cluster: Cluster, tier: str = "none", shares: ParallelSizes | None = None
+    ) -> Iterator[Candidate]:
         """Yields each stage, checkpointing and micro-batch whose steps have as many rows as the recipe's, with the
         optimizer at `tier`, and with parameters there too. `shares`: sizes of tp, cp and pp (None: the recipe's)."""
         train, asked = self.recipe.train, self.recipe.parallel
@@ -302,7 +306,7 @@ def pipeline_settings(parallel: Parallel) -> dict[str, Any]:
     return {key: getattr(parallel, key) for key in ("pp_size", "pipeline_schedule", "pipeline_chunks")}
 
 
-def shared_as(parallel: Parallel, shares: Shares) -> dict[str, Any]:
+def shared_as(parallel: Parallel, shares: ParallelSizes) -> dict[str, Any]:
     """Returns the settings of `[parallel]` for the sizes `shares` of tp, cp and pp; a pipeline of another length than
     in `parallel` runs in 1f1b."""
     like = parallel if shares[2] == parallel.pp_size else Parallel()

@@ -96,7 +96,7 @@ def muon_exchanges(layout: Layout) -> Volumes:
 
 def tied_numel(layout: Layout, rank: int) -> int:
     """Returns the elements on the global `rank` of a weight tied over both ends of a pipeline: its unit's matrix."""
-    end = layout.chunks[0 if layout.pipeline.begins else -1]
+    end = layout.chunks[0 if layout.pipeline.has_first_stage else -1]
     outer = (zip(unit.shapes, unit.hidden, strict=True) for unit in end.units)
     shape = max((shape for each in outer for shape, is_hidden in each if not is_hidden), key=len)
     return shard_rows(shape[0], layout.shards, rank_along(layout.sizes, DP_SHARD, rank)) * prod(shape[1:])
@@ -131,13 +131,13 @@ def predict_traffic(
         for each in muon_exchanges(layout) if OPTIMIZERS[optimizer_name].whole_matrices else ():
             add(*each)
     master, pipeline = layout.dtype("master").itemsize, layout.pipeline
-    if layout.alike > 1:
+    if layout.tp_size > 1:
         for chunk in layout.chunks:
-            add("all_reduce", TP, chunk.uncut_numel * master)
+            add("all_reduce", TP, chunk.replicated_numel * master)
         add("all_reduce", TP, NORM_BYTES)
     if pipeline.ranks > 1:
         add("all_reduce", PP, NORM_BYTES)
-        if pipeline.is_tied and (pipeline.begins or pipeline.ends):
+        if pipeline.is_tied and (pipeline.has_first_stage or pipeline.has_last_stage):
             add("all_reduce", PP if pipeline.ranks == 2 else PP_ENDS, tied_numel(layout, rank) * master)
     everyone = next((axis for axis, size in layout.sizes.items() if size == layout.world_size), WORLD)
     add("all_reduce", everyone, COUNTS_BYTES)

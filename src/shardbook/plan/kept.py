@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from shardbook.memory.activation import is_thin
+from shardbook.memory.activation import is_low_rank
 from shardbook.model.attention import head_size
-from shardbook.model.context import deal_heads
+from shardbook.model.context import partition_heads
 from shardbook.model.families import FAMILIES, Family
 from shardbook.model.loss_head import PRODUCT_ROWS
-from shardbook.model.tensor import share_heads
+from shardbook.model.tensor import heads_of_rank
 from shardbook.parallel.tensor import TensorAxis
 from shardbook.recipe import Lora
 
@@ -30,22 +30,24 @@ class Widths:
     heads: int
     key_heads: int
     family: Family
-    alike: int  # ranks that share its tokens around norms
+    tp_size: int  # ranks that share its tokens around norms
     attended: tuple[int, int]  # heads of queries and of keys that attention itself sees, times their rows' length
 
 
-def read_widths(config: PreTrainedConfig, alike: int = 1, context: int = 1) -> Widths:
-    """Returns the widths on the rank with most heads; `alike`: ranks that share a block (tp), `context`: rows (cp)."""
+def read_widths(config: PreTrainedConfig, tp_size: int = 1, context: int = 1) -> Widths:
+    """Returns the widths on the rank with most heads; `tp_size` ranks share a block, `context` ranks its rows."""
     heads, key_heads, size = config.num_attention_heads, config.num_key_value_heads, head_size(config)
-    family, inner = FAMILIES[config.model_type], config.intermediate_size // alike
-    if alike > 1:
-        shares = [share_heads(heads, key_heads, TensorAxis(alike, place)) for place in range(alike)]
+    family, inner = FAMILIES[config.model_type], config.intermediate_size // tp_size
+    if tp_size > 1:
+        shares = [heads_of_rank(heads, key_heads, TensorAxis(tp_size, place)) for place in range(tp_size)]
         heads, key_heads = (max(map(len, each)) for each in zip(*shares, strict=True))
     attended = heads, key_heads
     if context > 1:  # all tokens of its rows, so many times its own
-        dealt = deal_heads(heads, key_heads, context)
+        dealt = partition_heads(heads, key_heads, context)
         attended = context * max(own for own, _ in dealt), context * max(len(keys) for _, keys in dealt)
-    return Widths(config.hidden_size, heads * size, key_heads * size, inner, heads, key_heads, family, alike, attended)
+    return Widths(
+        config.hidden_size, heads * size, key_heads * size, inner, heads, key_heads, family, tp_size, attended
+    )
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,10 @@ def kept_by_a_block(kind: str, of: Widths, itemsize: int, adapted: Adapted = Ada
     attention = (2 * heads + 2 * key_heads) * size * itemsize + heads * FP32
     low = adapted.r * len(adapted.widths) * itemsize
     if kind == "full":
-        return of.hidden * itemsize / of.alike
+        return of.hidden * itemsize / of.tp_size
     if kind == "selective":
-        again = sum(width for _, width in adapted.widths if not is_thin(adapted.r, width))
-        made = sum(not is_thin(width, of.hidden) for width in (of.queries, of.inner)) + 1 / of.alike
+        again = sum(width for _, width in adapted.widths if not is_low_rank(adapted.r, width))
+        made = sum(not is_low_rank(width, of.hidden) for width in (of.queries, of.inner)) + 1 / of.tp_size
         attention -= (heads - of.heads + 2 * (key_heads - of.key_heads)) * size * itemsize  # what was made of all heads
         return made * of.hidden * itemsize + attention + 2 * of.inner * itemsize + low + again * itemsize
 
@@ -105,7 +107,9 @@ def kept_by_a_block(kind: str, of: Widths, itemsize: int, adapted: Adapted = Ada
     reads = adapted.trains("q_proj", "k_proj", "v_proj", "qkv_proj")
     reads_too = adapted.trains("gate_proj", "up_proj", "gate_up_proj")
     norms = (
-        norm(of.hidden, 1, reads, of.alike) + norm(of.hidden, 1, reads_too, of.alike) + by_head * of.family.head_norms
+        norm(of.hidden, 1, reads, of.tp_size)
+        + norm(of.hidden, 1, reads_too, of.tp_size)
+        + by_head * of.family.head_norms
     )
     if of.family.wide_norms:  # of four results, all in fp32; products take what was not normalised
         norms = (of.queries + of.keys + 2 * of.hidden) * FP32 * (1 + (not adapted.r)) + 4 * FP32

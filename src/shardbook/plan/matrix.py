@@ -49,8 +49,8 @@ def describe_reasons(cells: dict[tuple[str, str], list[Conflict]]) -> list[str]:
             apart.setdefault(said, {}).setdefault(one, []).append(other)
     lines = []
     for said, pairs in apart.items():
-        alike: dict[str, list[str]] = {}
+        grouped: dict[str, list[str]] = {}
         for one, others in pairs.items():
-            alike.setdefault(", ".join(others), []).append(one)
-        lines.append(" / ".join(f"{', '.join(ones)} with {others}" for others, ones in alike.items()) + f": {said}")
+            grouped.setdefault(", ".join(others), []).append(one)
+        lines.append(" / ".join(f"{', '.join(ones)} with {others}" for others, ones in grouped.items()) + f": {said}")
     return lines

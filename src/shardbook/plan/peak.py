@@ -49,7 +49,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Work:
+class BlockBytes:
     """The bytes of a micro-batch that no ZeRO stage changes."""
 
     held: int  # what all blocks hold for backward, of a chunk of layers where a rank has several
@@ -66,7 +66,7 @@ class Work:
 
     def of_a_pass(self, pipeline: Pipeline) -> int:
         """Returns the bytes that a pass holds until its backward, while others run; in gpipe the loss's too."""
-        waits = pipeline.ends and pipeline.schedule == "gpipe"
+        waits = pipeline.has_last_stage and pipeline.schedule == "gpipe"
         return self.held + self.before_blocks + self.passing + self.loss_kept * waits
 
 
@@ -83,17 +83,17 @@ def most_in_flight(pipeline: Pipeline, micros: int, micro: int, is_forward: bool
     return most
 
 
-def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work:
+def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> BlockBytes:
     """Returns the bytes of a micro-batch of full rows (data.max_length). With a budget, and compiled, it is fewer."""
-    of, itemsize = read_widths(config, layout.alike, layout.context), layout.dtype("params").itemsize
+    of, itemsize = read_widths(config, layout.tp_size, layout.cp_size), layout.dtype("params").itemsize
     numbers, pipeline = layout.blocks(config.num_hidden_layers), layout.pipeline
     rows, layers = recipe.train.per_device_train_batch_size, len(numbers)
-    tokens = recipe.micro_tokens // layout.context
+    tokens = recipe.micro_tokens // layout.cp_size
     kind, budget = recipe.activation.kind, recipe.activation.budget
     adapted = read_adapted(recipe.lora, of)
     trains_head = not adapted.r or "lm_head" in recipe.lora.modules_to_save
     kept = {name: kept_by_a_block(name, of, itemsize, adapted) for name in ("none", "full", "selective")}
-    if config._attn_implementation == "sdpa" or (layout.context > 1 and adapted.trains("o_proj")):
+    if config._attn_implementation == "sdpa" or (layout.cp_size > 1 and adapted.trains("o_proj")):
         kept["none"] += of.queries * itemsize  # its result by head, and by token for the product that follows
     again = len(recipe.activation.recomputed(numbers))  # run in backward again
     of_again = kept["selective" if kind == "selective" else "full"]
@@ -111,32 +111,34 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     widest = float(2 * of.inner + of.hidden)
     # the gradient of the MLP's matrix, or that matrix out of its four bits
     matrix = of.inner * of.hidden * itemsize * (not adapted.r or recipe.model.load_in_4bit)
-    if of.alike > 1:
+    if of.tp_size > 1:
         # gathered slopes of all tokens: one at the last product; two at the first two, with the gradients of all three
         first = 2 * of.hidden - 3 * of.inner + 2 * matrix / itemsize / tokens
-        widest = max(2 * of.inner, of.inner + of.hidden, first) + of.hidden / of.alike
+        widest = max(2 * of.inner, of.inner + of.hidden, first) + of.hidden / of.tp_size
     widest += of.hidden * (kind == "selective")  # what the last product made is kept, and not asked for
     gate = widest * itemsize + (kept["none"] - alone if again else 0)
     if again and adapted.decomposed and adapted.trains("down_proj"):
         gate -= (1 + (kind == "selective")) * of.hidden * itemsize  # gone by then
-    outputs = ceil_div(recipe.outputs(config.vocab_size), layout.alike)
+    outputs = ceil_div(recipe.outputs(config.vocab_size), layout.tp_size)
     scored = tokens if outputs > 1 else 2 * rows  # positions that the head sees
     chunk = min(recipe.train.loss_chunk_tokens or scored, scored)
     # the last norm's input in fp32, and its result before its weight
-    last = tokens // of.alike * of.hidden * (FP32 + (not adapted.r) * itemsize)
+    last = tokens // of.tp_size * of.hidden * (FP32 + (not adapted.r) * itemsize)
     beside = read_widths(layout.teacher) if layout.teacher else None
     taught = (layout.teacher.vocab_size, beside.hidden) if beside else (0, 0)
-    loss = loss_bytes(scored, chunk, outputs, of.hidden, itemsize, trains_head, taught, of.alike > 1)
+    loss = loss_bytes(scored, chunk, outputs, of.hidden, itemsize, trains_head, taught, of.tp_size > 1)
     # the first norm's backward, step by step, in fp32; before it that of queries, with two gathered slopes
-    norm = tokens // of.alike * of.hidden * (6 * FP32 + itemsize)
-    shares = (FP32 + 3 * itemsize) * of.hidden / of.alike
-    attention = int(tokens * (shares + (3 * of.hidden + of.queries) * itemsize)) * (of.alike > 1)
-    stream = tokens // of.alike * of.hidden * itemsize
+    norm = tokens // of.tp_size * of.hidden * (6 * FP32 + itemsize)
+    shares = (FP32 + 3 * itemsize) * of.hidden / of.tp_size
+    attention = int(tokens * (shares + (3 * of.hidden + of.queries) * itemsize)) * (of.tp_size > 1)
+    stream = tokens // of.tp_size * of.hidden * itemsize
     # what came in is what a recomputed block keeps, or in fp32 its first norm; one more comes, and its slope
     is_kept = itemsize == FP32 or again == layers
-    looped = pipeline.chunks > 1  # then each rank has passes that neither begin nor end
-    passing = stream * ((looped or not pipeline.begins) * (not is_kept) + (looped or not pipeline.ends))
-    return Work(
+    interleaved = pipeline.chunks > 1  # then each rank has passes that neither begin nor end
+    passing = stream * (
+        (interleaved or not pipeline.has_first_stage) * (not is_kept) + (interleaved or not pipeline.has_last_stage)
+    )
+    return BlockBytes(
         held=(int(held * tokens) + dense * itemsize * (layers - again)) // pipeline.chunks,
         layers=layers // pipeline.chunks,
         stream=stream,
@@ -191,7 +193,7 @@ class _Sharded:
         )
         buffers += self.fetched
         own = self._whole([running], True) * self.compute * (phase in ("backward done", "reduction"))
-        is_alone = layout.shards == 1 < layout.alike and phase == "reduction" and reduces
+        is_alone = layout.shards == 1 < layout.tp_size and phase == "reduction" and reduces
         if is_alone:  # copied once more, when its own are gone
             buffers, own = buffers + self._whole([running], True) * self.reduce, 0
         if reduces and (layout.stage.reduce_every_micro or self.micros == 1):
@@ -252,13 +254,13 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
     work, state = count_work(layout, config, recipe), predict_resident(layout, 0, recipe.optim.name)
     micros = recipe.train.gradient_accumulation_steps
     lies = (_Copied if layout.copies else _Sharded)(layout, micros)
-    vocabulary = ceil_div(config.vocab_size, layout.alike)
+    vocabulary = ceil_div(config.vocab_size, layout.tp_size)
     by_head = [unit for unit in lies.back[:1] if any(shape[0] in (vocabulary, 1) for shape in unit.shapes)]
     blocks = [unit for unit in lies.back if unit not in by_head and unit.read_in_backward]
     pipeline = layout.pipeline
-    tied = 0 if by_head or not pipeline.ends else work.head_gradient  # waits for the embedding's
+    tied = 0 if by_head or not pipeline.has_last_stage else work.head_gradient  # waits for the embedding's
     first = [*by_head, *lies.spanning, *lies.back][0]
-    visits = [("loss", "forward", first, work.held, work.loss)] if pipeline.ends else []
+    visits = [("loss", "forward", first, work.held, work.loss)] if pipeline.has_last_stage else []
     visits += [("head", "reduction", unit, work.held, 0) for unit in by_head]
     beside = [unit for unit in lies.order if unit.forward_only]
     widest = sorted(beside, key=lambda unit: unit.numel)[-1:]
@@ -294,9 +296,9 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
                 activations=held + work.before_blocks + work.passing + others * work.of_a_pass(pipeline) + arrived,
                 working=working + own,
             )
-    if layout.alike > 1:  # after all else, their sums
+    if layout.tp_size > 1:  # after all else, their sums
         params, sums, optimizer = (int(size) for size in asdict(state).values())
-        flat = layout.uncut_numel * layout.dtype("master").itemsize
+        flat = layout.replicated_numel * layout.dtype("master").itemsize
         moments["what is not cut"] = Peak(params, sums, optimizer, gathered=0, buffers=flat, activations=0, working=0)
     return moments
 

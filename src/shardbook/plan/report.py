@@ -22,7 +22,7 @@ from shardbook.recipe import Precision, Recipe, RecipeError, dump_recipe, find_s
 from shardbook.terminal import build_console
 
 if TYPE_CHECKING:
-    from shardbook.plan.simulate import Shares, Simulated
+    from shardbook.plan.simulate import LossFunction, Simulated
 
 GB = 1e9
 COLUMNS = "kept", "gathered", "buffers", "activations", "work", "peak GB", "step s", "waits", "tok/s/GPU", "MFU", "GPUs"
@@ -49,7 +49,7 @@ def make_report(
     nics: float = 0,
     a_node: int = 0,
     document_tokens: float = DOCUMENT_TOKENS,
-    shares: "Shares | None" = None,
+    shares: "LossFunction | None" = None,
     host_gb: float = 0,
     samples: Sequence[Sample] = (),
 ) -> Report:

@@ -29,7 +29,9 @@ from shardbook.recipe import Recipe, RecipeError
 LAYERS = (4, 5)  # all blocks take the same bytes: from these two numbers of layers any other follows
 # Micro-batch, forward or backward, and the place: a block, counted from the nearer end, or before or after blocks.
 Moment = tuple[int, str, int | str]
-Shares = Callable[[Any, MicroBatch, Totals], torch.Tensor]  # the result's first element is the loss, as in objectives/
+LossFunction = Callable[
+    [Any, MicroBatch, Totals], torch.Tensor
+]  # the result's first element is the loss, as in objectives/
 DOCUMENTS = 8  # boundaries of a row, which attention gets
 
 
@@ -89,7 +91,7 @@ class LiveBytes(dispatch_base()):
         return total
 
 
-def simulate_step(laid: LaidOut, shares: Shares) -> Simulated:
+def simulate_step(laid: LaidOut, shares: LossFunction) -> Simulated:
     """Runs two steps of `laid`, whose model is used up, and returns the bytes of the second: rows are full, every token
     but the first is trained, and a teacher runs with all its layers. Raises RecipeError for a pipeline."""
     if laid.recipe.parallel.pp_size > 1:
@@ -108,7 +110,7 @@ def simulate_step(laid: LaidOut, shares: Shares) -> Simulated:
     return Simulated(most[fullest], fullest[1], kept)
 
 
-def _simulate(laid: LaidOut, shares: Shares) -> tuple[dict[Moment, int], int]:
+def _simulate(laid: LaidOut, shares: LossFunction) -> tuple[dict[Moment, int], int]:
     """Returns the most bytes at each moment of the second step, and the bytes kept between steps."""
     recipe, model, layout = laid.recipe, laid.model, laid.layout
     # this process is rank 0 of a fake group, whose collectives send nothing; there must be no group already
@@ -125,7 +127,7 @@ def _simulate(laid: LaidOut, shares: Shares) -> tuple[dict[Moment, int], int]:
             for _ in range(2):
                 live.most = {}
                 for micro in range(micros):
-                    batch = _full_rows(recipe, layout.context)
+                    batch = _full_rows(recipe, layout.cp_size)
                     with sharded.micro_batch(is_last=micro == micros - 1):
                         live.moment = (micro, "forward", "before")
                         loss = shares(model, batch, Totals(*count_totals([batch], recipe.sequences)))[0]

@@ -71,31 +71,31 @@ def predict_step(
     peak_flops, memory_rate = gpu.flops / slowness, MEMORY * gpu.memory / slowness  # of memory: read plus written
     of, itemsize = read_widths(config), layout.dtype("params").itemsize
     micros = recipe.train.gradient_accumulation_steps
-    tokens = recipe.micro_tokens // layout.context
+    tokens = recipe.micro_tokens // layout.cp_size
     pairs = recipe.micro_tokens * min(document_tokens, recipe.data.max_length)
-    alike = layout.alike
-    outputs = ceil_div(recipe.outputs(config.vocab_size), alike)
+    tp_size = layout.tp_size
+    outputs = ceil_div(recipe.outputs(config.vocab_size), tp_size)
     head = outputs * of.hidden
     kind, numbers = recipe.activation.checkpointing, layout.blocks(config.num_hidden_layers)
     # forward products that backward makes again: of selective none
     again = 0.0 if kind == "selective" else len(recipe.activation.recomputed(numbers)) / len(numbers)
-    more = recipe.forwards - 1  # passes without a backward
+    more = recipe.forwards_per_micro - 1  # passes without a backward
     # multiply-adds: forward, and the gradient of what went in; of weights where they are trained
     pipeline, layers = layout.pipeline, len(numbers)
     part = layers / config.num_hidden_layers  # of the model's blocks that are this rank's
-    blocks = part * (flops.block * (2 + again + more) + flops.block_trained) / alike
-    head, outputs = head * pipeline.ends, outputs * pipeline.ends
+    blocks = part * (flops.block * (2 + again + more) + flops.block_trained) / tp_size
+    head, outputs = head * pipeline.has_last_stage, outputs * pipeline.has_last_stage
     own = [unit for unit in layout.units if not unit.forward_only]
     shapes = (shape for unit in own for shape in compress(unit.shapes, unit.trained))
-    passes_of_head = 2 + recipe.remakes_logits + more + any(shape[0] == outputs for shape in shapes)
+    passes_of_head = 2 + recipe.recomputes_logits + more + any(shape[0] == outputs for shape in shapes)
     products = 2 * tokens * (blocks + head * passes_of_head) / (PRODUCTS * peak_flops)
-    own_pairs = pairs * read_widths(config, alike, layout.context).attended[0] / layout.context / of.heads
+    own_pairs = pairs * read_widths(config, tp_size, layout.cp_size).attended[0] / layout.cp_size / of.heads
     attention = (
         part * flops.per_pair * own_pairs * (1 + (again + more) / 3) / (ATTENTION * peak_flops)
     )  # of what is not masked
     # two norms (read, write), two sums, the rotation, the gate; the loss: fp32 logits five times
     wide = 10 * of.hidden + 2 * (of.queries + of.keys) + 3 * of.inner
-    passes = (PASSES + (1 if kind == "selective" else again) + more) * wide / alike * layers * itemsize
+    passes = (PASSES + (1 if kind == "selective" else again) + more) * wide / tp_size * layers * itemsize
     # a base in four bits is unpacked for each of its products, by one kernel
     unpacked = part * flops.block * (2 + again + more) * (0.5 + itemsize) * recipe.model.load_in_4bit
     memory = (tokens * (passes + outputs * 5 * 4) + unpacked) / memory_rate
@@ -152,7 +152,7 @@ def predict_step(
 
 def inside_seconds(layout: Layout, config: PreTrainedConfig, recipe: Recipe, cluster: Cluster | None) -> float:
     """Returns the seconds of all collectives along tp and cp in a step, which nothing hides; no `cluster`: H100s."""
-    if layout.alike == layout.context == 1:
+    if layout.tp_size == layout.cp_size == 1:
         return 0.0
     cluster, groups = cluster or Cluster(H100, layout.world_size, layout.ranks_per_node, H100.nics), layout.groups(0)
     seconds = 0.0
@@ -161,15 +161,15 @@ def inside_seconds(layout: Layout, config: PreTrainedConfig, recipe: Recipe, clu
             continue
         ranks = groups[axis if axis == TP else CP]
         seconds += moved.calls * cluster.ring_seconds(moved.payload_bytes / moved.calls, ranks)
-    if layout.alike > 1:
-        seconds += 2 * cluster.ring_seconds(layout.uncut_numel * layout.dtype("master").itemsize, groups[TP])
+    if layout.tp_size > 1:
+        seconds += 2 * cluster.ring_seconds(layout.replicated_numel * layout.dtype("master").itemsize, groups[TP])
     return seconds
 
 
 def passing_seconds(layout: Layout, config: PreTrainedConfig, tokens: int, cluster: Cluster) -> float:
     """Returns the seconds in which activations and gradients travel between pipeline stages while nothing computes: the
     first micro-batch's through all stages, and back; other sends overlap with their neighbors' computing."""
-    payload = tokens // layout.alike * config.hidden_size * layout.dtype("params").itemsize
+    payload = tokens // layout.tp_size * config.hidden_size * layout.dtype("params").itemsize
     once = cluster.ring_seconds(2 * payload, layout.groups(0)[PP_FORWARD])  # all of it goes one way
     return 2 * (layout.pipeline.ranks * layout.pipeline.chunks - 1) * once
 

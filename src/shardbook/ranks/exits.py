@@ -19,7 +19,9 @@ from shardbook.recipe import RecipeError
 DONE, FAILED, WRONG, PREEMPTED = 0, 1, 2, 75  # exit codes of a rank, and of a run
 EXIT_FILE = "SHARDBOOK_EXIT_FILE"
 LEAVING = threading.Event()  # set when this rank knows that it ends: its heartbeat stops and watches no rank
-LAST_WORDS: list[Callable[[str], None]] = []  # called with the reason why this rank failed: the heartbeat passes it on
+LEAVE_NOTICE: list[
+    Callable[[str], None]
+] = []  # called with the reason why this rank failed: the heartbeat passes it on
 GOODBYES: list[Callable[[], None]] = []  # called where all ranks leave: the heartbeat says that this one does
 PEER_SECONDS = 5.0  # for which a rank that lost its peer waits for the reason
 
@@ -42,7 +44,7 @@ def report_error(error: BaseException, code: int) -> int:
     LEAVING.set()
     turn = (os.environ.get("RANK", "0") != "0") + (os.environ.get("LOCAL_RANK", "0") != "0")
     if refused and turn:
-        say_goodbye()  # rank 0 waits for that, since the store may end with it
+        post_leave_notice()  # rank 0 waits for that, since the store may end with it
     time.sleep(0 if lost_peer else (0, 2, 3)[turn])
     if lost_peer and (broke := broken_connection(error)):
         error = RunFailed(f"another rank ended, and said why where it ran ({broke}); run the same command again")
@@ -52,7 +54,7 @@ def report_error(error: BaseException, code: int) -> int:
     reason = " ".join(f"{f'run failed: {type(error).__name__}: ' * ours}{error}".split())
     print(f"shardbook: {reason}", file=sys.stderr, flush=True)
     if refused and not turn:
-        say_goodbye()
+        post_leave_notice()
     elif not refused and not lost_peer:
         tell_others(reason.removeprefix("run failed: "))
     return code
@@ -60,11 +62,11 @@ def report_error(error: BaseException, code: int) -> int:
 
 def tell_others(reason: str) -> None:
     """Passes the reason why this rank ends on to the last line of every other rank."""
-    for tell in LAST_WORDS:
+    for tell in LEAVE_NOTICE:
         tell(reason)
 
 
-def say_goodbye() -> None:
+def post_leave_notice() -> None:
     for say in GOODBYES:
         say()
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but mypy does not see it
 
 from shardbook.comm.torch_private import collectives_record
-from shardbook.ranks.exits import FAILED, GOODBYES, LAST_WORDS, LEAVING, exit_rank, tell_others
+from shardbook.ranks.exits import FAILED, GOODBYES, LEAVE_NOTICE, LEAVING, exit_rank, tell_others
 from shardbook.ranks.join import Rendezvous, Store, name_ranks, open_store, read_member
 from shardbook.ranks.lost import is_closed_store
-from shardbook.ranks.progress import HERE, Standing, find_behind
+from shardbook.ranks.progress import HERE, RankProgress, find_stragglers
 from shardbook.recipe import RecipeError
 
 LAUNCHER = "SHARDBOOK_LAUNCHER"  # pid of the process that started this one (a rank, or a run of a comparison)
@@ -56,7 +56,7 @@ class Heartbeat:
         self.store = open_store(place) if place.world_size > 1 else HashStore()
         self.unanswered = 0.0
         self.ending = threading.Lock()
-        LAST_WORDS[:] = [self.pass_on]
+        LEAVE_NOTICE[:] = [self.pass_on]
         GOODBYES[:] = [lambda: self.leave(REFUSED_SECONDS)]
         self.beating = _start(self._beat)
         _start(self._count_unanswered)
@@ -65,7 +65,7 @@ class Heartbeat:
         """Announces that this rank ends, so that no other ends for it, and stops watching the others. Rank 0 waits up
         to `seconds` for ranks that are not so far, since the store may end with it."""
         LEAVING.set()
-        LAST_WORDS.clear()
+        LEAVE_NOTICE.clear()
         self.beating.join(min(seconds, self.seconds))
         if self.beating.is_alive():
             return
@@ -114,8 +114,8 @@ class Heartbeat:
                 self._announce(self._explain([rank for rank in silent if silent[rank] > self.seconds - 2 * self.every]))
             elif self.place.rank == 0 and self.hang_seconds < math.inf:
                 beats = {0: own.dump(count).encode()} | seen
-                there = {rank: Standing.parse(beat) for rank, beat in beats.items() if beat not in (LEFT, b"0")}
-                if behind := find_behind(there, self.hang_seconds):
+                there = {rank: RankProgress.parse(beat) for rank, beat in beats.items() if beat not in (LEFT, b"0")}
+                if behind := find_stragglers(there, self.hang_seconds):
                     self.store.set("hang", "")
                     self._announce(self._explain_hang(there, behind), hangs=True)
 
@@ -148,7 +148,7 @@ class Heartbeat:
         who_has = f"the launcher at {self.place.address} has" if agent else self._who_has(lost)
         return f"{who_has} not been heard of for {self.seconds:g} s; {AGAIN}"
 
-    def _explain_hang(self, there: dict[int, Standing], behind: list[int]) -> str:
+    def _explain_hang(self, there: dict[int, RankProgress], behind: list[int]) -> str:
         first = there[behind[0]]
         everyone = len(behind) == len(there) > 1
         who_has = f"all {len(there)} ranks have" if everyone else self._who_has(behind)

@@ -23,7 +23,7 @@ COLLECTIVES = str(Path(torch.distributed.__file__).parent) + "/"
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankProgress:
     """The progress of a rank's main thread at one moment, and the seconds since it last moved."""
 
     marks: int
@@ -38,8 +38,8 @@ class Standing:
         return json.dumps([beat, *astuple(self)])
 
     @staticmethod
-    def parse(text: bytes) -> "Standing":
-        return Standing(*json.loads(text)[1:])
+    def parse(text: bytes) -> "RankProgress":
+        return RankProgress(*json.loads(text)[1:])
 
 
 @dataclass
@@ -65,13 +65,13 @@ class Progress:
         self.watched = watched
         self.mark("before its micro-batches")
 
-    def stand(self, passed_seconds: float) -> Standing:
+    def stand(self, passed_seconds: float) -> RankProgress:
         """Returns the progress now, `passed_seconds` after the last call."""
         marks = self.marks
         moved = marks != self._seen or not self.watched
         self._seen, self._seconds = marks, 0.0 if moved else self._seconds + passed_seconds
         line, in_collective = _line()
-        return Standing(marks, in_collective and self.blocks, round(self._seconds, 1), self.step, self.doing, line)
+        return RankProgress(marks, in_collective and self.blocks, round(self._seconds, 1), self.step, self.doing, line)
 
 
 HERE = Progress()  # a process has one main thread
@@ -100,7 +100,7 @@ def long_phase(name: str) -> Iterator[None]:
     HERE.mark(f"after {name}")
 
 
-def find_behind(standings: dict[int, Standing], seconds: float) -> list[int]:
+def find_stragglers(standings: dict[int, RankProgress], seconds: float) -> list[int]:
     """Returns the ranks that all others wait for, where each has made no mark for more than `seconds`; else none."""
     if not standings:
         return []

@@ -52,12 +52,12 @@ class Recipe(Section):
         return 2 if self.method in (*PAIRED, "reward") else 1
 
     @property
-    def forwards(self) -> int:
+    def forwards_per_micro(self) -> int:
         """The number of forwards of a micro-batch: two where each step asks the reference anew."""
         return 1 + (not self.preference.precompute_ref_log_probs)
 
     @property
-    def remakes_logits(self) -> bool:
+    def recomputes_logits(self) -> bool:
         """True where backward recomputes the logits: each loss has a grad_output of its own, known only then."""
         return self.method in PAIRED
 

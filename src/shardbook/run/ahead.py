@@ -22,7 +22,7 @@ class Step(NamedTuple):
     work: list[float]  # of all ranks: tokens of rows, and pairs of tokens of one document
 
 
-class StepsAhead:
+class BatchPrefetcher:
     """Prefetches the steps of `loader`, from its position on. All ranks call `begin` and `take` in the same order."""
 
     def __init__(self, loader: Loader, stop: StopFlag):
@@ -57,7 +57,7 @@ class StepsAhead:
         """Returns the next step, and moves the loader's position past it; None where a rank was asked to stop. Raises
         RunFailed for rows that cannot be read. Counts are summed on the host: no device sync. Collective."""
         micros, wait = self._counted
-        same = self.loader.batching.alike * self.loader.batching.stages  # ranks that count the same tokens
+        same = self.loader.batching.tp_size * self.loader.batching.pp_size  # ranks that count the same tokens
         tokens, examples, chosen, stops, *work = (count / same for count in wait())
         if self.stop.again:
             self.stop.again = False

@@ -27,7 +27,7 @@ from shardbook.model.adapters import base_identity, kept_parameters
 from shardbook.model.teacher import teacher_identity
 from shardbook.optim import state_kind
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.parallel.units import WHOLE
+from shardbook.parallel.units import GLOBAL_SHAPES
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.lost import is_lost_peer
 from shardbook.ranks.progress import long_phase
@@ -262,7 +262,7 @@ def _saved(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def _shapes(model: nn.Module) -> dict[str, list[int]]:
     own = {name: parameter.shape for name, parameter in kept_parameters(model).items()}
-    whole = getattr(model, WHOLE, None) or own  # with layers on other ranks
+    whole = getattr(model, GLOBAL_SHAPES, None) or own  # with layers on other ranks
     return {name: list(shape) for name, shape in whole.items()}
 
 

@@ -123,7 +123,7 @@ def describe_layout(job: Job) -> Table:
     precision = layout.precision
     own = [unit for unit in layout.units if unit.shapes]
     frees = sum(unit.frees for unit in own)
-    here = "whole on each rank" if layout.alike == 1 else "of each its own part on each rank"
+    here = "whole on each rank" if layout.tp_size == 1 else "of each its own part on each rank"
     freed = f"{frees} freed in each micro-batch" if layout.shards > 1 else here
     table = Table(title="effective layout", show_header=False, title_justify="left")
     table.add_row("stage", f"{layout.stage.name} ({layout.stage.source})")
@@ -139,7 +139,7 @@ def describe_layout(job: Job) -> Table:
         table.add_row("gathered", f"{whole} of parameters at most, {ahead}")
     if layout.stage.switches != "no":
         table.add_row("ZeRO++", describe_switches(layout))
-    table.add_row("attention", f"{job.attention.name}, told of documents by {job.attention.told}")
+    table.add_row("attention", f"{job.attention.name}, told of documents by {job.attention.metadata}")
     table.add_row("recomputed", job.recomputed)
     trained = sum(unit.padded_numel(1, trained_only=True) for unit in own)
     count = sum(unit.parameters for unit in own)
@@ -159,7 +159,7 @@ def describe_layout(job: Job) -> Table:
     kept, gathered, buffers, held, work = map(readable_bytes, parts)
     more = f"{kept} kept, {gathered} gathered, {buffers} on the wire, {held} of activations, {work} of work"
     table.add_row("at its peak", f"{readable_bytes(peak.total)} (on a GPU, predicted): {more}")
-    micros = f"{batching.ranks} ranks x {job.loader.accumulation} micro-batches x {batching.batch_size}"
+    micros = f"{batching.dp_size} ranks x {job.loader.accumulation} micro-batches x {batching.batch_size}"
     table.add_row("a step", f"{job.loader.rows_per_step} rows: {micros}; {job.steps} steps")
     return table
 

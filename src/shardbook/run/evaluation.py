@@ -54,4 +54,4 @@ def evaluate(
         seen += run_forward(sharded, micro, shares_of, ranks.device)
     sharded.reshard()
     model.train()
-    return dict(zip(objective.names("eval"), sum_over_ranks(*(seen / batching.alike).tolist()), strict=True))
+    return dict(zip(objective.names("eval"), sum_over_ranks(*(seen / batching.tp_size).tolist()), strict=True))

@@ -8,7 +8,7 @@ from shardbook.model.adapter_files import PREFIX, adapter_config, full_trained, 
 from shardbook.model.adapters import kept_parameters
 from shardbook.model.causal_lm import build_model
 from shardbook.model.stored import open_tensors
-from shardbook.model.weights import full_tensors, save_weights, whole_shapes
+from shardbook.model.weights import full_tensors, global_shapes, save_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint import checkpoint_shapes, read_parameters
@@ -29,7 +29,7 @@ def export_result(
         settings = adapter_config(recipe.model.path, recipe.model.revision, recipe.lora, kept_parameters(sharded.model))
         save_adapter(out, full_trained(sharded.model), settings, tokenizer, write)
         return
-    shapes = whole_shapes(sharded.model)
+    shapes = global_shapes(sharded.model)
     dtype = recipe.train.export_dtype
     save_weights(out, full_tensors(sharded.masters, dtype), shapes, config, tokenizer, folder, dtype, write)
 

@@ -8,7 +8,7 @@ EVERY = 100  # steps
 
 
 @contextlib.contextmanager
-def collected_together() -> Iterator[Callable[[int], None]]:
+def synchronized_gc() -> Iterator[Callable[[int], None]]:
     """Yields a function to call in each step, when its work is launched. Objects alive at the first call are never
     scanned again: modules, parameters and hooks of a 70B take a second."""
     was_on, first = gc.isenabled(), [True]

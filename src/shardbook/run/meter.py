@@ -18,9 +18,9 @@ from shardbook.recipe import flatten_recipe
 from shardbook.run.checkpoint import TrainState
 from shardbook.run.console import Console
 from shardbook.run.directory import RunDirectory
-from shardbook.run.metrics import Metrics, Pace, Recorder, memory_metrics, peak_metrics
+from shardbook.run.metrics import Metrics, Recorder, StepTimer, memory_metrics, peak_metrics
 from shardbook.run.prepare import Job
-from shardbook.run.rows import Part, Rows
+from shardbook.run.rows import RowPart, Rows
 from shardbook.run.trackers import flat_config
 
 
@@ -47,13 +47,13 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
         tracked = flat_config(flatten_recipe(recipe) | {"world_size": ranks.world_size}, layout.mesh)
         self.recorder = Recorder(run.path, run.name, recipe.run, tracked, ranks.is_main, state.step)
         self.first_steps = first_steps(recipe.train.compile, layout.mesh)
-        self.pace = Pace(ranks.world_size, job.flops, self.first_steps)
+        self.pace = StepTimer(ranks.world_size, job.flops, self.first_steps)
         self.rows = Rows(self.recorder, console, job.objective.names("train"), self.pace, stop)
         self.ledger = Ledger(layout.groups(ranks.rank))
         beside = axes_traffic(layout, job.config, recipe, ranks.rank, job.loader.peek)
         self.predicted = add_traffic(job.traffic, beside)
         self.paused = self.rows.paused
-        self._row, self._kept = list[Part](), Metrics()
+        self._row, self._kept = list[RowPart](), Metrics()
         self._open = contextlib.ExitStack()
 
     def start(self, take_wait: Callable[[], Metrics]) -> None:
@@ -80,7 +80,7 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
         if self.ledger.close():
             self.console.show_traffic(self.ledger.traffic, self.predicted)
         logs = is_due(state.step, self.job.recipe.train.logging_steps)
-        self._last = state.step, seen / self.job.layout.alike, norm
+        self._last = state.step, seen / self.job.layout.tp_size, norm
         if logs or saves or state.step == self.job.steps:
             measured = self.rows.read(*self._last)
         if logs:

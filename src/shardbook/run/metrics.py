@@ -146,7 +146,7 @@ class Moment:
         return self.seconds - earlier.seconds
 
 
-class Pace:
+class StepTimer:
     """The timer of steps: sums their time, tokens and pairs of tokens since the last `take`.
 
     The time leaves out only evaluations, samples and checkpoints (`paused`); the cost of logging is part of it.

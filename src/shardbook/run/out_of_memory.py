@@ -16,7 +16,7 @@ from shardbook.run.prepare import Job
 NONE_FITS = "No single change would fit; shardbook plan also tries parallel.tp_size, cp_size and pp_size"
 
 
-class OutOfMemory(AbstractContextManager["OutOfMemory"]):
+class OomGuard(AbstractContextManager["OomGuard"]):
     """A context that raises RunFailed in place of torch.OutOfMemoryError; it can be entered again."""
 
     def __init__(self, job: Job, sharded: ShardedModel):

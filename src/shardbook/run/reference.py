@@ -92,7 +92,7 @@ class Reference:
         here = self.loader.batching
         for name, (documents, rows) in self.rows.items():
             missing = self._missing(name)
-            part = ceil_div(len(rows), PARTS * here.ranks * here.batch_size) * here.ranks * here.batch_size
+            part = ceil_div(len(rows), PARTS * here.dp_size * here.batch_size) * here.dp_size * here.batch_size
             for first in range(0, len(missing), part):
                 some = replace(documents, rows=missing[first : first + part])
                 self.found[name] = np.minimum(self.found[name], _ask(some, here, sharded, self.ranks))

@@ -18,9 +18,9 @@ from torch import Tensor
 from shardbook.ranks.distributed import StopFlag
 from shardbook.ranks.exits import RunFailed
 from shardbook.run.console import Console
-from shardbook.run.metrics import Metrics, Moment, Pace, Recorder
+from shardbook.run.metrics import Metrics, Moment, Recorder, StepTimer
 
-Part = Metrics | Callable[[], Metrics]  # of a row: known metrics, or a function to call when the device has them
+RowPart = Metrics | Callable[[], Metrics]  # of a row: known metrics, or a function to call when the device has them
 LAST_SECONDS = 10.0  # for which a failing run waits for its last row: with a lost rank it would wait for ever
 
 
@@ -54,13 +54,13 @@ def read_loss(seen: Tensor, names: list[str], norm: Tensor, step: int) -> tuple[
 class Rows(contextlib.AbstractContextManager["Rows"]):
     """Logs the rows of the steps inside, in order; at most one waits for the device. All ranks make the same reads."""
 
-    def __init__(self, recorder: Recorder, console: Console, names: list[str], pace: Pace, stop: StopFlag):
+    def __init__(self, recorder: Recorder, console: Console, names: list[str], pace: StepTimer, stop: StopFlag):
         self.recorder, self.console, self.names, self.pace, self.stop = recorder, console, names, pace, stop
         self.lags = torch.cuda.is_available()  # whether a read at once would make the host wait for the device
         self.step = 0  # the last one read
         self._read: Callable[[], Metrics] = dict
         self._moment: Moment | None = None  # from which on it can be read; None: it was read
-        self._waiting: tuple[int, list[Part]] | None = None
+        self._waiting: tuple[int, list[RowPart]] | None = None
 
     def read(self, step: int, seen: Tensor, norm: Tensor) -> Callable[[], Metrics]:
         """Begins to read the loss and norm of `step`, unless it has; returns its part of a row. Collective."""
@@ -72,7 +72,7 @@ class Rows(contextlib.AbstractContextManager["Rows"]):
                 self.settle()
         return self._read
 
-    def log(self, step: int, parts: list[Part]) -> None:
+    def log(self, step: int, parts: list[RowPart]) -> None:
         """Logs and shows the row of `step`, once its values are on the host; without parts it is only shown."""
         if self._waiting:
             self.settle()
