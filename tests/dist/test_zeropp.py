@@ -148,7 +148,6 @@ RUNS = {
 
 LEFT_OUT = (  # of make test
     "qwZ",
-    "all, carried",
     "hpZ, first gathers kept",
     "all, recomputed, untied",
     "all, kept and prefetched",
