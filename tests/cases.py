@@ -159,8 +159,9 @@ def run_cases(recipe: Path, tiny: Path, cases: list[Case], results: Path) -> lis
     from shardbook import train
     from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import RecipeError, load_recipe
+    from shardbook.run import prepare
 
-    ranks, errors, real, built = start_distributed(), [], train.build_documents, {}
+    ranks, errors, real, built = start_distributed(), [], prepare.build_documents, {}
 
     def build_documents(data, tokenizer, *more):
         """The same data once for all cases: it was an eighth of each."""
@@ -169,7 +170,7 @@ def run_cases(recipe: Path, tiny: Path, cases: list[Case], results: Path) -> lis
             built[key] = real(data, tokenizer, *more)
         return built[key]
 
-    train.build_documents = build_documents
+    prepare.build_documents = build_documents
     for case in cases:
         gc.freeze()  # a run ends with gc.unfreeze, and the next one's first collection would walk through all of torch
         try:
