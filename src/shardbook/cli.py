@@ -128,7 +128,7 @@ def run_train(
         from shardbook.run.rehearsal import rehearse
 
         Nodes(node[0], 0, "head")  # a dry run needs only their number
-        nproc = nproc or choose_nproc(recipe, None, node[0])
+        nproc = nproc or choose_nproc(recipe.parallel, None, node[0])
         rehearse(recipe, nproc * node[0], nproc)
         return 0
     nodes = Nodes(*node)
@@ -136,7 +136,7 @@ def run_train(
         from shardbook.run.rehearsal import check_memory
 
         check_memory(recipe, path, nodes.count)
-    return launch_ranks(choose_nproc(recipe, nproc, nodes.count), [str(path), *overrides], nodes)
+    return launch_ranks(choose_nproc(recipe.parallel, nproc, nodes.count), [str(path), *overrides], nodes)
 
 
 def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None, publishes: bool) -> int:
@@ -156,7 +156,7 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
     from shardbook.run.rehearsal import check_memory
 
     check_memory(recipe, path, nodes=1)
-    return compare(path, stages, overrides, choose_nproc(recipe, nproc), recipe.run, publishes)
+    return compare(path, stages, overrides, choose_nproc(recipe.parallel, nproc), recipe.run, publishes)
 
 
 def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:

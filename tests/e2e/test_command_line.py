@@ -375,7 +375,7 @@ def test_exit_codes_of_ranks_come_through(recipe):
 
 def test_ranks_of_a_fixed_mesh(recipe):
     def chosen(*words):
-        return machine.choose_nproc(load_recipe(recipe, list(words)))
+        return machine.choose_nproc(load_recipe(recipe, list(words)).parallel)
 
     assert chosen() == (torch.cuda.device_count() or 2)
     assert chosen("parallel.dp_shard_size=1") == 1

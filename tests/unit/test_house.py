@@ -110,6 +110,14 @@ def test_the_recipe_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def test_below_the_set_up_no_module_takes_the_whole_recipe():
+    """A module has its own section; only what lays a run out, and the plan of one, have all of them."""
+    named = re.compile(r"from shardbook\.recipe(?:\.schema)? import [^\n]*\bRecipe\b")
+    whole = {name for name, path in modules().items() if named.search(path.read_text())}
+    above = {"run", "plan", "compare", "translate", "recipe", "train.py", "cli.py"}
+    assert {name for name in whole if name.split("/")[0] not in above} == {"model/laid_out.py"}
+
+
 PRIVATE = "comm/torch_private.py"
 # not torch's: Python's own, its protocol of named tuples, transformers' name of a model's attention
 NOT_TORCH = {"os._exit", "sys._current_frames", "_fields", "_attn_implementation"}

@@ -6,14 +6,14 @@ from math import prod
 import torch
 
 from shardbook.parallel.mesh import describe_sizes, resolve_sizes
-from shardbook.recipe import Recipe, RecipeError, find_stage
+from shardbook.recipe import Parallel, RecipeError, find_stage
 
 
-def choose_nproc(recipe: Recipe, asked: int | None = None, nodes: int = 1) -> int:
+def choose_nproc(parallel: Parallel, asked: int | None = None, nodes: int = 1) -> int:
     """Returns the number of ranks to start on each of `nodes` machines: `asked`, else this one's share of a fixed mesh,
     else one a GPU, else two on the CPU. Raises RecipeError for stage and mesh here, before every rank would."""
     gpus = torch.cuda.device_count()
-    sizes = resolve_sizes(recipe.parallel, find_stage(recipe.parallel.stage).axes, world_size=asked and asked * nodes)
+    sizes = resolve_sizes(parallel, find_stage(parallel.stage).axes, world_size=asked and asked * nodes)
     if asked is not None:
         return asked
     needed = prod(sizes.values())
