@@ -21,18 +21,18 @@ def planted_in(*case, refused="", **options):
 
 @planted_in("zero1", 1, 2)
 def token_count_not_reduced(train):
-    from shardbook.run import ahead
+    from shardbook.run import prefetch
 
-    ahead.begin_sum = lambda *values: lambda: [float(value) for value in values]
+    prefetch.begin_sum = lambda *values: lambda: [float(value) for value in values]
 
 
 @planted_in("zero2", 1, 2, micros=3)
 def mean_of_means(train):
-    from shardbook.run import ahead, prepare
+    from shardbook.run import prefetch, prepare
 
-    real_sum, sft = ahead.begin_sum, prepare.build_objective("sft", None)
+    real_sum, sft = prefetch.begin_sum, prepare.build_objective("sft", None)
     # of one value: who was asked to stop
-    ahead.begin_sum = lambda *values: (lambda: [6.0, *real_sum(*values)()[1:]]) if values[1:] else real_sum(*values)
+    prefetch.begin_sum = lambda *values: (lambda: [6.0, *real_sum(*values)()[1:]]) if values[1:] else real_sum(*values)
     bug = dataclasses.replace(
         sft, shares=lambda model, micro, totals: sft.shares(model, micro, totals) / max(1, len(micro.targets))
     )
@@ -41,9 +41,9 @@ def mean_of_means(train):
 
 @planted_in("zero2", 1, 2)
 def count_of_the_step_before(train):
-    from shardbook.run import ahead
+    from shardbook.run import prefetch
 
-    real, begun = ahead.begin_sum, []
+    real, begun = prefetch.begin_sum, []
 
     def begin_sum(*values):
         if not values[1:]:  # who was asked to stop
@@ -51,7 +51,7 @@ def count_of_the_step_before(train):
         begun.append(values)
         return real(*begun[-2:][0])
 
-    ahead.begin_sum = begin_sum
+    prefetch.begin_sum = begin_sum
 
 
 @planted_in("zero3", 1, 2, extra=("train.loss_chunk_tokens=16",))

@@ -33,7 +33,6 @@ from shardbook.ranks.exits import DONE, FAILED, WRONG, RunFailed, exit_rank, rep
 from shardbook.ranks.progress import marked
 from shardbook.ranks.settings import use_deterministic
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe
-from shardbook.run.ahead import BatchPrefetcher
 from shardbook.run.checkpoint import TrainState, newest_checkpoint
 from shardbook.run.console import Console
 from shardbook.run.directory import environment, open_everywhere
@@ -42,6 +41,7 @@ from shardbook.run.export import export_result
 from shardbook.run.garbage import synchronized_gc
 from shardbook.run.meter import Meter
 from shardbook.run.out_of_memory import OomGuard
+from shardbook.run.prefetch import BatchPrefetcher
 from shardbook.run.prepare import Job, lay_out_run, prepare_job
 from shardbook.run.profile import Profile
 from shardbook.run.reference import Reference
@@ -75,9 +75,9 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     # Model and optimizer; then the start: this run's newest checkpoint, else the recipe's, else pretrained weights,
     # else random ones.
     sharded = build(job, ranks.device)
-    fits = OomGuard(job, sharded)
-    with fits:
-        optimizer = fits.optimizer = settle(job.model, sharded, recipe.optim, ranks.device)
+    oom_guard = OomGuard(job, sharded)
+    with oom_guard:
+        optimizer = oom_guard.optimizer = settle(job.model, sharded, recipe.optim, ranks.device)
         reference = Reference(job, run.path, ranks, console, stop)
         state, source = start_from(newest, job, sharded, optimizer, reference)
     if reference.stopped:
@@ -93,7 +93,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
     shown = console.start(state.step, job.steps)
     watch, together = watch_steps(ranks, recipe.run.hang_seconds, meter.first_steps), synchronized_gc()
-    with shown, profile, fits, meter, watch as finish_step, together as collect:
+    with shown, profile, oom_guard, meter, watch as finish_step, together as collect:
         if state.step == 0:
             observer.after(0)
         ahead = BatchPrefetcher(job.loader, stop)
@@ -118,7 +118,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             finish_step(step)
 
     stopped = state.step < job.steps
-    with fits:
+    with oom_guard:
         saver.finish(state, stopped)
     if stopped:
         return console.show_stopped(run.name, newest_checkpoint(run.checkpoints), state.step, job.steps)

@@ -36,7 +36,7 @@ class Lora(Section):
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
     @model_validator(mode="after")
-    def something_to_set(self) -> "Lora":
+    def validate_lora(self) -> "Lora":
         if not self.r and (changed := self.model_dump(exclude_defaults=True)):
             name = sorted(changed)[0]
             raise ValueError(f"r = 0 and {name} is set: nothing is adapted; set lora.r=16, or leave {name} out")
@@ -107,7 +107,7 @@ class Optim(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def known_to_fail(cls, given: Any) -> Any:
+    def refuse_known_failures(cls, given: Any) -> Any:
         name = given.get("name") if isinstance(given, dict) else None
         for pattern, why in REFUSED_OPTIMIZERS.items():
             if isinstance(name, str) and re.search(pattern, name, re.IGNORECASE):
@@ -115,7 +115,7 @@ class Optim(Section):
         return given
 
     @model_validator(mode="after")
-    def possible_numbers(self) -> "Optim":
+    def validate_numbers(self) -> "Optim":
         if self.warmup_steps != int(self.warmup_steps) and self.warmup_steps > 1:
             raise ValueError(f"warmup_steps = {self.warmup_steps}: a count of steps is whole, a share is below 1")
         wanted = 3 if self.name == "ademamix" else 2

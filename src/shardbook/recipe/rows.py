@@ -39,7 +39,7 @@ class Data(Section):
     num_proc: int = key(1, "Processes that tokenise.", ge=1)
 
     @model_validator(mode="after")
-    def keys_that_agree(self) -> "Data":
+    def validate_keys(self) -> "Data":
         if self.eval and self.eval_size:
             raise ValueError(f"eval = {self.eval!r} and eval_size = {self.eval_size}: set one of the two")
         if self.eval_size != int(self.eval_size) and self.eval_size > 1:

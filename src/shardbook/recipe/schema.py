@@ -77,7 +77,7 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def known_to_differ(cls, given: Any) -> Any:
+    def refuse_kto(cls, given: Any) -> Any:
         if isinstance(given, dict) and given.get("method") == "kto":
             raise ValueError(
                 "method = 'kto': its loss is of a whole batch, so every layout would train another model; "
@@ -86,7 +86,7 @@ class Recipe(Section):
         return given
 
     @model_validator(mode="after")
-    def keys_that_compose(self, info: ValidationInfo) -> "Recipe":
+    def validate_composition(self, info: ValidationInfo) -> "Recipe":
         """Raises for all contradictions, except rules that read a section named in the validation's context."""
         refuse(found for found in conflicts(self) if not found.rule.sections & set(info.context or ()))
         return self

@@ -62,7 +62,7 @@ class Model(Section):
     )
 
     @model_validator(mode="after")
-    def bits_that_are_used(self) -> "Model":
+    def validate_bits(self) -> "Model":
         if self.bnb_4bit_use_double_quant and not self.load_in_4bit:
             raise ValueError("bnb_4bit_use_double_quant = true: nothing is in 4 bits; set model.load_in_4bit=true")
         return self
@@ -195,7 +195,7 @@ class Offload(Section):
     ring: int = key(4, "Buckets in flight between disk and AdamW.", ge=2)
 
     @model_validator(mode="after")
-    def tiers_that_fit(self) -> "Offload":
+    def validate_tiers(self) -> "Offload":
         if TIERS.index(self.params) > TIERS.index(self.optimizer):
             raise ValueError(
                 f"params = {self.params!r}: lies further out than optimizer = {self.optimizer!r}, whose masters it is "
@@ -236,7 +236,7 @@ class Train(Section):
     export_dtype: Literal["fp32", "bf16"] = key("fp32", "Dtype of the exported weights.")
 
     @model_validator(mode="after")
-    def steps_that_come(self) -> "Train":
+    def validate_steps(self) -> "Train":
         if bool(self.steps) == bool(self.epochs):
             raise ValueError(f"steps = {self.steps} and epochs = {self.epochs}: set exactly one of the two above 0")
         asked = self.profile_steps
@@ -254,7 +254,7 @@ class Generate(Section):
     prompts: list[str] = key([], "Own user messages in place of rows; continued as text without a chat template.")
 
     @model_validator(mode="after")
-    def something_to_generate(self) -> "Generate":
+    def validate_generate(self) -> "Generate":
         if not self.steps and (changed := sorted(self.model_dump(exclude_defaults=True))):
             raise ValueError(
                 f"steps = 0 and {changed[0]} is set: nothing is generated; set generate.steps=100, or leave "
@@ -296,7 +296,7 @@ class Run(Section):
     )
 
     @model_validator(mode="after")
-    def known_trackers(self) -> "Run":
+    def validate_trackers(self) -> "Run":
         if "none" in self.report_to and self.report_to not in ("none", ["none"]):
             raise ValueError(f"report_to = {self.report_to!r}: none stands alone")
         for tracker in [self.report_to] if isinstance(self.report_to, str) else self.report_to:

@@ -9,8 +9,8 @@ from datasets import Dataset
 from shardbook.data.loader import Batching, Loader, RowError
 from shardbook.data.tokenized import Documents
 from shardbook.ranks.exits import RunFailed
-from shardbook.run import ahead
-from shardbook.run.ahead import BatchPrefetcher
+from shardbook.run import prefetch
+from shardbook.run.prefetch import BatchPrefetcher
 
 COUNT = 7
 
@@ -23,7 +23,7 @@ def loader(rows=None):
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
-    monkeypatch.setattr(ahead, "begin_sum", lambda *values: lambda: [float(value) for value in values])
+    monkeypatch.setattr(prefetch, "begin_sum", lambda *values: lambda: [float(value) for value in values])
 
 
 def ids(micros):
