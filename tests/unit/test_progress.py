@@ -8,7 +8,7 @@ import torch
 
 from shardbook.comm.ledger import first_steps
 from shardbook.ranks.distributed import watch_steps
-from shardbook.ranks.progress import HERE, Progress, RankProgress, find_stragglers, long_phase, marked
+from shardbook.ranks.progress import PROGRESS, Progress, RankProgress, find_stragglers, long_phase, mark_each
 
 
 def there(marks, seconds, waits=False):
@@ -65,8 +65,8 @@ def test_a_step_that_compiles_is_not_watched(here):
 @pytest.fixture
 def here(monkeypatch):
     for name, value in {"marks": 0, "step": 0, "doing": "", "watched": False, "_seen": 0, "_seconds": 0.0}.items():
-        monkeypatch.setattr(HERE, name, value)
-    return HERE
+        monkeypatch.setattr(PROGRESS, name, value)
+    return PROGRESS
 
 
 def test_a_long_phase_is_not_watched(here):
@@ -78,7 +78,7 @@ def test_a_long_phase_is_not_watched(here):
 
 
 def test_marks_of_micro_batches(here):
-    assert [(item, here.doing, here.marks) for item in marked("ab", "micro-batch")] == [
+    assert [(item, here.doing, here.marks) for item in mark_each("ab", "micro-batch")] == [
         ("a", "in micro-batch 1", 1),
         ("b", "in micro-batch 2", 2),
     ]
@@ -87,6 +87,6 @@ def test_marks_of_micro_batches(here):
 
 def test_a_mark_costs_nothing(here):
     began = time.thread_time()
-    for _ in marked(range(1000), "micro-batch"):
+    for _ in mark_each(range(1000), "micro-batch"):
         pass
     assert time.thread_time() - began < 0.1  # 100 us each, where a micro-batch takes milliseconds

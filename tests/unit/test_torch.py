@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from shardbook.comm import torch_private
 from shardbook.recipe import RecipeError
 
-HERE = [part for part in torch_private.NEEDED if part != "cuda" or torch.cuda.is_available()]
+PROGRESS = [part for part in torch_private.NEEDED if part != "cuda" or torch.cuda.is_available()]
 
 
 def without(monkeypatch, path):
@@ -40,17 +40,17 @@ def without(monkeypatch, path):
 
 
 def test_this_torch_has_every_name():
-    torch_private.probe(*HERE)
+    torch_private.probe(*PROGRESS)
 
 
 @pytest.mark.parametrize(
-    "part, path", [(part, path) for part in HERE for path in torch_private.NEEDED[part]], ids=lambda word: word
+    "part, path", [(part, path) for part in PROGRESS for path in torch_private.NEEDED[part]], ids=lambda word: word
 )
 def test_a_name_that_is_gone_is_one_line(monkeypatch, part, path):
     for either in path.split("|"):
         without(monkeypatch, either)
     with pytest.raises(RecipeError) as refused:
-        torch_private.probe(*HERE)
+        torch_private.probe(*PROGRESS)
     said = str(refused.value)
     assert said.startswith(f"torch {torch.__version__} lacks ") and "\n" not in said
     assert path.split("|")[0] in said and "tested with torch 2.11 to 2.13" in said

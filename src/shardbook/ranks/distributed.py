@@ -25,7 +25,7 @@ from shardbook.comm.torch_private import backends_of, probe
 from shardbook.ranks.heartbeat import Heartbeat, watch_launcher
 from shardbook.ranks.join import INTERFACE, Rendezvous, Store, join_ranks, read_member, read_rendezvous
 from shardbook.ranks.lost import is_out_of_reach
-from shardbook.ranks.progress import HERE
+from shardbook.ranks.progress import PROGRESS
 from shardbook.ranks.settings import allocator_default, keep_freed_memory, raise_descriptors, record_in, start_recorder
 from shardbook.recipe import RecipeError, first_line
 
@@ -82,7 +82,7 @@ def start_distributed(lost_seconds: float = 0, hang_seconds: float = 0) -> Ranks
         start_recorder()
     else:
         keep_freed_memory()
-    HERE.blocks = device.type == "cpu"
+    PROGRESS.blocks = device.type == "cpu"
     store = join_ranks(place)
     _share_cores(place, store)
     # without device_id: with it every barrier, also one around an hour of tokenizing, would be NCCL's
@@ -90,11 +90,11 @@ def start_distributed(lost_seconds: float = 0, hang_seconds: float = 0) -> Ranks
     watches = hang_seconds or (lost_seconds and place.world_size > 1)
     heartbeat = Heartbeat(place, store, lost_seconds, hang_seconds) if watches else None
     connect(place, store, backend)
-    _meet(place, store, "connected")  # else a rank may end while another still connects to it
+    _barrier(place, store, "connected")  # else a rank may end while another still connects to it
     return Ranks(place.rank, place.world_size, place.local_rank, place.ranks_per_node, device, heartbeat)
 
 
-def _meet(place: Rendezvous, store: Store, name: str) -> None:
+def _barrier(place: Rendezvous, store: Store, name: str) -> None:
     """Waits until every rank is here; rank 0, which may host the store, until the others have read that, too."""
     everyone = range(place.world_size)
     store.set(f"{name}/{place.rank}", "")
@@ -144,19 +144,19 @@ def watch_steps(ranks: Ranks, hang_seconds: float, first_steps: int = 1) -> Iter
 
     def finish(step: int) -> None:
         compiles = next(left) > 0
-        if not (HERE.watched or compiles) and ranks.device.type == "cuda":
+        if not (PROGRESS.watched or compiles) and ranks.device.type == "cuda":
             set_time_limit("cuda", limit)
-        HERE.finish(step, watched=not compiles)
+        PROGRESS.finish(step, watched=not compiles)
 
     yield finish
-    HERE.watched = False
+    PROGRESS.watched = False
     if ranks.device.type == "cuda":  # (on a CPU gloo serves "cuda" too)
         set_time_limit("cuda", TIMEOUT)  # in an export ranks wait for a disk again
 
 
 def leave_hangs_in(folder: Path) -> None:
     """Sets `folder` for stacks and records of a hang; it is made when there is something to write."""
-    HERE.folder = folder
+    PROGRESS.folder = folder
     record_in(folder)
 
 
@@ -206,9 +206,9 @@ def begin_sum(*values: float) -> Callable[[], list[float]]:
     work = dist.all_reduce(total, async_op=True)
 
     def wait() -> list[float]:
-        HERE.mark("in a sum over all ranks")  # a rank that waits here is ahead of one that has not begun the sum
+        PROGRESS.mark("in a sum over all ranks")  # a rank that waits here is ahead of one that has not begun the sum
         work.wait()
-        HERE.mark("after a sum over all ranks")
+        PROGRESS.mark("after a sum over all ranks")
         return [float(value) for value in total]
 
     return wait

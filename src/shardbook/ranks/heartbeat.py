@@ -22,7 +22,7 @@ from shardbook.comm.torch_private import collectives_record
 from shardbook.ranks.exits import FAILED, GOODBYES, LEAVE_NOTICE, LEAVING, exit_rank, tell_others
 from shardbook.ranks.join import Rendezvous, Store, name_ranks, open_store, read_member
 from shardbook.ranks.lost import is_closed_store
-from shardbook.ranks.progress import HERE, RankProgress, find_stragglers
+from shardbook.ranks.progress import PROGRESS, RankProgress, find_stragglers
 from shardbook.recipe import RecipeError
 
 LAUNCHER = "SHARDBOOK_LAUNCHER"  # pid of the process that started this one (a rank, or a run of a comparison)
@@ -91,7 +91,7 @@ class Heartbeat:
         count, passed, before = 0, 0.0, time.monotonic()
         while not LEAVING.wait(self.every):
             count += 1
-            own = HERE.stand(passed)
+            own = PROGRESS.stand(passed)
             try:
                 self.store.set(f"beat/{self.place.rank}", own.dump(count))
                 if self.store.check(["lost"]):
@@ -155,7 +155,7 @@ class Heartbeat:
         at = f"step {first.step}, {first.doing}" + f" ({first.line})" * bool(first.line)
         others = ("; the others wait" + " for it" * (len(behind) == 1)) * (len(behind) < len(there))
         device = ": a collective on the device that does not end, or a disk that does not answer" * everyone
-        where = f"; stacks and records of collectives are in {HERE.folder}" * bool(HERE.folder)
+        where = f"; stacks and records of collectives are in {PROGRESS.folder}" * bool(PROGRESS.folder)
         return f"{who_has} stood still for {first.seconds:.0f} s at {at}{device}{others}{where}; {AGAIN}"
 
     def _who_has(self, ranks: list[int]) -> str:
@@ -176,12 +176,12 @@ class Heartbeat:
 def leave_evidence(rank: int) -> None:
     """Writes this process's stacks (`stacks-<rank>.txt`) and torch's record of its last collectives
     (`collectives-<rank>`; NCCL's is for `torchfrtrace`) into the run's folder for hangs."""
-    if HERE.folder is None:
+    if PROGRESS.folder is None:
         return
-    HERE.folder.mkdir(exist_ok=True)
-    with (HERE.folder / f"stacks-{rank}.txt").open("w") as file:
+    PROGRESS.folder.mkdir(exist_ok=True)
+    with (PROGRESS.folder / f"stacks-{rank}.txt").open("w") as file:
         faulthandler.dump_traceback(file)
-    (HERE.folder / f"collectives-{rank}").write_bytes(collectives_record(HERE.blocks))
+    (PROGRESS.folder / f"collectives-{rank}").write_bytes(collectives_record(PROGRESS.blocks))
 
 
 def tell_run(place: Rendezvous, reason: str, keeps_store: bool) -> None:

@@ -74,30 +74,30 @@ class Progress:
         return RankProgress(marks, in_collective and self.blocks, round(self._seconds, 1), self.step, self.doing, line)
 
 
-HERE = Progress()  # a process has one main thread
+PROGRESS = Progress()  # a process has one main thread
 
 
-def marked(items: Iterable[T], name: str) -> Iterator[T]:
+def mark_each(items: Iterable[T], name: str) -> Iterator[T]:
     """Yields `items`, each called a `name`, and makes a mark before each and one after the last."""
     each = iter(items)
     for number in count(1):
-        HERE.mark(f"in {name} {number}")  # before the item is made, which may be work
+        PROGRESS.mark(f"in {name} {number}")  # before the item is made, which may be work
         try:
             item = next(each)
         except StopIteration:
             break
         yield item
-    HERE.mark(f"after its last {name}")
+    PROGRESS.mark(f"after its last {name}")
 
 
 @contextlib.contextmanager
 def long_phase(name: str) -> Iterator[None]:
     """Suspends the watch inside: a disk may take any time."""
-    watched, HERE.watched = HERE.watched, False
-    HERE.mark(f"in {name}")
+    watched, PROGRESS.watched = PROGRESS.watched, False
+    PROGRESS.mark(f"in {name}")
     yield
-    HERE.watched = watched
-    HERE.mark(f"after {name}")
+    PROGRESS.watched = watched
+    PROGRESS.mark(f"after {name}")
 
 
 def find_stragglers(standings: dict[int, RankProgress], seconds: float) -> list[int]:

@@ -10,7 +10,7 @@ from shardbook.objectives import Objective
 from shardbook.parallel.pipeline import run_forward
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import Ranks, sum_over_ranks
-from shardbook.ranks.progress import marked
+from shardbook.ranks.progress import mark_each
 from shardbook.run.console import Console
 from shardbook.run.generate import Samples
 from shardbook.run.meter import Meter, is_due
@@ -50,7 +50,7 @@ def evaluate(
     """Returns the loss and metrics of all `held_out` rows, over all ranks. Collective."""
     model, shares_of = sharded.model.eval(), objective.of(held_out.totals)
     seen = torch.zeros(1 + len(objective.metrics), device=ranks.device)
-    for micro in marked(eval_micro_batches(held_out, batching), "held-out micro-batch"):
+    for micro in mark_each(eval_micro_batches(held_out, batching), "held-out micro-batch"):
         seen += run_forward(sharded, micro, shares_of, ranks.device)
     sharded.reshard()
     model.train()

@@ -20,7 +20,7 @@ from shardbook.arithmetic import ceil_div
 from shardbook.model.attention import cached_attention
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import Ranks, sum_over_ranks
-from shardbook.ranks.progress import marked
+from shardbook.ranks.progress import mark_each
 from shardbook.run.console import Console
 from shardbook.run.metrics import Recorder
 from shardbook.run.prepare import Job
@@ -97,7 +97,7 @@ def decode(
     is_done = torch.zeros(len(prompts), dtype=torch.bool)
     # eager: compiled blocks would be compiled again for every length
     with sharded.gathered_once(), cached_attention(model.config), torch.compiler.set_stance("force_eager"):
-        for turn in marked(range(most), "token of samples"):
+        for turn in mark_each(range(most), "token of samples"):
             places = (attended.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
             found.append(choose(model(ids, places, attended, cache=cache), turn))
             is_done |= torch.isin(found[-1], ends)

@@ -13,7 +13,7 @@ from shardbook.data.loader import Loader, MicroBatch, RowError, count_totals, co
 from shardbook.data.tokenized import Totals
 from shardbook.ranks.distributed import StopFlag, begin_sum
 from shardbook.ranks.exits import RunFailed
-from shardbook.ranks.progress import HERE
+from shardbook.ranks.progress import PROGRESS
 
 
 class Step(NamedTuple):
@@ -39,12 +39,12 @@ class BatchPrefetcher:
         """Begins the sum over ranks of the next step's counts, and to make the micro-batches of the step after it. Call
         it when all of the running step's work is launched. Collective."""
         began = time.perf_counter()
-        HERE.mark("at the rows of its next step")
+        PROGRESS.mark("at the rows of its next step")
         try:
             micros = self._made.result()
         except RowError as error:  # raised by `take`: the step may not be taken, and the others wait in the sum
             micros, self._error = [], error
-        HERE.mark("after its last micro-batch")
+        PROGRESS.mark("after its last micro-batch")
         self.waited_seconds += time.perf_counter() - began
         self._made = self._make()
         counts = count_totals(micros, self.loader.batching.sequences)
