@@ -2,14 +2,18 @@
 numbers are those of one plain process. What was wrong once is planted again, and found."""
 
 import dataclasses
+from functools import wraps
 
 import pytest
 import torch
-from cases import Case, assert_exact_bytes, assert_parity, outcomes_of, reference_of, run_cases
+from cases import Case, assert_exact_bytes, assert_parity, groups_of_reductions, outcomes_of, reference_of, run_cases
 from cuda_stand_in import on_cuda
 from pipeline_cases import deep
 from tensor_cases import write_models
+from torch.distributed.fsdp import FSDPModule
 from world import losses, run_world, train_rank
+
+from shardbook.model import nf4
 
 # as tests/gpu: here only the order is a GPU's, and rows are padded to what its kernels take
 TOLERANCE = 1e-5
@@ -94,7 +98,8 @@ def asks_before():
 
 
 def connects_late():
-    """And no message passes a link before a step."""
+    """And no message passes a link before a step. Alone that hangs in no schedule, since a rank that asks for nothing
+    before its own work is launched comes to each first message by itself (tests/unit/test_schedule.py)."""
     asks_before()
     import streams
 
@@ -153,6 +158,43 @@ def rates_of_pageable_memory():
     torch.Tensor.pin_memory = lambda self: self
 
 
+def slots_are_read_into_at_once():
+    """The disk's next bucket goes into a slot that the device may still be copying masters from."""
+    from shardbook.memory.host_adamw import HostAdamW
+
+    real = HostAdamW._through_disk
+
+    def through_disk(self, *given):
+        self.homes.sent = lambda: None
+        real(self, *given)
+        del self.homes.sent
+
+    HostAdamW._through_disk = through_disk
+
+
+def loads_again():
+    """No bug: before each step masters are written, with what they are, and spread, as by a load."""
+    from shardbook.memory.offload import Offloaded
+
+    begin = Offloaded.begin_step
+
+    def begin_step(self):
+        for master in self.masters().parameters():
+            master.data.mul_(1)
+        self.spread()
+        begin(self)
+
+    Offloaded.begin_step = begin_step
+
+
+def a_load_waits_for_the_host_alone():
+    """And masters are written that are still under way to the device."""
+    loads_again()
+    from shardbook.memory.host_adamw import HostAdamW
+
+    HostAdamW.wait = lambda self: [unit.ready.result() for unit in self.units if unit.ready]
+
+
 OFFLOAD = ("offload.optimizer=cpu", "train.gradient_accumulation_steps=2")
 PLANTED = {
     asks_before: (2, "a launch waits for a receive", ("parallel.pp_size=2", "parallel.pipeline_schedule=gpipe")),
@@ -160,6 +202,8 @@ PLANTED = {
     gradients_are_not_held: (2, "takes memory on", OFFLOAD),
     a_thread_without_a_device: (1, "set no device", (*OFFLOAD, "offload.params=cpu")),
     rates_of_pageable_memory: (1, "not pinned", ("optim.name=adamw_bf16",)),
+    slots_are_read_into_at_once: (1, "the disk on thread", ("offload.optimizer=nvme",)),
+    a_load_waits_for_the_host_alone: (1, "aten::mul_ on thread MainThread", OFFLOAD),
 }
 
 
@@ -172,9 +216,94 @@ def train_with(plant, words):
 def test_a_planted_bug_is_found(plant, recipe, tmp_path):
     world, said, words = PLANTED[plant]
     words = [str(recipe), f"run.name={plant.__name__}", "train.steps=3", "train.eval_steps=0", *FP32, *words]
+    words += [f"offload.path={tmp_path}"] * ("offload.optimizer=nvme" in words)
     try:
         found = run_world(world, on_cuda, train_with, plant, words)
     except AssertionError as error:
         assert said in str(error)
     else:
         assert any(code == 1 and said in err for code, _, err in found), found
+
+
+def test_a_load_between_steps_changes_nothing(recipe):
+    for plant in (int, loads_again):
+        words = [str(recipe), f"run.name=load-{plant.__name__}", "train.steps=3", *FP32, *OFFLOAD]
+        assert run_world(1, on_cuda, train_with, plant, words)[0][0] == 0
+    assert losses(recipe.parent / "load-loads_again") == losses(recipe.parent / "load-int")
+
+
+# ---- what is slow, where it is left out
+
+
+def one_communicator():
+    from shardbook.parallel import sharding
+
+    sharding.separate_reductions = lambda roots: None
+
+
+def groups_with(plant, words):
+    plant()
+    return groups_of_reductions(words)
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="torch before 2.13: one communicator for both"
+)
+def test_reductions_have_a_communicator_of_their_own_on_a_gpu_alone(recipe):
+    for around, plant, group in (
+        ([on_cuda], int, "fsdp_reduce_scatter"),
+        ([on_cuda], one_communicator, "default_pg"),
+        ([], int, "default_pg"),
+    ):
+        words = [str(recipe), f"run.name=groups-{len(around)}-{plant.__name__}", "train.steps=1", *FP32]
+        assert run_world(2, *around, groups_with, plant, words) == [(0, {group})] * 2
+
+
+def compiles_nothing():
+    nf4.fused = lambda function, *_: function
+
+
+def compiles_parts():
+    real = nf4._unpack
+
+    def unpack(*given):
+        torch.compiler.is_compiling = lambda: False
+        real(*given)
+
+    nf4._unpack = unpack
+
+
+def unpack_with(plant, device):
+    """How many compiled kernels unpack a matrix, in how many parts, and its bits."""
+    from shardbook.comm import fused
+
+    real, embedding, kernels, parts = torch.compile, nf4.F.embedding, [], []
+
+    @wraps(real)
+    def compile(function, **options):
+        assert options["fullgraph"]
+
+        def kernel(*given):
+            kernels.append(function)
+            torch.compiler.is_compiling = lambda: True
+            function(*given)
+
+        return kernel
+
+    torch.compile, fused.has_triton, nf4.has_kernel, nf4.AT_ONCE = compile, lambda: True, lambda: False, 1000
+    nf4.F.embedding = lambda *given: parts.append(given) or embedding(*given)
+    plant()
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    rows = torch.linspace(-1, 1, 40 * 128).view(40, 128)
+    packed = [each.to(device) for each in nf4.quantize_rows(rows)]
+    weight = nf4.unpack_nf4(*packed, 128, False, torch.bfloat16, False)
+    return len(kernels), len(parts), weight.view(torch.int16).tolist()
+
+
+def test_a_gpu_unpacks_all_rows_in_one_compiled_kernel():
+    ((_, _, bits),) = cpu = run_world(1, unpack_with, int, "cpu")
+    assert cpu == [(0, 6, bits)]
+    assert run_world(1, on_cuda, unpack_with, int, "cuda") == [(1, 1, bits)]
+    assert run_world(1, on_cuda, unpack_with, compiles_nothing, "cuda") == [(0, 6, bits)]
+    assert run_world(1, on_cuda, unpack_with, compiles_parts, "cuda") == [(1, 6, bits)]

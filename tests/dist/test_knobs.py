@@ -1,12 +1,11 @@
 """The knobs of a stage: each changes what it says, in exact bytes or in the order of gathers, and no number."""
 
 import contextlib
-import functools
 import re
 
 import pytest
 import torch
-from cases import Case, assert_exact_bytes, assert_parity, outcomes_of, reference_of, run_cases
+from cases import Case, assert_exact_bytes, assert_parity, groups_of_reductions, outcomes_of, reference_of, run_cases
 from tiny import config, write_recipe
 from toys import Scenario, Toy, train_toy
 from torch.distributed.fsdp import FSDPModule
@@ -308,12 +307,11 @@ def test_contradictions(keys, words):
 def train_with_own_reductions(words, separates):
     """The exit code, the groups that were made for reductions, and the groups of all reductions."""
     import torch.distributed as dist
-    from world import train_rank
 
     import shardbook.train as train
     from shardbook.parallel.sharding import separate_reductions
 
-    made, used, real, new_group = [], set(), train.apply_stage, dist.new_group
+    made, real, new_group = [], train.apply_stage, dist.new_group
 
     def apply_stage(model, *given):
         sharded = real(model, *given)
@@ -325,17 +323,9 @@ def train_with_own_reductions(words, separates):
         made.append(named.get("group_desc"))
         return new_group(*given, **named)
 
-    def name(reduce):
-        def naming(*given, **named):
-            used.add(named["group"].group_desc)
-            return reduce(*given, **named)
-
-        return functools.wraps(reduce)(naming)  # the ledger asks for its arguments' names
-
     train.apply_stage, dist.new_group = apply_stage, count
-    for function in {"reduce_scatter_single", "reduce_scatter_tensor"} & vars(dist).keys():
-        setattr(dist, function, name(getattr(dist, function)))
-    return train_rank(words)[0], made.count("fsdp_reduce_scatter"), used
+    code, used = groups_of_reductions(words)
+    return code, made.count("fsdp_reduce_scatter"), used
 
 
 @pytest.mark.skipif(

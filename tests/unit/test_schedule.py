@@ -200,11 +200,12 @@ def asked_by(monkeypatch, shape, rank, evaluates=False):
     return events
 
 
-def stuck(asked, sends_wait=False):
+def stuck(asked, sends_wait=False, connects=False):
     """How much of what each rank asks is never done, where whatever is launched may wait until its device is idle.
 
     A device is idle when what was launched is done, what was asked for has come and, if `sends_wait`, what was sent has
     been asked for by the other rank, as NCCL has it with what is larger than its buffers. Each link passes in order.
+    `connects`: no message passed it before, and in its first one each rank waits for the other to come there.
     """
     ends = {"send": {}, "receive": {}}
     for rank, events in asked.items():
@@ -228,6 +229,10 @@ def stuck(asked, sends_wait=False):
                 busy = set()
             elif kind == "receive" or sends_wait:
                 busy.add(other[rank, number])
+    for link in ends["send"] if connects else ():
+        pair = ends["send"][link][0], ends["receive"][link][0]
+        for here, (rank, number) in (pair, pair[::-1]):
+            needs[here] |= {(rank, number - 1)} if number else set()
     waits_for, ready = {}, [event for event, before in needs.items() if not before]
     for event, before in needs.items():
         for each in before:
@@ -255,11 +260,16 @@ def test_no_device_waits_for_what_is_not_launched_yet(shape, monkeypatch):
     """
     ranks = range(shape[1])
     asked = {rank: asked_by(monkeypatch, shape, rank) for rank in ranks}
-    assert not stuck(asked)
+    assert not stuck(asked) and not stuck(asked, connects=True)
     assert bool(stuck(asked, sends_wait=True)) == (shape[0] == "interleaved" and shape[2] > shape[1])
     assert not stuck({rank: asked_by(monkeypatch, shape, rank, evaluates=True) for rank in ranks}, sends_wait=True)
     asks_before(monkeypatch)
     assert stuck({rank: asked_by(monkeypatch, shape, rank) for rank in ranks})
+
+
+def test_ranks_that_ask_each_other_first_never_connect():
+    asked = {0: [("receive", "a"), ("send", "b")], 1: [("receive", "b"), ("send", "a")]}
+    assert not stuck(asked) and stuck(asked, connects=True) == 4
 
 
 class Allocations(TorchDispatchMode):
