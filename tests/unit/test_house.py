@@ -232,6 +232,7 @@ def test_rooms_stay_small():
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
+    "AGENTS.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
