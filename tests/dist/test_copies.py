@@ -164,11 +164,11 @@ def test_one_rank_has_its_own(params):
 
 
 def earlier_micros_are_lost(copies):
-    def add(part, number, gradient, dtype, real=copies.Part.add):
-        part.filled.discard(number)
+    def add(part, number, gradient, dtype, real=copies.UnitCopy.add):
+        part.in_flat.discard(number)
         real(part, number, gradient, dtype)
 
-    copies.Part.add = add
+    copies.UnitCopy.add = add
 
 
 def evaluation_stays(copies):
