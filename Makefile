@@ -82,7 +82,7 @@ test-slow: $(DEV)  ## what make test leaves out: signals, comparisons, other lau
 
 # Ranks whose device is a stand-in that keeps CUDA's rules (tests/streams.py): its own tests, what a step moves, and these
 # files again; tests/gpu as far as it goes without a GPU.
-STREAMED = $(addprefix tests/dist/test_,$(addsuffix .py,offload qlora generate lora dpo)) tests/gpu/test_moves_cuda.py
+STREAMED = $(addprefix tests/dist/test_,$(addsuffix .py,offload qlora generate lora dpo zeropp resume)) tests/gpu/test_moves_cuda.py
 test-streams: $(DEV)  ## streams, threads, pinned memory and communicators by CUDA's rules, on a CPU
 	$(PYTEST) -n 2 --dist load tests/cuda
 	$(PYTEST) -n 2 --dist loadfile --streams $(STREAMED)
