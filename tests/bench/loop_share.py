@@ -41,10 +41,11 @@ def mark_each(name, work):
 def rank(words: list[str]) -> int:
     """One rank of a run, with the marks."""
     import shardbook.train as train
+    from shardbook.run import prepare
 
-    objective = train.build_objective("sft", None)
+    objective = prepare.build_objective("sft", None)
     objective = dataclasses.replace(objective, shares=mark_each("model", objective.shares))
-    train.build_objective = lambda *given: objective
+    prepare.build_objective = lambda *given: objective
     torch.Tensor.backward = mark_each("model", torch.Tensor.backward)
     train.clip_gradients = mark_each("clip", train.clip_gradients)
     torch.optim.AdamW.step = mark_each("optimizer", torch.optim.AdamW.step)

@@ -26,6 +26,7 @@ def bytes_of_stage(words, stage):
     """Of the first rank of a stage: most that is alive in a step, and the formula's peak."""
     import torch
     import torch.distributed as dist
+    from test_simulate import with_layers
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -44,7 +45,7 @@ def bytes_of_stage(words, stage):
     from shardbook.plan.peak import predict_peak
 
     recipe = recipe_of(*words)
-    config = simulate._with_layers(shape_config(recipe.model.path, 8192), LAYERS)
+    config = with_layers(shape_config(recipe.model.path, 8192), LAYERS)
     dist.init_process_group("fake", rank=stage * WORLD // RANKS, world_size=WORLD, store=FakeStore())
     send = PipelineLinks.send
 
