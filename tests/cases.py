@@ -288,10 +288,10 @@ def joined(each: list[dict[str, Part]], stages: int) -> dict[str, Tensor]:
             return each[int(ranks)][name].local
         pieces = [join(name, ranks.select(-1, place), cuts[:-1]) for place in range(ranks.shape[-1])]
         return (
-            torch.cat(pieces, cuts[-1]) if cuts[-1] is not None else tp_size(name, pieces if stages > 1 else pieces[:1])
+            torch.cat(pieces, cuts[-1]) if cuts[-1] is not None else agreed(name, pieces if stages > 1 else pieces[:1])
         )
 
-    def tp_size(name: str, tensors: list[Tensor]) -> Tensor:
+    def agreed(name: str, tensors: list[Tensor]) -> Tensor:
         for other in tensors[1:]:
             assert torch.equal(tensors[0], other), f"{name} is not the same on two ranks"
         return tensors[0]
@@ -302,7 +302,7 @@ def joined(each: list[dict[str, Part]], stages: int) -> dict[str, Tensor]:
             first = rank if part.ranks is None else int(part.ranks.flatten()[0])
             if first not in found.setdefault(name, {}):
                 found[name][first] = part.local if part.ranks is None else join(name, part.ranks, part.cuts)
-    return {name: tp_size(name, list(tensors.values())) for name, tensors in found.items()}
+    return {name: agreed(name, list(tensors.values())) for name, tensors in found.items()}
 
 
 def whole(tensor) -> Tensor:

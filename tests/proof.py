@@ -109,12 +109,12 @@ def parity(recipe: Path, tiny: Path, cases: list[Case]) -> str:
             worst = max(assert_case(case, outcomes_of(case, results), wanted(case)) for case in group)
             first = group[0]
             lines.append([first.world, f"`{first.stage}`", first.replicas, first.shards, len(group), f"{worst:.1e}"])
-        tp_size = []
+        said = []
         for micros, stages in ((1, ["ddp", "zero1", "zero2", "zero3"]), (3, ["ddp", "zero1"]), (3, ["zero2", "zero3"])):
             layout = {stage: (2, 1) if stage == "ddp" else (1, 2) for stage in stages}
             found = [outcomes_of(Case(stage, *layout[stage], micros), results)[0].result for stage in stages]
             assert all(same_bits(found[0], other) for other in found[1:])
-            tp_size.append(f"{', '.join(stages)} with {micros} micro-batch{'es' * (micros > 1)}")
+            said.append(f"{', '.join(stages)} with {micros} micro-batch{'es' * (micros > 1)}")
     return f"""## Parity
 
 A tiny Llama, fp32, five steps through the whole of `train()` with an evaluation in between, against one process of
@@ -125,7 +125,7 @@ traffic and memory of every rank were equal to the formulas' to the byte, and re
 
 {rows(["ranks", "stage", "dp_replicate", "dp_shard", "runs", "worst"], lines)}
 
-{len(cases)} runs. Bit for bit the same losses, gradients and weights on two ranks: {"; ".join(tp_size)}."""
+{len(cases)} runs. Bit for bit the same losses, gradients and weights on two ranks: {"; ".join(said)}."""
 
 
 AXES = {  # beside a stage: the cases of each, what its section says

@@ -9,7 +9,7 @@ from pathlib import Path
 from wandb.proto.wandb_internal_pb2 import Record
 
 HEADER, BLOCK = 7, 32768  # of the file; of a chunk too: checksum 4, length 2, type 1
-GLOBAL_SHAPES, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 @dataclass
@@ -47,9 +47,9 @@ def records(data: bytes):
             at += BLOCK - at % BLOCK
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + HEADER])
-        if kind not in (GLOBAL_SHAPES, FIRST, MIDDLE, LAST):
+        if kind not in (WHOLE, FIRST, MIDDLE, LAST):
             break
-        parts = (b"" if kind in (GLOBAL_SHAPES, FIRST) else parts) + data[at + HEADER : at + HEADER + length]
+        parts = (b"" if kind in (WHOLE, FIRST) else parts) + data[at + HEADER : at + HEADER + length]
         at += HEADER + length
-        if kind in (GLOBAL_SHAPES, LAST):
+        if kind in (WHOLE, LAST):
             yield parts

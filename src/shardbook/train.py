@@ -105,7 +105,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             rate = learning_rate(recipe.optim, step, job.steps)
             set_learning_rate(optimizer, rate)  # before backward: an offloaded unit may be stepped in it
             passes = run_step(sharded, batch.micros, job.objective.of(batch.totals), ranks.device)
-            seen = meter.add_up(mark_each(passes, "micro-batch"))
+            seen = job.objective.add_up(mark_each(passes, "micro-batch"), ranks.device)
             norm = clip_gradients(sharded.gradients, recipe.optim.max_grad_norm)
             optimizer.step()
             state = TrainState(step, state.tokens + int(batch.totals.tokens), job.loader.state_dict())

@@ -20,7 +20,7 @@ from shardbook.plan.formulas import predict_gathered_peak, predict_resident
 from shardbook.plan.peak import predict_peak
 from shardbook.recipe import Optim, load_recipe, resolve_precision
 
-PROGRESS = Path(__file__).parent
+HERE = Path(__file__).parent
 SHAPES = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b"}
 OPTIMIZERS = get_args(Optim.model_fields["name"].annotation)
 
@@ -53,7 +53,7 @@ class Case:
         return f"{self.rows}-{self.length}.jsonl"
 
     def shape_folder(self, folder: Path) -> Path:
-        return PROGRESS / "shapes" / SHAPES[self.shape] if self.shape in SHAPES else folder / self.shape
+        return HERE / "shapes" / SHAPES[self.shape] if self.shape in SHAPES else folder / self.shape
 
     def overrides(self, folder: Path) -> list[str]:
         """The recipe's keys. Logged every ten steps, so that the clock holds what a run pays."""
@@ -84,14 +84,14 @@ class Case:
         if self.loop == "bare":
             data = [f"{folder}/tokenizer", f"{folder}/{self.rows_file}", str(self.length), str(self.batch)]
             return [
-                f"{PROGRESS}/bare_loop.py",
+                f"{HERE}/bare_loop.py",
                 str(out),
                 str(steps),
                 f"{self.shape_folder(folder)}",
                 *data,
                 self.checkpointing,
             ]
-        return [f"{PROGRESS}/one_run.py", str(out), str(steps), f"{folder}/bench.toml", *self.overrides(folder)]
+        return [f"{HERE}/one_run.py", str(out), str(steps), f"{folder}/bench.toml", *self.overrides(folder)]
 
 
 def cases_of(cuda: bool) -> list[Case]:

@@ -30,7 +30,7 @@ RECIPE = "smollm2-135m-fsdp"
 STAGES = ["ddp", "zero3"]
 
 
-def mark_each(name, work):
+def marked(name, work):
     def run(*words, **named):
         with record_function(name):
             return work(*words, **named)
@@ -44,11 +44,11 @@ def rank(words: list[str]) -> int:
     from shardbook.run import prepare
 
     objective = prepare.build_objective("sft", None)
-    objective = dataclasses.replace(objective, shares=mark_each("model", objective.shares))
+    objective = dataclasses.replace(objective, shares=marked("model", objective.shares))
     prepare.build_objective = lambda *given: objective
-    torch.Tensor.backward = mark_each("model", torch.Tensor.backward)
-    train.clip_gradients = mark_each("clip", train.clip_gradients)
-    torch.optim.AdamW.step = mark_each("optimizer", torch.optim.AdamW.step)
+    torch.Tensor.backward = marked("model", torch.Tensor.backward)
+    train.clip_gradients = marked("clip", train.clip_gradients)
+    torch.optim.AdamW.step = marked("optimizer", torch.optim.AdamW.step)
     return train.main(words)
 
 

@@ -87,17 +87,17 @@ class World:
 
     def hear(self) -> list:
         """What each rank says next. Raises LeftOut."""
-        teacher_hidden: dict[Connection, object] = {}
-        while len(teacher_hidden) < len(self.pipes):
-            ready = wait([pipe for pipe in self.pipes if pipe not in teacher_hidden], SECONDS)
+        heard: dict[Connection, object] = {}
+        while len(heard) < len(self.pipes):
+            ready = wait([pipe for pipe in self.pipes if pipe not in heard], SECONDS)
             if not ready:
                 raise LeftOut(f"said nothing for {SECONDS} s")
             for pipe in ready:
                 try:
-                    teacher_hidden[pipe] = pipe.recv()
+                    heard[pipe] = pipe.recv()
                 except (EOFError, ConnectionError):
                     raise LeftOut(self.reason(self.pipes.index(pipe))) from None
-        return [teacher_hidden[pipe] for pipe in self.pipes]
+        return [heard[pipe] for pipe in self.pipes]
 
     def step_on(self) -> None:
         """Let all ranks begin their next step."""

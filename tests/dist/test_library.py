@@ -220,10 +220,10 @@ def go_on_after_an_error(stages):
                 try:
                     with sharded.micro_batch(is_last=True) if around else contextlib.nullcontext():
                         model(x).sum().backward()
-                    teacher_hidden = ""
+                    heard = ""
                 except (ZeroDivisionError, RuntimeError) as error:
-                    teacher_hidden = str(error)
-                said[name, what, around, number] = teacher_hidden
+                    heard = str(error)
+                said[name, what, around, number] = heard
                 hook.remove()
     return said
 
@@ -232,13 +232,13 @@ def go_on_after_an_error(stages):
 def test_no_stage_goes_on_after_an_error(ranks, stages):
     """Whether ranks caught it or not. A forward that broke gathered nothing under ddp, and is forgotten."""
     for said in run_world(ranks, go_on_after_an_error, stages):
-        for (name, what, _, number), teacher_hidden in said.items():
+        for (name, what, _, number), heard in said.items():
             if not number:
-                assert teacher_hidden == "division by zero"
+                assert heard == "division by zero"
             elif (name, what) == ("ddp", "a forward"):
-                assert teacher_hidden == ""
+                assert heard == ""
             else:
-                assert teacher_hidden == f"{what} of this model ended in an error, and its gradients are lost: build it anew", name
+                assert heard == f"{what} of this model ended in an error, and its gradients are lost: build it anew", name
 
 
 # which block each of two micro-batches leaves out, step by step
@@ -410,8 +410,8 @@ def refuse():
     given = shard_model(Shared(), blocks=[], stage="ddp", mesh=replicas)  # one axis is enough where it has all ranks
     assert given.layout.sizes == {"dp_replicate": 2, "dp_shard": 1}
     activation = nn.GELU()  # a module without parameters may be in several blocks
-    tp_size = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), activation) for _ in range(2)))
-    assert len(shard_model(tp_size, blocks=tp_size).layout.units) == 3
+    same = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), activation) for _ in range(2)))
+    assert len(shard_model(same, blocks=same).layout.units) == 3
     return said
 
 

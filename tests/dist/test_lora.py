@@ -131,8 +131,8 @@ def test_two_ranks_bitwise(recipe, tiny, adapters, tmp_path):
     for micros, classes in ((1, [["ddp", "zero1", "zero2", "zero3"]]), (3, [["ddp", "zero1"], ["zero2", "zero3"]])):
         cases = {s: Case(s, *((2, 1) if s == "ddp" else (1, 2)), micros, extra=words) for s in sum(classes, [])}
         assert run_world(2, run_cases, recipe, tiny, list(cases.values()), tmp_path) == [[], []]
-        for tp_size in classes:
-            first, *others = [outcomes_of(cases[stage], tmp_path)[0].result for stage in tp_size]
+        for group in classes:
+            first, *others = [outcomes_of(cases[stage], tmp_path)[0].result for stage in group]
             assert all(same_bits(first, other) for other in others)
 
 

@@ -64,9 +64,9 @@ def test_parity_and_exact_bytes(case, outcomes, wanted):
 def test_two_ranks_bitwise(micros, outcomes):
     """Rule 2: one class with one micro-batch; two with accumulation, those that reduce once a step and the others."""
     stages = ["ddp", "zero1", "zero2", "zero3"]
-    for tp_size in [stages] if micros == 1 else [stages[:2], stages[2:]]:
+    for group in [stages] if micros == 1 else [stages[:2], stages[2:]]:
         first, *others = [
-            outcomes(Case(stage, *((2, 1) if stage == "ddp" else (1, 2)), micros))[0].result for stage in tp_size
+            outcomes(Case(stage, *((2, 1) if stage == "ddp" else (1, 2)), micros))[0].result for stage in group
         ]
         assert all(same_bits(first, other) for other in others)
 

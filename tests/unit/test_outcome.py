@@ -83,7 +83,7 @@ def test_a_loss_of_nothing_is_no_division_by_zero():
     assert first_difference(zero, zero) is None
 
 
-GLOBAL_SHAPES = {
+WHOLE = {
     "resolved.toml": '[parallel]\nstage = "ddp"\n',
     "run.json": '{"finished_steps": 5, "mesh": {}}',
     "metrics.jsonl": '{"step": 1, "train/loss": 1.0, "comm/sent_bytes": 1, "comm/inter_node_bytes": 0, '
@@ -105,7 +105,7 @@ GLOBAL_SHAPES = {
     ],
 )
 def test_a_run_that_is_not_whole_is_said_and_the_rest_go_on(file, text, note, tmp_path):
-    for name, content in (GLOBAL_SHAPES | {file: text}).items():
+    for name, content in (WHOLE | {file: text}).items():
         if content is not None:
             (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     found = read_outcome(tmp_path, "ddp")
@@ -127,16 +127,16 @@ def test_a_run_that_is_not_whole_is_said_and_the_rest_go_on(file, text, note, tm
     ],
 )
 def test_times_are_of_steps_that_make_nothing_for_the_first_time(mesh, train, seconds, tmp_path):
-    row = json.loads(GLOBAL_SHAPES["metrics.jsonl"])
+    row = json.loads(WHOLE["metrics.jsonl"])
     rows = [row | {"step": number, "perf/step_seconds": number} for number in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "run.json").write_text(json.dumps({"finished_steps": 3, "mesh": mesh}))
-    (tmp_path / "resolved.toml").write_text(f"{GLOBAL_SHAPES['resolved.toml']}[train]\n{train}\n")
+    (tmp_path / "resolved.toml").write_text(f"{WHOLE['resolved.toml']}[train]\n{train}\n")
     assert read_outcome(tmp_path, "a").step_seconds == seconds
 
 
 def test_the_whole_one_is_read(tmp_path):
-    for name, content in GLOBAL_SHAPES.items():
+    for name, content in WHOLE.items():
         (tmp_path / name).write_text(content)
     assert read_outcome(tmp_path, "ddp").losses == [1.0]
 
@@ -151,7 +151,7 @@ def test_a_damaged_list_of_variants(text, tmp_path, capsys):
 def test_a_disk_that_does_not_take_the_report(tmp_path, capsys):
     run = tmp_path / "ddp"
     run.mkdir()
-    for name, content in GLOBAL_SHAPES.items():
+    for name, content in WHOLE.items():
         (run / name).write_text(content)
     (tmp_path / "variants.json").write_text(json.dumps({"ddp": "ddp"}))
     (tmp_path / "report.json").mkdir()

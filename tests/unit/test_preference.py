@@ -72,9 +72,9 @@ def test_any_split_gives_the_same(kind, split):
     """What mean of means does not: TRL's own, with unequal micro-batches."""
     pairs = list(range(PAIRS))
     micros = [[pairs.pop(0) for _ in range(size)] for size in split]
-    (whole, grad_outputs), (parts, of_parts) = shares_of(kind, [range(PAIRS)]), shares_of(kind, micros, totals())
+    (whole, gradients), (parts, of_parts) = shares_of(kind, [range(PAIRS)]), shares_of(kind, micros, totals())
     assert torch.allclose(parts, whole, rtol=TOLERANCE, atol=1e-7)
-    assert ((of_parts - grad_outputs).norm() / grad_outputs.norm()).item() < TOLERANCE
+    assert ((of_parts - gradients).norm() / gradients.norm()).item() < TOLERANCE
 
 
 def totals():

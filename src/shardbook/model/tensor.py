@@ -30,7 +30,7 @@ ATTENTION, MLP = "layers.*.self_attn.", "layers.*.mlp."
 PLAN = {f"{ATTENTION}{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")}
 PLAN |= {f"{MLP}{name}": "colwise" for name in ("gate_proj", "up_proj")}
 PLAN |= {f"{ATTENTION}o_proj": "rowwise", f"{MLP}down_proj": "rowwise"}
-GLOBAL_SHAPES = ("replicated_with_grad_allreduce",)  # head norms: not sharded
+UNSHARDED = ("replicated_with_grad_allreduce",)  # head norms: not sharded
 
 
 def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:
@@ -62,7 +62,7 @@ def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:
 def check_fits(config: Any, size: int) -> None:
     """Raises RecipeError where a model of `config` cannot be sharded over `size` tensor-parallel ranks."""
     said = f"parallel.tp_size = {size}"
-    plan = {name: how for name, how in (config.base_model_tp_plan or {}).items() if how not in GLOBAL_SHAPES}
+    plan = {name: how for name, how in (config.base_model_tp_plan or {}).items() if how not in UNSHARDED}
     if plan != PLAN:
         other = sorted({how for name, how in plan.items() if PLAN.get(name) != how})
         raise RecipeError(

@@ -4,10 +4,11 @@ Invariant: the shares of all micro-batches of all ranks add up to the value of t
 SUM over tokens or examples, divided by the number of these in the whole step. Never a mean of means.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from shardbook.data.loader import MicroBatch
@@ -31,6 +32,13 @@ class Objective:
     def of(self, totals: Totals) -> Callable[[nn.Module, MicroBatch], Tensor]:
         """Returns `shares` with the `totals` of a step filled in."""
         return lambda model, micro: self.shares(model, micro, totals)
+
+    def add_up(self, shares: Iterable[Tensor], device: torch.device) -> Tensor:
+        """Returns the sum of the `shares` of micro-batches, [1 + metrics] fp32; each is added when it is there."""
+        seen = torch.zeros(1 + len(self.metrics), device=device)
+        for each in shares:
+            seen += each
+        return seen
 
     def names(self, what: str) -> list[str]:
         """Returns the names under which shares are logged; `what`: train or eval."""

@@ -120,7 +120,7 @@ STATE, LORA = "offload.optimizer!=none", "lora.r!=0"
 QWZ, QGZ, HPZ = "parallel.quantize_weights!=0", "parallel.quantize_gradients!=[]", "parallel.secondary_shard!=0"
 UNQUANTISED = "parallel.quantize_weights=0 parallel.quantize_gradients=[]"
 GATHERED = f"parallel.stage={stages_where(lambda row: not row.reshard_after_forward)}"
-GLOBAL_SHAPES = f"parallel.stage={stages_where(lambda row: not row.shards)}"
+UNSHARDED = f"parallel.stage={stages_where(lambda row: not row.shards)}"
 WITHOUT_SWITCHES = f"parallel.stage={stages_where(lambda row: row.switches == 'no')}"
 RESHARDING = " or ".join(name for name, row in STAGES.items() if row.reshard_after_forward)
 APART = "they do not compose, "
@@ -146,7 +146,7 @@ RULES = (
     Rule("parallel.backward_prefetch!=-1", "", "{stage.name} gathers nothing in backward",
          f"leave it out, or set parallel.stage to {RESHARDING}", given=GATHERED),
     Rule("parallel.forward_prefetch!=-1", "", "{stage.name} gathers nothing",
-         "leave it out, or choose a stage that shards", given=GLOBAL_SHAPES),
+         "leave it out, or choose a stage that shards", given=UNSHARDED),
     Rule(f"{QWZ} {QGZ} {HPZ}", "", "{stage.name} does not have it", "set parallel.stage to zeropp or hsdp",
          given=WITHOUT_SWITCHES),
     Rule("parallel.stage=zeropp", "", "zeropp with none of its switches is zero3",
@@ -226,7 +226,7 @@ RULES = (
          "set offload.optimizer=none and offload.params=none"),
     Rule(STATE, f"optim.name!={'|'.join(HOST_OPTIMIZERS)}", "the host runs AdamW on fp32 masters and moments",
          "set optim.name=adamw and precision.master=fp32"),
-    Rule(STATE, GLOBAL_SHAPES, "every rank would step all of it on the host", "set parallel.stage=zero1"),
+    Rule(STATE, UNSHARDED, "every rank would step all of it on the host", "set parallel.stage=zero1"),
     Rule("offload.params!=none", GATHERED, "{stage.name} keeps every parameter gathered through a step",
          "set parallel.stage=zero3, or offload.params=none"),
     Rule(STATE, HPZ, "secondary shards stay on the device", "leave one of the two out"),

@@ -49,9 +49,9 @@ def evaluate(
 ) -> Metrics:
     """Returns the loss and metrics of all `held_out` rows, over all ranks. Collective."""
     model, shares_of = sharded.model.eval(), objective.of(held_out.totals)
-    seen = torch.zeros(1 + len(objective.metrics), device=ranks.device)
-    for micro in mark_each(eval_micro_batches(held_out, batching), "held-out micro-batch"):
-        seen += run_forward(sharded, micro, shares_of, ranks.device)
+    micros = mark_each(eval_micro_batches(held_out, batching), "held-out micro-batch")
+    shares = (run_forward(sharded, micro, shares_of, ranks.device) for micro in micros)
+    seen = objective.add_up(shares, ranks.device)
     sharded.reshard()
     model.train()
     return dict(zip(objective.names("eval"), sum_over_ranks(*(seen / batching.tp_size).tolist()), strict=True))

@@ -1,7 +1,7 @@
 """The meter: measures each step, from its first collective to its line in metrics.jsonl.
 
 Invariant: nothing here makes the host wait for a GPU inside a step, and a metric that was not measured is absent. In a
-step: `begin`, `add_up`, then `finish` before its gradients are freed, since it counts their bytes; then `log`.
+step: `begin`, then `finish` before its gradients are freed, since it counts their bytes; then `log`.
 """
 
 import contextlib
@@ -67,22 +67,15 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
         """Begins a step with its `work` on all ranks: tokens of rows, and pairs of tokens."""
         self.pace.add(*work)
 
-    def add_up(self, shares: Iterable[Tensor]) -> Tensor:
-        """Returns the sum of this rank's `shares`, [1 + metrics], over a step's micro-batches, each added at once."""
-        seen = torch.zeros(1 + len(self.job.objective.metrics), device=self.ranks.device)
-        for each in shares:
-            seen += each
-        return seen
-
     def finish(self, state: TrainState, rate: float, seen: Tensor, norm: Tensor, saves: bool) -> None:
         """Finishes a step at the learning `rate`. Where it is logged or saved, or is the last, begins to read its loss
         and norm: on a GPU they are read while the next step computes. Collective."""
         if self.ledger.close():
             self.console.show_traffic(self.ledger.traffic, self.predicted)
         logs = is_due(state.step, self.job.recipe.train.logging_steps)
-        self._last = state.step, seen / self.job.layout.tp_size, norm
+        self._last = state.step, seen, norm
         if logs or saves or state.step == self.job.steps:
-            measured = self.rows.read(*self._last)
+            measured = self._read_last()
         if logs:
             self._kept = self._kept or memory_metrics(self.sharded, self.optimizer)  # the same in every step
             told = {"train/learning_rate": rate, "train/tokens": state.tokens}
@@ -101,7 +94,11 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
 
     def check(self) -> None:
         """Raises RunFailed where a value of the last step is not finite: it must not be saved. Collective."""
-        self.rows.read(*self._last)()
+        self._read_last()()
+
+    def _read_last(self) -> Callable[[], Metrics]:
+        step, seen, norm = self._last
+        return self.rows.read(step, seen / self.job.layout.tp_size, norm)
 
     def __enter__(self) -> "Meter":
         for each in (self.recorder, self.rows, self.ledger):
