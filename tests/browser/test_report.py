@@ -30,6 +30,7 @@ def invented(name: str, stage: str, times: float, **more) -> Outcome:
     settings = {
         "model": {"path": "org/model</script>"},
         "data": {"train": "rows.jsonl", "max_length": 512},
+        "parallel": {"stage": "zero3"},
         "train": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
         "precision": {"params": "bf16", "reduce": "fp32"},
     }
