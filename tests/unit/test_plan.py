@@ -25,10 +25,12 @@ from shardbook.plan.hardware import (
 )
 from shardbook.plan.report import (
     as_json,
+    as_table,
     describe_advice,
     describe_calibrated,
     describe_path,
     describe_shared,
+    facts,
     make_report,
     write_advised,
 )
@@ -626,3 +628,20 @@ def test_scaling_as_the_page_has_it():
 
 def test_no_gpu_is_hidden_behind_the_row_of_another():
     assert all(gpu_of(f"NVIDIA {gpu.cuda}") is gpu for gpu in GPUS.values())
+
+
+def test_the_numbers_of_a_candidate_are_formatted_once():
+    """JSON, the terminal's table and the advice have the same values."""
+    report = make_report(load_recipe(find_recipe("llama8b-fsdp")), "h100-80gb", 16)
+    best, table = report.advice.best, as_table(report)
+    shown = {key: fact.text for key, fact in facts(report.planner, best).items()}
+    row = as_json(report)["advice"]["take"]
+    assert {key: fact.value for key, fact in facts(report.planner, best).items()}.items() <= row.items()
+    assert f"{shown['peak_bytes']} GB, {shown['step_seconds']} s a step" in describe_advice(report)[0]
+    for column, key in (
+        ("peak GB", "peak_bytes"),
+        ("waits", "waiting_share"),
+        ("GPU-h/B", "gpu_hours_per_billion_tokens"),
+    ):
+        (cells,) = [list(one.cells) for one in table.columns if one.header == column]
+        assert [str(cell) for cell in cells] == [facts(report.planner, one)[key].text for one in report.stages.values()]

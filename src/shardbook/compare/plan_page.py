@@ -10,7 +10,7 @@ from typing import Any
 from shardbook.compare.page import Figure, Panel, bars, colour, figure, render, table
 from shardbook.plan.cluster import Candidate
 from shardbook.plan.peak import predict_moments
-from shardbook.plan.report import Report, describe_advice
+from shardbook.plan.report import Report, describe_advice, facts
 from shardbook.recipe import find_stage
 
 GB = 1e9
@@ -26,7 +26,8 @@ def write_plan_page(path: Path, report: Report) -> None:
     said = ". ".join(f"{word.capitalize()}: {rest.strip()}" for word, _, rest in advice)
     room = f"{cluster.room_bytes / GB:.0f} of {cluster.gpu.gb:g} GB of a GPU can be used"
     about = f"{planner.parameters:,} parameters; {cluster.words()}; {room}. By formula; nothing was run. {said}"
-    head = ["stage", "verdict", "GB at the peak", "s a step", "tokens/s a GPU", "GPU-h a B tokens", "GPUs"]
+    named = [fact.name for fact in facts(planner, next(iter(report.stages.values()))).values()]
+    head = ["stage", "verdict", *named, "GPUs"]
     rows = [[name, *_verdict(report, name, candidate)] for name, candidate in report.stages.items()]
     panels = {
         "memory": draw_memory(report),
@@ -43,10 +44,7 @@ def _verdict(report: Report, name: str, candidate: Candidate) -> list[str]:
     over = ", ".join(f"{count:,.1f} GB over, most {what}" for what, count in candidate.over.items())
     return [
         f"does not fit: {over}" if over else f"fits, {left:.1f} GB to spare",
-        f"{candidate.peak.total / GB:,.1f}",
-        f"{candidate.time.seconds:.2f}",
-        f"{candidate.speed:,.0f}",
-        f"{candidate.gpu_hours:,.0f}",
+        *(fact.text for fact in facts(report.planner, candidate).values()),
         str(report.fewest[name] or "none"),
     ]
 

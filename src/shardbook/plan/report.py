@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from shardbook.plan.simulate import LossFunction, Simulated
 
 GB = 1e9
-COLUMNS = "kept", "gathered", "buffers", "activations", "work", "peak GB", "step s", "waits", "tok/s/GPU", "MFU", "GPUs"
+FORMATS = {"GB": ",.1f", "s": ".2f", "share": ".0%", "ratio": ".2f", "tokens/s": ",.0f", "hours": ",.0f"}  # by unit
+PARTS = "kept_bytes", "gathered_bytes", "buffers_bytes", "activations_bytes", "working_bytes"  # of the peak, in `facts`
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def show_report(report: Report, is_json: bool) -> None:
         return
     console = build_console()
     console.print(as_table(report))
-    console.print("GB of a rank: kept, gathered, buffers, activations, work. GPUs: the fewest on which it fits\n")
+    console.print("GB of a rank: kept, gathered, buffers, activations, work. GPUs: the fewest on which it fits")
+    console.print("GPU-h/B: GPU-hours of a billion tokens\n")
     lines = describe_calibrated(report) + describe_simulated(report) + describe_shared(report) + describe_advice(report)
     for line in lines:
         console.print(line, markup=False)
@@ -140,15 +142,41 @@ def _row(report: Report, candidate: Candidate) -> dict[str, Any]:
         "resident": _resident(predict_resident(layout, 0, candidate.recipe.optim.name)),
         "comm": candidate.comm,
         "peak": asdict(candidate.peak),
-        "peak_bytes": candidate.peak.total,
         **{f"{where}_bytes": size for where, size in candidate.away.items()},
         "fits": candidate.fits,
         "limit": candidate.limit,
         "step": asdict(candidate.time),
-        "step_seconds": candidate.time.seconds,
-        "tokens_per_second_per_device": candidate.speed,
-        "mfu": report.planner.mfu(candidate),
-        "gpu_hours_per_billion_tokens": candidate.gpu_hours,
+        **{key: fact.value for key, fact in facts(report.planner, candidate).items()},
+    }
+
+
+class Fact(NamedTuple):
+    """A number of a candidate: its heading, its value (bytes where the unit is GB), and the unit with its format."""
+
+    name: str
+    value: float
+    unit: str
+
+    @property
+    def text(self) -> str:
+        return format(self.value / (GB if self.unit == "GB" else 1), FORMATS[self.unit])
+
+
+def facts(planner: Planner, candidate: Candidate) -> dict[str, Fact]:
+    """Returns the numbers that the table, the page, the advice and JSON show of a candidate, by their keys in JSON."""
+    peak, time = candidate.peak, candidate.time
+    return {
+        "kept_bytes": Fact("kept", peak.params + peak.grads + peak.optimizer, "GB"),
+        "gathered_bytes": Fact("gathered", peak.gathered, "GB"),
+        "buffers_bytes": Fact("buffers", peak.buffers, "GB"),
+        "activations_bytes": Fact("activations", peak.activations, "GB"),
+        "working_bytes": Fact("work", peak.working, "GB"),
+        "peak_bytes": Fact("peak GB", peak.total, "GB"),
+        "step_seconds": Fact("step s", time.seconds, "s"),
+        "waiting_share": Fact("waits", time.exposed / time.seconds, "share"),
+        "tokens_per_second_per_device": Fact("tok/s/GPU", candidate.speed, "tokens/s"),
+        "mfu": Fact("MFU", planner.mfu(candidate), "ratio"),
+        "gpu_hours_per_billion_tokens": Fact("GPU-h/B", candidate.gpu_hours, "hours"),
     }
 
 
@@ -182,34 +210,18 @@ def as_table(report: Report) -> Table:
     where = f"{cluster.gpus} x {report.gpu_name}: {cluster.words()}; {room}"
     title = f"{recipe.model.path} ({count:.2f} B) on {where}\n{steps}, {recipe.optim.name}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    stages = {name: facts(report.planner, candidate) for name, candidate in report.stages.items()}
+    headings = [fact.name for fact in next(iter(stages.values())).values()]
     table.add_column("stage")
-    for name in COLUMNS:
+    for name in (*headings, "GPUs"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name, candidate in report.stages.items():
-        table.add_row(*_cells(report, candidate, report.fewest[name]))
+    for name, numbers in stages.items():
+        fits = report.stages[name].fits
+        largest = max(PARTS, key=lambda key, numbers=numbers: numbers[key].value)
+        colours = {"peak_bytes": "green"} if fits else {"peak_bytes": "red", largest: "red"}
+        cells = (Text(fact.text, style=colours.get(key, "")) for key, fact in numbers.items())
+        table.add_row(name, *cells, str(report.fewest[name] or "-"))
     return table
-
-
-def _cells(report: Report, candidate: Candidate, fewest: int | None) -> list[str | Text]:
-    peak, time = candidate.peak, candidate.time
-    groups = {
-        "kept": peak.params + peak.grads + peak.optimizer,
-        "gathered": peak.gathered,
-        "buffers": peak.buffers,
-        "activations": peak.activations,
-        "working": peak.working,
-    }
-    limit = "" if candidate.fits else max(groups, key=lambda name: groups[name])
-    return [
-        candidate.layout.stage.name,
-        *(Text(f"{size / GB:,.1f}", style="red" if name == limit else "") for name, size in groups.items()),
-        Text(f"{peak.total / GB:,.1f}", style="green" if candidate.fits else "red"),
-        f"{time.seconds:.2f}",
-        f"{time.exposed / time.seconds:.0%}",
-        f"{candidate.speed:,.0f}",
-        f"{report.planner.mfu(candidate):.2f}",
-        str(fewest) if fewest else "-",
-    ]
 
 
 def describe_calibrated(report: Report) -> list[str]:
@@ -280,11 +292,12 @@ def describe_advice(report: Report) -> list[str]:
     best = report.advice.best
     if best is None:
         return [f"advice   {report.advice.why}"]
-    said = f"{best.time.seconds:.2f} s a step, MFU {report.planner.mfu(best):.2f}"
-    hours = f"{best.gpu_hours:,.0f} GPU-hours for a billion tokens"
+    shown = {key: fact.text for key, fact in facts(report.planner, best).items()}
+    said = f"{shown['peak_bytes']} GB, {shown['step_seconds']} s a step, MFU {shown['mfu']}"
+    hours = f"{shown['gpu_hours_per_billion_tokens']} GPU-hours for a billion tokens"
     words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in _settings(report, best).items())
     return [
-        f"advice   {best.words()}: {best.peak.total / GB:.1f} GB, {said}, {hours}",
+        f"advice   {best.words()}: {said}, {hours}",
         f"because  {report.advice.why}",
         *describe_offload(report, best),
         f"set      {words}",
