@@ -16,7 +16,7 @@ from shardbook.memory.block_inputs import send_inputs
 from shardbook.memory.offload import settle
 from shardbook.model.causal_lm import apply_compile
 from shardbook.model.laid_out import World
-from shardbook.optim import clip_gradients, learning_rate, set_learning_rate
+from shardbook.optim import clip_gradients, learning_rate, set_learning_rate, step_if_finite
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.pipeline import run_step
 from shardbook.parallel.sharding import ShardedModel, apply_stage
@@ -103,11 +103,11 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             profile.advance(step)
             meter.begin(batch.work)
             rate = learning_rate(recipe.optim, step, job.steps)
-            set_learning_rate(optimizer, rate)  # before backward: an offloaded unit may be stepped in it
+            set_learning_rate(optimizer, rate)
             passes = run_step(sharded, batch.micros, job.objective.of(batch.totals), ranks.device)
             seen = job.objective.add_up(mark_each(passes, "micro-batch"), ranks.device)
             norm = clip_gradients(sharded.gradients, recipe.optim.max_grad_norm)
-            optimizer.step()
+            step_if_finite(optimizer, norm)
             state = TrainState(step, state.tokens + int(batch.totals.tokens), job.loader.state_dict())
             ahead.begin()
             collect(step)  # while a device still computes

@@ -178,10 +178,10 @@ def held(layout, number, pin=False):
     return Held(number, shelf, [torch.nn.Parameter(torch.zeros(1)) for _ in shelf.plan.places])
 
 
-def host_adamw_of(layout, clips=True, device=CUDA):
+def host_adamw_of(layout, device=CUDA):
     homes = SimpleNamespace(file=object(), device=device, params={}, shipped={})
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]}]
-    return HostAdamW(groups, {"lr": 1.0}, [], homes, [], layout, clips, threads=1)
+    return HostAdamW(groups, {"lr": 1.0}, [], homes, [], layout, threads=1)
 
 
 def test_gradients_leave_in_order_are_held_until_they_landed_and_are_bounded(cuda):

@@ -1,9 +1,9 @@
 """AdamW on the host: master weights, moments and gradient sums lie in host memory or on a disk, and a thread steps them
 while the device goes on (ZeRO-Offload, arXiv 2101.06840, section 4; ZeRO-Infinity, arXiv 2104.07857, section 5).
 
-Invariant: the bits of torch's fused AdamW over the same shards on a CPU. A unit is stepped once its gradient, and where
-gradients are clipped the norm of all of them, is known; an all-gather waits for its own unit alone. The bytes of
-gradients under way are bounded, on the device and on the host: backward waits where the host adds them up too slowly.
+Invariant: the bits of torch's fused AdamW over the same shards on a CPU. No unit is stepped before the norm of all
+gradients is known to be finite; an all-gather waits for its own unit alone. The bytes of gradients under way are
+bounded, on the device and on the host: backward waits where the host adds them up too slowly.
 """
 
 import time
@@ -46,14 +46,13 @@ class HostAdamW(torch.optim.Optimizer):
         homes: Homes,
         order: list[nn.Parameter],
         layout: Layout,
-        clips: bool,
         threads: int,
     ):
-        """Takes `order`: all masters in the model's order, in which norms are summed; `clips`: steps need the norm."""
+        """Takes `order`: all masters in the model's order, in which norms are summed."""
         super().__init__(groups, settings)
         self.layout, offload = layout, layout.offload
         self.moved, self.seconds = Counter[str](), 0.0  # bytes moved in this step; seconds of the host's steps
-        self.units, self.homes, self.clips, self.is_last, self.coefficient = units, homes, clips, True, 1.0
+        self.units, self.homes, self.is_last, self.coefficient = units, homes, True, 1.0
         self.order = order
         self.file = homes.file if offload.optimizer == "nvme" else None
         self.bucket = max(ALIGN, offload.bucket_mb * 2**20 // (3 * FP32) // ALIGN * ALIGN)
@@ -113,8 +112,6 @@ class HostAdamW(torch.optim.Optimizer):
             flat.record_stream(torch.cuda.current_stream())  # torch casts it in that stream, after this hook
         work = (unit, local, unit.arrivals == 1, self.is_last)
         staging.taken = unit.arrived = self.taker.submit(self._land, staging, landed, *work)
-        if self.is_last and not self.clips:
-            self._submit(unit)
 
     def _land(self, staging: Staging, landed: Any, *work: Any) -> None:
         if landed is not None:
@@ -140,24 +137,20 @@ class HostAdamW(torch.optim.Optimizer):
 
     def clip(self, max_norm: float) -> Tensor:
         """Returns the norm of all gradients, an fp32 scalar on the host; the step scales gradients down to `max_norm`
-        (0: it does not). Raises RunFailed where gradients are clipped and the norm is not finite. Collective."""
+        (0: it does not). Collective."""
         for staging in self.stagings:  # earlier gradients were waited for when these arrived
             if staging.taken is not None:
                 staging.taken.result()
         found = {master: squares for unit in self.units for master, squares in unit.squares.items()}
         own = [master for master in self.order if master in found]
         norm = gradient_norm([*own], [found[master] for master in own])
-        self.coefficient = 1.0
-        if max_norm and self.clips:
-            self.coefficient = min(1.0, float(max_norm / (norm + 1e-6)))
-            if not torch.isfinite(norm):
-                raise RunFailed(f"train/grad_norm is {norm.item()}; lower optim.learning_rate, or look at its rows")
+        self.coefficient = min(1.0, float(max_norm / (norm + 1e-6))) if max_norm else 1.0
         return norm
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Begins the step of every unit that has gradients, in forward order; without clipping, backward began them."""
+        """Begins the step of every unit that has gradients, in forward order."""
         for unit in self.units:
-            if unit.arrivals and self.clips:
+            if unit.arrivals:
                 self._submit(unit)
 
     def _submit(self, unit: Held) -> None:

@@ -82,7 +82,6 @@ class Offloaded:
             self.homes,
             list(self.tree.parameters()),
             layout,
-            clips=bool(optim.max_grad_norm),
             threads=layout.offload.threads or threads_here(layout.ranks_per_node, device.type),
         )
         for held in self.units:

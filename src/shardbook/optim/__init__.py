@@ -105,6 +105,19 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
     return norm
 
 
+def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+    """Steps `optimizer` where the gradient `norm`, the same on every rank, is finite; else weights, moments and step
+    counts keep their bits. There is no host sync for an optimizer that takes `found_inf`, which torch's GradScaler sets
+    too; any other waits for the norm, which on a CPU is there. Collective where a step is."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        adamw: Any = optimizer
+        adamw.found_inf, adamw.grad_scale = (~torch.isfinite(norm)).float(), None
+        optimizer.step()
+        adamw.found_inf = None  # else a later step that is given none would be skipped too
+    elif torch.isfinite(norm):
+        optimizer.step()
+
+
 def gradient_norm(
     gradients: list[Tensor], known: list[Tensor] | None = None, group: dist.ProcessGroup | None = None
 ) -> Tensor:

@@ -135,7 +135,7 @@ def predict_step(
             )
         if pipeline.ranks > 1:
             exposed += passing_seconds(layout, config, tokens, cluster)
-        away = offload_seconds(layout, cluster, micros, *both, clips=bool(recipe.optim.max_grad_norm))
+        away = offload_seconds(layout, cluster, micros, *both)
     computing = products + attention + memory + copies + link + inside / micros
     waits = bubble(pipeline.ranks, micros, pipeline.chunks) * micros * computing
     return StepTime(
@@ -174,21 +174,18 @@ def passing_seconds(layout: Layout, config: PreTrainedConfig, tokens: int, clust
     return 2 * (layout.pipeline.ranks * layout.pipeline.chunks - 1) * once
 
 
-def offload_seconds(
-    layout: Layout, cluster: Cluster, micros: int, forward: float, backward: float, clips: bool
-) -> float:
+def offload_seconds(layout: Layout, cluster: Cluster, micros: int, forward: float, backward: float) -> float:
     """Returns the seconds of a step in which the GPU waits for its host: the time of host AdamW that one forward does
-    not hide (without clipping one backward too), and the time by which transfers are longer than all computing."""
+    not hide, and the time by which transfers are longer than all computing."""
     if layout.offload.optimizer == "none":
         return 0.0
     moved, numel = step_bytes(layout, 0, micros), sum(unit.numel for unit in layout.units) / layout.shards
     gathers = sum(unit.gathers(micros) * plan_shelf(layout, unit, 0).wire for unit in layout.units)
     paged = gathers * layout.dtype("params").itemsize * (layout.offload.params == "nvme")
     host = cluster.step_seconds(numel, moved["disk_read"] - paged, moved["disk_written"])
-    hidden = forward + (not clips) * backward
     rate = PCIE_SHARE * cluster.gpu.pcie
     transfers = max(moved["to_host"] / rate, moved["to_device"] / rate, cluster.a_node * paged / DISK_READ)
-    return max(0.0, host - hidden) + max(0.0, transfers - micros * (forward + backward))
+    return max(0.0, host - forward) + max(0.0, transfers - micros * (forward + backward))
 
 
 def model_flops(recipe: Recipe, flops: Flops, document_tokens: float) -> float:
