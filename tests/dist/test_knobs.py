@@ -255,6 +255,7 @@ def output_dtype(output):
     from tiny import config as tiny_config
 
     from shardbook.ranks.distributed import start_distributed
+    from shardbook.parallel.batch import Batch
     from shardbook.parallel.mesh import build_mesh
     from shardbook.model.causal_lm import build_model, materialize
     from shardbook.recipe import Precision
@@ -271,7 +272,7 @@ def output_dtype(output):
     seen = []
     model.blocks[0].register_forward_hook(lambda module, args, hidden: seen.append(hidden.dtype))
     whole = torch.tensor([0, 4], dtype=torch.int32)
-    loss = model(ids, torch.arange(4)[None], whole, torch.arange(3), ids[0, :3], packed=False, longest=4)
+    loss = model(Batch(ids, torch.arange(4)[None], whole, torch.arange(3), ids[0, :3], packed=False, longest=4))
     return str(loss.dtype), str(seen[0])
 
 

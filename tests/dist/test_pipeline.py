@@ -92,7 +92,7 @@ def a_backward_breaks():
         middle, outer = (sharded.chunks[number] for number in (1 - place, place))
         width = middle.model.config.hidden_size
         hidden = torch.ones(*micro.input_ids.shape, width, requires_grad=True, device=device)
-        made = middle.model(*micro.to(device).inputs, hidden=hidden)
+        made = middle.model(micro.to(device), hidden=hidden)
         made.register_hook(lambda _: 1 / 0)
         try:
             made.sum().backward()

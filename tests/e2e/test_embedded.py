@@ -57,7 +57,7 @@ def test_smollm2_is_converted_once_and_whole(converted, monkeypatch):
     ours, micro = ours_of(converted, ids, mask)
     with torch.no_grad():
         logits = model.float()(input_ids=torch.tensor([ids])).logits[0, :-1]
-        said = ours(*micro.inputs).double().mean().item()
+        said = ours(micro).double().mean().item()
     bound = 2 * rounding_of(logits.abs().max().item())
     assert (
         said == pytest.approx(cross_entropy(logits.double(), labels_of(ids, mask)).item(), abs=bound) and bound < 0.01
@@ -105,7 +105,7 @@ def test_smollm2_computes_what_transformers_computes(converted):
 
     @torch.no_grad()
     def loss(model):
-        nll = model(*micro.inputs)
+        nll = model(micro)
         return nll.double().mean().item()
 
     with torch.no_grad():

@@ -17,6 +17,7 @@ from shardbook.memory.activation import SAVED_OPS
 from shardbook.model import attention
 from shardbook.model.attention import BLOCK, KERNELS, choose_attention
 from shardbook.model.causal_lm import build_model, materialize
+from shardbook.parallel.batch import Batch
 from shardbook.recipe import RecipeError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -204,7 +205,7 @@ def test_compiled_blocks_meet_two_graphs_whatever_the_longest_document(monkeypat
     LONGEST.clear()
     with torch.no_grad():
         for longest in (256, 128, 512, 1024, 128, 256):
-            model(*dataclasses.replace(batch, longest=longest).inputs)
+            model(dataclasses.replace(batch, longest=longest))
     assert LONGEST[::2] == LONGEST[1::2] == [256, 128, 512, 1024, 128, 256]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
@@ -250,7 +251,7 @@ def run_without_memory(kernel, length, documents=64):
         row = torch.zeros(1, length, dtype=torch.int64)
         few = torch.zeros(8, dtype=torch.int64)
         boundaries = torch.zeros(documents + 1, dtype=torch.int32)
-        model(row, row, boundaries, few, few, True, length).sum().backward()
+        model(Batch(row, row, boundaries, few, few, True, length)).sum().backward()
     return seen
 
 

@@ -140,7 +140,7 @@ SEEN = r"called on meta|torch\.nonzero|out of meta|method tensor of|_to_copy"
 )
 def test_a_planted_read_or_copy_is_seen(reads):
     def shares(model, micro, totals):
-        losses = model(*micro.inputs)
+        losses = model(micro)
         reads(losses)
         return losses
 

@@ -14,9 +14,9 @@ def logits_and_targets(dtype=torch.bfloat16):
     return (3 * torch.randn(ROWS, VOCABULARY)).to(dtype), torch.randint(0, VOCABULARY, (ROWS,))
 
 
-def slope_of_part(logits, targets):
+def grad_of_part(logits, targets):
     grad_output, *_ = loss_head.begin_part(logits, targets, True)
-    return loss_head.slope_of_part(grad_output, torch.full((ROWS,), 0.3), targets)
+    return loss_head.grad_of_part(grad_output, torch.full((ROWS,), 0.3), targets)
 
 
 FUNCTIONS = {
@@ -24,7 +24,7 @@ FUNCTIONS = {
     "taught": lambda logits, targets: loss_head.score_distilled(
         logits, logits.flip(1)[:, :290], targets, 2.0, 0.3, True
     ),
-    "part": lambda logits, targets: slope_of_part(logits, targets - 100),  # of some rows the target is elsewhere
+    "part": lambda logits, targets: grad_of_part(logits, targets - 100),  # of some rows the target is elsewhere
 }
 
 

@@ -5,7 +5,7 @@ import torch
 from tiny import config, said_by, write_recipe
 from transformers import AutoConfig
 
-from shardbook.model.loss_head import begin_part, end_part, slope_of_part
+from shardbook.model.loss_head import begin_part, end_part, grad_of_part
 from shardbook.model.tensor import check_fits, heads_of_rank
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import resolve_sizes
@@ -101,5 +101,5 @@ def test_the_loss_of_a_vocabulary_in_parts_is_that_of_the_whole(size, spread):
         losses, share = end_part(told, own[0])
         assert torch.allclose(losses, want_losses, rtol=0, atol=near)
         assert torch.equal(losses, end_part(told, begun[0][1])[0])  # the same on every rank
-        got = slope_of_part(grad_output, share, targets - part.start)
+        got = grad_of_part(grad_output, share, targets - part.start)
         assert torch.allclose(got, want_slope[:, part], rtol=near, atol=near / 4)

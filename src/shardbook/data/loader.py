@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardbook.arithmetic import round_up
 from shardbook.data.tokenized import Documents, Row
+from shardbook.parallel.batch import Batch
 from shardbook.parallel.mesh import DataRank
 from shardbook.recipe import Data, RecipeError, Train
 
@@ -26,32 +27,15 @@ MASK64 = 2**64 - 1
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """One micro-batch of one rank: B rows of length L, n trained tokens; all int64. Where context-parallel ranks split
-    rows it holds a slice of each, of length L; boundaries are of the whole rows, and only the first slice has pairs."""
+class MicroBatch(Batch):
+    """One micro-batch of one rank. Where context-parallel ranks split rows it holds a slice of each, of length L;
+    boundaries and longest are of the whole rows, and only the first slice has pairs."""
 
-    input_ids: Tensor  # [B, L]
-    position_ids: Tensor  # [B, L], from 0 in every document
-    # [m] int32, ascending offsets into the flat [B * L]: the start of each document, and of each row's padding; filled
-    # up with B * L, so that m is the same in every micro-batch
-    boundaries: Tensor
-    positions: Tensor  # [n] indices into the flat [B * L] that predict a trained token
-    targets: Tensor  # [n] the trained tokens
-    packed: bool  # whether a row may hold several documents
-    # no document has more tokens, nor a whole row's padding: a power of two from 128 on, or the row's length, so that
-    # there are few values
-    longest: int
     pairs: int  # pairs of tokens of one document: the sum of each document's length squared
     trained: tuple[int, ...] = ()  # trained tokens of each sequence, in order: they sum to n
     counts: Tensor | None = None  # [sequences] fp32: `trained`, where an example holds several sequences
     ends: Tensor | None = None  # [sequences] indices into the flat [B * L] of their last tokens
     reference: Tensor | None = None  # [sequences] fp32: log-probabilities under the reference model
-
-    @property
-    def inputs(self) -> tuple[Any, ...]:
-        """The arguments of the model, in the order of CausalLM.losses."""
-        told = self.positions, self.targets, self.packed, self.longest
-        return self.input_ids, self.position_ids, self.boundaries, *told
 
     def to(self, device: torch.device) -> "MicroBatch":
         if device.type == "cpu":

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig
 from shardbook.model.attention import KERNELS, Kernel, attention_mask, head_size, use_attention
 from shardbook.model.families import FAMILIES
 from shardbook.model.loss_head import LossHead, ScoreHead, TeacherOutput
+from shardbook.parallel.batch import Batch
 from shardbook.parallel.context import ContextAxis
 from shardbook.parallel.layout import DTYPES
 from shardbook.parallel.schedule import Pipeline
@@ -97,75 +98,52 @@ class CausalLM(nn.Module):
             *[[body.norm, self.head]] * self.has_last_stage,
         ]
 
-    def forward(self, *batch: Any, cache: Cache | None = None, **named: Any) -> Tensor:
-        """Returns `losses` of a batch or, with a `cache`, `next_logits`. Both go through forward: only a forward of the
+    def forward(self, *inputs: Any, cache: Cache | None = None, **named: Any) -> Tensor:
+        """Returns `losses` of a Batch or, with a `cache`, `next_logits`. Both go through forward: only a forward of the
         root module gathers the root's parameters."""
-        return self.losses(*batch, **named) if cache is None else self.next_logits(*batch, cache=cache)
+        return self.losses(*inputs, **named) if cache is None else self.next_logits(*inputs, cache=cache)
 
     def losses(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        boundaries: Tensor,
-        positions: Tensor,
-        targets: Tensor,
-        packed: bool,
-        longest: int,
-        summed: bool = False,
-        distill: Distill | None = None,
-        hidden: Tensor | None = None,
+        self, batch: Batch, summed: bool = False, distill: Distill | None = None, hidden: Tensor | None = None
     ) -> Tensor:
-        """Returns the negative log-likelihood [n], fp32, of `targets` [n] at `positions` [n], indices into the flat
-        [B * L]; `summed`: its sum, which takes one matrix product of the head less.
-
-        input_ids, position_ids: int64 [B, L]. A token attends to itself and earlier tokens of its own document;
-        documents lie between `boundaries` [m], int32 offsets into the flat [B * L], and have at most `longest` tokens.
-        Not `packed`: one document a row, padding only at its end (nothing attends forward to it). With context parallel
-        ids, positions and targets are of this rank's slices, L their length; boundaries and longest are of whole rows.
-        `distill`: returns the three sums of a LossHead's lesson.
+        """Returns the negative log-likelihood [n], fp32, of the batch's targets at its positions; `summed`: its sum,
+        which takes one matrix product of the head less. A token attends to itself and earlier tokens of its own
+        document. `distill`: returns the three sums of a LossHead with a teacher.
 
         With a pipeline, `hidden` is the output of the stage before, where there is one; all stages but the last return
-        their hidden states.
+        their hidden states. It is no part of the batch: torch 2.11 looks for gradients in no dataclass.
         """
-        batch = input_ids, position_ids, boundaries, positions, packed, longest
         if distill is None:
-            made = self.hidden_states(*batch, hidden)
-            found: Tensor = self.head(made, targets, summed) if self.has_last_stage else made
+            made = self.hidden_states(batch, hidden)
+            found: Tensor = self.head(made, batch.targets, summed) if self.has_last_stage else made
             return found
         assert self.teacher is not None, "nobody teaches"
         with torch.no_grad():
-            teacher_hidden, weight = self.teacher.lm_head(self.teacher.hidden_states(*batch))
+            teacher_hidden, weight = self.teacher.lm_head(self.teacher.hidden_states(batch))
         teacher = TeacherOutput(teacher_hidden, weight, distill.temperature, distill.kd_ratio)
-        return self.lm_head(self.hidden_states(*batch), targets, teacher=teacher)
+        return self.lm_head(self.hidden_states(batch), batch.targets, teacher=teacher)
 
-    def hidden_states(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        boundaries: Tensor,
-        positions: Tensor,
-        packed: bool,
-        longest: int,
-        hidden: Tensor | None = None,
-    ) -> Tensor:
-        """Returns the head's input at `positions`, [n, hidden]; of a pipeline stage before the last, its hidden
-        states."""
+    def hidden_states(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+        """Returns the head's input at the batch's positions, [n, hidden]; of a pipeline stage before the last, its
+        hidden states."""
         family = FAMILIES[self.config.model_type]
         if hidden is None:
-            hidden = self.model.embed_tokens(input_ids)
+            hidden = self.model.embed_tokens(batch.input_ids)
             if family.embedding_scale:
                 hidden = hidden * getattr(self.config, family.embedding_scale)
-        rotary = self.model.rotary_emb(hidden, position_ids=position_ids)
+        rotary = self.model.rotary_emb(hidden, position_ids=batch.position_ids)
         kernel = self.config._attn_implementation
-        rows, length = input_ids.shape
+        rows, length = batch.input_ids.shape
         whole = torch.Size((rows, length * (self.context.size if self.context else 1)))
-        mask = attention_mask(kernel, boundaries, whole, packed, hidden.dtype, longest)
+        mask = attention_mask(kernel, batch.boundaries, whole, batch.packed, hidden.dtype, batch.longest)
         for number, block in enumerate(self.blocks):
             with self.around_block(number, hidden):
-                hidden = block(hidden, attention_mask=mask, position_embeddings=rotary, position_ids=position_ids)
+                hidden = block(hidden, attention_mask=mask, position_embeddings=rotary, position_ids=batch.position_ids)
         if not self.has_last_stage:
             return hidden
-        hidden = self.model.norm(hidden).flatten(0, 1)[positions]  # one name: else unselected positions stay in memory
+        hidden = self.model.norm(hidden).flatten(0, 1)[
+            batch.positions
+        ]  # one name: else unselected positions stay in memory
         if family.logits_divisor and not self.scores:  # here, not on the logits, which are many more numbers
             hidden = hidden / getattr(self.config, family.logits_divisor)
         return hidden

@@ -47,12 +47,13 @@ class LossHead(nn.Linear):
         if targets is None:
             return F.linear(hidden, weight)
         rows = self.chunk_tokens or max(1, len(targets))
-        if teacher:
-            return _DistillLoss.apply(hidden, weight, targets, teacher, rows, torch.is_grad_enabled())
         compare = partial(score_part, axis, targets - self.first) if axis else partial(score, targets)
-        if summed:
-            return _SummedLoss.apply(hidden, weight, rows, torch.is_grad_enabled(), compare)
-        return _Losses.apply(hidden, weight, rows, compare)
+        total: Callable[[Tensor], Tensor] | None = torch.sum if summed else None
+        if teacher:
+            divergences = torch.zeros(len(targets), device=hidden.device)
+            compare = partial(score_with_teacher, teacher, targets, divergences)
+            total = partial(total_with_teacher, teacher, divergences)
+        return _ChunkedLoss.apply(hidden, weight, rows, compare, total, torch.is_grad_enabled())
 
 
 class ScoreHead(nn.Linear):
@@ -63,86 +64,50 @@ class ScoreHead(nn.Linear):
         return F.linear(hidden, self.weight)[:, 0].to(torch.float32, copy=True)
 
 
-class _SummedLoss(torch.autograd.Function):
-    """The summed loss and its gradients in one pass over the chunks: three products of [rows, vocabulary] in place of
-    the four that recomputing takes (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2)."""
+class _ChunkedLoss(torch.autograd.Function):
+    """The losses of n targets, through logits of `rows` of them at a time.
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, rows: int, trains: bool, compare: Compare) -> Tensor:
-        wanted = [trains and needed for needed in ctx.needs_input_grad[:2]]
-        losses, *ctx.gradients = score_chunks(hidden, weight, rows, wanted, compare)
-        ctx.dtype = weight.dtype
-        return losses.sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        return *made_in_forward(ctx, grad_output), None, None, None
-
-
-def made_in_forward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of hidden states and weight that forward left in `ctx`, times `grad_output`. Raises
-    RuntimeError in a second backward: the first one took them."""
-    if ctx.gradients is None:
-        raise RuntimeError("LossHead: this loss went backward already, and its gradients are gone")
-    of_hidden, of_weight = ctx.gradients
-    ctx.gradients = None
-    if of_hidden is not None:
-        of_hidden.mul_(grad_output)
-    if of_weight is not None:
-        of_weight = of_weight.mul_(grad_output).to(ctx.dtype)
-    return of_hidden, of_weight
-
-
-class _DistillLoss(torch.autograd.Function):
-    """The summed loss (1 - ratio) * NLL + ratio * T^2 * KL(teacher || student) and its gradients in one pass, both
-    distributions at temperature T (Hinton et al., arXiv 1503.02531, section 2). The logits of both models exist for the
-    rows of one chunk at a time.
-
-    Where one vocabulary is padded further than the other, the divergence is over the tokens that both have.
+    With a `total` of the losses, whose gradient for each loss is 1, forward makes the gradients too: three products of
+    [rows, vocabulary] in place of the four that recomputing takes (Hsu et al., Liger Kernel, arXiv 2410.10989, section
+    3.2). Without one it returns each loss; what backward then multiplies them by is not known before, so each chunk's
+    logits are computed again there.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, teacher: TeacherOutput, rows: int, trains: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        rows: int,
+        compare: Compare,
+        total: Callable[[Tensor], Tensor] | None,
+        trains: bool,
     ) -> Tensor:
-        wanted = [trains and needed for needed in ctx.needs_input_grad[:2]]
-        theirs, temperature, ratio = teacher.weight[: len(weight)], teacher.temperature, teacher.ratio
-        divergences = torch.zeros(len(targets), device=hidden.device)
-
-        def compare(logits: Tensor, here: slice, trains: bool) -> tuple[Tensor, Tensor]:
-            taught = F.linear(teacher.hidden[here], theirs)
-            score = run_as_one(score_distilled, logits.is_cuda)
-            losses, divergences[here], grad_output = score(logits, taught, targets[here], temperature, ratio, trains)
-            return losses, grad_output
-
+        wanted = [trains and total is not None and needed for needed in ctx.needs_input_grad[:2]]
         losses, *ctx.gradients = score_chunks(hidden, weight, rows, wanted, compare)
-        ctx.dtype = weight.dtype
-        likelihood, divergence = losses.sum(), divergences.sum()
-        return torch.stack([(1 - ratio) * likelihood + ratio * temperature**2 * divergence, likelihood, divergence])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_outputs: Tensor) -> Any:
-        return *made_in_forward(ctx, grad_outputs[0]), None, None, None, None
-
-
-class _Losses(torch.autograd.Function):
-    """The loss of each target. grad_output is known in backward only: there each chunk's logits are computed again."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, rows: int, compare: Compare) -> Tensor:
+        ctx.dtype, ctx.again = weight.dtype, None
+        if total is not None:
+            return total(losses)
         ctx.save_for_backward(hidden, weight)
-        ctx.rows, ctx.compare = rows, compare
-        return score_chunks(hidden, weight, rows, [False, False], compare)[0]
+        ctx.again = rows, compare  # not with a total: it would keep a teacher's output until backward
+        return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_outputs: Tensor) -> Any:
-        hidden, weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:2]
-        _, of_hidden, of_weight = score_chunks(hidden, weight, ctx.rows, wanted, ctx.compare, grad_outputs)
-        return of_hidden, of_weight.to(weight.dtype) if of_weight is not None else None, None, None
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if ctx.again:
+            rows, compare = ctx.again
+            hidden, weight = ctx.saved_tensors
+            wanted = ctx.needs_input_grad[:2]
+            _, of_hidden, of_weight = score_chunks(hidden, weight, rows, wanted, compare, grad_output)
+        elif ctx.gradients is None:
+            raise RuntimeError("LossHead: this loss went backward already, and its gradients are gone")
+        else:
+            (of_hidden, of_weight), ctx.gradients = ctx.gradients, None
+            for gradient in (of_hidden, of_weight):
+                if gradient is not None:
+                    gradient.mul_(grad_output.flatten()[0])  # of the loss: a teacher's total has metrics after it
+        return of_hidden, of_weight.to(ctx.dtype) if of_weight is not None else None, None, None, None, None
 
 
 def score_chunks(
@@ -167,14 +132,14 @@ def score_chunks(
         of_weight = fills(weight.shape, dtype=torch.float32, device=weight.device)
     for first in range(0, len(hidden), rows):
         here = slice(first, first + rows)
-        losses[here], grad_output = compare(F.linear(hidden[here], weight), here, any(wanted))
+        losses[here], grad_logits = compare(F.linear(hidden[here], weight), here, any(wanted))
         if grad_outputs is not None:
-            grad_output *= grad_outputs[here, None]
+            grad_logits *= grad_outputs[here, None]
         if of_hidden is not None:
-            torch.mm(grad_output, weight, out=of_hidden[here])
+            torch.mm(grad_logits, weight, out=of_hidden[here])
         if of_weight is not None:
-            add_product(of_weight, grad_output.t(), hidden[here], is_first=not first)
-        del grad_output  # else it is in memory beside the next chunk's logits
+            add_product(of_weight, grad_logits.t(), hidden[here], is_first=not first)
+        del grad_logits  # else it is in memory beside the next chunk's logits
     return losses, of_hidden, of_weight
 
 
@@ -207,58 +172,58 @@ def adds_casted(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def subtract_one(grad_output: Tensor, where: Tensor) -> Tensor:
-    """Returns `grad_output` [n, V] less one at `where` [n, 1]. It works in place or, compiled, inside the fused kernel
+def subtract_one(grad_logits: Tensor, where: Tensor) -> Tensor:
+    """Returns `grad_logits` [n, V] less one at `where` [n, 1]. It works in place or, compiled, inside the fused kernel
     around it, which a scatter would end, with its result written in fp32. Both give the same bits."""
     if torch.compiler.is_compiling():
         return torch.where(
-            torch.arange(grad_output.shape[1], device=grad_output.device) == where, grad_output - 1, grad_output
+            torch.arange(grad_logits.shape[1], device=grad_logits.device) == where, grad_logits - 1, grad_logits
         )
-    return grad_output.scatter_add_(1, where, torch.full_like(where, -1, dtype=grad_output.dtype))
+    return grad_logits.scatter_add_(1, where, torch.full_like(where, -1, dtype=grad_logits.dtype))
 
 
 def score_plain(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
     """Returns the losses of logits [n, V], fp32 [n], and the gradient of the losses' sum [n, V] in the logits' dtype
     (not `trains`: the logits). It makes one fp32 tensor of their size, or none: fp32 logits are overwritten."""
-    grad_output, where = logits.float(), targets[:, None]
-    grad_output -= grad_output.amax(-1, keepdim=True)
-    picked = grad_output.gather(1, where)
-    sums = grad_output.exp_().sum(-1, keepdim=True)
+    grad_logits, where = logits.float(), targets[:, None]
+    grad_logits -= grad_logits.amax(-1, keepdim=True)
+    picked = grad_logits.gather(1, where)
+    sums = grad_logits.exp_().sum(-1, keepdim=True)
     losses = (sums.log() - picked)[:, 0]
     if not trains:
-        return losses, logits  # not `grad_output`: a compiled function would write it to memory
-    grad_output /= sums
-    return losses, subtract_one(grad_output, where).to(logits.dtype)
+        return losses, logits  # not `grad_logits`: a compiled function would write it to memory
+    grad_logits /= sums
+    return losses, subtract_one(grad_logits, where).to(logits.dtype)
 
 
 def score_distilled(
-    logits: Tensor, theirs: Tensor, targets: Tensor, temperature: float, ratio: float, trains: bool
+    logits: Tensor, teacher_logits: Tensor, targets: Tensor, temperature: float, ratio: float, trains: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns, for logits [n, V] and teacher logits [n, W], W <= V: the losses and the divergences KL(teacher ||
     student) over the first W tokens, both fp32 [n], and, as score_plain, the gradient of the weighted sum. At most four
     fp32 tensors of that size exist at once."""
-    grad_output, where, both = logits.float(), targets[:, None], theirs.shape[1]
-    ours = grad_output[:, :both] / temperature
+    grad_logits, where, both = logits.float(), targets[:, None], teacher_logits.shape[1]
+    ours = grad_logits[:, :both] / temperature
     ours -= ours.logsumexp(-1, keepdim=True)
-    theirs = theirs.float()
-    theirs /= temperature
-    theirs -= theirs.logsumexp(-1, keepdim=True)
-    shares = theirs.exp()
-    theirs -= ours
-    theirs *= shares
-    divergences = theirs.sum(-1)
-    del theirs
-    grad_output -= grad_output.logsumexp(-1, keepdim=True)
-    losses = -grad_output.gather(1, where)[:, 0]
+    teacher = teacher_logits.float()
+    teacher /= temperature
+    teacher -= teacher.logsumexp(-1, keepdim=True)
+    probabilities = teacher.exp()
+    teacher -= ours
+    teacher *= probabilities
+    divergences = teacher.sum(-1)
+    del teacher
+    grad_logits -= grad_logits.logsumexp(-1, keepdim=True)
+    losses = -grad_logits.gather(1, where)[:, 0]
     if not trains:
         return losses, divergences, logits
-    grad_output = subtract_one(grad_output.exp_(), where)
-    grad_output *= 1 - ratio
+    grad_logits = subtract_one(grad_logits.exp_(), where)
+    grad_logits *= 1 - ratio
     ours.exp_()
-    ours -= shares
+    ours -= probabilities
     ours *= ratio * temperature  # T^2 of the loss, times the 1 / T of the logits' scaling
-    grad_output[:, :both] += ours
-    return losses, divergences, grad_output.to(logits.dtype)
+    grad_logits[:, :both] += ours
+    return losses, divergences, grad_logits.to(logits.dtype)
 
 
 @cache
@@ -273,43 +238,64 @@ def score(targets: Tensor, logits: Tensor, here: slice, trains: bool) -> tuple[T
     return scored
 
 
+def score_with_teacher(
+    teacher: TeacherOutput, targets: Tensor, divergences: Tensor, logits: Tensor, here: slice, trains: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns `score` of the rows `here` beside a teacher, and writes their `divergences`. The logits of both models
+    exist for these rows only. Where one vocabulary is padded further than the other, the divergence is over the tokens
+    that both have."""
+    teacher_logits = F.linear(teacher.hidden[here], teacher.weight[: logits.shape[1]])
+    compare = run_as_one(score_distilled, logits.is_cuda)
+    losses, divergences[here], grad_logits = compare(
+        logits, teacher_logits, targets[here], teacher.temperature, teacher.ratio, trains
+    )
+    return losses, grad_logits
+
+
+def total_with_teacher(teacher: TeacherOutput, divergences: Tensor, losses: Tensor) -> Tensor:
+    """Returns [3]: the loss (1 - ratio) * NLL + ratio * T^2 * KL(teacher || student), both distributions at temperature
+    T (Hinton et al., arXiv 1503.02531, section 2); the NLL; and the KL."""
+    ratio, likelihood, divergence = teacher.ratio, losses.sum(), divergences.sum()
+    return torch.stack([(1 - ratio) * likelihood + ratio * teacher.temperature**2 * divergence, likelihood, divergence])
+
+
 def score_part(axis: TensorAxis, targets: Tensor, logits: Tensor, here: slice, trains: bool) -> tuple[Tensor, Tensor]:
     """Returns `score` of the rows `here` where each tensor-parallel rank has the logits [n, V] of its own part of the
     vocabulary, and `targets` count from the first of these: with one all-gather of three numbers a row (Megatron-LM,
     arXiv 1909.08053, section 3, has two all-reduces). The losses are the same on every rank, the gradient is that of
     its own logits. Collective."""
-    grad_output, *own = run_as_one(begin_part, logits.is_cuda)(logits, targets[here], trains)
-    told = gather_plain(torch.stack(own)[None], axis).view(axis.size, 3, -1)
-    losses, share = run_as_one(end_part, logits.is_cuda)(told, own[0])
+    grad_logits, *own = run_as_one(begin_part, logits.is_cuda)(logits, targets[here], trains)
+    gathered = gather_plain(torch.stack(own)[None], axis).view(axis.size, 3, -1)
+    losses, share = run_as_one(end_part, logits.is_cuda)(gathered, own[0])
     if trains:
-        grad_output = run_as_one(slope_of_part, logits.is_cuda)(grad_output, share, targets[here]).to(logits.dtype)
-    return losses, grad_output
+        grad_logits = run_as_one(grad_of_part, logits.is_cuda)(grad_logits, share, targets[here]).to(logits.dtype)
+    return losses, grad_logits
 
 
 def begin_part(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns exp(logits - their largest) [n, V] (not `trains`: the logits); and, each fp32 [n], the largest logit, the
     sum of the exponentials, and the target's logit, or 0 where another rank has it."""
-    grad_output = logits.float()
-    outside, where = (targets < 0) | (targets >= grad_output.shape[1]), targets.clamp(0, grad_output.shape[1] - 1)
-    largest = grad_output.amax(-1, keepdim=True)
-    picked = grad_output.gather(1, where[:, None])[:, 0].masked_fill(outside, 0.0)
-    grad_output = (grad_output - largest).exp_() if grad_output is logits else grad_output.sub_(largest).exp_()
-    return grad_output if trains else logits, largest[:, 0], grad_output.sum(-1), picked
+    grad_logits = logits.float()
+    outside, where = (targets < 0) | (targets >= grad_logits.shape[1]), targets.clamp(0, grad_logits.shape[1] - 1)
+    largest = grad_logits.amax(-1, keepdim=True)
+    picked = grad_logits.gather(1, where[:, None])[:, 0].masked_fill(outside, 0.0)
+    grad_logits = (grad_logits - largest).exp_() if grad_logits is logits else grad_logits.sub_(largest).exp_()
+    return grad_logits if trains else logits, largest[:, 0], grad_logits.sum(-1), picked
 
 
-def end_part(told: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns, from the three numbers of each rank, `told` [ranks, 3, n], and this rank's `own` largest logit: the
+def end_part(gathered: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns, from the three numbers of each rank, `gathered` [ranks, 3, n], and this rank's `own` largest logit: the
     losses, and the factor that makes probabilities of this rank's exponentials; [n] both."""
-    largest, sums, picked = told.unbind(1)
+    largest, sums, picked = gathered.unbind(1)
     peak = largest.amax(0)
     total = (sums * (largest - peak).exp()).sum(0)
     return peak + total.log() - picked.sum(0), (own - peak).exp() / total
 
 
-def slope_of_part(grad_output: Tensor, share: Tensor, targets: Tensor) -> Tensor:
-    grad_output *= share[:, None]
+def grad_of_part(grad_logits: Tensor, share: Tensor, targets: Tensor) -> Tensor:
+    grad_logits *= share[:, None]
     if torch.compiler.is_compiling():
-        return subtract_one(grad_output, targets[:, None])  # a target of another rank matches no column
-    inside = (targets >= 0) & (targets < grad_output.shape[1])
-    where = targets.clamp(0, grad_output.shape[1] - 1)[:, None]
-    return grad_output.scatter_add_(1, where, -inside.to(grad_output.dtype)[:, None])
+        return subtract_one(grad_logits, targets[:, None])  # a target of another rank matches no column
+    inside = (targets >= 0) & (targets < grad_logits.shape[1])
+    where = targets.clamp(0, grad_logits.shape[1] - 1)[:, None]
+    return grad_logits.scatter_add_(1, where, -inside.to(grad_logits.dtype)[:, None])

@@ -15,5 +15,5 @@ NLL_AND_KL = ("nll", "kl")  # the metrics
 
 def distill_shares(of: Distill, model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
     """Returns shares of the loss and of NLL_AND_KL; kl is at the temperature, not multiplied by its square."""
-    sums: Tensor = model(*micro.inputs, distill=of)
+    sums: Tensor = model(micro, distill=of)
     return torch.cat([sums[:1], sums[1:].detach()]) / totals.tokens

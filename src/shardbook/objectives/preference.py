@@ -92,7 +92,7 @@ FREE: dict[str, Score] = {  # without a reference: they compare each answer's lo
 
 def log_probabilities(model: nn.Module, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     """Returns the log-probability of each sequence's trained tokens and the number of these, both fp32 [sequences]."""
-    losses, counts = model(*micro.inputs), micro.counts
+    losses, counts = model(micro), micro.counts
     assert counts is not None, "rows hold no pairs"
     if not micro.trained:
         return -losses.float(), counts

@@ -188,7 +188,7 @@ class MicroBatchRunner:
         if self.layout.pipeline.is_last(action.chunk):
             made = self.shares_of(model if hidden is None else partial(model, hidden=hidden), micro)
         else:
-            made = model(*micro.inputs, hidden=hidden)
+            made = model(micro, hidden=hidden)
             self.links.send(made.detach(), is_forward=True)
         self.made[action.chunk, action.micro] = hidden, made
         return made

@@ -1,0 +1,26 @@
+"""The batch of a model: the one argument of its forward."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B rows of L tokens, and n positions in them that predict a trained token; integers are int64.
+
+    fully_shard casts the floats of a dataclass that a model is called with. The model reads none, so a float that a
+    subclass adds for a loss keeps its dtype where the loss reads it: in the caller's batch.
+    """
+
+    input_ids: Tensor  # [B, L]
+    position_ids: Tensor  # [B, L], from 0 in every document
+    # [m] int32, ascending offsets into the flat [B * L]: the start of each document, and of each row's padding; filled
+    # up with B * L, so that m is the same in every micro-batch
+    boundaries: Tensor
+    positions: Tensor  # [n] indices into the flat [B * L] that predict a trained token
+    targets: Tensor  # [n] the trained tokens
+    packed: bool  # whether a row may hold several documents; False: one a row, padding only at its end
+    # no document has more tokens, nor a whole row's padding: a power of two from 128 on, or the row's length, so that
+    # there are few values
+    longest: int
