@@ -89,7 +89,8 @@ def train_all(ranks: int, folder: Path):
 
     from shardbook.axes import WORLD
     from shardbook.comm.ledger import Ledger, Volume
-    from shardbook.plan.formulas import COUNTS_BYTES, NORM_BYTES, predict_resident, predict_traffic
+    from shardbook.plan.events import COUNTS_BYTES, NORM_BYTES
+    from shardbook.plan.formulas import predict_resident, predict_traffic
     from shardbook.run.metrics import memory_metrics
 
     dist.init_process_group("gloo")

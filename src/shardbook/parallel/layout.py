@@ -140,6 +140,14 @@ class Layout:
         asked = self.parallel.backward_prefetch
         return asked if asked >= 0 else int(self.stage.reshard_after_forward)
 
+    def run_order(self, is_forward: bool) -> list[tuple[Unit, list[Unit]]]:
+        """Returns the units in the order in which forward, or backward, reaches them, each with the units that are
+        prefetched when it runs."""
+        *inner, root = self.units
+        units = [root, *inner] if root.shapes else inner
+        run, depth = (units, self.forward_prefetch) if is_forward else (backward_order(units), self.backward_prefetch)
+        return [(unit, run[number + 1 : number + 1 + depth]) for number, unit in enumerate(run)]
+
     @property
     def hops(self) -> list[tuple[str, int, int]]:
         """The exchanges of qgZ, in order: mesh axis, ranks along it, bits."""

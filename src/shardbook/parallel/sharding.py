@@ -25,7 +25,6 @@ from shardbook.parallel.mesh import build_node_mesh, describe_sizes
 from shardbook.parallel.packed import gather_bytes
 from shardbook.parallel.pipeline import PipelineLinks, build_pipeline_links
 from shardbook.parallel.tensor import place_cuts, sum_uncut
-from shardbook.parallel.units import Unit, backward_order
 from shardbook.parallel.watch import Watch
 
 
@@ -92,8 +91,7 @@ class ShardedModel:
         root.set_requires_gradient_sync(stage.syncs(is_last))
         root.set_requires_all_reduce(is_last)  # across replicas gradients are summed once a step, in every stage
         for unit in units:
-            # after the last micro-batch always: the optimizer makes gathered parameters stale
-            unit.handle.set_reshard_after_backward(unit.frees or is_last, recurse=False)
+            unit.handle.set_reshard_after_backward(unit.frees_after_backward(is_last), recurse=False)
         yield
         if is_last and self.mesh:
             sum_uncut(self.model, self.mesh, self.layout.replicated_numel)
@@ -228,16 +226,10 @@ def apply_prefetch(layout: Layout) -> None:
     backward after an evaluation would gather, for nothing, a unit that the evaluation ran. A list that names only the
     unit itself, which is gathered already, prefetches none.
     """
-    *inner, root = layout.units
-    units: list[Unit] = [root, *inner] if root.shapes else inner  # in forward order
-    for run, depth, is_forward in (
-        (units, layout.forward_prefetch, True),
-        (backward_order(units), layout.backward_prefetch, False),
-    ):
-        handles = [unit.handle for unit in run]
-        for number, handle in enumerate(handles):
-            ahead = handles[number + 1 : number + 1 + depth] or [handle]
+    for is_forward in (True, False):
+        for unit, prefetched in layout.run_order(is_forward):
+            ahead = [other.handle for other in prefetched] or [unit.handle]
             if not is_forward:
-                handle.set_modules_to_backward_prefetch(ahead)
+                unit.handle.set_modules_to_backward_prefetch(ahead)
             elif layout.parallel.forward_prefetch >= 0:
-                handle.set_modules_to_forward_prefetch(ahead)
+                unit.handle.set_modules_to_forward_prefetch(ahead)

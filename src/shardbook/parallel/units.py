@@ -58,6 +58,11 @@ class Unit:
         pairs = zip(self.shapes, self.trained, strict=True)
         return [(shape[0], prod(shape[1:]), trained) for shape, trained in pairs]
 
+    @cached_property
+    def _padded(self) -> dict[tuple[int, bool], int]:
+        """What `padded_numel` returned: plans ask for it thousands of times."""
+        return {}
+
     @property
     def trained_matrices(self) -> list[torch.Size]:
         """The shapes of the trained matrices inside a block."""
@@ -65,8 +70,12 @@ class Unit:
 
     def padded_numel(self, shards: int, trained_only: bool = False) -> int:
         """Returns the elements of all `shards` shards together, each tensor's shards padded to its longest."""
-        counted = (row for row in self._rows if row[2]) if trained_only else self._rows
-        return sum(round_up(rows, shards) * width for rows, width, _ in counted)
+        if (found := self._padded.get((shards, trained_only))) is None:
+            counted = (row for row in self._rows if row[2]) if trained_only else self._rows
+            found = self._padded[shards, trained_only] = sum(
+                round_up(rows, shards) * width for rows, width, _ in counted
+            )
+        return found
 
     def replicated_numel(self, shards: int) -> int:
         """Returns the elements of one shard, padded, of trained parameters that are the same along tp."""
@@ -94,6 +103,11 @@ class Unit:
     def gathers_again(self) -> bool:
         """Returns whether backward gathers the parameters again that forward had gathered."""
         return self.reshard_after_forward and self.read_in_backward
+
+    def frees_after_backward(self, is_last: bool) -> bool:
+        """Returns whether parameters are freed after a backward; after a step's last one (`is_last`) always: the
+        optimizer makes gathered parameters stale."""
+        return self.frees or is_last
 
     @property
     def handle(self) -> FSDPModule:

@@ -4,17 +4,18 @@ Invariant: as formulas.py, which has the collectives of a whole step (sums of tp
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from transformers import PreTrainedConfig
 
-from shardbook.arithmetic import ceil_div
-from shardbook.axes import PP_BACKWARD, PP_FORWARD, TP
-from shardbook.comm.ledger import Traffic, Volume, add_traffic
+from shardbook.axes import TP
+from shardbook.comm.ledger import Traffic
 from shardbook.data.loader import MicroBatch
 from shardbook.model.attention import head_size
 from shardbook.model.context import own_heads, partition_heads
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble, in_flight
+from shardbook.plan.events import Inside, Sends, count_traffic, step_passes
 from shardbook.recipe import Recipe
 
 TOLD_BYTES = 3 * 4  # of each trained token, by each rank: three fp32 numbers of its part of the logits
@@ -25,84 +26,71 @@ Micros = Callable[[], Sequence[MicroBatch]]
 def axes_traffic(
     layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int = 0, micros_of: Micros | None = None
 ) -> Traffic:
-    """Returns the traffic of the global `rank` in the step whose micro-batches `micros_of` makes; None: rows are full,
-    and every token but the first of each sequence is trained."""
+    """Returns the traffic along tp, cp and pp, but for sums, of the global `rank` in the step whose micro-batches
+    `micros_of` makes; None: rows are full, and every token but the first of each sequence is trained."""
+    inside = read_inside(layout, config, recipe, rank, micros_of)
+    passes = step_passes(layout, len(inside), recipe.forwards_per_micro, inside) if inside else []
+    events = (event for each in passes for event in each.events)
+    return count_traffic(event for event in events if event.what in ("compute", "exchange", "send"))
+
+
+def read_inside(
+    layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int = 0, micros_of: Micros | None = None
+) -> list[Inside]:
+    """Returns what each micro-batch of the step of `axes_traffic` sends inside its passes; empty without tp, cp, pp."""
     if layout.tp_size == layout.cp_size == layout.pipeline.ranks == 1:
-        return {}
-    micros = micros_of() if micros_of else None
-    sizes = [(m.input_ids.numel(), len(m.targets)) for m in micros] if micros else full_micros(layout, recipe)
-    tokens = [tokens for tokens, _ in sizes]
-    inside = tensor_traffic(layout, config, recipe, sizes), context_traffic(layout, config, recipe, rank, tokens)
-    return add_traffic(*inside, pipeline_traffic(layout, config, tokens))
-
-
-def full_micros(layout: Layout, recipe: Recipe) -> list[tuple[int, int]]:
+        return []
+    if micros := micros_of() if micros_of else None:
+        return [_inside(layout, config, recipe, rank, m.input_ids.numel(), len(m.targets)) for m in micros]
     tokens, sequences = recipe.micro_tokens, recipe.micro_tokens // recipe.data.max_length
-    full = tokens // layout.cp_size, (tokens - sequences) // layout.cp_size
+    full = _inside(layout, config, recipe, rank, tokens // layout.cp_size, (tokens - sequences) // layout.cp_size)
     return [full] * recipe.train.gradient_accumulation_steps
 
 
-def tensor_traffic(
-    layout: Layout, config: PreTrainedConfig, recipe: Recipe, sizes: Sequence[tuple[int, int]]
-) -> Traffic:
-    """Returns the all-gathers and reduce-scatters of tokens along tp. `sizes`: tokens, and trained tokens, of each
-    micro-batch.
+def _inside(layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int, tokens: int, trained: int) -> Inside:
+    """Returns what a micro-batch of `tokens`, `trained` of them trained, sends.
 
-    A block gathers before attention and MLP and scatters after both, backward the other way round; a recomputed block
-    gathers twice more and scatters once more: the result of its last scatter is not needed again. The embedding
-    scatters, the last norm gathers; the loss gathers numbers, chunk by chunk.
+    Along tp a block gathers tokens before attention and MLP and scatters after both, the embedding scatters, the last
+    norm gathers; the loss gathers numbers, chunk by chunk. Along cp a block sends queries, keys and values, and
+    attention's result back. Backward goes the other way round. A recomputed block sends forward's again, but for its
+    last scatter, whose result is not needed.
     """
-    if layout.tp_size == 1:
-        return {}
-    numbers, more = layout.blocks(config.num_hidden_layers), recipe.forwards_per_micro - 1
-    layers, again = len(numbers), len(recipe.activation.recomputed(numbers))
-    chunk, itemsize = recipe.train.loss_chunk_tokens, layout.dtype("params").itemsize
-    outer = layout.pipeline.has_first_stage + layout.pipeline.has_last_stage
-    gathers = 4 * layers + 2 * again + outer + more * (2 * layers + 1)
-    scatters = 4 * layers + again + outer + more * (2 * layers + 1)
-    scored = 1 + more + recipe.recomputes_logits
-    gathered = scattered = Volume()
-    for tokens, trained in sizes:
-        payload = tokens * config.hidden_size * itemsize
-        chunks = ceil_div(trained, chunk or max(1, trained))
-        told = Volume(scored * chunks, scored * trained * layout.tp_size * TOLD_BYTES)
-        gathered += Volume(gathers, gathers * payload) + (told if layout.pipeline.has_last_stage else Volume())
-        scattered += Volume(scatters, scatters * payload)
-    return {("all_gather", TP): gathered, ("reduce_scatter", TP): scattered}
+    tp_size, itemsize = layout.tp_size, layout.dtype("params").itemsize
+    of_tokens, chunk = tokens * config.hidden_size * itemsize, recipe.train.loss_chunk_tokens or max(1, trained)
+    gather, scatter = ((op, TP, of_tokens) for op in ("all_gather", "reduce_scatter")) if tp_size > 1 else ((), ())
+    there, back, their_there, their_back = _exchanges(layout, config, rank, tokens * itemsize)
+    sizes = [min(chunk, trained - first) for first in range(0, trained, chunk)] if tp_size > 1 else []
+    told = [("all_gather", TP, size * tp_size * TOLD_BYTES) for size in sizes]
+
+    def sends(*each: Any) -> Sends:
+        return tuple(send for send in each if send)
+
+    return Inside(
+        layers=config.num_hidden_layers,
+        recomputed=frozenset(recipe.activation.recomputed(list(range(config.num_hidden_layers)))),
+        forward=sends(gather, there, back, scatter, gather, scatter),
+        again=sends(gather, there, back, scatter, gather),
+        backward=sends(gather, scatter, gather, their_back, their_there, scatter),
+        embedding=(sends(scatter), sends(gather)),
+        loss=(sends(gather, *told), sends(*told * recipe.recomputes_logits, scatter)),
+        stream_bytes=of_tokens // tp_size,
+    )
 
 
-def context_traffic(
-    layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int, sizes: Sequence[int]
-) -> Traffic:
-    """Returns the all-to-alls of blocks; `sizes`: this rank's tokens of each micro-batch. Forward sends queries, keys
-    and values, and attention's result back; backward the other way round; a recomputed block sends forward's again."""
+def _exchanges(layout: Layout, config: PreTrainedConfig, rank: int, token_bytes: int) -> list[Any]:
+    """Returns the all-to-alls of a block of the global `rank` along cp, each of `token_bytes` a number of a head: to
+    other ranks and back in forward, and the gradients of both."""
     if layout.cp_size == 1:
-        return {}
+        return [()] * 4
     heads, key_heads = own_heads(config, layout.tp_size, rank % layout.tp_size)
     shares = partition_heads(heads, key_heads, layout.cp_size)
     own, keys = shares[rank // layout.tp_size % layout.cp_size]
-    of_all = heads + 2 * sum(len(each) for _, each in shares)
-    numbers = layout.blocks(config.num_hidden_layers)
-    layers = len(numbers)
-    forwards = layers * recipe.forwards_per_micro + len(recipe.activation.recomputed(numbers))
+    given = heads + 2 * sum(len(each) for _, each in shares)
     inside = layout.cp_size * own, layout.cp_size * (own + 2 * len(keys))  # heads' tokens of the whole row
-    each = forwards * (of_all + inside[0]) + layers * (inside[1] + heads)
-    payload = each * sum(sizes) * head_size(config) * layout.dtype("params").itemsize
-    return {("all_to_all", layout.context_axis): Volume(2 * (forwards + layers) * len(sizes), payload)}
-
-
-def pipeline_traffic(layout: Layout, config: PreTrainedConfig, sizes: Sequence[int]) -> Traffic:
-    """Returns the sends of activations and gradients along pp; `sizes`: this rank's tokens of each micro-batch."""
-    pipeline, found = layout.pipeline, dict[tuple[str, str], Volume]()
-    for chunk in range(pipeline.chunks) if pipeline.ranks > 1 else ():
-        payload = (
-            sum(tokens // layout.tp_size for tokens in sizes) * config.hidden_size * layout.dtype("params").itemsize
-        )
-        sent = Volume(len(sizes), payload)
-        for axis, is_end in ((PP_FORWARD, pipeline.is_last(chunk)), (PP_BACKWARD, pipeline.is_first(chunk))):
-            if not is_end:
-                found["p2p", axis] = found.get(("p2p", axis), Volume()) + sent
-    return found
+    return [
+        ("all_to_all", layout.context_axis, count * token_bytes * head_size(config))
+        for count in (given, *inside, heads)
+    ]
 
 
 def describe_sharing(layout: Layout) -> str:

@@ -5,26 +5,19 @@ s rows over N ranks is split into N shards of ceil(s / N) rows. The ZeRO paper's
 Needs no process group and no memory: the units may lie on the meta device.
 """
 
-from collections import Counter
 from dataclasses import asdict, dataclass
 from itertools import compress
 from math import prod
 
-from shardbook.arithmetic import ceil_div, round_up
-from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_ENDS, TP, WORLD
-from shardbook.comm.ledger import Traffic, Volume
-from shardbook.comm.quantize import buffer_bytes
+from shardbook.axes import DP_SHARD
+from shardbook.comm.ledger import Traffic
 from shardbook.memory.shelf import shelf_sizes, step_bytes
 from shardbook.optim import state_bytes
-from shardbook.optim.muon import WIRE_BYTES
-from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.units import Unit, backward_order, shard_rows
+from shardbook.plan.events import count_traffic, step_events
 from shardbook.recipe import Stage
-
-COUNTS_BYTES = 6 * 8  # the step's counts and stop flags: six fp64 numbers summed over all ranks
-NORM_BYTES = 8  # the squared gradient norm, one fp64 number
 
 
 @dataclass(frozen=True)
@@ -40,68 +33,6 @@ class Resident:
         return self.params_bytes + self.grads_bytes + self.optimizer_bytes
 
 
-Volumes = list[tuple[str, str, int]]  # operation, mesh axis, payload bytes
-
-
-def forward_gather(layout: Layout, unit: Unit) -> tuple[str, int]:
-    """Returns axis and payload bytes of the all-gather of `unit` in forward: in the compute dtype, or quantized."""
-    whole, switches = unit.padded_numel(layout.shards), layout.switches
-    if switches.weights_bits and switches.quantizes(unit.numel):
-        return DP_SHARD, layout.shards * buffer_bytes(whole // layout.shards, switches.weights_bits, switches.block)
-    return DP_SHARD, whole * layout.dtype("params").itemsize
-
-
-def backward_gather(layout: Layout, unit: Unit) -> tuple[str, int]:
-    """Returns axis and payload bytes in backward; secondary shards are gathered inside their group, unquantized."""
-    if layout.switches.secondary:
-        return INSIDE, unit.padded_numel(layout.shards) * layout.dtype("params").itemsize
-    return forward_gather(layout, unit)
-
-
-def reduction(layout: Layout, unit: Unit) -> Volumes:
-    """Returns the collectives that reduce gradients of `unit` over its shards: a reduce-scatter, or qgZ's hops."""
-    shards, switches = layout.shards, layout.switches
-    trained = unit.padded_numel(shards, trained_only=True)
-    if not (layout.hops and trained and switches.quantizes(unit.numel)):
-        return [("reduce_scatter", DP_SHARD, trained * layout.dtype("reduce").itemsize)]
-    hops, slices = Volumes(), shards
-    for axis, ranks, bits in layout.hops:  # each leaves a rank with one slice of every `ranks`
-        hops.append(("all_to_all", axis, slices * buffer_bytes(trained // shards, bits, switches.block)))
-        slices //= ranks
-    return hops
-
-
-def replica_bytes(layout: Layout, unit: Unit) -> int:
-    """Returns the payload bytes of the all-reduce of a rank's shard of `unit` across replicas."""
-    return unit.padded_numel(layout.shards, trained_only=True) // layout.shards * layout.dtype("reduce").itemsize
-
-
-def replica_sums(layout: Layout) -> list[list[Unit]]:
-    """Returns the units whose gradients one all-reduce sums across replicas, in order: of whole models a bucket."""
-    if layout.replicas == 1:
-        return []
-    if layout.copies:
-        return [bucket for chunk in layout.chunks for bucket in chunk.buckets]
-    return [[unit] for unit in layout.units]
-
-
-def muon_exchanges(layout: Layout) -> Volumes:
-    """Returns Muon's all-to-alls: of each shape as many matrices at a time as there are shards, there and back."""
-    exchanges = Volumes()
-    for shape, count in Counter(shape for unit in layout.units for shape in unit.trained_matrices).items():
-        whole = round_up(shape[0], layout.shards) * prod(shape[1:]) * WIRE_BYTES
-        exchanges += [("all_to_all", DP_SHARD, whole)] * (2 * ceil_div(count, layout.shards))
-    return exchanges
-
-
-def tied_numel(layout: Layout, rank: int) -> int:
-    """Returns the elements on the global `rank` of a weight tied over both ends of a pipeline: its unit's matrix."""
-    end = layout.chunks[0 if layout.pipeline.has_first_stage else -1]
-    outer = (zip(unit.shapes, unit.hidden, strict=True) for unit in end.units)
-    shape = max((shape for each in outer for shape, is_hidden in each if not is_hidden), key=len)
-    return shard_rows(shape[0], layout.shards, rank_along(layout.sizes, DP_SHARD, rank)) * prod(shape[1:])
-
-
 def predict_traffic(
     layout: Layout, micros: int, optimizer_name: str = "adamw", forwards: int = 1, rank: int = 0
 ) -> Traffic:
@@ -110,38 +41,7 @@ def predict_traffic(
     A group of one rank gathers and reduces nothing. Every unit is taken to run forward and backward in each of the
     step's `micros` micro-batches, after `forwards` - 1 forwards without a backward.
     """
-    reductions = sum(layout.stage.syncs(is_last_micro=micro == micros - 1) for micro in range(micros))
-    traffic: Traffic = {}
-
-    def add(op: str, axis: str, payload_bytes: int, calls: int = 1) -> None:
-        if calls and payload_bytes:
-            traffic[op, axis] = traffic.get((op, axis), Volume()) + Volume(calls, calls * payload_bytes)
-
-    for unit in layout.units:
-        if layout.shards > 1:
-            again = micros if unit.frees and unit.gathers_again else 0
-            add("all_gather", *forward_gather(layout, unit), unit.gathers(micros, forwards) - again)
-            add("all_gather", *backward_gather(layout, unit), again)
-            for each in reduction(layout, unit):
-                add(*each, reductions)
-    for together in replica_sums(layout):  # once a step
-        add("all_reduce", DP_REPLICATE, sum(replica_bytes(layout, unit) for unit in together))
-    if layout.shards > 1:
-        add("all_reduce", DP_SHARD, NORM_BYTES)
-        for each in muon_exchanges(layout) if OPTIMIZERS[optimizer_name].whole_matrices else ():
-            add(*each)
-    master, pipeline = layout.dtype("master").itemsize, layout.pipeline
-    if layout.tp_size > 1:
-        for chunk in layout.chunks:
-            add("all_reduce", TP, chunk.replicated_numel * master)
-        add("all_reduce", TP, NORM_BYTES)
-    if pipeline.ranks > 1:
-        add("all_reduce", PP, NORM_BYTES)
-        if pipeline.is_tied and (pipeline.has_first_stage or pipeline.has_last_stage):
-            add("all_reduce", PP if pipeline.ranks == 2 else PP_ENDS, tied_numel(layout, rank) * master)
-    everyone = next((axis for axis, size in layout.sizes.items() if size == layout.world_size), WORLD)
-    add("all_reduce", everyone, COUNTS_BYTES)
-    return traffic
+    return count_traffic(step_events(layout, micros, optimizer_name, forwards, rank))
 
 
 def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -> Resident:

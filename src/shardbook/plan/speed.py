@@ -11,7 +11,7 @@ from itertools import compress
 from transformers import PreTrainedConfig
 
 from shardbook.arithmetic import ceil_div
-from shardbook.axes import CP, DP_REPLICATE, PP_FORWARD, TP
+from shardbook.axes import CP, PP_FORWARD, TP
 from shardbook.gpus import GPUS, gpu_of
 from shardbook.memory.shelf import plan_shelf, step_bytes
 from shardbook.model.causal_lm import Flops
@@ -21,14 +21,7 @@ from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble
 from shardbook.parallel.units import Unit, backward_order
 from shardbook.plan.axes import axes_traffic
-from shardbook.plan.formulas import (
-    backward_gather,
-    forward_gather,
-    muon_exchanges,
-    reduction,
-    replica_bytes,
-    replica_sums,
-)
+from shardbook.plan.events import backward_gather, forward_gather, muon_exchanges, reduction, replica_sum
 from shardbook.plan.hardware import ATTENTION, DISK_READ, MEMORY, PCIE_SHARE, PRODUCTS, Cluster
 from shardbook.plan.kept import read_widths
 from shardbook.recipe import Recipe
@@ -238,10 +231,10 @@ def exposed_seconds(
     first = [(seconds(*forward_gather(layout, unit)), unit, forward * share(unit, is_forward=True)) for unit in order]
     reductions = [sum(seconds(axis, size) for _, axis, size in reduction(layout, unit)) for unit in back]
     sums = [0.0] * len(back)
-    for together in replica_sums(layout):  # by the last of them whose backward is over
+    buckets = [bucket for chunk in layout.chunks for bucket in chunk.buckets]
+    for together in buckets if layout.copies else [[unit] for unit in layout.units]:  # by the last of them
         if places := [back.index(unit) for unit in together if unit in back]:
-            payload = sum(replica_bytes(layout, unit) for unit in together)
-            sums[max(places)] += 2 * seconds(DP_REPLICATE, payload)
+            sums[max(places)] += 2 * sum(seconds(axis, size) for _, axis, size in replica_sum(layout, together))
     clock = _Clock()
     for micro in range(micros):
         is_last = micro == micros - 1

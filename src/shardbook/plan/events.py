@@ -1,0 +1,281 @@
+"""The events of one rank in one optimizer step, in the order in which the rank issues them.
+
+Invariant: order and bytes follow the layout's own rules, which sharding.py and pipeline.py apply: its schedule, the
+order in which units run (`run_order`), what a pass frees and reduces. Traffic, memory, seconds and offloaded bytes are
+folds over this list. It is made without a process group; the units may lie on the meta device.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from shardbook.arithmetic import ceil_div, round_up
+from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP, WORLD
+from shardbook.comm.ledger import Traffic, Volume
+from shardbook.comm.quantize import buffer_bytes
+from shardbook.optim.muon import WIRE_BYTES
+from shardbook.optim.table import OPTIMIZERS
+from shardbook.parallel.layout import Layout
+from shardbook.parallel.mesh import rank_along
+from shardbook.parallel.schedule import Action
+from shardbook.parallel.units import Unit, shard_rows
+
+COUNTS_BYTES = 6 * 8  # the step's counts and stop flags: six fp64 numbers summed over all ranks
+NORM_BYTES = 8  # the squared gradient norm, one fp64 number
+
+Sends = tuple[tuple[str, str, int], ...]  # operation, mesh axis, payload bytes
+
+
+class Event(NamedTuple):
+    """What a rank issues: `compute` of a unit, its `gather`, `free`, `reduce` (its gradients are summed over ranks) or
+    `accumulate` (they are kept as they are), an `exchange` between units, `receive` and `send` along pp; `fetch`,
+    `arrive` and `update` of an offloaded unit (shards to the device, gradients to the host, its step there); the
+    `norm`, the `step`, and the sum of the next step's `counts`."""
+
+    what: str
+    unit: Unit | None = None
+    sends: Sends = ()
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The events of one micro-batch's forward, or backward, through one chunk of layers."""
+
+    action: Action
+    events: Sequence[Event]  # the same object for passes that are alike
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What a micro-batch sends along tp and cp inside a pass, and along pp after it. By default nothing."""
+
+    layers: int = 0  # of the whole model
+    recomputed: frozenset[int] = frozenset()  # numbers of blocks that run again in backward
+    forward: Sends = ()  # of a block
+    again: Sends = ()  # of a block's recompute
+    backward: Sends = ()
+    embedding: tuple[Sends, Sends] = ((), ())  # of its forward, and backward
+    loss: tuple[Sends, Sends] = ((), ())  # with the last norm before it
+    stream_bytes: int = 0  # of the activations that go to the next pipeline stage, and of their gradient
+
+
+# ---- the volume of one collective
+
+
+def forward_gather(layout: Layout, unit: Unit) -> tuple[str, int]:
+    """Returns axis and payload bytes of the all-gather of `unit` in forward: in the compute dtype, or quantized."""
+    whole, switches = unit.padded_numel(layout.shards), layout.switches
+    if switches.weights_bits and switches.quantizes(unit.numel):
+        return DP_SHARD, layout.shards * buffer_bytes(whole // layout.shards, switches.weights_bits, switches.block)
+    return DP_SHARD, whole * layout.dtype("params").itemsize
+
+
+def backward_gather(layout: Layout, unit: Unit) -> tuple[str, int]:
+    """Returns axis and payload bytes in backward; secondary shards are gathered inside their group, unquantized."""
+    if layout.switches.secondary:
+        return INSIDE, unit.padded_numel(layout.shards) * layout.dtype("params").itemsize
+    return forward_gather(layout, unit)
+
+
+def reduction(layout: Layout, unit: Unit) -> Sends:
+    """Returns the collectives that reduce gradients of `unit` over its shards: a reduce-scatter, or qgZ's hops."""
+    shards, switches = layout.shards, layout.switches
+    trained = unit.padded_numel(shards, trained_only=True)
+    if shards == 1 or not trained:
+        return ()
+    if not (layout.hops and switches.quantizes(unit.numel)):
+        return (("reduce_scatter", DP_SHARD, trained * layout.dtype("reduce").itemsize),)
+    hops, slices = list[tuple[str, str, int]](), shards
+    for axis, ranks, bits in layout.hops:  # each leaves a rank with one slice of every `ranks`
+        hops.append(("all_to_all", axis, slices * buffer_bytes(trained // shards, bits, switches.block)))
+        slices //= ranks
+    return tuple(hops)
+
+
+def replica_sum(layout: Layout, units: Iterable[Unit]) -> Sends:
+    """Returns the all-reduce across replicas of a rank's shards of the gradients of `units` together."""
+    numel = sum(unit.padded_numel(layout.shards, trained_only=True) for unit in units) // layout.shards
+    payload = numel * layout.dtype("reduce").itemsize
+    return (("all_reduce", DP_REPLICATE, payload),) if layout.replicas > 1 and payload else ()
+
+
+def muon_exchanges(layout: Layout) -> Sends:
+    """Returns Muon's all-to-alls: of each shape as many matrices at a time as there are shards, there and back."""
+    exchanges: Sends = ()
+    shapes = Counter(shape for unit in layout.units for shape in unit.trained_matrices)
+    for shape, count in shapes.items() if layout.shards > 1 else ():
+        whole = round_up(shape[0], layout.shards) * prod(shape[1:]) * WIRE_BYTES
+        exchanges += (("all_to_all", DP_SHARD, whole),) * (2 * ceil_div(count, layout.shards))
+    return exchanges
+
+
+def tied_numel(layout: Layout, rank: int) -> int:
+    """Returns the elements on the global `rank` of a weight tied over both ends of a pipeline: its unit's matrix."""
+    end = layout.chunks[0 if layout.pipeline.has_first_stage else -1]
+    outer = (zip(unit.shapes, unit.hidden, strict=True) for unit in end.units)
+    shape = max((shape for each in outer for shape, is_hidden in each if not is_hidden), key=len)
+    return shard_rows(shape[0], layout.shards, rank_along(layout.sizes, DP_SHARD, rank)) * prod(shape[1:])
+
+
+# ---- the list
+
+
+class _Chunk:
+    """Makes the passes through one chunk of layers, one after the other."""
+
+    def __init__(self, layout: Layout, number: int, own: Layout, layers: int):
+        pipeline, self.layout = layout.pipeline, own
+        self.is_first, self.is_last = pipeline.is_first(number), pipeline.is_last(number)
+        self.gathered: frozenset[Unit] = frozenset()  # by the passes so far
+        self.made: dict[tuple[object, ...], tuple[list[Event], frozenset[Unit]]] = {}
+        numbers = list(pipeline.own_layers(number)) if pipeline.layers else list(range(layers))
+        units = [unit for unit in own.units if any(unit.hidden) and not unit.forward_only]
+        self.first_block = units[0] if units else None
+        # the numbers of a unit's blocks, in the whole model; where a unit is no block, one has those of all
+        shared = [[number] for number in numbers] if len(units) == len(numbers) else [numbers]
+        self.blocks = dict(zip(units, shared, strict=False))
+
+    def run(self, is_forward: bool, is_last: bool, inside: Inside) -> list[Event]:
+        """Returns the events of the next pass; `is_last`: the backward is its step's last."""
+        key = is_forward, is_last, self.gathered, inside
+        if key not in self.made:
+            now = set(self.gathered)
+            events = list(self._forward(now, inside) if is_forward else self._backward(now, is_last, inside))
+            receives, sends = (self.is_first, self.is_last) if is_forward else (self.is_last, self.is_first)
+            passed = (("p2p", PP_FORWARD if is_forward else PP_BACKWARD, inside.stream_bytes),)
+            events[:0] = [] if receives else [Event("receive")]
+            events += [] if sends else [Event("send", None, passed)]
+            self.made[key] = events, frozenset(now)
+        events, self.gathered = self.made[key]
+        return events
+
+    def _gather(self, units: Iterable[Unit], now: set[Unit], is_forward: bool) -> Iterator[Event]:
+        volume = forward_gather if is_forward else backward_gather
+        for unit in units:
+            if unit.numel and unit not in now and (is_forward or unit.read_in_backward):
+                now.add(unit)
+                if self.layout.offload.params != "none":
+                    yield Event("fetch", unit)
+                sends = (("all_gather", *volume(self.layout, unit)),) if self.layout.shards > 1 else ()
+                yield Event("gather", unit, sends)
+
+    def _free(self, unit: Unit, now: set[Unit]) -> Iterator[Event]:
+        if unit in now:
+            now.remove(unit)
+            yield Event("free", unit)
+
+    def _forward(self, now: set[Unit], inside: Inside) -> Iterator[Event]:
+        order, copies, running = self.layout.run_order(is_forward=True), self.layout.copies, list[Unit]()
+
+        def leave(unit: Unit) -> Iterator[Event]:
+            if unit.numel:
+                yield Event("compute", unit, inside.forward * len(self.blocks.get(unit, ())))
+            if unit.reshard_after_forward and not copies:
+                yield from self._free(unit, now)
+
+        for unit, ahead in order:
+            while running and unit.modules[0] not in running[-1].inside and not running[-1].spans:
+                yield from leave(running.pop())
+            if unit is self.first_block and self.is_first:
+                yield Event("exchange", None, inside.embedding[0])
+            # where each rank has all parameters they are cast at once
+            yield from self._gather((each for each, _ in order) if copies else (unit, *ahead), now, True)
+            running.append(unit)
+        while running and not running[-1].spans:
+            yield from leave(running.pop())
+        if self.is_last:
+            yield Event("exchange", None, inside.loss[0])
+        while running:
+            yield from leave(running.pop())
+
+    def _backward(self, now: set[Unit], is_last: bool, inside: Inside) -> Iterator[Event]:
+        layout, running, late = self.layout, list[Unit](), list[Unit]()
+        unsent = [(set(bucket), replica_sum(layout, bucket)) for bucket in layout.buckets] if layout.copies else []
+
+        def leave(unit: Unit) -> Iterator[Event]:
+            if not unit.numel:
+                return
+            blocks = (inside.again * (n in inside.recomputed) + inside.backward for n in self.blocks.get(unit, ()))
+            yield Event("compute", unit, sum(blocks, ()))
+            if not layout.copies and unit.frees_after_backward(is_last):
+                yield from self._free(unit, now)
+            if layout.copies or not layout.stage.syncs(is_last):
+                yield Event("accumulate", unit)
+            else:
+                summed = replica_sum(layout, [unit]) if is_last else ()
+                yield Event("reduce", unit, reduction(layout, unit) + summed)
+                if layout.offload.optimizer != "none" and (is_last or layout.replicas == 1):
+                    yield Event("arrive", unit)
+            for missing, _ in unsent:
+                missing.discard(unit)
+            while is_last and unsent and not unsent[0][0]:  # buckets are sent in their order
+                yield Event("reduce", None, unsent.pop(0)[1])
+
+        if self.is_last:
+            yield Event("exchange", None, inside.loss[1])
+        for unit, ahead in layout.run_order(is_forward=False):
+            while running and unit.modules[0] not in running[-1].inside:
+                yield from leave(running.pop())
+            yield from self._gather((unit, *ahead), now, False)
+            (late if unit.spans else running).append(unit)
+        while running:
+            yield from leave(running.pop())
+        if self.is_first:
+            yield Event("exchange", None, inside.embedding[1])
+        for unit in late:  # at the end of backward, as fully_shard does
+            yield from leave(unit)
+        for unit in layout.units if layout.copies else [unit for unit in layout.units if unit.forward_only]:
+            if unit.frees_after_backward(is_last) and (is_last or not layout.copies):
+                yield from self._free(unit, now)
+        if is_last and layout.tp_size > 1:
+            flat = layout.replicated_numel * layout.dtype("master").itemsize
+            yield Event("reduce", None, (("all_reduce", TP, flat),))
+
+
+def step_passes(layout: Layout, micros: int, forwards: int = 1, inside: Sequence[Inside] = ()) -> list[Pass]:
+    """Returns the passes of a step of `micros` micro-batches, in order; before each backward `forwards` forwards, of
+    which it belongs to the last. `inside`: of each micro-batch, what it sends inside its passes; empty: nothing."""
+    inside = inside or [Inside()] * micros
+    chunks = [_Chunk(layout, number, own, inside[0].layers) for number, own in enumerate(layout.chunks)]
+    return [
+        Pass(action, chunks[action.chunk].run(action.is_forward, is_last, inside[action.micro]))
+        for action in layout.pipeline.actions(micros)
+        for is_last in [not action.is_forward and action.micro == micros - 1]
+        for _ in range(forwards if action.is_forward else 1)
+    ]
+
+
+def step_events(
+    layout: Layout,
+    micros: int,
+    optimizer_name: str = "adamw",
+    forwards: int = 1,
+    rank: int = 0,
+    inside: Sequence[Inside] = (),
+) -> Iterator[Event]:
+    """Yields the events of a step of the global `rank`: its passes', and then those of the norm and the step."""
+    for each in step_passes(layout, micros, forwards, inside):
+        yield from each.events
+    pipeline = layout.pipeline
+    if pipeline.ranks > 1 and pipeline.is_tied and (pipeline.has_first_stage or pipeline.has_last_stage):
+        tied = tied_numel(layout, rank) * layout.dtype("master").itemsize
+        yield Event("reduce", None, (("all_reduce", PP if pipeline.ranks == 2 else PP_ENDS, tied),))
+    spread = {TP: layout.tp_size, DP_SHARD: layout.shards, PP: pipeline.ranks}  # parameters; along dp_replicate copies
+    yield Event("norm", None, tuple(("all_reduce", axis, NORM_BYTES) for axis, size in spread.items() if size > 1))
+    exchanges = muon_exchanges(layout) if OPTIMIZERS[optimizer_name].whole_matrices else ()
+    away = layout.units if layout.offload.optimizer != "none" else ()
+    yield from (Event("update", unit) for unit in away)
+    yield Event("step", None, exchanges)
+    everyone = next((axis for axis, size in layout.sizes.items() if size == layout.world_size), WORLD)
+    yield Event("counts", None, (("all_reduce", everyone, COUNTS_BYTES),))
+
+
+def count_traffic(events: Iterable[Event]) -> Traffic:
+    """Returns calls and payload bytes of `events`, by operation and mesh axis."""
+    traffic: Traffic = {}
+    for op, axis, payload in (each for event in events for each in event.sends):
+        if payload:
+            traffic[op, axis] = traffic.get((op, axis), Volume()) + Volume(1, payload)
+    return traffic
