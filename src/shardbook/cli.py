@@ -121,6 +121,9 @@ def run_train(
 ) -> int:
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)  # refused here before a process is started
+    from shardbook.run.files import check_files
+
+    check_files(recipe)  # and before torch is imported
     from shardbook.ranks.launch import Nodes, launch_ranks
     from shardbook.ranks.machine import choose_nproc
 
@@ -151,6 +154,9 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
         return 0
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)
+    from shardbook.run.files import check_files
+
+    check_files(recipe)
     from shardbook.compare import compare
     from shardbook.ranks.machine import choose_nproc
     from shardbook.run.rehearsal import check_memory
@@ -206,6 +212,9 @@ def run_data(name: str, overrides: list[str], rows: int, html: Path | None) -> i
         raise RecipeError(f"--rows {rows}: must be at least 0")
     check_new("--html", html)
     recipe = load_recipe(find_recipe(name), overrides)
+    from shardbook.data.files import check_first_rows
+
+    check_first_rows(recipe.data, recipe.data.train, "data.train", recipe.sequences)
     from shardbook.data.look import show_look, take_look
     from shardbook.data.tokenized import load_tokenizer
     from shardbook.model.hub import tokenizer_folder

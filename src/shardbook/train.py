@@ -35,7 +35,7 @@ from shardbook.ranks.settings import use_deterministic
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe
 from shardbook.run.checkpoint import TrainState, newest_checkpoint
 from shardbook.run.console import Console
-from shardbook.run.directory import environment, open_everywhere
+from shardbook.run.directory import environment, find_everywhere, open_everywhere
 from shardbook.run.evaluation import Observer
 from shardbook.run.export import export_result
 from shardbook.run.garbage import synchronized_gc
@@ -61,15 +61,15 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     laid = lay_out_run(recipe, World(ranks.world_size, ranks.ranks_per_node, ranks.rank, ranks.device), in_turn)
     recipe = laid.recipe
 
-    # The run directory and its newest checkpoint; then weights on this node, tokenizer and data.
-    run, newest = open_everywhere(recipe.run, recipe_path)
+    # The run's newest checkpoint; then weights on this node, tokenizer and data; then the run's directory.
+    run, newest = find_everywhere(recipe.run, recipe_path)
     console.print(f"run      {run.path}")
     job = prepare_job(laid, in_turn)
     if run.finished_steps >= job.steps:
-        more = "raise train.steps, or " * run.is_saved(newest)
+        more = f"raise train.steps above {run.finished_steps}, or " * run.is_saved(newest)
         console.print(f"done     this run has finished its {run.finished_steps} steps; {more}choose another run.name")
         return DONE
-    run.check_goes_on(job.steps, newest, recipe)
+    open_everywhere(run, job.steps, newest, recipe)
     console.show_job(job)
 
     # Model and optimizer; then the start: this run's newest checkpoint, else the recipe's, else pretrained weights,

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from shardbook.model.causal_lm import build_model
-from shardbook.model.stored import INDEX, open_tensors
+from shardbook.model.hub import INDEX
+from shardbook.model.stored import open_tensors
 from shardbook.model.weights import full_tensors, local_rows
 from shardbook.run.checkpoint import _saved
 from shardbook.run.save_plan import Planned, PlanOnce

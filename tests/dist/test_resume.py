@@ -422,7 +422,7 @@ def test_a_finished_run_says_so_and_does_nothing(recipe, straight):
     before = (straight / "metrics.jsonl").read_text()
     results = run_world(2, train_rank, [str(recipe), "run.name=straight", *SAVING])
     assert [code for code, _, _ in results] == [0, 0]
-    assert "this run has finished its 6 steps; raise train.steps, or choose another run.name" in results[0][1]
+    assert "this run has finished its 6 steps; raise train.steps above 6, or choose another run.name" in results[0][1]
     assert (straight / "metrics.jsonl").read_text() == before
     # more steps: from its last checkpoint; without one, refused rather than started over
     run = run_train(2, recipe, "kept-none", "train.steps=2")

@@ -3,11 +3,16 @@
 import json
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
 from tiny import tokenizer, write_model, write_recipe
 from world import run_world, train_rank
+
+from shardbook.recipe import RecipeError, load_recipe
+from shardbook.run.directory import RunDirectory
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +88,7 @@ CASES = {
     "model": (["model.path={out}/nowhere"], ["model.path", "nowhere", "no such directory"]),
     "hub": (["model.path=meta-llama/Llama-3.1-8B"], ["meta-llama/Llama-3.1-8B", "HF_TOKEN", "local directory"]),
     "hub-data": (["data.train=someone/something:train"], ["someone/something", "HF_TOKEN", "local file"]),
-    "run-dir": (["run.dir={out}/a-file"], ["run directory", "a-file", "cannot be written", "run.dir"]),
+    "run-dir": (["run.dir={out}/a-file"], ["run directory", "a-file is a file", "run.dir"]),
     "teacher-absent": (["method=distill", "distill.teacher={out}/nowhere"], ["distill.teacher", "no such directory"]),
     "teacher-short": (["method=distill", "distill.teacher={out}/short"], ["max_length = 128", "short sees at most 64"]),
     "teacher-few": (["method=distill", "distill.teacher={out}/few"], ["few", "has 200 embeddings, its tokenizer 259"]),
@@ -96,6 +101,130 @@ CASES = {
     "tp-world": (["parallel.tp_size=2"], ["2 does not divide the world of 1 ranks", "start a multiple of 2 ranks"]),
     "no-recipe": ([], ["no recipe"]),
 }
+
+
+EARLY = {  # what a launcher sees before torch is imported: the command's words, and parts of its last line
+    "data-absent": (["data.train={out}/absent.jsonl"], ["data.train = ", "absent.jsonl': no such file"]),
+    "data-directory": (["data.train={out}/absent"], ["no such directory, and not a hub id"]),
+    "data-nothing": (["data.train={out}/nothing"], ["nothing': the directory has no .jsonl, .json, .parquet, .csv"]),
+    "data-kind": (["data.train={out}/table.xlsx"], ["table.xlsx': this kind of file is not read; .jsonl, .json"]),
+    "data-empty": (["data.train={out}/empty.jsonl"], ["empty.jsonl': holds no rows"]),
+    "data-blank": (["data.train={out}/blank.jsonl"], ["blank.jsonl': holds no rows"]),
+    "data-header": (["data.train={out}/header.csv"], ["header.csv': holds no rows"]),
+    "data-broken": (["data.train={out}/broken.jsonl"], ["cannot be read as json (broken.jsonl: line 2: Expecting"]),
+    "data-list": (["data.train={out}/list.jsonl"], ["(list.jsonl: line 1: is no table of fields)"]),
+    "data-cut": (["data.train={out}/cut.parquet"], ["cut.parquet': cannot be read as parquet (cut.parquet: "]),
+    "data-latin": (["data.train={out}/latin.csv"], ["latin.csv': cannot be read as csv (not UTF-8: 'utf-8' codec"]),
+    "data-utf-16": (
+        ["data.train={out}/excel.tsv"],
+        ["excel.tsv is UTF-16, and only UTF-8 is read; iconv -f UTF-16 -t UTF-8 excel.tsv > utf8-excel.tsv"],
+    ),
+    "data-unpacked": (["data.train={out}/plain.jsonl.gz"], ["plain.jsonl.gz cannot be read (Not a gzipped file"]),
+    "data-field": (["data.train={out}/fields.jsonl"], ["data.train: row 0: has the fields question; nearest to"]),
+    "data-column": (
+        ["data.train={out}/pairs.csv", 'data.columns={{prompt = "questoin"}}'],
+        [
+            "data.columns = {'prompt': 'questoin'}: ",
+            "no column questoin; it has question, answer; did you mean question?",
+        ],
+    ),
+    "data-both": (
+        ["data.train={out}/both.csv", 'data.columns={{prompt = "question"}}'],
+        ["both.csv' has question and prompt too; leave one of them out of the rows"],
+    ),
+    "data-eval": (["data.eval={out}/absent.jsonl", "data.eval_size=0"], ["data.eval = ", "no such file"]),
+    "data-second": (
+        ["data.train=[{out}/good.jsonl, {out}/fields.jsonl]"],
+        ["data.train, ", "fields.jsonl: row 0: has the fields question"],
+    ),
+    "pair-field": (
+        ["data.train={out}/good.jsonl", "method=dpo"],
+        ["data.train: row 0: has the fields messages", "lacks"],
+    ),
+    "template-file": (["data.chat_template={out}/absent.jinja"], ["data.chat_template", "absent.jinja", "cannot be"]),
+    "model": (["model.path={out}/nowhere"], ["model.path = ", "nowhere': no such directory, and not a hub id"]),
+    "model-hub": (["model.path=no/where"], ["model.path = 'no/where': the hub did not give it", "HF_TOKEN"]),
+    "model-config": (["model.path={out}/nothing"], ["model.path = ", "no usable config.json: No such file"]),
+    "model-json": (["model.path={out}/not-json"], ["model.path = ", "no usable config.json: Expecting"]),
+    "model-kind": (["model.path={out}/no-type"], ["model.path = ", "no usable config.json: it has no model_type"]),
+    "model-weights": (
+        ["model.path={out}/no-weights"],
+        ["no-weights: no model.safetensors and no model.safetensors.ind"],
+    ),
+    "model-part": (["model.path={out}/part"], ["part/model-2.safetensors: named in model.safetensors.index.json, but"]),
+    "tokenizer": (["model.tokenizer={out}/nowhere"], ["model.tokenizer = ", "no such directory"]),
+    "teacher": (["method=distill", "distill.teacher={out}/nowhere"], ["distill.teacher = ", "no such directory"]),
+    "adapter": (["lora.r=4", "lora.adapter={out}/nowhere"], ["lora.adapter = ", "no such directory"]),
+    "resume": (["train.resume_from_checkpoint={out}/nowhere"], ["train.resume_from_checkpoint = ", "no such direct"]),
+    "run-dir": (["run.dir={out}/a-file/runs"], ["a-file/runs/early: cannot be written", "a-file is a file); set run."]),
+    "tracker": (
+        ["run.report_to=clearml"],
+        ["report_to = 'clearml': its package is not installed; pip install clearml"],
+    ),
+}
+COMMANDS = """
+import contextlib, io, json, sys
+from shardbook.cli import main
+found = {}
+for name, words in json.load(sys.stdin).items():
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        found[name] = main(words), err.getvalue()
+print(json.dumps([found, sorted({"torch", "transformers", "datasets"} & sys.modules.keys())]))
+"""
+
+
+@pytest.fixture(scope="module")
+def early(place):
+    """What the command says to each case of EARLY, and the large packages that it imported: all in one process."""
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    files = {
+        "table.xlsx": b"PK",
+        "blank.jsonl": b"\n \n",
+        "header.csv": b"prompt,completion\n",
+        "broken.jsonl": b'\n{"text": \n',
+        "list.jsonl": b"[1, 2]\n",
+        "cut.parquet": b"PAR1 and no more",
+        "latin.csv": "prompt,completion\nü,a\n".encode("latin-1"),
+        "excel.tsv": "prompt\tcompletion\na\tb\n".encode("utf-16"),
+        "plain.jsonl.gz": json.dumps(good).encode(),
+        "pairs.csv": b"question,answer\na,b\n",
+        "both.csv": b"question,prompt,completion\na,b,c\n",
+    }
+    for name, content in files.items():
+        (place / name).write_bytes(content)
+    for name, content in (
+        ("nothing", ""),
+        ("not-json", "{"),
+        ("no-type", "{}"),
+        ("no-weights", '{"model_type": "llama"}'),
+    ):
+        (place / name).mkdir()
+        if content:
+            (place / name / "config.json").write_text(content)
+    (place / "part").mkdir()
+    (place / "part" / "config.json").write_text('{"model_type": "llama"}')
+    weight_map = {"weight_map": {"a": "model-2.safetensors"}}
+    (place / "part" / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+    recipe = [str(place / "tiny.toml"), "run.name=early"]
+    words = {
+        name: ["train", *recipe, *(word.format(out=place) for word in words)] for name, (words, _) in EARLY.items()
+    }
+    before = set(place.iterdir())
+    done = subprocess.run([sys.executable, "-c", COMMANDS], input=json.dumps(words), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert set(place.iterdir()) == before  # no run directory
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_a_launcher_refuses_what_it_can_see(early, name):
+    code, said = early[0][name]
+    assert code == 2 and said.count("\n") == 1 and said.startswith("shardbook: "), said
+    assert all(part in said for part in EARLY[name][1]), said
+
+
+def test_a_launcher_refuses_before_torch_is_imported(early):
+    assert early[1] == []
 
 
 def check(results, parts):
@@ -112,7 +241,16 @@ def test_refused_with_exit_code_2(place, name):
     words, parts = CASES[name]
     words = [str(place / "tiny.toml"), f"run.name={name}", *(word.format(out=place) for word in words)]
     check(run_world(1, train_rank, words if name != "no-recipe" else []), parts)
-    assert not (place / name / "metrics.jsonl").exists()
+    assert not (place / name).exists() or name in ("truncated", "misshapen")  # weights are read when the run has begun
+
+
+def test_fewer_steps_than_a_run_has_done_are_refused(place):
+    """Before weights are read, in the words of its steps and not of a checkpoint's insides."""
+    recipe = load_recipe(place / "tiny.toml", ["train.steps=3"])
+    run = RunDirectory("early", place / "early", finished_steps=0, is_held=False)
+    said = r"early: its newest checkpoint is of step 5, and the recipe ends at step 3; raise train.steps, or choose"
+    with pytest.raises(RecipeError, match=said):
+        run.check_goes_on(3, place / "early" / "checkpoints" / "step-000005", recipe)
 
 
 def without_torchao(version, words):

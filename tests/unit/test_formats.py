@@ -5,8 +5,9 @@ import json
 import pytest
 from tiny import CHATML, encode_row, tokenizer, trained_text
 
-from shardbook.data.formats import Chat, Text, read_row, split_pair
+from shardbook.data.formats import FORMATS, Chat, Text, read_row, split_pair
 from shardbook.recipe import RecipeError
+from shardbook.recipe.rows import FIELDS
 
 # As Qwen writes tools, their calls and what they return; its last answer begins with an empty thought.
 QWEN = """
@@ -410,3 +411,7 @@ def test_a_function_call_that_the_template_writes_is_trained():
 def test_a_flag_beside_every_token_is_refused():
     with pytest.raises(RecipeError, match=r"message 1 asks not to be trained, and data.train_on = 'all'"):
         encode_row(flagged("train", None, False, None, True), tokenizer(), "row 7", train_on="all")
+
+
+def test_every_field_of_a_format_can_be_a_column_of_another_name():
+    assert {field for fields in FORMATS.values() for field in fields} <= set(FIELDS)

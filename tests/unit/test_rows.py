@@ -1,5 +1,8 @@
 """From sources to micro-batches: reading, caching, packing, order."""
 
+import csv
+import gzip
+import importlib.util
 import json
 from dataclasses import replace
 
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from tiny import CHATML, config, tokenizer, write_chats
 
 import shardbook.data.tokenized as tokenized
+from shardbook.data.files import check_first_rows
 from shardbook.data.loader import Batching, Loader, build_micro_batch, eval_micro_batches, permute
 from shardbook.data.sources import load_sources, mix
 from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, digest_rows, load_tokenizer, pack
@@ -58,12 +62,12 @@ def test_unusable_sources_are_named(folder):
     (folder / "nothing").mkdir()
     (folder / "blank.jsonl").write_text("\n \n")
     (folder / "list.jsonl").write_text('{"text": "a"}\n\n[1, 2]\n')
-    (folder / "table.csv").write_text("a,b")
+    (folder / "table.xls").write_text("a,b")
     (folder / "cut.parquet").write_bytes(b"PAR1 and no more")
     cases = {
         str(folder / "absent.jsonl"): "no such file",
         str(folder / "absent"): "no such directory",
-        str(folder / "table.csv"): "this kind of file is not read",
+        str(folder / "table.xls"): "this kind of file is not read",
         "": "needs a file",
         "chitchatt": "no such directory, and not a hub id",
         str(empty): "holds no rows",
@@ -71,7 +75,7 @@ def test_unusable_sources_are_named(folder):
         str(folder / "cut.parquet"): r"cannot be read as parquet \(.+; where the file is whole, delete its copy in /",
         str(folder / "blank.jsonl"): "holds no rows",
         str(folder / "list.jsonl"): r"cannot be read as json \(line 3 of list.jsonl: is no table of fields\)",
-        str(folder / "nothing"): "has no .jsonl, .json, .parquet file",
+        str(folder / "nothing"): "has no .jsonl, .json, .parquet, .csv, .tsv file",
     }
     for name, message in cases.items():
         with pytest.raises(RecipeError, match=r"data.train = .*" + message):
@@ -80,6 +84,95 @@ def test_unusable_sources_are_named(folder):
         RecipeError, match=r"data.eval = 'owner/name:test': the hub did not give it .*HF_TOKEN.*local file"
     ):
         load_sources("owner/name:test", "data.eval")
+
+
+def test_tables_and_packed_files_give_the_rows_that_their_text_says(folder):
+    """Also numbers, dates, empty cells and what pandas would take for a missing value."""
+    rows = [{"prompt": "1 + 1, and?\nsay", "completion": "2"}, {"prompt": "when", "completion": "2024-01-01"}]
+    rows += [{"prompt": "what", "completion": "NA"}, {"prompt": "", "completion": 'a "b"'}]
+    for suffix, separator in ((".csv", ","), (".tsv", "\t")):
+        with (folder / f"rows{suffix}").open("w", newline="", encoding="utf-8-sig") as file:
+            table = csv.DictWriter(file, ["prompt", "completion"], delimiter=separator)
+            table.writeheader()
+            table.writerows(rows)
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (folder / "rows.jsonl.gz").write_bytes(gzip.compress(lines))
+    (folder / "rows.CSV.gz").write_bytes(gzip.compress((folder / "rows.csv").read_bytes()))
+    (folder / "tables").mkdir()
+    for number in (1, 2):
+        (folder / "tables" / f"{number}.csv").write_bytes((folder / "rows.csv").read_bytes())
+    for name in ("rows.csv", "rows.tsv", "rows.CSV.gz", "rows.jsonl.gz"):
+        assert load_sources(str(folder / name), "data.train")[0].to_list() == rows, name
+    assert load_sources(str(folder / "tables"), "data.train")[0].to_list() == rows * 2
+
+
+def test_zst_is_read_where_its_package_is_installed(folder, monkeypatch):
+    path = folder / "rows.jsonl.zst"
+    path.write_bytes(b"(\xb5/\xfd")
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(RecipeError, match=r"reading .zst needs the package zstandard: pip install zstandard"):
+            load_sources(str(path), "data.train")
+    zstandard = pytest.importorskip("zstandard")
+    path.write_bytes(zstandard.compress(b'{"text": "a"}\n'))
+    check_first_rows(Data(train=str(path)), str(path), "data.train", 1)
+    assert load_sources(str(path), "data.train")[0].to_list() == [{"text": "a"}]
+
+
+def test_columns_of_other_names_are_the_fields_that_the_recipe_says(folder):
+    (folder / "a.csv").write_text("id,question,answer\n1,why,because\n")
+    text_rows(folder / "b.jsonl", ["more"])
+    columns = {"prompt": "question", "completion": "answer"}
+    documents, _ = build(folder, train=[str(folder / "a.csv")], columns=columns)
+    plain, _ = build_documents(
+        Data(train=str(chats(folder / "c.jsonl", {"prompt": "why", "completion": "because"}))),
+        tokenizer(),
+        folder / "coder",
+    )
+    assert documents.digest == plain.digest
+    for spec, said in (
+        (str(folder / "b.jsonl"), r"data.columns = .*b.jsonl' has no column question; it has text"),
+        ([str(folder / "a.csv"), str(folder / "b.jsonl")], r"b.jsonl' has no column question; it has text"),
+    ):
+        with pytest.raises(RecipeError, match=said):
+            build(folder, train=spec, columns=columns)
+    both = [str(folder / "a.csv"), str(folder / "c.jsonl")]
+    assert len(build(folder, train=both, columns=columns)[0].encoded) == 2  # the second has the fields by their names
+
+
+def chats(path, row):
+    path.write_text(json.dumps(row) + "\n")
+    return path
+
+
+def test_the_first_row_of_each_form_of_json_is_found(folder):
+    """One that only `datasets` can read is left to it."""
+    good, bad = '{"text": "a"}', '{"txet": "a"}'
+    for content, is_bad in ((f" [{bad}, {good}]", True), (f"[{good}, {bad}]", False), (bad, False), ("[1]", False)):
+        (folder / "a.json").write_text(content)
+        data = Data(train=str(folder / "a.json"))
+        if is_bad:
+            with pytest.raises(RecipeError, match="row 0: has the fields txet; nearest to text"):
+                check_first_rows(data, data.train, "data.train", 1)
+        else:
+            check_first_rows(data, data.train, "data.train", 1)
+
+
+def test_held_out_rows_are_a_share_and_never_all(folder):
+    rows = text_rows(folder / "t.jsonl", [f"text {number}" for number in range(20)])
+    train, held_out = build(folder, train=rows, eval_size=0.1)
+    assert (len(held_out.rows) > 0, held_out.totals.examples, train.totals.examples) == (True, 2, 18)
+    said = r"eval_size = 64: holds out all of the 20 rows of data.train; set data.eval_size to a share, 0.1, or fewer"
+    with pytest.raises(RecipeError, match=said):
+        build(folder, train=rows, eval_size=64)
+
+
+def test_no_advice_that_is_followed_already(folder):
+    rows = str(chats(folder / "c.jsonl", {"prompt": "why", "completion": "a"}))
+    with pytest.raises(RecipeError, match=r"raise it, or set data.skip_untrainable=true"):
+        build(folder, train=rows, max_length=2)
+    with pytest.raises(RecipeError, match=r"\(1 of 1 rows\); raise it$"):
+        build(folder, train=rows, max_length=2, skip_untrainable=True)
 
 
 def test_text_that_is_not_utf_8_is_named(folder):

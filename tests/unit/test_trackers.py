@@ -9,7 +9,7 @@ from wandb_file import read_wandb
 
 from shardbook.recipe import Recipe, RecipeError, Run, Train, flatten_recipe
 from shardbook.recipe.sections import TRACKERS
-from shardbook.run.directory import open_run
+from shardbook.run.directory import find_run
 from shardbook.run.trackers import STEP, Trackers, flat_config
 
 
@@ -29,7 +29,7 @@ def test_keys_are_flat_and_none_is_lost():
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run(tmp_path):
     run = Run(report_to=["clearml"], dir=str(tmp_path), name="mine")
     with pytest.raises(RecipeError, match=r"report_to = 'clearml': its package is not installed; pip install clearml"):
-        open_run(run, tmp_path / "tiny.toml")
+        find_run(run, tmp_path / "tiny.toml")
     assert not list(tmp_path.iterdir())
 
 

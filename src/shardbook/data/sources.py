@@ -1,30 +1,39 @@
 """Sources: a name in the recipe becomes a `datasets.Dataset` of raw rows. Knows nothing of tokens."""
 
-import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from datasets import Dataset, disable_progress_bars, load_dataset, load_from_disk
+from datasets import Dataset, Features, Value, disable_progress_bars, load_dataset, load_from_disk
 from datasets.config import HF_DATASETS_CACHE as CACHE
 
-from shardbook.data.chitchat import DATASETS, chitchat_file
-from shardbook.paths import is_hub_id
+from shardbook.data.files import (
+    HUB,
+    SAVED,
+    Files,
+    csv_columns,
+    find_files,
+    odd_line,
+    source_names,
+    taken_columns,
+)
 from shardbook.recipe import RecipeError, first_line
 
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
-
-def source_names(spec: str | list[str]) -> list[str]:
-    return [spec] if isinstance(spec, str) else spec
-
-
-def load_sources(spec: str | list[str], what: str) -> list[Dataset]:
-    """Returns the rows of each source. `what` is the recipe key, for errors. Raises RecipeError."""
+def load_sources(spec: str | list[str], what: str, columns: dict[str, str] | None = None) -> list[Dataset]:
+    """Returns the rows of each source, their columns named as data.columns says. `what` is the recipe key, for errors.
+    Raises RecipeError."""
     if not sys.stderr.isatty():  # in a log file a bar is one endless line
         disable_progress_bars()
-    parts = [_load_one(name, what) for name in source_names(spec)]
+    names = source_names(spec)
+    parts = [_load_one(name, what) for name in names]
+    if columns:
+        both = zip(names, parts, strict=True)
+        parts = [
+            part.rename_columns(taken_columns(columns, part.column_names, names, what, name)) for name, part in both
+        ]
     if not any(len(part) for part in parts):
         raise RecipeError(f"{what} = {spec!r}: holds no rows")
     return parts
@@ -49,28 +58,14 @@ def mix(numbers: np.ndarray, counts: list[int], weights: list[float]) -> np.ndar
 
 
 def _load_one(name: str, what: str) -> Dataset:
-    if not name:
-        raise RecipeError(f"{what} = '': needs a file, a directory, a hub id or {' or '.join(DATASETS)}")
-    path = chitchat_file(name) if name in DATASETS else Path(name).expanduser()
-    reader = READERS.get(path.suffix.lower())
-    if path.is_file() and not reader:
-        raise RecipeError(f"{what} = {name!r}: this kind of file is not read; {', '.join(READERS)} are")
-    if reader and not path.is_dir():
-        if not path.is_file():
-            raise RecipeError(f"{what} = {name!r}: no such file")
-        return _read(reader, [path], name, what)
-    if path.is_dir():
-        if (path / "state.json").is_file():
-            loaded = load_from_disk(str(path))
-            if not isinstance(loaded, Dataset):
-                raise RecipeError(f"{what} = {name!r}: holds the splits {', '.join(loaded)}; name the directory of one")
-            return loaded
-        for suffix, reader in READERS.items():
-            if files := sorted(file for file in path.glob(f"*{suffix}") if file.is_file()):
-                return _read(reader, files, name, what)
-        raise RecipeError(f"{what} = {name!r}: the directory has no {', '.join(READERS)} file and no saved dataset")
-    if not is_hub_id(name):
-        raise RecipeError(f"{what} = {name!r}: no such directory, and not a hub id (owner/name or owner/name:split)")
+    files = find_files(name, what)
+    if files.reader == SAVED:
+        loaded = load_from_disk(str(files.paths[0]))
+        if not isinstance(loaded, Dataset):
+            raise RecipeError(f"{what} = {name!r}: holds the splits {', '.join(loaded)}; name the directory of one")
+        return loaded
+    if files.reader != HUB:
+        return _read(files, name, what)
     hub_id, _, split = name.partition(":")
     try:
         return load_dataset(hub_id, split=split or "train")
@@ -81,26 +76,24 @@ def _load_one(name: str, what: str) -> Dataset:
         ) from None
 
 
-def _read(reader: str, files: list[Path], name: str, what: str) -> Dataset:
-    if not any(file.stat().st_size for file in files):
-        raise RecipeError(f"{what} = {name!r}: holds no rows")
+def _read(files: Files, name: str, what: str) -> Dataset:
+    how: dict[str, Any] = {}
     try:
-        return load_dataset(reader, data_files=[str(file) for file in files], split="train")
+        if files.reader == "csv":  # all as text: a number or a date would not come back as it was written
+            texts = Features(dict.fromkeys(csv_columns(files), Value("string")))
+            how = {"sep": files.separator, "features": texts, "keep_default_na": False}
+        return load_dataset(files.reader, data_files=[str(file) for file in files.paths], split="train", **how)
     except Exception as error:  # from datasets, pyarrow or the reader itself: all mean an unreadable file
         if "corresponds to no data" in str(error):
             raise RecipeError(f"{what} = {name!r}: holds no rows") from None
         unknown = f"{first_line(error.__cause__ or error)}; where the file is whole, delete its copy in {CACHE}"
-        why = next(filter(None, map(_odd_line, files)), unknown)
-        raise RecipeError(f"{what} = {name!r}: cannot be read as {reader} ({why})") from None
+        why = next(filter(None, map(_odd_line, files.paths)), unknown)
+        raise RecipeError(f"{what} = {name!r}: cannot be read as {files.reader} ({why})") from None
 
 
 def _odd_line(file: Path) -> str:
     """Returns the first line of a .jsonl file that holds no row, and why; empty where there is none."""
     for number, line in enumerate(file.open("rb") if file.suffix == ".jsonl" else (), 1):
-        try:
-            why = "" if not line.strip() or isinstance(json.loads(line), dict) else "is no table of fields"
-        except ValueError as error:
-            why = first_line(error)
-        if why:
+        if why := odd_line(line):
             return f"line {number} of {file.name}: {why}"
     return ""

@@ -17,8 +17,9 @@ from datasets import Dataset, Value, concatenate_datasets
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.data.chat import Encoder
+from shardbook.data.files import read_template, source_keys
 from shardbook.data.formats import split_pair
-from shardbook.data.sources import load_sources, mix, source_names
+from shardbook.data.sources import load_sources, mix
 from shardbook.recipe import Data, RecipeError, first_line
 
 ENCODING_VERSION = 6  # raise it when an Encoder's result changes: the cache is keyed by it
@@ -91,16 +92,6 @@ def load_tokenizer(folder: Path, what: str, chat_template: str = "") -> PreTrain
     return tokenizer
 
 
-def read_template(file: str) -> str:
-    """Returns the text of data.chat_template; empty where the key is. Raises RecipeError."""
-    try:
-        return Path(file).expanduser().read_text() if file else ""
-    except (OSError, ValueError) as error:
-        is_text = "{" in file
-        why = "is a template, not a file: write it to one" if is_text else f"cannot be read ({first_line(error)})"
-        raise RecipeError(f"data.chat_template = {file[:60]!r}: {why}") from None
-
-
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
     """Raises RecipeError where the tokenizer has ids that the model has no embedding for."""
     if len(tokenizer) > config.vocab_size:
@@ -124,7 +115,10 @@ def build_documents(
         size, rows = data.eval_size, len(usable)
         count = int(size) if size >= 1 else max(1, round(size * rows))
         if count >= rows:
-            raise RecipeError(f"data.eval_size = {size}: holds out all of the {rows} rows of data.train")
+            way_out = (
+                "set data.eval_size to a share, 0.1, or fewer, or data.eval to other rows" if rows > 1 else "add rows"
+            )
+            raise RecipeError(f"data.eval_size = {size}: holds out all of the {rows} rows of data.train; {way_out}")
         order = np.random.RandomState(SPLIT_SEED).permutation(usable)
         usable = np.sort(order[count:])
         held_out = _lay_out(encoded, np.sort(order[:count]), data, 0, sequences, sources)
@@ -137,7 +131,7 @@ def _encode_source(
     spec: str | list[str], what: str, data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path, sequences: int
 ) -> tuple[Dataset, np.ndarray, Sources]:
     """Returns a key's encoded rows, the numbers of those with a trained token, and its sources. Raises RecipeError."""
-    raws = load_sources(spec, what)
+    raws = load_sources(spec, what, data.columns)
     template, kwargs = read_template(data.chat_template), data.chat_template_kwargs
     known = template or str(tokenizer.chat_template or "")
     wholes = ("messages", "conversations", "instruction")
@@ -159,8 +153,9 @@ def _encode_source(
     key = (template, json.dumps(kwargs, sort_keys=True), data.system, data.train_on)
     encoding = Encoding(str(folder), _digest(tokenizer), data.max_length, what, sequences, *key)
     # each source by itself: its columns need not fit another's
-    sources = tuple(zip(source_names(spec), map(len, raws), strict=True))
-    wheres = [f"{what}, {name}" if len(raws) > 1 else what for name, _ in sources]
+    keys = source_keys(spec, what)
+    sources = tuple((name, len(raw)) for (name, _), raw in zip(keys, raws, strict=True))
+    wheres = [at for _, at in keys]
     encoded = concatenate_datasets(
         [_map(raw, replace(encoding, what=at), data.num_proc) for raw, at in zip(raws, wheres, strict=True) if len(raw)]
     )
@@ -174,7 +169,9 @@ def _encode_source(
         left = f"without a trained token{' in each answer, or with equal answers' * (sequences > 1)}"
         raise RecipeError(
             f"{row}: data.max_length = {data.max_length} leaves it {left} "
-            f"({len(trained) - len(usable)} of {len(trained)} rows); raise it, or set data.skip_untrainable=true"
+            f"({len(trained) - len(usable)} of {len(trained)} rows); raise it"
+            + ", or set data.skip_untrainable=true"
+            * (not data.skip_untrainable)
         )
     return encoded, usable, sources
 

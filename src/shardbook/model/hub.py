@@ -1,5 +1,6 @@
 """The directory of a model's files: a local one, a snapshot of the Hugging Face hub, or the embedded default."""
 
+import json
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from shardbook.model import embedded
 from shardbook.paths import is_hub_id
 from shardbook.recipe import Model, RecipeError, first_line
 
+INDEX = "model.safetensors.index.json"
 CONFIG_FILES = ["*.json", "*.jinja", "tokenizer*"]
 WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
 
@@ -33,6 +35,22 @@ def fetch_folder(path: str, revision: str, what: str, patterns: list[str]) -> Pa
             f"If the model is gated, accept its licence and set HF_TOKEN; without a network "
             f"set {what} to a local directory"
         ) from None
+
+
+def weights_files(folder: Path) -> list[Path]:
+    """Returns the weights files of a Hugging Face directory. Raises RecipeError where there is none."""
+    if (folder / INDEX).is_file():
+        try:
+            names = json.loads((folder / INDEX).read_text())["weight_map"].values()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RecipeError(f"weights file {folder / INDEX}: damaged ({type(error).__name__}: {error})") from None
+        files = sorted({folder / file for file in names})
+        if absent := [file for file in files if not file.is_file()]:
+            raise RecipeError(f"weights file {absent[0]}: named in {INDEX}, but not there")
+        return files
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    raise RecipeError(f"{folder}: no model.safetensors and no {INDEX} (pickled weights are not read)")
 
 
 def config_folder(model: Model) -> Path:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardbook.model.hub import INDEX, weights_files
 from shardbook.recipe import RecipeError
 
-INDEX = "model.safetensors.index.json"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PIECE = 32 * 2**20  # bytes of a file that are hashed at once, or read at once to take some columns
 HEADER_BYTES = 100 * 10**6  # the library's own limit: a longer header is refused
@@ -64,19 +64,6 @@ class Stored:
                 raise _damaged(self.path, "it ended while it was read")
             left = left[count:]
         return read
-
-
-def weights_files(folder: Path) -> list[Path]:
-    """Returns the weights files of a Hugging Face directory. Raises RecipeError where there is none."""
-    if (folder / INDEX).is_file():
-        try:
-            names = json.loads((folder / INDEX).read_text())["weight_map"].values()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RecipeError(f"weights file {folder / INDEX}: damaged ({type(error).__name__}: {error})") from None
-        return sorted({folder / file for file in names})
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    raise RecipeError(f"{folder}: no model.safetensors and no {INDEX} (pickled weights are not read)")
 
 
 def digest_share(folder: Path, rank: int, ranks: int) -> list[bytes]:

@@ -22,8 +22,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from shardbook.arithmetic import ceil_div
+from shardbook.model.hub import INDEX
 from shardbook.model.nf4 import ABSMAX, PACKED, fill_rows
-from shardbook.model.stored import FLOATS, INDEX, open_tensors
+from shardbook.model.stored import FLOATS, open_tensors
 from shardbook.parallel.layout import DTYPES
 from shardbook.parallel.units import GLOBAL_SHAPES
 from shardbook.paths import whole_directory

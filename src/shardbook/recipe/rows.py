@@ -4,8 +4,10 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from shardbook.recipe.sections import Section, key
+from shardbook.recipe.sections import Section, key, nearest
 
+FIELDS = ["messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "text"]
+FIELDS += ["chosen", "rejected", "system", "tools"]  # of a row of any format
 OURS = ["chat_template", "tools", "documents", "tokenize", "add_generation_prompt", "continue_final_message"]
 OURS += ["conversation", "messages", "return_dict", "return_tensors", "padding", "truncation", "max_length"]
 
@@ -13,10 +15,13 @@ OURS += ["conversation", "messages", "return_dict", "return_tensors", "padding",
 class Data(Section):
     train: str | list[str] = key(
         "chitchat",
-        "Hub id with an optional :split, directory, .jsonl, .parquet, chitchat, chitchat-pairs; a list joins several.",
+        "Hub id with an optional :split, directory, .jsonl, .csv, .parquet, chitchat(-pairs); a list joins several.",
     )
     weights: list[int | float] = key(
         [], "Share of an epoch's documents for each source of a list in train, [3, 1]; []: each of them once."
+    )
+    columns: dict[str, str] = key(
+        {}, 'Columns of other names, by the field they are: {prompt = "question", completion = "answer"}.'
     )
     eval: str | list[str] = key("", "Held-out data, named as in train; empty: see eval_size.")
     eval_size: int | float = key(
@@ -48,6 +53,11 @@ class Data(Section):
         if self.weights and (len(self.weights) != len(sources) or len(sources) == 1):
             said = f"{len(sources)} source{'s' * (len(sources) != 1)}"
             raise ValueError(f"weights = {self.weights}: needs one for each source of a list in train; it has {said}")
+        if unknown := [field for field in self.columns if field not in FIELDS]:
+            said = f"{unknown[0]} is not a field of a row, which stands on the left; {', '.join(FIELDS)} are"
+            raise ValueError(f"columns = {self.columns}: {said}{nearest(unknown[0], FIELDS)}")
+        if len(set(self.columns.values())) < len(self.columns):
+            raise ValueError(f"columns = {self.columns}: each column can be one field only")
         if any(weight <= 0 for weight in self.weights):
             raise ValueError(f"weights = {self.weights}: each must be above 0; leave a source out of train instead")
         if taken := [name for name in self.chat_template_kwargs if name in OURS]:

@@ -29,6 +29,7 @@ from shardbook.paths import write_whole
 from shardbook.ranks.distributed import broadcast_from_main, leave_hangs_in
 from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe, first_line, flatten_recipe
 from shardbook.run.checkpoint import newest_checkpoint, step_of
+from shardbook.run.files import check_run_directory, unwritable
 from shardbook.run.trackers import check_installed
 
 PACKAGES = ("transformers", "datasets", "accelerate", "safetensors")
@@ -39,6 +40,7 @@ class RunDirectory:
     name: str
     path: Path
     finished_steps: int  # 0: not finished
+    is_held: bool  # locked by this process; a directory that is yet to be made is not
 
     @property
     def checkpoints(self) -> Path:
@@ -47,6 +49,16 @@ class RunDirectory:
     @property
     def export(self) -> Path:
         return self.path / "export"
+
+    def open(self) -> None:
+        """Makes the directory, locks it until this process ends, and tries to write into it. Raises RecipeError."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not self.is_held:
+                _hold(self.path)
+            tempfile.TemporaryFile(dir=self.path).close()
+        except OSError as error:
+            raise unwritable(self.path, error.strerror or first_line(error)) from None
 
     def record(self, recipe_path: Path, recipe: Recipe, facts: dict[str, Any]) -> None:
         """Writes the recipe and `facts` just before the first step: a refused continuation changes nothing."""
@@ -61,13 +73,16 @@ class RunDirectory:
 
     def check_goes_on(self, steps: int, newest: Path | None, recipe: Recipe) -> None:
         """Raises RecipeError where the run cannot continue to `steps`: it is finished, and its `newest` checkpoint is
-        not of its end; or this `recipe` minimizes another loss than the run."""
+        not of its end, or beyond `steps`; or this `recipe` minimizes another loss than the run."""
         if self.finished_steps and not self.is_saved(newest):
             earlier = f", with train.resume_from_checkpoint={newest} to go on from there" if newest else ""
             raise RecipeError(
                 f"run {self.path} finished at step {self.finished_steps} without a checkpoint of it to go on from, "
                 f"to {steps}; choose another run.name{earlier}"
             )
+        if newest and step_of(newest) > steps:
+            ends = f"its newest checkpoint is of step {step_of(newest)}, and the recipe ends at step {steps}"
+            raise RecipeError(f"run {self.path}: {ends}; raise train.steps, or choose another run.name")
         here, there = flatten_recipe(recipe), _read_minimised(self.path / "resolved.toml") if newest else {}
         for name, value in there.items():
             if here.get(name, value) != value:
@@ -81,41 +96,47 @@ class RunDirectory:
         _write_facts(self.path, read_facts(self.path) | {"finished_steps": steps})
 
 
-def open_everywhere(run: Run, recipe_path: Path) -> tuple[RunDirectory, Path | None]:
-    """Returns the directory of a run, made or reopened by rank 0, and its newest checkpoint. Raises RecipeError as
-    `open_run` does, or where a rank does not see it: a checkpoint's files would be on several disks. Collective."""
-    found = broadcast_from_main(lambda: open_run(run, recipe_path))
-    if not found.path.is_dir():
-        raise RecipeError(
-            f"run directory {found.path}: not seen by every rank; set run.dir to a disk that all nodes share"
-        )
+def find_everywhere(run: Run, recipe_path: Path) -> tuple[RunDirectory, Path | None]:
+    """Returns the directory of a run, as rank 0 finds it or would make it, and its newest checkpoint. Raises
+    RecipeError as `find_run` does. Collective."""
+    found = broadcast_from_main(lambda: find_run(run, recipe_path))
     leave_hangs_in(found.path / "hang")
     return found, broadcast_from_main(lambda: newest_checkpoint(found.checkpoints))
 
 
-def open_run(run: Run, recipe_path: Path) -> RunDirectory:
-    """Makes or reopens the directory of a run, and locks it until this process ends. One rank calls it. Raises
-    RecipeError where it cannot be written, another process holds it, or a tracker of the run is not installed."""
+def open_everywhere(run: RunDirectory, steps: int, newest: Path | None, recipe: Recipe) -> None:
+    """Makes the directory of a run that begins, on rank 0. Raises RecipeError where the run cannot go on to `steps`,
+    the directory cannot be written, or a rank does not see it: a checkpoint's files would be on several disks.
+    Collective."""
+    run.check_goes_on(steps, newest, recipe)
+    broadcast_from_main(run.open)
+    if not run.path.is_dir():
+        raise RecipeError(
+            f"run directory {run.path}: not seen by every rank; set run.dir to a disk that all nodes share"
+        )
+
+
+def find_run(run: Run, recipe_path: Path) -> RunDirectory:
+    """Returns the directory of a run, which is locked until this process ends if it is there. One rank calls it. Raises
+    RecipeError where it could not be made, another process holds it, or a tracker of the run is not installed."""
     check_installed(run)
+    check_run_directory(run)
     stem = recipe_path.stem
     if recipe_path.name == "resolved.toml":  # an earlier run's: takes that run's name without its time
         stem = re.sub(r"-\d{8}-\d{6}$", "", recipe_path.resolve().parent.name)
     name = run.name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
     path = Path(run.dir).expanduser() / name
-    try:
-        path.mkdir(parents=True, exist_ok=True)
+    if is_there := path.is_dir():
         _hold(path)
-        tempfile.TemporaryFile(dir=path).close()
-    except OSError as error:
-        raise RecipeError(
-            f"run directory {path}: cannot be written ({error.strerror}); set run.dir to a place that can"
-        ) from None
-    return RunDirectory(name, path, read_facts(path).get("finished_steps", 0))
+    return RunDirectory(name, path, read_facts(path).get("finished_steps", 0), is_there)
 
 
 def _hold(path: Path) -> None:
     """Locks the run for this process: two launches into one would write over each other's checkpoints."""
-    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)  # not closed: the lock ends with this process
+    try:
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)  # not closed: the lock ends with this process
+    except OSError as error:
+        raise unwritable(path, error.strerror or first_line(error)) from None
     os.register_at_fork(after_in_child=lambda: os.close(lock))  # a child that outlives it must not hold the run
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
