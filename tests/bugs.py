@@ -160,9 +160,7 @@ def evaluation_leaves_weights_gathered(train):
 def tied_weights_in_two_groups(train):
     from shardbook.model.causal_lm import CausalLM
 
-    CausalLM.parts = property(
-        lambda model: [[model.model.embed_tokens], *[[b] for b in model.blocks], [model.model.norm, model.lm_head]]
-    )
+    CausalLM.parts = property(lambda model: [[model.embedding], *[[b] for b in model.blocks], [model.norm, model.head]])
 
 
 @planted_in("zero3", 1, 2)
@@ -401,11 +399,11 @@ def targets_shifted_after_the_cut(train):
 @planted_in("zero3", 1, 1, cp=2, extra=("data.max_length=256",))
 def slices_attend_without_documents(train):
     """As an attention that is told nothing but that rows are causal."""
-    from shardbook.model import causal_lm
+    from shardbook.model import attention
 
-    real = causal_lm.attention_mask
-    causal_lm.attention_mask = lambda kernel, boundaries, shape, packed, dtype, longest: real(
-        kernel, boundaries, shape, False, dtype, longest
+    real = attention.attention_mask
+    attention.attention_mask = lambda kernel, boundaries, shape, packed, *more: real(
+        kernel, boundaries, shape, False, *more
     )
 
 

@@ -134,7 +134,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
 def build(job: Job, device: torch.device) -> ShardedModel:
     """Applies checkpointing -> compile -> stage in place: compile sees recomputed blocks, the stage compiled ones."""
     activation, model = job.recipe.activation, job.model
-    recomputed = apply_checkpointing(model.model.layers, activation, job.recipe.lora.lora_dropout > 0)
+    recomputed = apply_checkpointing(model.all_blocks, activation, job.recipe.lora.lora_dropout > 0)
     send_inputs(model, recomputed, job.recipe.offload)
     if job.recipe.train.compile:
         apply_compile(model)

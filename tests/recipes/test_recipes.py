@@ -153,7 +153,7 @@ def wrap(path, folder, world, count):
     added = sum(parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name))
     pp = recipe.parallel.pp_size
     if pp > 1:  # the last stage has all but the blocks of the others, and of the embedding what is tied
-        others = [number for number, block in enumerate(model.model.layers) if block is None]
+        others = [number for number, block in enumerate(model.all_blocks) if block is None]
         count -= len(others) * count_parameters(model.model.layers[-1].parameters())
         count -= 0 if model.is_tied else config.vocab_size * config.hidden_size
         assert abs(len(others) - config.num_hidden_layers * (pp - 1) / pp) < 1

@@ -144,7 +144,7 @@ def find_saved(model: CausalLM, lora: Lora) -> list[nn.Module]:
     """Returns the modules that `modules_to_save` names. Raises RecipeError where a name finds none, or one of two that
     are tied: peft would untie them."""
     head = "score" if model.scores else "lm_head"
-    outer = {"embed_tokens": model.model.embed_tokens, head: model.head, "norm": model.model.norm}
+    outer = {"embed_tokens": model.embedding, head: model.head, "norm": model.norm}
     for name in lora.modules_to_save:
         if name not in outer:
             raise RecipeError(

@@ -9,17 +9,22 @@ one graph, and one more for each other number of tokens in the longest document.
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from shardbook.model.blocks import current_pass
 from shardbook.recipe import RecipeError
 
 BLOCK = 128  # rows, and columns, of scores that `flex` computes or skips together
@@ -28,6 +33,13 @@ AMPERE = (8, 0)  # the compute capability that both kernels need
 # transformers' interface: (module, query [B, heads, L, D], key and value [B, fewer heads, L, D], the result of
 # attention_mask, scaling=, ...) -> ([B, L, heads, D], None)
 Attention = Callable[..., tuple[Tensor, None]]
+# transformers' mask functions: (row, head, place of the query, place of the key) -> whether it attends
+Rule = Callable[..., Any]
+CAUSAL: Rule = causal_mask_function
+
+PREFIX = "shardbook_"  # of the names under which transformers knows the kernels
+# arguments of an attention call that every kernel heeds, or that change nothing: the mask has the window
+KNOWN = {"scaling", "dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions"}
 
 
 @dataclass(frozen=True)
@@ -85,41 +97,67 @@ def kernel_on_gpu(asked: str) -> Kernel:
 
 
 def use_attention(config: PreTrainedConfig, kernel: Kernel) -> None:
-    """Has transformers' blocks of `config` call `kernel`."""
-    if kernel.make:
-        ALL_ATTENTION_FUNCTIONS.register(kernel.name, Shared(kernel.make()))
-    config._attn_implementation = kernel.name
+    """Has transformers' model of `config` make its masks for `kernel`, and call it."""
+    name = PREFIX + kernel.name.upper()  # with "sdpa" in it, transformers would refuse what it does not run by sdpa
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(make_mask, kernel.name))
+    ALL_ATTENTION_FUNCTIONS.register(name, Attend(kernel.make() if kernel.make else None, kernel.name == "eager"))
+    config._attn_implementation = name
 
 
-class Shared:
-    """A kernel between two all-to-alls, where its module has a context-parallel axis (parallel/context.py)."""
+def kernel_of(config: PreTrainedConfig) -> str:
+    """Returns the name of the kernel that `use_attention` set."""
+    return str(config._attn_implementation).removeprefix(PREFIX).lower()
 
-    def __init__(self, kernel: Attention):
-        self.kernel = kernel
+
+class Attend:
+    """What transformers' attention calls: a kernel, between two all-to-alls where its module has a context-parallel
+    axis (parallel/context.py). `kernel`: one of our own; None: torch's sdpa, or the family's own eager attention.
+
+    It decides by what it is told: an argument that no kernel knows (sinks, a cap on scores, a bias) is one for the
+    family's own eager attention, which is exact; sdpa would drop sinks in silence.
+    """
+
+    def __init__(self, kernel: Attention | None, is_eager: bool):
+        self.kernel, self.is_eager = kernel, is_eager
 
     def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, metadata: Any, **named: Any
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **named: Any
     ) -> tuple[Tensor, None]:
         axis = getattr(module, "context", None)
-        if axis is None:
-            return self.kernel(module, query, key, value, metadata, **named)
-        made, _ = self.kernel(module, *axis.seq_to_heads(query, key, value), metadata, **named)
-        return axis.heads_to_seq(made), None
+        if axis is not None:
+            query, key, value = axis.seq_to_heads(query, key, value)
+        if self.kernel is not None:
+            made, _ = self.kernel(module, query, key, value, attention_mask, **named)
+        elif self.is_eager or told_more(named):
+            attend = sys.modules[type(module).__module__].eager_attention_forward
+            mask = added_mask(attention_mask, query) if attention_mask is None or not self.is_eager else attention_mask
+            made, _ = attend(module, query, key, value, mask, **named)
+        else:
+            made, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+        return made if axis is None else axis.heads_to_seq(made), None
 
 
-def share_attention(name: str) -> None:
-    """Wraps in `Shared` the kernel that transformers' blocks call by `name`. It is transformers' own kernel, so it
-    stays wrapped for the whole process."""
-    kernel = ALL_ATTENTION_FUNCTIONS[name]
-    if not isinstance(kernel, Shared):
-        ALL_ATTENTION_FUNCTIONS.register(name, Shared(kernel))
+def told_more(named: dict[str, Any]) -> list[str]:
+    """Returns the names of the arguments of an attention call that change its result, and that no kernel here knows."""
+    return [name for name, value in named.items() if value is not None and name not in KNOWN]
+
+
+def added_mask(mask: Tensor | None, query: Tensor) -> Tensor:
+    """Returns a mask [B, 1, L, L] to be added to scores, of bools or, from None, of plain causal rows."""
+    if mask is None:
+        length = query.shape[2]
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query.device).tril()
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
 
 
 @contextmanager
 def cached_attention(config: PreTrainedConfig) -> Iterator[None]:
     """Lets blocks of `config`, inside, take a cache: sdpa replaces kernels of our own, which support none."""
     kernel = config._attn_implementation
-    config._attn_implementation = "sdpa" if KERNELS[kernel].make else kernel
+    if KERNELS[kernel_of(config)].make:
+        use_attention(config, KERNELS["sdpa"])
     yield
     config._attn_implementation = kernel
 
@@ -128,29 +166,63 @@ def head_size(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def make_mask(kernel: str, *, mask_function: Rule = CAUSAL, allow_is_causal_skip: bool = True, **named: Any) -> Any:
+    """Returns what transformers' forward asks for, once for each pattern of its layers: `attention_mask` of the pass
+    that runs now, under the family's own rule `mask_function`; while text is generated, transformers' own mask."""
+    now = current_pass()
+    if now is None:
+        make = ALL_MASK_ATTENTION_FUNCTIONS["eager" if kernel == "eager" else "sdpa"]
+        return make(mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **named)
+    facts = now.boundaries, now.shape, now.packed, named["dtype"], now.longest
+    return attention_mask(kernel, *facts, mask_function, named.get("local_size"), allow_is_causal_skip)
+
+
 def attention_mask(
-    kernel: str, boundaries: Tensor, shape: torch.Size, packed: bool, dtype: torch.dtype, longest: int
+    kernel: str,
+    boundaries: Tensor,
+    shape: torch.Size,
+    packed: bool,
+    dtype: torch.dtype,
+    longest: int,
+    rule: Rule = CAUSAL,
+    local: int | None = None,
+    may_skip: bool = True,
 ) -> Any:
     """Returns the mask, or its like, that `kernel` takes for a micro-batch of `shape` [B, L], whose documents lie
     between `boundaries` [n], int32 offsets into the flat [B * L], and have at most `longest` tokens (see MicroBatch);
-    padding counts as a document.
+    padding counts as a document. `rule`: which tokens of its document a token attends to, by their places in it;
+    `local`: the window, or chunk, that it has.
 
-    varlen: `boundaries` and `longest`. flex: a BlockMask. sdpa: bool [B, 1, L, L], or None where rows are not `packed`:
-    plain causal rows have a kernel of their own. eager: [B, 1, L, L] of `dtype`, to be added to scores.
+    varlen: `boundaries`, `longest` and the window. flex: a BlockMask. sdpa: bool [B, 1, L, L], or None where rows are
+    not `packed`: plain causal rows have a kernel of their own. eager: [B, 1, L, L] of `dtype`, to be added to scores.
     """
+    if local and local >= longest:  # it hides nothing
+        rule, local = CAUSAL, None
     if kernel == "varlen":
         return boundaries, longest
     if kernel == "flex":
         return block_mask(number_documents(boundaries, shape))
-    if kernel == "sdpa" and not packed:
+    if kernel == "sdpa" and not packed and rule is CAUSAL and may_skip:
         return None
     numbers = number_documents(boundaries, shape)
-    allowed = torch.ones(shape[1], shape[1], dtype=torch.bool, device=numbers.device).tril()
+    if rule is CAUSAL:
+        allowed = torch.ones(shape[1], shape[1], dtype=torch.bool, device=numbers.device).tril()
+    else:
+        allowed = rule_on_places(rule, boundaries, numbers)
     allowed = (allowed & (numbers[:, :, None] == numbers[:, None, :]))[:, None]
     if kernel == "sdpa":
         return allowed
     # eager attention ADDS the mask to its scores: a boolean one would add 1 where it should forbid
     return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
+
+
+def rule_on_places(rule: Rule, boundaries: Tensor, numbers: Tensor) -> Tensor:
+    """Returns which tokens, [B, L, L], `rule` lets a token attend to. It is told places in documents, not in rows: a
+    chunk begins with its document."""
+    places = torch.arange(numbers.numel(), dtype=boundaries.dtype, device=numbers.device).view(numbers.shape)
+    places = places - boundaries[numbers]
+    rows = torch.arange(len(numbers), device=numbers.device)[:, None, None]
+    return rule(rows, 0, places[:, :, None], places[:, None, :])
 
 
 def number_documents(boundaries: Tensor, shape: torch.Size) -> Tensor:

@@ -1,23 +1,23 @@
-"""The model: a Hugging Face config becomes a meta-device causal LM built from transformers' own blocks.
+"""The model: a Hugging Face config becomes a meta-device causal LM around transformers' own base model.
 
-`CausalLM` runs the blocks itself (instead of calling transformers' forward) for three reasons: the packed mask is
-made once and without a host sync, the head sees only trained positions and never holds all logits, and pipeline and
-context parallel split the model exactly here. Invariant: parameter names are transformers' own, so weights are read and
-written unrenamed. It does no IO: weights.py fills the weights in.
+The base model's forward runs as it is. Ours are the masks and the kernels that it asks for (attention.py), what is done
+around its blocks (blocks.py), and the head, which sees only trained positions and never holds all logits. Invariant:
+parameter names are transformers' own, so weights are read and written unrenamed. It does no IO: weights.py fills the
+weights in.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig
+from transformers import Cache, PreTrainedConfig
 
-from shardbook.model.attention import KERNELS, Kernel, attention_mask, head_size, use_attention
-from shardbook.model.families import FAMILIES
+from shardbook.model.attention import KERNELS, Kernel, head_size, use_attention
+from shardbook.model.blocks import AroundBlock, Blocks, LastBlockDone, Pass, passing
 from shardbook.model.loss_head import LossHead, ScoreHead, TeacherOutput
+from shardbook.model.parts import at, find_finish, take_apart
 from shardbook.parallel.batch import Batch
 from shardbook.parallel.context import ContextAxis
 from shardbook.parallel.layout import DTYPES
@@ -44,58 +44,71 @@ class CausalLM(nn.Module):
     has_first_stage = has_last_stage = True  # it has the embedding; it has the head
     flops: "Flops | None" = None  # of the whole model
 
-    around_block: Callable[[int, Tensor], AbstractContextManager[Any]] = staticmethod(lambda *_: nullcontext())
+    around_block: AroundBlock = staticmethod(lambda *_: nullcontext())
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, scores: bool = False):
         super().__init__()
-        with torch.device("meta"):
-            hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        parts = take_apart(config, dtype)
         self.config = config
         self.chunks = [self]
-        self.model = hf.model
         self.scores = scores
+        self.names = replace(parts.names, head="score") if scores else parts.names
+        self.is_tied = parts.is_tied and not scores
+        self.scale_hidden, self.finish = find_finish(parts)
+        self.add_module(self.names.base, parts.base)
         # After the body: a tied weight then has the embedding's name, as in Hugging Face files.
         if scores:
             self.score = ScoreHead(config.hidden_size, 1, bias=False, device="meta", dtype=dtype)
         else:
-            self.lm_head = LossHead(config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype)
-        # Meta buffers hold no numbers and no file has them: rotary frequencies are computed here, on the host, in fp32.
-        self.model.rotary_emb = type(self.model.rotary_emb)(config)
-        # They hold for every row that load_config lets in. Without this, transformers would read the longest row of
-        # "dynamic" and "longrope" from the device (a host sync) in every forward.
-        self.model.rotary_emb.rope_type = "default"
-        self.tie()
+            parts.head.__class__ = LossHead
+            self.add_module(self.names.head, parts.head)
         self.register_module("teacher", None)
 
     def tie(self) -> None:
         """Makes head and embedding one parameter, where the config says so."""
         if self.is_tied and self.has_first_stage and self.has_last_stage:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.head.weight = self.embedding.weight
 
     @property
-    def is_tied(self) -> bool:
-        return bool(self.config.tie_word_embeddings) and not self.scores
+    def base(self) -> Any:
+        """Transformers' base model."""
+        return getattr(self, self.names.base)
 
     @property
-    def head(self) -> nn.Linear:
-        return self.score if self.scores else self.lm_head
+    def head(self) -> Any:
+        return getattr(self, self.names.head)
+
+    @property
+    def embedding(self) -> Any:
+        return at(self.base, self.names.embedding)
+
+    @property
+    def norm(self) -> Any:
+        """The last norm; None where the family does not say which it is, or another rank has it."""
+        return at(self.base, self.names.norm) if self.names.norm else None
+
+    @property
+    def all_blocks(self) -> list[nn.Module | None]:
+        """The blocks by their numbers; None for those of other ranks."""
+        found: Blocks = at(self.base, self.names.blocks)
+        return found.all
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return [block for block in self.model.layers if block is not None]
+        return [block for block in self.all_blocks if block is not None]
 
     @property
     def parts(self) -> list[list[nn.Module]]:
         """The groups of modules to shard and gather together, in forward order; tied weights share one group."""
-        body, blocks = self.model, [[block] for block in self.blocks]
+        blocks, norm = [[block] for block in self.blocks], [self.norm] if self.norm is not None else []
         first = self.teacher.parts if self.teacher else []
         if self.is_tied and self.has_first_stage and self.has_last_stage:
-            return [*first, [body.norm, body.embed_tokens, self.head], *blocks]
+            return [*first, [*norm, self.embedding, self.head], *blocks]
         return [
             *first,
-            *[[body.embed_tokens]] * self.has_first_stage,
+            *[[self.embedding]] * self.has_first_stage,
             *blocks,
-            *[[body.norm, self.head]] * self.has_last_stage,
+            *[[*norm, self.head]] * self.has_last_stage,
         ]
 
     def forward(self, *inputs: Any, cache: Cache | None = None, **named: Any) -> Tensor:
@@ -119,48 +132,42 @@ class CausalLM(nn.Module):
             return found
         assert self.teacher is not None, "nobody teaches"
         with torch.no_grad():
-            teacher_hidden, weight = self.teacher.lm_head(self.teacher.hidden_states(batch))
+            teacher_hidden, weight = self.teacher.head(self.teacher.hidden_states(batch))
         teacher = TeacherOutput(teacher_hidden, weight, distill.temperature, distill.kd_ratio)
-        return self.lm_head(self.hidden_states(batch), batch.targets, teacher=teacher)
+        found = self.head(self.hidden_states(batch), batch.targets, teacher=teacher)
+        return found
 
     def hidden_states(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """Returns the head's input at the batch's positions, [n, hidden]; of a pipeline stage before the last, its
         hidden states."""
-        family = FAMILIES[self.config.model_type]
-        if hidden is None:
-            hidden = self.model.embed_tokens(batch.input_ids)
-            if family.embedding_scale:
-                hidden = hidden * getattr(self.config, family.embedding_scale)
-        rotary = self.model.rotary_emb(hidden, position_ids=batch.position_ids)
-        kernel = self.config._attn_implementation
-        rows, length = batch.input_ids.shape
-        whole = torch.Size((rows, length * (self.context.size if self.context else 1)))
-        mask = attention_mask(kernel, batch.boundaries, whole, batch.packed, hidden.dtype, batch.longest)
-        for number, block in enumerate(self.blocks):
-            with self.around_block(number, hidden):
-                hidden = block(hidden, attention_mask=mask, position_embeddings=rotary, position_ids=batch.position_ids)
-        if not self.has_last_stage:
-            return hidden
-        hidden = self.model.norm(hidden).flatten(0, 1)[
-            batch.positions
-        ]  # one name: else unselected positions stay in memory
-        if family.logits_divisor and not self.scores:  # here, not on the logits, which are many more numbers
-            hidden = hidden / getattr(self.config, family.logits_divisor)
-        return hidden
+        ids, slices = batch.input_ids, self.context.size if self.context else 1
+        numbers = [number for number, block in enumerate(self.all_blocks) if block is not None]
+        last = -1 if self.has_last_stage else numbers[-1]
+        whole = torch.Size((len(ids), ids.shape[1] * slices))
+        now = Pass(batch.boundaries, whole, batch.packed, batch.longest, self.around_block, hidden, last)
+        # The base model is told that nothing is padding: with no mask it would read positions, to find documents.
+        told = {"attention_mask": torch.ones_like(ids, dtype=torch.bool), "use_cache": False}
+        told |= {"input_ids": ids} if hidden is None else {"inputs_embeds": hidden}
+        with passing(now):
+            try:
+                made = self.base(position_ids=batch.position_ids, **told).last_hidden_state
+            except LastBlockDone as done:
+                return done.hidden
+        made = made.flatten(0, 1)[batch.positions]  # one name: else unselected positions stay in memory
+        return self.scale_hidden(made) if self.scale_hidden and not self.scores else made
 
     def next_logits(self, input_ids: Tensor, position_ids: Tensor, attended: Tensor, cache: Cache) -> Tensor:
         """Returns the logits [B, vocabulary] of the token that follows input_ids [B, l], the last l of the L tokens
         that `cache` then holds. `attended` [B, L]: 0 for padding, which is on the left. Runs transformers' forward."""
-        hidden = self.model(
+        hidden = self.base(
             input_ids=input_ids,
             attention_mask=attended,
             position_ids=position_ids,
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state[:, -1]
-        logits = self.lm_head(hidden)
-        divisor = FAMILIES[self.config.model_type].logits_divisor
-        return logits / getattr(self.config, divisor) if divisor else logits
+        logits: Tensor = self.head(self.scale_hidden(hidden) if self.scale_hidden else hidden)
+        return self.finish(logits) if self.finish else logits
 
 
 def build_model(
@@ -175,18 +182,18 @@ def build_model(
     use_attention(config, attention)
     model = CausalLM(config, DTYPES[master], scores)
     if not scores:
-        model.lm_head.chunk_tokens = loss_chunk_tokens
+        model.head.chunk_tokens = loss_chunk_tokens
     return model
 
 
 def materialize(model: CausalLM, device: torch.device) -> None:
-    """Gives every meta parameter uninitialized memory on `device`; moves the rotary buffers there as they are."""
+    """Gives every meta parameter uninitialized memory on `device`; moves the buffers there as they are."""
     every = [module for module in model.modules() if isinstance(module, CausalLM)]
-    frequencies = [[buffer.clone() for buffer in each.model.rotary_emb.buffers()] for each in every]
+    before = [[buffer.clone() for buffer in each.base.buffers()] for each in every]
     model.to_empty(device=device)  # it empties real buffers too, and makes two parameters of a tied one: mended below
-    for each, numbers in zip(every, frequencies, strict=True):
+    for each, numbers in zip(every, before, strict=True):
         each.tie()
-        for buffer, number in zip(each.model.rotary_emb.buffers(), numbers, strict=True):
+        for buffer, number in zip(each.base.buffers(), numbers, strict=True):
             buffer.copy_(number)
 
 

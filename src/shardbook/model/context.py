@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from shardbook.model.attention import share_attention
 from shardbook.model.causal_lm import CausalLM
 from shardbook.model.tensor import heads_of_rank
 from shardbook.parallel.context import ContextAxis
@@ -22,10 +21,10 @@ def split_rows(model: CausalLM, parallel: Parallel, rank: int) -> None:
     shares = partition_heads(heads, key_heads, size)
     axis = ContextAxis(rank // tp_size % size, [own for own, _ in shares], [keys for _, keys in shares])
     model.context = axis
-    for block in model.model.layers:
+    block: Any
+    for block in model.blocks:
         block.self_attn.context = axis
         block.self_attn.num_key_value_groups = axis.heads[axis.place] // len(axis.key_heads[axis.place])
-    share_attention(config._attn_implementation)
 
 
 def check_heads(config: Any, parallel: Parallel) -> None:

@@ -10,13 +10,11 @@ from shardbook.recipe import Model, RecipeError, first_line, nearest
 
 @dataclass(frozen=True)
 class Family:
-    """The facts of a transformers architecture that its config does not have: how queries and keys are normalised, what
-    happens outside of blocks, and which matrices are fused."""
+    """The facts of a transformers architecture that its config does not have: how queries and keys are normalised, and
+    which matrices are fused."""
 
     head_norms: bool = False  # queries and keys are normalised, each head by itself
     wide_norms: bool = False  # queries and keys are normalised over all heads; a block's norms come after, not before
-    embedding_scale: str = ""  # the config's name of the factor that embeddings are multiplied by
-    logits_divisor: str = ""  # the config's name of the number that logits are divided by
     fused: bool = False  # one matrix makes queries, keys and values, another gate and up
 
 
@@ -27,7 +25,7 @@ FAMILIES = {
     "qwen3": Family(head_norms=True),
     "olmo2": Family(wide_norms=True),
     "smollm3": Family(),
-    "granite": Family(embedding_scale="embedding_multiplier", logits_divisor="logits_scaling"),
+    "granite": Family(),
     "phi3": Family(fused=True),
 }
 WHY_NOT = {  # families that people ask for, and the reason why they are not supported

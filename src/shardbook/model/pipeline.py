@@ -5,13 +5,10 @@ name, in order, for checkpoints, files and seeds, and its FLOPs. Applied on the 
 parallel.
 """
 
-import copy
 from collections.abc import Sequence
-from typing import Any
-
-from torch import nn
 
 from shardbook.model.causal_lm import CausalLM, count_flops
+from shardbook.model.parts import at, copy_module, put
 from shardbook.parallel.schedule import Pipeline, deal_layers
 from shardbook.parallel.units import GLOBAL_SHAPES, TP_SHARDED
 from shardbook.recipe import Parallel, RecipeError
@@ -22,7 +19,7 @@ def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int
     ranks, chunks = parallel.pp_size, parallel.pipeline_chunks
     if ranks == 1:
         return
-    blocks = list(model.model.layers)
+    blocks = model.all_blocks
     if ranks * chunks > len(blocks):
         said = f"parallel.pp_size = {ranks}" + f", parallel.pipeline_chunks = {chunks}" * (chunks > 1)
         way_out = f"there may be {len(blocks)} at most; set {'one of them' if chunks > 1 else 'it'} lower"
@@ -48,20 +45,18 @@ def _keep(model: CausalLM, numbers: Sequence[int], has_first_stage: bool, has_la
     """Keeps the blocks of these `numbers`, the embedding for the first stage, norm and head for the last.
     The other blocks become None, so that no name changes. A tied head on another stage than the embedding has the
     embedding's name there."""
-    of: Any = model
-    body = of.model
-    body.layers = nn.ModuleList([block if number in numbers else None for number, block in enumerate(body.layers)])
+    names, base = model.names, model.base
+    put(base, names.blocks, at(base, names.blocks).only(numbers))
     if not has_first_stage:
-        body.embed_tokens = model.lm_head if has_last_stage and model.is_tied else None
+        put(base, names.embedding, model.head if has_last_stage and model.is_tied else None)
     if not has_last_stage:
-        body.norm = of.lm_head = None
+        put(base, names.norm, None)
+        setattr(model, names.head, None)
     model.has_first_stage, model.has_last_stage = has_first_stage, has_last_stage
 
 
 def _view(model: CausalLM) -> CausalLM:
     """Returns another model of the same modules, with hooks of its own."""
-    view, body = copy.copy(model), copy.copy(model.model)
-    for module in (view, body):
-        vars(module).update({name: value.copy() for name, value in vars(module).items() if isinstance(value, dict)})
-    view.model = body
+    view = copy_module(model)
+    setattr(view, model.names.base, copy_module(model.base))
     return view

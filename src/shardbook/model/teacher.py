@@ -25,10 +25,10 @@ def attach_teacher(model: CausalLM, teacher: CausalLM) -> None:
     """Puts `teacher` into `model`, frozen. Its head's unit stays gathered until the backward of a micro-batch is over:
     the model's own head reads its weight."""
     teacher.requires_grad_(False)
-    teacher.lm_head.__class__ = TeacherHead
+    teacher.head.__class__ = TeacherHead
     for part in teacher.parts:
         for module in part:
-            setattr(module, FORWARD_ONLY, HELD if teacher.lm_head in part else FREED)
+            setattr(module, FORWARD_ONLY, HELD if teacher.head in part else FREED)
     model.teacher = teacher
     model.is_adapted = True
 

@@ -41,16 +41,17 @@ def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:
     config: Any = model.config
     check_fits(config, size)
     axis = TensorAxis(size, rank % size)
-    cut_embedding(model.model.embed_tokens, axis)
-    for block in model.model.layers:
+    cut_embedding(model.embedding, axis)
+    block: Any
+    for block in model.blocks:
         cut_attention(block.self_attn, config, axis)
         cut_rows(block.mlp.gate_proj, axis)
         cut_rows(block.mlp.up_proj, axis)
         cut_columns(block.mlp.down_proj, axis)
         hold_parts(block)
         gather_inputs(block.self_attn, block.mlp, axis)
-    gather_outputs(model.model.norm, axis)
-    head = model.lm_head
+    gather_outputs(model.norm, axis)
+    head = model.head
     assert isinstance(head, LossHead)
     head.axis, head.first = axis, axis.share(head.out_features).start
     if model.is_tied:

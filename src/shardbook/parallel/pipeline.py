@@ -114,7 +114,7 @@ class StageParameters:
 
 def tied_weight(model: Any) -> nn.Parameter:
     """Returns the weight that is the embedding of the first stage and the head of the last."""
-    weight: nn.Parameter = model.model.embed_tokens.weight
+    weight: nn.Parameter = model.embedding.weight
     return weight
 
 

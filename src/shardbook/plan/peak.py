@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from shardbook.arithmetic import ceil_div
 from shardbook.memory.shelf import STAGINGS, fetched_bytes
-from shardbook.model.attention import head_size
+from shardbook.model.attention import head_size, kernel_of
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import Pipeline
 from shardbook.parallel.units import Unit, backward_order
@@ -93,7 +93,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Bloc
     adapted = read_adapted(recipe.lora, of)
     trains_head = not adapted.r or "lm_head" in recipe.lora.modules_to_save
     kept = {name: kept_by_a_block(name, of, itemsize, adapted) for name in ("none", "full", "selective")}
-    if config._attn_implementation == "sdpa" or (layout.cp_size > 1 and adapted.trains("o_proj")):
+    if kernel_of(config) == "sdpa" or (layout.cp_size > 1 and adapted.trains("o_proj")):
         kept["none"] += of.queries * itemsize  # its result by head, and by token for the product that follows
     again = len(recipe.activation.recomputed(numbers))  # run in backward again
     of_again = kept["selective" if kind == "selective" else "full"]
@@ -103,7 +103,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Bloc
     if budget is not None:
         held = int(layers * max(kept["full"], budget * kept["none"]))
     dense = 0
-    if config._attn_implementation in ("sdpa", "eager") and recipe.data.packing:
+    if kernel_of(config) in ("sdpa", "eager") and recipe.data.packing:
         dense = recipe.micro_tokens**2 // rows  # of bool, for all blocks; each has its own in the dtype of compute
     # backward of a gate: its three gradients, when the product's input, one of what was held, is gone; that of the
     # block's result (in fp32 the checkpoint itself is what a block's first norm keeps)

@@ -1,0 +1,167 @@
+"""Parts of transformers' model of a config: its base model, blocks, embedding, last norm and head, found by asking.
+
+Invariant: no family is named. Everything lies on the meta device but buffers, whose numbers the family's own
+`initialize_weights` makes on the host: no file has most of them.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from shardbook.model.blocks import Blocks
+
+Change = Callable[[Tensor], Tensor]
+Module = TypeVar("Module", bound=nn.Module)
+IS_INITIALIZED = "_is_hf_initialized"  # transformers' mark of a tensor that its initialize_weights leaves as it is
+
+
+class Unfit(Exception):
+    """The reason why transformers' model of a config cannot be trained here."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where transformers' model has its parts: the base model and the head by their names in it, the others by their
+    names in the base model; `norm` is empty where the family does not say which norm is the last."""
+
+    base: str
+    head: str
+    embedding: str
+    blocks: str
+    norm: str
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Transformers' model of a config, on the meta device, and the names of its parts."""
+
+    whole: PreTrainedModel
+    names: Names
+    is_tied: bool  # head and embedding are one parameter
+
+    @property
+    def base(self) -> Any:
+        return getattr(self.whole, self.names.base)
+
+    @property
+    def head(self) -> Any:
+        return getattr(self.whole, self.names.head)
+
+
+def take_apart(config: PreTrainedConfig, dtype: torch.dtype) -> Parts:
+    """Returns the parts of transformers' causal LM of `config`, with `Blocks` in place of its list of blocks. Raises
+    Unfit where it has none."""
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    children = {child: name for name, child in whole.named_children()}
+    base = whole.base_model
+    if base is whole:  # where the prefix names no child
+        base = next((child for child in children if isinstance(child, PreTrainedModel)), whole)
+    head, embedding = whole.get_output_embeddings(), base.get_input_embeddings()
+    if base not in children or head not in children or not isinstance(head, nn.Linear):
+        raise Unfit("its base model or its head is not found")
+    inside = {module: name for name, module in base.named_modules()}
+    count = config.get_text_config().num_hidden_layers
+    blocks = next((each for each in inside if type(each) is nn.ModuleList and len(each) == count), None)
+    if blocks is None or embedding not in inside:
+        raise Unfit("its blocks or its embedding are not found")
+    plan = list(getattr(config.get_text_config(), "base_model_pp_plan", None) or {})
+    norm = plan[-1] if plan and plan[-1] in inside.values() and plan[-1] != inside[blocks] else ""
+    put(base, inside[blocks], Blocks(list(blocks)))
+    fill_buffers(base)
+    whole.tie_weights()
+    names = Names(children[base], children[head], inside[embedding], inside[blocks], norm)
+    return Parts(whole, names, head.weight is embedding.weight)
+
+
+def at(module: nn.Module, name: str) -> Any:
+    """Returns the module inside `module` of a dotted `name`; None where it was taken away."""
+    for part in name.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def put(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Sets the module inside `module` of a dotted `name`."""
+    owner, _, last = name.rpartition(".")
+    setattr(at(module, owner) if owner else module, last, child)
+
+
+def copy_module(module: Module) -> Module:
+    """Returns another module of the same parts, with attributes, parts and hooks of its own."""
+    made = copy.copy(module)
+    vars(made).update({name: value.copy() for name, value in vars(made).items() if isinstance(value, dict)})
+    return made
+
+
+def fill_buffers(base: PreTrainedModel) -> None:
+    """Makes on the host the numbers of all buffers of `base`, which lies on the meta device."""
+    for parameter in base.parameters():
+        setattr(parameter, IS_INITIALIZED, True)
+    for module in base.modules():
+        vars(module).pop(IS_INITIALIZED, None)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.zeros_like(buffer, device="cpu"))
+    base.initialize_weights()
+    for module in base.modules():
+        # The numbers hold for every row that load_config lets in. Without this, transformers would read the longest
+        # row of "dynamic" and "longrope" from the device (a host sync) in every forward.
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, str):
+            module.rope_type = "default"  # type: ignore[assignment]
+        elif isinstance(kinds, dict):
+            module.rope_type = dict.fromkeys(kinds, "default")  # type: ignore[assignment]
+
+
+class _Output:
+    """Stands for a base model's output, which has nothing but its last hidden states."""
+
+    def __init__(self, hidden: Tensor):
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Stub(nn.Module):
+    """Stands for a base model, and returns as its last hidden states what it is given as embeddings."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **named: Any) -> _Output:
+        return _Output(inputs_embeds)
+
+
+class _SameLogits(nn.Identity):
+    """Stands for a head, whose weight some families ask for its dtype."""
+
+    weight = torch.empty(0)
+
+
+def find_finish(parts: Parts) -> tuple[Change | None, Change | None]:
+    """Returns what the family's own forward does with its head's logits: a change of hidden states before the head that
+    does the same (a scale: logits are many more numbers), or a change of logits; None for neither."""
+    shell = copy_module(parts.whole)
+    setattr(shell, parts.names.base, _Stub())
+    setattr(shell, parts.names.head, _SameLogits())
+
+    def finish(logits: Tensor) -> Tensor:
+        return shell(inputs_embeds=logits[None], use_cache=False).logits[0]
+
+    given = torch.linspace(-3, 40, 32, dtype=torch.float64).view(2, 16)
+    with torch.no_grad():
+        made = finish(given).to(given.dtype)
+        if torch.equal(made, given):
+            return None, None
+        factor = (made[0, 0] / given[0, 0]).item()
+        divisor = float(f"{1 / factor:.14g}")
+        for scale in (lambda hidden: hidden / divisor, lambda hidden: hidden * factor):
+            if torch.equal(scale(given), made):
+                return scale, None
+    return None, finish
