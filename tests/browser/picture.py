@@ -28,10 +28,10 @@ def main() -> None:
         page.wait_for_selector("body[data-drawn]")
         # what lies between the two is there for a reader who scrolls, not for a picture
         page.add_style_tag(
-            content="#loss, #difference, nav, #memory, #peak details, #verdicts caption { display: none }"
+            content="nav, #loss, #difference-from-ddp, #memory, #verdicts caption, details { display: none }"
         )
         top = page.query_selector("h1").bounding_box()["y"] - 20
-        peak = page.query_selector("#peak").bounding_box()
+        peak = page.query_selector("#peak-of-a-step").bounding_box()
         clip = {"x": 0, "y": top, "width": WIDTH, "height": peak["y"] + peak["height"] - top + 8}
         page.screenshot(path=DOCS / "compare.png", full_page=True, clip=clip)
         browser.close()

@@ -10,9 +10,9 @@ import pytest
 from picture import find_chromium
 from playwright.sync_api import sync_playwright
 
+from shardbook.compare.compare_page import write_page
 from shardbook.compare.data_page import write_data_page
 from shardbook.compare.outcome import Outcome
-from shardbook.compare.page import write_page
 from shardbook.compare.plan_page import write_plan_page
 from shardbook.data.look import Look, Piece, SourceCounts, TokenSequence
 from shardbook.plan.report import make_report
@@ -89,7 +89,7 @@ def check_panels(page, titles):
     for plot in page.query_selector_all(".plot"):
         points = plot.evaluate("p => p.data.map(t => [...(t.x || [])].length)")
         assert points and all(points), (plot.get_attribute("id"), points)
-        shapes = "p => p.querySelectorAll('.scatterlayer path.js-line, .barlayer path, .boxlayer path.box').length"
+        shapes = "p => p.querySelectorAll('.scatterlayer path.js-line, .barlayer path').length"
         assert plot.evaluate(shapes) >= 1, plot.get_attribute("id")
         assert plot.bounding_box()["height"] > 150
 
@@ -117,7 +117,7 @@ def test_the_kept_page(opened, scheme, tmp_path):
     page = opened(KEPT, color_scheme=scheme, viewport={"width": 1200, "height": 900})
     check_panels(page, PANELS)
     assert len(page.query_selector_all("#verdicts tbody tr")) == 6
-    for text in ("body", "main p", "caption", ".xtick text", ".legendtext", "#plot-memory .ytick text"):
+    for text in ("body", "main p", "caption", ".xtick text", ".legendtext", "#plot-memory .annotation text"):
         assert contrast(page, text) > 4.5, (scheme, text)
 
 
@@ -126,6 +126,11 @@ def test_a_phone(opened):
     check_panels(page, PANELS)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390  # tables scroll on their own
     assert all(plot.bounding_box()["width"] <= 390 for plot in page.query_selector_all(".plot"))
+    for name in ("memory", "peak-of-a-step", "traffic"):  # names leave bars two thirds of the width
+        bars = page.query_selector_all(f"#plot-{name} .barlayer path")
+        boxes = [bar.bounding_box() for bar in bars]
+        ends = [(box["x"], box["x"] + box["width"]) for box in boxes if box]
+        assert max(end for _, end in ends) - min(begin for begin, _ in ends) >= 260, name
 
 
 def test_the_keyboard(opened):
@@ -157,10 +162,11 @@ def test_the_kept_page_shows_what_its_numbers_say(opened):
     report = json.loads(KEPT.with_suffix(".json").read_text())
     page = opened(KEPT)
     data = page.evaluate(
-        "document.getElementById('plot-memory').data.map(t => ({name: t.name, y: t.y, x: Array.from(t.x)}))"
+        "document.getElementById('plot-memory').data.map(t => ({name: t.name, of: t.hovertext, x: Array.from(t.x)}))"
     )
     for trace in data:
-        for variant, source, size in zip(*trace["y"], trace["x"], strict=True):
+        for label, size in zip(trace["of"], trace["x"], strict=True):
+            variant, source = label.split(", ")
             (one,) = [one for one in report["variants"] if one["name"] == variant]
             assert size * 2**20 == pytest.approx(one["memory"][source].get(trace["name"], 0))
 
@@ -212,7 +218,7 @@ def test_the_page_of_data(opened, scheme, tmp_path):
     for width in (1200, 390):
         page = opened(tmp_path / "data.html", color_scheme=scheme, viewport={"width": width, "height": 900})
         assert page.evaluate("document.documentElement.scrollWidth") == width
-        assert contrast(page, "pre mark") > 4.5 and contrast(page, "svg text") > 4.5
+        assert contrast(page, "pre mark") > 4.5 and contrast(page, "#lengths td") > 4.5
         assert [mark.inner_text() for mark in page.query_selector_all("pre mark")] == ["ok", "!" * 300]
         assert page.inner_text("h3 + p") == "chosen: 4 tokens, 2 of them trained"
-    assert "17" in page.inner_text("#sources") and page.query_selector("svg rect").bounding_box()["width"] > 50
+    assert "17" in page.inner_text("#sources") and page.query_selector("td.bar div").bounding_box()["width"] > 50

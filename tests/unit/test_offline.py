@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[2]
 NOT_NEEDED = [
     "wandb",
     "wandb_workspaces",
-    "plotly",
     "gguf",
     "hypothesis",
     "matplotlib",

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from shardbook import cli
+from shardbook.compare.compare_page import summary_rows
 from shardbook.compare.outcome import Outcome, differences, first_difference, judge, read_outcome
-from shardbook.compare.page import in_legend, summary_rows
+from shardbook.compare.page import broken
 
 
 def outcome(name, steps, losses, kept=100.0, sent=50.0):
@@ -53,18 +54,16 @@ def test_other_rows_a_step_are_said_in_place_of_other_losses():
 def test_axes_inside_a_model_stand_by_name_in_a_mesh():
     ranks = {"dp_replicate": 1, "dp_shard": 2}
     one, two = (replace(BASE, mesh=mesh) for mesh in (ranks, {"pp": 2, **ranks, "tp": 4}))
-    assert [row[2] for row in summary_rows([one, two])] == [
-        "(pp x) replicas x shards (x tp)",
-        "1 x 2",
-        "pp 2 x 1 x 2 x tp 4",
-    ]
-    assert summary_rows([one])[0][2] == "replicas x shards"
+    mesh = "(pp x) replicas x shards (x tp)"
+    assert [row[mesh] for _, row in summary_rows([one, two])] == ["1 x 2", "pp 2 x 1 x 2 x tp 4"]
+    assert "replicas x shards" in summary_rows([one])[0][1]
 
 
-def test_a_long_name_is_broken_in_a_legend():
+def test_a_long_name_is_broken_in_a_figure():
     name = "zero1," + ",".join(f"parallel.key_{number}=interleaved" for number in range(5))
-    assert in_legend(name).replace("<br>", "") == name
-    assert max(map(len, in_legend(name).split("<br>"))) <= 100 and in_legend("zero3") == "zero3"
+    assert broken(name).replace("<br>", "") == name and broken("a" * 50).replace("<br>", "") == "a" * 50
+    assert max(map(len, broken(name).split("<br>"))) <= 46 and broken("zero3") == "zero3"
+    assert broken("zero3, <i>") == "zero3, &lt;i&gt;"
 
 
 def test_the_peak_of_a_step_tells_apart_what_is_kept_alike():

@@ -1,5 +1,6 @@
 """Pages say what the data say."""
 
+import html
 import json
 import re
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import link_fit
 import page
 import pytest
+
+from shardbook.compare.page import LIBRARY, Panel, draw_lines, render
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,3 +62,84 @@ def test_the_plans_time_holds_on_the_links_of_the_bench():
         for name, row in found.items():
             assert abs(predicted[rate][name] / row["seconds"] - 1) <= 0.15, (rate, name)
     assert sum(map(len, predicted.values())) == 20
+
+
+ROWS = [
+    (("a<b>,c", "predicted"), {"params": 2.0**20, "grads": 2.0**21}),
+    (("zero3", "measured"), {"params": 3 * 2.0**20}),
+]
+STEPS = [(0, {"x, held out": 3.5}), (1, {"x": 3.25, "y": 0.1 + 0.2}), (12, {"x": 2.0, "y": 1.0})]
+SPAN = dict(zip("abcde", (1.0, 2.0, 3.0, 4.0, 5.0), strict=True))
+PANELS = [
+    Panel("Bars of bytes", "said", ROWS, "bars", ("variant", "source"), unit="MiB", scale=2**20, form=",.0f", limit=2),
+    Panel("Lines", "said", STEPS, "lines", ("step",), remarks={(12, "y"): " (late)"}),
+    Panel("Spans", "said", [("one", SPAN), ("two", SPAN)], "spans"),
+    Panel("Counts", "said", [("0 to 9", {"rows": 4}), ("10 to 19", {"rows": 1})], "counts", ("tokens",)),
+    Panel("Tokens", "said", [("row 0", {"2 tokens": [("<i>\n", False), ("ok", True)]})], "tokens"),
+]
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    render(path, "a </script>", ["about <b>"], PANELS)
+    return path.read_text()
+
+
+def figures(text):
+    return json.loads(re.search(r"^const figures = (.*);$", text, re.M)[1])
+
+
+def cells(text, panel):
+    """The rows of a panel's table, as texts."""
+    section = re.search(rf'<section id="{panel}".*?</section>', text, re.S)[0]
+    rows = [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall(r"<tr>(.*?)</tr>", section, re.S)]
+    return [[html.unescape(cell.replace("<wbr>", "")) for cell in row] for row in rows]
+
+
+def test_a_figure_and_its_table_have_the_same_numbers(rendered):
+    shown, drawn = cells(rendered, "bars-of-bytes"), figures(rendered)["bars-of-bytes"]["data"]
+    assert shown[0] == ["variant", "source", "params", "grads", "total"]
+    assert shown[1] == ["a<b>,c", "predicted", "1,048,576", "2,097,152", "3,145,728"]
+    assert shown[2] == ["zero3", "measured", "3,145,728", "0", "3,145,728"]
+    assert [[size * 2**20 for size in trace["x"]] for trace in drawn] == [
+        [int(row[at].replace(",", "")) for row in shown[1:]] for at in (2, 3)
+    ]
+    shown, drawn = cells(rendered, "lines"), figures(rendered)["lines"]["data"]
+    assert shown[1:] == [
+        ["0", "3.5", "", ""],
+        ["1", "", "3.25", "0.30000000000000004"],
+        ["12", "", "2.0", "1.0 (late)"],
+    ]
+    assert [(trace["name"], trace["x"], trace["y"]) for trace in drawn] == [
+        ("x, held out", [0], [3.5]),
+        ("x", [1, 12], [3.25, 2.0]),
+        ("y", [1, 12], [0.1 + 0.2, 1.0]),
+    ]
+    (low, middle, mark) = figures(rendered)["spans"]["data"]
+    assert (low["x"][:2], middle["x"][:2], mark["x"]) == ([1.0, 5.0], [2.0, 4.0], [3.0, 3.0])
+    assert re.findall(r'style="width: ([\d.]+)%"', rendered) == ["100.0", "25.0"] and "counts" not in figures(rendered)
+
+
+def test_a_page_is_whole_small_and_named_for_a_reader(rendered):
+    own = rendered.replace(LIBRARY.read_text(), "")
+    assert len(rendered) < 1_500_000 and not re.search(r'(src|href)="(?!#|data:)', own)
+    assert re.findall(r"<h(\d)", own) == ["1", *"2" * len(PANELS), "3"]  # none is left out on the way down
+    assert own.count("<table>") == own.count("<caption>") == own.count('tabindex="0" role="region" aria-label=') == 4
+    assert len(re.findall(r'<th(?! scope="(?:row|col)")[ >]', own)) == 0 and own.count('aria-labelledby="heading-') == 5
+    assert "<pre><span>&lt;i&gt;↵</span>\n<mark>ok</mark></pre>" in own and "<h1>a &lt;/script&gt;</h1>" in own
+    assert "<p>about &lt;b&gt;</p>" in own and own.count("</script>") == 2
+
+
+def test_steps_on_an_axis_are_whole(rendered):
+    assert figures(rendered)["lines"]["layout"]["xaxis"] == {
+        "title": {"text": "step"},
+        "tickformat": ",d",
+        "automargin": True,
+    }
+    short = draw_lines(Panel("Lines", "", STEPS[:2], "lines", ("step",)))
+    assert short["layout"]["xaxis"]["dtick"] == 1
+
+
+def test_the_kept_page_of_a_comparison_is_small():
+    assert (ROOT / "docs" / "compare.html").stat().st_size < 1_500_000

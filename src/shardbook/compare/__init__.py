@@ -21,8 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
+from shardbook.compare.compare_page import summary_rows, write_page
 from shardbook.compare.outcome import read_outcome, write_json
-from shardbook.compare.page import summary_rows, write_page
 from shardbook.compare.workspace import keep_workspace, publish
 from shardbook.parallel.mesh import resolve_sizes
 from shardbook.ranks.exits import DONE, FAILED, PREEMPTED
@@ -199,10 +199,11 @@ def report(folder: Path, publishes: bool = False) -> None:
     write_json(folder / "report.json", folder.name, outcomes)
     write_page(folder / "report.html", folder.name, outcomes)
     keep_workspace(folder / "wandb-workspace.json", folder.name, outcomes)
-    head, *rows = summary_rows(outcomes)
+    rows = summary_rows(outcomes)
+    head = ["variant", *rows[0][1]]
     table = Table(*(Column(name, overflow="fold") for name in head), title=folder.name, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
+    for name, row in rows:
+        table.add_row(name, *row.values())
     console = Console(highlight=False)
     console.width = max(console.width, LOG_WIDTH)
     console.print(table, markup=False)

@@ -1,0 +1,174 @@
+"""report.html: the page of a comparison.
+
+Invariant: a panel shows numbers that outcomes measured and nothing else; a number not measured has no panel.
+"""
+
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+from shardbook.axes import CP, PP, TP
+from shardbook.compare.outcome import SOURCES, Outcome, differences, first_difference, judge
+from shardbook.compare.page import HELD_OUT, Panel, render
+from shardbook.run.console import readable_bytes
+
+MIB = 2**20
+ROW = "fastest", "first quarter", "median", "third quarter", "slowest"  # of a panel of spans
+
+
+def write_page(path: Path, title: str, outcomes: list[Outcome]) -> None:
+    """Writes the page of `outcomes`; the first is the baseline of the others."""
+    finished = [outcome for outcome in outcomes if outcome.finished]
+    verdicts = Panel("Verdicts", "", summary_rows(outcomes), caption=f"Each variant beside {outcomes[0].name}")
+    panels = [
+        verdicts,
+        losses_of(finished),
+        differences_of(finished),
+        memory_of(finished),
+        peak_of(finished),
+        traffic_of(finished),
+        throughput_of(finished),
+        mfu_of(finished),
+    ]
+    render(path, title, [describe(finished[0])], [panel for panel in panels if panel])
+
+
+def describe(base: Outcome) -> str:
+    """Returns the facts that all variants share: model, rows, ranks, machine, versions."""
+    settings, facts = base.settings, base.facts
+    words = [
+        f"{settings['model']['path']} on {settings['data']['train']}",
+        f"{base.rows} rows of {settings['data']['max_length']} tokens a step",
+        f"{facts['world_size']} ranks on {facts.get('gpu', 'CPU cores')}",
+        f"computed in {settings['precision']['params']}, reduced in {settings['precision']['reduce']}",
+        f"torch {facts['torch']}",
+    ]
+    if revision := facts.get("git_revision"):
+        words.append(f"shardbook {facts['shardbook']} at {revision[:10]}")
+    return "; ".join(words) + "."
+
+
+def summary_rows(outcomes: list[Outcome]) -> list[tuple[str, dict[str, str]]]:
+    """Returns the rows of the table on the page and the terminal: a variant, and its values by heading."""
+    base = outcomes[0]
+    named = [axis for axis in (PP, CP, TP) if any(axis in one.mesh for one in outcomes)]
+    inner = ", ".join(axis for axis in named if axis != PP)
+    mesh = "(pp x) " * (PP in named) + "replicas x shards" + f" (x {inner})" * bool(inner)
+    rows = []
+    for one in outcomes:
+        sizes = (f"{axis} {size}" if axis in named else str(size) for axis, size in one.mesh.items())
+        row = {
+            "verdict": judge(one, base),
+            mesh: " x ".join(sizes),
+            "last loss": f"{one.losses[-1]:.4f}" if one.losses else "",
+            "held-out": f"{one.eval_losses[-1]:.4f}" if one.eval_losses else "",
+            "kept": readable_bytes(one.resident_bytes) if one.memory else "",
+            "peak": readable_bytes(one.fullest_bytes) if one.fullest_bytes else "",
+            "sent a step": "" if one.sent_bytes is None else readable_bytes(one.sent_bytes),
+            "tokens/s": "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
+        }
+        rows.append((one.name, row))
+    return rows
+
+
+def by_step(columns: dict[str, dict[int, float]]) -> list[tuple[int, dict[str, float]]]:
+    """Returns rows of `columns`, each of whose values belongs to a step."""
+    steps = sorted({step for values in columns.values() for step in values})
+    return [(step, {name: values.get(step) for name, values in columns.items()}) for step in steps]
+
+
+def losses_of(outcomes: list[Outcome]) -> Panel:
+    columns = {}
+    for one in outcomes:
+        columns[one.name] = dict(zip(one.steps, one.losses, strict=True))
+        if one.eval_losses:
+            columns[one.name + HELD_OUT] = dict(zip(one.eval_steps, one.eval_losses, strict=True))
+    words = "Training loss by step, and diamonds for the held-out rows."
+    drawn = sorted(outcomes, key=lambda one: (one.steps, one.losses))
+    for _, equal in groupby(drawn, key=lambda one: (one.steps, one.losses)):
+        names = [one.name for one in equal]
+        if len(names) > 1:
+            words += f" {', '.join(names[:-1])} and {names[-1]} have the same curve, bit for bit."
+    more: dict[str, Any] = {"heads": ("step",), "caption": "train/loss and eval/loss, every digit", "unit": "loss"}
+    return Panel("Loss", words, by_step(columns), "lines", **more)
+
+
+def differences_of(outcomes: list[Outcome]) -> Panel | None:
+    """Returns None where every variant has the first one's losses to the last bit."""
+    base, *others = outcomes
+    if all(first_difference(one, base) is None for one in others):
+        return None
+    words = f"How far each loss is from {base.name}'s, as a share of it. A variant that is not drawn has the same "
+    rows = by_step({one.name: differences(one, base) for one in others})
+    more: dict[str, Any] = {"heads": ("step",), "unit": "share of the loss", "form": ".1e", "log": "y", "first": 1}
+    return Panel(f"Difference from {base.name}", words + "losses bitwise.", rows, "lines", **more)
+
+
+def stacks(
+    outcomes: list[Outcome], of: Callable[[Outcome], dict[str, dict[str, float]]], sources: tuple[str, ...]
+) -> dict[str, Any]:
+    """Returns a panel's arguments for bars of bytes, stacked by part, one for each outcome and source."""
+    rows = [((one.name, source), of(one).get(source, {})) for one in outcomes for source in sources]
+    more = {"heads": ("variant", "source"), "together": len(sources), "unit": "MiB", "scale": MIB, "form": ",.0f"}
+    return {"rows": rows, "kind": "bars", **more}
+
+
+def memory_of(outcomes: list[Outcome]) -> Panel:
+    return Panel(
+        "Memory",
+        "What the first rank keeps from step to step. Paper: ZeRO's count of 2 + 2 + 12 bytes a parameter (arXiv "
+        "1910.02054), for bf16 copies of weights and gradients beside fp32 states. Predicted: what this program must "
+        "keep, by formula. Measured: what it kept.",
+        caption="Bytes that the first rank keeps",
+        **stacks(outcomes, lambda one: one.memory, SOURCES),
+    )
+
+
+def peak_of(outcomes: list[Outcome]) -> Panel | None:
+    """Returns None where a run has no predicted peak, as before there was a formula."""
+
+    def of(one: Outcome) -> dict[str, dict[str, float]]:
+        measured = {"measured": {"allocated": one.peak_bytes}} if one.peak_bytes else {}
+        return {"predicted": one.peak} | measured
+
+    if not all(one.peak for one in outcomes):
+        return None
+    sources = ("predicted", "measured") if any(one.peak_bytes for one in outcomes) else ("predicted",)
+    return Panel(
+        "Peak of a step",
+        "What a rank must have at the fullest moment of a step, by formula: what it keeps, parameters gathered, "
+        "activations held for backward, and the work of a block, the loss or a reduction. On a GPU also as its "
+        "allocator measured it; a CPU does not.",
+        caption="Bytes of a rank at the peak of a step",
+        **stacks(outcomes, of, sources),
+    )
+
+
+def traffic_of(outcomes: list[Outcome]) -> Panel:
+    return Panel(
+        "Traffic",
+        "Payload of what one step sends, by operation and mesh axis: the full tensor, in the dtype on the wire, "
+        "scales included. A ring passes an all-reduce twice, so verdicts compare the bytes that a rank sends.",
+        caption="Payload bytes of the first rank's first step",
+        **stacks(outcomes, lambda one: one.traffic, ("predicted", "measured")),
+    )
+
+
+def throughput_of(outcomes: list[Outcome]) -> Panel:
+    rows = []
+    for one in outcomes:
+        times = sorted(one.step_seconds)
+        quarters = quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+        rows.append((one.name, dict(zip(ROW, [times[0], *quarters, times[-1]], strict=True))))
+    words = "Seconds of each step but the first: the line spans all, the bar the middle half, the mark is the median. "
+    words += "Variants ran one after another; on a shared machine small differences say nothing."
+    return Panel("Throughput", words, rows, "spans", caption="Seconds a step", unit="seconds a step", form=".3f")
+
+
+def mfu_of(outcomes: list[Outcome]) -> Panel | None:
+    """Returns None on CPUs, and on a GPU whose peak is not known."""
+    rows = [(one.name, {"perf/mfu": one.mfu}) for one in outcomes if one.mfu is not None]
+    words = "Share of the device's dense bf16 peak that the model's own arithmetic used; recomputation does not count."
+    return Panel("MFU", words, rows, "bars", unit="share of the peak", form=".1%") if rows else None
