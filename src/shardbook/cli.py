@@ -55,6 +55,8 @@ def main(words: list[str] | None = None) -> int:
     add("--per-node", type=int, default=0, help="GPUs of a node (default: as that kind usually comes)")
     add("--network", type=float, default=0, help="Gbit/s of a node to the others (default: as usual)")
     add("--host-gb", type=float, default=0, help="GB of a node's memory, for offload (default: as usual)")
+    add("--disk-gbps", type=float, default=0, help="GB/s that a node's drives read, for offload (default: as usual)")
+    add("--link-gbps", type=float, default=0, help="GB/s from a GPU to others of its node (default: as usual)")
     add("--document-tokens", type=float, default=1200, help="tokens of a document, for attention (default: 1,200)")
     add("--calibrate", type=Path, nargs="+", metavar="RUN", help="run directories, to fit the time's constants to")
     add("--simulate", action="store_true", help="also run a step of the recipe's stage on fake tensors (half a minute)")
@@ -173,14 +175,16 @@ def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
         words, asked.recipe = [asked.recipe, *words], ""
     if not (asked.recipe or asked.model):
         raise RecipeError("plan: needs a recipe, or --model with a model's name, hub id or directory")
-    for option, number in (("--network", asked.network), ("--per-node", asked.per_node), ("--host-gb", asked.host_gb)):
-        if number < 0:
+    for name in ("network", "per_node", "host_gb", "disk_gbps", "link_gbps"):
+        if (number := getattr(asked, name)) < 0:
+            option = f"--{name.replace('_', '-')}"
             raise RecipeError(f"{option} {number:g}: must be above 0, or 0 for what is usual")
     check_new("--write", asked.write)
     check_new("--html", asked.html)
     from shardbook.model.shapes import hub_id
     from shardbook.objectives import build_objective
-    from shardbook.plan.report import make_report, show_report, write_advised
+    from shardbook.plan.advised import write_advised
+    from shardbook.plan.report import make_report, show_report
     from shardbook.run.measured import read_sample
 
     words += [f"model.path={hub_id(asked.model)}"] if asked.model else []
@@ -189,8 +193,12 @@ def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
     shares = build_objective(recipe.method, recipe.preference, recipe.distill).shares if asked.simulate else None
     read = (recipe.model.path, asked.gpu, asked.document_tokens)
     samples = [read_sample(run, *read) for run in asked.calibrate or ()]
-    report = make_report(recipe, *cluster, asked.document_tokens, shares, asked.host_gb, samples)
+    more = (samples, asked.disk_gbps, asked.link_gbps)
+    report = make_report(recipe, *cluster, asked.document_tokens, shares, asked.host_gb, *more)
     show_report(report, asked.json)
+    if not (asked.recipe or asked.json):
+        keys = "data.max_length=4096, train.per_device_train_batch_size=2, ... change them"
+        print(f"assumed  no recipe: rows and settings above are those of the shipped recipes; {keys}")
     if asked.html:
         from shardbook.compare.plan_page import write_plan_page
 

@@ -23,10 +23,17 @@ class Gpu:
     link: float = 0  # bytes a second, each way, from one GPU to the others of its node
     nics: float = 0  # Gbit/s of a node to the others, each way
     pcie: float = 0  # bytes a second, each way, from one GPU to its node's memory
+    dram: float = 0  # bytes a second of a node's memory
+    disk: float = 0  # bytes a second that all local drives of a node read
+    has_p2p: bool = True  # without it `link` is half of pcie's: what a GPU sends to another crosses the node's memory
 
 
-# a_node, link, nics and pcie of the maker's nodes, with 8 cards of 200 Gbit/s, and of 400
-DGX_A100, DGX_H100, DGX_B200 = (8, 300e9, 1600, 32e9), (8, 450e9, 3200, 64e9), (8, 900e9, 3200, 64e9)
+# a_node, link, nics, pcie, dram and disk of the maker's nodes: 8 cards of 200 Gbit/s, or of 400; 16 channels of
+# DDR4-3200, or of DDR5-4800; four PCIe drives, as DeepNVMe measured them (DeepSpeed's blog, June 2025, an ND-H200)
+DGX_A100 = (8, 300e9, 1600, 32e9, 410e9, 27e9)
+DGX_H100, DGX_B200 = (8, 450e9, 3200, 64e9, 614e9, 27e9), (8, 900e9, 3200, 64e9, 614e9, 27e9)
+# a box of PCIe 4.0 cards: 8 channels of DDR4-3200 and one drive; a server of them: as DGX A100, two drives
+BOX, SERVER = (8, 16e9, 100, 32e9, 205e9, 7e9, False), (8, 32e9, 400, 32e9, 410e9, 14e9)
 # fmt: off
 GPUS = {  # a device belongs to the first row whose words are all in its name
     "a100-pcie":    Gpu("A100 PCIE", 312e12, "NVIDIA A100: 312"),
@@ -46,8 +53,8 @@ GPUS = {  # a device belongs to the first row whose words are all in its name
     "gh200":        Gpu("GH200", 989e12, "NVIDIA GH200: 1,979 with sparsity"),
     "gb200":        Gpu("GB200", 2500e12, "NVIDIA GB200 NVL72: 360 PFLOP/s with sparsity on 72 GPUs"),
     "b200-180gb":   Gpu("B200", 2250e12, "NVIDIA DGX B200: 36 PFLOP/s with sparsity", 180, 8e12, 256, *DGX_B200),
-    "rtx4090-24gb": Gpu("4090", 165e12, "NVIDIA Ada architecture; PCIe 4.0", 24, 1.008e12, 160, 8, 32e9, 100, 32e9),
-    "l40s-48gb":    Gpu("L40S", 362e12, "NVIDIA L40S: 362.05; PCIe 4.0 x16", 48, 0.864e12, 128, 8, 32e9, 400, 32e9),
+    "rtx4090-24gb": Gpu("4090", 165e12, "NVIDIA Ada architecture; PCIe 4.0", 24, 1.008e12, 64, *BOX),
+    "l40s-48gb":    Gpu("L40S", 362e12, "NVIDIA L40S: 362.05; PCIe 4.0 x16", 48, 0.864e12, 128, *SERVER),
     "l40":          Gpu("L40", 181e12, "NVIDIA L40: 181.05"),
     "l4":           Gpu("L4", 121e12, "NVIDIA L4: 242 with sparsity"),
 }
@@ -64,8 +71,12 @@ def gpu_of(device_name: str) -> Gpu | None:
 def find_gpu(name: str) -> Gpu:
     """Returns the GPU called `name`, or the only one whose name begins with it. Raises RecipeError with the nearest
     names."""
-    known = [each for each, gpu in GPUS.items() if gpu.gb]
-    found = [each for each in known if each == name] or [each for each in known if each.startswith(f"{name.lower()}-")]
+    known, word = [each for each, gpu in GPUS.items() if gpu.gb], name.lower()
+    found = [each for each in known if each == word] or [each for each in known if each.startswith(f"{word}-")]
     if len(found) == 1:
         return GPUS[found[0]]
-    raise RecipeError(f"--gpu {name}: must be one of {', '.join(known)}{nearest(name, known)}")
+    plain = {re.sub(r"[^a-z0-9]|nvidia|geforce|sxm|pcie", "", each): each for each in known}
+    asked = re.sub(r"[^a-z0-9]|nvidia|geforce|sxm|pcie", "", word)
+    close = found or [each for key, each in plain.items() if asked and (asked in key or key.startswith(asked[:4]))]
+    hint = f"; did you mean {' or '.join(close)}?" if close else nearest(asked, known)
+    raise RecipeError(f"--gpu {name}: must be one of {', '.join(known)}{hint}")

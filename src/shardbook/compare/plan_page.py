@@ -10,7 +10,7 @@ from typing import Any
 from shardbook.compare.page import Panel, render
 from shardbook.plan.cluster import Candidate
 from shardbook.plan.peak import Peak, predict_moments
-from shardbook.plan.report import GB, PARTS, Report, describe_advice, facts
+from shardbook.plan.report import GB, PARTS, Report, describe_advice, facts, fewest_words
 from shardbook.recipe import find_stage
 
 WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -23,6 +23,7 @@ def write_plan_page(path: Path, report: Report) -> None:
     advice = (line.partition(" ") for line in describe_advice(report))
     room = f"{cluster.room_bytes / GB:.0f} of {cluster.gpu.gb:g} GB of a GPU can be used"
     about = [f"{planner.parameters:,} parameters; {cluster.words()}; {room}. By formula; nothing was run."]
+    about.append(f"Assumed: {cluster.node_words()}.")
     about += [f"{word.capitalize()}: {rest.strip()}" for word, _, rest in advice]
     stages = report.stages
     rows = [(name, _verdict(report, name, candidate)) for name, candidate in stages.items()]
@@ -49,7 +50,7 @@ def _verdict(report: Report, name: str, candidate: Candidate) -> dict[str, str]:
     return {
         "verdict": f"does not fit: {over}" if over else f"fits, {left:.1f} GB to spare",
         **{fact.name: fact.text for fact in numbers.values()},
-        "GPUs": str(report.fewest[name] or "none"),
+        "GPUs": fewest_words(report, name).replace("-", "none"),
     }
 
 

@@ -5,14 +5,17 @@ they gain more than the estimate may err, or nothing else fits: the traffic of t
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from shardbook.gpus import GPUS
-from shardbook.plan.cluster import WORLDS, Candidate, Planner
+from shardbook.plan.cluster import WORLDS, Candidate, Planner, build_planner
 from shardbook.plan.hardware import Cluster
-from shardbook.recipe import TIERS
+from shardbook.recipe import TIERS, conflicts, with_settings
 
 AGAIN = {"none": 0.0, "selective": 0.05, "full": 0.25}  # greatest share of a step's time that recompute takes
 GAIN = 0.9  # other tp, cp or pp must get below this share of a step's time: the estimate is no better
+# of which weights only few are trained
+ADAPTERS: dict[str, dict[str, Any]] = {"LoRA": {"lora.r": 16}, "QLoRA": {"lora.r": 16, "model.load_in_4bit": True}}
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,16 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
     if best is None:
         return Advice(None, _where_it_fits(planner, cluster, everything), refused)
     return Advice(best, _reason(best, refused, cluster), refused)
+
+
+def fit_adapters(planner: Planner, cluster: Cluster) -> dict[str, Candidate | None]:
+    """Returns for each of ADAPTERS that goes with the recipe its fastest candidate that fits, None where none does."""
+    found: dict[str, Candidate | None] = {}
+    for name, settings in ADAPTERS.items():
+        recipe = with_settings(planner.recipe, settings)
+        if not conflicts(recipe):
+            found[name] = _fastest(list(build_planner(recipe, planner.document_tokens).candidates(cluster)))
+    return found
 
 
 def _sharing(planner: Planner, cluster: Cluster) -> list[Candidate]:

@@ -29,7 +29,7 @@ from shardbook.plan.formulas import predict_traffic
 from shardbook.plan.hardware import Cluster
 from shardbook.plan.peak import Peak, predict_fullest
 from shardbook.plan.speed import StepTime, model_flops, predict_step
-from shardbook.recipe import Offload, Parallel, Recipe, RecipeError, conflicts, resolve_precision
+from shardbook.recipe import Offload, Parallel, Recipe, RecipeError, conflicts, resolve_precision, with_settings
 from shardbook.recipe.stages import OF_ANY, STAGES, SWITCHES, find_stage
 
 KINDS = ("none", "selective", "full")  # the cheapest in time first
@@ -199,12 +199,15 @@ class Planner:
                 return recipe
         return None
 
-    def fewest(self, stage: str, cluster: Cluster) -> int | None:
-        """Returns the fewest GPUs on which the recipe's micro-batch fits under `stage`; None: not up to 4,096."""
+    def fewest(self, stage: str, cluster: Cluster, checkpointing: str = "") -> int | None:
+        """Returns the fewest GPUs on which the recipe's micro-batch fits under `stage`, with its own checkpointing or
+        the one that is given; None: not up to 4,096."""
         for world in WORLDS:
             smaller = cluster.resized(world)
             recipe = self.under(stage, smaller)
-            if recipe and self.lay_out(recipe, smaller).fits:
+            if recipe and checkpointing:
+                recipe = with_settings(recipe, {"activation.checkpointing": checkpointing})
+            if recipe and not conflicts(recipe) and self.lay_out(recipe, smaller).fits:
                 return world
         return None
 

@@ -13,9 +13,9 @@ PRODUCTS, ATTENTION, MEMORY = 640 / 989, 250 / 989, 3.0 / 3.35  # shares attaine
 INSIDE, ACROSS = 0.8, 0.9  # shares of a link's rate that long collectives attain, in and between nodes
 INSIDE_SECONDS, ACROSS_SECONDS = 3e-6, 10e-6  # latency of a ring's hop
 ROOM = 0.92  # share of a GPU's memory that torch can fill: CUDA's and NCCL's contexts and fragments take the rest
-# Rates of a node, bytes a second: memory (16 channels of DDR5-4800), and four PCIe 5.0 drives, which DeepNVMe measured
-# on an ND-H200 (DeepSpeed's blog, June 2025). Shares: torch's fused AdamW of a copy's rate, long copies of PCIe's.
-DRAM, ADAMW_SHARE, DISK_READ, DISK_WRITE, PCIE_SHARE = 614e9, 0.65, 27e9, 11e9, 0.8
+# Shares: torch's fused AdamW of the rate of a copy in memory, long copies of PCIe's, writing to drives of reading (11
+# of 27 GB/s, as DeepNVMe measured them).
+ADAMW_SHARE, PCIE_SHARE, WRITE_SHARE = 0.65, 0.8, 11 / 27
 HOST_ROOM = 0.95  # share of a node's memory that its ranks can use
 
 
@@ -37,12 +37,20 @@ class Cluster:
     @property
     def host_bytes(self) -> float:
         """The bytes of a node's memory that its ranks can use."""
-        return HOST_ROOM * (self.host_gb or self.gpu.host_gb * self.a_node) * 1e9
+        return HOST_ROOM * self.node_gb * 1e9
+
+    @property
+    def node_gb(self) -> float:
+        """The GB of a node's memory."""
+        return self.host_gb or self.gpu.host_gb * self.a_node
 
     def step_seconds(self, elements: float, read: float, written: float) -> float:
         """Returns the seconds of one rank's AdamW on the host, while all ranks of its node do theirs: 28 bytes an
         element of masters, moments and gradients, and the bytes `read` from and `written` to disk."""
-        return self.a_node * max(28 * elements / (ADAMW_SHARE * DRAM), read / DISK_READ, written / DISK_WRITE)
+        disk = self.gpu.disk
+        return self.a_node * max(
+            28 * elements / (ADAMW_SHARE * self.gpu.dram), read / disk, written / (WRITE_SHARE * disk)
+        )
 
     @property
     def nodes(self) -> int:
@@ -54,6 +62,14 @@ class Cluster:
 
     def words(self) -> str:
         return f"{self.nodes} node{'s' * (self.nodes > 1)} of {self.a_node}, {self.nics:g} Gbit/s a node"
+
+    def node_words(self) -> str:
+        """Returns what a node is taken to have, for people, and the options that say otherwise."""
+        gpu, without = self.gpu, "" if self.gpu.has_p2p else ", through the node's memory: no P2P"
+        return (
+            f"a node has {self.node_gb:,.0f} GB of memory (--host-gb), drives that read {gpu.disk / 1e9:g} GB/s "
+            f"(--disk-gbps), and {gpu.link / 1e9:g} GB/s from a GPU to the others (--link-gbps{without})"
+        )
 
     def resized(self, gpus: int) -> "Cluster":
         """Returns a cluster of `gpus` such GPUs, in nodes of the same size; a single node may grow to the usual."""
@@ -77,13 +93,17 @@ class Cluster:
         return max(inside, across) + (nodes - 1) * ACROSS_SECONDS + (count - nodes) * INSIDE_SECONDS
 
 
-def build_cluster(gpu_name: str, gpus: int, nics: float = 0, a_node: int = 0, host_gb: float = 0) -> Cluster:
-    """Returns a cluster of `gpus` of that kind; `nics` Gbit/s, `a_node` GPUs and `host_gb` of memory of each node where
-    they are not the usual ones (0). Raises RecipeError for an unknown kind, or where the GPUs make no whole nodes."""
+def build_cluster(
+    gpu_name: str, gpus: int, nics: float = 0, a_node: int = 0, host_gb: float = 0, disk: float = 0, link: float = 0
+) -> Cluster:
+    """Returns a cluster of `gpus` of that kind. Of each node, where they are not the usual ones (0): `nics` Gbit/s to
+    others, `a_node` GPUs, `host_gb` of memory, GB/s that its drives read, GB/s of the link from a GPU to the others.
+    Raises RecipeError for an unknown kind, or where the GPUs make no whole nodes."""
     gpu = find_gpu(gpu_name)
     if gpus < 1:
         raise RecipeError(f"--gpus {gpus}: must be at least 1")
     a_node = a_node or min(gpu.a_node, gpus)
     if gpus % a_node:
         raise RecipeError(f"--gpus {gpus}: must be whole nodes of {a_node}; a multiple of {a_node}, or set --per-node")
+    gpu = replace(gpu, disk=disk * 1e9 or gpu.disk, link=link * 1e9 or gpu.link, has_p2p=bool(link) or gpu.has_p2p)
     return Cluster(gpu, gpus, a_node, nics or gpu.nics, host_gb)

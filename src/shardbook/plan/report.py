@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich import box
@@ -12,13 +11,13 @@ from rich.text import Text
 
 from shardbook.memory.shelf import step_bytes
 from shardbook.model.laid_out import World, lay_out
-from shardbook.plan.advice import Advice, advise
+from shardbook.plan.advice import ADAPTERS, Advice, advise, fit_adapters
 from shardbook.plan.axes import describe_pipeline, describe_sharing, describe_splitting
 from shardbook.plan.calibrate import Sample, calibrate
 from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SHARED, Candidate, Planner, build_planner
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
-from shardbook.recipe import Precision, Recipe, RecipeError, dump_recipe, find_stage
+from shardbook.recipe import Precision, Recipe, RecipeError, find_stage
 from shardbook.terminal import build_console
 
 if TYPE_CHECKING:
@@ -39,7 +38,9 @@ class Report:
     gpu_name: str
     stages: dict[str, Candidate]
     fewest: dict[str, int | None]
+    fewest_full: dict[str, int | None]  # with full checkpointing, of stages that fit on no number with the recipe's
     advice: Advice
+    adapted: dict[str, Candidate | None]  # LoRA and QLoRA where the whole model needs a tier, or does not fit
     simulated: "Simulated | None" = None  # of the recipe's own stage
 
 
@@ -53,25 +54,32 @@ def make_report(
     shares: "LossFunction | None" = None,
     host_gb: float = 0,
     samples: Sequence[Sample] = (),
+    disk: float = 0,
+    link: float = 0,
 ) -> Report:
     """Returns the report of `recipe` on `gpus` of the kind `gpu` (gpus.py), `a_node` of them in a node with `nics`
-    Gbit/s to the others and `host_gb` of memory (0: as usual), calibrated by `samples` of measured steps. `shares`, an
-    objective's: a step of the recipe's own stage is simulated too, here. Raises RecipeError for an unknown kind or
-    model, or where the GPUs make no whole nodes."""
-    cluster = build_cluster(gpu, gpus, nics, a_node, host_gb)
+    Gbit/s to the others, `host_gb` of memory, drives that read `disk` GB/s, and `link` GB/s between its GPUs (0: as
+    usual), calibrated by `samples` of measured steps. `shares`, an objective's: a step of the recipe's own stage is
+    simulated too, here. Raises RecipeError for an unknown kind or model, or where the GPUs make no whole nodes."""
+    cluster = build_cluster(gpu, gpus, nics, a_node, host_gb, disk, link)
     cluster = calibrate(cluster, samples) if samples else cluster
     if document_tokens < 1:
         raise RecipeError(f"--document-tokens {document_tokens:g}: must be at least 1")
     planner = build_planner(recipe, document_tokens)
     stages = planner.stages(cluster)
     fewest = {stage: planner.fewest(stage, cluster) for stage in stages}
+    more = {stage: planner.fewest(stage, cluster, "full") for stage, count in fewest.items() if not count}
     found = None
     if shares:
         from shardbook.plan.simulate import simulate_step  # makes a process group, and loads torch's fake tensors
 
         world = World(cluster.gpus, cluster.a_node)
         found = simulate_step(lay_out(planner.recipe, world, planner.config, planner.teacher), shares)
-    return Report(planner, recipe.precision, cluster, gpu, stages, fewest, advise(planner, cluster), found)
+    advice = advise(planner, cluster)
+    is_whole = recipe.lora.r == 0 and recipe.offload.optimizer == "none"
+    needs_tier = advice.best is None or advice.best.recipe.offload.optimizer != "none"
+    adapted = fit_adapters(planner, cluster) if is_whole and needs_tier else {}
+    return Report(planner, recipe.precision, cluster, gpu, stages, fewest, more, advice, adapted, found)
 
 
 def show_report(report: Report, is_json: bool) -> None:
@@ -82,24 +90,12 @@ def show_report(report: Report, is_json: bool) -> None:
     console = build_console()
     console.print(as_table(report))
     console.print("GB of a rank: kept, gathered, buffers, activations, work. GPUs: the fewest on which it fits")
+    if any(report.fewest_full.values()):
+        console.print("full: with activation.checkpointing=full")
     console.print("GPU-h/B: GPU-hours of a billion tokens\n")
     lines = describe_calibrated(report) + describe_simulated(report) + describe_shared(report) + describe_advice(report)
     for line in lines:
         console.print(line, markup=False)
-
-
-def write_advised(report: Report, path: Path) -> None:
-    """Writes the advised recipe to `path`. Raises RecipeError where nothing fits, or it cannot be written."""
-    if report.advice.best is None:
-        raise RecipeError(f"--write {path}: {report.advice.why}")
-    model, cluster = report.planner.recipe.model.path, report.cluster
-    recipe = report.advice.best.recipe.model_copy(update={"precision": report.asked})  # with its `auto`
-    header = f"# {model}: the fastest that fits {cluster.gpus} x {report.gpu_name}, as `shardbook plan` has it.\n"
-    header += "".join(f"# {line}\n" for line in describe_path(report))
-    try:
-        path.write_text(header + dump_recipe(recipe))
-    except OSError as error:
-        raise RecipeError(f"--write {path}: cannot be written ({error.strerror})") from None
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -115,16 +111,23 @@ def as_json(report: Report) -> dict[str, Any]:
         "slowness": report.cluster.slowness,
         "across": report.cluster.across,
         "room_bytes": report.cluster.room_bytes,
+        "host_gb": report.cluster.node_gb,
+        "disk_gbps": report.cluster.gpu.disk / GB,
+        "link_gbps": report.cluster.gpu.link / GB,
+        "max_length": report.planner.recipe.data.max_length,
         "document_tokens": report.planner.document_tokens,
         "stages": [
-            _row(report, candidate) | {"min_gpus": report.fewest[name]} for name, candidate in report.stages.items()
+            _row(report, candidate)
+            | {"min_gpus": report.fewest[name], "min_gpus_full": report.fewest[name] or report.fewest_full[name]}
+            for name, candidate in report.stages.items()
         ],
         **({"simulated": asdict(report.simulated)} if report.simulated else {}),
         "advice": {
             "fits": best is not None,
             "why": report.advice.why,
             "refused": {found.layout.stage.name: why for found, why in report.advice.refused},
-            **({"take": _row(report, best), "recipe": _settings(report, best)} if best else {}),
+            "adapters": {name: _row(report, found) if found else None for name, found in report.adapted.items()},
+            **({"take": _row(report, best), "recipe": settings(report, best)} if best else {}),
         },
     }
 
@@ -184,7 +187,7 @@ def _resident(resident: Resident) -> dict[str, float]:
     return asdict(resident) | {"total_bytes": resident.total_bytes}
 
 
-def _settings(report: Report, candidate: Candidate) -> dict[str, Any]:
+def settings(report: Report, candidate: Candidate) -> dict[str, Any]:
     """Returns the keys that the advice would change, as overrides."""
     recipe, train = candidate.recipe, candidate.recipe.train
     own, asked = recipe.parallel, report.planner.recipe.parallel
@@ -208,20 +211,27 @@ def as_table(report: Report) -> Table:
     rows = f"{train.per_device_train_batch_size} rows of {recipe.data.max_length * recipe.sequences} tokens"
     steps = f"{rows} x {train.gradient_accumulation_steps}, checkpointing {recipe.activation.checkpointing}"
     where = f"{cluster.gpus} x {report.gpu_name}: {cluster.words()}; {room}"
-    title = f"{recipe.model.path} ({count:.2f} B) on {where}\n{steps}, {recipe.optim.name}"
+    steps += ", compiled" * train.compile
+    title = f"{recipe.model.path} ({count:.2f} B) on {where}\n{cluster.node_words()}\n{steps}, {recipe.optim.name}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    stages = {name: facts(report.planner, candidate) for name, candidate in report.stages.items()}
-    headings = [fact.name for fact in next(iter(stages.values())).values()]
+    headings = [fact.name for fact in facts(report.planner, next(iter(report.stages.values()))).values()]
     table.add_column("stage")
     for name in (*headings, "GPUs"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name, numbers in stages.items():
-        fits = report.stages[name].fits
+    best = {"advised": report.advice.best} if report.advice.best else {}
+    for name, candidate in (report.stages | best).items():
+        numbers, fits = facts(report.planner, candidate), candidate.fits
         largest = max(PARTS, key=lambda key, numbers=numbers: numbers[key].value)
         colours = {"peak_bytes": "green"} if fits else {"peak_bytes": "red", largest: "red"}
         cells = (Text(fact.text, style=colours.get(key, "")) for key, fact in numbers.items())
-        table.add_row(name, *cells, str(report.fewest[name] or "-"))
+        table.add_row(name, *cells, "" if name == "advised" else fewest_words(report, name))
     return table
+
+
+def fewest_words(report: Report, stage: str) -> str:
+    """Returns the fewest GPUs on which the recipe fits under `stage`, or on which it does with full checkpointing."""
+    full = report.fewest_full.get(stage)
+    return str(report.fewest[stage] or (f"{full} full" if full else "-"))
 
 
 def describe_calibrated(report: Report) -> list[str]:
@@ -287,19 +297,32 @@ def describe_path(report: Report) -> list[str]:
     return [f"offload.path = {DISK!r} stands for a directory on a local disk of each node: set it before the run"]
 
 
+def describe_adapters(report: Report) -> list[str]:
+    """Returns a line on LoRA and QLoRA, where all of the model fits only with a tier, or not at all; else nothing."""
+    said = []
+    for name, found in report.adapted.items():
+        keys = " ".join(f"{key}={str(value).lower()}" for key, value in ADAPTERS[name].items())
+        shown = {key: fact.text for key, fact in facts(report.planner, found).items()} if found else {}
+        takes = f"{shown['peak_bytes']} GB, {shown['step_seconds']} s a step" if found else "does not fit either"
+        how = f", {found.layout.stage.name}, checkpointing {found.recipe.activation.checkpointing}" if found else ""
+        said.append(f"{name} ({keys}{how}): {takes}")
+    return [f"adapters {'; '.join(said)}"] if said else []
+
+
 def describe_advice(report: Report) -> list[str]:
     """Returns the advice in lines, with the overrides that set it."""
     best = report.advice.best
     if best is None:
-        return [f"advice   {report.advice.why}"]
+        return [f"advice   {report.advice.why}", *describe_adapters(report)]
     shown = {key: fact.text for key, fact in facts(report.planner, best).items()}
     said = f"{shown['peak_bytes']} GB, {shown['step_seconds']} s a step, MFU {shown['mfu']}"
     hours = f"{shown['gpu_hours_per_billion_tokens']} GPU-hours for a billion tokens"
-    words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in _settings(report, best).items())
+    words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in settings(report, best).items())
     return [
         f"advice   {best.words()}: {said}, {hours}",
         f"because  {report.advice.why}",
         *describe_offload(report, best),
+        *describe_adapters(report),
         f"set      {words}",
         *(f"first    {line}" for line in describe_path(report)),
     ]

@@ -22,7 +22,7 @@ from shardbook.parallel.schedule import bubble
 from shardbook.parallel.units import Unit, backward_order
 from shardbook.plan.axes import axes_traffic
 from shardbook.plan.events import backward_gather, forward_gather, muon_exchanges, reduction, replica_sum
-from shardbook.plan.hardware import ATTENTION, DISK_READ, MEMORY, PCIE_SHARE, PRODUCTS, Cluster
+from shardbook.plan.hardware import ATTENTION, MEMORY, PCIE_SHARE, PRODUCTS, Cluster
 from shardbook.plan.kept import read_widths
 from shardbook.recipe import Recipe
 
@@ -177,7 +177,7 @@ def offload_seconds(layout: Layout, cluster: Cluster, micros: int, forward: floa
     paged = gathers * layout.dtype("params").itemsize * (layout.offload.params == "nvme")
     host = cluster.step_seconds(numel, moved["disk_read"] - paged, moved["disk_written"])
     rate = PCIE_SHARE * cluster.gpu.pcie
-    transfers = max(moved["to_host"] / rate, moved["to_device"] / rate, cluster.a_node * paged / DISK_READ)
+    transfers = max(moved["to_host"] / rate, moved["to_device"] / rate, cluster.a_node * paged / cluster.gpu.disk)
     return max(0.0, host - forward) + max(0.0, transfers - micros * (forward + backward))
 
 

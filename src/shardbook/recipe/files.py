@@ -77,9 +77,9 @@ def _conflicts_beside(given: dict[str, Any], error: ValidationError) -> list[str
     return []
 
 
-def dump_recipe(recipe: Recipe) -> str:
-    """Returns the recipe as TOML with every default written out; loading it gives an equal recipe."""
-    return tomli_w.dumps(recipe.model_dump(mode="json"))
+def dump_recipe(recipe: Recipe, with_defaults: bool = True) -> str:
+    """Returns the recipe as TOML, with every default written out or none; loading it gives an equal recipe."""
+    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_defaults=not with_defaults))
 
 
 def flatten_recipe(recipe: Recipe) -> dict[str, Any]:
