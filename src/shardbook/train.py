@@ -30,7 +30,6 @@ from shardbook.ranks.distributed import (
     watch_steps,
 )
 from shardbook.ranks.exits import DONE, FAILED, WRONG, RunFailed, exit_rank, report_error
-from shardbook.ranks.progress import mark_each
 from shardbook.ranks.settings import use_deterministic
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe
 from shardbook.run.checkpoint import TrainState, newest_checkpoint
@@ -105,7 +104,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             rate = learning_rate(recipe.optim, step, job.steps)
             set_learning_rate(optimizer, rate)
             passes = run_step(sharded, batch.micros, job.objective.of(batch.totals), ranks.device)
-            seen = job.objective.add_up(mark_each(passes, "micro-batch"), ranks.device)
+            seen = job.objective.add_up(meter.watch(passes), ranks.device)
             norm = clip_gradients(sharded.gradients, recipe.optim.max_grad_norm)
             step_if_finite(optimizer, norm)
             state = TrainState(step, state.tokens + int(batch.totals.tokens), job.loader.state_dict())

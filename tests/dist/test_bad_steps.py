@@ -5,82 +5,141 @@ import itertools
 import pytest
 import torch
 from test_offload import digest
-from world import run_world
+from world import metrics, run_world
 
-TIERS = {
+RUNS = {
     "device": (),
+    "clipped": ("optim.max_grad_norm=0.5", "parallel.stage=zero1"),
     "host": ("offload.optimizer=cpu",),
-    "host, clipped": ("offload.optimizer=cpu", "offload.params=cpu", "optim.max_grad_norm=0.5"),
+    "host-clipped": ("offload.optimizer=cpu", "offload.params=cpu", "optim.max_grad_norm=0.5"),
 }
+WORDS = ("train.steps=5", "train.gradient_accumulation_steps=2", "train.export=false", "data.eval_size=0")
 
 
-def plant_nan(step):
-    """A NaN on rank 1 in the gradients of the step of that number, wherever they lie."""
+def plant(kind, step):
+    """In the step of that number, on rank 1: a NaN in the second micro-batch's loss (`loss`), in a gradient, wherever
+    that lies (`gradient`), or, once the norm is known, in a `weight` or a `moment`; or, on both ranks, no optimizer step
+    (`passed`). Returns a function that takes it back."""
     import torch.distributed as dist
 
     from shardbook import train
     from shardbook.memory.host_adamw import HostAdamW
+    from shardbook.parallel.pipeline import MicroBatchRunner
 
-    clip, take_in, begun = train.clip_gradients, HostAdamW._take_in, itertools.count(1)
+    clip, take_in, forward, go = train.clip_gradients, HostAdamW._take_in, MicroBatchRunner.forward, train.step_if_finite
+    begun = itertools.count(1)
     now = [next(begun)]
 
-    def clip_gradients(gradients, limit):
+    def here(what):
+        return kind == what and now[0] == step and dist.get_rank() == 1
+
+    def forward_planted(self, action, *rest):
+        made = forward(self, action, *rest)
+        if here("loss") and action.micro == 1:
+            hidden, made = self.made[action.chunk, action.micro]
+            made = made * torch.nan
+            self.made[action.chunk, action.micro] = hidden, made
+        return made
+
+    def clip_planted(gradients, limit):
         if not isinstance(gradients, HostAdamW):
             gradients = list(gradients)
-            if now[0] == step and dist.get_rank() == 1:
+            if here("gradient"):
                 gradients[0].grad.to_local().view(-1)[0] = torch.nan
-        norm = clip(gradients, limit)
-        now[0] = next(begun)
-        return norm
+        return clip(gradients, limit)
 
     def take_in_planted(self, unit, flat, *rest):
-        if now[0] == step and dist.get_rank() == 1 and unit.number == 1:
+        if here("gradient") and unit.number == 1:
             flat[0] = torch.nan
         take_in(self, unit, flat, *rest)
 
-    train.clip_gradients, HostAdamW._take_in = clip_gradients, take_in_planted
+    def go_planted(optimizer, norm):
+        parameter = optimizer.param_groups[0]["params"][0]
+        if here("weight"):
+            parameter.detach().to_local().view(-1)[0] = torch.nan
+        if here("moment"):
+            optimizer.state[parameter]["exp_avg_sq"].to_local().view(-1)[0] = torch.nan
+        if not (kind == "passed" and now[0] == step):
+            go(optimizer, norm)
+        now[0] = next(begun)
 
-    def undo():
-        train.clip_gradients, HostAdamW._take_in = clip, take_in
+    def put(*functions):
+        train.clip_gradients, HostAdamW._take_in, MicroBatchRunner.forward, train.step_if_finite = functions
 
-    return undo
+    put(clip_planted, take_in_planted, forward_planted, go_planted)
+    return lambda: put(clip, take_in, forward, go)
 
 
-def train_to_a_bad_step(recipe, runs):
-    """On each rank, by name: the digest of weights and moments after two steps, after a third one with a NaN, and what
-    was said then."""
+def train_planted(recipe, runs, kinds):
+    """On each rank, by run and kind: a digest of weights and moments after its end, and what was said."""
     from shardbook import train
     from shardbook.ranks.distributed import start_distributed
     from shardbook.ranks.exits import RunFailed
     from shardbook.recipe import load_recipe
+    from shardbook.run.console import Console
 
-    ranks, settle, found = start_distributed(), train.settle, {}
-    for name, words in runs.items():
-        digests, said = [], ""
-        for steps in (2, 3):
-            seen = {}
+    ranks, settle, show, found = start_distributed(), train.settle, Console.print, {}
+    for (name, words), kind in itertools.product(runs.items(), kinds):
+        seen, said, undo = {}, [], plant(kind, 3)
 
-            def settled(model, sharded, optim, device, seen=seen):
-                seen["optimizer"], seen["sharded"] = settle(model, sharded, optim, device), sharded
-                return seen["optimizer"]
+        def settled(model, sharded, optim, device, seen=seen):
+            seen["optimizer"], seen["sharded"] = settle(model, sharded, optim, device), sharded
+            return seen["optimizer"]
 
-            train.settle, undo = settled, plant_nan(3)
-            words = [*words, f"train.steps={steps}", f"run.name=bad-{len(found)}-{steps}", "train.export=false"]
-            try:
-                train.train(load_recipe(recipe, words), recipe, ranks)
-            except RunFailed as error:
-                said = str(error)
-            finally:
-                train.settle = settle
-                undo()
-            digests.append(digest(seen["sharded"], seen["optimizer"]))
-        found[name] = (*digests, said)
+        train.settle, Console.print = settled, lambda console, text, said=said: said.append(text)
+        try:
+            train.train(load_recipe(recipe, [*WORDS, *words, f"run.name={name}-{kind}"]), recipe, ranks)
+        except RunFailed as error:
+            said.append(str(error))
+        finally:
+            train.settle, Console.print = settle, show
+            undo()
+        found[name, kind] = digest(seen["sharded"], seen["optimizer"]), said
     return found
 
 
-def test_nothing_changes_in_a_bad_step(recipe):
-    for rank in run_world(2, train_to_a_bad_step, recipe, TIERS):
-        for tier, (before, after, said) in rank.items():
-            assert before == after and len(before) > 20, tier
-            assert "step 3: train/loss is 5." in said and "train/grad_norm nan" in said, (tier, said)
-    assert rank["host"][0] == rank["device"][0]
+def rows_of(recipe, name, keys=("train/loss", "train/grad_norm", "train/bad_steps")):
+    return [{key: row[key] for key in keys if key in row} for row in metrics(recipe.parent / name)]
+
+
+@pytest.mark.parametrize("names", [("clipped", "host-clipped"), pytest.param(("device", "host"), marks=pytest.mark.slow)])
+def test_a_run_goes_on_as_if_the_step_were_left_out(recipe, names):
+    """Its rank and its rows are named, and all later losses, norms, weights and moments are those of a run that did not
+    take the step."""
+    runs = {name: (*RUNS[name], "train.max_bad_steps=1") for name in names}
+    ranks = run_world(2, train_planted, recipe, runs, ("passed", "loss", "gradient"))
+    for name, kind in itertools.product(runs, ("loss", "gradient")):
+        for rank in ranks:
+            assert rank[name, kind][0] == rank[name, "passed"][0] and len(rank[name, kind][0]) > 20, (name, kind)
+            (line,) = [line for line in rank[name, kind][1] if "left out" in line]
+            where = "rank 1: rows 11 to 11 of the run (documents " if kind == "loss" else "rows 8 to 11 of the run: every"
+            assert line.startswith(f"left out step 3: the gradient norm is not finite; {where}"), line
+        wanted, found = rows_of(recipe, f"{name}-passed"), rows_of(recipe, f"{name}-{kind}")
+        assert [row.pop("train/bad_steps") for row in found] == [0, 0, 1, 1, 1]
+        assert "train/grad_norm" not in found[2] and ("train/loss" in found[2]) == (kind == "gradient")
+        assert [row.pop("train/bad_steps") for row in wanted] == [0] * 5
+        assert found[:2] + found[3:] == wanted[:2] + wanted[3:], (name, kind)
+
+
+@pytest.mark.parametrize("names", [("host",), pytest.param(("device", "clipped", "host-clipped"), marks=pytest.mark.slow)])
+def test_the_first_ends_a_run_and_has_changed_nothing(recipe, names):
+    runs = {f"first-{name}": RUNS[name] for name in names}
+    short = {f"{name}-short": (*words, "train.steps=2") for name, words in runs.items()}
+    for rank in run_world(2, train_planted, recipe, runs | short, ("loss", "gradient")):
+        for name, kind in itertools.product(runs, ("loss", "gradient")):
+            (after, said), (before, _) = rank[name, kind], rank[f"{name}-short", kind]
+            assert before == after and len(before) > 20, (name, kind)
+            assert said[-1].startswith("step 3: train/loss is ") and "train/grad_norm nan; lower" in said[-1], said
+            assert f"look at {'rank 1: rows 11' if kind == 'loss' else 'rows 8 to 11'} " in said[-1], said
+
+
+@pytest.mark.parametrize("quiet", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_what_broke_in_a_step_ends_a_run_on_all_ranks_at_once(recipe, quiet):
+    """A weight or a moment that became NaN makes every later step a bad one: the second in a row is one too many. They
+    are counted where nothing is logged."""
+    words = ("train.max_bad_steps=1", *["train.logging_steps=0"] * quiet)
+    runs = {f"broken-{name}-{quiet}": (*RUNS[name], *words) for name in ("device", "host")}
+    for rank in run_world(2, train_planted, recipe, runs, ("weight", "moment")):
+        for _, said in rank.values():
+            assert said[-1].startswith("step 5: train/loss is nan and train/grad_norm nan; lower"), said
+            assert ("step 4, the first whose norm was not finite: rank 0: rows 12" in said[-1]) == quiet

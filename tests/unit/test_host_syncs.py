@@ -17,6 +17,7 @@ from shardbook.model.causal_lm import build_model
 from shardbook.model.teacher import attach_teacher
 from shardbook.objectives import build_objective
 from shardbook.recipe import Distill, Preference
+from shardbook.run.bad_steps import BadSteps
 from shardbook.run.generate import pick
 
 DEVICE = torch.device("meta")  # has no numbers: what reads one raises
@@ -120,6 +121,18 @@ def test_distillation():
     model = build_model(config(), "bf16", 7)
     attach_teacher(model, build_model(config(hidden_size=64), "bf16"))
     run(model, build_objective("distill", Preference(), Distill()), True, 1)
+
+
+def test_bad_steps_are_counted():
+    class Loader:
+        consumed_rows, rows_per_step, accumulation = 0, 4, 2
+
+    bad = BadSteps(Loader(), 0, 0, DEVICE, print)
+    with NoLists(), NoCopies():
+        for step in (1, 2):
+            list(bad.watch([torch.zeros((), device=DEVICE), torch.zeros(3, device=DEVICE)]))
+            bad.count(step, torch.zeros((), device=DEVICE))
+            assert bad.take().shape == (6,)
 
 
 SEEN = r"called on meta|torch\.nonzero|out of meta|method tensor of|_to_copy"

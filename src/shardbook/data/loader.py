@@ -136,17 +136,24 @@ class Loader:
         thread may prefetch it. Micro-batch m of all ranks is contiguous in the stream. RowError names the rows."""
         here, micros = self.batching, []
         for micro in range(self.accumulation):
-            start = consumed_rows + (micro * here.dp_size + here.dp_rank) * here.batch_size
-            rows = [self.row_at(index) for index in range(start, start + here.batch_size)]
+            _, rows = self._rows(consumed_rows, micro)
             try:
                 micros.append(build_micro_batch(self.documents.encoded, rows, here, self.documents.reference))
             except Exception as error:  # Arrow's, or of a file that another program truncated, or of a disk
-                documents = ", ".join(str(document) for row in rows for document in row)
-                raise RowError(
-                    f"data.train: rows {start} to {start + here.batch_size - 1} of the run (documents {documents}) "
-                    f"cannot be read: {type(error).__name__}: {error}"
-                ) from error
+                said = f"data.train: {self.name_rows(consumed_rows, micro)} cannot be read"
+                raise RowError(f"{said}: {type(error).__name__}: {error}") from error
         return micros
+
+    def name_rows(self, consumed_rows: int, micro: int) -> str:
+        """Returns for people the rows of a micro-batch of the step that begins after `consumed_rows`, on this rank."""
+        start, rows = self._rows(consumed_rows, micro)
+        documents = ", ".join(str(document) for row in rows for document in row)
+        return f"rows {start} to {start + len(rows) - 1} of the run (documents {documents})"
+
+    def _rows(self, consumed_rows: int, micro: int) -> tuple[int, list[Row]]:
+        here = self.batching
+        start = consumed_rows + (micro * here.dp_size + here.dp_rank) * here.batch_size
+        return start, [self.row_at(index) for index in range(start, start + here.batch_size)]
 
     def peek(self) -> list[MicroBatch]:
         """Returns this rank's micro-batches of the next step."""

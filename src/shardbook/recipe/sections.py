@@ -220,6 +220,11 @@ class Train(Section):
     )
     save_total_limit: int = key(0, "Keep this many newest checkpoints (0: all).", ge=0)
     logging_steps: int = key(1, "Log every so many steps, each its own loss, not a mean (0: off).", ge=0)
+    max_bad_steps: int = key(
+        0,
+        "Steps in a row to leave out whose norm is not finite (0: the first ends the run, as a bug or a bad row).",
+        ge=0,
+    )
     resume_from_checkpoint: str = key("", "A checkpoint directory to start from when this run has none of its own.")
     seed: int = key(42, "Seed of data order and random weights.", ge=0, lt=2**63)
     profile_steps: list[int] = key(

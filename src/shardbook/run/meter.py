@@ -5,7 +5,7 @@ step: `begin`, then `finish` before its gradients are freed, since it counts the
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from shardbook.comm.ledger import Ledger, add_traffic, first_steps
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.plan.axes import axes_traffic
 from shardbook.ranks.distributed import Ranks, StopFlag
+from shardbook.ranks.progress import mark_each
 from shardbook.recipe import flatten_recipe
+from shardbook.run.bad_steps import BadSteps
 from shardbook.run.checkpoint import TrainState
 from shardbook.run.console import Console
 from shardbook.run.directory import RunDirectory
@@ -48,7 +50,8 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
         self.recorder = Recorder(run.path, run.name, recipe.run, tracked, ranks.is_main, state.step)
         self.first_steps = first_steps(recipe.train.compile, layout.mesh)
         self.pace = StepTimer(ranks.world_size, job.flops, self.first_steps)
-        self.rows = Rows(self.recorder, console, job.objective.names("train"), self.pace, stop)
+        self.bad = BadSteps(job.loader, state.step, recipe.train.max_bad_steps, ranks.device, console.print)
+        self.rows = Rows(self.recorder, console, job.objective.names("train"), self.pace, stop, self.bad)
         self.ledger = Ledger(layout.groups(ranks.rank))
         beside = axes_traffic(layout, job.config, recipe, ranks.rank, job.loader.peek)
         self.predicted = add_traffic(job.traffic, beside)
@@ -67,17 +70,23 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
         """Begins a step with its `work` on all ranks: tokens of rows, and pairs of tokens."""
         self.pace.add(*work)
 
+    def watch(self, passes: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yields the shares of a step's micro-batches, each marked as progress."""
+        return mark_each(self.bad.watch(passes), "micro-batch")
+
     def finish(self, state: TrainState, rate: float, seen: Tensor, norm: Tensor, saves: bool) -> None:
-        """Finishes a step at the learning `rate`. Where it is logged or saved, or is the last, begins to read its loss
-        and norm: on a GPU they are read while the next step computes. Collective."""
+        """Finishes a step at the learning `rate`, and counts it where its `norm` is not finite. Where it is logged or
+        saved, or is the last, begins to read its loss and norm: on a GPU while the next step computes. Collective."""
         if self.ledger.close():
             self.console.show_traffic(self.ledger.traffic, self.predicted)
+        self.bad.count(state.step, norm)
         logs = is_due(state.step, self.job.recipe.train.logging_steps)
         self._last = state.step, seen, norm
         if logs or saves or state.step == self.job.steps:
             measured = self._read_last()
         if logs:
-            self._kept = self._kept or memory_metrics(self.sharded, self.optimizer)  # the same in every step
+            if not self._kept.get("memory/optimizer_bytes"):  # else the same in every step
+                self._kept = memory_metrics(self.sharded, self.optimizer)
             told = {"train/learning_rate": rate, "train/tokens": state.tokens}
             self._row = [measured, told, self.pace.take(), self._kept, peak_metrics(), self._take_wait()]
             sent = self.ledger.take_metrics(self.ranks.ranks_per_node, self.predicted, self.job.forecast)
@@ -93,7 +102,7 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
         self._row = []
 
     def check(self) -> None:
-        """Raises RunFailed where a value of the last step is not finite: it must not be saved. Collective."""
+        """Raises RunFailed where a value of the last step is not finite and must not be saved. Collective."""
         self._read_last()()
 
     def _read_last(self) -> Callable[[], Metrics]:

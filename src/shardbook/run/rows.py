@@ -1,6 +1,7 @@
 """Rows: reads a step's loss and norm from the device without a wait, and logs them with the rest of its row.
 
-Invariant: a step with a value that is not finite is never saved, and ends the run with its own number. A row is logged
+Invariant: a value that is not finite ends the run with its step's own number, before it is saved; unless the norm is
+not finite either, and the step changed nothing (bad_steps.py). A row is logged
 when the next step's work is launched (on a CPU: when its step is done), and before an evaluation, samples, a save or
 the end.
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from shardbook.ranks.distributed import StopFlag
 from shardbook.ranks.exits import RunFailed
+from shardbook.run.bad_steps import BadSteps
 from shardbook.run.console import Console
 from shardbook.run.metrics import Metrics, Moment, Recorder, StepTimer
 
@@ -24,28 +26,35 @@ RowPart = Metrics | Callable[[], Metrics]  # of a row: known metrics, or a funct
 LAST_SECONDS = 10.0  # for which a failing run waits for its last row: with a lost rank it would wait for ever
 
 
-def read_loss(seen: Tensor, names: list[str], norm: Tensor, step: int) -> tuple[Callable[[], Metrics], Moment]:
-    """Begins to sum this rank's shares `seen`, the loss first, over ranks and to read them with the gradient norm.
-    Returns a function that waits for the metrics, and the moment from which on it does not wait. Collective.
+def read_loss(
+    seen: Tensor, names: list[str], norm: Tensor, step: int, bad: BadSteps | None = None
+) -> tuple[Callable[[], Metrics], Moment]:
+    """Begins to sum this rank's shares `seen`, the loss first, over ranks and to read them with the gradient norm and
+    the counts of `bad` steps. Returns a function that waits for the metrics, and the moment from which on it does not
+    wait. Collective.
 
-    The function raises RunFailed where a value is not finite: to train on would only save broken weights.
+    The function raises RunFailed where a value is not finite: to train on would only save broken weights. Not where the
+    norm is not finite either, unless too many such steps were in a row.
     """
     dist.all_reduce(seen)
     # torch takes pinned memory for such a copy by itself; a tensor on the host is not copied
-    coming = [tensor.to("cpu", non_blocking=True).view(-1) for tensor in (seen, norm)]
+    coming = [tensor.to("cpu", non_blocking=True).view(-1) for tensor in (seen, norm, *([bad.take()] if bad else []))]
     moment = Moment()
 
     @cache
     def read() -> Metrics:
         moment.wait()
-        values = [value for tensor in coming for value in tensor.tolist()]
+        values = [value for tensor in coming[:2] for value in tensor.tolist()]
         metrics: Metrics = dict(zip([*names, "train/grad_norm"], values, strict=True))
-        if broken := [name for name, value in metrics.items() if not math.isfinite(value)]:
-            said, looked_at = f"train/loss is {values[0]} and train/grad_norm {values[-1]}", ""
+        broken = [name for name, value in metrics.items() if not math.isfinite(value)]
+        said, looked_at = f"train/loss is {values[0]} and train/grad_norm {values[-1]}", ""
+        if broken and not (bad and broken[-1] == "train/grad_norm"):
             if not {names[0], "train/grad_norm"} & set(broken):
                 said, looked_at = f"{broken[0]} is {metrics[broken[0]]}", "[preference], [distill] and "
-            rows = "the rows of this step, or of one since the last that was logged"
-            raise RunFailed(f"step {step}: {said}; lower optim.learning_rate, or look at {looked_at}{rows}")
+            raise RunFailed(f"step {step}: {said}; lower optim.learning_rate, or look at {looked_at}its rows")
+        if bad:
+            metrics = {name: value for name, value in metrics.items() if name not in broken}
+            metrics["train/bad_steps"] = int(bad.read(step, coming[2].tolist(), said))
         return metrics
 
     return read, moment
@@ -54,8 +63,17 @@ def read_loss(seen: Tensor, names: list[str], norm: Tensor, step: int) -> tuple[
 class Rows(contextlib.AbstractContextManager["Rows"]):
     """Logs the rows of the steps inside, in order; at most one waits for the device. All ranks make the same reads."""
 
-    def __init__(self, recorder: Recorder, console: Console, names: list[str], pace: StepTimer, stop: StopFlag):
+    def __init__(
+        self,
+        recorder: Recorder,
+        console: Console,
+        names: list[str],
+        pace: StepTimer,
+        stop: StopFlag,
+        bad: BadSteps | None = None,
+    ):
         self.recorder, self.console, self.names, self.pace, self.stop = recorder, console, names, pace, stop
+        self.bad = bad
         self.lags = torch.cuda.is_available()  # whether a read at once would make the host wait for the device
         self.step = 0  # the last one read
         self._read: Callable[[], Metrics] = dict
@@ -67,7 +85,7 @@ class Rows(contextlib.AbstractContextManager["Rows"]):
         if step != self.step:
             self.settle()
             self.step = step
-            self._read, self._moment = read_loss(seen, self.names, norm, step)
+            self._read, self._moment = read_loss(seen, self.names, norm, step, self.bad)
             if not self.lags:
                 self.settle()
         return self._read
@@ -107,6 +125,8 @@ class Rows(contextlib.AbstractContextManager["Rows"]):
         if error is None:
             self.settle()
         elif self._waiting and self._moment:
+            if self.bad:
+                self.bad.alone = True
             with contextlib.suppress(Exception):  # the run ends by its own error, also where the device is broken
                 until = time.perf_counter() + LAST_SECONDS
                 while not self._moment.has_come() and time.perf_counter() < until:
