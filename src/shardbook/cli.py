@@ -272,10 +272,10 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
 
 def run_translate(file: Path, out: Path | None, without_refused: bool) -> int:
     """Prints each key's result and writes the recipe. Raises RecipeError for refused keys, unless `without_refused`."""
-    from shardbook.translate import translate, write_recipe
+    from shardbook.translate import describe, translate, write_recipe
 
     settings, entries = translate(file)
-    print("\n".join(map(str, entries)), file=sys.stderr)
+    print("\n".join(describe(entries)), file=sys.stderr)
     if (refused := [entry.key for entry in entries if entry.refused]) and not without_refused:
         said = f"{len(refused)} of its keys have no counterpart: {', '.join(refused)}"
         raise RecipeError(f"{file}: {said}; --without-refused leaves them out")

@@ -40,6 +40,20 @@ def test_overrides_take_toml_literals_and_bare_strings(file):
     assert recipe.optim.betas == [0.8, 0.9]
 
 
+def test_a_later_length_of_the_run_wins(file):
+    """Over the other key in the file, and over an earlier override; a 0 takes nothing away."""
+
+    def length(*words):
+        train = load_recipe(file, list(words)).train
+        return train.steps, train.epochs
+
+    assert length("train.epochs=2") == length("train.epochs=2", "generate.steps=0") == (0, 2)
+    assert length("train.epochs=2", "train.steps=7") == (7, 0) and length("train.epochs=0") == (3, 0)
+    file.write_text(file.read_text().replace("steps = 3", "steps = 3\nepochs = 1"))
+    with pytest.raises(RecipeError, match=r"steps = 3 and epochs = 1: set exactly one of the two above 0"):
+        load_recipe(file)
+
+
 def test_resolved_recipe_is_complete_and_loads_to_the_same(file, tmp_path):
     recipe = load_recipe(file, ["train.steps=0", "train.epochs=1.5", "optim.warmup_ratio=0.1"])
     resolved = tmp_path / "resolved.toml"
@@ -99,7 +113,6 @@ WRONG = {
     "train.steps=1.5": ["train.steps = 1.5", "integer"],
     "train.steps=-1": ["train.steps = -1", "greater than or equal to 0"],
     "train.compile=1": ["train.compile = 1", "must be true or false"],
-    "train.epochs=2": ["steps = 3 and epochs = 2", "exactly one"],
     "train.steps=0": ["steps = 0 and epochs = 0", "exactly one"],
     "precision.params=fp16": ["precision.params = 'fp16'", "'fp32' or 'bf16'"],
     "activation.checkpointing=ful": ["activation.checkpointing = 'ful'", "did you mean full?"],

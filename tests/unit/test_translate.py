@@ -5,10 +5,12 @@ import json
 
 import pytest
 import yaml
+from transformers import TrainingArguments
 
 from shardbook.cli import main
 from shardbook.recipe import RecipeError, find_stage, parse_recipe
-from shardbook.translate import Entry, _settle_axes, translate, write_recipe
+from shardbook.translate import Entry, _settle, translate, write_recipe
+from shardbook.translate.rules import AUTO
 
 BUCKETS = {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8}
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
@@ -869,9 +871,84 @@ def test_an_axis_that_an_error_only_names_as_a_way_out_is_kept():
     kept = dict(settings)
     with pytest.raises(RecipeError, match=r"there is no pipeline; set parallel.pp_size, or leave it out"):
         parse_recipe(write_recipe(settings, [], ""), "")
-    _settle_axes(settings, entries)
+    _settle(settings, entries)
     assert settings == kept and not entries[0].refused
     settings = {"train.epochs": 1, "parallel.pp_size": 2, "parallel.stage": "zeropp"}  # what it is about
     entries = [Entry("pipeline.stages", 2, {"parallel.pp_size": 2}, "")]
-    _settle_axes(settings, entries)
+    _settle(settings, entries)
     assert "parallel.pp_size" not in settings and entries[0].refused
+
+
+def said_of(path):
+    return {entry.key: entry for entry in translate(path)[1]}
+
+
+def test_rare_logging_is_said(tmp_path):
+    for steps, word in ((10, ""), (2000, "once in 2000 steps: set train.logging_steps=10")):
+        entry = said_of(written(tmp_path, "ds.json", {"steps_per_print": steps}))["steps_per_print"]
+        assert (
+            entry.settings == {"train.logging_steps": steps} and word in entry.said and bool(word) == bool(entry.said)
+        )
+
+
+def test_auto_is_what_transformers_puts_there(tmp_path):
+    settings, entries = translate(written(tmp_path, "ds.json", DEEPSPEED["transformers, zero 2"][0]))
+    wanted = {
+        "train.per_device_train_batch_size": 8,
+        "train.gradient_accumulation_steps": 1,
+        "optim.max_grad_norm": 1.0,
+        "optim.learning_rate": 5e-5,
+        "optim.betas": [0.9, 0.999],
+        "optim.weight_decay": 0.0,
+        "optim.warmup_steps": 0,
+    }
+    assert {key: settings.get(key) for key in wanted} == wanted
+    said = {entry.key: str(entry) for entry in entries}
+    assert "lr is auto: 5e-05 in transformers" in said["optimizer"]
+    assert said["gradient_clipping"].endswith("max_grad_norm = 1.0; auto: the default of transformers' Trainer")
+    assert said["bf16"].endswith("auto: Shardbook's default stays, bf16 on a GPU")
+    long = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
+    assert "total_num_steps is auto, so" in said_of(written(tmp_path, "long.json", long))["scheduler"].said
+    defaults = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    names = {
+        "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+        "gradient_clipping": "max_grad_norm",
+        "lr": "learning_rate",
+        "eps": "adam_epsilon",
+        "warmup_max_lr": "learning_rate",
+        "warmup_num_steps": "warmup_steps",
+    }
+    assert AUTO["betas"] == [defaults.adam_beta1, defaults.adam_beta2]
+    for name in AUTO.keys() - {"betas", "warmup_min_lr"}:
+        assert AUTO[name] == getattr(defaults, names.get(name, name)), name
+
+
+def test_what_is_left_to_the_launcher_is_one_line(tmp_path, capsys):
+    config = ACCELERATE["fsdp 2"][0]
+    assert main(["translate", str(written(tmp_path, "fsdp.yaml", config))]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "the launcher's" in line]
+    assert lines == [f"{', '.join(LAUNCH)}: the launcher's: keep them in its file or on its command line"]
+
+
+def test_bf16_warns_of_a_cpu(tmp_path):
+    for enabled in (True, False):
+        entries = said_of(written(tmp_path, "a.json", {"bf16": {"enabled": enabled}}))
+        assert ("(bf16)" in entries) == enabled
+    entries = said_of(written(tmp_path, "a.yaml", {"mixed_precision": "bf16"}))
+    assert "there set precision.params=fp32" in entries["(bf16)"].said
+
+
+SWITCHES = [({name: {"enabled": word}}, name, f"enabled = {word!r}: must be true or false")
+            for name, word in (("bf16", "yes"), ("fp16", "on"), ("wandb", "no"))]  # fmt: skip
+TIERS = [({"zero_optimization": {"stage": 3, f"offload_{what}": value}}, f"zero_optimization.offload_{what}",
+          "must be a section: keys and values")
+         for what, value in (("optimizer", "cpu"), ("param", True), ("optimizer", 5), ("param", ["cpu"]))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "key", "said"), [*SWITCHES, *TIERS])
+def test_what_is_no_section_or_no_switch_is_refused_in_one_line(config, key, said, tmp_path, capsys):
+    assert main(["translate", str(written(tmp_path, "ds.json", config))]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in lines if "REFUSED" in line]
+    assert line.startswith(f"{key} = ") and line.endswith(f": REFUSED, {said}")
+    assert lines[-1].endswith(f"1 of its keys have no counterpart: {key}; --without-refused leaves them out")

@@ -146,6 +146,8 @@ def _override(given: dict[str, Any], word: str) -> None:
         if last in names:
             for name in names:
                 table.pop(name, None)
+    if sections == ["train"] and last in ("steps", "epochs") and value:  # the later one says how long a run is
+        table.pop("epochs" if last == "steps" else "steps", None)
     table[last] = value
 
 

@@ -7,7 +7,6 @@ differs from Shardbook's.
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -17,7 +16,18 @@ import yaml
 
 from shardbook.recipe import TIERS, Recipe, RecipeError, Train, first_line, nearest
 from shardbook.recipe.compose import Conflict, conflicts, with_settings
-from shardbook.translate.rules import ACCELERATE, AXES, CP_SIZE, DEEPSPEED, STAGE, TP_SIZE, Refused, Rule, Settings
+from shardbook.translate.rules import (
+    ACCELERATE,
+    AUTO,
+    AXES,
+    CP_SIZE,
+    DEEPSPEED,
+    STAGE,
+    TP_SIZE,
+    Refused,
+    Rule,
+    Settings,
+)
 
 # settings that a run can do without, left out where a recipe refuses them -> the name of the key that asked
 LEFT_OUT = {
@@ -25,7 +35,9 @@ LEFT_OUT = {
     "parallel.forward_prefetch": "fsdp_forward_prefetch",
     "offload.params": "(offload of parameters)",
 }
-AUTO = {"pipeline.stages": "no pipeline: set parallel.pp_size to the num_stages of the script's PipelineModule"}
+OPEN = {"pipeline.stages": "no pipeline: set parallel.pp_size to the num_stages of the script's PipelineModule"}
+LAUNCHERS = "the launcher's:"
+OFFLOADED = ("offload.optimizer", "offload.params", "offload.path")
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,13 @@ class Entry:
         if self.value is None:  # a key that is not in the file, and still means something
             return f"{self.key}: {said}"
         return f"{self.key} = {shown if len(shown) <= 60 else shown[:57] + '...'}: {said}"
+
+
+def describe(entries: list[Entry]) -> list[str]:
+    """Returns a line for each entry, and one for all those that leave a key to the launcher."""
+    left = [entry.key for entry in entries if entry.said.startswith(LAUNCHERS)]
+    lines = [str(entry) for entry in entries if not entry.said.startswith(LAUNCHERS)]
+    return lines + [f"{', '.join(left)}: {LAUNCHERS} keep them in its file or on its command line"] * bool(left)
 
 
 def translate(path: Path) -> tuple[Settings, list[Entry]]:
@@ -113,11 +132,20 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
         for key in LEFT_OUT.keys() & set(conflict.keys):
             del settings[key]
             note(LEFT_OUT[key], None, {}, f"left out: {conflict.why}")
-    _settle_tiers(settings, note)
+    params = settings.get("offload.params", "none")
+    if TIERS.index(params) > TIERS.index(settings.get("offload.optimizer", "none")):
+        note("(offload of parameters)", None, {"offload.optimizer": params}, "what they are made of goes with them")
+    _settle(settings, entries)
+    tier = settings.get("offload.optimizer", "none")
+    if tier == "nvme" and "offload.path" not in settings:
+        note("(nvme_path)", None, {}, "names no directory: set offload.path", refused=True)
+    elif tier != "nvme" and settings.pop("offload.path", None):
+        note("(nvme_path)", None, {}, "left out: nothing goes to a disk")
     if "train.steps" not in settings:
         said = "neither program's file says how long: set train.epochs or steps"
         note("(steps or epochs)", None, {"train.epochs": 1}, said)
-    _settle_axes(settings, entries)
+    if settings.get("precision.params") == "bf16":
+        note("(bf16)", None, {}, "on a CPU some 70 times slower than fp32: there set precision.params=fp32")
     return settings
 
 
@@ -132,29 +160,17 @@ def _refuse(entries: list[Entry], keys: set[str], said: str) -> None:
             entries[at] = replace(entry, settings={}, said=said, refused=True)
 
 
-def _settle_axes(settings: Settings, entries: list[Entry]) -> None:
-    """Refuses the sizes along tp, cp and pp that a recipe refuses, with its words."""
+def _settle(settings: Settings, entries: list[Entry]) -> None:
+    """Refuses what a recipe refuses, with its words: sizes along tp, cp and pp, else the offload that contradicts."""
     found = _conflicts(settings)
     for key in [key for key in AXES if key in settings]:
         if said := "; ".join(conflict.said for conflict in found if key in conflict.keys):
             _refuse(entries, {key}, said)
             del settings[key]
-
-
-def _settle_tiers(settings: Settings, note: Callable[..., None]) -> None:
-    """Makes the storage tiers agree with each other, and refuses those that contradict the stage or lack a path."""
-    params = settings.get("offload.params", "none")
-    if TIERS.index(params) > TIERS.index(settings.get("offload.optimizer", "none")):
-        note("(offload of parameters)", None, {"offload.optimizer": params}, "what they are made of goes with them")
-    away, found = settings.get("offload.optimizer", "none"), _conflicts(settings)
-    if unfit := [each for each in found if "offload.optimizer" in each.keys and not {*each.keys} & {*AXES}]:
-        for key in ("offload.optimizer", "offload.params", "offload.path"):
+    if said := "; ".join(one.said for one in found if "offload.optimizer" in one.keys and not {*one.keys} & {*AXES}):
+        for key in OFFLOADED:
             settings.pop(key, None)
-        note("(offload)", None, {}, "; ".join(conflict.said for conflict in unfit), refused=True)
-    elif away == "nvme" and "offload.path" not in settings:
-        note("(nvme_path)", None, {}, "names no directory: set offload.path", refused=True)
-    elif away != "nvme" and settings.pop("offload.path", None):
-        note("(nvme_path)", None, {}, "left out: nothing goes to a disk")
+        entries.append(Entry("(offload)", None, {}, said, refused=True))
 
 
 def _assumed(whole: Settings) -> list[Entry]:
@@ -181,8 +197,10 @@ def _entries(section: Settings, rules: dict[str, Rule], prefix: str = "") -> lis
         has_parts = any(rule.startswith(f"{key}.") for rule in rules)
         rule = rules.get(key) or rules.get(prefix.rstrip("."))
         try:
-            if value == "auto":
-                found.append(Entry(key, value, {}, AUTO.get(key, "Shardbook's default")))
+            if value == "auto" and rule and name in AUTO:
+                found.append(Entry(key, value, rule(AUTO[name])[0], "auto: the default of transformers' Trainer"))
+            elif value == "auto":
+                found.append(Entry(key, value, {}, OPEN.get(key, "Shardbook's default")))
             elif has_parts and isinstance(value, dict):
                 found += _entries(value, rules, f"{key}.") or [Entry(key, value, {}, "empty")]
             elif has_parts and key not in rules:
