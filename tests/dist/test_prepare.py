@@ -1,12 +1,13 @@
 """A rehearsal is its run: the same two calls, so what one is told of ranks, data and predictions the other has."""
 
 import dataclasses
+import re
 
 import pytest
 from world import run_world, train_rank
 
 from shardbook.model.laid_out import World
-from shardbook.recipe import load_recipe
+from shardbook.recipe import RecipeError, load_recipe
 from shardbook.run.prepare import lay_out_run, prepare_job
 
 RUNS = {
@@ -66,3 +67,27 @@ def test_another_number_of_ranks_is_another_job(recipe):
     found = [prepare_job(lay_out_run(load_recipe(recipe, words), World(size, 1))) for size in (1, 2)]
     differ = {name for name, value in facts(found[0]).items() if facts(found[1])[name] != value}
     assert {"layout", "batching", "peak", "traffic"} <= differ
+
+
+def test_a_cpu_refuses_what_its_memory_does_not_hold(recipe, monkeypatch):
+    """Two ranks share it; rows that are shorter than they could be count as they are; a GPU's run asks no host."""
+    import torch
+
+    from shardbook.run import prepare
+
+    words = ["train.per_device_train_batch_size=64", "train.export=false"]
+    here = World(2, 2, 0, torch.device("cpu"))
+    laid = lay_out_run(load_recipe(recipe, words), here)
+    monkeypatch.setattr(prepare, "available_memory", lambda: 10**12)
+    peak = prepare_job(laid).peak.total
+    monkeypatch.setattr(prepare, "available_memory", lambda: int(0.9 * 2 * peak))
+    with pytest.raises(RecipeError) as refused:
+        prepare_job(laid)
+    said, _, change = str(refused.value).partition("; the smallest change that fits: ")
+    assert re.fullmatch(r"a step takes [\d.]+ GB on each of 2 ranks here, and this machine has [\d.]+ GB for each", said)
+    assert change == "train.per_device_train_batch_size=32 train.gradient_accumulation_steps=2"
+    prepare_job(lay_out_run(load_recipe(recipe, change.split()), here))
+    prepare_job(lay_out_run(load_recipe(recipe, [*words, "data.packing=false", "data.max_length=256"]), World(2, 2)))
+    monkeypatch.setattr(prepare, "available_memory", lambda: 1000)
+    with pytest.raises(RecipeError, match="no single change would fit; shardbook plan also tries"):
+        prepare_job(laid)

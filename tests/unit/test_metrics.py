@@ -200,3 +200,12 @@ def test_out_of_memory_says_what_was_predicted_measured_and_would_fit(monkeypatc
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20 MiB")
     with pytest.raises(RuntimeError, match="another"), fits:
         raise RuntimeError("another error passes")
+    monkeypatch.undo()
+    on_cpu = (
+        r"^out of memory: the machine gives no more memory to a tensor of \d+\.\d GB\. Predicted at the peak: 4\.7 GB "
+        r".*\. Measured in GB: params 0\.0, grads 0\.0, optimizer 0\.0\. "
+    )
+    with pytest.raises(RunFailed, match=on_cpu), fits:
+        torch.empty(2**60, dtype=torch.uint8)  # torch's own error, on any machine
+    with pytest.raises(RunFailed, match=r"^out of memory: the machine gives no more memory\. Predicted"), fits:
+        raise MemoryError

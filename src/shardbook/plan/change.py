@@ -11,17 +11,21 @@ from shardbook.parallel.layout import Layout
 from shardbook.plan.peak import predict_fullest
 from shardbook.recipe import Generate, Recipe, conflicts, find_stage
 
+NONE_FITS = "no single change would fit; shardbook plan also tries parallel.tp_size, cp_size and pp_size"
 
-def smallest_change(layout: Layout, config: PreTrainedConfig, recipe: Recipe, room: float) -> str:
+
+def smallest_change(
+    layout: Layout, config: PreTrainedConfig, recipe: Recipe, room: float, has_more: bool = True
+) -> str:
     """Returns in words the change of one thing that brings the peak to at most `room` bytes: the first that is enough,
-    from the cheapest in time on. Empty where none is."""
-    for words, changed_layout, changed in _changes(layout, recipe):
+    from the cheapest in time on. Empty where none is. `has_more`: more ranks would have more memory."""
+    for words, changed_layout, changed in _changes(layout, recipe, has_more):
         if not conflicts(changed) and predict_fullest(changed_layout, config, changed).total <= room:
             return words
     return ""
 
 
-def _changes(layout: Layout, recipe: Recipe) -> Iterator[tuple[str, Layout, Recipe]]:
+def _changes(layout: Layout, recipe: Recipe, has_more: bool) -> Iterator[tuple[str, Layout, Recipe]]:
     if recipe.generate.steps:
         yield "generate.steps=0", layout, recipe.model_copy(update={"generate": Generate()})
     batch, steps = recipe.train.per_device_train_batch_size, recipe.train.gradient_accumulation_steps
@@ -40,6 +44,6 @@ def _changes(layout: Layout, recipe: Recipe) -> Iterator[tuple[str, Layout, Reci
         units = tuple(replace(unit, frees=True, reshard_after_forward=not unit.spans) for unit in layout.units)
         sizes = layout.sizes | dict.fromkeys(DATA_AXES, 1) | {DP_SHARD: data_ranks}
         yield "parallel.stage=zero3", replace(layout, stage=find_stage("zero3"), sizes=sizes, units=units), recipe
-    for times in (2, 4, 8) if layout.stage.shards else ():
+    for times in (2, 4, 8) if layout.stage.shards and has_more else ():
         sizes = layout.sizes | {DP_SHARD: layout.shards * times}
         yield f"{layout.world_size * times} ranks", replace(layout, sizes=sizes), recipe

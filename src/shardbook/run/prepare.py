@@ -16,17 +16,20 @@ from transformers import PreTrainedTokenizerBase
 
 from shardbook.comm.ledger import Traffic
 from shardbook.data.loader import Batching, Loader, choose_batching
-from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, load_tokenizer
+from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, column, load_tokenizer
+from shardbook.memory.offload import available_memory
 from shardbook.model.causal_lm import Flops, count_flops
 from shardbook.model.families import load_config
 from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
 from shardbook.model.laid_out import LaidOut, World, lay_out
 from shardbook.objectives import Objective, build_objective
 from shardbook.optim import check_optimizer
+from shardbook.plan.change import NONE_FITS, smallest_change
 from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
-from shardbook.plan.peak import Peak, predict_peak
+from shardbook.plan.hardware import HOST_ROOM
+from shardbook.plan.peak import GB, Peak, predict_fullest, predict_peak
 from shardbook.plan.speed import predict_perf_metrics
-from shardbook.recipe import Recipe, resolve_precision
+from shardbook.recipe import Recipe, RecipeError, resolve_precision, with_settings
 from shardbook.run.prompts import Prompts, build_prompts
 from shardbook.run.teacher import load_teacher
 
@@ -84,6 +87,7 @@ def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext) -> Job:
     batching = choose_batching(recipe.data, recipe.train, place, world.device_type, *parts, sequences=sequences)
     loader = Loader(documents, batching, micros, recipe.train.seed)
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
+    check_host(laid, documents)
     peak, flops = predict_peak(layout, config, recipe), count_flops(laid.model)
     traffic = predict_traffic(layout, micros, recipe.optim.name, recipe.forwards_per_micro, world.rank)
     forecast = predict_memory_metrics(layout, recipe.optim.name, asdict(peak), micros)
@@ -92,3 +96,22 @@ def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext) -> Job:
     data = {"folder": folder, "tokenizer": tokenizer, "documents": documents, "held_out": held_out, "prompts": prompts}
     how: dict[str, Any] = data | {"objective": objective, "batching": batching, "loader": loader, "steps": steps}
     return Job(**vars(laid), **how, flops=flops, peak=peak, traffic=traffic, forecast=forecast)
+
+
+def check_host(laid: LaidOut, documents: Documents) -> None:
+    """Raises RecipeError, with the smallest change that fits, where a step of this CPU's ranks is predicted to take
+    more memory than the machine has to give: the kernel would end a rank in mid-run, and say nothing."""
+    ranks, lengths = laid.world.ranks_per_node, column(documents.encoded, "length")
+    if laid.world.device_type != "cpu" or not Path("/proc/meminfo").exists():
+        return
+    longest = int(lengths.sum() if laid.recipe.data.packing else lengths.max())  # rows may be shorter than they could
+    rows = {"data.max_length": min(laid.recipe.data.max_length, max(1, longest // laid.recipe.sequences))}
+    recipe, room = with_settings(laid.recipe, rows), HOST_ROOM * available_memory() / ranks
+    peak = predict_fullest(laid.layout, laid.config, recipe).total
+    if peak <= room:
+        return
+    change = smallest_change(laid.layout, laid.config, recipe, room, has_more=False)
+    raise RecipeError(
+        f"a step takes {peak / GB:.1f} GB on each of {ranks} ranks here, and this machine has {room / GB:.1f} GB for "
+        "each; " + (f"the smallest change that fits: {change}" if change else NONE_FITS)
+    )
