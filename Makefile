@@ -41,7 +41,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Empty is off: else each of some hundred processes compiles the package, and pytest its tests, anew.
 export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
-.PHONY: help train launch plan data compare recipes matrix test test-slow test-streams test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-plan bench-link \
+.PHONY: help train launch plan data compare recipes matrix reference docs test test-slow test-streams test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-plan bench-link \
 	bench-convergence bench-offload bench-optimizers bench-peers bench-work lint format clean
 
 help:  ## list the targets
@@ -65,6 +65,12 @@ data: $(RUN)  ## a recipe's data as it will be trained, token by token: make dat
 
 compare: $(RUN)  ## a recipe under several stages, and a page: make compare STAGES="ddp zero3 zero3,train.compile=true"
 	@exec $(SHARDBOOK) compare $(RECIPE) $(ARGS) $(if $(NPROC),--nproc $(NPROC)) --stages "$(STAGES)"
+
+reference: $(DEV)  ## the pages of docs/reference/, from the code
+	$(PYTHON3) docs/build.py reference
+
+docs: $(DEV)  ## the site, into site/html (open index.html)
+	$(PYTHON3) docs/build.py site
 
 recipes: $(RUN)  ## list the recipes
 	@$(SHARDBOOK) recipes

@@ -39,7 +39,8 @@ class Event(NamedTuple):
     sends: Sends = ()
 
 
-class Pass(NamedTuple):
+@dataclass(frozen=True)
+class Pass:
     """The events of one micro-batch's forward, or backward, through one chunk of layers."""
 
     action: Action

@@ -1,0 +1,163 @@
+"""The site: its generated pages are those of the code, its links lead somewhere, and its commands are commands."""
+
+import importlib.util
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shardbook.recipe import describe_keys, load_recipe
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+GOALS = sorted((DOCS / "goals").glob("*.md"))
+PAGES = sorted(path for path in DOCS.rglob("*.md") if path.parent.name != "benchmarks")
+
+
+def load_build():
+    spec = importlib.util.spec_from_file_location("docs_build", DOCS / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build = load_build()
+
+
+@pytest.mark.parametrize("page", ["keys.md", "recipes.md", "commands.md", "metrics.md", "exit-codes.md"])
+def test_a_generated_page_is_what_the_code_says(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert (DOCS / "reference" / page).read_text() == build.pages()[page], "make reference"
+
+
+def test_every_key_and_every_recipe_has_its_entry():
+    keys, recipes = (build.pages()[page] for page in ("keys.md", "recipes.md"))
+    for name, _, help in describe_keys():
+        assert help and f"### {name}\n\n{help}\n" in keys
+    for path in (ROOT / "recipes").glob("*.toml"):
+        entry = recipes.partition(f"## {path.stem}\n")[2].partition("\n## ")[0]
+        assert all(f"**{fact}:**" in entry for fact in ("run", "hardware", "measured")), path.stem
+
+
+METRIC = re.compile(r"""f?"(?:train|eval|memory|comm|perf|rewards|logps|offload)/[^"\s]*[^"\s/]\"""")
+
+
+def test_every_metric_has_its_row():
+    known = re.findall(r"`([^`]+)`", build.write_metrics())
+    shapes = {re.sub(r"<\w+>", "X", name) for name in known}
+    for path in (ROOT / "src/shardbook").rglob("*.py"):
+        for text in METRIC.findall(path.read_text()):
+            name = text.removeprefix("f").strip('"')
+            if path.parts[-2] not in ("compare", "plan") and "unsent" not in name:
+                shape = re.sub(r"\{\w+\}", "X", name)
+                like = re.compile(re.escape(shape).replace("X", "[^/]+"))
+                assert any(like.fullmatch(each) or each.endswith(f"/{shape}") for each in shapes), (
+                    f"{path.name}: {name}"
+                )
+
+
+def test_links_lead_somewhere_and_the_site_builds_strictly(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(build, "SITE", ROOT / "site" / "html")
+    assert build.build_site() == 0, capsys.readouterr().err
+    pages = [*(ROOT / "site" / "html").rglob("index.html")]
+    assert len(pages) > 40 and (ROOT / "site" / "html" / "llms.txt").exists()
+    for page in pages:
+        text = page.read_text()
+        for target in re.findall(r'<(?:a|img)[^>]*? (?:href|src)="([^"#]+)[#"]', text):
+            if "://" not in target and not target.startswith(("data:", "mailto:")) and "/files/" not in str(page):
+                there = (page.parent / target).resolve()
+                assert there.exists() or (there / "index.html").exists(), f"{page}: {target}"
+        assert all("alt=" in image for image in re.findall(r"<img[^>]*>", text)), page
+        levels = [int(level) for level in re.findall(r"<h([1-6])[ >]", text.partition("<article")[2])]
+        assert levels and levels[0] == 1, page
+        assert "/files/" in str(page) or all(after - before <= 1 for before, after in itertools.pairwise(levels)), page
+
+
+def test_a_link_to_nothing_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(build, "stage", lambda: ["docs/index.md: gone.md"])
+    assert build.build_site() == 1 and "docs/index.md: gone.md" in capsys.readouterr().err
+
+
+SECTIONS = "|".join(sorted({name.partition(".")[0] for name, _, _ in describe_keys() if "." in name}))
+KEY = re.compile(rf"(?<![\w./-])((?:{SECTIONS})\.[a-z]\w*)(?![\w./(])")
+
+
+def unknown_keys(text: str) -> set[str]:
+    """The keys that a page names in backquotes or in commands, and that no recipe has."""
+    named = {key for quoted in re.findall(r"`([^`\n]+)`", text) for key in KEY.findall(quoted)}
+    files = {"toml", "py", "json", "jsonl", "csv", "tsv", "svg", "html", "md", "parquet", "safetensors", "layers"}
+    return {key for key in named - {name for name, _, _ in describe_keys()} if key.rpartition(".")[2] not in files}
+
+
+@pytest.mark.parametrize("page", GOALS, ids=lambda page: page.stem)
+def test_keys_that_a_goal_names_are_keys(page):
+    assert unknown_keys(page.read_text()) == set()
+    assert unknown_keys("set `train.step`") == {"train.step"}
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """The commands in a page's blocks, as words of `shardbook`: those of make in its terms."""
+    found = []
+    for block in re.findall(r"```\n(.*?)```", text, re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["make"]:
+                given = dict(word.split("=", 1) for word in words[2:])
+                recipe, more = given.pop("RECIPE", "smollm2-135m-fsdp"), shlex.split(given.pop("ARGS", ""))
+                options = {
+                    "plan": {"GPUS": "--gpus", "GPU": "--gpu"},
+                    "compare": {"STAGES": "--stages", "NPROC": "--nproc"},
+                }
+                flags = options.get(words[1], {})
+                assert words[1] in {"train", "plan", "data", "compare", "launch"}, line
+                assert words[1] == "launch" or given.keys() <= flags.keys() | {"NPROC"}, line
+                found.append(
+                    [
+                        words[1],
+                        recipe,
+                        *more,
+                        *(w for name, v in given.items() if name in flags for w in (flags[name], v)),
+                    ]
+                )
+            elif words and words[0].endswith("shardbook"):
+                found.append(words[1:])
+    return found
+
+
+EVERY = [(page.stem, words) for page in [*GOALS, DOCS / "index.md"] for words in commands_of(page.read_text())]
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), EVERY, ids=lambda part: part if isinstance(part, str) else " ".join(part)[:60]
+)
+def test_the_commands_of_a_goal_name_recipes_and_keys(page, words):
+    overrides = [word for word in words[2:] if "=" in word and not word.startswith("-")]
+    load_recipe(ROOT / "recipes" / f"{words[1]}.toml", overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [words for _, words in EVERY if words[0] == "plan"], ids=" ".join)
+def test_the_plans_of_the_goals_fit(words, monkeypatch, capsys):
+    from shardbook.cli import main
+
+    monkeypatch.chdir(ROOT)
+    assert main(words) == 0, capsys.readouterr().err
+    assert "fit" in capsys.readouterr().out
+
+
+def test_a_command_that_changed_turns_it_red():
+    assert commands_of("```\nmake plan RECIPE=llama8b-fsdp GPUS=8\n```") == [["plan", "llama8b-fsdp", "--gpus", "8"]]
+    with pytest.raises(AssertionError):
+        commands_of("```\nmake trian RECIPE=llama8b-fsdp\n```")
+
+
+def test_every_goal_is_under_two_screens():
+    assert {
+        page.stem: len(page.read_text().splitlines()) for page in GOALS if len(page.read_text().splitlines()) > 75
+    } == {}
+
+
+def test_the_tool_says_what_it_can_do(capsys):
+    assert build.main(["nothing"]) == 2 and "docs/build.py site" in capsys.readouterr().err
