@@ -150,6 +150,9 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
         if stages or overrides or nproc:
             said = "only its report is made anew; leave out --stages, --nproc and keys"
             raise RecipeError(f"{name} is a directory: {said}")
+        if (Path(name) / "resolved.toml").is_file():
+            said = "name a recipe with --stages, or the directory that a comparison made"
+            raise RecipeError(f"{name} is one run, and a comparison has several: {said}")
         from shardbook.compare import report
 
         report(Path(name), publishes)
@@ -212,6 +215,12 @@ def check_new(option: str, file: Path | None) -> None:
     if file and (file.exists() or not file.parent.is_dir()):
         what = "exists; name a new file" if file.exists() else "there is no such directory"
         raise RecipeError(f"{option} {file}: {what}")
+    if file:
+        try:
+            file.touch()
+            file.unlink()  # until there is something to write
+        except OSError as error:
+            raise RecipeError(f"{option} {file}: cannot be written ({error.strerror})") from None
 
 
 def run_data(name: str, overrides: list[str], rows: int, html: Path | None) -> int:

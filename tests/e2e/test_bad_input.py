@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny import tokenizer, write_model, write_recipe
 from world import run_world, train_rank
 
+from shardbook.cli import main
 from shardbook.recipe import RecipeError, load_recipe
 from shardbook.run.directory import RunDirectory
 
@@ -225,6 +226,39 @@ def test_a_launcher_refuses_what_it_can_see(early, name):
 
 def test_a_launcher_refuses_before_torch_is_imported(early):
     assert early[1] == []
+
+
+HERE = {  # what a command refuses in this process; the command's words, and parts of its last line
+    "compare-run": (["compare", "{out}/a-run"], ["a-run is one run, and a comparison has several: name a recipe with"]),
+    "compare-absent": (["compare", "{out}/none.toml"], ["none.toml': no such file or name; "]),
+    "html-unwritable": (
+        ["data", "{recipe}", "--html", "/proc/page.html"],
+        ["--html /proc/page.html: cannot be written"],
+    ),
+    "html-nowhere": (["plan", "llama8b-fsdp", "--html", "{out}/none/a.html"], ["there is no such directory"]),
+    "write-exists": (["plan", "llama8b-fsdp", "--write", "{recipe}"], ["tiny.toml: exists; name a new file"]),
+    "dry-run-dir": (
+        ["train", "{recipe}", "--dry-run", "run.dir={out}/a-file"],
+        ["a-file is a file); set run.dir to a"],
+    ),
+    "plan-other": (["plan", "--model", "mixtral-8x7b"], ["its shape is not known here; known are smollm2-135m"]),
+    "plan-close": (["plan", "--model", "Llama-3.1-8"], ["did you mean llama-3.1-8b?"]),
+    "export-absent": (["export", "{out}/nothing"], ["not a run directory (no resolved.toml in it)"]),
+    "translate-absent": (["translate", "{out}/none.json"], ["none.json: cannot be read: No such file"]),
+}
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_command_refuses_in_one_line(place, early, name, capsys):
+    words, parts = HERE[name]
+    (place / "a-run").mkdir(exist_ok=True)
+    (place / "a-run" / "resolved.toml").touch()
+    before = set(place.iterdir())
+    assert main([word.format(out=place, recipe=place / "tiny.toml") for word in words]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and all(part in err for part in parts), err
+    assert "did you mean" not in err or "did you mean" in "".join(parts)
+    assert set(place.iterdir()) == before
 
 
 def check(results, parts):

@@ -403,6 +403,9 @@ def test_a_dry_run_checks_a_recipe_at_its_world_size(recipe, capsys):
     before, hsdp = set(recipe.parent.iterdir()), ["parallel.stage=hsdp", "parallel.dp_shard_size=4"]
     assert cli.main(["train", str(recipe), "--dry-run", "--nproc", "4", "--nodes", "2", *hsdp]) == 0
     said = capsys.readouterr().out
+    assert said.startswith(
+        "dry run  as on 8 GPUs, which compute in bf16 where precision.params is auto; a CPU's in fp32"
+    )
     assert "dp_replicate 2 x dp_shard 4" in said and "a step   on fake tensors: " in said and "dry run  done" in said
     assert cli.main(["train", str(recipe), "--dry-run", "--nproc", "2", "--nodes", "2", "parallel.tp_size=4"]) == 0
     said = capsys.readouterr().out

@@ -189,3 +189,18 @@ def test_a_template_that_rewrites_answers_is_refused():
     refusing = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(RecipeError, match=r"row 7: the chat template refuses it \(roles must alternate\)"):
         encode_row({"messages": CHAT}, tokenizer(refusing), "row 7")
+
+
+def test_a_role_that_no_template_names_is_refused():
+    """A template of chatml's kind writes every role, and a model has never seen it."""
+    asked = {"role": "bot", "content": "a"}
+    with pytest.raises(
+        RecipeError, match=r"row 7: message 0 is of role 'bot': must be of .*; did you mean assistant\?"
+    ):
+        encode_row({"messages": [asked, *CHAT]}, tokenizer(), "row 7")
+    with pytest.raises(RecipeError, match=r"message 0 is of role 'sytem': .*; did you mean system\?"):
+        encode_row({"messages": [asked | {"role": "sytem"}, *CHAT]}, tokenizer(), "row 7")
+    knows = CHATML.replace(
+        "{{ message['content'] }}", "{% if message['role'] == 'bot' %}{% endif %}{{ message['content'] }}"
+    )
+    assert "bot" not in CHATML and encode_row({"messages": [asked, *CHAT]}, tokenizer(knows), "row 7")

@@ -132,7 +132,12 @@ WRONG = {
     "parallel.cp_size=3": ["data.max_length = 1024 and parallel.cp_size = 3", "must be a multiple of 3"],
     "parallel.tp_size=3": ["data.max_length = 1024 and parallel.tp_size = 3", "must be a multiple of 3"],
     "run.report_to=wandbb": ["report_to = 'wandbb'", "did you mean wandb?"],
-    "run.name=a/b": ["run.name = 'a/b'"],
+    "run.name=a/b": [
+        "run.name = 'a/b': must be letters, digits, '_', '.' and '-', and begin with none of the last two"
+    ],
+    "data.foo=1": ["data.foo is not a key of a recipe; data has train, weights, columns, eval, "],
+    "data.max_lenght=1": ["data.max_lenght is not a key of a recipe; did you mean data.max_length?"],
+    "optin.foo=1": ["optin.foo is not a key of a recipe; did you mean optim?"],
     "run.name=..": ["run.name = '..'"],
     'run.report_to=["none", "wandb"]': ["none stands alone"],
     "data.train=3": ["data.train = 3", "string"],
@@ -172,6 +177,23 @@ def test_wrong_recipes_exit_2_with_one_line(file, word, capsys):
     assert captured.out == "" and captured.err.count("\n") == 1, captured
     for part in WRONG[word]:
         assert part in captured.err
+
+
+BESIDE = {  # a contradiction is found beside an error in the same section, and beside a section that contradicts itself
+    ("optim.learning_rate=fast", "optim.name=muon", "parallel.tp_size=2"): "optim.learning_rate = 'fast'",
+    ("parallel.wrapp=1", "parallel.tp_size=2", "optim.name=muon"): "parallel.wrapp is not a key",
+    ("train.steps=x", "parallel.tp_size=2", "optim.name=muon"): "train.steps = 'x'",
+    ("data.eval=a.jsonl", "data.eval_size=3", "parallel.tp_size=2", "optim.name=muon"): "set one of the two",
+}
+
+
+@pytest.mark.parametrize("words", BESIDE)
+def test_an_error_hides_no_contradiction_of_other_keys(file, words, capsys):
+    assert cli.main(["train", str(file), *words]) == 2
+    said = capsys.readouterr().err
+    assert BESIDE[words] in said and said.count("parallel.tp_size = 2 and optim.name = 'muon': they do not") == 1, said
+    assert cli.main(["train", str(file), "parallel.tp_size=x", "optim.name=muon"]) == 2
+    assert "do not compose" not in capsys.readouterr().err  # of a key that is wrong itself nothing is known
 
 
 PAIRS = {

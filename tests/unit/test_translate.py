@@ -827,7 +827,12 @@ HYBRID = "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HYBRID_S
     "file, text, words",
     [
         ("a.json", "{", "not JSON"),
-        ("a.yaml", "a: [", "not YAML"),
+        (
+            "a.yaml",
+            "a: [",
+            "not YAML: while parsing a flow node expected the node content, but found '<stream end>' at line 1",
+        ),
+        ("a.yaml", "a: 1\nb:\n\t- c", "found character '\\t' that cannot start any token at line 3, column 1"),
         ("a.yaml", "[]", "keys and values"),
         ("a.yaml", "", "at least one"),
         ("absent.json", None, "cannot be read"),

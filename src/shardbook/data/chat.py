@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from shardbook.data.formats import PLAIN, Message, Text, read_row
-from shardbook.recipe import RecipeError, first_line
+from shardbook.data.formats import OTHER_ROLES, PLAIN, Message, Text, read_row
+from shardbook.recipe import RecipeError, first_line, nearest
 
 Spans = list[tuple[int, int]]
 Tools = list[Any] | None
@@ -48,6 +48,7 @@ class Encoder:
         self.backend: Any = tokenizer.backend_tokenizer  # called directly: transformers' wrapper costs a tenth more
         self.backend.no_truncation()
         self.backend.no_padding()
+        self.roles = {"system", "user", "assistant", "tool"}  # and those that the template names, as they occur
         self.end_of_turn = functools.cache(self._find_end_of_turn)
         self.header = functools.lru_cache(SHAPES_KEPT)(self._render_header)
         self.shape = functools.lru_cache(SHAPES_KEPT)(self._find_shape)
@@ -82,6 +83,9 @@ class Encoder:
             text = example.prompt + example.completion + (self.tokenizer.eos_token or "")
             return Rendered(text, [(len(example.prompt), len(text))], True)
         messages, trained, tools = example
+        for number, message in enumerate(messages):
+            if message["role"] not in self.roles:
+                self._check_role(message["role"], f"{where}: message {number}")
         text = self._render(messages, where, tools)
         named = {f"the tool {_name(tool)}": _name(tool) for tool in tools or ()}
         for number, message in enumerate(messages):
@@ -100,6 +104,15 @@ class Encoder:
                 place = places[number] if places else None
                 spans.append(self._answer_span(messages, number, text, place, tools, where))
         return Rendered(text, spans, False)
+
+    def _check_role(self, role: str, where: str) -> None:
+        """Raises RecipeError for a role that the template does not name: it would write it as any word, or drop it."""
+        if f"'{role}'" not in (template := str(self.tokenizer.chat_template)) and f'"{role}"' not in template:
+            meant = OTHER_ROLES.get(role.lower(), "")
+            hint = f"; did you mean {meant}?" if meant else nearest(role, sorted(self.roles))
+            allowed = f"must be of {', '.join(sorted(self.roles))}, or one that the chat template names"
+            raise RecipeError(f"{where} is of role {role!r}: {allowed}{hint}")
+        self.roles.add(role)
 
     def _answer_span(
         self, messages: list[Message], number: int, text: str, place: "MessageSpan | None", tools: Tools, where: str

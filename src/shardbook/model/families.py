@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from shardbook.recipe import Model, RecipeError, first_line, nearest
+from shardbook.recipe import Model, RecipeError, first_line
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def load_config(model: Model, folder: Path, max_length: int, what: str = "model.
         why = f" ({reason})" if (reason := WHY_NOT.get(config.model_type)) else ""
         raise RecipeError(
             f"{what} = {model.path!r}: family {config.model_type!r} is not supported{why}; "
-            f"supported: {', '.join(FAMILIES)}{nearest(config.model_type, list(FAMILIES))}"
+            f"supported: {', '.join(FAMILIES)}"
         )
     if max_length > config.max_position_embeddings:
         raise RecipeError(

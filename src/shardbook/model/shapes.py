@@ -1,5 +1,6 @@
 """Well-known models by their shapes: all that a plan needs, without a hub, a license or a download."""
 
+import re
 import tomllib
 from functools import cache
 from importlib.resources import files
@@ -32,10 +33,16 @@ def shape_config(path: str, max_length: int, what: str = "model.path") -> PreTra
                 raise RecipeError(f"data.max_length = {max_length}: {path} sees at most {longest} tokens")
             return AutoConfig.for_model(known["family"], **config)
     names = [word for name, known in known_shapes().items() for word in (name, *known["ids"])]
+    names = [name for name in names if _architecture(name) == _architecture(path)]  # never another one
     raise RecipeError(
         f"{what} = {path!r}: not a directory, and its shape is not known here; known are "
         f"{', '.join(known_shapes())}{nearest(path, names)} (any other: give a directory with its config.json)"
     )
+
+
+def _architecture(name: str) -> str:
+    """Returns the first word of a model's name: `llama` of `meta-llama/Llama-3.1-8B`."""
+    return re.split(r"[^a-z]", name.rpartition("/")[2].lower())[0]
 
 
 def hub_id(name: str) -> str:

@@ -36,7 +36,12 @@ class Rule:
     @property
     def sections(self) -> set[str]:
         """The sections whose keys the rule reads; `method`, which is in none, counts as one."""
-        return {key.partition(".")[0] for side in self.sides for key, _ in side}
+        return {key.partition(".")[0] for key in self.reads}
+
+    @property
+    def reads(self) -> set[str]:
+        """The keys that the rule reads."""
+        return {key for side in self.sides for key, _ in side}
 
     @cached_property
     def sides(self) -> list[list["Pattern"]]:

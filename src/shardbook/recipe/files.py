@@ -11,7 +11,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from shardbook.recipe.schema import Recipe
-from shardbook.recipe.sections import FORMS, RecipeError, Section, nearest
+from shardbook.recipe.sections import FORMS, NAMES, RecipeError, Section, nearest
 
 
 @cache
@@ -67,14 +67,27 @@ def parse_recipe(text: str, source: str, overrides: list[str] | None = None) -> 
 
 
 def _conflicts_beside(given: dict[str, Any], error: ValidationError) -> list[str]:
-    """Returns the conflicts between the sections of `given` that have no error of their own, where others have."""
-    wrong = {str(one["loc"][0]) for one in error.errors() if one["loc"]}
-    right: dict[str, Any] = {name: given[name] for name in Recipe.model_fields if name in given.keys() - wrong}
-    try:
-        Recipe.model_validate({"train": {"steps": 1}} | right, context=wrong)
-    except ValidationError as conflicts:
-        return [one["msg"].removeprefix("Value error, ") for one in conflicts.errors()] if wrong else []
-    return []
+    """Returns the conflicts between keys of `given` that have no error of their own, where others have."""
+    right: dict[str, Any] = {name: given[name] for name in Recipe.model_fields if name in given}
+    wrong = set[str]()
+    while found := [one["loc"] for one in error.errors() if one["loc"]]:
+        for section, *rest in found:
+            inside, key = right.get(str(section)), str(rest[0]) if rest else ""
+            if isinstance(inside, dict) and key in inside:
+                right[str(section)] = {name: value for name, value in inside.items() if name != key}
+                wrong.add(f"{section}.{key}")
+            else:  # the whole section contradicts itself
+                right.pop(str(section), None)
+                wrong.add(str(section))
+        train = right.get("train", {})
+        if not (train.get("steps") or train.get("epochs")):
+            right["train"] = train | {"steps": 1}
+        try:
+            Recipe.model_validate(right, context=wrong)
+            return []
+        except ValidationError as more:
+            error = more
+    return [one["msg"].removeprefix("Value error, ") for one in error.errors()] if wrong else []
 
 
 def dump_recipe(recipe: Recipe, with_defaults: bool = True) -> str:
@@ -170,8 +183,14 @@ def _explain(error: Any) -> str:
         every = [row[0] for row in describe_keys()] + list(Recipe.model_fields)
         if elsewhere := [row for row in every if row.rpartition(".")[2] == path[-1] and row != path[-1]]:
             return f"{name} is not a key of a recipe; did you mean {' or '.join(elsewhere)}?"
-        known = list(Recipe.model_fields) if len(path) == 1 else [row for row in every if row.startswith(f"{path[0]}.")]
-        return f"{name} is not a key of a recipe{nearest(name, known) or nearest(name, every)}"
+        leaves = [row.rpartition(".")[2] for row in every if row.startswith(f"{path[0]}.")]
+        if len(path) == 1 or not leaves:
+            return (
+                f"{name} is not a key of a recipe{nearest(name, every) or nearest(path[0], list(Recipe.model_fields))}"
+            )
+        close = difflib.get_close_matches(path[1], leaves, n=1)
+        hint = f"did you mean {path[0]}.{close[0]}?" if close else f"{path[0]} has {', '.join(leaves)}"
+        return f"{name} is not a key of a recipe; {hint}"
     if error["type"] == "value_error":
         return f"{name}: ".removeprefix(": ") + error["msg"].removeprefix("Value error, ")
     hint = ""
@@ -182,6 +201,8 @@ def _explain(error: Any) -> str:
         message = "must be true or false"
     if error["type"] == "model_type":
         message = f"is a section; set a key of it, {name}.<key>"
+    if error.get("ctx", {}).get("pattern") == NAMES:
+        message = "must be letters, digits, '_', '.' and '-', and begin with none of the last two (run.dir may have /)"
     if forms := FORMS.get(error.get("ctx", {}).get("pattern", "")):
         message = f"must be one of {', '.join(forms)}"
         heads = [form.split(":")[0] for form in forms]

@@ -87,6 +87,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def validate_composition(self, info: ValidationInfo) -> "Recipe":
-        """Raises for all contradictions, except rules that read a section named in the validation's context."""
-        refuse(found for found in conflicts(self) if not found.rule.sections & set(info.context or ()))
+        """Raises for all contradictions, except rules that read a section or key named in the validation's context."""
+        wrong = set(info.context or ())
+        refuse(found for found in conflicts(self) if not (found.rule.sections | found.rule.reads) & wrong)
         return self

@@ -22,6 +22,7 @@ def nearest(word: str, known: list[str]) -> str:
 
 WRAPS = r"^(block|none|size:[1-9]\d*)$"
 CHECKPOINTINGS = r"^(none|full|selective|every:[1-9]\d*|budget:(0(\.\d+)?|1(\.0+)?))$"
+NAMES = r"^(\w[\w.-]*)?$"
 FORMS = {  # the values that a pattern allows, for people
     WRAPS: ["block", "none", "size:<whole number>"],
     CHECKPOINTINGS: ["none", "full", "selective", "every:<whole number>", "budget:<0.0 to 1.0>"],
@@ -284,9 +285,7 @@ class Hardware(Section):
 
 
 class Run(Section):
-    name: str = key(
-        "", "Directory of the run; the same name continues it. Empty: recipe name and time.", pattern=r"^(\w[\w.-]*)?$"
-    )
+    name: str = key("", "Directory of the run; the same name continues it. Empty: recipe name and time.", pattern=NAMES)
     dir: str = key("runs", "Where run directories are made.")
     report_to: str | list[str] = key(
         "wandb", "Trackers: wandb (offline without a key), another that accelerate knows (tensorboard, ...), or none."

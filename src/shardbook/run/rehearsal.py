@@ -20,6 +20,9 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     """Prepares `recipe` as `world_size` ranks on GPUs would, up to its weights: config, layout, optimizer, tokenizer,
     every row of the data, and one step on fake tensors. Raises RecipeError where the run would."""
     console = Console(is_main=True)
+    console.print(
+        f"dry run  as on {world_size} GPUs, which compute in bf16 where precision.params is auto; a CPU's in fp32"
+    )
     job = prepare_job(lay_out_run(recipe, World(world_size, ranks_per_node)))
     console.show_job(job)
     from shardbook.plan.simulate import simulate_step  # makes a process group, and loads fake tensors' modules

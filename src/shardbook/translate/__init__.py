@@ -245,6 +245,10 @@ def _read(path: Path) -> Settings:
             whole = yaml.load(text, _Loader)
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        mark, what = error.problem_mark, " ".join(filter(None, (error.context, error.problem)))
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise RecipeError(f"{path}: not YAML: {what}{where}") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise RecipeError(f"{path}: not {'JSON' if path.suffix == '.json' else 'YAML'}: {first_line(error)}") from None
     if not isinstance(whole, dict) or not whole:
