@@ -41,7 +41,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Empty is off: else each of some hundred processes compiles the package, and pytest its tests, anew.
 export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
-.PHONY: help train launch plan data compare recipes matrix reference docs test test-slow test-streams test-dist test-cpu test-page test-cluster proof test-gpu bench-gpu bench-plan bench-link \
+.PHONY: help train launch plan data compare recipes matrix reference docs test test-slow test-streams test-dist test-cpu test-page test-cluster proof families test-gpu bench-gpu bench-plan bench-link \
 	bench-convergence bench-offload bench-optimizers bench-peers bench-work lint format clean
 
 help:  ## list the targets
@@ -105,6 +105,8 @@ test-cpu: $(DEV)  ## numbers on another processor: units, real weights and the p
 		tests/dist/test_hard_cases.py tests/dist/test_zeropp.py
 	$(NARROW) -n 2 --dist loadfile -m "" tests/e2e/test_embedded.py tests/dist/test_stages.py
 
+families: $(DEV)  ## ask a small model of every type of transformers, into docs/families.json and docs/families.md
+	$(PYTHON3) tests/families.py
 proof: $(DEV)  ## run the matrix, the planted bugs and the ledger, and write docs/proof.md
 	$(PYTHON3) tests/proof.py
 

@@ -399,10 +399,10 @@ def targets_shifted_after_the_cut(train):
 @planted_in("zero3", 1, 1, cp=2, extra=("data.max_length=256",))
 def slices_attend_without_documents(train):
     """As an attention that is told nothing but that rows are causal."""
-    from shardbook.model import attention
+    from shardbook.model import masks
 
-    real = attention.attention_mask
-    attention.attention_mask = lambda kernel, boundaries, shape, packed, *more: real(
+    real = masks.attention_mask
+    masks.attention_mask = lambda kernel, boundaries, shape, packed, *more: real(
         kernel, boundaries, shape, False, *more
     )
 

@@ -27,7 +27,7 @@ def plain_varlen_attn(
     """query [T, heads, D], key and value [T, fewer heads, D], boundaries int32 [N + 1] from 0 to T."""
     assert cu_seq_q.dtype == torch.int32 and cu_seq_q is cu_seq_k and cu_seq_q.is_contiguous()
     assert query.is_contiguous() or query.stride(-1) == 1
-    assert (window_size, return_aux, seqused_k, block_table, num_splits) == ((-1, 0), None, None, None, None)
+    assert window_size[1] == 0 and (return_aux, seqused_k, block_table, num_splits) == (None, None, None, None)
     ends = cu_seq_q.tolist()
     assert ends[0] == 0 and ends == sorted(ends) and ends[-1] == len(query), ends
     found = torch.full_like(query, torch.nan)  # what no document covers stays unwritten, as in the kernel
@@ -35,6 +35,11 @@ def plain_varlen_attn(
         assert end - start <= min(max_q, max_k)
         if end > start:
             q, k, v = (t[start:end].transpose(0, 1)[None] for t in (query, key, value))
-            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+            how, before = {"scale": scale, "enable_gqa": enable_gqa}, window_size[0]  # earlier tokens, -1: all
+            if 0 <= before < end - start - 1:
+                seen = torch.ones(end - start, end - start, dtype=torch.bool).tril().triu(-before)
+                out = scaled_dot_product_attention(q, k, v, seen, **how)
+            else:
+                out = scaled_dot_product_attention(q, k, v, is_causal=True, **how)
             found = found.index_copy(0, torch.arange(start, end), out[0].transpose(0, 1))
     return found

@@ -234,8 +234,11 @@ def run_data(name: str, overrides: list[str], rows: int, html: Path | None) -> i
     check_first_rows(recipe.data, recipe.data.train, "data.train", recipe.sequences)
     from shardbook.data.look import show_look, take_look
     from shardbook.data.tokenized import load_tokenizer
-    from shardbook.model.hub import tokenizer_folder
+    from shardbook.model.families import load_config
+    from shardbook.model.hub import config_folder, tokenizer_folder
+    from shardbook.model.laid_out import check_recipe
 
+    check_recipe(recipe, load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length))
     folder = tokenizer_folder(recipe.model)
     tokenizer = load_tokenizer(folder, "model.tokenizer", recipe.data.chat_template)
     look = take_look(recipe.data, recipe.train, tokenizer, folder, rows, sequences=recipe.sequences)

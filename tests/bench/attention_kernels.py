@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardbook.data.loader import Batching, build_micro_batch
-from shardbook.model.attention import attention_mask, make_varlen
+from shardbook.model.attention import make_varlen
+from shardbook.model.masks import attention_mask
 
 ROUNDS = 10
 EXACT = ("mask", "flex", "varlen")  # those that compute what the dense mask does

@@ -51,9 +51,6 @@ def test_an_export_is_read_by_transformers(family, recipe, base, tmp_path):
 
 
 REFUSED = {
-    "gemma2": ({}, "it caps attention's scores"),
-    "gemma3_text": ({}, "attend within a window"),
-    "phi3": ({"sliding_window": 32}, "attends within a window of 32 tokens"),
     "phi3 ": ({"resid_pdrop": 0.1}, "resid_pdrop = 0.1; only 0"),
     "phi3  ": (
         {

@@ -10,7 +10,7 @@ from test_cuda import TOLERANCE_BF16, cuda, exact  # noqa: F401  (fixtures)
 from tiny import config
 from world import losses, run_train
 
-from shardbook.model import attention
+from shardbook.model import attention, masks
 from shardbook.model.attention import KERNELS, choose_attention
 from shardbook.model.causal_lm import build_model, materialize
 
@@ -25,7 +25,7 @@ def by_kernel(name, batch, tensors):
     made = config(num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, head_dim=SIZE)
     attention.use_attention(made, KERNELS[name])
     facts = batch.boundaries.to(DEVICE), batch.input_ids.shape, True, tensors[0].dtype, batch.longest
-    told = attention.attention_mask(name, *facts)
+    told = masks.attention_mask(name, *facts)
     function = attention.ALL_ATTENTION_FUNCTIONS[name]
     given = [tensor.detach().requires_grad_() for tensor in tensors]
     module = torch.nn.Module()

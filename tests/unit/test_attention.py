@@ -14,9 +14,10 @@ from varlen import plain_varlen_attn
 
 from shardbook.data.loader import ROUND_TO, Batching, build_micro_batch
 from shardbook.memory.activation import SAVED_OPS
-from shardbook.model import attention
-from shardbook.model.attention import BLOCK, KERNELS, choose_attention
+from shardbook.model import attention, masks
+from shardbook.model.attention import KERNELS, choose_attention
 from shardbook.model.causal_lm import build_model, materialize
+from shardbook.model.masks import BLOCK
 from shardbook.parallel.batch import Batch
 from shardbook.recipe import RecipeError
 
@@ -104,8 +105,8 @@ def test_flex_forward_is_sdpas(seed):
     dice = random.Random(seed)
     batch = many_documents(dice, rows=2, length=4 * BLOCK)
     shape = batch.input_ids.shape
-    dense = attention.attention_mask("sdpa", batch.boundaries, shape, True, torch.float32, batch.longest)
-    mask = attention.attention_mask("flex", batch.boundaries, shape, True, torch.float32, batch.longest)
+    dense = masks.attention_mask("sdpa", batch.boundaries, shape, True, torch.float32, batch.longest)
+    mask = masks.attention_mask("flex", batch.boundaries, shape, True, torch.float32, batch.longest)
     query, (key, value) = torch.randn(2, 4, shape[1], 16), torch.randn(2, 2, 2, shape[1], 16)
     with torch.no_grad():
         found = flex_attention(query, key, value, block_mask=mask, scale=0.25, enable_gqa=True)
@@ -127,7 +128,7 @@ def test_shapes_never_change_over_50_packed_micro_batches(kernel):
     for _ in range(50):
         batch = many_documents(dice, rows=2, length=1000)
         facts = batch.boundaries, batch.input_ids.shape, True, torch.bfloat16, batch.longest
-        told = attention.attention_mask(kernel, *facts)
+        told = masks.attention_mask(kernel, *facts)
         tensors = [told[0]] if kernel == "varlen" else [told.kv_indices, told.kv_num_blocks, told.full_kv_indices]
         seen.add((tuple(batch.input_ids.shape), *(tuple(tensor.shape) for tensor in tensors)))
     assert len(seen) == 1 and next(iter(seen))[0] == (2, 1024)
@@ -146,7 +147,7 @@ def test_varlen_is_told_the_longest_document_of_the_micro_batch():
                 told.append(limits)
                 return q
 
-            facts = attention.attention_mask("varlen", batch.boundaries, shape, packed, torch.bfloat16, batch.longest)
+            facts = masks.attention_mask("varlen", batch.boundaries, shape, packed, torch.bfloat16, batch.longest)
             attend = attention.make_varlen(kernel)
             attend(torch.nn.Module(), *[torch.zeros(shape[0], 1, shape[1], 8)] * 3, facts, 1.0)
             ((limit, same),) = told
@@ -271,7 +272,7 @@ def test_the_block_mask_is_small():
     """A row of 131,072 tokens: 1,024 blocks squared, not tokens squared."""
     with Sizes() as seen:
         boundaries = torch.arange(0, 131_073, 1024, dtype=torch.int32)
-        mask = attention.attention_mask("flex", boundaries, torch.Size([1, 131_072]), True, torch.bfloat16, 1024)
+        mask = masks.attention_mask("flex", boundaries, torch.Size([1, 131_072]), True, torch.bfloat16, 1024)
     assert seen.largest <= 1025**2
     assert int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) == 128 * (8 * 9 // 2)
 

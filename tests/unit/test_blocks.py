@@ -9,8 +9,9 @@ from test_model import assert_close, gradients, load, micro
 from tiny import config, write_model
 
 from shardbook.model import attention, blocks
-from shardbook.model.attention import KERNELS, attention_mask, rule_on_places
+from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model
+from shardbook.model.masks import attention_mask, number_documents, rule_on_places
 from shardbook.model.parts import at, put
 from shardbook.model.pipeline import _keep, _view, split_stages
 from shardbook.recipe import Parallel
@@ -121,9 +122,9 @@ def test_a_familys_rule_is_asked_of_places_in_documents(rule, packed):
     added = attention_mask("eager", *facts, batch.longest, rule, WINDOW)
     assert torch.equal(added == 0, wanted) and added.dtype == torch.float32
     # planted: places in rows, not in documents
-    numbers = attention.number_documents(batch.boundaries, shape)
+    numbers = number_documents(batch.boundaries, shape)
     alone = torch.tensor([row * shape[1] for row in range(shape[0] + 1)], dtype=torch.int32)
-    of_rows = rule_on_places(rule, alone, attention.number_documents(alone, shape))
+    of_rows = rule_on_places(rule, alone, number_documents(alone, shape))
     assert torch.equal((of_rows & (numbers[:, :, None] == numbers[:, None, :]))[:, None], wanted) is (rule is window)
 
 

@@ -73,7 +73,7 @@ def test_sft_of_each_family(family, packed):
 
 @pytest.mark.parametrize("kernel", ["varlen", "flex"])
 def test_kernels(kernel, monkeypatch):
-    from shardbook.model import attention
+    from shardbook.model import attention, masks
 
     def stands_in(query, key, value, cu_q, cu_k, max_q, max_k, **_):
         return query + 0 * max_q
@@ -83,7 +83,7 @@ def test_kernels(kernel, monkeypatch):
 
     make = {"varlen": lambda: attention.make_varlen(stands_in), "flex": flex}[kernel]
     monkeypatch.setitem(KERNELS, kernel, dataclasses.replace(KERNELS[kernel], make=make))
-    monkeypatch.setattr(attention, "BLOCK", 64)
+    monkeypatch.setattr(masks, "BLOCK", 64)
     run(build_model(config(), "bf16", 7, KERNELS[kernel]), build_objective("sft", Preference()), True, 1)
 
 

@@ -213,13 +213,12 @@ def test_flops_of_a_token():
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        (
-            "gpt2",
-            {},
-            "family 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3, olmo2, smollm3, granite, phi3",
-        ),
+        ("t5", {}, "transformers has no causal LM of the family 't5'"),
+        ("gpt2", {}, "resid_pdrop = 0.1; only 0 is supported"),
+        ("phimoe", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; only 0 is supported"),
+        ("qwen3_moe", {"output_router_logits": True}, "output_router_logits = true; only false is supported"),
+        ("gemma3", {}, "family 'gemma3' has parts beside its text model"),
         ("llama", {"max_position_embeddings": 32}, "data.max_length = 64: .* sees at most 32 tokens"),
-        ("mistral", {"sliding_window": 16}, "data.max_length = 64: .* window of 16 tokens"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights"),
     ],

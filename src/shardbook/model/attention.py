@@ -3,8 +3,7 @@
 Invariant: a token attends to itself and to earlier tokens of its own document, whatever the kernel. Two kernels do only
 that work, and hold nothing of the size of a row squared: `varlen` (FlashAttention between document boundaries) and
 `flex` (the blocks of scores that lie inside documents). `sdpa` takes a dense mask and runs everywhere; `eager` is a
-check of it. Masks and boundaries have the same shape in every micro-batch of packed rows, so that torch.compile makes
-one graph, and one more for each other number of tokens in the longest document.
+check of it. masks.py makes what each kernel is told of a micro-batch.
 """
 
 import importlib
@@ -21,37 +20,50 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from shardbook.model.blocks import current_pass
+from shardbook.model.masks import make_mask
 from shardbook.recipe import RecipeError
 
-BLOCK = 128  # rows, and columns, of scores that `flex` computes or skips together
 AMPERE = (8, 0)  # the compute capability that both kernels need
 
 # transformers' interface: (module, query [B, heads, L, D], key and value [B, fewer heads, L, D], the result of
 # attention_mask, scaling=, ...) -> ([B, L, heads, D], None)
 Attention = Callable[..., tuple[Tensor, None]]
-# transformers' mask functions: (row, head, place of the query, place of the key) -> whether it attends
-Rule = Callable[..., Any]
-CAUSAL: Rule = causal_mask_function
-
 PREFIX = "shardbook_"  # of the names under which transformers knows the kernels
 # arguments of an attention call that every kernel heeds, or that change nothing: the mask has the window
 KNOWN = {"scaling", "dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions"}
 
 
 @dataclass(frozen=True)
+class Demands:
+    """What a family's attention asks of a kernel beyond queries, keys, values and a window or a chunk."""
+
+    told: tuple[str, ...] = ()  # arguments that change its result: sinks, a cap on scores, a bias, chosen keys
+    own: bool = False  # it asks for no kernel, and adds the mask to its own scores
+    dense: bool = False  # only a dense mask says what it hides, or its keys and values have other sizes
+
+    def __str__(self) -> str:
+        said = [*self.told, *["scores of its own"] * self.own, *["a dense mask"] * self.dense]
+        return f" and {', '.join(said)}" if said else ""
+
+
+PLAIN = Demands()
+
+
+@dataclass(frozen=True)
 class KernelContext:
-    """The device, dtype and head size that a kernel is chosen for."""
+    """The device, dtype, head size and demands that a kernel is chosen for."""
 
     device: torch.device
     dtype: torch.dtype  # of queries, keys and values
     head_dim: int
+    demands: Demands = PLAIN
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} with heads of {self.head_dim} on {self.device.type}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} with heads of {self.head_dim}{self.demands} on {self.device.type}"
 
     @property
     def is_ampere(self) -> bool:
@@ -73,10 +85,13 @@ class Kernel:
         return next((words for words, has in self.needs if not has(place)), "")
 
 
-def choose_attention(asked: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> Kernel:
+def choose_attention(
+    asked: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, demands: Demands = PLAIN
+) -> Kernel:
     """Returns the kernel that `model.attention` names; for `auto` the first of KERNELS that can run with `dtype` and
-    the heads of `config` on `device`. Raises RecipeError where the named one cannot run, or the GPU has no bf16."""
-    place = KernelContext(device, dtype, head_size(config))
+    the heads of `config` on `device`, and meets the `demands` of its family. Raises RecipeError where the named one
+    cannot run, or the GPU has no bf16."""
+    place = KernelContext(device, dtype, head_size(config), demands)
     if dtype == torch.bfloat16 and device.type == "cuda" and not place.is_ampere:
         name = torch.cuda.get_device_name(device)
         raise RecipeError(f"precision.params = 'bf16': {name} computes no bf16; set precision.params=fp32")
@@ -91,9 +106,12 @@ def choose_attention(asked: str, config: PreTrainedConfig, device: torch.device,
     return KERNELS[asked]
 
 
-def kernel_on_gpu(asked: str) -> Kernel:
-    """Returns the kernel of `model.attention` on a plan's GPU: varlen, unless one with a dense mask is named."""
-    return KERNELS[asked if asked in ("sdpa", "eager") else "varlen"]
+def kernel_on_gpu(asked: str, demands: Demands = PLAIN) -> Kernel:
+    """Returns the kernel of `model.attention` on a plan's GPU: varlen, unless one with a dense mask is named, or the
+    family's `demands` take one."""
+    if demands.told or demands.own:
+        return KERNELS["eager"]
+    return KERNELS[asked if asked in ("sdpa", "eager") else "sdpa" if demands.dense else "varlen"]
 
 
 def use_attention(config: PreTrainedConfig, kernel: Kernel) -> None:
@@ -126,6 +144,8 @@ class Attend:
         axis = getattr(module, "context", None)
         if axis is not None:
             query, key, value = axis.seq_to_heads(query, key, value)
+        if (chosen := named.pop("indices", None)) is not None:
+            attention_mask = only_chosen(added_mask(attention_mask, query), chosen)
         if self.kernel is not None:
             made, _ = self.kernel(module, query, key, value, attention_mask, **named)
         elif self.is_eager or told_more(named):
@@ -140,6 +160,12 @@ class Attend:
 def told_more(named: dict[str, Any]) -> list[str]:
     """Returns the names of the arguments of an attention call that change its result, and that no kernel here knows."""
     return [name for name, value in named.items() if value is not None and name not in KNOWN]
+
+
+def only_chosen(mask: Tensor, chosen: Tensor) -> Tensor:
+    """Returns a mask to be added to scores that hides the keys that an indexer has not `chosen`, [B, L, n]."""
+    others = torch.ones_like(mask[:, 0], dtype=torch.bool).expand(len(chosen), -1, -1).scatter(-1, chosen.long(), False)
+    return mask.masked_fill(others[:, None], torch.finfo(mask.dtype).min)
 
 
 def added_mask(mask: Tensor | None, query: Tensor) -> Tensor:
@@ -162,96 +188,17 @@ def cached_attention(config: PreTrainedConfig) -> Iterator[None]:
     config._attn_implementation = kernel
 
 
+def heads_of(config: PreTrainedConfig) -> tuple[int, int]:
+    """Returns the numbers of query heads and of key heads of a layer; (1, 1) where a family has no attention."""
+    heads = getattr(config, "num_attention_heads", None) or 1
+    return heads, getattr(config, "num_key_value_heads", None) or heads
+
+
 def head_size(config: PreTrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def make_mask(kernel: str, *, mask_function: Rule = CAUSAL, allow_is_causal_skip: bool = True, **named: Any) -> Any:
-    """Returns what transformers' forward asks for, once for each pattern of its layers: `attention_mask` of the pass
-    that runs now, under the family's own rule `mask_function`; while text is generated, transformers' own mask."""
-    now = current_pass()
-    if now is None:
-        make = ALL_MASK_ATTENTION_FUNCTIONS["eager" if kernel == "eager" else "sdpa"]
-        return make(mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **named)
-    facts = now.boundaries, now.shape, now.packed, named["dtype"], now.longest
-    return attention_mask(kernel, *facts, mask_function, named.get("local_size"), allow_is_causal_skip)
-
-
-def attention_mask(
-    kernel: str,
-    boundaries: Tensor,
-    shape: torch.Size,
-    packed: bool,
-    dtype: torch.dtype,
-    longest: int,
-    rule: Rule = CAUSAL,
-    local: int | None = None,
-    may_skip: bool = True,
-) -> Any:
-    """Returns the mask, or its like, that `kernel` takes for a micro-batch of `shape` [B, L], whose documents lie
-    between `boundaries` [n], int32 offsets into the flat [B * L], and have at most `longest` tokens (see MicroBatch);
-    padding counts as a document. `rule`: which tokens of its document a token attends to, by their places in it;
-    `local`: the window, or chunk, that it has.
-
-    varlen: `boundaries`, `longest` and the window. flex: a BlockMask. sdpa: bool [B, 1, L, L], or None where rows are
-    not `packed`: plain causal rows have a kernel of their own. eager: [B, 1, L, L] of `dtype`, to be added to scores.
-    """
-    if local and local >= longest:  # it hides nothing
-        rule, local = CAUSAL, None
-    if kernel == "varlen":
-        return boundaries, longest
-    if kernel == "flex":
-        return block_mask(number_documents(boundaries, shape))
-    if kernel == "sdpa" and not packed and rule is CAUSAL and may_skip:
-        return None
-    numbers = number_documents(boundaries, shape)
-    if rule is CAUSAL:
-        allowed = torch.ones(shape[1], shape[1], dtype=torch.bool, device=numbers.device).tril()
-    else:
-        allowed = rule_on_places(rule, boundaries, numbers)
-    allowed = (allowed & (numbers[:, :, None] == numbers[:, None, :]))[:, None]
-    if kernel == "sdpa":
-        return allowed
-    # eager attention ADDS the mask to its scores: a boolean one would add 1 where it should forbid
-    return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
-
-
-def rule_on_places(rule: Rule, boundaries: Tensor, numbers: Tensor) -> Tensor:
-    """Returns which tokens, [B, L, L], `rule` lets a token attend to. It is told places in documents, not in rows: a
-    chunk begins with its document."""
-    places = torch.arange(numbers.numel(), dtype=boundaries.dtype, device=numbers.device).view(numbers.shape)
-    places = places - boundaries[numbers]
-    rows = torch.arange(len(numbers), device=numbers.device)[:, None, None]
-    return rule(rows, 0, places[:, :, None], places[:, None, :])
-
-
-def number_documents(boundaries: Tensor, shape: torch.Size) -> Tensor:
-    """Returns the number of each token's document, ascending along a row: int64 [B, L]. No host sync."""
-    places = torch.arange(shape.numel(), dtype=boundaries.dtype, device=boundaries.device)
-    return torch.bucketize(places, boundaries[1:], right=True).view(shape)
-
-
-def block_mask(numbers: Tensor) -> Any:
-    """Returns the BlockMask of documents `numbers` [B, L], L a multiple of BLOCK: the blocks of BLOCK x BLOCK scores
-    that hold a pair of tokens of one document. It is made from the first and last document of each block, in tensors of
-    [B, L / BLOCK, L / BLOCK]; torch's create_block_mask would make [B, L, L] first."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    blocks = numbers.unflatten(1, (-1, BLOCK))
-    first, last = blocks[..., 0], blocks[..., -1]
-    meets = (last[:, None, :] >= first[:, :, None]).tril()  # [B, query block, key block]
-    # blocks without a masked score: one document from the start of the key block to the end of the query block
-    whole = (last[:, :, None] == first[:, None, :]).tril(-1)
-
-    def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns how many key blocks each query block takes, [B, 1, n], and a list of these first, [B, 1, n, n]."""
-        order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        return chosen.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
-
-    def within(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (numbers[row, query] == numbers[row, key])
-
-    return BlockMask.from_kv_blocks(*listed(meets & ~whole), *listed(whole), BLOCK_SIZE=BLOCK, mask_mod=within)
+    """Returns the size of a head, the largest where layers differ."""
+    words = config.to_dict()  # a config whose layers differ raises where it is asked for one size
+    sizes = [words.get("head_dim"), *(each.get("head_dim") for each in (words.get("per_layer_config") or {}).values())]
+    return max((size for size in sizes if size), default=0) or config.hidden_size // heads_of(config)[0]
 
 
 def make_varlen(kernel: Any = None) -> Attention:
@@ -265,7 +212,7 @@ def make_varlen(kernel: Any = None) -> Attention:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, metadata: Any, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
         rows, heads, length, _dim = query.shape
-        boundaries, longest = metadata
+        boundaries, longest, *window = metadata
         shared = heads // key.shape[1]
         if shared > 1 and not grouped:
             key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
@@ -273,7 +220,8 @@ def make_varlen(kernel: Any = None) -> Attention:
         flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
         # the kernel launches as many blocks for each document as for the longest one, and most of them do nothing
         limits = (boundaries, boundaries, longest, longest)
-        out = kernel(*flat, *limits, scale=scaling, window_size=(-1, 0), **more)  # causal, each in its own document
+        seen = (window[0] - 1 if window else -1, 0)  # earlier tokens, and later ones: causal, each in its own document
+        out = kernel(*flat, *limits, scale=scaling, window_size=seen, **more)
         return out.unflatten(0, (rows, length)), None
 
     return attend
@@ -300,6 +248,14 @@ def _has_varlen(place: KernelContext) -> bool:
 
 _AMPERE = ("a CUDA device of compute capability 8.0 or later", lambda place: place.is_ampere)
 _BF16 = ("precision.params=bf16", lambda place: place.dtype == torch.bfloat16)
+_MASKED = (
+    "an attention of queries, keys, values, windows and chunks alone",
+    lambda at: at.demands == PLAIN,
+)
+_CALLED = (
+    "an attention of queries, keys, values and a mask alone",
+    lambda at: not at.demands.told and not at.demands.own,
+)
 # In the order in which `auto` tries them. Source of head sizes: torch's flash_api.cpp, and _inductor/kernel/flex.
 KERNELS = {
     kernel.name: kernel
@@ -312,6 +268,7 @@ KERNELS = {
                 _BF16,
                 ("heads of a multiple of 8, at most 256", lambda at: at.head_dim % 8 == 0 and at.head_dim <= 256),
                 ("a torch that has torch.nn.attention.varlen", _has_varlen),
+                _MASKED,
             ),
             make_varlen,
         ),
@@ -322,10 +279,11 @@ KERNELS = {
                 _AMPERE,
                 ("heads of 16 or more", lambda at: at.head_dim >= 16),
                 ("the package triton", lambda at: importlib.util.find_spec("triton") is not None),
+                _MASKED,
             ),
             make_flex,
         ),
-        Kernel("sdpa", "a dense mask"),
+        Kernel("sdpa", "a dense mask", (_CALLED,)),
         Kernel("eager", "a dense mask"),
     )
 }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
 
-from shardbook.model.attention import KERNELS, Kernel, head_size, use_attention
+from shardbook.model.attention import KERNELS, Kernel, head_size, heads_of, use_attention
 from shardbook.model.blocks import AroundBlock, Blocks, LastBlockDone, Pass, passing
 from shardbook.model.loss_head import LossHead, ScoreHead, TeacherOutput
 from shardbook.model.parts import at, find_finish, take_apart
@@ -54,14 +54,16 @@ class CausalLM(nn.Module):
         self.scores = scores
         self.names = replace(parts.names, head="score") if scores else parts.names
         self.is_tied = parts.is_tied and not scores
-        self.scale_hidden, self.finish = find_finish(parts)
+        self.scale_hidden, finish = find_finish(parts)
         self.add_module(self.names.base, parts.base)
         # After the body: a tied weight then has the embedding's name, as in Hugging Face files.
         if scores:
             self.score = ScoreHead(config.hidden_size, 1, bias=False, device="meta", dtype=dtype)
         else:
-            parts.head.__class__ = LossHead
-            self.add_module(self.names.head, parts.head)
+            head: Any = parts.head
+            head.__class__ = LossHead
+            head.finish = finish
+            self.add_module(self.names.head, head)
         self.register_module("teacher", None)
 
     def tie(self) -> None:
@@ -76,7 +78,8 @@ class CausalLM(nn.Module):
 
     @property
     def head(self) -> Any:
-        return getattr(self, self.names.head)
+        """The head; None where another rank has it. (Not by getattr: a family may name it as this property is.)"""
+        return dict(self.named_children()).get(self.names.head)
 
     @property
     def embedding(self) -> Any:
@@ -132,8 +135,9 @@ class CausalLM(nn.Module):
             return found
         assert self.teacher is not None, "nobody teaches"
         with torch.no_grad():
-            teacher_hidden, weight = self.teacher.head(self.teacher.hidden_states(batch))
-        teacher = TeacherOutput(teacher_hidden, weight, distill.temperature, distill.kd_ratio)
+            teacher_hidden, weight, bias = self.teacher.head(self.teacher.hidden_states(batch))
+        asked = distill.temperature, distill.kd_ratio
+        teacher = TeacherOutput(teacher_hidden, weight, *asked, bias, self.teacher.head.finish)
         found = self.head(self.hidden_states(batch), batch.targets, teacher=teacher)
         return found
 
@@ -167,7 +171,7 @@ class CausalLM(nn.Module):
             use_cache=True,
         ).last_hidden_state[:, -1]
         logits: Tensor = self.head(self.scale_hidden(hidden) if self.scale_hidden else hidden)
-        return self.finish(logits) if self.finish else logits
+        return logits
 
 
 def build_model(
@@ -217,6 +221,13 @@ class Flops:
         return self.per_token * tokens + self.per_pair * pairs
 
 
+def experts_per_token(config: PreTrainedConfig) -> int:
+    """Returns to how many experts a router sends a token; 1 where there is none."""
+    names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+    found = next((value for name in names if (value := getattr(config, name, None))), 1)
+    return max(found) if isinstance(found, list) else int(found)
+
+
 def count_flops(model: CausalLM) -> Flops:
     """Returns the FLOPs of training `model`: 6 for each token and matrix parameter, 4 for a frozen one (it has no
     gradient), and causal attention within documents.
@@ -228,10 +239,14 @@ def count_flops(model: CausalLM) -> Flops:
     if model.flops:
         return model.flops
     config = model.config
-    matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
-    block = count_parameters(matrices)
-    trained = count_parameters(p for p in matrices if p.requires_grad)
+    inside = {p for block in model.blocks for p in block.parameters()}
+    matrices, stacked = [p for p in inside if p.ndim == 2], [p for p in inside if p.ndim == 3]
+    share = experts_per_token(config) / max((len(p) for p in stacked), default=1)  # of the experts that a token reaches
+    block, trained = (
+        count_parameters(p for p in matrices if keep(p)) + int(share * count_parameters(p for p in stacked if keep(p)))
+        for keep in (lambda p: True, lambda p: p.requires_grad)
+    )
     head = count_parameters(model.head.parameters())
     per_token = 4 * (block + head) + 2 * (trained + head * model.head.weight.requires_grad)
-    per_pair = 6 * config.num_hidden_layers * config.num_attention_heads * head_size(config)
+    per_pair = 6 * config.num_hidden_layers * heads_of(config)[0] * head_size(config)
     return Flops(per_token, per_pair, block, trained, count_flops(model.teacher) if model.teacher else None)

@@ -15,6 +15,7 @@ from shardbook.model.attention import KERNELS, Kernel, choose_attention, kernel_
 from shardbook.model.causal_lm import CausalLM, build_model
 from shardbook.model.context import split_rows
 from shardbook.model.pipeline import split_stages
+from shardbook.model.selfcheck import check_family, freeze
 from shardbook.model.teacher import attach_teacher
 from shardbook.model.tensor import apply_tensor_parallel
 from shardbook.parallel.layout import DTYPES, Layout, build_layout
@@ -65,9 +66,27 @@ def lay_out(recipe: Recipe, world: World, config: PreTrainedConfig, teacher: Pre
     """Returns `recipe` (without `auto`) with a model of `config` on `world`, beside a model of the config `teacher`.
     Raises RecipeError where attention, adapters, mesh or tiers do not fit the model, the device or each other."""
     asked, dtype = recipe.model.attention, DTYPES[recipe.precision.params]
-    attention = choose_attention(asked, config, world.device, dtype) if world.device else kernel_on_gpu(asked)
+    demands = check_family(config).demands
+    if world.device:
+        attention = choose_attention(asked, config, world.device, dtype, demands)
+    else:
+        attention = kernel_on_gpu(asked, demands)
     model = build_adapted(recipe, config, attention, teacher, world.rank, world.size)
     return LaidOut(recipe, world, config, teacher, attention, model, layout_of(recipe, model, world))
+
+
+def check_recipe(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Raises RecipeError where `recipe` asks for something that the family of its model's `config` cannot do."""
+    found, said = check_family(config), f"model.path = {recipe.model.path!r}: family {config.model_type!r}"
+    if found.refused:
+        raise RecipeError(f"{said} cannot be trained: {found.refused}")
+    if found.apart and recipe.data.packing:
+        raise RecipeError(f"data.packing = true: family {config.model_type!r}: {found.apart}; set data.packing=false")
+    if recipe.parallel.cp_size > 1 and not found.splits_heads:
+        why = found.apart or f"its attention takes more than heads that ranks can share{found.demands}"
+        raise RecipeError(f"parallel.cp_size = {recipe.parallel.cp_size}: {said} cannot be split: {why}; set it to 1")
+    if recipe.generate.steps and found.apart:
+        raise RecipeError(f"generate.steps: {said} reads the padding before a prompt; leave [generate] out")
 
 
 def layout_of(recipe: Recipe, model: CausalLM, world: World) -> Layout:
@@ -90,7 +109,9 @@ def build_adapted(
     chunk, scores = recipe.train.loss_chunk_tokens, recipe.method == "reward"
     if scores and config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         raise RecipeError(f"method = 'reward': transformers has no classifier of the family {config.model_type!r}")
+    check_recipe(recipe, config)
     model = build_model(config, recipe.at_rest, chunk, attention, scores)
+    freeze(model, check_family(config).unreached)
     if recipe.lora.r:
         apply_lora(model, recipe.lora, DTYPES[recipe.precision.frozen])
     if recipe.model.load_in_4bit:

@@ -14,6 +14,7 @@ from shardbook.parallel.tensor import TensorAxis, gather_plain, local_part
 PRODUCT_ROWS = 32_768  # rows of the head's gradient that one product makes
 # (a chunk's logits, the rows that it has, whether gradients are wanted) -> (losses, gradient of the logits)
 Compare = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]]
+Finish = Callable[[Tensor], Tensor]  # what a family's forward does with its head's logits [n, vocabulary]
 
 
 class TeacherOutput(NamedTuple):
@@ -23,6 +24,8 @@ class TeacherOutput(NamedTuple):
     weight: Tensor  # [teacher's vocabulary, teacher's hidden size]
     temperature: float
     ratio: float  # share of the teacher in the loss (kd_ratio)
+    bias: Tensor | None = None
+    finish: "Finish | None" = None  # of its head's logits
 
 
 class LossHead(nn.Linear):
@@ -33,6 +36,7 @@ class LossHead(nn.Linear):
     """
 
     chunk_tokens: int = 0
+    finish: Finish | None = None
     axis: TensorAxis | None = None  # set where each tensor-parallel rank has a part of the vocabulary
     first: int = 0  # the first token id of this rank's part
 
@@ -45,7 +49,8 @@ class LossHead(nn.Linear):
         log-likelihood and the divergence that it is made of."""
         weight, axis = local_part(self.weight), self.axis
         if targets is None:
-            return F.linear(hidden, weight)
+            logits = F.linear(hidden, weight, self.bias)
+            return self.finish(logits) if self.finish else logits
         rows = self.chunk_tokens or max(1, len(targets))
         compare = partial(score_part, axis, targets - self.first) if axis else partial(score, targets)
         total: Callable[[Tensor], Tensor] | None = torch.sum if summed else None
@@ -53,7 +58,9 @@ class LossHead(nn.Linear):
             divergences = torch.zeros(len(targets), device=hidden.device)
             compare = partial(score_with_teacher, teacher, targets, divergences)
             total = partial(total_with_teacher, teacher, divergences)
-        return _ChunkedLoss.apply(hidden, weight, rows, compare, total, torch.is_grad_enabled())
+        if self.finish:
+            compare = partial(compare_finished, self.finish, compare)
+        return _ChunkedLoss.apply(hidden, weight, self.bias, rows, compare, total, torch.is_grad_enabled())
 
 
 class ScoreHead(nn.Linear):
@@ -78,17 +85,18 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         rows: int,
         compare: Compare,
         total: Callable[[Tensor], Tensor] | None,
         trains: bool,
     ) -> Tensor:
-        wanted = [trains and total is not None and needed for needed in ctx.needs_input_grad[:2]]
-        losses, *ctx.gradients = score_chunks(hidden, weight, rows, wanted, compare)
+        wanted = [trains and total is not None and needed for needed in ctx.needs_input_grad[:3]]
+        losses, *ctx.gradients = score_chunks(hidden, weight, rows, wanted, compare, None, bias)
         ctx.dtype, ctx.again = weight.dtype, None
         if total is not None:
             return total(losses)
-        ctx.save_for_backward(hidden, weight)
+        ctx.save_for_backward(hidden, weight, bias)
         ctx.again = rows, compare  # not with a total: it would keep a teacher's output until backward
         return losses
 
@@ -97,17 +105,18 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if ctx.again:
             rows, compare = ctx.again
-            hidden, weight = ctx.saved_tensors
-            wanted = ctx.needs_input_grad[:2]
-            _, of_hidden, of_weight = score_chunks(hidden, weight, rows, wanted, compare, grad_output)
+            hidden, weight, bias = ctx.saved_tensors
+            wanted = ctx.needs_input_grad[:3]
+            _, *gradients = score_chunks(hidden, weight, rows, wanted, compare, grad_output, bias)
         elif ctx.gradients is None:
             raise RuntimeError("LossHead: this loss went backward already, and its gradients are gone")
         else:
-            (of_hidden, of_weight), ctx.gradients = ctx.gradients, None
-            for gradient in (of_hidden, of_weight):
+            gradients, ctx.gradients = ctx.gradients, None
+            for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(grad_output.flatten()[0])  # of the loss: a teacher's total has metrics after it
-        return of_hidden, of_weight.to(ctx.dtype) if of_weight is not None else None, None, None, None, None
+        of_hidden, *others = gradients
+        return of_hidden, *(None if each is None else each.to(ctx.dtype) for each in others), None, None, None, None
 
 
 def score_chunks(
@@ -117,30 +126,35 @@ def score_chunks(
     wanted: Sequence[bool],
     compare: Compare,
     grad_outputs: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Returns the loss of each target, fp32 [n], by `compare` of the logits of `rows` targets at a time; and, where
-    `wanted`, the gradients of hidden states and of the weight: of the sum of the losses, each times its
+    `wanted`, the gradients of hidden states, of the weight and of the bias: of the sum of the losses, each times its
     `grad_outputs` [n] where given.
 
-    The weight's gradient is added up in fp32: a sum of 64 chunks in bf16 would lose small ones.
+    Gradients of weight and bias are added up in fp32: a sum of 64 chunks in bf16 would lose small ones.
     """
     losses = torch.empty(len(hidden), device=hidden.device)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
-    of_weight = None
+    of_weight = of_bias = None
     if wanted[1]:
         fills = torch.empty if len(hidden) else torch.zeros  # the first chunk writes, the others add
         of_weight = fills(weight.shape, dtype=torch.float32, device=weight.device)
+    if bias is not None and wanted[2]:
+        of_bias = torch.zeros_like(bias, dtype=torch.float32)
     for first in range(0, len(hidden), rows):
         here = slice(first, first + rows)
-        losses[here], grad_logits = compare(F.linear(hidden[here], weight), here, any(wanted))
+        losses[here], grad_logits = compare(F.linear(hidden[here], weight, bias), here, any(wanted))
         if grad_outputs is not None:
             grad_logits *= grad_outputs[here, None]
         if of_hidden is not None:
             torch.mm(grad_logits, weight, out=of_hidden[here])
         if of_weight is not None:
             add_product(of_weight, grad_logits.t(), hidden[here], is_first=not first)
+        if of_bias is not None:
+            of_bias += grad_logits.sum(0, dtype=of_bias.dtype)
         del grad_logits  # else it is in memory beside the next chunk's logits
-    return losses, of_hidden, of_weight
+    return losses, of_hidden, of_weight, of_bias
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
@@ -238,13 +252,31 @@ def score(targets: Tensor, logits: Tensor, here: slice, trains: bool) -> tuple[T
     return scored
 
 
+def compare_finished(
+    finish: Finish, compare: Compare, logits: Tensor, here: slice, trains: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns what `compare` does of a chunk's logits after the family's own `finish`; the gradient is of the logits
+    before it."""
+    with torch.set_grad_enabled(trains):
+        finished = finish(logits.requires_grad_(trains))
+    losses, grad_logits = compare(finished.detach(), here, trains)
+    if trains:
+        (grad_logits,) = torch.autograd.grad(finished, logits, grad_logits)
+    return losses, grad_logits
+
+
 def score_with_teacher(
     teacher: TeacherOutput, targets: Tensor, divergences: Tensor, logits: Tensor, here: slice, trains: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns `score` of the rows `here` beside a teacher, and writes their `divergences`. The logits of both models
     exist for these rows only. Where one vocabulary is padded further than the other, the divergence is over the tokens
     that both have."""
-    teacher_logits = F.linear(teacher.hidden[here], teacher.weight[: logits.shape[1]])
+    both = slice(logits.shape[1])
+    teacher_logits = F.linear(
+        teacher.hidden[here], teacher.weight[both], None if teacher.bias is None else teacher.bias[both]
+    )
+    if teacher.finish:
+        teacher_logits = teacher.finish(teacher_logits)
     compare = run_as_one(score_distilled, logits.is_cuda)
     losses, divergences[here], grad_logits = compare(
         logits, teacher_logits, targets[here], teacher.temperature, teacher.ratio, trains

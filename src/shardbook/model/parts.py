@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shardbook.model.blocks import Blocks
 
@@ -56,8 +57,14 @@ class Parts:
 def take_apart(config: PreTrainedConfig, dtype: torch.dtype) -> Parts:
     """Returns the parts of transformers' causal LM of `config`, with `Blocks` in place of its list of blocks. Raises
     Unfit where it has none."""
+    kernel = config._attn_implementation
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        # some choose classes by the kernel's name, and know only transformers' own
+        whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    config._attn_implementation = kernel
+    for module in whole.modules():
+        if isinstance(inner := getattr(module, "config", None), PreTrainedConfig):
+            inner._attn_implementation = kernel
     children = {child: name for name, child in whole.named_children()}
     base = whole.base_model
     if base is whole:  # where the prefix names no child
@@ -67,9 +74,15 @@ def take_apart(config: PreTrainedConfig, dtype: torch.dtype) -> Parts:
         raise Unfit("its base model or its head is not found")
     inside = {module: name for name, module in base.named_modules()}
     count = config.get_text_config().num_hidden_layers
-    blocks = next((each for each in inside if type(each) is nn.ModuleList and len(each) == count), None)
+    lists = [each for each in inside if type(each) is nn.ModuleList]
+    blocks = next((each for each in lists if len(each) == count), None)
+    if blocks is None:
+        blocks = next((each for each in lists if isinstance(each[0], GradientCheckpointingLayer)), None)
     if blocks is None or embedding not in inside:
         raise Unfit("its blocks or its embedding are not found")
+    own = [parameter for block in blocks for parameter in set(block.parameters())]
+    if len(own) > len(set(own)):
+        raise Unfit("its blocks share parameters")
     plan = list(getattr(config.get_text_config(), "base_model_pp_plan", None) or {})
     norm = plan[-1] if plan and plan[-1] in inside.values() and plan[-1] != inside[blocks] else ""
     put(base, inside[blocks], Blocks(list(blocks)))
@@ -134,6 +147,13 @@ class _Output:
 class _Stub(nn.Module):
     """Stands for a base model, and returns as its last hidden states what it is given as embeddings."""
 
+    def __init__(self, base: nn.Module):
+        super().__init__()
+        vars(self)["of"] = base  # not registered: it is none of its parts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["of"], name)
+
     def forward(self, *_: Any, inputs_embeds: Tensor, **named: Any) -> _Output:
         return _Output(inputs_embeds)
 
@@ -148,7 +168,7 @@ def find_finish(parts: Parts) -> tuple[Change | None, Change | None]:
     """Returns what the family's own forward does with its head's logits: a change of hidden states before the head that
     does the same (a scale: logits are many more numbers), or a change of logits; None for neither."""
     shell = copy_module(parts.whole)
-    setattr(shell, parts.names.base, _Stub())
+    setattr(shell, parts.names.base, _Stub(parts.base))
     setattr(shell, parts.names.head, _SameLogits())
 
     def finish(logits: Tensor) -> Tensor:
@@ -156,7 +176,10 @@ def find_finish(parts: Parts) -> tuple[Change | None, Change | None]:
 
     given = torch.linspace(-3, 40, 32, dtype=torch.float64).view(2, 16)
     with torch.no_grad():
-        made = finish(given).to(given.dtype)
+        try:
+            made = finish(given).to(given.dtype)
+        except Exception as error:
+            raise Unfit(f"what follows its head is not found ({type(error).__name__})") from None
         if torch.equal(made, given):
             return None, None
         factor = (made[0, 0] / given[0, 0]).item()

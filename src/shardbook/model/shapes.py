@@ -31,6 +31,8 @@ def shape_config(path: str, max_length: int, what: str = "model.path") -> PreTra
             config = known["config"]
             if max_length > (longest := config["max_position_embeddings"]):
                 raise RecipeError(f"data.max_length = {max_length}: {path} sees at most {longest} tokens")
+            if config.get("sliding_window") == 0:  # none, for which TOML has no word
+                config = config | {"sliding_window": None}
             return AutoConfig.for_model(known["family"], **config)
     names = [word for name, known in known_shapes().items() for word in (name, *known["ids"])]
     names = [name for name in names if _architecture(name) == _architecture(path)]  # never another one

@@ -14,11 +14,11 @@ from shardbook.parallel.units import FORWARD_ONLY, FREED, HELD
 
 
 class TeacherHead(LossHead):
-    """A head that returns the hidden states and its weight, from which the loss computes teacher logits in chunks. It
-    is called although it computes nothing: the hooks of its unit wait for each module in it."""
+    """A head that returns the hidden states, its weight and its bias, from which the loss computes teacher logits in
+    chunks. It is called although it computes nothing: the hooks of its unit wait for each module in it."""
 
     def forward(self, hidden: Tensor, *_: Any) -> Any:
-        return hidden, self.weight
+        return hidden, self.weight, self.bias
 
 
 def attach_teacher(model: CausalLM, teacher: CausalLM) -> None:

@@ -19,6 +19,7 @@ from shardbook.model.attention import kernel_on_gpu
 from shardbook.model.causal_lm import CausalLM, Flops, count_flops
 from shardbook.model.context import check_heads
 from shardbook.model.laid_out import World, build_adapted, layout_of
+from shardbook.model.selfcheck import check_family
 from shardbook.model.shapes import shape_config
 from shardbook.model.weights import own_parameters
 from shardbook.parallel.layout import Layout
@@ -148,7 +149,8 @@ class Planner:
         if key not in self.cut:
             own = self.recipe.parallel.model_copy(update={"tp_size": parallel.tp_size, **pipeline_settings(parallel)})
             recipe, inside = self.recipe.model_copy(update={"parallel": own}), own.row_ranks
-            place = kernel_on_gpu(recipe.model.attention), self.teacher, stage * inside, own.pp_size * inside
+            demands = check_family(self.config).demands
+            place = kernel_on_gpu(recipe.model.attention, demands), self.teacher, stage * inside, own.pp_size * inside
             self.cut[key] = build_adapted(recipe, self.config, *place)
         return self.cut[key]
 
@@ -324,5 +326,6 @@ def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> P
     teacher = shape_config(path, longest, "distill.teacher") if path else None
     alone = recipe.parallel.model_copy(update=pipeline_settings(Parallel()))
     whole = recipe.model_copy(update={"parallel": alone})
-    model = build_adapted(whole, config, kernel_on_gpu(recipe.model.attention), teacher)
+    attention = kernel_on_gpu(recipe.model.attention, check_family(config).demands)
+    model = build_adapted(whole, config, attention, teacher)
     return Planner(recipe, config, model, min(document_tokens, longest), teacher)

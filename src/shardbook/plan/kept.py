@@ -8,15 +8,36 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from shardbook.memory.activation import is_low_rank
-from shardbook.model.attention import head_size
+from shardbook.model.attention import head_size, heads_of
 from shardbook.model.context import partition_heads
-from shardbook.model.families import FAMILIES, Family
 from shardbook.model.loss_head import PRODUCT_ROWS
 from shardbook.model.tensor import heads_of_rank
 from shardbook.parallel.tensor import TensorAxis
 from shardbook.recipe import Lora
 
 FP32 = 4
+
+
+@dataclass(frozen=True)
+class Family:
+    """The facts of a transformers architecture that its config does not have: how queries and keys are normalised, and
+    which matrices are fused."""
+
+    head_norms: bool = False  # queries and keys are normalised, each head by itself
+    wide_norms: bool = False  # queries and keys are normalised over all heads; a block's norms come after, not before
+    fused: bool = False  # one matrix makes queries, keys and values, another gate and up
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(head_norms=True),
+    "olmo2": Family(wide_norms=True),
+    "smollm3": Family(),
+    "granite": Family(),
+    "phi3": Family(fused=True),
+}
 
 
 @dataclass(frozen=True)
@@ -36,8 +57,8 @@ class Widths:
 
 def read_widths(config: PreTrainedConfig, tp_size: int = 1, context: int = 1) -> Widths:
     """Returns the widths on the rank with most heads; `tp_size` ranks share a block, `context` ranks its rows."""
-    heads, key_heads, size = config.num_attention_heads, config.num_key_value_heads, head_size(config)
-    family, inner = FAMILIES[config.model_type], config.intermediate_size // tp_size
+    (heads, key_heads), size = heads_of(config), head_size(config)
+    family, inner = FAMILIES.get(config.model_type, Family()), _inner_size(config) // tp_size
     if tp_size > 1:
         shares = [heads_of_rank(heads, key_heads, TensorAxis(tp_size, place)) for place in range(tp_size)]
         heads, key_heads = (max(map(len, each)) for each in zip(*shares, strict=True))
@@ -48,6 +69,11 @@ def read_widths(config: PreTrainedConfig, tp_size: int = 1, context: int = 1) ->
     return Widths(
         config.hidden_size, heads * size, key_heads * size, inner, heads, key_heads, family, tp_size, attended
     )
+
+
+def _inner_size(config: PreTrainedConfig) -> int:
+    found = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    return max(found) if isinstance(found, list) else int(found)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from shardbook.comm.ledger import Traffic
@@ -22,6 +23,7 @@ from shardbook.model.causal_lm import Flops, count_flops
 from shardbook.model.families import load_config
 from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
 from shardbook.model.laid_out import LaidOut, World, lay_out
+from shardbook.model.selfcheck import check_family, remember
 from shardbook.objectives import Objective, build_objective
 from shardbook.optim import check_optimizer
 from shardbook.plan.change import NONE_FITS, smallest_change
@@ -29,6 +31,7 @@ from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
 from shardbook.plan.hardware import HOST_ROOM
 from shardbook.plan.peak import GB, Peak, predict_fullest, predict_peak
 from shardbook.plan.speed import predict_perf_metrics
+from shardbook.ranks.distributed import broadcast_from_main
 from shardbook.recipe import Recipe, RecipeError, resolve_precision, with_settings
 from shardbook.run.prompts import Prompts, build_prompts
 from shardbook.run.teacher import load_teacher
@@ -67,6 +70,9 @@ def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> 
     check_optimizer(recipe.optim, world.device_type)
     with in_turn():
         config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
+    if dist.is_initialized():  # a second on one rank, not on each
+        remember(config, broadcast_from_main(lambda: check_family(config)))
+    with in_turn():
         teacher = load_teacher(recipe)
     return lay_out(recipe, world, config, teacher)
 

@@ -1,0 +1,258 @@
+"""Self-check: what can be said of a config's family, found by running a small model of it, on the host, in a second.
+
+Invariant: it compares our forward and backward of packed rows with transformers' own forward of each document alone, so
+it names no family. It needs no weights, no GPU and no process group.
+"""
+
+import json
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
+
+from shardbook.model import attention
+from shardbook.model.causal_lm import CausalLM, materialize
+from shardbook.model.masks import make_mask, read_rule
+from shardbook.model.parts import Unfit
+from shardbook.model.shrink import VOCABULARY, shrink_config
+from shardbook.parallel.batch import Batch
+from shardbook.recipe import RecipeError, first_line
+
+TOLERANCE = 1e-5  # of the loss, and of gradients over the norm of the whole; the smallest leak that was seen is 2e-5
+MOST = 4_000_000  # parameters of a small model: a text tower has some 100,000
+LENGTH = 16  # of a row
+DOCUMENTS = ((5, 2, 9), (11, 3))  # lengths in each row; windows and chunks of the small model have 4
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of a config's family."""
+
+    refused: str = ""  # the reason why it cannot be trained
+    apart: str = ""  # the reason why documents must not share rows
+    demands: attention.Demands = attention.PLAIN
+    splits_heads: bool = True  # every layer has as many heads as the config says, so that ranks can share them
+    unreached: tuple[str, ...] = ()  # parameters that get no gradient, `*` for any number in a name
+
+    @property
+    def kind(self) -> str:
+        return "refused" if self.refused else "rows" if self.apart else "packed"
+
+
+def check_family(config: PreTrainedConfig) -> Verdict:
+    """Returns what is found of the family of `config`."""
+    words = _words(config)
+    if words not in _KNOWN:
+        _KNOWN[words] = _check(config)
+    return _KNOWN[words]
+
+
+_KNOWN: dict[str, Verdict] = {}  # by all that a config says
+
+
+def _words(config: PreTrainedConfig) -> str:
+    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+
+
+def _check(config: PreTrainedConfig) -> Verdict:
+    shown = logging.get_verbosity()
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.set_verbosity_error()  # what transformers remarks of small widths is not of the user's config
+        torch.manual_seed(0)
+        try:
+            try:
+                small = shrink_config(config)
+            except Exception as error:
+                raise Unfit(f"its config cannot be made small ({said(error)})") from None
+            return compare_with_transformers(small)
+        except Unfit as reason:
+            return Verdict(refused=str(reason))
+        finally:
+            logging.set_verbosity(shown)
+
+
+def remember(config: PreTrainedConfig, verdict: Verdict) -> None:
+    """Notes what another process found of the family of `config`, so that this one need not ask."""
+    _KNOWN[_words(config)] = verdict
+
+
+def freeze(model: nn.Module, kinds: Sequence[str]) -> None:
+    """Freezes the parameters of these `kinds` of names. Plain training leaves them as they are, for they have no
+    gradient; under a stage they would have zeros, and an optimizer would decay them."""
+    for name, parameter in model.named_parameters():
+        if kind_of(name) in kinds:
+            parameter.requires_grad_(False)
+
+
+def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
+    """Returns what is found of the small config of a family. Raises Unfit."""
+    rows = [[torch.randint(3, VOCABULARY, (length,)) for length in row] for row in DOCUMENTS]
+    documents = [document for row in rows for document in row]
+    try:
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(small).parameters())
+        if size > MOST:
+            raise Unfit(f"its small model has {size:,} parameters, for it has parts beside the text")
+        theirs = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager")
+        with torch.no_grad():
+            theirs.eval()
+            for parameter in theirs.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        losses = [of_document(theirs(input_ids=each[None], use_cache=False).logits[0], each) for each in documents]
+        wanted = gradients_of(theirs, torch.stack(losses).sum())
+        with torch.no_grad():
+            longest = max(documents, key=len)
+            both = [theirs(input_ids=each[None], use_cache=False).logits[0] for each in (longest, longest[:-2])]
+        if (both[0][:-2] - both[1]).abs().max() > 1e-3 * both[1].abs().max():
+            raise Unfit("its tokens see later ones, so it is no causal language model")
+    except Unfit:
+        raise
+    except Exception as error:
+        raise Unfit(f"transformers runs no small model of it ({said(error)})") from None
+    has_kernels = "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(theirs).__module__])
+    config = type(small).from_dict(small.to_dict())
+    attention.use_attention(config, attention.KERNELS["sdpa" if has_kernels else "eager"])
+    try:
+        ours = CausalLM(config, torch.float32)
+        materialize(ours, torch.device("cpu"))
+        ours.eval().load_state_dict(theirs.state_dict())
+    except (KeyError, RuntimeError) as error:
+        raise Unfit(f"its parts have other names ({said(error)})") from None
+    listening = Listening(None, not has_kernels)
+    ALL_ATTENTION_FUNCTIONS.register(config._attn_implementation, listening)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(config._attn_implementation, listening.make_mask)
+    order = list[int]()
+
+    def around(number: int, hidden: Tensor) -> Any:
+        order.append(number)
+        return nullcontext()
+
+    ours.around_block = around
+    found = list[str]()
+    for packed in (True, False):
+        order.clear()
+        try:
+            made = gradients_of(
+                ours, ours(batch_of(rows if packed else [[each] for each in documents], packed), summed=True)
+            )
+        except Unfit:
+            raise
+        except Exception as error:
+            found.append(said(error))
+            continue
+        if order != list(range(len(ours.all_blocks))):
+            raise Unfit("its blocks do not run once each, in their order")
+        loss, gradient = differences(made, wanted)
+        if max(loss, gradient) < TOLERANCE:
+            found.append("")
+            break
+        found.append(f"loss off by {loss:.0e}, gradients by {gradient:.0e}")
+    if found[-1]:
+        raise Unfit(f"a document alone is not what transformers computes ({found[-1]})")
+    apart = f"documents of a packed row see each other ({found[0]})" if found[0] else ""
+    demands = attention.Demands(tuple(sorted(listening.told)), not has_kernels, listening.is_dense)
+    text = config.get_text_config()
+    splits = demands == attention.PLAIN and not apart and listening.heads == {attention.heads_of(text)}
+    return Verdict("", apart, demands, splits, unreached(wanted[1]))
+
+
+class Listening(attention.Attend):
+    """An Attend that notes what it is asked for."""
+
+    def __init__(self, kernel: Any, is_eager: bool):
+        super().__init__(kernel, is_eager)
+        self.told, self.heads, self.masks = set[str](), set[tuple[int, int]](), list[Any]()
+        self.is_dense = False
+
+    def make_mask(self, **named: Any) -> Any:
+        """Makes a mask as attention.py does, and notes it."""
+        try:
+            read_rule(named["mask_function"])
+        except RecipeError:
+            self.is_dense = True
+        self.masks.append(make_mask("eager" if self.is_eager else "sdpa", **named))
+        return self.masks[-1]
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **named: Any
+    ) -> tuple[Tensor, None]:
+        self.told.update(attention.told_more(named))
+        self.heads.add((query.shape[1], key.shape[1]))
+        is_handed_on = any(attention_mask is mask for mask in self.masks)
+        self.is_dense |= not is_handed_on or not query.shape[-1] == key.shape[-1] == value.shape[-1]
+        return super().__call__(module, query, key, value, attention_mask, **named)
+
+
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def of_document(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum")
+
+
+Found = tuple[Tensor, dict[str, Tensor | None]]
+
+
+def gradients_of(model: nn.Module, loss: Tensor) -> Found:
+    """Returns a loss and its gradients by name."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    none = {name: None for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return loss.detach(), none | dict(zip(named, found, strict=True))
+
+
+def differences(made: Found, wanted: Found) -> tuple[float, float]:
+    """Returns how far a loss is off, relatively, and the largest difference of a gradient over the norm of them all."""
+    loss = abs((made[0] / wanted[0] - 1).item())
+    whole = torch.stack([g.norm() for g in wanted[1].values() if g is not None]).norm()
+    worst = 0.0
+    for name, gradient in wanted[1].items():
+        pair = [torch.zeros(()) if g is None else g for g in (gradient, made[1][name])]
+        worst = max(worst, ((pair[1] - pair[0]).norm() / whole).item())
+    return (loss, worst) if loss == loss and worst == worst else (1.0, 1.0)
+
+
+def kind_of(name: str) -> str:
+    """Returns a parameter's name with `*` for each number in it."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def unreached(gradients: dict[str, Tensor | None]) -> tuple[str, ...]:
+    """Returns the names, `*` for any number in them, of parameters none of which gets a gradient."""
+    kinds: dict[str, bool] = {}
+    for name, gradient in gradients.items():
+        kinds[kind_of(name)] = kinds.get(kind_of(name), False) or gradient is not None
+    return tuple(kind for kind, is_reached in kinds.items() if not is_reached)
+
+
+def batch_of(rows: Sequence[Sequence[Tensor]], packed: bool) -> Batch:
+    """Returns a micro-batch of documents in rows of LENGTH."""
+    shape = (len(rows), LENGTH)
+    ids, places, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+    starts = []
+    for number, row in enumerate(rows):
+        at = 0
+        for document in row:
+            here = slice(at, at + len(document))
+            ids[number, here], places[number, here] = document, torch.arange(len(document))
+            targets[number, at : at + len(document) - 1] = document[1:]
+            starts.append(number * LENGTH + at)
+            at += len(document)
+        if at < LENGTH:
+            starts.append(number * LENGTH + at)
+    boundaries = torch.tensor([*starts, ids.numel()], dtype=torch.int32)
+    positions = targets.flatten().nonzero().flatten()
+    return Batch(ids, places, boundaries, positions, targets.flatten()[positions], packed, LENGTH)

@@ -1,0 +1,103 @@
+"""The list of every causal language model of transformers: what the self-check says of each, as data and as a page.
+
+`make families` writes docs/families.json and docs/families.md; tests/unit/test_families_page.py holds them.
+"""
+
+import json
+import warnings
+from pathlib import Path
+
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
+
+from shardbook.model.families import is_text_alone
+from shardbook.model.selfcheck import check_family
+from shardbook.model.shrink import shrink_config
+
+ROOT = Path(__file__).parents[1]
+DATA, PAGE = ROOT / "docs" / "families.json", ROOT / "docs" / "families.md"
+HEADS = {"head_dim": 128}
+ROTATION = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
+# What a class's own defaults leave out, though every released model has it.
+RELEASED = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {"rope_parameters": ROTATION},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "granitemoehybrid": {"layer_types": (["mamba"] * 3 + ["attention"]) * 8},
+    "hunyuan_v1_dense": HEADS,
+    "hunyuan_v1_moe": HEADS,
+    "lfm2": {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "num_hidden_layers": 16},
+    "lfm2_moe": {"layer_types": (["conv"] * 2 + ["full_attention"]) * 10 + ["conv"] * 2},
+    "ministral": HEADS,
+    "mistral": {"sliding_window": 4096},
+    "gemma2": {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+    "cohere2": {"logit_scale": 0.0625},
+    "granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0},
+    "nemotron": {"num_key_value_heads": 8},
+}
+KINDS = {
+    "packed": "exact on packed rows",
+    "rows": "trained with `data.packing=false`, one document a row",
+    "refused": "refused",
+}
+
+
+def released_config(family: str) -> PreTrainedConfig:
+    return AutoConfig.for_model(family, **RELEASED.get(family, {}))
+
+
+def small_config(family: str) -> PreTrainedConfig:
+    """The config of a tiny model of a family, as the self-check makes it."""
+    return shrink_config(released_config(family))
+
+
+def ask_all() -> dict[str, dict]:
+    """What the self-check says of each type, by its name."""
+    found = {}
+    for family in sorted(MODELS):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                config = released_config(family)
+            except Exception as error:
+                found[family] = {"kind": "refused", "why": f"it has no config of its own ({type(error).__name__})"}
+                continue
+            if not is_text_alone(config):
+                found[family] = {"kind": "refused", "why": "it has parts beside its text model"}
+                continue
+            said = check_family(config)
+        of = {"kind": said.kind, "why": (said.refused or said.apart).partition(" (")[0]}
+        of |= {"kernels": str(said.demands).removeprefix(" and "), "frozen": len(said.unreached)}
+        found[family] = {name: value for name, value in of.items() if value}
+    return found
+
+
+def write_page(found: dict[str, dict]) -> str:
+    """The page of what was found."""
+    lines = [
+        "# Families",
+        "",
+        "Every causal language model of transformers is asked, none is listed in code: before a run a small model of",
+        "the very config is compared with transformers' own forward of each document alone (widths are made small,",
+        "switches never). `make families` asks all types with the defaults of their configs; a test holds this page.",
+        f"This one was made with transformers {transformers.__version__}.",
+    ]
+    for kind, words in KINDS.items():
+        own = {family: said for family, said in found.items() if said["kind"] == kind}
+        lines += ["", f"## {len(own)} {words}", "", "| type | remarks |", "|---|---|"]
+        for family, said in own.items():
+            remarks = [said[name] for name in ("why",) if name in said]
+            if kernels := said.get("kernels"):
+                remarks.append(f"attention by a dense mask: it takes {kernels}")
+            if frozen := said.get("frozen"):
+                remarks.append(f"{frozen} kinds of parameters get no gradient, and are frozen")
+            lines.append(f"| {family} | {'; '.join(remarks)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    everything = ask_all()
+    DATA.write_text(json.dumps(everything, indent=1) + "\n")
+    PAGE.write_text(write_page(everything))
