@@ -172,6 +172,8 @@ $(RUN): pyproject.toml constraints.txt
 $(DEV): $(RUN)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps --upgrade --target $(BIN)/../8bit torchao
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps --upgrade --target $(BIN)/../machines skypilot \
+		kubeflow-trainer-api jsonschema jsonschema-specifications referencing rpds-py attrs
 	@touch $@
 
 # In a folder of its own: what can be imported transformers imports, in every run. DeepSpeed's setup imports torch, so it is
