@@ -36,6 +36,7 @@ def main(words: list[str] | None = None) -> int:
     add("--nodes", type=int, default=1, help="machines that start this command, each once (default: 1)")
     add("--node-rank", type=int, default=0, help="which of them this is, from 0 (default: 0)")
     add("--head", default="", help="the first machine, host or host:port (default port: 29500)")
+    add("--max-restarts", type=int, default=0, help="times that ranks are started again after a failure (default: 0)")
     add("--dry-run", action="store_true", help="check it at --nproc x --nodes ranks, and allocate nothing")
     compare = commands.add_parser("compare", help="the same recipe under several stages, and a page that compares them")
     add = compare.add_argument
@@ -94,7 +95,8 @@ def main(words: list[str] | None = None) -> int:
         match asked.command:
             case "train":
                 nodes = (asked.nodes, asked.node_rank, asked.head)
-                return run_train(asked.recipe, asked.overrides + rest, asked.nproc, nodes, asked.dry_run)
+                words = asked.overrides + rest
+                return run_train(asked.recipe, words, asked.nproc, nodes, asked.dry_run, asked.max_restarts)
             case "compare":
                 return run_compare(asked.recipe, asked.overrides + rest, asked.stages, asked.nproc, asked.publish)
             case "plan":
@@ -119,14 +121,24 @@ def main(words: list[str] | None = None) -> int:
 
 
 def run_train(
-    name: str, overrides: list[str], nproc: int | None, node: tuple[int, int, str] = (1, 0, ""), is_dry: bool = False
+    name: str,
+    overrides: list[str],
+    nproc: int | None,
+    node: tuple[int, int, str] = (1, 0, ""),
+    is_dry: bool = False,
+    restarts: int = 0,
 ) -> int:
+    if restarts < 0:
+        raise RecipeError(f"--max-restarts {restarts}: must be at least 0")
+    if restarts and node[0] > 1:
+        said = "machines do not agree on when to start again; leave it out, or start with torchrun --max-restarts"
+        raise RecipeError(f"--max-restarts {restarts} with --nodes {node[0]}: {said}")
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)  # refused here before a process is started
     from shardbook.run.files import check_files
 
     check_files(recipe)  # and before torch is imported
-    from shardbook.ranks.launch import Nodes, launch_ranks
+    from shardbook.ranks.launch import Nodes, Restarts, launch_ranks
     from shardbook.ranks.machine import choose_nproc
 
     if is_dry:
@@ -141,7 +153,15 @@ def run_train(
         from shardbook.run.rehearsal import check_memory
 
         check_memory(recipe, path, nodes.count)
-    return launch_ranks(choose_nproc(recipe.parallel, nproc, nodes.count), [str(path), *overrides], nodes)
+    nproc, words = choose_nproc(recipe.parallel, nproc, nodes.count), [str(path), *overrides]
+    if not restarts:
+        return launch_ranks(nproc, words, nodes)
+    from shardbook.run.directory import name_run, newest_step
+
+    own = name_run(recipe.run, path)  # fixed here: a name with the time would be another one after a restart
+    return launch_ranks(
+        nproc, [*words, f"run.name={own}"], nodes, Restarts(restarts, lambda: newest_step(recipe.run, own))
+    )
 
 
 def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None, publishes: bool) -> int:

@@ -278,6 +278,37 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_continues_bitwise(first
     assert losses(recipe.parent / "killed")[:5] == losses(first[0])
 
 
+LAUNCHERS = {
+    "shardbook": [BIN / "shardbook", "train", "--max-restarts", "3"],
+    "torchrun": [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3"),
+        *("--standalone", "-m", "shardbook.train"),
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_run_whose_ranks_are_killed_twice_ends_as_the_straight_one(first, recipe, launcher):
+    """Either rank, once before and once after a checkpoint; the launcher starts them again by itself."""
+    words = [recipe, f"run.name=again-{launcher}", "train.save_steps=2", "train.steps=11", "run.report_to=none"]
+    straight = shardbook("train", *map(str, words), f"run.name=straight-{launcher}")
+    assert straight.returncode == 0, straight.stderr
+    process = subprocess.Popen(
+        [*LAUNCHERS[launcher], *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    children, kills = Path(f"/proc/{process.pid}/task/{process.pid}/children"), {"step 3/": 1, "step 8/": 0}
+    for line in process.stdout:
+        if (at := line[: len("step 3/")]) in kills:
+            os.kill(int(children.read_text().split()[kills.pop(at)]), signal.SIGKILL)
+    assert process.wait(60) == 0 and not kills, process.stderr.read()
+    runs = [metrics(recipe.parent / f"{name}-{launcher}") for name in ("again", "straight")]
+    again, straight = (
+        [(row["step"], row.get("train/loss"), row.get("train/grad_norm")) for row in run] for run in runs
+    )
+    assert again == straight and len(again) == 12
+
+
 def on_two_nodes(recipe, name, *words, stop=None, signum=signal.SIGTERM):
     """`shardbook train` as two machines would start it, one rank each. `stop`: the node whose launcher gets `signum`
     once the third step is logged. Returns exit codes and standard errors."""

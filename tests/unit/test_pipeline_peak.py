@@ -77,24 +77,30 @@ def bytes_of_stage(words, stage):
 
 FEW = f"train.gradient_accumulation_steps={RANKS}"  # as many as are ever in flight, where each passes a rank once
 CASES = [
-    (("parallel.stage=zero1", "activation.checkpointing=none", FEW), 0.01),
-    (("parallel.stage=zero2", "activation.checkpointing=full", FEW), 0.02),
-    (("parallel.stage=zero3", "activation.checkpointing=full", FEW), 0.02),
-    (("parallel.stage=zero2", "activation.checkpointing=none", *INTERLEAVED), 0.02),
-    (("parallel.stage=zero1", "activation.checkpointing=full", *INTERLEAVED), 0.02),
-    (("parallel.stage=zero3", "activation.checkpointing=full", *INTERLEAVED), 0.08),  # more than it takes
-    (("parallel.stage=zero1", "activation.checkpointing=full", "parallel.pipeline_schedule=gpipe", FEW), 0.05),
-    (("parallel.stage=zero3", "activation.checkpointing=none", "parallel.pipeline_schedule=gpipe", FEW), 0.02),
+    ("parallel.stage=zero1", "activation.checkpointing=none", FEW),
+    ("parallel.stage=zero2", "activation.checkpointing=full", FEW),
+    ("parallel.stage=zero3", "activation.checkpointing=full", FEW),
+    ("parallel.stage=zero2", "activation.checkpointing=none", *INTERLEAVED),
+    ("parallel.stage=zero1", "activation.checkpointing=full", *INTERLEAVED),
+    ("parallel.stage=zero3", "activation.checkpointing=full", *INTERLEAVED),
+    ("parallel.stage=zero1", "activation.checkpointing=full", "parallel.pipeline_schedule=gpipe", FEW),
+    ("parallel.stage=zero3", "activation.checkpointing=none", "parallel.pipeline_schedule=gpipe", FEW),
+    (
+        "parallel.stage=zero1",
+        "activation.checkpointing=full",
+        FEW,
+        *INTERLEAVED,
+    ),  # a chunk waits for its first backward
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "tolerance"), CASES)
-def test_stages_take_what_the_formula_says(words, tolerance):
+@pytest.mark.parametrize("words", CASES, ids=str)
+def test_stages_take_what_the_plan_says(words):
     with ProcessPoolExecutor(1, mp_context=forks()) as apart:
         for stage in (0, 1, RANKS - 1):
             peak, formula = apart.submit(bytes_of_stage, words, stage).result(240)
-            assert formula / peak == pytest.approx(1, abs=tolerance), (stage, formula / 1e9, peak / 1e9)
+            assert formula / peak == pytest.approx(1, abs=0.01), (stage, formula / 1e9, peak / 1e9)
 
 
 def test_a_plan_is_of_the_fullest_stage_and_the_slowest():

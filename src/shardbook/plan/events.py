@@ -39,8 +39,7 @@ class Event(NamedTuple):
     sends: Sends = ()
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """The events of one micro-batch's forward, or backward, through one chunk of layers."""
 
     action: Action

@@ -15,8 +15,8 @@ from shardbook.memory.shelf import shelf_sizes, step_bytes
 from shardbook.optim import state_bytes
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import rank_along
-from shardbook.parallel.units import Unit, backward_order, shard_rows
-from shardbook.plan.events import count_traffic, step_events
+from shardbook.parallel.units import shard_rows
+from shardbook.plan.events import count_traffic, step_events, step_passes
 from shardbook.recipe import Stage
 
 
@@ -105,21 +105,10 @@ def predict_memory_metrics(layout: Layout, optimizer_name: str, peak: dict[str, 
 def predict_gathered_peak(layout: Layout) -> int:
     """Returns the most bytes of gathered parameters that exist at once: units never freed inside a pass, the running
     unit, and units that are prefetched ahead of it. (A gather in flight also holds its output buffer, not counted.)"""
-    if layout.copies:  # nothing is gathered: the whole model in the dtype of compute, or as it is at rest
-        compute = layout.dtype("params").itemsize
-        return sum(unit.cast_numel(compute) for unit in layout.units) * compute
-    kept = {unit for unit in layout.units if unit.spans or not unit.frees}
-
-    sizes = {id(unit): unit.padded_numel(layout.shards) for unit in layout.units}
-
-    def size(live: set[Unit]) -> int:
-        return sum(sizes[id(unit)] for unit in live) * layout.dtype("params").itemsize
-
-    peak = size(kept)
-    order = [unit for unit in layout.units if not unit.spans]
-    back = [unit for unit in backward_order(order) if unit.read_in_backward]
-    for run, ahead in ((order, layout.forward_prefetch), (back, layout.backward_prefetch)):
-        for number, running in enumerate(run):
-            around = {unit for unit in run if running.modules[0] in unit.inside}  # itself too
-            peak = max(peak, size(kept | around | set(run[number : number + 1 + ahead])))
-    return peak
+    compute, now, most = layout.dtype("params").itemsize, 0, 0
+    for event in (event for each in step_passes(layout, 2 * layout.pipeline.ranks) for event in each.events):
+        if event.unit and event.what in ("gather", "free"):
+            unit, sign = event.unit, 1 if event.what == "gather" else -1
+            now += sign * (unit.cast_numel(compute) if layout.copies else unit.padded_numel(layout.shards))
+            most = max(most, now)
+    return most * compute

@@ -6,22 +6,21 @@ and tests hold the two together. Sources of the counts: tensors that autograd sa
 fully_shard holds; Korthikanti et al., arXiv 2205.05198, section 4, for the idea.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from itertools import compress
-from math import prod
 
 from transformers import PreTrainedConfig
 
 from shardbook.arithmetic import ceil_div
-from shardbook.memory.shelf import STAGINGS, fetched_bytes
+from shardbook.memory.shelf import fetched_bytes
 from shardbook.model.attention import head_size, kernel_of
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import Pipeline
 from shardbook.parallel.units import Unit, backward_order
+from shardbook.plan.events import step_passes
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual, predict_secondary
 from shardbook.plan.kept import FP32, kept_by_a_block, loss_bytes, read_adapted, read_widths
+from shardbook.plan.live import CopiedBytes, ShardedBytes
 from shardbook.recipe import Recipe
 
 GB = 10**9
@@ -68,19 +67,6 @@ class BlockBytes:
         """Returns the bytes that a pass holds until its backward, while others run; in gpipe the loss's too."""
         waits = pipeline.has_last_stage and pipeline.schedule == "gpipe"
         return self.held + self.before_blocks + self.passing + self.loss_kept * waits
-
-
-@cache
-def most_in_flight(pipeline: Pipeline, micros: int, micro: int, is_forward: bool) -> int:
-    """Returns the most passes that hold activations while a micro-batch runs forward, or backward, through a chunk of
-    layers: its own, and the passes whose backward is still to run."""
-    flying = most = 0
-    for action in pipeline.actions(micros):
-        flying += action.is_forward
-        if action.micro == micro and action.is_forward == is_forward:
-            most = max(most, flying)
-        flying -= not action.is_forward
-    return most
 
 
 def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> BlockBytes:
@@ -153,150 +139,81 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Bloc
     )
 
 
-class _Sharded:
-    """Counts a rank's bytes of parameters and gradients where fully_shard gathers and reduces units."""
-
-    def __init__(self, layout: Layout, micros: int):
-        self.layout, self.micros = layout, micros
-        self.order = [unit for unit in layout.units if unit.numel]
-        self.spanning = [unit for unit in self.order if unit.spans and not unit.forward_only]
-        self.back = [unit for unit in backward_order(self.order) if not unit.spans]
-        self.compute, self.reduce = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
-        self.master = layout.dtype("master").itemsize
-        self.is_away = layout.offload.optimizer != "none"
-        # what is reduced, on the device: across replicas it waits there in fully_shard's own buffers
-        self.stays = not self.is_away or layout.replicas > 1
-        self.fetched = fetched_bytes(layout)
-        self.sizes = {unit: [unit.padded_numel(layout.shards, only) for only in (False, True)] for unit in self.order}
-
-    def at(self, micro: int, phase: str, running: Unit, done: Sequence[Unit]) -> tuple[int, int, int, int]:
-        """Returns the bytes of sums, of gathered parameters, of buffers, and of gradients of `running` that are not
-        summed yet, in micro-batch `micro`. `phase`: forward, backward, backward done (all its gradients are there) or
-        reduction of `running`; the backward of the units in `done` is over."""
-        layout, is_last = self.layout, micro == self.micros - 1
-        reduces, is_forward = layout.stage.syncs(is_last), phase == "forward"
-        kept = {unit for unit in self.order if unit.spans or not unit.frees}
-        if is_last:
-            kept -= set(done)
-        gathered = kept | {running}
-        if phase == "reduction" and (running.frees or is_last):
-            gathered.remove(running)
-        if is_forward:  # fully_shard holds the last gather's output until the next one
-            last = [unit for unit in self.order if not unit.spans and (unit.frees or not micro)][-1:]
-        else:
-            after = self.back.index(running) + 1 if running in self.back else len(self.back)
-            ahead = self.back[after : after + layout.backward_prefetch]
-            last = [unit for unit in ahead if unit.frees and unit.gathers_again]
-        reducing = [running] if phase == "reduction" else [] if is_forward else list(done[-1:])
-        buffers = (
-            self._whole(last) * self.compute * (layout.shards > 1) + self._whole(reducing, True) * self.reduce * reduces
-        )
-        buffers += self.fetched
-        own = self._whole([running], True) * self.compute * (phase in ("backward done", "reduction"))
-        is_alone = layout.shards == 1 < layout.tp_size and phase == "reduction" and reduces
-        if is_alone:  # copied once more, when its own are gone
-            buffers, own = buffers + self._whole([running], True) * self.reduce, 0
-        if reduces and (layout.stage.reduce_every_micro or self.micros == 1):
-            shards = self._whole(self.order if micro else done, True) // layout.shards * self.stays
-            # across replicas sums wait in the dtype of reduction
-            sums = shards * (self.reduce if layout.replicas > 1 and (self.is_away or not is_last) else self.master)
-            if layout.replicas > 1 and is_last and self.reduce != self.master and not self.is_away:
-                sums += self._whole(done, True) // layout.shards * self.reduce
-        elif micro and not is_last:
-            sums = self._whole(self.order, True) * self.reduce
-            own *= phase != "reduction"
-        elif not micro:  # first gradients become sums, one unit after the other
-            sums = self._whole([*done, *[running] * (phase == "reduction")], True) * self.reduce
-            own *= self.reduce != self.compute or phase != "reduction"
-        else:
-            waiting = [unit for unit in self.order if unit not in done and not (is_alone and unit is running)]
-            sums = (
-                self._whole(waiting, True) * self.reduce
-                + self._whole(done, True) // layout.shards * self.master * self.stays
-            )
-            own *= phase != "reduction"
-        if reduces and not self.stays:  # on their way to the host
-            sums += self._whole(done[-STAGINGS:], True) // layout.shards * self.reduce
-        if phase == "reduction" and reduces:
-            sums += self._whole([running], True) // layout.shards * self.reduce
-        return sums, self._whole(gathered) * self.compute, buffers, own
-
-    def _whole(self, units: Iterable[Unit], trained_only: bool = False) -> int:
-        return sum(self.sizes[unit][trained_only] for unit in units)
+Visits = dict[tuple[str, Unit | None], tuple[str, int, int]]  # name, held by blocks, and needed on top
 
 
-class _Copied(_Sharded):
-    """Counts the same bytes where each rank holds the whole model: parallel/copies.py."""
-
-    def at(self, micro: int, phase: str, running: Unit, done: Sequence[Unit]) -> tuple[int, int, int, int]:
-        layout = self.layout
-        # what spans the pass begins with the last norm, before all others
-        begun = {*self.order} if micro else {*done, *({running, *self.spanning} if phase != "forward" else ())}
-        gathered = sum(unit.cast_numel(self.compute) for unit in self.order) * self.compute
-        buckets = [bucket for chunk in layout.chunks for bucket in chunk.buckets]
-        sizes, itemsize = [self._whole(bucket, True) for bucket in buckets], layout.sum_dtype.itemsize
-        sums = sum(size for size, bucket in zip(sizes, buckets, strict=True) if begun & {*bucket}) * itemsize
-        own = max((prod(shape) for shape in compress(running.shapes, running.trained)), default=0) * self.compute
-        own *= phase == "reduction"
-        if phase == "reduction" and len(done) == len(self.order) - 1 and itemsize != self.master:
-            # weights in the dtype of compute are gone, and sums are cast one after the other: of the first ones there
-            # are gradients already, of the others still sums
-            cast = range(len(sizes))
-            most = max(sum(sizes[: number + 1]) * self.master + sum(sizes[number:]) * itemsize for number in cast)
-            if most > sums + gathered + own:
-                return most, 0, 0, 0
-        return sums, gathered, 0, own
-
-
-def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> dict[str, Peak]:
-    """Returns the bytes at the moments where a step can be fullest, in order, by name: of its first two micro-batches
-    and its last the loss, and backward of the head, of the last blocks, of the first ones, and of the last unit."""
-    work, state = count_work(layout, config, recipe), predict_resident(layout, 0, recipe.optim.name)
-    micros = recipe.train.gradient_accumulation_steps
-    lies = (_Copied if layout.copies else _Sharded)(layout, micros)
-    vocabulary = ceil_div(config.vocab_size, layout.tp_size)
-    by_head = [unit for unit in lies.back[:1] if any(shape[0] in (vocabulary, 1) for shape in unit.shapes)]
-    blocks = [unit for unit in lies.back if unit not in by_head and unit.read_in_backward]
-    pipeline = layout.pipeline
-    tied = 0 if by_head or not pipeline.has_last_stage else work.head_gradient  # waits for the embedding's
-    first = [*by_head, *lies.spanning, *lies.back][0]
-    visits = [("loss", "forward", first, work.held, work.loss)] if pipeline.has_last_stage else []
-    visits += [("head", "reduction", unit, work.held, 0) for unit in by_head]
-    beside = [unit for unit in lies.order if unit.forward_only]
-    widest = sorted(beside, key=lambda unit: unit.numel)[-1:]
-    visits += [("teacher", "forward", unit, 0, work.teacher) for unit in widest]
+def _visits(layout: Layout, chunk: int, own: Sequence[Unit], work: BlockBytes, vocabulary: int) -> Visits:
+    """Returns the visits of the passes through a chunk of layers with the units `own`, by moment and unit: the loss,
+    backward of the head, of the last blocks, of the first ones, and of the last unit, and the end."""
+    order, pipeline = [unit for unit in own if unit.numel], layout.pipeline
+    spanning = [unit for unit in order if unit.spans and not unit.forward_only]
+    back = [unit for unit in backward_order(order) if not unit.spans]
+    by_head = [unit for unit in back[:1] if any(shape[0] in (vocabulary, 1) for shape in unit.shapes)]
+    blocks = [unit for unit in back if unit not in by_head and unit.read_in_backward]
+    # waits for the embedding's
+    tied = 0 if by_head or not pipeline.is_last(chunk) else work.head_gradient
+    # the gradient that came; but for the last block, whose own it is, what comes next is there too
+    came = work.stream * (pipeline.ranks > 1)
+    visits: Visits = {("end of backward", None): ("end, sums", 2 * came, 0)} if layout.copies else {}
+    if pipeline.is_last(chunk):
+        visits["end of forward", None] = "loss", work.held, work.loss
+    for unit in sorted((unit for unit in order if unit.forward_only), key=lambda unit: unit.numel)[-1:]:
+        visits["forward", unit] = "teacher", 0, work.teacher
+    for unit in by_head:
+        visits["reduction", unit] = "head", work.held + 2 * came, 0
     count = len(blocks)
     numbers = {"last block": 0, "last block but one": 1, "second block": count - 2, "first block": count - 1}
     for name, number in numbers.items():
         for unit in blocks[number : number + 1]:
-            held, own = work.held * (count - number) // count, work.held // work.layers
-            visits.append((f"{name}, MLP", "backward", unit, held, work.gate + tied))
-            visits.append((f"{name}, norm", "backward done", unit, held - own, work.norm + tied))
-            visits.append((f"{name}, reduced", "reduction", unit, held - own, tied))
-    outer = [unit for unit in [*lies.back, *lies.spanning] if unit not in by_head and unit not in blocks]
-    for unit in outer[-1:]:
+            arrived = came * (1 + (number > 0))
+            held, after = work.held * (count - number) // count + arrived, arrived - work.held // work.layers
+            after += work.held * (count - number) // count
+            visits["backward", unit] = f"{name}, MLP", held, work.gate + tied
+            visits["backward done", unit] = f"{name}, norm", after, work.norm + tied
+            visits["reduction", unit] = f"{name}, reduced", after, tied
+    for unit in [unit for unit in [*back, *spanning] if unit not in by_head and unit not in blocks][-1:]:
         # a tied weight's two gradients and, for a moment, their sum
-        visits += [("end", "backward", unit, 0, 3 * tied), ("end, reduced", "reduction", unit, 0, 0)]
-    moments = {}
-    for micro in sorted({0, min(1, micros - 1), micros - 1}):
-        for name, phase, unit, held, working in visits:
-            order = [*lies.back, *lies.spanning]
-            done = order[: order.index(unit)] if phase != "forward" else []
-            others = most_in_flight(pipeline, micros, micro, phase == "forward") - 1
-            # what comes next is there, and a slope that came is no block's own
-            arrived = work.stream * (phase != "forward") * (1 + (unit is not blocks[0])) if pipeline.ranks > 1 else 0
-            before_all = phase == "forward" and pipeline.schedule == "gpipe" and pipeline.ranks > 1
-            sums, gathered, buffers, own = lies.at(0 if before_all else micro, phase, unit, done)
-            moments[f"micro-batch {micro + 1}, {name}"] = Peak(
-                params=int(state.params_bytes),
-                grads=sums + predict_residual(layout),
-                optimizer=int(state.optimizer_bytes),
-                gathered=gathered + predict_secondary(layout),
-                buffers=buffers,
-                activations=held + work.before_blocks + work.passing + others * work.of_a_pass(pipeline) + arrived,
-                working=working + own,
-            )
-    if layout.tp_size > 1:  # after all else, their sums
+        visits["backward", unit], visits["reduction", unit] = ("end", 2 * came, 3 * tied), ("end, reduced", 2 * came, 0)
+    return visits
+
+
+def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> dict[str, Peak]:
+    """Returns the bytes at the moments where a step can be fullest, in order, by name: of its first two micro-batches
+    and its last, and the fullest of all."""
+    work, state = count_work(layout, config, recipe), predict_resident(layout, 0, recipe.optim.name)
+    micros, pipeline, tp_size = recipe.train.gradient_accumulation_steps, layout.pipeline, layout.tp_size
+    visits = [
+        _visits(layout, number, chunk.units, work, ceil_div(config.vocab_size, tp_size))
+        for number, chunk in enumerate(layout.chunks)
+    ]
+    # more micro-batches bring nothing that these do not: but in gpipe all forwards are before the first backward
+    few = micros if pipeline.schedule == "gpipe" else min(micros, 3 * pipeline.ranks)
+    live = (CopiedBytes if layout.copies else ShardedBytes)(layout, few)
+    named, flying = {unit for chunk in visits for _, unit in chunk}, 0
+    constants = {"params": int(state.params_bytes), "optimizer": int(state.optimizer_bytes)}
+    residual, secondary = predict_residual(layout), predict_secondary(layout)
+    found = list[tuple[int, str, Peak]]()
+    for action, events in step_passes(layout, few):
+        flying += action.is_forward
+        around = work.before_blocks + work.passing + (flying - 1) * work.of_a_pass(pipeline)
+        for moment, unit, (sums, gathered, buffers, own) in live.follow(action, events, named):
+            if (moment, unit) in visits[action.chunk]:
+                name, held, working = visits[action.chunk][moment, unit]
+                peak = Peak(
+                    **constants,
+                    grads=sums + residual,
+                    gathered=gathered + secondary,
+                    buffers=buffers,
+                    activations=held + around,
+                    working=working + own,
+                )
+                number = micros if action.micro == few - 1 else action.micro + 1
+                of_chunk = f", chunk {action.chunk + 1}" * (pipeline.chunks > 1)
+                found.append((number, f"micro-batch {number}{of_chunk}, {name}", peak))
+        flying -= not action.is_forward
+    fullest = max(found, key=lambda each: each[2].total)
+    moments = {name: peak for number, name, peak in found if number in (1, 2, micros) or name == fullest[1]}
+    if tp_size > 1:  # after all else, their sums
         params, sums, optimizer = (int(size) for size in asdict(state).values())
         flat = layout.replicated_numel * layout.dtype("master").itemsize
         moments["what is not cut"] = Peak(params, sums, optimizer, gathered=0, buffers=flat, activations=0, working=0)

@@ -2,7 +2,8 @@
 
 On several machines each starts its own ranks, and rank 0 of the first listens for the others. Not torchrun, for one
 reason: it turns every failure of a rank into exit code 1 and a report of its own, and a Shardbook run's exit codes and
-last line have meanings. (torchrun, accelerate launch and srun can start the same ranks.)
+last line have meanings. (torchrun, accelerate launch and srun can start the same ranks.) Invariant: ranks are started
+again only after all have ended by a failure, and never twice from the same step: what is wrong there would be again.
 """
 
 import os
@@ -11,11 +12,12 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FrameType
 
 from shardbook.ranks.distributed import free_port
-from shardbook.ranks.exits import DONE, FAILED, PREEMPTED
+from shardbook.ranks.exits import DONE, FAILED, PREEMPTED, WRONG
 from shardbook.ranks.heartbeat import LAUNCHER, tell_run, watch_launcher
 from shardbook.ranks.join import Rendezvous
 from shardbook.ranks.settings import allocator_default
@@ -56,23 +58,35 @@ class Nodes:
         return host or "127.0.0.1", int(port or PORT) if self.count > 1 else free_port()
 
 
-def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
+@dataclass
+class Restarts:
+    """The restarts that are `left`; `newest` returns the step that the next one goes on from."""
+
+    left: int = 0
+    newest: Callable[[], int] = lambda: 0
+    began: set[int] = field(default_factory=set)
+
+    def again(self) -> bool:
+        """Returns whether ranks that failed may be started again, and says so."""
+        if not self.left:
+            return False
+        step = self.newest()
+        if step in self.began:
+            print(f"restart  none: the run failed again after its restart from step {step}", flush=True)
+            return False
+        self.began.add(step)
+        self.left -= 1
+        print(f"restart  from step {step}; {self.left} more may follow", flush=True)
+        return True
+
+
+def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes(), restarts: Restarts | None = None) -> int:
     """Runs `nproc` ranks here with the command line `words`. Returns the exit code of the first that fails, else 0.
 
     When one fails the others are killed: they would wait for it in a collective. Other nodes' ranks get the reason.
+    Ranks that failed, not by a recipe (2) or a signal (75), are started again as often as `restarts` allows.
     """
     watch_launcher()  # ends this process where its comparison is killed
-    host, port = nodes.address
-    shared = {
-        "WORLD_SIZE": str(nodes.count * nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        LAUNCHER: str(os.getpid()),
-        **allocator_default(os.environ),
-        # else ranks that lose the store print C++ stacks over the one line with the reason
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-    }
     processes: list[subprocess.Popen[bytes]] = []
     asked: list[int] = []
 
@@ -86,13 +100,36 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes()) -> int:
 
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(signum, pass_on)
+    while True:
+        processes.clear()
+        code = _run_ranks(nproc, words, nodes, processes, asked)
+        if code in (DONE, WRONG, PREEMPTED) or asked or not (restarts and restarts.again()):
+            return code
+
+
+def _run_ranks(
+    nproc: int, words: list[str], nodes: Nodes, processes: list[subprocess.Popen[bytes]], asked: list[int]
+) -> int:
+    """Starts ranks as `processes`, and waits until they have ended. Returns the exit code."""
+    host, port = nodes.address  # on one machine a new port for each start
+    shared = {
+        "WORLD_SIZE": str(nodes.count * nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        LAUNCHER: str(os.getpid()),
+        **allocator_default(os.environ),
+        # else ranks that lose the store print C++ stacks over the one line with the reason
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    }
     command = [sys.executable, "-m", "shardbook.train", *words]
     for rank in range(nproc):
         environment = os.environ | shared | {"RANK": str(nodes.rank * nproc + rank), "LOCAL_RANK": str(rank)}
         # a session of its own, so that Ctrl-C reaches a rank once, from this process, and not twice
         processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
     if asked:  # a signal came while ranks were being started: the later ones did not get it
-        pass_on(signal.SIGTERM, None)
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):

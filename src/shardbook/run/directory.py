@@ -116,15 +116,26 @@ def open_everywhere(run: RunDirectory, steps: int, newest: Path | None, recipe: 
         )
 
 
+def name_run(run: Run, recipe_path: Path) -> str:
+    """Returns run.name, else the name of a run that begins now: that of the recipe's file and the time."""
+    stem = recipe_path.stem
+    if recipe_path.name == "resolved.toml":  # an earlier run's: takes that run's name without its time
+        stem = re.sub(r"-\d{8}-\d{6}$", "", recipe_path.resolve().parent.name)
+    return run.name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def newest_step(run: Run, name: str) -> int:
+    """Returns the step that the run `name` would go on from."""
+    newest = newest_checkpoint(Path(run.dir).expanduser() / name / "checkpoints")
+    return step_of(newest) if newest else 0
+
+
 def find_run(run: Run, recipe_path: Path) -> RunDirectory:
     """Returns the directory of a run, which is locked until this process ends if it is there. One rank calls it. Raises
     RecipeError where it could not be made, another process holds it, or a tracker of the run is not installed."""
     check_installed(run)
     check_run_directory(run)
-    stem = recipe_path.stem
-    if recipe_path.name == "resolved.toml":  # an earlier run's: takes that run's name without its time
-        stem = re.sub(r"-\d{8}-\d{6}$", "", recipe_path.resolve().parent.name)
-    name = run.name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    name = name_run(run, recipe_path)
     path = Path(run.dir).expanduser() / name
     if is_there := path.is_dir():
         _hold(path)

@@ -1,0 +1,131 @@
+"""Running sums of a rank's bytes of parameters and gradients, over the events of a step.
+
+Invariant: as fully_shard (torch 2.11 to 2.13) and parallel/copies.py hold them; plan/simulate.py counts the same.
+"""
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import compress
+from math import prod
+
+from shardbook.memory.shelf import STAGINGS, fetched_bytes
+from shardbook.parallel.layout import Layout
+from shardbook.parallel.schedule import Action
+from shardbook.parallel.units import Unit
+from shardbook.plan.events import Event
+
+Bytes = tuple[int, int, int, int]  # sums, gathered, buffers, and gradients of a unit that are not summed yet
+
+
+class ShardedBytes:
+    """A running sum of a rank's bytes of parameters and gradients where fully_shard gathers and reduces units."""
+
+    def __init__(self, layout: Layout, micros: int):
+        self.layout, self.micros, self.sums, self.gathered = layout, micros, 0, 0
+        self.compute, self.reduce = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
+        self.master, self.fetched = layout.dtype("master").itemsize, fetched_bytes(layout)
+        self.is_away = layout.offload.optimizer != "none"
+        self.every = layout.stage.reduce_every_micro or micros == 1
+
+    def follow(
+        self, action: Action, events: Sequence[Event], named: Container[Unit | None]
+    ) -> Iterator[tuple[str, Unit | None, Bytes]]:
+        """Adds up a pass. Yields the bytes of the units in `named` at their moments: forward, backward, backward done
+        (all its gradients are there) and reduction; and at its end."""
+        is_forward, micro, shards = action.is_forward, action.micro, self.layout.shards
+        is_last = micro == self.micros - 1
+        flying, last, reducing = dict[Unit, int](), 0, 0
+        leaving = [0] * STAGINGS  # to the host
+
+        def now(own: int = 0, more: int = 0) -> Bytes:
+            buffers = (sum(flying.values()) + last) * (shards > 1) + reducing + self.fetched
+            return self.sums + sum(leaving[-STAGINGS:]) + more, self.gathered, buffers, own
+
+        for what, unit, _ in events:
+            if unit is None:
+                continue
+            trained = unit.padded_numel(shards, trained_only=True)
+            if what == "gather":
+                flying[unit] = unit.padded_numel(shards) * self.compute
+            elif what == "free":
+                self.gathered -= unit.padded_numel(shards) * self.compute
+            elif what == "compute":
+                if arrived := flying.pop(unit, 0):
+                    self.gathered += arrived
+                    if is_forward and not unit.spans:  # held until the next gather
+                        last = arrived
+                if unit in named and is_forward:
+                    yield "forward", unit, now()
+                elif unit in named:
+                    yield "backward", unit, now()
+                    yield "backward done", unit, now(trained * self.compute)
+            elif what == "accumulate":
+                # first gradients become sums, one unit after the other; later ones are added and gone
+                self.sums += trained * self.reduce * (micro == 0)
+                if unit in named:
+                    yield "reduction", unit, now(trained * self.compute * (micro == 0 and self.reduce != self.compute))
+            elif what == "reduce":
+                reducing, own, shard = trained * self.reduce, trained * self.compute * self.every, trained // shards
+                waited = trained * self.reduce * (not self.every)
+                is_alone = shards == 1 < self.layout.tp_size
+                if is_alone:  # copied once more, when its own are gone
+                    reducing, own, self.sums, waited = 2 * reducing, 0, self.sums - waited, 0
+                if unit in named:
+                    yield "reduction", unit, now(own, shard * self.reduce)
+                reducing = trained * self.reduce
+                self.sums += self._kept(shard, micro, is_last) - waited
+                leaving.append(shard * self.reduce * (self.is_away and self.layout.replicas == 1))
+        yield "end of forward" if is_forward else "end of backward", None, now()
+
+    def _kept(self, shard: int, micro: int, is_last: bool) -> int:
+        """Returns the bytes that stay of a unit's reduced gradients, beside those of earlier micro-batches. Across
+        replicas they wait in fully_shard's own buffers, in the dtype of reduction, until the last micro-batch."""
+        is_first = micro == 0 or not self.every
+        if self.layout.replicas == 1:
+            return shard * self.master * (is_first and not self.is_away)
+        is_cast = is_last and not self.is_away
+        another = not is_cast or self.reduce != self.master
+        return shard * (self.reduce * (is_first and another) + self.master * (is_cast and (is_first or another)))
+
+
+class CopiedBytes(ShardedBytes):
+    """The same where each rank holds the whole model: parallel/copies.py."""
+
+    def __init__(self, layout: Layout, micros: int):
+        super().__init__(layout, micros)
+        self.dtype, self.begun = layout.sum_dtype.itemsize, set[int]()  # buckets that have sums
+        self.sizes, self.bucket_of = list[int](), dict[Unit, int]()
+        for bucket in (bucket for chunk in layout.chunks for bucket in chunk.buckets):
+            self.bucket_of |= dict.fromkeys(bucket, len(self.sizes))
+            self.sizes.append(sum(unit.padded_numel(1, trained_only=True) for unit in bucket))
+
+    def _begin(self, units: Iterable[Unit]) -> None:
+        for bucket in {self.bucket_of[unit] for unit in units if unit in self.bucket_of} - self.begun:
+            self.begun.add(bucket)
+            self.sums += self.sizes[bucket] * self.dtype
+
+    def follow(
+        self, action: Action, events: Sequence[Event], named: Container[Unit | None]
+    ) -> Iterator[tuple[str, Unit | None, Bytes]]:
+        units = dict.fromkeys(unit for _, unit, _ in events if unit)
+        if not action.is_forward:  # what spans the pass begins with the last norm, before all others
+            self._begin(unit for unit in units if unit.spans)
+        for what, unit, _ in events:
+            if unit is None:
+                continue
+            if what in ("gather", "free"):
+                self.gathered += unit.cast_numel(self.compute) * self.compute * (1 if what == "gather" else -1)
+            elif what == "compute" and not action.is_forward:
+                self._begin([unit])
+            if unit in named and what == "compute":
+                for moment in ("forward",) if action.is_forward else ("backward", "backward done"):
+                    yield moment, unit, (self.sums, self.gathered, 0, 0)
+            elif unit in named and what == "accumulate":
+                own = max((prod(shape) for shape in compress(unit.shapes, unit.trained)), default=0) * self.compute
+                yield "reduction", unit, (self.sums, self.gathered, 0, own)
+        most = self.sums
+        if not action.is_forward and action.micro == self.micros - 1 and self.dtype != self.master:
+            # sums are cast one after the other: of the first ones there are gradients already, of the others still sums
+            for bucket in sorted({self.bucket_of[unit] for unit in units if unit in self.bucket_of}):
+                most = max(most, self.sums + self.sizes[bucket] * self.master)
+                self.sums += self.sizes[bucket] * (self.master - self.dtype)
+        yield "end of forward" if action.is_forward else "end of backward", None, (most, self.gathered, 0, 0)
