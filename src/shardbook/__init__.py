@@ -6,6 +6,7 @@ For your own training loop, `shard_model` puts any module under a named stage (d
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shardbook.ranks.signals import listen_early
 from shardbook.recipe import Parallel, Precision, RecipeError
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Parallel", "Precision", "RecipeError", "ShardedModel", "shard_model"]
 __version__ = "0.2.0"
+
+listen_early()
 
 
 def __getattr__(name: str) -> Any:

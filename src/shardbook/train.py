@@ -22,15 +22,16 @@ from shardbook.parallel.pipeline import run_step
 from shardbook.parallel.sharding import ShardedModel, apply_stage
 from shardbook.ranks.distributed import (
     Ranks,
-    StopFlag,
     check_alike,
     local_main_process_first,
     start_distributed,
     stop_distributed,
+    sum_over_ranks,
     watch_steps,
 )
-from shardbook.ranks.exits import DONE, FAILED, WRONG, RunFailed, exit_rank, report_error
+from shardbook.ranks.exits import DONE, FAILED, PREEMPTED, WRONG, RunFailed, exit_rank, report_error
 from shardbook.ranks.settings import use_deterministic
+from shardbook.ranks.signals import StopFlag, asked_early
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe
 from shardbook.run.checkpoint import TrainState, newest_checkpoint
 from shardbook.run.console import Console
@@ -149,7 +150,11 @@ def main(words: list[str] | None = None) -> int:
         path = find_recipe(words[0])
         recipe = load_recipe(path, words[1:])
         ranks = start_distributed(recipe.run.lost_seconds, recipe.run.hang_seconds)
-        code = train(recipe, path, ranks)
+        if sum_over_ranks(asked_early())[0]:
+            Console(ranks.is_main).print("stopped  before anything was built; run the same command again")
+            code = PREEMPTED
+        else:
+            code = train(recipe, path, ranks)
     except (RecipeError, RunFailed) as error:
         return report_error(error, WRONG if isinstance(error, RecipeError) else FAILED)
     except (Exception, KeyboardInterrupt) as error:

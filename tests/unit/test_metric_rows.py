@@ -9,8 +9,8 @@ import torch.distributed as dist
 from world import run_world
 
 from shardbook.model.causal_lm import Flops
-from shardbook.ranks.distributed import StopFlag
 from shardbook.ranks.exits import RunFailed
+from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import Run
 from shardbook.run import metrics, rows
 from shardbook.run.console import Console

@@ -1,10 +1,15 @@
 """A signal that comes while a line is being written is a request to stop, not a crash."""
 
 import os
+import re
 import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
-from world import forks, run_world
+import pytest
+from world import forks, free_port, run_world, variables_of
 
 
 class Busy:
@@ -17,7 +22,8 @@ class Busy:
 
 
 def signalled():
-    from shardbook.ranks.distributed import StopFlag, start_distributed
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.ranks.signals import StopFlag
 
     start_distributed()
     stop, real = StopFlag().listen(), sys.stdout
@@ -49,7 +55,8 @@ def test_a_rank_that_must_end_ends_where_its_exit_file_cannot_be_written(tmp_pat
 
 def stopped_late():
     """The signal comes when the process group is gone: the run is done."""
-    from shardbook.ranks.distributed import StopFlag, start_distributed, stop_distributed
+    from shardbook.ranks.distributed import start_distributed, stop_distributed
+    from shardbook.ranks.signals import StopFlag
 
     ranks, stop = start_distributed(), StopFlag().listen()
     stop_distributed(ranks)
@@ -59,3 +66,61 @@ def stopped_late():
 
 def test_a_signal_after_the_end():
     assert run_world(1, stopped_late) == [True]
+
+
+RANK = [sys.executable, "-m", "shardbook.train"]
+
+
+@pytest.mark.slow  # two processes import torch anew
+def test_a_signal_while_a_rank_is_being_started_counts(recipe):
+    """It comes to one rank before torch is there: both leave with 75 as soon as they have met, and built nothing."""
+    port, ranks = str(free_port()), []
+    for rank in range(2):
+        variables = os.environ | variables_of(rank, 2, port)
+        process = subprocess.Popen([*RANK, recipe, "run.name=early"], env=variables, stdout=-1, stderr=-1, text=True)
+        ranks.append(process)
+    deadline = time.monotonic() + 60
+    while not listens(ranks[1].pid):
+        assert time.monotonic() < deadline
+    assert "libtorch" not in Path(f"/proc/{ranks[1].pid}/maps").read_text()
+    ranks[1].send_signal(signal.SIGTERM)
+    said = [process.communicate(timeout=120) for process in ranks]
+    assert [process.returncode for process in ranks] == [75, 75], said
+    assert said[0][0] == "stopped  before anything was built; run the same command again\n" and not said[1][0]
+    assert not (recipe.parent / "early").exists()
+
+
+def listens(pid):
+    """Whether the process has a handler of SIGTERM: proc(5), SigCgt."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> signal.SIGTERM - 1 & 1
+
+
+def insist(seconds):
+    """Two SIGTERMs so many seconds apart, in the middle of a write. Returns where the second asked as the first did."""
+    from shardbook.ranks import signals
+
+    signals.ONE_REQUEST_SECONDS = 0.2
+    sys.stdout = Busy()
+    flag = signals.StopFlag().listen()
+    for pause in (seconds, 0):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(pause)
+    os._exit(3 if flag.asked else 4)
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(0.0, 3), (0.5, 75)])
+def test_a_second_sigterm_ends_a_rank_at_once(seconds, code):
+    """Unless it is the same request, told by a scheduler and by the launcher."""
+    process = forks().Process(target=insist, args=(seconds,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == code
+
+
+def test_the_same_request_told_to_a_run_of_which_a_flag_listened_before():
+    script = "import os, signal, sys; sys.orig_argv = ['python', '-m', 'shardbook.train']; import shardbook; "
+    script += "assert 'torch' not in sys.modules; os.kill(os.getpid(), signal.SIGUSR1); "
+    script += "from shardbook.ranks.signals import StopFlag, asked_early; "
+    script += "sys.exit(7 * asked_early() * StopFlag().listen().asked)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 7

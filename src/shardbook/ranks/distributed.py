@@ -1,4 +1,4 @@
-"""Processes: the process group, this rank in it, its threads, its turn on a node, and requests to stop.
+"""Processes: the process group, this rank in it, its threads, and its turn on a node.
 
 Invariant: after `start_distributed` the same code runs with one process or many, CPU (gloo) or CUDA (NCCL beside gloo:
 host-side sums and checkpoints never touch the device stream). Knows nothing of meshes, models or recipes.
@@ -6,7 +6,6 @@ host-side sums and checkpoints never touch the device stream). Knows nothing of 
 
 import contextlib
 import os
-import signal
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from random import SystemRandom
-from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -268,25 +266,3 @@ def local_main_process_first(ranks: Ranks) -> Iterator[None]:
     if ranks.local_rank == 0:
         dist.barrier()
     dist.barrier()
-
-
-@dataclass
-class StopFlag:
-    """The request to stop: SIGTERM, SIGUSR1 or a first Ctrl-C sets it on a rank (a second ends that at once). Summed
-    over ranks with each step's tokens, and after an evaluation, samples or a save: all stop after the same step."""
-
-    asked: bool = False
-    again: bool = False  # whether an evaluation, samples or a save went by since the sum; the same on every rank
-
-    def listen(self) -> "StopFlag":
-        def ask(signum: int, frame: FrameType | None) -> None:
-            self.asked = True
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            if os.environ.get("RANK", "0") == "0":
-                # not print: the signal may come while a line is being written, and Python refuses to write two at once
-                with contextlib.suppress(OSError):  # a Ctrl-C also ends the reader of this pipe: train | tee log
-                    os.write(1, b"stopping after this step; Ctrl-C again to quit without saving\n")
-
-        for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(signum, ask)
-        return self

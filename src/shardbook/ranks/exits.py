@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from shardbook.ranks.lost import broken_connection, is_lost_peer
 from shardbook.recipe import RecipeError
 
 DONE, FAILED, WRONG, PREEMPTED = 0, 1, 2, 75  # exit codes of a rank, and of a run
@@ -37,6 +36,8 @@ def report_error(error: BaseException, code: int) -> int:
     since most errors happen on every rank; another rank soon after, a node's first before its others; a rank that only
     lost its peer last, since it knows no reason, and its heartbeat prints the reason if one arrives meanwhile.
     """
+    from shardbook.ranks.lost import broken_connection, is_lost_peer  # it imports torch, which signals.py must not
+
     refused = code == WRONG  # every rank finds this out by itself
     lost_peer = is_lost_peer(error)
     if lost_peer:

@@ -93,10 +93,11 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes(), restarts:
     def pass_on(signum: int, frame: FrameType | None) -> None:
         asked.append(signum)
         insists = asked.count(signal.SIGINT) > 1  # a second Ctrl-C: at once, without saving
+        # never SIGINT, which goes to ranks that are alone; a second SIGTERM ends a rank at once
+        passed = signal.SIGKILL if insists else signal.SIGUSR1 if signum == signal.SIGINT else signum
         for process in processes:
             if process.poll() is None:
-                # never SIGINT: a rank that is still importing would answer with a traceback
-                process.send_signal(signal.SIGKILL if insists else signal.SIGTERM)
+                process.send_signal(passed)
 
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(signum, pass_on)
@@ -129,7 +130,7 @@ def _run_ranks(
         processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
     if asked:  # a signal came while ranks were being started: the later ones did not get it
         for process in processes:
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGUSR1)
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):

@@ -13,8 +13,9 @@ from torch import Tensor
 from shardbook.comm.ledger import Ledger, add_traffic, first_steps
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.plan.axes import axes_traffic
-from shardbook.ranks.distributed import Ranks, StopFlag
+from shardbook.ranks.distributed import Ranks
 from shardbook.ranks.progress import mark_each
+from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import flatten_recipe
 from shardbook.run.bad_steps import BadSteps
 from shardbook.run.checkpoint import TrainState

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from shardbook.data.loader import Loader, MicroBatch, RowError, count_totals, count_work
 from shardbook.data.tokenized import Totals
-from shardbook.ranks.distributed import StopFlag, begin_sum
+from shardbook.ranks.distributed import begin_sum
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.progress import PROGRESS
+from shardbook.ranks.signals import StopFlag
 
 
 class Step(NamedTuple):

@@ -22,7 +22,8 @@ from shardbook.model.adapters import base_identity, weights_identity
 from shardbook.objectives.preference import log_probabilities
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.paths import write_whole
-from shardbook.ranks.distributed import Ranks, StopFlag, broadcast_from_main, sum_over_ranks
+from shardbook.ranks.distributed import Ranks, broadcast_from_main, sum_over_ranks
+from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import RecipeError, first_line
 from shardbook.run.console import Console
 from shardbook.run.prepare import Job

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardbook.ranks.distributed import StopFlag
 from shardbook.ranks.exits import RunFailed
+from shardbook.ranks.signals import StopFlag
 from shardbook.run.bad_steps import BadSteps
 from shardbook.run.console import Console
 from shardbook.run.metrics import Metrics, Moment, Recorder, StepTimer

@@ -1,0 +1,67 @@
+"""Signals: a request to stop a rank, which counts from its process's first moment on, before torch is imported.
+
+Invariant: imports no torch. A first signal only asks; the files that a second one leaves are whole, since nothing that
+is published is ever open.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from types import FrameType
+
+from shardbook.ranks.exits import PREEMPTED, exit_rank
+
+PROGRAM = "shardbook.train"  # the module that is a rank, as `python -m` names it
+# SIGTERMs that come within so many seconds are one request: a scheduler may signal every process of a job, and the
+# launcher passes its own on.
+ONE_REQUEST_SECONDS = 2.0
+EARLY: list["StopFlag"] = []  # the flag that listens until the run has its own
+
+
+@dataclass
+class StopFlag:
+    """The request to stop: SIGTERM, SIGUSR1 or a first Ctrl-C sets it on a rank; a second Ctrl-C, or a later SIGTERM,
+    ends that at once. Summed over ranks with each step's tokens, and after an evaluation, samples or a save: all stop
+    after the same step."""
+
+    asked: bool = False
+    again: bool = False  # whether an evaluation, samples or a save went by since the sum; the same on every rank
+    terminated: float = 0.0  # when a SIGTERM first came
+
+    def listen(self) -> "StopFlag":
+        """Listens from now on, in place of the flag that listened before, whose request counts here."""
+        for earlier in EARLY:
+            self.asked, self.terminated = earlier.asked, earlier.terminated
+        for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(signum, self._ask)
+        return self
+
+    def _ask(self, signum: int, frame: FrameType | None) -> None:
+        # not print: the signal may come while a line is being written, and Python refuses to write two at once
+        if signum == signal.SIGTERM:
+            now = time.monotonic()
+            if self.terminated and now - self.terminated > ONE_REQUEST_SECONDS:
+                with contextlib.suppress(OSError):
+                    os.write(2, b"shardbook: ended by a second SIGTERM, without saving; run the same command again\n")
+                exit_rank(PREEMPTED)
+            self.terminated = self.terminated or now
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if os.environ.get("RANK", "0") == "0":
+            with contextlib.suppress(OSError):  # a Ctrl-C also ends the reader of this pipe: train | tee log
+                os.write(1, b"stopping after this step; Ctrl-C again to quit without saving\n")
+
+
+def asked_early() -> bool:
+    """Returns whether this rank was asked to stop while its process was being started."""
+    return any(flag.asked for flag in EARLY)
+
+
+def listen_early() -> None:
+    """Listens from now on where this process is a rank: until then it would die of the signal, alone."""
+    if ("-m", PROGRAM) in pairwise(sys.orig_argv):
+        EARLY.append(StopFlag().listen())
