@@ -278,9 +278,9 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
     from shardbook.data.tokenized import load_tokenizer
     from shardbook.model.families import load_config
     from shardbook.model.hub import model_folder, tokenizer_folder
-    from shardbook.run.checkpoint import newest_checkpoint
     from shardbook.run.directory import read_facts
     from shardbook.run.export import export_checkpoint
+    from shardbook.run.stored_items import newest_checkpoint
 
     source = checkpoint or newest_checkpoint(run / "checkpoints")
     finished = read_facts(run).get("finished_steps")

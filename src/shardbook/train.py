@@ -33,7 +33,7 @@ from shardbook.ranks.exits import DONE, FAILED, PREEMPTED, WRONG, RunFailed, exi
 from shardbook.ranks.settings import use_deterministic
 from shardbook.ranks.signals import StopFlag, asked_early
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe
-from shardbook.run.checkpoint import TrainState, newest_checkpoint
+from shardbook.run.checkpoint import TrainState
 from shardbook.run.console import Console
 from shardbook.run.directory import environment, find_everywhere, open_everywhere
 from shardbook.run.evaluation import Observer
@@ -47,6 +47,7 @@ from shardbook.run.profile import Profile
 from shardbook.run.reference import Reference
 from shardbook.run.saver import Saver
 from shardbook.run.start import start_from
+from shardbook.run.stored_items import newest_checkpoint
 
 
 def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:

@@ -149,7 +149,7 @@ def count_plans(shapes: dict[str, torch.Size], world: int) -> None:
                 elif kind == kinds[1]:
                     planner = PlanOnce(_saved(tensors), None)
                 else:
-                    planner = PlanOnce(_saved(tensors), Planned(planner.asked, planner.asked, None))
+                    planner = PlanOnce(_saved(tensors), Planned(planner.asked, planner.asked, 0))
                 sent[kind].append(pickle.dumps(planner.create_local_plan()))
             planner.state_dict = {}
             planners[kind].append(planner)
@@ -158,7 +158,7 @@ def count_plans(shapes: dict[str, torch.Size], world: int) -> None:
     for kind in kinds:
         planner = planners[kind][0]
         if kind == kinds[2]:
-            planner.last = replace(planner.last, metadata=planners[kinds[1]][0].made)
+            planner.last = replace(planner.last, total_bytes=planners[kinds[1]][0].total_bytes)
         with Cpu() as main:
             plans = [pickle.loads(each) for each in sent[kind]]
             items = sum(len(each.items) for each in plans)

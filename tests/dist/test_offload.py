@@ -181,7 +181,7 @@ def test_a_disk_that_fails_in_mid_run_is_named(recipe, disk):
     words = ("train.steps=6", "train.save_steps=2", "offload.optimizer=nvme", f"offload.path={disk}")
     [(code, _, error)] = run_world(1, train_on_a_failing_disk, [str(recipe), "run.name=failing", *words])
     assert code == 1 and f"{disk}: EIO at" in error.strip().splitlines()[-1], error
-    assert (recipe.parent / "failing" / "checkpoints" / "step-000002" / "COMPLETE").exists()
+    assert (recipe.parent / "failing" / "checkpoints" / "step-000002" / "manifest.json").exists()
     run_train(1, recipe, "failing", *words)
     assert len(losses(recipe.parent / "failing")) == 6
 

@@ -161,16 +161,16 @@ def test_ours_goes_on_with_other_ranks(trained, recipe, large):
     folder, printed = resumed(
         trained, OURS, recipe, "other-ranks", 1, large, *OURS, "train.gradient_accumulation_steps=2"
     )
-    assert "begun anew: random state: other ranks)" in printed
+    assert "warning  begun anew: random state: other ranks\n" in printed
     assert losses(folder) == pytest.approx(losses(trained(OURS)), rel=1e-6)
 
 
 def test_another_optimizer_begins_its_state_anew(trained, recipe, large):
     folder, printed = resumed(trained, (), recipe, "to-bf16", 2, large, *OURS)
-    assert "(begun anew: optimizer state: of AdamW, here AdamWBf16)" in printed
+    assert "warning  begun anew: optimizer state: of AdamW, here AdamWBf16\n" in printed
     assert losses(folder)[:2] == losses(trained(()))[:2] and len(losses(folder)) == 4
     _, printed = resumed(trained, OURS, recipe, "to-fp32", 2, large)
-    assert "(begun anew: optimizer state: of AdamWBf16, here AdamW)" in printed
+    assert "warning  begun anew: optimizer state: of AdamWBf16, here AdamW\n" in printed
 
 
 def test_8_bit_blocks_are_not_cut_anew(trained, recipe, large, torchao):

@@ -9,10 +9,11 @@ from functools import partialmethod
 import pytest
 import torch
 from safetensors.torch import load_file
+from old_checkpoints import make_old
 from tiny import write_recipe
 from world import losses, metrics, run_train, run_world, train_rank
 
-from shardbook.run.checkpoint import MARKER, newest_checkpoint
+from shardbook.run.stored_items import MANIFEST, newest_checkpoint
 
 SAVING = ("train.steps=6", "train.save_steps=2", "optim.warmup_steps=2", "optim.lr_scheduler_type=linear")
 
@@ -32,13 +33,13 @@ def cut_back(straight, name, step):
     run = straight.parent / name
     shutil.copytree(straight, run, ignore=shutil.ignore_patterns("export", f"step-00000{step + 2}"))
     for later in (run / "checkpoints").iterdir():
-        if int(later.name[5:]) > step:
+        if later.is_dir() and int(later.name[5:]) > step:
             shutil.rmtree(later)
     (run / "run.json").unlink()
-    half = run / "checkpoints" / f"step-00000{step + 2}"
-    shutil.copytree(straight / "checkpoints" / half.name, half)
-    (half / MARKER).unlink()
-    (half / "__0_0.distcp").write_bytes(b"cut off")
+    half = run / "checkpoints" / f"tmp-00000{step + 2}-0a1b2c3d"
+    shutil.copytree(straight / "checkpoints" / f"step-00000{step + 2}", half)
+    (half / MANIFEST).unlink()
+    (half / "rank-0.bin").write_bytes(b"cut off")
     return run
 
 
@@ -255,7 +256,7 @@ def refused(recipe, world, name, *words):
 
 def test_checkpoints_that_do_not_fit_are_refused(recipe, straight, tiny):
     named = f"train.resume_from_checkpoint={straight}/checkpoints"
-    assert "incomplete or not a checkpoint (no COMPLETE in it)" in refused(recipe, 1, "no-1", f"{named}/step-000099")
+    assert "incomplete or not a checkpoint (no manifest.json in it)" in refused(recipe, 1, "no-1", f"{named}/step-000099")
     error = refused(recipe, 2, "no-2", f"{named}/step-000004", f"model.path={tiny}/untied")
     assert "is of another model" in error and "lm_head.weight: absent there, [287, 32] here" in error
 
@@ -263,8 +264,8 @@ def test_checkpoints_that_do_not_fit_are_refused(recipe, straight, tiny):
 @pytest.mark.parametrize(
     "file, damage",
     [
-        ("__0_0.distcp", lambda data: data[: len(data) // 2]),
-        pytest.param(".metadata", lambda data: b"nonsense", marks=pytest.mark.slow),
+        ("rank-1.bin", lambda data: data[: len(data) // 2]),
+        pytest.param("manifest.json", lambda data: b"nonsense", marks=pytest.mark.slow),
         pytest.param("state.json", lambda data: b"{}", marks=pytest.mark.slow),
     ],
 )
@@ -296,14 +297,15 @@ def test_out_of_memory_on_another_rank_is_explained_and_no_checkpoint_blamed(rec
 
 def without_memory(words):
     import torch.distributed as dist
-    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+    from shardbook.run.item_storage import ItemReader, ItemWriter
 
     def refuse(real, *given):
         if dist.get_rank() == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
         return real(*given)
 
-    for owner, method in ((FileSystemReader, "read_data"), (FileSystemWriter, "write_data")):
+    for owner, method in ((ItemReader, "read_data"), (ItemWriter, "write_data")):
         setattr(owner, method, partialmethod(lambda self, real, *given: refuse(real, self, *given), getattr(owner, method)))
     return train_rank(words)
 
@@ -319,6 +321,7 @@ class Evil:
 def test_a_stranger_s_checkpoint_runs_no_code(recipe, straight, tmp_path):
     copy, made = tmp_path / "step-000004", tmp_path / "made"
     shutil.copytree(straight / "checkpoints" / "step-000004", copy)
+    make_old(copy)
     (copy / ".metadata").write_bytes(pickle.dumps(Evil(made)))
     error = refused(recipe, 2, f"evil-{tmp_path.name}", f"train.resume_from_checkpoint={copy}")
     assert f"checkpoint {copy}: its .metadata asks for posix.mkdir, which is not called" in error.splitlines()[-1]
@@ -338,7 +341,7 @@ def test_a_disk_that_is_full_is_said(recipe, place):
     alone = ("run.lost_seconds=0", "run.hang_seconds=0")  # nobody ends the other rank from outside
     words = [str(recipe), f"run.name=full-{place}", *SAVING, *alone]
     (code, _, errors), other = run_world(2, save_to_a_full_disk, place, words)
-    assert code == 1 and "GB are free there (OSError: [Errno 28] No space left on device)" in errors, errors
+    assert code == 1 and "cannot be written (OSError: [Errno 28] No space left on device" in errors, errors
     assert other[0] == 1
 
 
@@ -351,7 +354,7 @@ def save_to_a_full_disk(place, words):
     if place == "tensors":
         checkpoint.state_dict_saver.save = save
     else:
-        checkpoint._shapes = save  # asked of rank 0 alone, when tensors are written
+        checkpoint._facts = save  # asked of rank 0 alone, when tensors are written
     return train_rank(words)
 
 
@@ -397,7 +400,7 @@ def test_other_data_of_as_many_rows_is_refused_and_an_older_checkpoint_is_not_as
     run = run_train(2, recipe, "other-data", *plain, "train.steps=4")
     error = refused(recipe, 2, "other-data", *words)
     assert "the checkpoint was made with other data (" in error and "as many rows): keep [data], or start" in error
-    state = run / "checkpoints" / "step-000004" / "state.json"
+    state = make_old(run / "checkpoints" / "step-000004") / "state.json"
     facts = json.loads(state.read_text())
     del facts["loader"]["data"]
     state.write_text(json.dumps(facts))

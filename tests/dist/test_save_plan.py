@@ -3,9 +3,7 @@ planned anew."""
 
 import contextlib
 import dataclasses
-import pickle
-import shutil
-import time
+import os
 
 import pytest
 from world import run_world
@@ -101,17 +99,10 @@ def three_checkpoints(folder, bug=None):
 def test_every_checkpoint_of_a_run_resumes_bitwise_from_one_plan(tmp_path):
     results = run_world(2, three_checkpoints, tmp_path)
     assert results == [([2 * ITEMS], [True] * 3), ([], [True] * 3)]
-    assert [pickles_in(tmp_path / f"step-00000{step}") for step in (1, 2, 3)] == [0, 0, 0]
-    written = [(tmp_path / f"step-00000{step}" / "__1_0.distcp").read_bytes() for step in (1, 2, 3)]
+    written = [(tmp_path / f"step-00000{step}" / "rank-1.bin").read_bytes() for step in (1, 2, 3)]
     assert len(set(written)) == 3  # planned once, written thrice
-
-
-def pickles_in(path):
-    """Things in a checkpoint that are no tensors, and would be read by unpickling."""
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-
-    stored = pickle.loads((path / ".metadata").read_bytes()).state_dict_metadata
-    return sum(isinstance(each, BytesStorageMetadata) for each in stored.values())
+    files = {"manifest.json", "state.json", "rank-0.bin", "rank-0.items", "rank-1.bin", "rank-1.items"}
+    assert all({each.name for each in (tmp_path / f"step-00000{step}").iterdir()} == files for step in (1, 2, 3))
 
 
 def changing(folder, bug=None):
@@ -123,6 +114,7 @@ def changing(folder, bug=None):
     from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import RecipeError
     from shardbook.run.checkpoint import load_checkpoint
+    from shardbook.run.stored_items import read_stored
 
     start_distributed()
     bug and bug()
@@ -133,9 +125,9 @@ def changing(folder, bug=None):
         wanted = [tensor.clone() for tensor in sharded.residuals.values()]
         for tensor in sharded.residuals.values():
             tensor.zero_()
-        stored = pickle.loads((path / ".metadata").read_bytes()).state_dict_metadata
+        stored = {item.name: item for rows in read_stored(path).items.values() for item in rows}
         found = [stored.get(f"own.{rank}.residual.{number}") for number in range(len(wanted))]
-        good = [each and each.properties.dtype for each in found] == [tensor.dtype for tensor in wanted]
+        good = [each and f"torch.{each.dtype}" for each in found] == [str(tensor.dtype) for tensor in wanted]
         try:
             good &= load_checkpoint(path, sharded, optimizer)[1] == ""
         except RecipeError:
@@ -190,7 +182,10 @@ def torchs_own():
             dist.barrier()
             super().__init__(enable_plan_caching=True)
 
-        planned = object
+        planned, total_bytes = object, 0
+
+        def finish_plan(self, new_plan):
+            return dataclasses.replace(super().finish_plan(new_plan), storage_data=new_plan.storage_data)
 
     checkpoint.PlanOnce = Own
 
@@ -206,40 +201,27 @@ def after_a_failure(folder):
     """How often rank 0 had planned after a save, one that failed on rank 1, and one more; and whether that resumes."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
     from shardbook.ranks.distributed import start_distributed
     from shardbook.ranks.exits import RunFailed
+    from shardbook.run import operations
     from shardbook.run.checkpoint import load_checkpoint
 
-    def full(writer, plan, planner):
+    def full(file, data):
         raise OSError(28, "No space left on device")
 
-    usage, remove = shutil.disk_usage, shutil.rmtree
-
-    def late(folder):
-        time.sleep(1)  # rank 0 is through by then, and begins the same checkpoint again
-        return usage(folder)
-
-    def slow(*positional, **named):
-        remove(*positional, **named)
-        time.sleep(2)
-
     start_distributed()
-    if dist.get_rank() == 0:
-        shutil.rmtree = slow
-    else:
-        shutil.disk_usage = late
     with planned_items() as counts:
         sharded, optimizer, advance = start()
         advance(1)
         save(folder, 1, sharded, optimizer)
         advance(2)
-        real = FileSystemWriter.write_data
-        FileSystemWriter.write_data = full if dist.get_rank() == 1 else real
-        with pytest.raises(RunFailed, match="No space left on device"):
+        real = operations.write
+        operations.write = full if dist.get_rank() == 1 else real
+        with pytest.raises(RunFailed, match="No space left on device; rank 1 had written"):
             save(folder, 2, sharded, optimizer)
-        FileSystemWriter.write_data = real
+        operations.write = real
+        dist.barrier()
+        assert os.listdir(folder) == ["step-000001"]  # what was half written went, so that a full disk is not kept full
         path, wanted = save(folder, 2, sharded, optimizer), state_of(sharded, optimizer)
         sharded, optimizer, _ = start()
         load_checkpoint(path, sharded, optimizer)

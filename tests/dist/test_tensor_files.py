@@ -8,6 +8,7 @@ import pytest
 import reference
 import torch
 from cases import DECAY, RATE, TOLERANCE, documents_of_steps, relative_error
+from old_checkpoints import whole_tensors
 from safetensors.torch import load_file
 from tensor_cases import write_models
 from world import losses, metrics, run_train, run_world, train_rank
@@ -51,14 +52,10 @@ def straight(recipe):
 
 def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All of model and optimizer in a checkpoint, whole, without ranks."""
-    from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
-
     from shardbook.run.checkpoint import checkpoint_shapes, read_parameters
 
     weights = dict(read_parameters(checkpoint, checkpoint_shapes(checkpoint)))
-    known = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    moments = {name: torch.empty(facts.size) for name, facts in known.items() if name.startswith("optimizer.")}
-    state_dict_loader.load(moments, checkpoint_id=checkpoint, no_dist=True)
+    moments = whole_tensors(checkpoint, "optimizer.")
     assert len(moments) == 3 * len(weights), "two moments and a count of each parameter"
     return weights | moments
 

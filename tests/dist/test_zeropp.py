@@ -18,6 +18,7 @@ from cases import (
     run_cases,
     same_bits,
 )
+from old_checkpoints import make_old
 from tiny import write_recipe
 from toys import DECAY, RATE, Scenario, Toy, train_toy
 from world import losses, run_train, run_world, train_rank
@@ -371,6 +372,7 @@ def test_a_checkpoint_of_version_0_1_continues_bitwise(recipe, straight):
     words = [str(recipe), "run.name=earlier", *EVERY_SWITCH]
     assert [code for code, _, _ in run_world(4, train_as_version_0_1, words, environment=NODES)] == [0] * 4
     earlier = recipe.parent / "earlier"
+    make_old(earlier / "checkpoints" / "step-000002")
     state = json.loads((earlier / "checkpoints" / "step-000002" / "state.json").read_text())
     # as that version wrote them, word by word
     assert state.pop("optimizer") == "AdamW" and state["loader"].pop("data")

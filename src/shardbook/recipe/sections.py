@@ -292,6 +292,9 @@ class Run(Section):
     )
     project: str = key("shardbook", "The trackers' project name.")
     group: str = key("", "What the run belongs to in the trackers: a comparison's name, or your own.")
+    checkpoint_fallback: bool = key(
+        True, "Where the newest checkpoint is damaged, go on from the newest whole one (false: end with 2)."
+    )
     lost_seconds: int | float = key(
         120, "End the run when a rank has not been heard of for so long (0: off, and a lost node is waited for).", ge=0
     )

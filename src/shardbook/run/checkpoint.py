@@ -1,16 +1,12 @@
-"""Checkpoints: model, optimizer, loader position, and each rank's random state and residuals of error feedback, written
-with torch's distributed checkpoint (DCP).
+"""Checkpoints: model, optimizer, loader position, and each rank's random state and residuals of error feedback.
 
-A checkpoint exists when its marker COMPLETE is there: written last, removed first. Tensors are stored with their
-global shapes, so another world size or stage can read them. The learning rate needs no state: it is a function of
-the step.
+torch's distributed checkpoint (DCP) plans who writes and reads what, item_storage.py moves the bytes, stored_items.py
+says what a whole checkpoint is. Tensors are stored with their global shapes, so another world size or stage can read
+them. The learning rate needs no state: it is a function of the step.
 """
 
 import contextlib
-import json
-import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,22 +17,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.storage import StorageReader
 
 from shardbook.model.adapters import base_identity, kept_parameters
 from shardbook.model.teacher import teacher_identity
 from shardbook.optim import state_kind
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.parallel.units import GLOBAL_SHAPES
+from shardbook.ranks.distributed import agree, broadcast_from_main
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.lost import is_lost_peer
 from shardbook.ranks.progress import long_phase
 from shardbook.recipe import RecipeError, first_line
+from shardbook.run import operations
+from shardbook.run.item_storage import ItemReader, ItemWriter
 from shardbook.run.save_plan import Planned, PlanOnce
+from shardbook.run.stored_items import Damaged, Facts, Stored, begin, damaged, name_of, publish, read_stored
 from shardbook.run.stored_metadata import Reader, TensorsOnly
 
-MARKER = "COMPLETE"
-STATE = "state.json"
 OPTIMIZER = "optimizer"  # kind of the optimizer state; absent in checkpoints of versions before 0.2: AdamW
 RESIDUAL, EARLIER_RESIDUAL = "residual", "unsent"  # the second in checkpoints of versions before 0.2
 BASE = "base"  # digest of the adapters' base model; absent or empty where the checkpoint has every parameter
@@ -62,55 +63,62 @@ class TrainState:
     loader: dict[str, Any]
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Returns the complete checkpoint with the most steps in `folder`, or None. Incomplete ones do not count."""
-    return max(_complete(folder), key=step_of, default=None)
-
-
 @long_phase("a checkpoint")
 def save_checkpoint(
-    folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: TrainState, keep: int
+    folder: Path,
+    sharded: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    state: TrainState,
+    keep: int,
+    check_held: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Writes `folder`/step-000200, removes all but the `keep` newest (0: keeps all), and returns its path. Raises
-    RunFailed where it cannot be written. Collective."""
-    path = folder / f"step-{state.step:06d}"
-    is_main = dist.get_rank() == 0
-    if is_main:
-        with _writable(path):
-            (path / MARKER).unlink(missing_ok=True)
-            shutil.rmtree(path, ignore_errors=True)
-            path.mkdir(parents=True)
+    """Publishes `folder`/step-000200, removes all but the `keep` newest (0: keeps all), and returns its path. Raises
+    RunFailed where it cannot be written, has a number that is not finite, or `check_held` says that another launch has
+    the run: nothing is published then. Collective."""
+    path = folder / name_of(state.step)
     own = {_own_key(): _rng_state() | _numbered(sharded.residuals, RESIDUAL)}
     tensors = _saved(_tensors(sharded.masters, optimizer)) | own
-    planner = PlanOnce(tensors, _plans.pop(optimizer, None))  # waits for all: none may write while rank 0 removes
-    with _writable(path):
-        state_dict_saver.save(tensors, checkpoint_id=path, planner=planner)
-    _plans[optimizer] = planner.planned()
-    if is_main:
-        facts = {
-            "step": state.step,
-            "tokens": state.tokens,
-            "loader": state.loader,
-            "ranks": _ranks(sharded),
-            OPTIMIZER: state_kind(optimizer, sharded.layout.shards),
-            RESIDUAL: list(sharded.residuals),
-        }
-        frozen = {BASE: base_identity(sharded.model), TEACHER: teacher_identity(sharded.model)}
-        facts |= {name: digest for name, digest in frozen.items() if digest}
+    planner = PlanOnce(tensors, _plans.pop(optimizer, None))
+
+    def finish(side: Path, written: dict[str, Facts]) -> None:
+        publish(side, state.step, _facts(sharded, optimizer, state), written, keep, check_held)
+
+    writer = ItemWriter(path, dist.get_rank(), lambda: begin(folder, state.step, planner.total_bytes), finish)
+    try:
         with _writable(path):
-            (path / STATE).write_text(json.dumps(facts | {"shapes": _shapes(sharded.model)}, indent=1))
-            (path / MARKER).touch()
-            for old in sorted(_complete(folder), key=step_of)[:-keep] if keep else []:
-                (old / MARKER).unlink()
-                shutil.rmtree(old)
-    dist.barrier()
+            state_dict_saver.save(tensors, storage_writer=writer, planner=planner)
+    except BaseException:
+        if writer.side:  # else a full disk would stay full
+            operations.remove_tree(writer.side)
+        raise
+    _plans[optimizer] = planner.planned()
     return path
 
 
+def _facts(sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: TrainState) -> dict[str, Any]:
+    """Returns all of a checkpoint that is no tensor."""
+    facts = {
+        "step": state.step,
+        "tokens": state.tokens,
+        "loader": state.loader,
+        "ranks": _ranks(sharded),
+        OPTIMIZER: state_kind(optimizer, sharded.layout.shards),
+        RESIDUAL: list(sharded.residuals),
+    }
+    frozen = {BASE: base_identity(sharded.model), TEACHER: teacher_identity(sharded.model)}
+    return facts | {name: digest for name, digest in frozen.items() if digest} | {"shapes": _shapes(sharded.model)}
+
+
 def check_checkpoint(path: Path, sharded: ShardedModel) -> TrainState:
-    """Returns a checkpoint's TrainState. Raises RecipeError where it is incomplete, damaged, or of another model."""
+    """Returns a checkpoint's TrainState. Raises Damaged, or RecipeError where it is incomplete or of another model.
+    Collective."""
+    return _check(path, sharded)[1]
+
+
+def _check(path: Path, sharded: ShardedModel) -> tuple[Stored, TrainState]:
+    stored = broadcast_from_main(lambda: read_stored(path))  # by one rank: each file has a line for each tensor
     with _readable(path):
-        state = _read_state(path)
+        state = stored.state
         here, there = _shapes(sharded.masters), state["shapes"]
         stands = TrainState(state["step"], state["tokens"], state["loader"])
     if differ := [
@@ -130,19 +138,19 @@ def check_checkpoint(path: Path, sharded: ShardedModel) -> TrainState:
                 f"checkpoint {path}: {said} ({theirs or 'none'} there, {ours or 'none'} here); set {way_out} to what "
                 "the run began with"
             )
-    return stands
+    return stored, stands
 
 
 def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> tuple[TrainState, str]:
-    """Loads the model from a complete checkpoint, the optimizer where its stored state is of the same kind, and, where
+    """Loads the model from a whole checkpoint, the optimizer where its stored state is of the same kind, and, where
     the ranks are the same, this rank's random state and its residuals, if they belong to the same exchanges.
 
     Returns the run's state, and a list for people of the parts that were not loaded, empty where all were. Raises
     RecipeError as check_checkpoint does. Collective.
     """
-    model, residuals, stands = sharded.masters, sharded.residuals, check_checkpoint(path, sharded)
-    with _readable(path):
-        state = _read_state(path)
+    model, residuals = sharded.masters, sharded.residuals
+    stored, stands = _check(path, sharded)
+    state = stored.state
     kind, there_kind = state_kind(optimizer, sharded.layout.shards), state.get(OPTIMIZER, "AdamW")
     same_kind = kind == there_kind
     read = _saved(_tensors(model, optimizer)) if same_kind else {"model": _parameters(model)}
@@ -151,8 +159,9 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
     same_world, same_exchanges = state["ranks"] == _ranks(sharded), there_kept == list(residuals)
     if same_world:
         read[_own_key()] = _rng_state() | (_numbered(residuals, key) if same_exchanges else {})
+    reader, planner = agree(lambda: _reader(path, stored))
     with _readable(path):
-        state_dict_loader.load(read, storage_reader=Reader(path), planner=TensorsOnly(path))
+        state_dict_loader.load(read, storage_reader=reader, planner=planner)
     if same_world:
         _set_rng_state(read[_own_key()])
     lost = [] if same_world else ["random state: other ranks"]
@@ -164,27 +173,28 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
 
 
 def checkpoint_shapes(path: Path) -> dict[str, torch.Size]:
-    """Returns every parameter's full shape in a checkpoint, in order. Raises RecipeError where it is incomplete."""
+    """Returns every parameter's full shape in a checkpoint, in order. Raises RecipeError where it is not whole."""
     with _readable(path):
-        return {name: torch.Size(shape) for name, shape in _read_state(path)["shapes"].items()}
+        return {name: torch.Size(shape) for name, shape in read_stored(path).state["shapes"].items()}
 
 
 def read_parameters(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
     """Yields `(name, full tensor in fp32)` of the model parameters in a checkpoint, one at a time and without a process
     group, so that one host can export a 70B."""
-    with _readable(path):
-        reader = Reader(path)
+    reader, planner = _reader(path, read_stored(path))
     for name, shape in shapes.items():
         box = {f"model.{name}": torch.empty(shape)}
         with _readable(path):
-            state_dict_loader.load(box, storage_reader=reader, planner=TensorsOnly(path), no_dist=True)
+            state_dict_loader.load(box, storage_reader=reader, planner=planner, no_dist=True)
         yield name, box[f"model.{name}"]
 
 
-def _read_state(path: Path) -> dict[str, Any]:
-    if not (path / MARKER).is_file():
-        raise RecipeError(f"checkpoint {path}: incomplete or not a checkpoint (no {MARKER} in it)")
-    return json.loads((path / STATE).read_text())
+def _reader(path: Path, stored: Stored) -> tuple[StorageReader, LoadPlanner]:
+    """Returns DCP's storage and planner for a checkpoint of any version."""
+    with _readable(path):
+        if stored.verified:
+            return ItemReader(path, stored.items), DefaultLoadPlanner()
+        return Reader(path), TensorsOnly(path)
 
 
 @contextlib.contextmanager
@@ -193,23 +203,17 @@ def _writable(path: Path) -> Iterator[None]:
         yield
     except (CheckpointException, OSError, RuntimeError) as error:
         _pass_on(error)
-        there = next(each for each in path.absolute().parents if each.exists())  # rank 0 may be making `path` anew
-        free = shutil.disk_usage(there).free / 10**9
-        raise RunFailed(
-            f"checkpoint {path}: cannot be written, {free:.1f} GB are free there ({_cause(error)})"
-        ) from error
+        raise RunFailed(f"checkpoint {path}: cannot be written ({_cause(error)})") from error
 
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Raises RecipeError for an error inside: the checkpoint was damaged after it was complete."""
+    """Raises Damaged for an error inside: the checkpoint was damaged after it was complete."""
     try:
         yield
     except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
         _pass_on(error)
-        raise RecipeError(
-            f"checkpoint {path}: damaged ({_cause(error)}); remove it, and the run goes on from the one before"
-        ) from error
+        raise damaged(path, "", _cause(error)) from error
 
 
 def _met(error: BaseException) -> list[BaseException]:
@@ -220,7 +224,7 @@ def _met(error: BaseException) -> list[BaseException]:
 
 def _pass_on(error: BaseException) -> None:
     """Raises an error that is no fault of the files, of whichever rank: else people would remove a good checkpoint."""
-    for met in _met(error):
+    for met in sorted(_met(error), key=lambda each: isinstance(each, Damaged)):  # of several, a sound file's first
         if isinstance(met, ELSEWHERE) or is_lost_peer(met) or NO_MEMORY in str(met):
             raise met
 
@@ -229,17 +233,6 @@ def _cause(error: BaseException) -> str:
     """Returns the words of the first rank's error."""
     first = _met(error)[0]
     return f"{type(first).__name__}: {first_line(first)}"
-
-
-def _complete(folder: Path) -> list[Path]:
-    return [
-        marker.parent for marker in folder.glob(f"step-*/{MARKER}") if re.fullmatch(r"step-\d+", marker.parent.name)
-    ]
-
-
-def step_of(path: Path) -> int:
-    """Returns the step after which a checkpoint was written, by its name."""
-    return int(path.name.removeprefix("step-"))
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

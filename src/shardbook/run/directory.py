@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -27,9 +28,10 @@ import torch
 import shardbook
 from shardbook.paths import write_whole
 from shardbook.ranks.distributed import broadcast_from_main, leave_hangs_in
+from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe, first_line, flatten_recipe
-from shardbook.run.checkpoint import newest_checkpoint, step_of
 from shardbook.run.files import check_run_directory, unwritable
+from shardbook.run.stored_items import newest_checkpoint, remove_leftovers, step_of
 from shardbook.run.trackers import check_installed
 
 PACKAGES = ("transformers", "datasets", "accelerate", "safetensors")
@@ -41,6 +43,7 @@ class RunDirectory:
     path: Path
     finished_steps: int  # 0: not finished
     is_held: bool  # locked by this process; a directory that is yet to be made is not
+    token: str = ""  # of this launch, in the lock
 
     @property
     def checkpoints(self) -> Path:
@@ -51,14 +54,17 @@ class RunDirectory:
         return self.path / "export"
 
     def open(self) -> None:
-        """Makes the directory, locks it until this process ends, and tries to write into it. Raises RecipeError."""
+        """Makes the directory, locks it until this process ends, tries to write into it, and removes what dead saves
+        left. Raises RecipeError."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if not self.is_held:
-                _hold(self.path)
+                _hold(self.path, self.token)
             tempfile.TemporaryFile(dir=self.path).close()
         except OSError as error:
             raise unwritable(self.path, error.strerror or first_line(error)) from None
+        for said in remove_leftovers(self.checkpoints):
+            print(said, flush=True)
 
     def record(self, recipe_path: Path, recipe: Recipe, facts: dict[str, Any]) -> None:
         """Writes the recipe and `facts` just before the first step: a refused continuation changes nothing."""
@@ -66,6 +72,13 @@ class RunDirectory:
             shutil.copyfile(recipe_path, self.path / "recipe.toml")
         _write_facts(self.path, environment() | facts | {"finished_steps": 0})
         write_whole(self.path / "resolved.toml", dump_recipe(recipe))  # last: where it exists, the others do
+
+    def check_held(self) -> None:
+        """Raises RunFailed where another launch has the run by now: a lock does not reach every node of every disk, and
+        a process that slept may wake up after it."""
+        holder = _read_lock(self.path)
+        if self.token and holder and holder[-1] != self.token:
+            raise RunFailed(f"run directory {self.path}: {holder[0]} has it by now; nothing more is written here")
 
     def is_saved(self, newest: Path | None) -> bool:
         """Returns whether the `newest` checkpoint has all steps that the run finished."""
@@ -137,13 +150,14 @@ def find_run(run: Run, recipe_path: Path) -> RunDirectory:
     check_run_directory(run)
     name = name_run(run, recipe_path)
     path = Path(run.dir).expanduser() / name
+    token = secrets.token_hex(8)
     if is_there := path.is_dir():
-        _hold(path)
-    return RunDirectory(name, path, read_facts(path).get("finished_steps", 0), is_there)
+        _hold(path, token)
+    return RunDirectory(name, path, read_facts(path).get("finished_steps", 0), is_there, token)
 
 
-def _hold(path: Path) -> None:
-    """Locks the run for this process: two launches into one would write over each other's checkpoints."""
+def _hold(path: Path, token: str) -> None:
+    """Locks the run for this process: two launches into one would remove each other's checkpoints."""
     try:
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)  # not closed: the lock ends with this process
     except OSError as error:
@@ -153,13 +167,21 @@ def _hold(path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RecipeError(
-            f"run directory {path}: in use by {os.read(lock, 1000).decode() or 'another process'}; "
+            f"run directory {path}: in use by {(_read_lock(path) or ['another process'])[0]}; "
             "wait until that has ended, or choose another run.name"
         ) from None
     except OSError as error:
         print(f"run directory {path}: not locked ({error.strerror}); do not start the same run twice", flush=True)
     os.ftruncate(lock, 0)
-    os.write(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode())
+    os.write(lock, f"pid {os.getpid()} on {socket.gethostname()}\n{token}".encode())
+
+
+def _read_lock(path: Path) -> list[str]:
+    """Returns who holds a run, and that launch's token."""
+    try:
+        return (path / "lock").read_text().splitlines()
+    except OSError:
+        return []
 
 
 @cache

@@ -22,7 +22,7 @@ class Planned:
 
     asked: SavePlan  # all items that this rank has
     given: SavePlan  # the items that it writes: each replica is written once
-    metadata: Metadata | None  # of all ranks' items; only on rank 0
+    total_bytes: int  # that all ranks write; 0 but on rank 0
 
 
 class PlanOnce(DefaultSavePlanner):
@@ -35,22 +35,29 @@ class PlanOnce(DefaultSavePlanner):
         # all ranks must agree: one that sent no plan while another sent a new one would lose its part of the checkpoint
         anew = sum_over_ranks(last is None or last.asked != self.asked)[0] > 0
         self.last = None if anew else last
-        self.made: Metadata | None = None
+        self.total_bytes = self.last.total_bytes if self.last else 0
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([]) if self.last else self.asked
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        if self.last and self.last.metadata:
-            self.made = self.last.metadata
-        else:
-            all_plans, self.made = super().create_global_plan(all_plans)
-        return all_plans, replace(self.made)  # a copy: the writer adds each item's place in this checkpoint
+        if not self.last:
+            all_plans, _ = super().create_global_plan(all_plans)
+            self.total_bytes = sum(map(bytes_in, all_plans))
+        return all_plans, Metadata({})  # each rank writes what its own items are: DCP would send it all to all
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        self.given = self.last.given if self.last else super().finish_plan(new_plan)
+        # what the storage adds for all ranks is this save's, also where the items are an earlier one's
+        own = replace(self.last.given, storage_data=new_plan.storage_data) if self.last else new_plan
+        self.given = super().finish_plan(own)
         return self.given
 
     def planned(self) -> Planned:
         """Returns the plan to reuse. Call it when the save has succeeded."""
-        return Planned(self.asked, self.given, self.made)
+        return Planned(self.asked, self.given, self.total_bytes)
+
+
+def bytes_in(plan: SavePlan) -> int:
+    """Returns the bytes of a plan's tensors."""
+    facts = [item.tensor_data for item in plan.items if item.tensor_data]
+    return sum(each.chunk.sizes.numel() * each.properties.dtype.itemsize for each in facts)

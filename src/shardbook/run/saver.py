@@ -38,5 +38,6 @@ class Saver:
             self._save(state)
 
     def _save(self, state: TrainState) -> None:
-        save_checkpoint(self.run.checkpoints, self.sharded, self.optimizer, state, self.train.save_total_limit)
+        run, keep = self.run, self.train.save_total_limit
+        save_checkpoint(run.checkpoints, self.sharded, self.optimizer, state, keep, run.check_held)
         self.saved = state.step

@@ -1,20 +1,30 @@
-"""Starts a run from its newest checkpoint, else the one that the recipe names, else pretrained or random weights."""
+"""Starts a run from its newest whole checkpoint, else the one that the recipe names, else pretrained or random weights.
+
+Invariant: all ranks start from the same checkpoint, every byte of which is what was written; what was gone back from,
+what could not be verified and what is begun anew has a line each.
+"""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from shardbook.model.adapter_files import load_adapter
 from shardbook.model.adapters import init_adapters, weights_identity
 from shardbook.model.weights import SCORE, init_weights, load_weights
 from shardbook.parallel.sharding import ShardedModel
+from shardbook.ranks.distributed import broadcast_from_main
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint import TrainState, check_checkpoint, load_checkpoint
 from shardbook.run.prepare import Job
 from shardbook.run.reference import Reference
+from shardbook.run.stored_items import WAY_OUT, Damaged, has_hashes, list_checkpoints
 from shardbook.run.teacher import fill_teacher
+
+T = TypeVar("T")
 
 
 def start_from(
@@ -28,14 +38,19 @@ def start_from(
     began, recipe, loader, folder = time.perf_counter(), job.recipe, job.loader, job.folder
     state = TrainState(step=0, tokens=0, loader=loader.state_dict())
     named = "" if newest else recipe.train.resume_from_checkpoint
-    earlier = newest or (Path(named) if named else None)
+    earlier = _candidates(newest, named, recipe.run.checkpoint_fallback)
     source = _load_base(recipe, sharded, folder) if recipe.lora.r or not earlier else ""
     fill_teacher(sharded, recipe)
+
+    def check(path: Path) -> TrainState:
+        found = check_checkpoint(path, sharded)
+        loader.load_state_dict(found.loader)
+        if found.step > job.steps:
+            raise RecipeError(f"checkpoint {path} is at step {found.step}, the recipe ends at step {job.steps}")
+        return found
+
     if earlier:  # check it before the reference is computed, which takes long
-        state = check_checkpoint(earlier, sharded)
-        loader.load_state_dict(state.loader)
-        if state.step > job.steps:
-            raise RecipeError(f"checkpoint {earlier} is at step {state.step}, the recipe ends at step {job.steps}")
+        state = _first_whole(earlier, check)
     if not reference.read(sharded, folder, bool(newest), named):
         source = source or _load_base(recipe, sharded, folder)
         sharded.spread()
@@ -45,10 +60,45 @@ def start_from(
             return state, source
         began += time.perf_counter() - loaded
     if earlier:
-        state, lost = load_checkpoint(earlier, sharded, optimizer)
-        source = str(earlier) + (f" (begun anew: {lost})" if lost else "")
+        state, lost = _first_whole(earlier, lambda path: load_checkpoint(path, sharded, optimizer))
+        loader.load_state_dict(state.loader)
+        source = str(earlier[0])
+        if not has_hashes(earlier[0]):
+            _say(f"warning  checkpoint {source}: of an earlier version, without hashes: it cannot be verified")
+        if lost:
+            _say(f"warning  begun anew: {lost}")
     sharded.spread()
     return state, f"{source}, {time.perf_counter() - began:.1f} s"
+
+
+def _candidates(newest: Path | None, named: str, falls_back: bool) -> list[Path]:
+    """Returns the checkpoints to start from, the first that is whole. Collective."""
+    if newest and falls_back:
+        return broadcast_from_main(lambda: list_checkpoints(newest.parent))
+    return [newest] if newest else [Path(named)] if named else []
+
+
+def _first_whole(paths: list[Path], load: Callable[[Path], T]) -> T:
+    """Returns the result of `load` for the first of `paths` that is not damaged, and removes those before it from the
+    list. All ranks meet the same error. Raises RecipeError where none is whole."""
+    went_back = False
+    while True:
+        try:
+            return load(paths[0])
+        except Damaged as error:
+            said = str(error).removesuffix(WAY_OUT)
+            if not paths[1:]:
+                if not went_back:
+                    raise
+                raise RecipeError(f"{said}; no other is whole: choose another run.name") from None
+            del paths[0]
+            went_back = True
+            _say(f"warning  {said}; went back to {paths[0].name}")
+
+
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
 
 
 def _load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:

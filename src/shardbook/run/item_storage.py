@@ -1,0 +1,202 @@
+"""Tensors to and from the files of a checkpoint, by the storage interfaces of torch's distributed checkpoint (DCP).
+
+DCP plans who writes and reads which rows, and raises on every rank what is raised on one. Invariant: a byte that is not
+what was written reaches no tensor, and a number that is not finite no published checkpoint.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from shardbook.comm.torch_private import norms_of
+from shardbook.ranks.exits import RunFailed
+from shardbook.run.stored_items import Facts, Item, damaged, read_item, write_items
+
+NORMED = (torch.float32, torch.bfloat16, torch.float16)  # their norms are added up in fp32
+
+
+class ItemWriter(StorageWriter):
+    """Writes rank `rank`'s items of one checkpoint. On rank 0 `begin` makes the directory for it, and `publish` takes
+    that and what all ranks wrote."""
+
+    def __init__(
+        self, path: Path, rank: int, begin: Callable[[], Path], publish: Callable[[Path, dict[str, Facts]], None]
+    ):
+        self.path, self.rank, self.begin, self.publish = path, rank, begin, publish
+        self.side: Path | None = None  # the directory, on rank 0
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *positional: Any, **named: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.side = self.begin()
+        return [replace(plan, storage_data=self.side) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self._check_finite(plan, planner)
+        written = write_items(plan.storage_data, self.rank, _bytes_of(plan, planner))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(MetadataIndex(f"rank-{self.rank}"), 0, written)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        assert self.side
+        self.publish(self.side, {name: facts for each in results for name, facts in each[0].storage_data.items()})
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def _check_finite(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Raises RunFailed where a number of this rank's is not finite, so that no rank's is published."""
+        tensors = [(item.index.fqn, part) for item in plan.items for part in _parts(_resolved(item, planner))]
+        floats = [(name, part) for name, part in tensors if part.is_floating_point() and part.numel()]
+        for name in _not_finite(floats):
+            raise RunFailed(
+                f"checkpoint {self.path}: {name} is not finite on rank {self.rank}, so it is not published; go on from "
+                "the newest one with a lower optim.learning_rate or other data"
+            )
+
+
+class ItemReader(StorageReader):
+    """Reads the items of a checkpoint that a plan asks for, and verifies each before it is copied into a tensor."""
+
+    def __init__(self, path: Path, items: dict[str, list[Item]]):
+        self.path = path
+        self.places = {
+            MetadataIndex(item.name, torch.Size(item.offsets)): (file, item)
+            for file, rows in items.items()
+            for item in rows
+        }
+        known = dict[str, TensorStorageMetadata]()
+        for index, (_, item) in self.places.items():
+            chunk = ChunkStorageMetadata(index.offset or torch.Size(), torch.Size(item.sizes))
+            if item.name not in known:
+                properties = TensorProperties(dtype=getattr(torch, item.dtype))
+                known[item.name] = TensorStorageMetadata(properties, torch.Size(item.shape), [])
+            known[item.name].chunks.append(chunk)
+        self.metadata = Metadata(dict(known))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def read_metadata(self, *positional: Any, **named: Any) -> Metadata:
+        return self.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *more: Any, **named: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        def place(asked: ReadItem) -> tuple[str, int, str]:
+            file, item = self.places[asked.storage_index]
+            return file, item.begin, item.name  # items without bytes begin where the next one does
+
+        asked = sorted(plan.items, key=place)
+        buffer = bytearray(max((self.places[each.storage_index][1].length for each in asked), default=0))
+        with ExitStack() as stack:
+            for file, of_file in groupby(asked, lambda each: place(each)[0]):
+                try:
+                    opened = stack.enter_context((self.path / file).open("rb"))
+                except OSError as error:
+                    raise damaged(self.path, file, error.strerror or "") from error
+                for _, parts in groupby(of_file, place):
+                    self._read(file, opened, list(parts), planner, buffer)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, file: str, opened: Any, parts: list[ReadItem], planner: LoadPlanner, buffer: bytearray) -> None:
+        """Reads one item, and copies each of the `parts` of it that were asked for."""
+        _, item = self.places[parts[0].storage_index]
+        stored = read_item(self.path, file, opened, item, buffer)
+        for part in parts:
+            target = planner.resolve_tensor(part).detach()
+            if hasattr(target, "__tensor_flatten__"):
+                if list(part.lengths) != item.sizes:
+                    raise damaged(self.path, file, f"{item.name}: a part of a quantised tensor was asked for")
+                at = 0
+                for inner in _parts(target):
+                    inner.copy_(_view(stored[at : at + inner.nbytes], inner.dtype, list(inner.shape)))
+                    at += inner.nbytes
+            else:
+                whole = _view(stored, getattr(torch, item.dtype), item.sizes)
+                for dim, (start, length) in enumerate(zip(part.storage_offsets, part.lengths, strict=True)):
+                    whole = whole.narrow(dim, start, length)
+                target.copy_(whole)
+            planner.commit_tensor(part, target)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _bytes_of(plan: SavePlan, planner: SavePlanner) -> Iterator[tuple[Facts, list[memoryview]]]:
+    for item in plan.items:
+        tensor, data = _resolved(item, planner), item.tensor_data
+        assert data, f"{item.index.fqn} is no tensor"
+        dtype = str(data.properties.dtype).removeprefix("torch.")
+        facts = [item.index.fqn, *map(list, (data.chunk.offsets, data.chunk.sizes, data.size)), dtype]
+        yield facts, [_raw(part) for part in _parts(tensor)]
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> Tensor:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, Tensor), f"{item.index.fqn} is no tensor"
+    return tensor.detach()
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Returns the plain tensors of which one consists: torchao's of eight bits has codes, scales and a table."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [getattr(tensor, name) for name in names]
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    """Returns a tensor's bytes, on the host."""
+    array: Any = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _view(data: memoryview, dtype: torch.dtype, shape: list[int]) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def _not_finite(named: list[tuple[str, Tensor]]) -> Iterator[str]:
+    """Yields the names of tensors with a number that is not finite. Norms are a tenth of isfinite's price, and infinite
+    for large finite numbers too: only those are looked at again."""
+    groups = dict[Any, list[tuple[str, Tensor]]]()
+    for name, tensor in named:
+        groups.setdefault((tensor.device, tensor.dtype), []).append((name, tensor))
+    for (_, dtype), group in groups.items():
+        suspected = group
+        if dtype in NORMED:
+            finite = torch.stack(norms_of([tensor for _, tensor in group], torch.float32)).isfinite().tolist()
+            suspected = [each for each, good in zip(group, finite, strict=True) if not good]
+        yield from (name for name, tensor in suspected if not tensor.isfinite().all())

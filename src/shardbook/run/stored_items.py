@@ -1,0 +1,268 @@
+"""The files of a checkpoint: raw bytes with one hash an item, and a manifest that has the hashes of all other files.
+
+`rank-<r>.bin` has the bytes of a rank's items one after another, `rank-<r>.items` what and where each is and its
+xxh3_128, `state.json` what is no tensor. `manifest.json` is written last; its first line is the hash of the rest of it.
+Invariant: a checkpoint is whole or not there. It is written as `tmp-<step>-<token>`, made durable, and published by one
+rename; it is unpublished by a rename too. Nothing here is a pickle. The hash finds damage, it is no signature.
+Imports no torch.
+"""
+
+import errno
+import io
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_128
+
+from shardbook.recipe import RecipeError, first_line
+from shardbook.run import operations
+
+MANIFEST, STATE = "manifest.json", "state.json"
+MARKER = "COMPLETE"  # of a checkpoint of versions before 0.3, which has no hashes
+PIECE = 4 << 20  # bytes that are hashed and written at once, so that they are read from memory once
+JOINED = 64 << 10  # smaller pieces are joined to this; larger ones are not copied, which would double the CPU's work
+WAY_OUT = "; remove it, and the run goes on from the one before"
+SIDE = "tmp-"  # what is not published, or no longer
+
+Facts = list[Any]  # of a file, in the manifest: its size, and its hash; that of a .bin is in its .items
+
+
+class Damaged(RecipeError):
+    """The error of a checkpoint whose bytes are not those that were written."""
+
+
+class Item(NamedTuple):
+    """One row of a `.items` file: a part of a tensor, as one rank wrote it."""
+
+    name: str
+    offsets: list[int]  # of the part in the whole tensor
+    sizes: list[int]
+    shape: list[int]  # of the whole tensor
+    dtype: str
+    begin: int  # in the .bin file
+    length: int
+    digest: str
+
+
+class Stored(NamedTuple):
+    """All of a checkpoint but its tensors' bytes, verified."""
+
+    state: dict[str, Any]
+    items: dict[str, list[Item]]  # by .bin file; empty for a checkpoint without hashes
+    verified: bool
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def step_of(path: Path) -> int:
+    """Returns the step after which a checkpoint was written, by its name."""
+    return int(path.name.removeprefix("step-"))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Returns the checkpoints in `folder`, newest first, damaged ones too. One of an earlier version counts when its
+    marker is there; what it left half written has its files and no marker."""
+    paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(filter(_is_checkpoint, paths), key=step_of, reverse=True)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Returns the checkpoint with the most steps in `folder`, or None."""
+    return next(iter(list_checkpoints(folder)), None)
+
+
+def begin(folder: Path, step: int, needed: int) -> Path:
+    """Makes the directory in which a checkpoint of `needed` bytes is written. Its name has a token of its own: a rank
+    that wakes up after its run was continued writes into another one. Raises OSError where there is no room."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(folder).free) < needed:
+        said = f"{os.strerror(errno.ENOSPC)}: {in_gb(needed)} are needed, {in_gb(free)} are free"
+        raise OSError(errno.ENOSPC, said)
+    side = folder / f"{SIDE}{step:06d}-{secrets.token_hex(4)}"
+    operations.make_directory(side)
+    return side
+
+
+def write_items(folder: Path, rank: int, items: Iterable[tuple[Facts, list[memoryview]]]) -> dict[str, Facts]:
+    """Writes a rank's items, durably: of each its name, offsets, sizes, shape and dtype, and its bytes in parts.
+    Returns the facts of both files for the manifest."""
+    rows, joined, end = list[str](), bytearray(), 0
+    file = operations.create(folder / f"rank-{rank}.bin")
+    try:
+        for facts, parts in items:
+            digest, start = xxh3_128(), end
+            for piece in (part[at : at + PIECE] for part in parts for at in range(0, len(part), PIECE)):
+                digest.update(piece)
+                if len(piece) < JOINED:
+                    joined += piece
+                if len(joined) >= JOINED or len(piece) >= JOINED:
+                    operations.write(file, joined)
+                    joined.clear()
+                if len(piece) >= JOINED:
+                    operations.write(file, piece)
+                end += len(piece)
+            rows.append(json.dumps([*facts, start, end - start, digest.hexdigest()]))
+        operations.write(file, joined)
+        operations.sync(file)
+    except OSError as error:
+        said = f"{error.strerror}; rank {rank} had written {in_gb(end)}"
+        raise OSError(error.errno, said) from error
+    finally:
+        operations.close(file)
+    text = ("[" + ",\n".join(rows) + "]").encode()
+    operations.write_file(folder / f"rank-{rank}.items", text)
+    return {f"rank-{rank}.bin": [end], f"rank-{rank}.items": _facts(text)}
+
+
+def publish(
+    side: Path, step: int, state: dict[str, Any], written: dict[str, Facts], keep: int, check_held: Callable[[], None]
+) -> None:
+    """Completes and publishes a checkpoint in which every rank has `written` its files, then removes all but the `keep`
+    newest (0: keeps all). `check_held` raises where the run's lock is another launch's by now."""
+    folder, text = side.parent, json.dumps(state, indent=1).encode()
+    path = folder / name_of(step)
+    operations.write_file(side / STATE, text)
+    body = json.dumps({"step": step, "files": written | {STATE: _facts(text)}})[1:].encode()
+    operations.write_file(side / MANIFEST, _first_line(body) + body)
+    operations.sync_directory(side)
+    check_held()
+    if path.exists():  # a damaged one, from before which the run went on
+        _unpublish(path, side.name)
+    operations.rename(side, path)
+    operations.sync_directory(folder)
+    # those of later steps are damaged ones that were gone back from, and will be replaced
+    older = [each for each in list_checkpoints(folder) if step_of(each) <= step]
+    removed = [_unpublish(each, side.name) for each in older[keep:]] if keep else []
+    if removed:
+        operations.sync_directory(folder)
+    for each in removed:
+        operations.remove_tree(each)
+
+
+def _unpublish(path: Path, name: str) -> Path:
+    aside = path.with_name(f"{name}-{path.name}")
+    operations.rename(path, aside)
+    return aside
+
+
+def remove_leftovers(folder: Path) -> list[str]:
+    """Removes what dead saves left in `folder`, and returns what could not be. The holder of the run's lock calls it:
+    no other process of the run is alive."""
+    stays = list[str]()
+    for path in folder.glob(f"{SIDE}*"):
+        operations.remove_tree(path, stays.append)
+    return stays
+
+
+def has_hashes(path: Path) -> bool:
+    """Returns whether a checkpoint can be verified; those of versions before 0.3 cannot."""
+    return (path / MANIFEST).exists() or not (path / MARKER).exists()
+
+
+def read_stored(path: Path) -> Stored:
+    """Returns a checkpoint's state and items, verified, and checks that its files have their sizes. Raises Damaged, or
+    RecipeError where there is no checkpoint."""
+    if not has_hashes(path):
+        try:
+            return Stored(json.loads((path / STATE).read_text()), {}, False)
+        except (OSError, ValueError) as error:
+            raise damaged(path, STATE, first_line(error)) from error
+    if not _is_checkpoint(path):
+        raise RecipeError(f"checkpoint {path}: incomplete or not a checkpoint (no {MANIFEST} in it)")
+    listed = _read_manifest(path)
+    state = json.loads(_read_whole(path, STATE, listed))
+    items = dict[str, list[Item]]()
+    for name, (size, *_) in listed.items():
+        try:
+            there = (path / name).stat().st_size
+        except OSError as error:
+            raise damaged(path, name, error.strerror or "") from error
+        if there != size:
+            raise damaged(path, name, f"{there} bytes, was {size}")
+        if name.endswith(".items"):
+            rows = [Item(*row) for row in json.loads(_read_whole(path, name, listed))]
+            items[name.removesuffix(".items") + ".bin"] = rows
+    return Stored(state, items, True)
+
+
+def read_item(path: Path, name: str, file: io.BufferedReader, item: Item, buffer: bytearray) -> memoryview:
+    """Returns an item's bytes, read from the open .bin file `name` into `buffer`, which has room for them. Raises
+    Damaged where they are not those that were written."""
+    view, digest, at = memoryview(buffer)[: item.length], xxh3_128(), 0
+    try:
+        file.seek(item.begin)
+        while at < item.length and (count := file.readinto(view[at : at + PIECE])):
+            digest.update(view[at : at + count])
+            at += count
+    except OSError as error:
+        raise damaged(path, name, f"{item.name}: {error.strerror}") from error
+    if digest.hexdigest() != item.digest:
+        raise damaged(path, name, f"bytes {item.begin} to {item.begin + item.length}, of {item.name}")
+    return view
+
+
+def verify(path: Path) -> bool:
+    """Reads all of a checkpoint. Returns whether it has hashes; raises Damaged where a byte is not what was written."""
+    stored = read_stored(path)
+    buffer = bytearray(max((item.length for items in stored.items.values() for item in items), default=0))
+    for name, items in stored.items.items():
+        with (path / name).open("rb") as file:
+            for item in items:
+                read_item(path, name, file, item, buffer)
+    return stored.verified
+
+
+def damaged(path: Path, name: str, what: str) -> Damaged:
+    """Returns the error of a checkpoint whose file `name` is damaged, or empty where that is not known."""
+    return Damaged(f"checkpoint {path}: damaged ({f'{name}: ' * bool(name)}{what}){WAY_OUT}")
+
+
+def in_gb(count: int) -> str:
+    return f"{count / 10**9:.3g} GB"
+
+
+def _is_checkpoint(path: Path) -> bool:
+    complete = (path / MANIFEST).exists() or (path / MARKER).exists()
+    return path.is_dir() and (complete or not any(path.glob("*.distcp")))
+
+
+def _facts(text: bytes) -> Facts:
+    return [len(text), xxh3_128(text).hexdigest()]
+
+
+def _first_line(body: bytes) -> bytes:
+    return f'{{"xxh3_128": "{xxh3_128(body).hexdigest()}",\n'.encode()
+
+
+def _read_manifest(path: Path) -> dict[str, Facts]:
+    text = _read(path, MANIFEST)
+    at = text.find(b"\n") + 1
+    if text[:at] != _first_line(text[at:]):
+        raise damaged(path, MANIFEST, "not as it was written")
+    manifest = json.loads(text)
+    if re.fullmatch(r"step-\d+", path.name) and manifest["step"] != step_of(path):
+        raise damaged(path, MANIFEST, f"of step {manifest['step']}")
+    return dict(manifest["files"])
+
+
+def _read_whole(path: Path, name: str, listed: dict[str, Facts]) -> bytes:
+    """Returns a file that the manifest lists with a hash."""
+    text = _read(path, name)
+    if _facts(text) != listed.get(name):
+        raise damaged(path, name, "not as it was written")
+    return text
+
+
+def _read(path: Path, name: str) -> bytes:
+    try:
+        return (path / name).read_bytes()
+    except OSError as error:
+        raise damaged(path, name, error.strerror or "") from error
