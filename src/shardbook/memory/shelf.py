@@ -145,24 +145,6 @@ def fetched_bytes(layout: Layout) -> int:
     return aligned(most * layout.dtype("params").itemsize) * (1 + fetches_ahead(layout))
 
 
-def step_bytes(layout: Layout, rank: int, micros: int) -> dict[str, int]:
-    """Returns the bytes that one rank moves in an optimizer step: `to_host`, `to_device` (over PCIe, on a GPU),
-    `disk_read` and `disk_written`. Every unit is taken to run forward and backward in each of the `micros`."""
-    moved = dict.fromkeys(("to_host", "to_device", "disk_read", "disk_written"), 0)
-    if layout.offload.optimizer == "none":
-        return {}
-    # gradients arrive once where they are all-reduced over replicas, or reduced after the last micro-batch only
-    arrivals = micros if layout.stage.reduce_every_micro and layout.replicas == 1 else 1
-    for unit in layout.units:
-        plan = plan_shelf(layout, unit, rank)
-        for key, size in gathered_bytes(layout, plan).items():
-            moved[key] += size * unit.gathers(micros)
-        moved["to_host"] += arrivals * plan.reduced * layout.dtype("reduce").itemsize
-        for key, size in stepped_bytes(layout, plan).items():
-            moved[key] += size
-    return moved
-
-
 def gathered_bytes(layout: Layout, plan: Plan) -> dict[str, int]:
     """Returns the bytes that an all-gather of one unit moves: `to_device`, and `disk_read` from a disk."""
     wire = aligned(plan.wire * layout.dtype("params").itemsize) * (layout.offload.params != "none")

@@ -94,11 +94,6 @@ class Unit:
         """Returns the elements of parameters whose dtype at rest is not one of `compute` bytes an element."""
         return sum(prod(shape) for shape, size in zip(self.shapes, self.itemsizes, strict=True) if size != compute)
 
-    def gathers(self, micros: int, forwards: int = 1) -> int:
-        """Returns the all-gathers in a step of `micros` micro-batches of `forwards` forwards and one backward each."""
-        again = self.gathers_again + (forwards - 1) * self.reshard_after_forward
-        return micros * (1 + again) if self.frees else 1
-
     @property
     def gathers_again(self) -> bool:
         """Returns whether backward gathers the parameters again that forward had gathered."""

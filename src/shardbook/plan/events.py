@@ -15,6 +15,7 @@ from shardbook.arithmetic import ceil_div, round_up
 from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP, WORLD
 from shardbook.comm.ledger import Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
+from shardbook.memory.shelf import gathered_bytes, plan_shelf, stepped_bytes
 from shardbook.optim.muon import WIRE_BYTES
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout
@@ -32,7 +33,7 @@ class Event(NamedTuple):
     """What a rank issues: `compute` of a unit, its `gather`, `free`, `reduce` (its gradients are summed over ranks) or
     `accumulate` (they are kept as they are), an `exchange` between units, `receive` and `send` along pp; `fetch`,
     `arrive` and `update` of an offloaded unit (shards to the device, gradients to the host, its step there); the
-    `norm`, the `step`, and the sum of the next step's `counts`."""
+    `sum` of what is whole on several ranks, the `norm`, the `step`, and the next step's `counts`."""
 
     what: str
     unit: Unit | None = None
@@ -230,7 +231,7 @@ class _Chunk:
                 yield from self._free(unit, now)
         if is_last and layout.tp_size > 1:
             flat = layout.replicated_numel * layout.dtype("master").itemsize
-            yield Event("reduce", None, (("all_reduce", TP, flat),))
+            yield Event("sum", None, (("all_reduce", TP, flat),))
 
 
 def step_passes(layout: Layout, micros: int, forwards: int = 1, inside: Sequence[Inside] = ()) -> list[Pass]:
@@ -260,7 +261,7 @@ def step_events(
     pipeline = layout.pipeline
     if pipeline.ranks > 1 and pipeline.is_tied and (pipeline.has_first_stage or pipeline.has_last_stage):
         tied = tied_numel(layout, rank) * layout.dtype("master").itemsize
-        yield Event("reduce", None, (("all_reduce", PP if pipeline.ranks == 2 else PP_ENDS, tied),))
+        yield Event("sum", None, (("all_reduce", PP if pipeline.ranks == 2 else PP_ENDS, tied),))
     spread = {TP: layout.tp_size, DP_SHARD: layout.shards, PP: pipeline.ranks}  # parameters; along dp_replicate copies
     yield Event("norm", None, tuple(("all_reduce", axis, NORM_BYTES) for axis, size in spread.items() if size > 1))
     exchanges = muon_exchanges(layout) if OPTIMIZERS[optimizer_name].whole_matrices else ()
@@ -278,3 +279,26 @@ def count_traffic(events: Iterable[Event]) -> Traffic:
         if payload:
             traffic[op, axis] = traffic.get((op, axis), Volume()) + Volume(1, payload)
     return traffic
+
+
+def count_moves(layout: Layout, rank: int, micros: int) -> dict[str, Counter[str]]:
+    """Returns the bytes that each kind of event of an offloaded step of the global `rank` moves: `to_host`, `to_device`
+    (over PCIe, on a GPU), `disk_read` and `disk_written`."""
+    plans = {unit: plan_shelf(layout, unit, rank) for unit in layout.units}
+    moves = {what: Counter[str]() for what in ("fetch", "arrive", "update")}
+    for what, unit, _ in step_events(layout, micros):
+        if what == "fetch" and unit:
+            moves[what].update(gathered_bytes(layout, plans[unit]))
+        elif what == "arrive" and unit:
+            moves[what]["to_host"] += plans[unit].reduced * layout.dtype("reduce").itemsize
+        elif what == "update" and unit:
+            moves[what].update(stepped_bytes(layout, plans[unit]))
+    return moves
+
+
+def step_bytes(layout: Layout, rank: int, micros: int) -> dict[str, int]:
+    """Returns the bytes that one rank moves in an optimizer step with offload, by all events; without it nothing."""
+    if layout.offload.optimizer == "none":
+        return {}
+    moves = count_moves(layout, rank, micros).values()
+    return {key: sum(moved[key] for moved in moves) for key in ("to_host", "to_device", "disk_read", "disk_written")}

@@ -11,12 +11,12 @@ from math import prod
 
 from shardbook.axes import DP_SHARD
 from shardbook.comm.ledger import Traffic
-from shardbook.memory.shelf import shelf_sizes, step_bytes
+from shardbook.memory.shelf import shelf_sizes
 from shardbook.optim import state_bytes
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.units import shard_rows
-from shardbook.plan.events import count_traffic, step_events, step_passes
+from shardbook.plan.events import count_traffic, step_bytes, step_events, step_passes
 from shardbook.recipe import Stage
 
 

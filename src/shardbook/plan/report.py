@@ -9,12 +9,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from shardbook.memory.shelf import step_bytes
 from shardbook.model.laid_out import World, lay_out
 from shardbook.plan.advice import ADAPTERS, Advice, advise, fit_adapters
 from shardbook.plan.axes import describe_pipeline, describe_sharing, describe_splitting
 from shardbook.plan.calibrate import Sample, calibrate
 from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SHARED, Candidate, Planner, build_planner
+from shardbook.plan.events import step_bytes
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
 from shardbook.recipe import Precision, Recipe, RecipeError, find_stage

@@ -5,7 +5,9 @@ Invariant: an estimate for a recipe's header and for advice, never a measurement
 links, and every term a count. Roofline: Williams et al., CACM 52(4), 2009; alpha-beta: Hockney, 1994.
 """
 
+from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import compress
 
 from transformers import PreTrainedConfig
@@ -13,15 +15,14 @@ from transformers import PreTrainedConfig
 from shardbook.arithmetic import ceil_div
 from shardbook.axes import CP, PP_FORWARD, TP
 from shardbook.gpus import GPUS, gpu_of
-from shardbook.memory.shelf import plan_shelf, step_bytes
 from shardbook.model.causal_lm import Flops
 from shardbook.optim.muon import orthogonal_flops
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble
-from shardbook.parallel.units import Unit, backward_order
+from shardbook.parallel.units import Unit
 from shardbook.plan.axes import axes_traffic
-from shardbook.plan.events import backward_gather, forward_gather, muon_exchanges, reduction, replica_sum
+from shardbook.plan.events import Sends, count_moves, muon_exchanges, step_passes
 from shardbook.plan.hardware import ATTENTION, MEMORY, PCIE_SHARE, PRODUCTS, Cluster
 from shardbook.plan.kept import read_widths
 from shardbook.recipe import Recipe
@@ -172,9 +173,8 @@ def offload_seconds(layout: Layout, cluster: Cluster, micros: int, forward: floa
     not hide, and the time by which transfers are longer than all computing."""
     if layout.offload.optimizer == "none":
         return 0.0
-    moved, numel = step_bytes(layout, 0, micros), sum(unit.numel for unit in layout.units) / layout.shards
-    gathers = sum(unit.gathers(micros) * plan_shelf(layout, unit, 0).wire for unit in layout.units)
-    paged = gathers * layout.dtype("params").itemsize * (layout.offload.params == "nvme")
+    moves, numel = count_moves(layout, 0, micros), sum(unit.numel for unit in layout.units) / layout.shards
+    moved, paged = sum(moves.values(), Counter[str]()), moves["fetch"]["disk_read"]
     host = cluster.step_seconds(numel, moved["disk_read"] - paged, moved["disk_written"])
     rate = PCIE_SHARE * cluster.gpu.pcie
     transfers = max(moved["to_host"] / rate, moved["to_device"] / rate, cluster.a_node * paged / cluster.gpu.disk)
@@ -204,87 +204,56 @@ def predict_perf_metrics(
 def exposed_seconds(
     layout: Layout, cluster: Cluster, micros: int, forward: float, backward: float, more: int = 0
 ) -> float:
-    """Returns the seconds of a step in which the GPU waits for collectives, which run one after another beside it.
+    """Returns the seconds of a step in which the GPU waits for gathers and reductions, which a link beside it serves.
 
-    `forward`, `backward`: seconds of computing of one micro-batch, shared among units by their parameters. A unit's
-    gather begins as many units ahead as are prefetched, one at least (the host runs ahead of the device); its reduction
-    when its backward is over, sums across replicas after it in the step's last backward. `more`: forwards without a
-    backward before each micro-batch's own, which free the units that forward frees.
+    `forward`, `backward`: seconds of computing of one micro-batch, shared among units by their parameters. A unit's own
+    gather is asked for when the unit before begins (the host runs ahead of the device, and reductions have their own
+    communicator), a prefetch when the unit begins that prefetches; a reduction when its backward is over. `more`:
+    forwards without a backward before each micro-batch's own.
     """
-    groups = layout.groups(0)
-    computing = [unit for unit in layout.units if unit.numel and unit.read_in_backward]
-    whole = sum(unit.parameters for unit in computing)
+    groups, parts = layout.groups(0), [unit for unit in layout.units if unit.numel]
+    whole = sum(unit.parameters for unit in parts if unit.read_in_backward)
+    everything = whole + sum(unit.parameters for unit in parts if unit.forward_only)
+    gpu = link = busy = 0.0  # when they are free again; the link's seconds
 
-    everything = whole + sum(unit.parameters for unit in layout.units if unit.forward_only)
+    @cache
+    def seconds(sends: Sends) -> float:
+        rings = ((op, cluster.ring_seconds(payload, groups[axis])) for op, axis, payload in sends if payload)
+        return sum(2 * ring if op == "all_reduce" else ring for op, ring in rings)
 
-    def share(unit: Unit, is_forward: bool = False) -> float:
-        if is_forward and (unit.read_in_backward or unit.forward_only):
-            return unit.parameters / everything
-        return unit.parameters / whole if unit.read_in_backward else 0.0
+    def serve(asked: float, took: float) -> float:
+        nonlocal link, busy
+        link, busy = max(link, asked) + took, busy + took
+        return link
 
-    def seconds(axis: str, payload: int) -> float:
-        return cluster.ring_seconds(payload, groups[axis]) if payload else 0.0
-
-    # what spans the pass has its computing, the head's, at forward's end
-    order = sorted((unit for unit in layout.units if unit.numel), key=lambda unit: unit.spans)
-    back = [unit for unit in backward_order(layout.units) if unit.numel]
-    first = [(seconds(*forward_gather(layout, unit)), unit, forward * share(unit, is_forward=True)) for unit in order]
-    reductions = [sum(seconds(axis, size) for _, axis, size in reduction(layout, unit)) for unit in back]
-    sums = [0.0] * len(back)
-    buckets = [bucket for chunk in layout.chunks for bucket in chunk.buckets]
-    for together in buckets if layout.copies else [[unit] for unit in layout.units]:  # by the last of them
-        if places := [back.index(unit) for unit in together if unit in back]:
-            sums[max(places)] += 2 * sum(seconds(axis, size) for _, axis, size in replica_sum(layout, together))
-    clock = _Clock()
-    for micro in range(micros):
-        is_last = micro == micros - 1
-        reduces = layout.stage.syncs(is_last)
-        for number in range(1 + more):
-            is_first = not micro and not number
-            forwards = []
-            for gather, unit, work in first:
-                freed = unit.reshard_after_forward if number else unit.frees
-                forwards.append((gather if freed or is_first else 0.0, work, 0.0))
-            clock.run(forwards, max(1, layout.forward_prefetch))
-        backwards = []
-        for unit, reducing, summing in zip(back, reductions, sums, strict=True):
-            again = seconds(*backward_gather(layout, unit)) if unit.frees and unit.gathers_again else 0.0
-            after = reducing * reduces + summing * is_last
-            backwards.append((again, backward * share(unit), after))
-        clock.run(backwards, max(1, layout.backward_prefetch))
-    whole_pass, power = micros * ((1 + more) * forward + backward), cluster.sharing
+    for action, events in step_passes(layout, micros, 1 + more):
+        asked, there, reductions = dict[Unit, float](), dict[Unit, float](), list[tuple[float, float]]()
+        began = gpu
+        if not action.is_forward:  # of what spans the pass the head is first, and the lookup at the end takes no time
+            heads = (unit for unit in layout.chunks[action.chunk].units if unit.spans and unit.read_in_backward)
+            gpu += backward * sum(unit.parameters for unit in heads) / whole
+        for what, unit, sends in events:
+            if what == "compute" and unit:
+                while unit in asked:
+                    first = next(iter(asked))
+                    there[first] = serve(began, asked.pop(first))
+                for each in reductions:
+                    serve(*each)
+                began = gpu = max(gpu, there.get(unit, 0.0))
+                for other, took in asked.items():
+                    there[other] = serve(began, took)
+                asked, reductions = {}, []
+                if action.is_forward:
+                    gpu += forward * unit.parameters / everything * (unit.read_in_backward or unit.forward_only)
+                else:
+                    gpu += backward * unit.parameters / whole * (unit.read_in_backward and not unit.spans)
+            elif sends and what == "gather" and unit:
+                asked[unit] = seconds(sends)
+            elif sends and what == "reduce" and (took := seconds(sends)):
+                reductions.append((gpu, took))
+        for each in reductions:
+            serve(*each)
+    computing, power = micros * ((1 + more) * forward + backward), cluster.sharing
     if power:
-        return (whole_pass**power + clock.busy**power) ** (1 / power) - whole_pass
-    return max(0.0, max(clock.link, clock.gpu) - whole_pass)
-
-
-@dataclass
-class _Clock:
-    """The times at which the GPU, and the link beside it, are free again; the seconds that the link was busy."""
-
-    gpu: float = 0.0
-    link: float = 0.0
-    busy: float = 0.0
-
-    def run(self, work: list[tuple[float, float, float]], ahead: int) -> None:
-        """Runs `work`: of each unit the seconds of its gather, its computing and its reduction. Gathers are requested
-        `ahead` units before, reductions when computing is over; the link serves requests in their order."""
-        gathered, asked = [0.0] * len(work), 0
-
-        def ask(until: int, now: float) -> None:
-            nonlocal asked
-            while asked < min(until, len(work)):
-                if seconds := work[asked][0]:
-                    self.link = max(self.link, now) + seconds
-                    self.busy += seconds
-                    gathered[asked] = self.link
-                asked += 1
-
-        ask(1, self.gpu)
-        for number, (_, computing, reducing) in enumerate(work):
-            begin = max(self.gpu, gathered[number])
-            ask(number + 1 + ahead, begin)
-            self.gpu = begin + computing
-            if reducing:
-                self.link = max(self.link, self.gpu) + reducing
-                self.busy += reducing
+        return (computing**power + busy**power) ** (1 / power) - computing
+    return max(0.0, max(link, gpu) - computing)
