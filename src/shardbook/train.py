@@ -73,8 +73,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     open_everywhere(run, job.steps, newest, recipe)
     console.show_job(job)
 
-    # Model and optimizer; then the start: this run's newest checkpoint, else the recipe's, else pretrained weights,
-    # else random ones.
+    # Model and optimizer; then the start: the newest checkpoint, else the recipe's, else pretrained or random weights.
     sharded = build(job, ranks.device)
     oom_guard = OomGuard(job, sharded)
     with oom_guard:
@@ -109,6 +108,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             seen = job.objective.add_up(meter.watch(passes), ranks.device)
             norm = clip_gradients(sharded.gradients, recipe.optim.max_grad_norm)
             step_if_finite(optimizer, norm)
+            sharded.end_step(norm)
             state = TrainState(step, state.tokens + int(batch.totals.tokens), job.loader.state_dict())
             ahead.begin()
             collect(step)  # while a device still computes

@@ -10,6 +10,7 @@ from world import metrics, run_world
 RUNS = {
     "device": (),
     "clipped": ("optim.max_grad_norm=0.5", "parallel.stage=zero1"),
+    "carried": ("parallel.stage=zeropp", "parallel.quantize_gradients=[8,4]", "parallel.quantize_error_feedback=true"),
     "host": ("offload.optimizer=cpu",),
     "host-clipped": ("offload.optimizer=cpu", "offload.params=cpu", "optim.max_grad_norm=0.5"),
 }
@@ -25,8 +26,11 @@ def plant(kind, step):
     from shardbook import train
     from shardbook.memory.host_adamw import HostAdamW
     from shardbook.parallel.pipeline import MicroBatchRunner
+    from shardbook.parallel.sharding import ShardedModel
 
-    clip, take_in, forward, go = train.clip_gradients, HostAdamW._take_in, MicroBatchRunner.forward, train.step_if_finite
+    places = ((train, "clip_gradients"), (HostAdamW, "_take_in"), (MicroBatchRunner, "forward"))
+    places += ((train, "step_if_finite"), (ShardedModel, "end_step"))
+    clip, take_in, forward, go, end = before = [getattr(*place) for place in places]
     begun = itertools.count(1)
     now = [next(begun)]
 
@@ -61,13 +65,17 @@ def plant(kind, step):
             optimizer.state[parameter]["exp_avg_sq"].to_local().view(-1)[0] = torch.nan
         if not (kind == "passed" and now[0] == step):
             go(optimizer, norm)
+
+    def end_planted(sharded, norm):
+        end(sharded, norm * torch.nan if kind == "passed" and now[0] == step else norm)
         now[0] = next(begun)
 
-    def put(*functions):
-        train.clip_gradients, HostAdamW._take_in, MicroBatchRunner.forward, train.step_if_finite = functions
+    def put(functions):
+        for place, function in zip(places, functions, strict=True):
+            setattr(*place, function)
 
-    put(clip_planted, take_in_planted, forward_planted, go_planted)
-    return lambda: put(clip, take_in, forward, go)
+    put((clip_planted, take_in_planted, forward_planted, go_planted, end_planted))
+    return lambda: put(before)
 
 
 def train_planted(recipe, runs, kinds):
@@ -94,7 +102,9 @@ def train_planted(recipe, runs, kinds):
         finally:
             train.settle, Console.print = settle, show
             undo()
-        found[name, kind] = digest(seen["sharded"], seen["optimizer"]), said
+        residuals = [residual.double().sum().item() for residual in seen["sharded"].residuals.values()]
+        assert all(residuals) and bool(residuals) == (name == "carried")
+        found[name, kind] = digest(seen["sharded"], seen["optimizer"]) + residuals, said
     return found
 
 
@@ -102,7 +112,7 @@ def rows_of(recipe, name, keys=("train/loss", "train/grad_norm", "train/bad_step
     return [{key: row[key] for key in keys if key in row} for row in metrics(recipe.parent / name)]
 
 
-@pytest.mark.parametrize("names", [("clipped", "host-clipped"), pytest.param(("device", "host"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [("carried", "host-clipped"), pytest.param(("device", "clipped", "host"), marks=pytest.mark.slow)])
 def test_a_run_goes_on_as_if_the_step_were_left_out(recipe, names):
     """Its rank and its rows are named, and all later losses, norms, weights and moments are those of a run that did not
     take the step."""

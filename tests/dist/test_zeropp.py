@@ -256,7 +256,7 @@ def test_bytes_of_secondary_shards_after_a_forward_and_of_error_feedback():
     shared = 2 * block // 2 * 4  # of one of two ranks that share the blocks; the rest stays whole for its backward
     sent = (2 * block + outer) // 2 * 4  # what crosses to two nodes
     for secondary, residual, groups in run_world(4, switched_bytes, environment={"LOCAL_WORLD_SIZE": "2"}):
-        assert secondary == (shared, shared) and residual == (sent, sent)
+        assert secondary == (shared, shared) and residual == (2 * sent, 2 * sent)  # now, and before the step
         assert groups == 2  # of secondary shards, and across them; of all units together
 
 
@@ -280,7 +280,9 @@ def switched_bytes():
     with torch.no_grad():
         model(torch.arange(9), True)
     kept = [p.to_local().untyped_storage().nbytes() for block in model.layers for p in block.parameters()]
-    residuals = [tensor.untyped_storage().nbytes() for tensor in sharded.residuals.values()]
+    sharded.begin_step()
+    both = [*sharded.residuals.values(), *sharded.residuals_before.values()]
+    residuals = [tensor.untyped_storage().nbytes() for tensor in both]
     return [(sum(kept), predict_secondary(layout)), (sum(residuals), predict_residual(layout)), groups]
 
 

@@ -43,6 +43,7 @@ class ShardedModel:
     parts: "list[ShardedModel]" = field(default_factory=list)  # one for each chunk of layers, where there are several
     links: PipelineLinks | None = None  # to the neighbours along pp
     offloaded: Any = None  # memory/offload.py's, where masters are not on the device
+    residuals_before: dict[str, Tensor] = field(default_factory=dict)  # the residuals before this step
     is_last: bool = True  # the step's last micro-batch; True by default: a loop that never sets it always reduces
 
     @property
@@ -74,6 +75,14 @@ class ShardedModel:
     def begin_step(self) -> None:
         if self.offloaded:
             self.offloaded.begin_step()
+        for name, residual in self.residuals.items():
+            self.residuals_before.setdefault(name, torch.empty_like(residual)).copy_(residual)
+
+    def end_step(self, norm: Tensor) -> None:
+        """Puts back the residuals of before the step where its gradient `norm` is not finite, without a host sync."""
+        for name, residual in self.residuals.items():
+            bad = ~torch.isfinite(norm).to(residual.device, non_blocking=True)
+            torch.where(bad, self.residuals_before[name], residual, out=residual)
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:

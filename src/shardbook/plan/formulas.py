@@ -70,8 +70,8 @@ def predict_secondary(layout: Layout) -> int:
 
 
 def predict_residual(layout: Layout) -> int:
-    """Returns the bytes that error feedback keeps on a rank, in fp32."""
-    return sum(map(layout.residual_numel, layout.units)) * 4
+    """Returns the bytes that error feedback keeps on a rank, in fp32: residuals now, and before the step."""
+    return 2 * sum(map(layout.residual_numel, layout.units)) * 4
 
 
 def paper_resident(stage: Stage, parameters: int, ranks: int) -> Resident:

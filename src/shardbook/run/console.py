@@ -191,7 +191,7 @@ def describe_switches(layout: Layout) -> str:
         why = "" if len(hops) > 1 else ", one hop: there is one node" if one_node else ", one hop: one rank a node"
         on.append(f"qgZ: gradients in {', then '.join(hops)}{why}")
     if kept := predict_residual(layout):
-        on.append(f"error feedback: {readable_bytes(kept)} more, in each rank's memory and part of a checkpoint")
+        on.append(f"error feedback: {readable_bytes(kept)} more in each rank's memory, half of it in a checkpoint")
     left = [unit for unit in layout.units if unit.shapes and not switches.quantizes(unit.numel)]
     if left and (switches.weights_bits or switches.gradients_bits):
         on.append(f"{len(left)} units of {sum(unit.numel for unit in left):,} parameters unquantised")
