@@ -41,8 +41,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Empty is off: else each of some hundred processes compiles the package, and pytest its tests, anew.
 export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
-.PHONY: help train launch plan data compare recipes matrix reference docs test test-slow test-streams test-dist test-cpu test-page test-cluster proof families test-gpu bench-gpu bench-plan bench-link \
-	bench-convergence bench-offload bench-optimizers bench-peers bench-work lint format clean
+.PHONY: help train launch plan data compare recipes matrix reference docs test test-slow test-streams test-dist test-cpu test-reliability test-page test-cluster proof families test-gpu bench-gpu bench-plan bench-link \
+	bench-checkpoint bench-convergence bench-offload bench-optimizers bench-peers bench-work lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -96,6 +96,12 @@ test-streams: $(DEV)  ## streams, threads, pinned memory and communicators by CU
 test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and model (some ten minutes)
 	$(PYTEST) -n 2 --dist loadfile tests/dist --everything -m ""
 
+# Each promise of docs/reliability.md.
+RELIABLE = $(addprefix tests/unit/test_,$(addsuffix .py,stored_items checkpoint_errors restarts stop)) \
+	$(addprefix tests/dist/test_,$(addsuffix .py,damage resume save_plan bad_steps))
+test-reliability: $(DEV)  ## crash points, damage, full disks, kills and what is planted against them, the long ones too
+	$(PYTEST) -n 2 --dist loadfile -m "" $(RELIABLE)
+
 # The narrowest vectors that torch has stand for a machine unlike the one a change was made on. What computes with no vector
 # (plans, recipes, the house) is not asked again; of the real weights all is.
 NARROW = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST)
@@ -142,6 +148,9 @@ bench-work: $(DEV) $(PEERS)  ## what a step of each of them does, counted: produ
 bench-offload: $(DEV)  ## AdamW on the host, the disk beside fio, their pipeline (fio: apt-get install fio; some five minutes)
 	$(PYTHON3) tests/bench/offload.py $(ARGS)
 	$(PYTHON3) tests/bench/page.py
+
+bench-checkpoint: $(DEV)  ## saving and loading beside a plain write and read, and DCP's own files (some two minutes)
+	$(PYTHON3) tests/bench/checkpoints.py $(ARGS)
 
 bench-optimizers: $(DEV)  ## AdamW with moments in fp32, bf16 and 8 bits, weights in bf16: held-out loss (an hour on two cores)
 	PYTHONPATH=$(PYTHONPATH):$(BIN)/../8bit $(PYTHON3) tests/bench/convergence.py --of optimizers

@@ -77,6 +77,8 @@ def main(words: list[str] | None = None) -> int:
     add("--out", type=Path, help="directory to write (default: export/ of the run)")
     add("--dtype", choices=("fp32", "bf16"), help="dtype of the weights (default: the recipe's train.export_dtype)")
     add("--merge", action="store_true", help="of a run with LoRA: the whole model, adapters added to its weights")
+    add = commands.add_parser("verify", help="read all checkpoints of a run, and say which are whole").add_argument
+    add("run", type=Path, help="a run directory")
     add = commands.add_parser("recipes", help="list the recipes, or what goes with what").add_argument
     add("--matrix", action="store_true", help="what goes with what in a recipe, and why not the rest")
     became = "a recipe from a DeepSpeed JSON or an accelerate YAML, and what became of each key"
@@ -105,6 +107,10 @@ def main(words: list[str] | None = None) -> int:
                 return run_data(asked.recipe, asked.overrides + rest, asked.rows, asked.html)
             case "export":
                 return run_export(asked.run, asked.checkpoint, asked.out, asked.dtype, asked.merge)
+            case "verify":
+                from shardbook.run.verify import verify_run
+
+                return verify_run(asked.run)
             case "translate":
                 return run_translate(asked.file, asked.out, asked.without_refused)
             case _:

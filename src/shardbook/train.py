@@ -89,7 +89,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     held_out = reference.give()
     meter = Meter(job, run, sharded, optimizer, state, ranks, console, stop)
     observer = Observer(job, sharded, held_out, ranks, meter, console)
-    saver = Saver(run, recipe.train, sharded, optimizer, meter, saved=state.step)
+    saver = Saver(run, recipe.train, sharded, optimizer, meter, state.step, recipe.optim.name)
     profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
     shown = console.start(state.step, job.steps)
     watch, together = watch_steps(ranks, recipe.run.hang_seconds, meter.first_steps), synchronized_gc()

@@ -113,6 +113,7 @@ def test_recipe(name, tmp_path):
     assert f"RECIPE={name}" in command or f"recipes/{name}.toml" in command or name == "smollm2-135m-fsdp"
     assert measured == "not yet measured" or re.search(r"\d", measured)
     recipe = load_recipe(path)
+    assert recipe.train.save_total_limit != 1, "a damaged checkpoint would leave nothing to go back to"
     last = name.removesuffix("-dpo").rsplit("-", 1)[-1]
     stages = dict.fromkeys(("fsdp", "1gpu", "offload", "nvme", "qlora", "tp", "cp", "128k"), "zero3")
     stages |= {"lora": recipe.parallel.stage, "pp": "zero1", "3d": "zero1"}

@@ -5,13 +5,17 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import crashes
 import pytest
 
+from shardbook.cli import main
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import RecipeError
 from shardbook.run import operations, stored_items
@@ -60,9 +64,9 @@ def judge(folder):
 def crash_everywhere(monkeypatch, tmp_path, keep=1, saving=save):
     """Saves steps 1 and 2, keeping one; asserts that each moment leaves exactly the old or exactly the new. Returns the
     number of moments."""
-    folder, done = tmp_path / "real", [0]
-    folder.mkdir()
-    made = crashes.record(monkeypatch, folder)
+    folder, done = tmp_path / "real" / "checkpoints", [0]
+    folder.parent.mkdir()
+    made = crashes.record(monkeypatch, folder.parent)
     for step in (1, 2):
         saving(folder, step, keep)
         done.append(len(made))
@@ -73,7 +77,7 @@ def crash_everywhere(monkeypatch, tmp_path, keep=1, saving=save):
         key = hash(tuple(tree.items()))
         if key not in seen:
             crashes.lay_out(tree, tmp_path / f"at-{number}-{how}")
-            seen[key] = judge(tmp_path / f"at-{number}-{how}")
+            seen[key] = judge(tmp_path / f"at-{number}-{how}" / "checkpoints")
         least = sum(number >= end for end in done) - 1
         assert seen[key] in (least, min(least + 1, 2)), f"{how} after {number} of {len(made)}: {made[number - 1]}"
     return count
@@ -81,7 +85,7 @@ def crash_everywhere(monkeypatch, tmp_path, keep=1, saving=save):
 
 def test_a_crash_at_any_moment_leaves_the_old_or_the_new(monkeypatch, tmp_path):
     count = crash_everywhere(monkeypatch, tmp_path)
-    assert count == 3 * (1 + 69), count  # operations of two saves of two ranks and a prune
+    assert count == 3 * (1 + 71), count  # operations of two saves of two ranks and a prune
 
 
 def test_planted_data_that_is_not_synced(monkeypatch, tmp_path):
@@ -340,3 +344,86 @@ def test_a_damaged_checkpoint_is_replaced_and_does_not_count_as_kept(tmp_path, m
     assert [each.name for each in list_checkpoints(tmp_path)] == ["step-000003", "step-000002", "step-000001"]
     save(tmp_path, 3, keep=2)
     assert [each.name for each in list_checkpoints(tmp_path)] == ["step-000003", "step-000002"] and judge(tmp_path) == 3
+
+
+def test_the_command_verifies_all_of_a_run(tmp_path, capsys):
+    run = tmp_path / "run"
+    for step in (1, 2, 3):
+        save(run / "checkpoints", step)
+    old = run / "checkpoints" / "step-000000"
+    old.mkdir()
+    (old / "COMPLETE").touch()
+    (old / "state.json").write_text("{}")
+    assert main(["verify", str(run)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[2].partition(",")[0] for line in said] == [*["whole"] * 3, "of an earlier version"]
+    (run / "checkpoints" / "step-000002" / "rank-0.bin").unlink()
+    assert main(["verify", str(run)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert "step-000002: damaged (rank-0.bin: No such file or directory); remove it" in said[1] and len(said) == 4
+    assert main(["verify", str(tmp_path)]) == 2
+    assert f"{tmp_path}: has no checkpoint" in capsys.readouterr().err
+
+
+def test_the_command_imports_no_torch():
+    code = "import sys, shardbook.run.verify; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+RECORDED = """
+import json, sys
+from pathlib import Path
+import pytest
+sys.path[:0] = {paths!r}
+import crashes
+from test_stored_items import save
+folder = Path(sys.argv[1])
+folder.mkdir()
+made = crashes.record(pytest.MonkeyPatch(), folder)
+for step in (1, 2):
+    save(folder, step, keep=1)
+made = [each for each in made if each[0] != "sync"]
+print(json.dumps([each[0] if each[0] == "write" else [*each][: 2 + (each[0] == "rename")] for each in made]))
+"""
+CALLS = {
+    "mkdir": "make_directory",
+    "openat": "create",
+    "rename": "rename",
+    "unlink": "remove",
+    "rmdir": "remove_directory",
+}
+
+
+@pytest.mark.slow
+def test_the_recorder_sees_every_operation(tmp_path):
+    """As the kernel saw them (strace): else a crash point between two of them would not be tried."""
+    folder, log = tmp_path.resolve() / "run", tmp_path / "log"
+    calls = (
+        "trace=mkdir,openat,write,pwrite64,fsync,fdatasync,ftruncate,rename,renameat,renameat2,unlink,unlinkat,rmdir"
+    )
+    code = RECORDED.format(paths=[str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    command = ["strace", "-f", "-y", "-s", "0", "-o", str(log), "-e", calls, sys.executable, "-c", code, str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("no strace")
+    if "ptrace" in done.stderr:
+        pytest.skip("ptrace is forbidden")
+    seen, synced = [], []
+    for line in log.read_text().splitlines():
+        if str(folder) not in line or line.rstrip().endswith("(No such file or directory)"):
+            continue
+        name, words = re.match(r"\d+ +(\w+)\((.*)", line).groups()
+        paths = [each.removeprefix(f"{folder}/") for each in re.findall(rf'{folder}[^">]*', words)]
+        if (name == "openat" and "O_CREAT" not in words) or (paths == [str(folder)] and name == "mkdir"):
+            continue
+        if name == "write":
+            seen.append("write")
+        elif name in ("fsync", "fdatasync"):
+            synced.append(paths[0])
+            if Path(paths[0]).suffix not in (".bin", ".items", ".json"):
+                seen.append(["sync_directory", paths[0].replace(str(folder), ".")])
+        else:
+            seen.append([CALLS.get(name, name), *paths[-2 if name == "rename" else -1 :]])
+    assert done.returncode == 0 and seen == json.loads(done.stdout), (done.stderr, seen)
+    assert len(seen) + len([each for each in synced if "." in each]) == 69

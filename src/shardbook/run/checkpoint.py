@@ -106,7 +106,7 @@ def _facts(sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: Train
         RESIDUAL: list(sharded.residuals),
     }
     frozen = {BASE: base_identity(sharded.model), TEACHER: teacher_identity(sharded.model)}
-    return facts | {name: digest for name, digest in frozen.items() if digest} | {"shapes": _shapes(sharded.model)}
+    return facts | {name: digest for name, digest in frozen.items() if digest} | {"shapes": whole_shapes(sharded.model)}
 
 
 def check_checkpoint(path: Path, sharded: ShardedModel) -> TrainState:
@@ -115,11 +115,16 @@ def check_checkpoint(path: Path, sharded: ShardedModel) -> TrainState:
     return _check(path, sharded)[1]
 
 
+def _read(path: Path) -> Stored:
+    with _readable(path):
+        return read_stored(path)
+
+
 def _check(path: Path, sharded: ShardedModel) -> tuple[Stored, TrainState]:
-    stored = broadcast_from_main(lambda: read_stored(path))  # by one rank: each file has a line for each tensor
+    stored = broadcast_from_main(lambda: _read(path))  # by one rank: each file has a line for each tensor
     with _readable(path):
         state = stored.state
-        here, there = _shapes(sharded.masters), state["shapes"]
+        here, there = whole_shapes(sharded.masters), state["shapes"]
         stands = TrainState(state["step"], state["tokens"], state["loader"])
     if differ := [
         f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
@@ -175,13 +180,13 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
 def checkpoint_shapes(path: Path) -> dict[str, torch.Size]:
     """Returns every parameter's full shape in a checkpoint, in order. Raises RecipeError where it is not whole."""
     with _readable(path):
-        return {name: torch.Size(shape) for name, shape in read_stored(path).state["shapes"].items()}
+        return {name: torch.Size(shape) for name, shape in _read(path).state["shapes"].items()}
 
 
 def read_parameters(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
     """Yields `(name, full tensor in fp32)` of the model parameters in a checkpoint, one at a time and without a process
     group, so that one host can export a 70B."""
-    reader, planner = _reader(path, read_stored(path))
+    reader, planner = _reader(path, _read(path))
     for name, shape in shapes.items():
         box = {f"model.{name}": torch.empty(shape)}
         with _readable(path):
@@ -253,7 +258,8 @@ def _saved(tensors: dict[str, Any]) -> dict[str, Any]:
     return tensors | {"optimizer": state}
 
 
-def _shapes(model: nn.Module) -> dict[str, list[int]]:
+def whole_shapes(model: nn.Module) -> dict[str, list[int]]:
+    """Returns the full shape of each parameter that a checkpoint of the model holds."""
     own = {name: parameter.shape for name, parameter in kept_parameters(model).items()}
     whole = getattr(model, GLOBAL_SHAPES, None) or own  # with layers on other ranks
     return {name: list(shape) for name, shape in whole.items()}

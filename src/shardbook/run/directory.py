@@ -31,6 +31,7 @@ from shardbook.ranks.distributed import broadcast_from_main, leave_hangs_in
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe, first_line, flatten_recipe
 from shardbook.run.files import check_run_directory, unwritable
+from shardbook.run.operations import sync_directory
 from shardbook.run.stored_items import newest_checkpoint, remove_leftovers, step_of
 from shardbook.run.trackers import check_installed
 
@@ -58,6 +59,7 @@ class RunDirectory:
         left. Raises RecipeError."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            sync_directory(self.path.parent)  # else a power loss takes the run with all its checkpoints
             if not self.is_held:
                 _hold(self.path, self.token)
             tempfile.TemporaryFile(dir=self.path).close()
@@ -113,7 +115,6 @@ def find_everywhere(run: Run, recipe_path: Path) -> tuple[RunDirectory, Path | N
     """Returns the directory of a run, as rank 0 finds it or would make it, and its newest checkpoint. Raises
     RecipeError as `find_run` does. Collective."""
     found = broadcast_from_main(lambda: find_run(run, recipe_path))
-    leave_hangs_in(found.path / "hang")
     return found, broadcast_from_main(lambda: newest_checkpoint(found.checkpoints))
 
 
@@ -127,6 +128,7 @@ def open_everywhere(run: RunDirectory, steps: int, newest: Path | None, recipe: 
         raise RecipeError(
             f"run directory {run.path}: not seen by every rank; set run.dir to a disk that all nodes share"
         )
+    leave_hangs_in(run.path / "hang")  # not before: on a GPU it makes the folder at once
 
 
 def name_run(run: Run, recipe_path: Path) -> str:

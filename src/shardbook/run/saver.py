@@ -1,14 +1,18 @@
 """Saves a run every `train.save_steps` steps, at its end, and where it is asked to stop."""
 
+import shutil
 from dataclasses import dataclass
 
 import torch
 
+from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.recipe import Train
-from shardbook.run.checkpoint import TrainState, save_checkpoint
+from shardbook.ranks.distributed import broadcast_from_main
+from shardbook.recipe import RecipeError, Train
+from shardbook.run.checkpoint import TrainState, save_checkpoint, whole_shapes
 from shardbook.run.directory import RunDirectory
 from shardbook.run.meter import Meter, is_due
+from shardbook.run.stored_items import in_gb, list_checkpoints
 
 
 @dataclass
@@ -21,6 +25,25 @@ class Saver:
     optimizer: torch.optim.Optimizer
     meter: Meter
     saved: int
+    optimizer_name: str
+
+    def __post_init__(self) -> None:
+        """Raises RecipeError where the disk has no room for two checkpoints. Collective."""
+        if self.train.save_steps:
+            broadcast_from_main(self._check_room)
+
+    def _check_room(self) -> None:
+        """Looks at the disk, as rank 0: there must be one checkpoint to go back to beside the one that is written."""
+        if self.train.save_total_limit == 1:
+            said = "a damaged checkpoint leaves none to go back to; set it to 2"
+            print(f"warning  train.save_total_limit = 1: {said}", flush=True)
+        each = predict_bytes(self.sharded, self.optimizer_name)
+        count = max(1, 2 - len(list_checkpoints(self.run.checkpoints)))
+        if (free := shutil.disk_usage(self.run.path).free) < count * each:
+            raise RecipeError(
+                f"run directory {self.run.path}: {in_gb(free)} are free there, and {count} checkpoints of "
+                f"{in_gb(each)} will be written; free some, set run.dir to another disk, or train.save_steps=0"
+            )
 
     def is_due(self, step: int) -> bool:
         return is_due(step, self.train.save_steps)
@@ -41,3 +64,10 @@ class Saver:
         run, keep = self.run, self.train.save_total_limit
         save_checkpoint(run.checkpoints, self.sharded, self.optimizer, state, keep, run.check_held)
         self.saved = state.step
+
+
+def predict_bytes(sharded: ShardedModel, optimizer_name: str) -> int:
+    """Returns the bytes of a checkpoint's parameters and optimizer state, of all ranks; Muon's matrices take less."""
+    row, itemsize = OPTIMIZERS[optimizer_name], next(sharded.masters.parameters()).element_size()
+    counts = [torch.Size(shape).numel() for shape in whole_shapes(sharded.masters).values()]
+    return sum(count * itemsize + row.state_bytes(count, itemsize) for count in counts)

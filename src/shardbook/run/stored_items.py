@@ -82,7 +82,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def begin(folder: Path, step: int, needed: int) -> Path:
     """Makes the directory in which a checkpoint of `needed` bytes is written. Its name has a token of its own: a rank
     that wakes up after its run was continued writes into another one. Raises OSError where there is no room."""
-    folder.mkdir(parents=True, exist_ok=True)
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        operations.make_directory(folder)
+        operations.sync_directory(folder.parent)  # else a power loss takes the folder with all that is in it
     if (free := shutil.disk_usage(folder).free) < needed:
         said = f"{os.strerror(errno.ENOSPC)}: {in_gb(needed)} are needed, {in_gb(free)} are free"
         raise OSError(errno.ENOSPC, said)
@@ -189,7 +192,10 @@ def read_stored(path: Path) -> Stored:
             raise damaged(path, name, f"{there} bytes, was {size}")
         if name.endswith(".items"):
             rows = [Item(*row) for row in json.loads(_read_whole(path, name, listed))]
-            items[name.removesuffix(".items") + ".bin"] = rows
+            data, ends = name.removesuffix(".items") + ".bin", [0, *(row.begin + row.length for row in rows)]
+            if ends != [*(row.begin for row in rows), *listed[data]]:
+                raise damaged(path, name, f"its items are not all of {data}")
+            items[data] = rows
     return Stored(state, items, True)
 
 
@@ -250,6 +256,8 @@ def _read_manifest(path: Path) -> dict[str, Facts]:
     manifest = json.loads(text)
     if re.fullmatch(r"step-\d+", path.name) and manifest["step"] != step_of(path):
         raise damaged(path, MANIFEST, f"of step {manifest['step']}")
+    if elsewhere := [name for name in manifest["files"] if Path(name).name != name]:
+        raise damaged(path, MANIFEST, f"names {elsewhere[0]}")
     return dict(manifest["files"])
 
 

@@ -1,0 +1,23 @@
+"""Verifies the checkpoints of a run, without torch and without ranks."""
+
+from pathlib import Path
+
+from shardbook.recipe import RecipeError
+from shardbook.run.stored_items import Damaged, in_gb, list_checkpoints, verify
+
+
+def verify_run(run: Path) -> int:
+    """Reads every checkpoint of a run directory, newest first, and prints a line for each. Returns the exit code: 1
+    where one is damaged."""
+    found, code = list_checkpoints(run / "checkpoints"), 0
+    if not found:
+        raise RecipeError(f"{run}: has no checkpoint")
+    for path in found:
+        try:
+            said = "whole" if verify(path) else "of an earlier version, without hashes: it cannot be verified"
+            size = in_gb(sum(each.stat().st_size for each in path.iterdir()))
+            print(f"checkpoint {path}: {said}, {size}", flush=True)
+        except Damaged as error:
+            code = 1
+            print(error, flush=True)
+    return code

@@ -1,0 +1,165 @@
+"""Saving and loading a checkpoint beside a plain write and read of as many bytes, and beside DCP's own files, in turn.
+
+    PYTHONPATH=src:tests .venv/bin/python tests/bench/checkpoints.py
+
+One process: SmolLM2's tensors, with two moments and a step count each, at a width that fits a small machine. Each round
+does all in turn on the same disk; of each the best round counts, and only ratios within one run are compared. What a
+"cold" read takes is measured after the kernel was told to drop the files. Kept in docs/benchmarks/checkpoints.json.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+from shardbook.run.item_storage import ItemReader, ItemWriter
+from shardbook.run.stored_items import begin, publish, read_stored
+
+KEPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "checkpoints.json"
+LAYERS, VOCABULARY = 30, 49152
+
+
+def tensors_of(hidden: int) -> dict[str, torch.Tensor]:
+    inner, heads = hidden * 8 // 3, hidden // 3
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (VOCABULARY, hidden), "norm.weight": (hidden,)}
+    for layer in range(LAYERS):
+        block = {"q_proj": (hidden, hidden), "k_proj": (heads, hidden), "v_proj": (heads, hidden)}
+        block |= {"o_proj": (hidden, hidden), "gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
+        block |= {"down_proj": (hidden, inner), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+        shapes |= {f"layers.{layer}.{name}.weight": shape for name, shape in block.items()}
+    torch.manual_seed(0)
+    found = {f"model.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        found |= {f"optimizer.state.{name}.{moment}": torch.rand(shape) for moment in ("exp_avg", "exp_avg_sq")}
+        found[f"optimizer.state.{name}.step"] = torch.zeros(())
+    return found
+
+
+def seconds_of(work: Callable[[], object]) -> tuple[float, float]:
+    """Wall and CPU seconds."""
+    began, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+    work()
+    took, now = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+    return took, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+
+
+def write_plain(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with (folder / "plain").open("wb", buffering=0) as file:
+        for tensor in tensors.values():
+            file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        os.fsync(file.fileno())
+
+
+def read_plain(folder: Path, into: bytearray) -> None:
+    with (folder / "plain").open("rb", buffering=0) as file:
+        while file.readinto(into):
+            pass
+
+
+def save_ours(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    writer = ItemWriter(
+        folder,
+        0,
+        lambda: begin(folder / "ours", 1, 1),
+        lambda side, written: publish(side, 1, {"step": 1}, written, 0, lambda: None),
+    )
+    state_dict_saver.save(tensors, storage_writer=writer, planner=DefaultSavePlanner(), no_dist=True)
+
+
+def load_ours(folder: Path, into: dict[str, torch.Tensor]) -> None:
+    path = folder / "ours" / "step-000001"
+    reader = ItemReader(path, read_stored(path).items)
+    state_dict_loader.load(into, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+
+
+def save_dcp(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    state_dict_saver.save(tensors, storage_writer=FileSystemWriter(folder / "dcp"), no_dist=True)
+
+
+def load_dcp(folder: Path, into: dict[str, torch.Tensor]) -> None:
+    state_dict_loader.load(into, checkpoint_id=folder / "dcp", no_dist=True)
+
+
+def forget(folder: Path) -> None:
+    """Has the kernel drop the files of a folder from its page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
+def measure(place: Path, hidden: int, rounds: int) -> dict:
+    tensors = tensors_of(hidden)
+    into, buffer = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}, bytearray(4 << 20)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    works: dict[str, Callable[[Path], None]] = {
+        "plain write": lambda folder: write_plain(folder, tensors),
+        "save": lambda folder: save_ours(folder, tensors),
+        "save, DCP": lambda folder: save_dcp(folder, tensors),
+        "plain read": lambda folder: read_plain(folder, buffer),
+        "load": lambda folder: load_ours(folder, into),
+        "load, DCP": lambda folder: load_dcp(folder, into),
+        "plain read, cold": lambda folder: read_plain(folder, buffer),
+        "load, cold": lambda folder: load_ours(folder, into),
+        "load, DCP, cold": lambda folder: load_dcp(folder, into),
+    }
+    best: dict[str, list[float]] = {name: [float("inf"), float("inf")] for name in works}
+    for _ in range(rounds):
+        folder = Path(tempfile.mkdtemp(dir=place))
+        for name, work in works.items():
+            if name.endswith("cold"):
+                forget(folder)
+            took = seconds_of(partial(work, folder))
+            best[name] = [min(old, new) for old, new in zip(best[name], took, strict=True)]
+        assert all(torch.equal(into[name], tensor) for name, tensor in tensors.items())
+        shutil.rmtree(folder)
+    return {"bytes": size, "tensors": len(tensors), "seconds": best}
+
+
+def ratios_of(found: dict) -> dict[str, float]:
+    """How fast we are as a multiple of another, by wall seconds."""
+    wall = {name: took for name, (took, _) in found["seconds"].items()}
+    pairs = {
+        "save / plain write": ("plain write", "save"),
+        "save / DCP's": ("save, DCP", "save"),
+        "load / plain read, cold": ("plain read, cold", "load, cold"),
+        "load / plain read, page cache": ("plain read", "load"),
+        "load / DCP's, page cache": ("load, DCP", "load"),
+        "load / DCP's, cold": ("load, DCP, cold", "load, cold"),
+    }
+    return {name: round(wall[other] / wall[ours], 2) for name, (other, ours) in pairs.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--hidden", type=int, default=288, help="width; 288: 0.4 GB, 576: SmolLM2's own 1.6 GB")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--place", type=Path, default=KEPT.parents[2] / "runs", help="folder on the disk to measure")
+    parser.add_argument("--out", type=Path, default=KEPT)
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    asked.place.mkdir(parents=True, exist_ok=True)
+    found = measure(asked.place, asked.hidden, asked.rounds)
+    found |= {"ratios": ratios_of(found), "torch": torch.__version__, "cores": os.cpu_count()}
+    found["load_average"] = round(os.getloadavg()[0], 1)
+    asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    for name, (wall, cpu) in found["seconds"].items():
+        print(f"{name:20} {wall:7.2f} s, {cpu:6.2f} s of CPU, {found['bytes'] / wall / 1e9:6.2f} GB/s")
+    print(*(f"{name:32} {ratio:6.2f}" for name, ratio in found["ratios"].items()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
