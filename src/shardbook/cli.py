@@ -45,7 +45,16 @@ def main(words: list[str] | None = None) -> int:
     example = '"zero2 zero3,activation.checkpointing=full"'
     add("--stages", default="", help=f"variants apart by spaces, each a stage and overrides: {example}")
     add("--nproc", type=int, help="ranks of every variant (default: as for train)")
+    add(
+        "--beside",
+        default="",
+        metavar="VARIANT",
+        help="what the others are held against (default: the first)",
+    )
     add("--publish", action="store_true", help="send runs, view and report to wandb (needs a key)")
+    add = commands.add_parser("report", help="a page of one run: losses, speed, memory, traffic, samples").add_argument
+    add("run", type=Path, help="a run directory")
+    add("--html", type=Path, help="page to write (default: report.html of the run)")
     plan = commands.add_parser("plan", help="what a recipe takes on a cluster, stage by stage; needs no GPU")
     add = plan.add_argument
     add("recipe", nargs="?", default="", help="a name (see `shardbook recipes`) or a .toml file; may be left out")
@@ -100,7 +109,10 @@ def main(words: list[str] | None = None) -> int:
                 words = asked.overrides + rest
                 return run_train(asked.recipe, words, asked.nproc, nodes, asked.dry_run, asked.max_restarts)
             case "compare":
-                return run_compare(asked.recipe, asked.overrides + rest, asked.stages, asked.nproc, asked.publish)
+                how = (asked.stages, asked.nproc, asked.beside, asked.publish)
+                return run_compare(asked.recipe, asked.overrides + rest, *how)
+            case "report":
+                return run_report(asked.run, asked.html)
             case "plan":
                 return run_plan(asked, rest)
             case "data":
@@ -170,7 +182,7 @@ def run_train(
     )
 
 
-def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None, publishes: bool) -> int:
+def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None, beside: str, publishes: bool) -> int:
     """Runs the variants and writes their report; where `name` is the directory of a comparison, writes the report."""
     if Path(name).is_dir():
         if stages or overrides or nproc:
@@ -181,7 +193,7 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
             raise RecipeError(f"{name} is one run, and a comparison has several: {said}")
         from shardbook.compare import report
 
-        report(Path(name), publishes)
+        report(Path(name), beside, publishes)
         return 0
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)
@@ -193,7 +205,20 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
     from shardbook.run.rehearsal import check_memory
 
     check_memory(recipe, path, nodes=1)
-    return compare(path, stages, overrides, choose_nproc(recipe.parallel, nproc), recipe.run, publishes)
+    return compare(path, stages, overrides, choose_nproc(recipe.parallel, nproc), recipe.run, beside, publishes)
+
+
+def run_report(run: Path, html: Path | None) -> int:
+    """Writes the page of one run, also of one that goes on."""
+    if not (run / "resolved.toml").is_file():
+        is_one = any(run.glob("*/resolved.toml"))
+        said = f"a comparison; its page: shardbook compare {run}" if is_one else "not a run (no resolved.toml in it)"
+        raise RecipeError(f"{run}: {said}")
+    check_new("--html", html)
+    from shardbook.compare.run_page import write_run_page
+
+    print(f"report   {write_run_page(html or run / 'report.html', run.resolve())}")
+    return 0
 
 
 def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kept_run import keep_run
 from picture import find_chromium
 from playwright.sync_api import sync_playwright
 
@@ -14,6 +15,7 @@ from shardbook.compare.compare_page import write_page
 from shardbook.compare.data_page import write_data_page
 from shardbook.compare.outcome import Outcome
 from shardbook.compare.plan_page import write_plan_page
+from shardbook.compare.run_page import write_run_page
 from shardbook.data.look import Look, Piece, SourceCounts, TokenSequence
 from shardbook.plan.report import make_report
 from shardbook.recipe import find_recipe, load_recipe
@@ -222,3 +224,15 @@ def test_the_page_of_data(opened, scheme, tmp_path):
         assert [mark.inner_text() for mark in page.query_selector_all("pre mark")] == ["ok", "!" * 300]
         assert page.inner_text("h3 + p") == "chosen: 4 tokens, 2 of them trained"
     assert "17" in page.inner_text("#sources") and page.query_selector("td.bar div").bounding_box()["width"] > 50
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_of_a_run(opened, scheme, tmp_path):
+    write_run_page(tmp_path / "run.html", keep_run(tmp_path / "mine"))
+    for width in (1200, 390):
+        page = opened(tmp_path / "run.html", color_scheme=scheme, viewport={"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert page.evaluate("document.body.dataset.drawn") == "7"
+        for plot in page.query_selector_all(".plot"):  # a chart of one bar too has its axis
+            assert plot.query_selector_all(".xtick text") and plot.bounding_box()["height"] > 120
+        assert contrast(page, "pre mark") > 4.5 and contrast(page, ".annotation text") > 4.5

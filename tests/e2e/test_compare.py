@@ -179,6 +179,8 @@ def test_the_report_alone_is_made_again(compared, tmp_path, capsys):
         ("zero3,train.logging_steps=0", "train.logging_steps = 0 logs none of 5 steps; a comparison is of logged"),
         ("zero3,train.logging_steps=9", "train.logging_steps = 9 logs none of 5 steps; a comparison is of logged"),
         ("parallel.betas=[8,4],method=ppo", "method = 'ppo'"),
+        ("zero4 ddp zero3,optim.lr=1", "; variant zero3,optim.lr=1: optim.lr is not a key"),  # each of them
+        ("zero3,optim.lr=1 ddp zero4", "; variant zero4: parallel.stage = 'zero4': must be one of"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_runs(recipe, stages, said, capsys):

@@ -1,14 +1,16 @@
 """What the comparison says of two runs, from their numbers; and of a run directory that is not whole."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
+from kept_run import keep_run
 
 from shardbook import cli
 from shardbook.compare.compare_page import summary_rows
 from shardbook.compare.outcome import Outcome, differences, first_difference, judge, read_outcome
-from shardbook.compare.page import broken
+from shardbook.compare.page import LIBRARY, broken
 
 
 def outcome(name, steps, losses, kept=100.0, sent=50.0):
@@ -156,3 +158,75 @@ def test_a_disk_that_does_not_take_the_report(tmp_path, capsys):
     (tmp_path / "report.json").mkdir()
     assert cli.main(["compare", str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"shardbook: {tmp_path}/report.json: Is a directory\n"
+
+
+@pytest.mark.parametrize(
+    ("speeds", "said"),
+    [
+        ([125.0, 126, 124, 125, 127], "; 25% faster"),
+        ([80.0, 81, 79, 80, 82], "; 20% slower"),
+        ([80.0, 81, 79, 80, 130] * 8, ""),  # in one step of five it was faster
+        ([80.0] * 19 + [130], "; 20% slower"),
+        ([101.0, 99, 104, 98, 100], ""),  # among the other's steps
+        ([100.2, 100.2, 100.2, 100.2, 100.2], ""),
+        ([125.0, 126, 124, 125], ""),  # too few to know their noise
+    ],
+)
+def test_speed_is_said_where_it_differs_by_more_than_noise(speeds, said):
+    base = replace(BASE, speeds=[100.0, 101, 99, 100, 102, 99, 100])
+    verdict = judge(replace(base, name="a", speeds=speeds), base)
+    assert verdict == f"same losses bitwise; same memory; same traffic{said}"
+
+
+def test_any_variant_can_be_the_one_that_others_are_held_against(tmp_path, capsys):
+    for name, speed in (("ddp", 100.0), ("zero3", 150.0)):
+        keep_run(tmp_path / name, speed=speed)
+    keep_run(tmp_path / "zero1", losses=(4.0,), finished=False)
+    assert cli.main(["compare", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "report.json").read_text())["baseline"] == "ddp"
+    assert cli.main(["compare", str(tmp_path), "--beside", "zero3"]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["baseline"] == "zero3" and [one["name"] for one in report["variants"]] == ["zero3", "ddp", "zero1"]
+    assert report["variants"][1]["verdict"].endswith("; 32% slower")
+    page = (tmp_path / "report.html").read_text()
+    assert "Each variant beside zero3" in page and "zero3 and ddp have the same curve, bit for bit" in page
+    capsys.readouterr()
+    for beside, said in (
+        ("zero2", "no such variant; did you mean zero3?; there are ddp, zero1, zero3"),
+        ("zero1", "it ended after step 1; name a variant that finished"),
+    ):
+        assert cli.main(["compare", str(tmp_path), "--beside", beside]) == 2
+        assert capsys.readouterr().err.startswith(f"shardbook: --beside {beside}: {said}")
+
+
+def test_one_run_is_no_comparison_and_the_other_way_round(tmp_path, capsys):
+    run = keep_run(tmp_path / "mine")
+    for words, said in (
+        (["compare", run], f"{run} is one run, not a comparison; its page: shardbook report {run}"),
+        (["report", tmp_path], f"{tmp_path}: a comparison; its page: shardbook compare {tmp_path}"),
+        (["report", tmp_path / "none"], f"{tmp_path}/none: not a run (no resolved.toml in it)"),
+        (["report", run, "--html", run / "run.json"], f"--html {run}/run.json: exists; name a new file"),
+    ):
+        assert cli.main([*map(str, words)]) == 2
+        assert capsys.readouterr().err == f"shardbook: {said}\n"
+
+
+def test_a_run_has_a_page(tmp_path, capsys):
+    run = keep_run(tmp_path / "mine", **{"train/rewards/margin": 0.5})
+    assert cli.main(["report", str(run)]) == 0 and capsys.readouterr().out == f"report   {run}/report.html\n"
+    page = (run / "report.html").read_text().replace(LIBRARY.read_text(), "")
+    titles = re.findall(r"<h2[^>]*>(.*?)</h2>", page)
+    curves = ["Loss", "Learning rate", "Gradient norm", "Speed", "rewards/margin"]
+    assert titles == ["Numbers", *curves, "Memory", "Peak of a step", "Traffic", "Samples"]  # none of what is always 0
+    for number in ("<td>4.5</td>", "<td>2.25</td>", "<td>1e-05</td>", "<td>1,048,576</td>", "<td>3,145,728</td>"):
+        assert number in page, number
+    assert "why &lt;b&gt;?" in page and "<mark>at 12↵</mark>" in page
+    assert ["step 0" in page, "step 4" in page, "step 12" in page] == [True, False, True]  # the first, the last four
+    assert cli.main(["report", str(run)]) == 0  # its own page is made again
+    going = keep_run(tmp_path / "going", losses=(4.0,), finished=False)
+    assert cli.main(["report", str(going)]) == 0
+    assert "Of the last of 1 steps, not finished" in (going / "report.html").read_text()
+    empty = keep_run(tmp_path / "empty", losses=(), finished=False)
+    capsys.readouterr()
+    assert cli.main(["report", str(empty)]) == 2
+    assert capsys.readouterr().err == f"shardbook: {empty}: it ended after step 0; there is nothing to show\n"

@@ -27,7 +27,7 @@ from shardbook.compare.workspace import keep_workspace, publish
 from shardbook.parallel.mesh import resolve_sizes
 from shardbook.ranks.exits import DONE, FAILED, PREEMPTED
 from shardbook.ranks.heartbeat import LAUNCHER
-from shardbook.recipe import Parallel, Recipe, RecipeError, Run, flatten_recipe, load_recipe, resolve_precision
+from shardbook.recipe import Parallel, Recipe, RecipeError, Run, flatten_recipe, load_recipe, nearest, resolve_precision
 from shardbook.recipe.stages import OF_ANY, STAGES, SWITCHES, find_stage
 from shardbook.run.directory import read_facts
 from shardbook.run.trackers import check_installed
@@ -52,8 +52,15 @@ class Variant:
 
 def read_variants(stages: str, recipe_path: Path, overrides: list[str], nproc: int) -> list[Variant]:
     """Returns the variants in `stages`, such as `zero3 hsdp,parallel.dp_replicate_size=4`: separated by spaces, each a
-    stage (or nothing, for the recipe's) and overrides. Raises RecipeError for one that would be refused."""
-    variants = [_read_variant(text, recipe_path, overrides, nproc) for text in stages.split()]
+    stage (or nothing, for the recipe's) and overrides. Raises RecipeError for all that would be refused."""
+    variants, wrong = [], []
+    for text in stages.split():
+        try:
+            variants.append(_read_variant(text, recipe_path, overrides, nproc))
+        except RecipeError as error:
+            wrong.append(f"variant {text}: {str(error).removeprefix(f'{recipe_path}: ')}")
+    if wrong:
+        raise RecipeError("; ".join(wrong))
     if not variants:
         raise RecipeError(f"STAGES is empty: name some of {', '.join(STAGES)}, apart by spaces")
     folders = [variant.folder for variant in variants]
@@ -71,16 +78,13 @@ def _read_variant(text: str, recipe_path: Path, overrides: list[str], nproc: int
         added = _apart(recipe_path, overrides, wanted.name, nproc) if own is not wanted else ()
         keys = {word.partition("=")[0] for word in given}
         words = [f"parallel.stage={first}", *(word for word in added if word.partition("=")[0] not in keys), *given]
-    try:
-        recipe = load_recipe(recipe_path, [*overrides, *words])
-        resolve_sizes(recipe.parallel, find_stage(recipe.parallel.stage).axes, nproc)
-    except RecipeError as error:
-        raise RecipeError(f"variant {text}: {str(error).removeprefix(f'{recipe_path}: ')}") from None
+    recipe = load_recipe(recipe_path, [*overrides, *words])
+    resolve_sizes(recipe.parallel, find_stage(recipe.parallel.stage).axes, nproc)
     if taken := [word for word in words if word.startswith(("run.name=", "run.dir=", "run.group="))]:
-        raise RecipeError(f"variant {text}: {taken[0]}: a comparison sets that itself; leave it out")
+        raise RecipeError(f"{taken[0]}: a comparison sets that itself; leave it out")
     if not 0 < recipe.train.logging_steps <= (recipe.train.steps or recipe.train.logging_steps):
         said = f"train.logging_steps = {recipe.train.logging_steps} logs none of {recipe.train.steps} steps"
-        raise RecipeError(f"variant {text}: {said}; a comparison is of logged steps")
+        raise RecipeError(f"{said}; a comparison is of logged steps")
     return Variant(text, tuple(words))
 
 
@@ -95,13 +99,23 @@ def _apart(recipe_path: Path, overrides: list[str], stage: str, nproc: int) -> I
             yield f"parallel.{key}={json.dumps(value)}"
 
 
-def compare(recipe_path: Path, stages: str, overrides: list[str], nproc: int, run: Run, publishes: bool = False) -> int:
-    """Runs every variant with `nproc` ranks on this machine in the directory that `run` names, then writes the report.
+def compare(
+    recipe_path: Path,
+    stages: str,
+    overrides: list[str],
+    nproc: int,
+    run: Run,
+    beside: str = "",
+    publishes: bool = False,
+) -> int:
+    """Runs every variant with `nproc` ranks on this machine in the directory that `run` names, then writes the report,
+    which holds the variants against `beside` (empty: the first that finished).
 
     Returns DONE, FAILED where a variant failed, or PREEMPTED where it was stopped: the same command then
     continues, and runs no finished variant again. Raises RecipeError.
     """
     variants = read_variants(stages, recipe_path, overrides, nproc)
+    _check_named(beside, [variant.name for variant in variants])
     check_installed(run)
     name = run.name or f"{recipe_path.stem}-compare-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(run.dir).expanduser() / name
@@ -130,8 +144,13 @@ def compare(recipe_path: Path, stages: str, overrides: list[str], nproc: int, ru
     if DONE not in codes.values():
         print(f"shardbook: none of {len(variants)} variants finished", file=sys.stderr)
         return FAILED
-    report(folder, publishes)
+    report(folder, beside, publishes)
     return FAILED if any(codes.values()) else DONE
+
+
+def _check_named(beside: str, names: list[str]) -> None:
+    if beside and beside not in names:
+        raise RecipeError(f"--beside {beside}: no such variant{nearest(beside, names)}; there are {', '.join(names)}")
 
 
 def _check_same(run: Path, recipe: Recipe, nproc: int) -> None:
@@ -181,9 +200,11 @@ def run_variant(words: list[str], log: Path, title: str, asked: list[int]) -> in
             signal.signal(signum, handler)
 
 
-def report(folder: Path, publishes: bool = False) -> None:
-    """Writes report.json, report.html and wandb-workspace.json of the runs in `folder`, and prints a table. The first
-    run that finished is the baseline of the others. Raises RecipeError where none finished."""
+def report(folder: Path, beside: str = "", publishes: bool = False) -> None:
+    """Writes report.json, report.html and wandb-workspace.json of the runs in `folder`, and prints a table. The run
+    named `beside`, else the first that finished, is the baseline of the others. Raises RecipeError where none did."""
+    if (folder / "resolved.toml").is_file():
+        raise RecipeError(f"{folder} is one run, not a comparison; its page: shardbook report {folder}")
     folder = folder.resolve()  # its name is the title, also where it is given as "."
     try:
         listed = dict(json.loads((folder / LISTED).read_text()))
@@ -192,10 +213,15 @@ def report(folder: Path, publishes: bool = False) -> None:
     except FileNotFoundError:  # runs that were copied there by hand, perhaps from a cluster
         listed = {path.parent.name: path.parent.name for path in sorted(folder.glob("*/resolved.toml"))}
     outcomes = [read_outcome(folder / name, shown) for name, shown in listed.items()]
-    outcomes.sort(key=lambda outcome: not outcome.finished)  # finished ones first, else as given
+    _check_named(beside, [outcome.name for outcome in outcomes])
+    # the baseline, then finished ones, else as given
+    outcomes.sort(key=lambda outcome: (not outcome.finished, outcome.name != beside))
     if not outcomes or not outcomes[0].finished:
         why = "".join(f"; {outcome.name}: {outcome.note}" for outcome in outcomes)
         raise RecipeError(f"{folder}: none of its {len(outcomes)} variants can be reported{why}")
+    if beside and outcomes[0].name != beside:
+        note = next(outcome.note for outcome in outcomes if outcome.name == beside)
+        raise RecipeError(f"--beside {beside}: {note}; name a variant that finished")
     write_json(folder / "report.json", folder.name, outcomes)
     write_page(folder / "report.html", folder.name, outcomes)
     keep_workspace(folder / "wandb-workspace.json", folder.name, outcomes)

@@ -5,6 +5,7 @@ Invariant: a number that a run did not measure is absent here too. Reads files o
 
 import json
 import tomllib
+from bisect import bisect_left, bisect_right
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil, prod
 from pathlib import Path
@@ -16,9 +17,11 @@ from shardbook.recipe import first_line
 from shardbook.run.console import readable_bytes
 
 CATEGORIES = ("params", "grads", "optimizer", "residual")  # of memory/<what>_bytes
+FEWEST = 5  # steps whose speeds are compared
 ROUNDING = 1e-5  # stages add in another order: they agree to 1e-6 in a step, and steps add up
 PREFIXES = {"paper": "paper/", "predicted": "predicted/", "measured": ""}  # source -> prefix of its metrics' names
 SOURCES = tuple(PREFIXES)
+SPEED = "perf/tokens_per_second_per_device"
 PEAK = "predicted/peak/"  # prefix of the metrics' names
 
 
@@ -42,7 +45,8 @@ class Outcome:
     sent_bytes: float | None = None  # in a step, by the first rank
     inter_node_bytes: float | None = None
     step_seconds: list[float] = field(default_factory=list)  # without the first steps, which compile and load
-    tokens_per_second: float | None = None  # of a device, median
+    speeds: list[float] = field(default_factory=list)  # of the same steps, tokens a second of a device
+    tokens_per_second: float | None = None  # their median
     mfu: float | None = None
     peak: dict[str, float] = field(default_factory=dict)  # of a step, by formula: term -> bytes
     peak_bytes: float | None = None  # measured, on a GPU
@@ -78,7 +82,7 @@ def read_outcome(run: Path, name: str) -> Outcome:
 
 
 def _read_run(run: Path, name: str) -> Outcome:
-    rows = _read_rows(run / "metrics.jsonl")
+    rows = read_rows(run / "metrics.jsonl")
     settings = tomllib.loads((run / "resolved.toml").read_text())
     facts = json.loads((run / "run.json").read_text())
     trained = [row for row in rows if "train/loss" in row]
@@ -126,18 +130,20 @@ def _read_run(run: Path, name: str) -> Outcome:
         sent_bytes=counted["comm/sent_bytes"],
         inter_node_bytes=counted["comm/inter_node_bytes"],
         step_seconds=[row["perf/step_seconds"] for row in later],
-        tokens_per_second=middle("perf/tokens_per_second_per_device"),
+        speeds=[row[SPEED] for row in later if SPEED in row],
+        tokens_per_second=middle(SPEED),
         mfu=middle("perf/mfu"),
         peak_bytes=max((row["memory/peak_bytes"] for row in later if "memory/peak_bytes" in row), default=None),
     )
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a file of JSON lines; without the last one of a killed run, which is not whole."""
     rows = []
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:
             rows.append(json.loads(line.replace("memory/unsent_bytes", "memory/residual_bytes")))  # its name before 0.2
-        except ValueError:  # the last line of a killed run
+        except ValueError:
             break
     return rows
 
@@ -156,7 +162,7 @@ def first_difference(one: Outcome, other: Outcome) -> int | None:
 
 def judge(one: Outcome, base: Outcome) -> str:
     """Returns a verdict on `one` beside `base`: `same losses bitwise; 38% less memory; 20% lower peak by formula; 1.5x
-    traffic`. Memory: bytes kept from step to step; peak: bytes at the fullest moment of a step."""
+    traffic; 12% slower`. Memory: bytes kept from step to step; peak: bytes at the fullest moment of a step."""
     if not one.finished:
         return one.note
     if one is base:
@@ -185,7 +191,18 @@ def judge(one: Outcome, base: Outcome) -> str:
     if base.sent_bytes and one.sent_bytes is not None:
         ratio = one.sent_bytes / base.sent_bytes
         words.append("same traffic" if abs(ratio - 1) < 0.005 else f"{_short(ratio)}x traffic")
-    return "; ".join(words)
+    return "; ".join([*words, *_beyond_noise(one.speeds, base.speeds)])
+
+
+def _beyond_noise(speeds: list[float], base: list[float]) -> list[str]:
+    """Returns how much faster or slower a device was, if of 20 pairs of steps, one of each run, 19 say the same."""
+    if min(len(speeds), len(base)) < FEWEST:
+        return []
+    ordered = sorted(base)
+    slower = sum(len(base) - bisect_right(ordered, speed) for speed in speeds) / len(speeds) / len(base)
+    faster = sum(bisect_left(ordered, speed) for speed in speeds) / len(speeds) / len(base)
+    said = _beside(median(speeds), median(base), "slower", "faster")
+    return [said] if max(slower, faster) >= 0.95 and said != "same" else []
 
 
 def _beside(count: float, base: float, below: str, above: str) -> str:

@@ -46,6 +46,7 @@ class Panel:
     log: str = ""  # axes with a logarithmic scale
     first: int = 0  # the color of the first column
     thin: tuple[str, ...] = ()  # lines of less weight
+    from_zero: bool = False  # whether lines are drawn on an axis that begins at 0
     together: int = 1  # rows of bars, with less between them than between these groups
     limit: float = 0.0  # a dashed line across bars
     remarks: dict[tuple[Any, str], str] = field(default_factory=dict)  # behind a number, by label and column
@@ -121,6 +122,7 @@ def draw_lines(panel: Panel) -> Figure:
     y: dict[str, Any] = {"title": {"text": panel.unit}}
     if "x" in panel.log:
         x |= {"type": "log", "tickvals": steps}
+    if panel.from_zero:
         y["rangemode"] = "tozero"
     if "y" in panel.log:
         values = [value for trace in traces for value in trace["y"]]
@@ -179,8 +181,8 @@ def _places(panel: Panel) -> tuple[list[float], dict[str, Any]]:
         notes.append(note | {"y": at + height / 2, "showarrow": False})
         places.append(at + height + BAR / 2)
         at += height + BAR + GAP
-    axis = {"range": [at, 0], "showticklabels": False, "showgrid": False, "zeroline": False}
-    return places, {"yaxis": axis, "annotations": notes, "meta": {"height": at}}
+    axis = {"range": [max(at, 70), 0], "showticklabels": False, "showgrid": False, "zeroline": False}
+    return places, {"yaxis": axis, "annotations": notes, "meta": {"height": max(at, 70)}}
 
 
 def _label(label: Any) -> str:
@@ -198,6 +200,7 @@ def _figure(data: list[dict[str, Any]], x: dict[str, Any], **layout: Any) -> Fig
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "system-ui, sans-serif", "size": 13},
         "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
+        "minreducedheight": 1,  # else a chart of few bars has no labels below its axis
         "height": layout["meta"]["height"] + 100,  # the page gives the legend what it takes, and the chart the rest
         # below, it would meet the axis' title
         "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"},

@@ -107,6 +107,7 @@ def scaling_of(report: Report) -> Panel:
         "unit": "tokens/s a GPU",
         "form": ",.0f",
         "log": "x",
+        "from_zero": True,
         "remarks": remarks,
     }
     thin = tuple(name for name, fewest in report.fewest.items() if not fewest)
