@@ -189,8 +189,8 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
             said = "only its report is made anew; leave out --stages, --nproc and keys"
             raise RecipeError(f"{name} is a directory: {said}")
         if (Path(name) / "resolved.toml").is_file():
-            said = "name a recipe with --stages, or the directory that a comparison made"
-            raise RecipeError(f"{name} is one run, and a comparison has several: {said}")
+            said = "name a recipe with --stages, or the directory that a comparison made; its own page"
+            raise RecipeError(f"{name} is one run, and a comparison has several: {said}: shardbook report {name}")
         from shardbook.compare import report
 
         report(Path(name), beside, publishes)
@@ -211,8 +211,8 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
 def run_report(run: Path, html: Path | None) -> int:
     """Writes the page of one run, also of one that goes on."""
     if not (run / "resolved.toml").is_file():
-        is_one = any(run.glob("*/resolved.toml"))
-        said = f"a comparison; its page: shardbook compare {run}" if is_one else "not a run (no resolved.toml in it)"
+        is_many = any(run.glob("*/resolved.toml"))
+        said = f"a comparison; its page: shardbook compare {run}" if is_many else "not a run (no resolved.toml in it)"
         raise RecipeError(f"{run}: {said}")
     check_new("--html", html)
     from shardbook.compare.run_page import write_run_page

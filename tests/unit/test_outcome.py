@@ -199,10 +199,13 @@ def test_any_variant_can_be_the_one_that_others_are_held_against(tmp_path, capsy
         assert capsys.readouterr().err.startswith(f"shardbook: --beside {beside}: {said}")
 
 
+RECIPE = "name a recipe with --stages, or the directory that a comparison made; its own page"
+
+
 def test_one_run_is_no_comparison_and_the_other_way_round(tmp_path, capsys):
     run = keep_run(tmp_path / "mine")
     for words, said in (
-        (["compare", run], f"{run} is one run, not a comparison; its page: shardbook report {run}"),
+        (["compare", run], f"{run} is one run, and a comparison has several: {RECIPE}: shardbook report {run}"),
         (["report", tmp_path], f"{tmp_path}: a comparison; its page: shardbook compare {tmp_path}"),
         (["report", tmp_path / "none"], f"{tmp_path}/none: not a run (no resolved.toml in it)"),
         (["report", run, "--html", run / "run.json"], f"--html {run}/run.json: exists; name a new file"),

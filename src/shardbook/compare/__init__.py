@@ -203,8 +203,6 @@ def run_variant(words: list[str], log: Path, title: str, asked: list[int]) -> in
 def report(folder: Path, beside: str = "", publishes: bool = False) -> None:
     """Writes report.json, report.html and wandb-workspace.json of the runs in `folder`, and prints a table. The run
     named `beside`, else the first that finished, is the baseline of the others. Raises RecipeError where none did."""
-    if (folder / "resolved.toml").is_file():
-        raise RecipeError(f"{folder} is one run, not a comparison; its page: shardbook report {folder}")
     folder = folder.resolve()  # its name is the title, also where it is given as "."
     try:
         listed = dict(json.loads((folder / LISTED).read_text()))

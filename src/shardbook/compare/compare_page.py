@@ -14,7 +14,6 @@ from shardbook.compare.outcome import SOURCES, Outcome, differences, first_diffe
 from shardbook.compare.page import HELD_OUT, Panel, render
 from shardbook.run.console import readable_bytes
 
-MIB = 2**20
 ROW = "fastest", "first quarter", "median", "third quarter", "slowest"  # of a panel of spans
 
 
@@ -22,16 +21,8 @@ def write_page(path: Path, title: str, outcomes: list[Outcome]) -> None:
     """Writes the page of `outcomes`; the first is the baseline of the others."""
     finished = [outcome for outcome in outcomes if outcome.finished]
     verdicts = Panel("Verdicts", "", summary_rows(outcomes), caption=f"Each variant beside {outcomes[0].name}")
-    panels = [
-        verdicts,
-        losses_of(finished),
-        differences_of(finished),
-        memory_of(finished),
-        peak_of(finished),
-        traffic_of(finished),
-        throughput_of(finished),
-        mfu_of(finished),
-    ]
+    makers = (losses_of, differences_of, memory_of, peak_of, traffic_of, throughput_of, mfu_of)
+    panels = [verdicts, *(make(finished) for make in makers)]
     render(path, title, [describe(finished[0])], [panel for panel in panels if panel])
 
 
@@ -111,7 +102,7 @@ def stacks(
 ) -> dict[str, Any]:
     """Returns a panel's arguments for bars of bytes, stacked by part, one for each outcome and source."""
     rows = [((one.name, source), of(one).get(source, {})) for one in outcomes for source in sources]
-    more = {"heads": ("variant", "source"), "together": len(sources), "unit": "MiB", "scale": MIB, "form": ",.0f"}
+    more = {"heads": ("variant", "source"), "together": len(sources), "unit": "MiB", "scale": 2**20, "form": ",.0f"}
     return {"rows": rows, "kind": "bars", **more}
 
 

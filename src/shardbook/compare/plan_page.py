@@ -102,13 +102,6 @@ def scaling_of(report: Report) -> Panel:
         rows.append((world, {name: found[name].speed if name in found else None for name in report.stages}))
         remarks |= {(world, name): " (does not fit)" for name, one in found.items() if not one.fits}
     words = "Tokens a second of one GPU on larger clusters, rows of a rank as they are. A thin line fits on no number."
-    more: dict[str, Any] = {
-        "heads": ("GPUs",),
-        "unit": "tokens/s a GPU",
-        "form": ",.0f",
-        "log": "x",
-        "from_zero": True,
-        "remarks": remarks,
-    }
     thin = tuple(name for name, fewest in report.fewest.items() if not fewest)
-    return Panel("Scaling", words, rows, "lines", caption="Tokens a second of one GPU", thin=thin, **more)
+    more: dict[str, Any] = {"unit": "tokens/s a GPU", "form": ",.0f", "log": "x", "from_zero": True, "remarks": remarks}
+    return Panel("Scaling", words, rows, "lines", ("GPUs",), "Tokens a second of one GPU", thin=thin, **more)

@@ -8,7 +8,7 @@ differs from Shardbook's.
 import json
 from collections import Counter
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,7 @@ import yaml
 
 from shardbook.recipe import TIERS, Recipe, RecipeError, Train, first_line, nearest
 from shardbook.recipe.compose import Conflict, conflicts, with_settings
-from shardbook.translate.rules import (
-    ACCELERATE,
-    AUTO,
-    AXES,
-    CP_SIZE,
-    DEEPSPEED,
-    STAGE,
-    TP_SIZE,
-    Refused,
-    Rule,
-    Settings,
-)
+from shardbook.translate.rules import ACCELERATE, AUTO, AXES, DEEPSPEED, STAGE, Refused, Rule, Settings
 
 # settings that a run can do without, left out where a recipe refuses them -> the name of the key that asked
 LEFT_OUT = {
@@ -118,7 +107,7 @@ def _settled(settings: Settings, entries: list[Entry], whole: Settings) -> Setti
     stage = settings[STAGE]
     if stage == "hsdp" and "parallel.dp_shard_size" not in settings:
         ranks, machines = whole.get("num_processes"), whole.get("num_machines", 1)
-        inside = settings.get(TP_SIZE, 1) * settings.get(CP_SIZE, 1)
+        inside = prod(settings.get(axis, 1) for axis in AXES[:2])
         if all(type(count) is int and count > 0 for count in (ranks, machines)) and ranks % (machines * inside) == 0:
             shards = {"parallel.dp_shard_size": ranks // (machines * inside)}
             note("num_processes", ranks, shards, "hsdp shards inside a machine")

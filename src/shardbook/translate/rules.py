@@ -49,10 +49,6 @@ def is_enabled(section: Any) -> bool:
     return bool(enabled)
 
 
-def free(why: str, value: Any) -> tuple[Settings, str]:
-    return {}, why
-
-
 def off(why: str, value: Any) -> tuple[Settings, str]:
     """Raises Refused unless `value` is off: false, 0, nothing, or a section that is not enabled or on no device."""
     section = value if isinstance(value, dict) else {}
@@ -60,14 +56,6 @@ def off(why: str, value: Any) -> tuple[Settings, str]:
     if is_off or section.get("device", "not said") in ("none", None):
         return {}, "off"
     raise Refused(why)
-
-
-def whole(key: str, value: Any) -> tuple[Settings, str]:
-    return {key: whole_number(value)}, ""
-
-
-def number(key: str, value: Any) -> tuple[Settings, str]:
-    return {key: float(value)}, ""
 
 
 def axis(key: str, value: Any) -> tuple[Settings, str]:
@@ -209,7 +197,10 @@ def wrap_of(value: Any) -> tuple[Settings, str]:
 
 
 KINDS: dict[str, Callable[[str, Any], tuple[Settings, str]]] = {
-    each.__name__: each for each in (free, off, whole, number, axis, one_of, device)
+    "free": lambda why, value: ({}, why),
+    "whole": lambda key, value: ({key: whole_number(value)}, ""),
+    "number": lambda key, value: ({key: float(value)}, ""),
+    **{each.__name__: each for each in (off, axis, one_of, device)},
 }
 
 
