@@ -124,7 +124,10 @@ def main(words: list[str] | None = None) -> int:
 
                 return verify_run(asked.run)
             case "translate":
-                return run_translate(asked.file, asked.out, asked.without_refused)
+                from shardbook.translate import translate_file
+
+                translate_file(asked.file, asked.out, asked.without_refused)
+                return 0
             case _:
                 return show_recipes(asked.matrix)
     except RecipeError as error:
@@ -306,54 +309,9 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
     if not (run / "resolved.toml").is_file():
         raise RecipeError(f"{run}: not a run directory (no resolved.toml in it)")
     recipe = load_recipe(run / "resolved.toml")
-    from shardbook.data.tokenized import load_tokenizer
-    from shardbook.model.families import load_config
-    from shardbook.model.hub import model_folder, tokenizer_folder
-    from shardbook.run.directory import read_facts
-    from shardbook.run.export import export_checkpoint
-    from shardbook.run.stored_items import newest_checkpoint
+    from shardbook.run.export import export_run
 
-    source = checkpoint or newest_checkpoint(run / "checkpoints")
-    finished = read_facts(run).get("finished_steps")
-    result = f"; the result of its {finished} steps is in {run / 'export'}" if finished else ""
-    if source is None:
-        raise RecipeError(f"{run}: has no complete checkpoint{result}")
-    if finished and not checkpoint and source.name != f"step-{finished:06d}":
-        newest = f"its newest checkpoint is {source.name}{result}"
-        raise RecipeError(f"{run}: {newest}; for that step name it with --checkpoint")
-    folder = model_folder(recipe.model)
-    config = load_config(recipe.model, folder, recipe.data.max_length)
-    tokenizer = load_tokenizer(tokenizer_folder(recipe.model), "model.tokenizer", recipe.data.chat_template)
-    target = out or run / "export"
-    if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RecipeError(f"--out {out}: exists and is not empty; name a new directory")
-    dtype = dtype or recipe.train.export_dtype
-    export_checkpoint(source, target, recipe, config, tokenizer, folder, dtype, merges)
-    print(f"{source} -> {target}")
-    return 0
-
-
-def run_translate(file: Path, out: Path | None, without_refused: bool) -> int:
-    """Prints each key's result and writes the recipe. Raises RecipeError for refused keys, unless `without_refused`."""
-    from shardbook.translate import describe, translate, write_recipe
-
-    settings, entries = translate(file)
-    print("\n".join(describe(entries)), file=sys.stderr)
-    if (refused := [entry.key for entry in entries if entry.refused]) and not without_refused:
-        said = f"{len(refused)} of its keys have no counterpart: {', '.join(refused)}"
-        raise RecipeError(f"{file}: {said}; --without-refused leaves them out")
-    text = write_recipe(settings, entries, file.name)
-    parse_recipe(text, str(file))
-    if out is None:
-        print(text, end="")
-    elif out.exists():
-        raise RecipeError(f"--out {out}: exists; name a new file")
-    else:
-        try:
-            out.write_text(text)
-        except OSError as error:
-            raise RecipeError(f"--out {out}: cannot be written ({error.strerror})") from None
-        print(f"{file} -> {out}")
+    export_run(run, recipe, checkpoint, out, dtype or recipe.train.export_dtype, merges)
     return 0
 
 

@@ -4,6 +4,7 @@ Invariant: a panel shows numbers that outcomes measured and nothing else; a numb
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import quantiles
@@ -11,7 +12,7 @@ from typing import Any
 
 from shardbook.axes import CP, PP, TP
 from shardbook.compare.outcome import SOURCES, Outcome, differences, first_difference, judge
-from shardbook.compare.page import HELD_OUT, Panel, render
+from shardbook.compare.page import HELD_OUT, Panel, panel_of, render
 from shardbook.run.console import readable_bytes
 
 ROW = "fastest", "first quarter", "median", "third quarter", "slowest"  # of a panel of spans
@@ -76,14 +77,12 @@ def losses_of(outcomes: list[Outcome]) -> Panel:
         columns[one.name] = dict(zip(one.steps, one.losses, strict=True))
         if one.eval_losses:
             columns[one.name + HELD_OUT] = dict(zip(one.eval_steps, one.eval_losses, strict=True))
-    words = "Training loss by step, and diamonds for the held-out rows."
     drawn = sorted(outcomes, key=lambda one: (one.steps, one.losses))
-    for _, equal in groupby(drawn, key=lambda one: (one.steps, one.losses)):
-        names = [one.name for one in equal]
-        if len(names) > 1:
-            words += f" {', '.join(names[:-1])} and {names[-1]} have the same curve, bit for bit."
-    more: dict[str, Any] = {"heads": ("step",), "caption": "train/loss and eval/loss, every digit", "unit": "loss"}
-    return Panel("Loss", words, by_step(columns), "lines", **more)
+    groups = ([one.name for one in alike] for _, alike in groupby(drawn, key=lambda one: (one.steps, one.losses)))
+    equal = (f"{', '.join(names[:-1])} and {names[-1]}" for names in groups if len(names) > 1)
+    panel = panel_of("compare.loss", by_step(columns), "lines", heads=("step",))
+    said = (f"{names} have the same curve, bit for bit." for names in equal)
+    return replace(panel, words=" ".join([panel.words, *said]))
 
 
 def differences_of(outcomes: list[Outcome]) -> Panel | None:
@@ -91,30 +90,21 @@ def differences_of(outcomes: list[Outcome]) -> Panel | None:
     base, *others = outcomes
     if all(first_difference(one, base) is None for one in others):
         return None
-    words = f"How far each loss is from {base.name}'s, as a share of it. A variant that is not drawn has the same "
     rows = by_step({one.name: differences(one, base) for one in others})
-    more: dict[str, Any] = {"heads": ("step",), "unit": "share of the loss", "form": ".1e", "log": "y", "first": 1}
-    return Panel(f"Difference from {base.name}", words + "losses bitwise.", rows, "lines", **more)
+    return panel_of("compare.difference", rows, "lines", heads=("step",), log="y", first=1, base=base.name)
 
 
-def stacks(
-    outcomes: list[Outcome], of: Callable[[Outcome], dict[str, dict[str, float]]], sources: tuple[str, ...]
-) -> dict[str, Any]:
-    """Returns a panel's arguments for bars of bytes, stacked by part, one for each outcome and source."""
+def _stacks(
+    name: str, outcomes: list[Outcome], of: Callable[[Outcome], dict[str, dict[str, float]]], *sources: str
+) -> Panel:
+    """Returns bars of bytes, stacked by part, one for each outcome and source."""
     rows = [((one.name, source), of(one).get(source, {})) for one in outcomes for source in sources]
-    more = {"heads": ("variant", "source"), "together": len(sources), "unit": "MiB", "scale": 2**20, "form": ",.0f"}
-    return {"rows": rows, "kind": "bars", **more}
+    more: dict[str, Any] = {"together": len(sources), "unit": "MiB", "scale": 2**20, "form": ",.0f"}
+    return panel_of(name, rows, "bars", heads=("variant", "source"), **more)
 
 
 def memory_of(outcomes: list[Outcome]) -> Panel:
-    return Panel(
-        "Memory",
-        "What the first rank keeps from step to step. Paper: ZeRO's count of 2 + 2 + 12 bytes a parameter (arXiv "
-        "1910.02054), for bf16 copies of weights and gradients beside fp32 states. Predicted: what this program must "
-        "keep, by formula. Measured: what it kept.",
-        caption="Bytes that the first rank keeps",
-        **stacks(outcomes, lambda one: one.memory, SOURCES),
-    )
+    return _stacks("compare.memory", outcomes, lambda one: one.memory, *SOURCES)
 
 
 def peak_of(outcomes: list[Outcome]) -> Panel | None:
@@ -126,25 +116,12 @@ def peak_of(outcomes: list[Outcome]) -> Panel | None:
 
     if not all(one.peak for one in outcomes):
         return None
-    sources = ("predicted", "measured") if any(one.peak_bytes for one in outcomes) else ("predicted",)
-    return Panel(
-        "Peak of a step",
-        "What a rank must have at the fullest moment of a step, by formula: what it keeps, parameters gathered, "
-        "activations held for backward, and the work of a block, the loss or a reduction. On a GPU also as its "
-        "allocator measured it; a CPU does not.",
-        caption="Bytes of a rank at the peak of a step",
-        **stacks(outcomes, of, sources),
-    )
+    measured = ["measured"] * any(one.peak_bytes for one in outcomes)
+    return _stacks("compare.peak", outcomes, of, "predicted", *measured)
 
 
 def traffic_of(outcomes: list[Outcome]) -> Panel:
-    return Panel(
-        "Traffic",
-        "Payload of what one step sends, by operation and mesh axis: the full tensor, in the dtype on the wire, "
-        "scales included. A ring passes an all-reduce twice, so verdicts compare the bytes that a rank sends.",
-        caption="Payload bytes of the first rank's first step",
-        **stacks(outcomes, lambda one: one.traffic, ("predicted", "measured")),
-    )
+    return _stacks("compare.traffic", outcomes, lambda one: one.traffic, "predicted", "measured")
 
 
 def throughput_of(outcomes: list[Outcome]) -> Panel:
@@ -153,13 +130,10 @@ def throughput_of(outcomes: list[Outcome]) -> Panel:
         times = sorted(one.step_seconds)
         quarters = quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
         rows.append((one.name, dict(zip(ROW, [times[0], *quarters, times[-1]], strict=True))))
-    words = "Seconds of each step but the first: the line spans all, the bar the middle half, the mark is the median. "
-    words += "Variants ran one after another; on a shared machine small differences say nothing."
-    return Panel("Throughput", words, rows, "spans", caption="Seconds a step", unit="seconds a step", form=".3f")
+    return panel_of("compare.throughput", rows, "spans")
 
 
 def mfu_of(outcomes: list[Outcome]) -> Panel | None:
     """Returns None on CPUs, and on a GPU whose peak is not known."""
     rows = [(one.name, {"perf/mfu": one.mfu}) for one in outcomes if one.mfu is not None]
-    words = "Share of the device's dense bf16 peak that the model's own arithmetic used; recomputation does not count."
-    return Panel("MFU", words, rows, "bars", unit="share of the peak", form=".1%") if rows else None
+    return panel_of("compare.mfu", rows, "bars") if rows else None

@@ -6,6 +6,7 @@ gives to `render`; its `kind` chooses the figure: none (table, counts, tokens), 
 
 import json
 import re
+import tomllib
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -23,6 +24,8 @@ LINE, BAR, GAP = 18, 18, 4  # pixels of a bar's label, of a bar, and between bar
 HERE = Path(__file__).parent
 # its part for lines and bars, by `npm pack plotly.js-basic-dist-min`: a fourth of what the Python package carries
 LIBRARY = HERE / "plotly-basic.min.js"
+HOVER = "<extra></extra>%{hovertext}<br>%{fullData.name}: %{x:,.3~f} "
+PANELS = tomllib.loads((HERE / "pages.toml").read_text())
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,14 @@ class Panel:
         """Returns the length of the bar of a row of counts, in percent of the longest."""
         (most,) = {max(cells[name] for _, cells in self.rows) for name in self.columns}
         return round(100 * cells[self.columns[0]] / most, 1)
+
+
+def panel_of(name: str, rows: list[tuple[Any, dict[str, Any]]], kind: str, /, **more: Any) -> Panel:
+    """Returns a panel of pages.toml; `more`: its other fields, and what its texts name in braces."""
+    page, _, key = name.partition(".")
+    fields = {field: more.pop(field) for field in list(more) if field in Panel.__dataclass_fields__}
+    texts = {field: text if field == "form" else text.format(**more) for field, text in PANELS[page][key].items()}
+    return Panel(rows=rows, kind=kind, **texts | fields)
 
 
 def render(path: Path, title: str, about: list[str], panels: list[Panel]) -> None:
@@ -138,7 +149,7 @@ def draw_bars(panel: Panel) -> Figure:
     traces = [
         {"type": "bar", "orientation": "h", "name": broken(name), "y": places, "width": BAR}
         | {"x": [cells.get(name, 0) / panel.scale for _, cells in panel.rows], "marker": {"color": colour(number)}}
-        | {"hovertext": [_label(label) for label, _ in panel.rows], "hovertemplate": _hover(panel.unit)}
+        | {"hovertext": [_label(label) for label, _ in panel.rows], "hovertemplate": HOVER + panel.unit}
         for number, name in enumerate(panel.columns)
     ]
     longest = 1.03 * max(panel.limit, *(sum(cells.values()) / panel.scale for _, cells in panel.rows))
@@ -162,7 +173,7 @@ def draw_spans(panel: Panel) -> Figure:
         traces.append(trace | {"x": ends, "y": [place for each in places for place in (each, each, None)]})
     marker = {"color": colour(0), "size": BAR - 4, "symbol": "line-ns", "line": {"width": 3, "color": colour(0)}}
     middle = {"type": "scatter", "mode": "markers", "x": [row[2] for row in rows], "y": places, "marker": marker}
-    traces.append(middle | {"name": "median", "hovertext": labels, "hovertemplate": _hover(panel.unit)})
+    traces.append(middle | {"name": "median", "hovertext": labels, "hovertemplate": HOVER + panel.unit})
     least, most = min(row[0] for row in rows), max(row[4] for row in rows)
     beside = 0.03 * (most - least) or 0.03 * most
     x = {"title": {"text": panel.unit}, "range": [least - beside, most + beside]}
@@ -187,10 +198,6 @@ def _places(panel: Panel) -> tuple[list[float], dict[str, Any]]:
 
 def _label(label: Any) -> str:
     return broken(", ".join(label) if isinstance(label, tuple) else str(label))
-
-
-def _hover(unit: str) -> str:
-    return f"%{{hovertext}}<br>%{{fullData.name}}: %{{x:,.3~f}} {unit}<extra></extra>"
 
 
 def _figure(data: list[dict[str, Any]], x: dict[str, Any], **layout: Any) -> Figure:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardbook.compare.page import Panel, render
+from shardbook.compare.page import Panel, panel_of, render
 from shardbook.plan.cluster import Candidate
 from shardbook.plan.peak import Peak, predict_moments
 from shardbook.plan.report import GB, PARTS, Report, describe_advice, facts, fewest_words
@@ -21,23 +21,23 @@ def write_plan_page(path: Path, report: Report) -> None:
     planner, cluster = report.planner, report.cluster
     title = f"{planner.recipe.model.path} on {cluster.gpus} x {report.gpu_name}"
     advice = (line.partition(" ") for line in describe_advice(report))
-    room = f"{cluster.room_bytes / GB:.0f} of {cluster.gpu.gb:g} GB of a GPU can be used"
-    about = [f"{planner.parameters:,} parameters; {cluster.words()}; {room}. By formula; nothing was run."]
+    room = cluster.room_bytes / GB
+    usable = f"{room:.0f} of {cluster.gpu.gb:g} GB of a GPU can be used"
+    about = [f"{planner.parameters:,} parameters; {cluster.words()}; {usable}. By formula; nothing was run."]
     about.append(f"Assumed: {cluster.node_words()}.")
     about += [f"{word.capitalize()}: {rest.strip()}" for word, _, rest in advice]
     stages = report.stages
     rows = [(name, _verdict(report, name, candidate)) for name, candidate in stages.items()]
+    peaks, own = {name: one.peak for name, one in stages.items()}, find_stage(planner.recipe.parallel.stage).name
+    moments = predict_moments(stages[own].layout, planner.config, stages[own].recipe)
+    sent = ((name, one.comm.items()) for name, one in stages.items())
+    traffic = [(name, {op.removesuffix("_bytes"): size / GB for op, size in volumes}) for name, volumes in sent]
     panels = [
         Panel("Verdicts", "", rows, heads=("stage",), caption="Each stage on this cluster"),
-        memory_of(report),
-        moments_of(report),
-        traffic_of(report),
-        Panel(
-            "Time",
-            "Seconds of a step by part. Exposed: a GPU waits for collectives that nothing hides.",
-            [(name, asdict(candidate.time)) for name, candidate in stages.items()],
-            **_bars("s", "Seconds of a step", ",.3f"),
-        ),
+        panel_of("plan.memory", _gigabytes(peaks), "bars", heads=("stage",), limit=room, room=room),
+        panel_of("plan.moments", _gigabytes(moments), "bars", heads=("moment",), limit=room, room=room, stage=own),
+        panel_of("plan.traffic", traffic, "bars", heads=("stage",)),
+        panel_of("plan.time", [(name, asdict(one.time)) for name, one in stages.items()], "bars", heads=("stage",)),
         scaling_of(report),
     ]
     render(path, title, about, panels)
@@ -54,41 +54,8 @@ def _verdict(report: Report, name: str, candidate: Candidate) -> dict[str, str]:
     }
 
 
-def _bars(unit: str, caption: str, form: str, head: str = "stage") -> dict[str, Any]:
-    return {"kind": "bars", "unit": unit, "caption": caption, "form": form, "heads": (head,)}
-
-
-def _gigabytes(peak: Peak) -> dict[str, float]:
-    return {term: size / GB for term, size in asdict(peak).items()}
-
-
-def memory_of(report: Report) -> Panel:
-    room = report.cluster.room_bytes / GB
-    rows = [(name, _gigabytes(candidate.peak)) for name, candidate in report.stages.items()]
-    words = f"What a rank must have at the fullest moment of a step. The dashed line: {room:.0f} GB, what can be used. "
-    words += "A bar that reaches the edge is longer."
-    return Panel("Memory", words, rows, limit=room, **_bars("GB", "GB of a rank at the peak of a step", ",.1f"))
-
-
-def moments_of(report: Report) -> Panel:
-    """Returns the panel of the recipe's own stage, moment by moment."""
-    planner, room = report.planner, report.cluster.room_bytes / GB
-    name = find_stage(planner.recipe.parallel.stage).name
-    moments = predict_moments(report.stages[name].layout, planner.config, report.stages[name].recipe)
-    words = f"{name}, from top to bottom: the moments where a step can be fullest, of its first two micro-batches and "
-    words += f"its last. {room:.0f} GB can be used."
-    rows = [(moment, _gigabytes(peak)) for moment, peak in moments.items()]
-    caption = f"GB of a rank under {name}, by moment"
-    return Panel("Memory over the step", words, rows, limit=room, **_bars("GB", caption, ",.1f", "moment"))
-
-
-def traffic_of(report: Report) -> Panel:
-    rows = [
-        (name, {op.removesuffix("_bytes"): size / GB for op, size in candidate.comm.items()})
-        for name, candidate in report.stages.items()
-    ]
-    words = "Payload of a step's collectives of one rank: the full tensor, in the dtype on the wire."
-    return Panel("Traffic", words, rows, **_bars("GB", "GB of collectives in a step", ",.2f"))
+def _gigabytes(peaks: dict[str, Peak]) -> list[tuple[str, dict[str, float]]]:
+    return [(name, {term: size / GB for term, size in asdict(peak).items()}) for name, peak in peaks.items()]
 
 
 def scaling_of(report: Report) -> Panel:
@@ -101,7 +68,6 @@ def scaling_of(report: Report) -> Panel:
         found = {name: planner.lay_out(recipe, larger) for name, recipe in recipes.items() if recipe}
         rows.append((world, {name: found[name].speed if name in found else None for name in report.stages}))
         remarks |= {(world, name): " (does not fit)" for name, one in found.items() if not one.fits}
-    words = "Tokens a second of one GPU on larger clusters, rows of a rank as they are. A thin line fits on no number."
     thin = tuple(name for name, fewest in report.fewest.items() if not fewest)
-    more: dict[str, Any] = {"unit": "tokens/s a GPU", "form": ",.0f", "log": "x", "from_zero": True, "remarks": remarks}
-    return Panel("Scaling", words, rows, "lines", ("GPUs",), "Tokens a second of one GPU", thin=thin, **more)
+    more: dict[str, Any] = {"log": "x", "from_zero": True, "thin": thin, "remarks": remarks}
+    return panel_of("plan.scaling", rows, "lines", heads=("GPUs",), **more)

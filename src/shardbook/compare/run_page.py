@@ -2,21 +2,15 @@
 goes on."""
 
 from pathlib import Path
+from typing import Any
 
 from shardbook.compare.compare_page import by_step, describe, losses_of, memory_of, peak_of, summary_rows, traffic_of
 from shardbook.compare.outcome import SPEED, read_outcome, read_rows
-from shardbook.compare.page import HELD_OUT, Panel, render
+from shardbook.compare.page import HELD_OUT, PANELS, Panel, panel_of, render
 from shardbook.recipe import RecipeError
 
-LATEST = 4  # samples of a prompt that are shown, beside its first one
-# title -> what it shows, the metric, the unit
-CURVES = {
-    "Learning rate": ("By step, after warm-up and decay.", "train/learning_rate", "learning rate"),
-    "Gradient norm": ("Norm of the full gradient before it is clipped.", "train/grad_norm", "norm"),
-    "Speed": ("Tokens a second of one device, in each step.", SPEED, "tokens/s"),
-    "MFU": ("Share of the device's dense bf16 peak that the model's own arithmetic used.", "perf/mfu", "share"),
-}
-ELSEWHERE = {"train/loss", "train/tokens", *(metric for _, metric, _ in CURVES.values())}
+CURVES = {"rate": "train/learning_rate", "norm": "train/grad_norm", "speed": SPEED, "mfu": "perf/mfu"}
+ELSEWHERE = {"train/loss", "train/tokens", *CURVES.values()}
 
 
 def write_run_page(path: Path, run: Path) -> Path:
@@ -30,7 +24,7 @@ def write_run_page(path: Path, run: Path) -> Path:
     panels = [
         Panel("Numbers", f"Of the last of {steps}; speed is the median.", [(run.name, numbers)], heads=("run",)),
         losses_of([outcome]),
-        *(_curve(rows, title, words, {metric: metric}, unit) for title, (words, metric, unit) in CURVES.items()),
+        *(_curve(rows, {metric: metric}, **PANELS["run"][name]) for name, metric in CURVES.items()),
         *_objectives(rows),
         memory_of([outcome]),
         peak_of([outcome]),
@@ -41,18 +35,19 @@ def write_run_page(path: Path, run: Path) -> Path:
     return path
 
 
-def _curve(rows: list[dict[str, float]], title: str, words: str, columns: dict[str, str], unit: str) -> Panel | None:
+def _curve(rows: list[dict[str, float]], columns: dict[str, str], **texts: Any) -> Panel | None:
     """Returns lines of metrics, column -> name; None where no step logged them, or only zeros."""
     found = {name: {int(row["step"]): row[key] for row in rows if key in row} for name, key in columns.items()}
     shown = by_step({name: values for name, values in found.items() if any(values.values())})
-    return Panel(title, words, shown, "lines", ("step",), unit=unit, form="g", from_zero=True) if shown else None
+    more: dict[str, Any] = {"heads": ("step",), "form": "g", "from_zero": True}
+    return Panel(rows=shown, kind="lines", **texts, **more) if shown else None
 
 
 def _objectives(rows: list[dict[str, float]]) -> list[Panel | None]:
     """Returns a panel for each further metric of the objective, of training and held-out rows."""
     names = list(dict.fromkeys(name for row in rows for name in row if name.startswith("train/")))
     return [
-        _curve(rows, short, "A metric of the objective.", {short: name, short + HELD_OUT: f"eval/{short}"}, short)
+        _curve(rows, {short: name, short + HELD_OUT: f"eval/{short}"}, title=short, words="A metric of the objective.")
         for name in names
         if name not in ELSEWHERE
         for short in [name.removeprefix("train/")]
@@ -65,7 +60,6 @@ def _samples(samples: list[dict[str, str]]) -> Panel | None:
         written.setdefault(one["prompt"], {})[f"step {one['step']}"] = [(one["completion"], True)]
     rows = []
     for number, (prompt, steps) in enumerate(written.items(), 1):
-        kept = [*list(steps)[:1], *list(steps)[1:][-LATEST:]]
+        kept = [*list(steps)[:1], *list(steps)[1:][-4:]]
         rows.append((f"Prompt {number}", {"prompt": [(prompt, False)]} | {step: steps[step] for step in kept}))
-    words = f"What the model wrote after each prompt: at first, and the last {LATEST} times."
-    return Panel("Samples", words, rows, "tokens") if rows else None
+    return panel_of("run.samples", rows, "tokens") if rows else None

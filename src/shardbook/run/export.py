@@ -4,14 +4,19 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from shardbook.data.tokenized import load_tokenizer
 from shardbook.model.adapter_files import PREFIX, adapter_config, full_trained, merged_tensors, save_adapter
 from shardbook.model.adapters import kept_parameters
 from shardbook.model.causal_lm import build_model
+from shardbook.model.families import load_config
+from shardbook.model.hub import model_folder, tokenizer_folder
 from shardbook.model.stored import open_tensors
 from shardbook.model.weights import full_tensors, global_shapes, save_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint import checkpoint_shapes, read_parameters
+from shardbook.run.directory import read_facts
+from shardbook.run.stored_items import newest_checkpoint
 
 
 def export_result(
@@ -32,6 +37,29 @@ def export_result(
     shapes = global_shapes(sharded.model)
     dtype = recipe.train.export_dtype
     save_weights(out, full_tensors(sharded.masters, dtype), shapes, config, tokenizer, folder, dtype, write)
+
+
+def export_run(
+    run: Path, recipe: Recipe, checkpoint: Path | None, out: Path | None, dtype: str, merges: bool = False
+) -> None:
+    """Writes `checkpoint` of the run in directory `run` (None: the newest) to `out` (None: its export/). Raises
+    RecipeError where it has none, or not that of a run's end, or `out` is not empty."""
+    source = checkpoint or newest_checkpoint(run / "checkpoints")
+    finished = read_facts(run).get("finished_steps")
+    result = f"; the result of its {finished} steps is in {run / 'export'}" if finished else ""
+    if source is None:
+        raise RecipeError(f"{run}: has no complete checkpoint{result}")
+    if finished and not checkpoint and source.name != f"step-{finished:06d}":
+        newest = f"its newest checkpoint is {source.name}{result}"
+        raise RecipeError(f"{run}: {newest}; for that step name it with --checkpoint")
+    folder = model_folder(recipe.model)
+    config = load_config(recipe.model, folder, recipe.data.max_length)
+    tokenizer = load_tokenizer(tokenizer_folder(recipe.model), "model.tokenizer", recipe.data.chat_template)
+    if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RecipeError(f"--out {out}: exists and is not empty; name a new directory")
+    target = out or run / "export"
+    export_checkpoint(source, target, recipe, config, tokenizer, folder, dtype, merges)
+    print(f"{source} -> {target}")
 
 
 def export_checkpoint(

@@ -6,6 +6,7 @@ differs from Shardbook's.
 """
 
 import json
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import isfinite, prod
@@ -14,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from shardbook.recipe import TIERS, Recipe, RecipeError, Train, first_line, nearest
+from shardbook.recipe import TIERS, Recipe, RecipeError, Train, first_line, nearest, parse_recipe
 from shardbook.recipe.compose import Conflict, conflicts, with_settings
 from shardbook.translate.rules import ACCELERATE, AUTO, AXES, DEEPSPEED, STAGE, Refused, Rule, Settings
 
@@ -53,6 +54,27 @@ def describe(entries: list[Entry]) -> list[str]:
     left = [entry.key for entry in entries if entry.said.startswith(LAUNCHERS)]
     lines = [str(entry) for entry in entries if not entry.said.startswith(LAUNCHERS)]
     return lines + [f"{', '.join(left)}: {LAUNCHERS} keep them in its file or on its command line"] * bool(left)
+
+
+def translate_file(file: Path, out: Path | None, without_refused: bool) -> None:
+    """Prints each key's result and writes the recipe. Raises RecipeError for refused keys, unless `without_refused`."""
+    settings, entries = translate(file)
+    print("\n".join(describe(entries)), file=sys.stderr)
+    if (refused := [entry.key for entry in entries if entry.refused]) and not without_refused:
+        said = f"{len(refused)} of its keys have no counterpart: {', '.join(refused)}"
+        raise RecipeError(f"{file}: {said}; --without-refused leaves them out")
+    text = write_recipe(settings, entries, file.name)
+    parse_recipe(text, str(file))
+    if out is None:
+        print(text, end="")
+    elif out.exists():
+        raise RecipeError(f"--out {out}: exists; name a new file")
+    else:
+        try:
+            out.write_text(text)
+        except OSError as error:
+            raise RecipeError(f"--out {out}: cannot be written ({error.strerror})") from None
+        print(f"{file} -> {out}")
 
 
 def translate(path: Path) -> tuple[Settings, list[Entry]]:
