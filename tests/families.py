@@ -7,11 +7,13 @@ import json
 import warnings
 from pathlib import Path
 
+import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig
+from tiny import tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
 
-from shardbook.model.families import is_text_alone
+from shardbook.model.families import text_config
 from shardbook.model.selfcheck import check_family
 from shardbook.model.shrink import shrink_config
 
@@ -40,6 +42,7 @@ RELEASED = {
 KINDS = {
     "packed": "exact on packed rows",
     "rows": "trained with `data.packing=false`, one document a row",
+    "text": "see or hear too: their text model is trained",
     "refused": "refused",
 }
 
@@ -53,6 +56,26 @@ def small_config(family: str) -> PreTrainedConfig:
     return shrink_config(released_config(family))
 
 
+def write_family(folder: Path, family: str, vocabulary: int = 259) -> Path:
+    """A directory with a tiny model of a family, as transformers saves it, and the byte-level tokenizer."""
+    torch.manual_seed(0)
+    config = small_config(family)
+    for name, value in config.to_dict().items():
+        if name.startswith("vocab_size"):
+            setattr(config, name, vocabulary)
+        elif "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+        elif name.endswith("_token_id") and isinstance(value, int):
+            setattr(config, name, 0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
 def ask_all() -> dict[str, dict]:
     """What the self-check says of each type, by its name."""
     found = {}
@@ -64,8 +87,11 @@ def ask_all() -> dict[str, dict]:
             except Exception as error:
                 found[family] = {"kind": "refused", "why": f"it has no config of its own ({type(error).__name__})"}
                 continue
-            if not is_text_alone(config):
-                found[family] = {"kind": "refused", "why": "it has parts beside its text model"}
+            if (text := text_config(config)) is None:
+                found[family] = {"kind": "refused", "why": "transformers has no text model of it by itself"}
+                continue
+            if text is not config:
+                found[family] = {"kind": "text", "why": f"its text model is trained, as {text.model_type}"}
                 continue
             said = check_family(config)
         of = {"kind": said.kind, "why": (said.refused or said.apart).partition(" (")[0]}

@@ -217,7 +217,7 @@ def test_flops_of_a_token():
         ("gpt2", {}, "resid_pdrop = 0.1; only 0 is supported"),
         ("phimoe", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; only 0 is supported"),
         ("qwen3_moe", {"output_router_logits": True}, "output_router_logits = true; only false is supported"),
-        ("gemma3", {}, "family 'gemma3' has parts beside its text model"),
+        ("qwen3_vl", {}, "transformers has no causal LM of the family 'qwen3_vl'"),
         ("llama", {"max_position_embeddings": 32}, "data.max_length = 64: .* sees at most 32 tokens"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights"),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardbook.comm.torch_private import gather_through, padded_shard
 from shardbook.memory.direct_io import DirectFile, page_buffer
 from shardbook.memory.shelf import BufferSlot, Held
+from shardbook.model.weights import stored_buffers
 
 
 class Homes:
@@ -204,7 +205,7 @@ class Pager:
 def masters_tree(model: nn.Module, masters: dict[nn.Parameter, nn.Parameter]) -> nn.Module:
     """Returns a module with the model's config that holds each parameter's master under the parameter's name."""
     root: Any = nn.Module()
-    root.config = model.config
+    root.config, root.files, root.vectors = model.config, model.files, model.vectors  # a model's, as files need them
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module, (*path, last) = root, name.split(".")
         for step in path:
@@ -212,4 +213,7 @@ def masters_tree(model: nn.Module, masters: dict[nn.Parameter, nn.Parameter]) ->
                 module.add_module(step, nn.Module())
             module = module.get_submodule(step)
         module.register_parameter(last, masters[parameter])
+    for name, buffer in stored_buffers(model).items():
+        owner, _, last = name.rpartition(".")
+        root.get_submodule(owner).register_buffer(last, buffer)
     return root

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from shardbook.model.adapters import kept_parameters
-from shardbook.model.stored import Stored
 from shardbook.model.weights import HIGH, LOW, MAGNITUDE, SCORE, local_rows
 from shardbook.paths import whole_directory
 from shardbook.recipe import Lora, RecipeError, first_line
@@ -111,7 +110,7 @@ def save_adapter(
 
 
 def merged_tensors(
-    base: Mapping[str, Stored], trained: Mapping[str, Tensor], names: Iterable[str], lora: Lora
+    base: Mapping[str, Any], trained: Mapping[str, Tensor], names: Iterable[str], lora: Lora
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields `(name, full tensor)` of the base model's `names`, each with its update merged, one at a time. `trained`:
     the trained parameters by the model's own names, in fp32."""

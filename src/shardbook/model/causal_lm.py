@@ -16,6 +16,7 @@ from transformers import Cache, PreTrainedConfig
 
 from shardbook.model.attention import KERNELS, Kernel, head_size, heads_of, use_attention
 from shardbook.model.blocks import AroundBlock, Blocks, LastBlockDone, Pass, passing
+from shardbook.model.file_names import FileNames
 from shardbook.model.loss_head import LossHead, ScoreHead, TeacherOutput
 from shardbook.model.parts import at, find_finish, take_apart
 from shardbook.parallel.batch import Batch
@@ -55,6 +56,7 @@ class CausalLM(nn.Module):
         self.names = replace(parts.names, head="score") if scores else parts.names
         self.is_tied = parts.is_tied and not scores
         self.scale_hidden, finish = find_finish(parts)
+        self.vectors = parts.vectors
         self.add_module(self.names.base, parts.base)
         # After the body: a tied weight then has the embedding's name, as in Hugging Face files.
         if scores:
@@ -65,6 +67,10 @@ class CausalLM(nn.Module):
             head.finish = finish
             self.add_module(self.names.head, head)
         self.register_module("teacher", None)
+        kept = tuple(name for name in self.state_dict() if name in dict(self.named_buffers()))
+        names = parts.names
+        outer = f"{names.base}.{names.embedding}.weight", f"{names.head}.weight"
+        self.files = FileNames(parts.whole, kept, *outer, self.is_tied)
 
     def tie(self) -> None:
         """Makes head and embedding one parameter, where the config says so."""

@@ -11,12 +11,19 @@ RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")  # in names of a config's s
 NOT_OURS = ("classifier_dropout", "summary_first_dropout")  # of heads that are not built
 
 
-def is_text_alone(config: PreTrainedConfig) -> bool:
-    """Returns whether a model of `config` has nothing but a language model."""
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """Returns the config of the text model of a model that may have more; None where it has no one text model that
+    transformers has by itself."""
     try:
-        return config.get_text_config() is config
+        text = config.get_text_config()
     except ValueError:  # it has several
-        return False
+        return None
+    if text is not config:
+        if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            return None
+        text.tie_word_embeddings = config.tie_word_embeddings  # a text model's own word is not heeded in the whole
+        text.quantization_config = getattr(config, "quantization_config", None)
+    return text
 
 
 def load_config(model: Model, folder: Path, max_length: int, what: str = "model.path") -> PreTrainedConfig:
@@ -27,10 +34,10 @@ def load_config(model: Model, folder: Path, max_length: int, what: str = "model.
     except (OSError, ValueError) as error:
         raise RecipeError(f"{what} = {model.path!r}: no usable config.json: {first_line(error)}") from None
     said = f"{what} = {model.path!r}"
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    text = text_config(config)
+    if text is None or text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise RecipeError(f"{said}: transformers has no causal LM of the family {config.model_type!r}")
-    if not is_text_alone(config):
-        raise RecipeError(f"{said}: family {config.model_type!r} has parts beside its text model")
+    config = text
     most = getattr(config, "max_position_embeddings", None) or max_length  # some have no positions
     if max_length > most:
         raise RecipeError(f"data.max_length = {max_length}: {model.path} sees at most {most} tokens")

@@ -44,6 +44,7 @@ class Parts:
     whole: PreTrainedModel
     names: Names
     is_tied: bool  # head and embedding are one parameter
+    vectors: dict[str, Tensor]  # the family's own first values of its vectors, by their names in `whole`
 
     @property
     def base(self) -> Any:
@@ -86,10 +87,11 @@ def take_apart(config: PreTrainedConfig, dtype: torch.dtype) -> Parts:
     plan = list(getattr(config.get_text_config(), "base_model_pp_plan", None) or {})
     norm = plan[-1] if plan and plan[-1] in inside.values() and plan[-1] != inside[blocks] else ""
     put(base, inside[blocks], Blocks(list(blocks)))
-    fill_buffers(base)
+    vectors = fill_buffers(base)
     whole.tie_weights()
     names = Names(children[base], children[head], inside[embedding], inside[blocks], norm)
-    return Parts(whole, names, head.weight is embedding.weight)
+    prefix = f"{names.base}."
+    return Parts(whole, names, head.weight is embedding.weight, {prefix + name: each for name, each in vectors.items()})
 
 
 def at(module: nn.Module, name: str) -> Any:
@@ -112,15 +114,28 @@ def copy_module(module: Module) -> Module:
     return made
 
 
-def fill_buffers(base: PreTrainedModel) -> None:
-    """Makes on the host the numbers of all buffers of `base`, which lies on the meta device."""
-    for parameter in base.parameters():
+def fill_buffers(base: PreTrainedModel) -> dict[str, Tensor]:
+    """Makes on the host the numbers of all buffers of `base`, which lies on the meta device. Returns the first values
+    of its vectors by name: the family's own, the same in every process."""
+    on_meta = dict(base.named_parameters())
+    for parameter in on_meta.values():
         setattr(parameter, IS_INITIALIZED, True)
     for module in base.modules():
         vars(module).pop(IS_INITIALIZED, None)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.ndim == 1:
+                setattr(module, name, nn.Parameter(torch.zeros_like(parameter, device="cpu")))
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.zeros_like(buffer, device="cpu"))
-    base.initialize_weights()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        base.initialize_weights()
+    vectors = {}
+    for name, parameter in on_meta.items():
+        if parameter.ndim == 1:
+            vectors[name] = base.get_parameter(name).detach()
+            owner, _, last = name.rpartition(".")
+            setattr(base.get_submodule(owner), last, parameter)
     for module in base.modules():
         # The numbers hold for every row that load_config lets in. Without this, transformers would read the longest
         # row of "dynamic" and "longrope" from the device (a host sync) in every forward.
@@ -129,6 +144,7 @@ def fill_buffers(base: PreTrainedModel) -> None:
             module.rope_type = "default"  # type: ignore[assignment]
         elif isinstance(kinds, dict):
             module.rope_type = dict.fromkeys(kinds, "default")  # type: ignore[assignment]
+    return vectors
 
 
 class _Output:

@@ -24,6 +24,9 @@ def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int
         said = f"parallel.pp_size = {ranks}" + f", parallel.pipeline_chunks = {chunks}" * (chunks > 1)
         way_out = f"there may be {len(blocks)} at most; set {'one of them' if chunks > 1 else 'it'} lower"
         raise RecipeError(f"{said}: {ranks * chunks} stages of a model that has {len(blocks)} blocks; {way_out}")
+    if model.files.buffers or not model.names.norm:
+        what = "buffers that files hold" if model.files.buffers else "a last norm that its family does not name"
+        raise RecipeError(f"parallel.pp_size = {ranks}: family {model.config.model_type!r} has {what}; set it to 1")
     model.flops = count_flops(model)
     setattr(
         model,

@@ -35,15 +35,11 @@ _WIDTHS = """
 2: interleave_moe_layer_step attn_layer_period expert_layer_period layer_group_size
 1: topk_group first_k_dense_replace num_dense_layers attn_layer_offset
 """
-SIZES = {
-    name: int(size)
-    for size, _, names in (line.partition(":") for line in _WIDTHS.split("\n"))
-    for name in names.split()
-}
+_LINES = [line.partition(":") for line in _WIDTHS.split("\n")]
+SIZES = {name: int(size) for size, _, names in _LINES for name in names.split()}
 LAYER_COUNTS = ["num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "num_layers_per_stack"]
-KEY_HEADS = {"num_key_value_heads": "num_attention_heads", "swa_num_key_value_heads": "swa_num_attention_heads"}
-KEY_HEADS |= {"num_kv_heads": "num_attention_heads"}
-KEY_HEADS |= {"num_global_key_value_heads": "num_attention_heads"}
+KEY_HEADS = dict.fromkeys(["num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"], "num_attention_heads")
+KEY_HEADS |= {"swa_num_key_value_heads": "swa_num_attention_heads"}
 # lists of numbers of layers
 INDEX_LISTS = [
     "moe_layers",

@@ -7,9 +7,10 @@ byte is copied. Writing: one stream of full tensors into files of 5 GB, in a sid
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from shardbook.arithmetic import ceil_div
+from shardbook.model.file_names import FileNames
 from shardbook.model.hub import INDEX
 from shardbook.model.nf4 import ABSMAX, PACKED, fill_rows
 from shardbook.model.stored import FLOATS, open_tensors
@@ -56,16 +58,22 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     own, named = places(model), dict(model.named_parameters())  # a tied weight once, under its embedding's name
     elsewhere = {name: shape for name, shape in global_shapes(model).items() if name not in named}
     wanted = {name: place.shape for name, place in own.items()} | elsewhere
-    config: Any = model.config
-    unread = {"lm_head.weight"} if config.tie_word_embeddings or SCORE in wanted else set()
-    with open_tensors(folder) as stored:
+    files: FileNames = model.files  # type: ignore[assignment]
+    buffers = stored_buffers(model)
+    wanted |= {name: buffer.shape for name, buffer in buffers.items()}
+    unread = {files.head} if files.is_tied or SCORE in wanted else set()
+    with open_tensors(folder) as opened:
+        stored = files.by_model_names(opened)
         if SCORE in wanted:
             wanted = {name: shape for name, shape in wanted.items() if name != SCORE or name in stored}
         problems = [f"missing {name}" for name in wanted if name not in stored]
         problems += [
             f"unexpected {name}"
             for name in stored
-            if name not in wanted and name not in unread and not name.endswith(MEANINGLESS)
+            if name not in wanted
+            and name not in unread
+            and not name.endswith(MEANINGLESS)
+            and not files.may_be_left(name)
         ]
         for name in (name for name in wanted if name in stored):
             shape, dtype = list(stored[name].shape), stored[name].dtype
@@ -77,6 +85,31 @@ def load_weights(model: nn.Module, folder: Path) -> None:
             raise RecipeError(f"weights in {folder} do not fit the model: {'; '.join(problems)}")
         for name, place in ((name, place) for name, place in own.items() if name in wanted):
             place.fill(stored[name].read_part(place.rows, place.columns))
+        _fill_buffers(buffers, stored)
+
+
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers of `model` that files hold, each whole on every rank. Training does not change them, so they
+    are in no checkpoint."""
+    files: FileNames = model.files  # type: ignore[assignment]
+    return {name: buffer for name, buffer in model.named_buffers() if name in files.buffers}
+
+
+def load_buffers(model: nn.Module, folder: Path) -> None:
+    """Fills from `folder` the buffers that a checkpoint does not hold. Raises RecipeError where one is missing."""
+    if buffers := stored_buffers(model):
+        files: FileNames = model.files  # type: ignore[assignment]
+        with open_tensors(folder) as opened:
+            stored = files.by_model_names(opened)
+            if missing := [name for name in buffers if name not in stored]:
+                raise RecipeError(f"weights in {folder} do not fit the model: missing {'; missing '.join(missing)}")
+            _fill_buffers(buffers, stored)
+
+
+def _fill_buffers(buffers: dict[str, Tensor], stored: Mapping[str, Any]) -> None:
+    for name, buffer in buffers.items():
+        read = stored[name].read_rows(slice(0, stored[name].shape[0] if stored[name].shape else 1))
+        buffer.copy_(read.view(buffer.shape))
 
 
 @dataclass(frozen=True)
@@ -117,21 +150,25 @@ def places(model: nn.Module) -> dict[str, ShardSlice]:
 
 
 def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
-    """Fills parameters with random weights: matrices normal with the config's initializer_range, norms 1, biases 0.
-    `only`: that parameter alone.
+    """Fills parameters with random weights: matrices normal with the config's initializer_range, vectors as their
+    family makes them (norms 1 or 0, biases 0). `only`: that parameter alone.
 
     A pure function of (seed, parameter, device type): each full tensor is drawn, and each rank keeps its part, so every
     world size and stage starts from the same numbers.
     """
     config: Any = model.config
     device = next(model.parameters()).device
+    vectors: dict[str, Tensor] = model.vectors  # type: ignore[assignment]
     own, whole = places(model), list(global_shapes(model)) if hasattr(model, GLOBAL_SHAPES) else None
     for index, name in enumerate(whole or own):  # numbered in the whole model: else pipeline stages draw equal weights
         if name not in own or (only and name != only):
             continue
         place = own[name]
         if len(place.shape) == 1:
-            place.fill_from(torch.full(place.shape, 0.0 if name.endswith("bias") else 1.0, device=device))
+            first = vectors.get(name)
+            if first is None:  # a reward model's head, an adapter's
+                first = torch.full(place.shape, 0.0 if name.endswith("bias") else 1.0)
+            place.fill_from(first.to(device))
             continue
         generator = torch.Generator(device).manual_seed(seed * 100_003 + index)
         full = torch.empty(place.shape, device=device)
@@ -221,27 +258,35 @@ def save_weights(
     source: Path,
     dtype: str,
     write: bool = True,
+    files: FileNames | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Writes a directory that `AutoModelForCausalLM.from_pretrained` loads. Holds at most one 5 GB file in memory.
 
-    `tensors` yields every name of `shapes`, in its order. With `write` False it only consumes them (the other ranks of
-    a collective). The directory appears under its name when complete.
+    `tensors` yields every name of `shapes`, in its order, to be written by the names of `files`; `buffers` keep their
+    dtype. With `write` False it only consumes them (the other ranks of a collective). The directory appears under its
+    name when complete.
     """
     if not write:
         for _ in tensors:
             pass
         return
-    plan = _plan_files(shapes, DTYPES[dtype].itemsize)
+    beside = dict(buffers or {})
+    shapes = shapes | {name: buffer.shape for name, buffer in beside.items()}
+    in_files = files.shapes_in_files(shapes) if files else shapes
+    plan = _plan_files(in_files, DTYPES[dtype].itemsize)
     file_of = {name: file for file, names in plan.items() for name in names}
     pending: dict[str, Tensor] = {}
     with whole_directory(out) as side:
-        for name, tensor in tensors:
-            pending[name] = tensor.to("cpu", DTYPES[dtype], copy=True).contiguous()
-            if len(pending) == len(plan[file := file_of[name]]):
-                save_file(pending, side / file, metadata={"format": "pt"})
-                pending = {}
+        for name, tensor in chain(tensors, beside.items()):
+            kept = tensor.dtype if name in beside else DTYPES[dtype]
+            for new, part in files.to_files(name, tensor) if files else [(name, tensor)]:
+                pending[new] = part.to("cpu", kept, copy=True).contiguous()
+                if len(pending) == len(plan[file := file_of[new]]):
+                    save_file(pending, side / file, metadata={"format": "pt"})
+                    pending = {}
         if len(plan) > 1:
-            total = sum(shape.numel() for shape in shapes.values()) * DTYPES[dtype].itemsize
+            total = sum(shape.numel() for shape in in_files.values()) * DTYPES[dtype].itemsize
             index = {"metadata": {"total_size": total}, "weight_map": file_of}
             (side / INDEX).write_text(json.dumps(index, indent=2))
         clean = type(config).from_dict(

@@ -17,6 +17,8 @@ from rich.table import Table
 from shardbook.comm.ledger import Traffic
 from shardbook.data.tokenized import Documents
 from shardbook.memory.shelf import shelf_sizes
+from shardbook.model.attention import PLAIN
+from shardbook.model.selfcheck import check_family
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
 from shardbook.plan.axes import describe_pipeline, describe_sharing
@@ -139,12 +141,18 @@ def describe_layout(job: Job) -> Table:
         table.add_row("gathered", f"{whole} of parameters at most, {ahead}")
     if layout.stage.switches != "no":
         table.add_row("ZeRO++", describe_switches(layout))
-    table.add_row("attention", f"{job.attention.name}, told of documents by {job.attention.metadata}")
+    family = check_family(job.config)
+    asked = f" (its family asks for {str(family.demands).removeprefix(' and ')})" if family.demands != PLAIN else ""
+    table.add_row("attention", f"{job.attention.name}, told of documents by {job.attention.metadata}{asked}")
+    if family.unreached:
+        table.add_row("frozen", f"what gets no gradient: {', '.join(family.unreached)}")
     table.add_row("recomputed", job.recomputed)
     trained = sum(unit.padded_numel(1, trained_only=True) for unit in own)
     count = sum(unit.parameters for unit in own)
     is_part = trained < sum(unit.numel for unit in own)
-    frozen = f"; {trained:,} of them trained, the others at rest in {precision.frozen}" * is_part
+    frozen = f"; {trained:,} of them trained, the others at rest in {precision.frozen}" * (
+        is_part and job.recipe.lora.r > 0
+    )
     of_first = " in the layers of the first rank, as all that follows" * bool(stages)
     table.add_row("parameters", f"{count:,}{of_first}{frozen}")
     computed = f"computed {precision.params}, reduced {precision.reduce}, returned {precision.output}"

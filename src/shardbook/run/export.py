@@ -1,6 +1,7 @@
 """A run's result as files: the whole model, or the trained adapters."""
 
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -11,7 +12,7 @@ from shardbook.model.causal_lm import build_model
 from shardbook.model.families import load_config
 from shardbook.model.hub import model_folder, tokenizer_folder
 from shardbook.model.stored import open_tensors
-from shardbook.model.weights import full_tensors, global_shapes, save_weights
+from shardbook.model.weights import full_tensors, global_shapes, load_buffers, save_weights, stored_buffers
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint import checkpoint_shapes, read_parameters
@@ -36,7 +37,9 @@ def export_result(
         return
     shapes = global_shapes(sharded.model)
     dtype = recipe.train.export_dtype
-    save_weights(out, full_tensors(sharded.masters, dtype), shapes, config, tokenizer, folder, dtype, write)
+    model: Any = sharded.model
+    tensors, beside = full_tensors(sharded.masters, dtype), (model.files, stored_buffers(model))
+    save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, write, *beside)
 
 
 def export_run(
@@ -78,7 +81,11 @@ def export_checkpoint(
     if not recipe.lora.r:
         if merges:
             raise RecipeError("--merge: this run trained the whole model; there is nothing to merge")
-        save_weights(out, read_parameters(source, shapes), shapes, config, tokenizer, folder, dtype)
+        model = build_model(config, "fp32", scores=recipe.method == "reward")
+        if recipe.model.init == "pretrained":
+            load_buffers(model, folder)
+        tensors, beside = read_parameters(source, shapes), (model.files, stored_buffers(model))
+        save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, True, *beside)
         return
     trained = dict(read_parameters(source, shapes))
     if not merges:
@@ -87,6 +94,9 @@ def export_checkpoint(
         return
     model = build_model(config, "fp32", scores=recipe.method == "reward")
     whole = {name: parameter.shape for name, parameter in model.named_parameters()}
-    with open_tensors(folder) as base:
+    load_buffers(model, folder)
+    with open_tensors(folder) as opened:
+        base = model.files.by_model_names(opened)
         tensors = merged_tensors(base, trained, whole, recipe.lora)
-        save_weights(out, tensors, whole, config, tokenizer, folder, dtype)
+        beside = model.files, stored_buffers(model)
+        save_weights(out, tensors, whole, config, tokenizer, folder, dtype, True, *beside)

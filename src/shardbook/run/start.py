@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardbook.model.adapter_files import load_adapter
 from shardbook.model.adapters import init_adapters, weights_identity
-from shardbook.model.weights import SCORE, init_weights, load_weights
+from shardbook.model.weights import SCORE, init_weights, load_buffers, load_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import broadcast_from_main
 from shardbook.recipe import Recipe, RecipeError
@@ -40,6 +40,8 @@ def start_from(
     named = "" if newest else recipe.train.resume_from_checkpoint
     earlier = _candidates(newest, named, recipe.run.checkpoint_fallback)
     source = _load_base(recipe, sharded, folder) if recipe.lora.r or not earlier else ""
+    if not source and recipe.model.init == "pretrained":
+        load_buffers(sharded.masters, folder)
     fill_teacher(sharded, recipe)
 
     def check(path: Path) -> TrainState:

@@ -1,0 +1,179 @@
+"""Files of families whose names, experts or buffers are not the model's: read as transformers reads them, written as it
+writes them."""
+
+import pytest
+import torch
+from families import small_config
+from safetensors.torch import load_file, save_file
+from tiny import said_by, tokenizer
+from transformers import AutoModelForCausalLM
+
+import shardbook.model.weights as weights
+from shardbook.model.causal_lm import build_model, materialize
+from shardbook.model.families import load_config
+from shardbook.model.file_names import Assembled
+from shardbook.model.stored import Stored, open_tensors
+from shardbook.recipe import Model, RecipeError
+
+# experts by themselves in two ways, renamed alone, stacked already, with a buffer, put one after another, a head's name
+FAMILIES = ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "deepseek_v3", "olmo_hybrid", "gpt_neox", "afmoe"]
+
+
+def write(folder, family):
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(small_config(family), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for tensor in theirs.state_dict().values():
+            tensor.add_(0.1 * torch.randn_like(tensor))
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+def load(folder, family):
+    model = build_model(small_config(family), "fp32")
+    materialize(model, torch.device("cpu"))
+    weights.load_weights(model, folder)
+    return model
+
+
+def export(model, source, out, dtype="fp32"):
+    shapes, beside = weights.global_shapes(model), (model.files, weights.stored_buffers(model))
+    tensors = weights.full_tensors(model, dtype)
+    weights.save_weights(out, tensors, shapes, model.config, tokenizer(), source, dtype, True, *beside)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_read_is_the_model_and_what_is_written_is_the_files(family, tmp_path):
+    theirs = write(tmp_path / "in", family)
+    model = load(tmp_path / "in", family)
+    wanted = theirs.state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+    export(model, tmp_path / "in", tmp_path / "out")
+    there, here = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
+    assert there.keys() == here.keys() and all(torch.equal(there[name], here[name]) for name in there)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    ids = torch.arange(3, 20)[None]
+    assert torch.equal(again(ids, use_cache=False).logits, theirs(ids, use_cache=False).logits)
+
+
+def test_a_rank_reads_its_own_experts_alone(tmp_path, monkeypatch):
+    theirs = write(tmp_path, "qwen3_moe")
+    model, read = build_model(small_config("qwen3_moe"), "fp32"), []
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    with open_tensors(tmp_path) as opened:
+        found = model.files.by_model_names(opened)[name]
+        real = Stored.read_rows
+        monkeypatch.setattr(Stored, "read_rows", lambda own, rows: read.append(own) or real(own, rows))
+        part = found.read_part(slice(1, 3))
+        assert torch.equal(part, theirs.state_dict()[name][1:3]) and found.read_rows(slice(2, 2)).shape == (0, 32, 32)
+    own = [tensor for parts in found.sources for tensor in parts[1:3]]
+    assert set(map(id, read[:4])) == set(map(id, own))
+    with open_tensors(tmp_path) as opened:
+        found = model.files.by_model_names(opened)[name]
+        swapped = Assembled(found.sources[::-1], True)  # planted: gate and up in each other's place
+        assert not torch.equal(swapped.read_part(slice(1, 3)), theirs.state_dict()[name][1:3])
+
+
+def change(folder, edit):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_an_expert_that_is_missing_or_misshapen_is_one_error(tmp_path):
+    stem = "model.layers.1.mlp.experts"
+    for edit in (
+        lambda tensors: tensors.pop(f"{stem}.2.up_proj.weight"),
+        lambda tensors: tensors.update({f"{stem}.2.up_proj.weight": torch.zeros(7, 32)}),
+    ):
+        write(tmp_path, "qwen3_moe")
+        change(tmp_path, edit)
+        said = said_by(load, tmp_path, "qwen3_moe")
+        assert f"{stem}.gate_up_proj has shape [0" in said and said.endswith("the model wants [4, 32, 32]")
+
+
+def test_a_conversion_that_is_not_known_is_refused_by_name(tmp_path):
+    write(tmp_path, "inkling2_text")
+    said = said_by(load, tmp_path, "inkling2_text")
+    assert said.endswith("by Interleave, which is not known here"), said
+
+
+def test_a_buffer_is_read_kept_and_written_in_its_own_dtype(tmp_path):
+    """The bias that chooses experts: rounded to bf16 it would choose others."""
+    theirs = write(tmp_path / "in", "deepseek_v3")
+    model = load(tmp_path / "in", "deepseek_v3")
+    (name,) = {name for name in weights.stored_buffers(model) if ".2." in name}
+    assert name.endswith("e_score_correction_bias") and torch.equal(model.get_buffer(name), theirs.get_buffer(name))
+    export(model, tmp_path / "in", tmp_path / "out", "bf16")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written[name], theirs.get_buffer(name)) and written["lm_head.weight"].dtype == torch.bfloat16
+    model.get_buffer(name).zero_()
+    weights.load_buffers(model, tmp_path / "in")  # as a resumed run does: its checkpoint has no buffer
+    assert torch.equal(model.get_buffer(name), theirs.get_buffer(name))
+    change(tmp_path / "in", lambda tensors: tensors.pop(name))
+    assert f"missing {name}" in said_by(load, tmp_path / "in", "deepseek_v3")
+    assert f"missing {name}" in said_by(weights.load_buffers, model, tmp_path / "in")
+
+
+def test_random_vectors_are_the_familys_own():
+    """gemma's norms multiply by one more than their weight, which begins at zero."""
+    for family, first in (("gemma2", 0.0), ("llama", 1.0)):
+        model = build_model(small_config(family), "fp32")
+        materialize(model, torch.device("cpu"))
+        weights.init_weights(model, 1)
+        norms = [parameter for name, parameter in model.named_parameters() if parameter.ndim == 1]
+        assert norms and all((norm == first).all() for norm in norms)
+
+
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
+VISION |= {"patch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "prefix"),
+    [
+        ("gemma3", "gemma3_text", None),  # transformers' own whole model
+        ("gemma3", "gemma3_text", "language_model."),  # as files of today have it
+        ("llama4", "llama4_text", "language_model."),
+        ("mistral3", "mistral", "language_model."),
+        ("gemma4", "gemma4_text", "model.language_model."),
+    ],
+)
+def test_the_text_of_a_model_that_sees_is_found_by_its_prefix(family, text, prefix, tmp_path):
+    from transformers import AutoConfig
+
+    small = small_config(text)
+    own = {"vision_config": VISION, "mm_tokens_per_image": 4} if family == "gemma3" else {}
+    own["tie_word_embeddings"] = small.tie_word_embeddings
+    whole = AutoConfig.for_model(family, text_config=small.to_dict(), **own)
+    if prefix is None:
+        torch.manual_seed(0)
+        seeing = AutoModelForCausalLM.from_config(whole, dtype=torch.float32).eval()
+        seeing.save_pretrained(tmp_path)
+        wanted = seeing(torch.arange(3, 20)[None], use_cache=False).logits
+    else:
+        theirs = write(tmp_path, text)
+        wanted = theirs(torch.arange(3, 20)[None], use_cache=False).logits
+
+        def rename(tensors):
+            for name in list(tensors):
+                tensors[prefix + name.removeprefix("model." * prefix.startswith("model."))] = tensors.pop(name)
+            tensors["vision_tower.weight"] = torch.zeros(3)
+
+        change(tmp_path, rename)
+        whole.save_pretrained(tmp_path)
+    config = load_config(Model(path=str(tmp_path)), tmp_path, 64)
+    assert config.model_type == text and config.tie_word_embeddings == whole.tie_word_embeddings
+    model = build_model(config, "fp32")
+    materialize(model, torch.device("cpu"))
+    weights.load_weights(model, tmp_path)
+    export(model, tmp_path, tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert type(again).__name__.endswith("ForCausalLM")
+    assert torch.equal(again(torch.arange(3, 20)[None], use_cache=False).logits, wanted)
+    change(tmp_path, lambda tensors: tensors.pop(next(name for name in tensors if name.endswith("q_proj.weight"))))
+    with pytest.raises(
+        RecipeError, match=r"do not fit the model: missing model\.layers\.\d+\.self_attn\.q_proj\.weight$"
+    ):
+        weights.load_weights(model, tmp_path)
