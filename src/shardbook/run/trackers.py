@@ -136,12 +136,29 @@ def has_wandb_key() -> bool:
 
 
 def _start_through_accelerate(tracker: str, folder: Path, name: str, run: Run, config: dict[str, Any]) -> Started:
+    from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+    PartialState()  # else the loggers of trackers that run on every process, trackio's and swanlab's, raise
     kind = LOGGER_TYPE_TO_CLASS[tracker]
     # they group runs by a project; a tracker that writes files gets its own folder in the run's
-    started = kind(run.project, folder / tracker) if kind.requires_logging_directory else kind(run.project)
+    own = folder / tracker
+    match tracker:
+        case "tensorboard":
+            started = kind(name, own)
+        case "trackio":
+            started = kind(run.project, name=name, group=run.group or None, resume="allow")
+        case "swanlab":
+            has_key = "SWANLAB_API_KEY" in os.environ or (Path.home() / ".swanlab" / ".netrc").is_file()
+            mode = {} if has_key or "SWANLAB_MODE" in os.environ else {"mode": "offline"}
+            started = kind(run.project, name=name, group=run.group or None, log_dir=str(own), **mode)
+        case "mlflow":
+            started = kind(run.project, run_name=name)
+        case _:
+            started = kind(run.project, own) if kind.requires_logging_directory else kind(run.project)
     started.start()
+    if tracker == "aim":
+        started.tracker.name = name
     plain = {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in config.items()}
     started.store_init_configuration(plain | {"run": name, "group": run.group})
     return (
