@@ -184,3 +184,14 @@ def test_random_weights_depend_on_the_seed_only(tmp_path):
         else:
             assert not torch.equal(parameter, other[name])
             assert parameter.std().item() == pytest.approx(config.initializer_range, rel=0.1)
+
+
+def test_a_base_model_is_named_as_any_program_can_load_it(tmp_path, monkeypatch):
+    from shardbook.model import embedded
+    from shardbook.model.hub import loadable
+
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(embedded, "smollm2_folder", lambda: tmp_path / "converted")
+    assert loadable("./model") == str(tmp_path / "model") and loadable("owner/name") == "owner/name"
+    assert loadable(embedded.MODEL) == str(tmp_path / "converted")

@@ -53,6 +53,13 @@ def weights_files(folder: Path) -> list[Path]:
     raise RecipeError(f"{folder}: no model.safetensors and no {INDEX} (pickled weights are not read)")
 
 
+def loadable(path: str) -> str:
+    """Returns model.path as any program can load it, from any directory: a hub id, or an absolute path."""
+    if path == embedded.MODEL:
+        return str(embedded.smollm2_folder())
+    return str(Path(path).resolve()) if Path(path).is_dir() else path
+
+
 def config_folder(model: Model) -> Path:
     """Returns the directory of the config; from the hub it fetches no weights. Raises RecipeError."""
     return fetch_folder(model.path, model.revision, "model.path", CONFIG_FILES)

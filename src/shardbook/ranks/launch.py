@@ -158,7 +158,8 @@ def _explain_exit(rank: int, code: int, is_asked: bool) -> int:
         return PREEMPTED
     insists = is_asked and code == -signal.SIGKILL
     reason = "quit without saving" if insists else f"rank {rank} was ended by {_name_signal(code)}"
-    print(f"shardbook: run failed: {reason}", file=sys.stderr)
+    way_out = "" if insists else "; run the same command again, which goes on from the newest checkpoint"
+    print(f"shardbook: run failed: {reason}{way_out}", file=sys.stderr)
     return FAILED
 
 

@@ -31,6 +31,15 @@ from shardbook.terminal import LOG_WIDTH
 PEAK_OFF = 0.05  # a predicted peak that is more off than this is reported
 UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
 
+# metrics that one watches, beside the loss, by their names behind train/ and eval/
+WATCHED = {
+    "rewards/accuracies": ("accuracy", ".0%"),
+    "rewards/margins": ("margin", ".3f"),
+    "accuracy": ("accuracy", ".0%"),
+    "margin": ("margin", ".3f"),
+    "kl": ("kl", ".4f"),
+}
+
 
 class Output(rich.console.Console):
     def on_broken_pipe(self) -> None:
@@ -102,6 +111,9 @@ class Console:
             parts.append(f"loss {metrics['train/loss']:.4f}")
         if "eval/loss" in metrics:
             parts.append(f"eval {metrics['eval/loss']:.4f}")
+        for name, (word, form) in WATCHED.items():
+            if (value := metrics.get(f"train/{name}", metrics.get(f"eval/{name}"))) is not None:
+                parts.append(f"{word} {value:{form}}")
         if speed := metrics.get("perf/tokens_per_second_per_device"):
             parts.append(f"{speed:,.0f} tokens/s a device")
         if self.progress:
@@ -150,9 +162,8 @@ def describe_layout(job: Job) -> Table:
     trained = sum(unit.padded_numel(1, trained_only=True) for unit in own)
     count = sum(unit.parameters for unit in own)
     is_part = trained < sum(unit.numel for unit in own)
-    frozen = f"; {trained:,} of them trained, the others at rest in {precision.frozen}" * (
-        is_part and job.recipe.lora.r > 0
-    )
+    at_rest = precision.frozen + ", matrices of blocks in four bits" * job.recipe.model.load_in_4bit
+    frozen = f"; {trained:,} of them trained, the others at rest in {at_rest}" * (is_part and job.recipe.lora.r > 0)
     of_first = " in the layers of the first rank, as all that follows" * bool(stages)
     table.add_row("parameters", f"{count:,}{of_first}{frozen}")
     computed = f"computed {precision.params}, reduced {precision.reduce}, returned {precision.output}"

@@ -10,7 +10,7 @@ from shardbook.model.adapter_files import PREFIX, adapter_config, full_trained, 
 from shardbook.model.adapters import kept_parameters
 from shardbook.model.causal_lm import build_model
 from shardbook.model.families import load_config
-from shardbook.model.hub import model_folder, tokenizer_folder
+from shardbook.model.hub import loadable, model_folder, tokenizer_folder
 from shardbook.model.stored import open_tensors
 from shardbook.model.weights import full_tensors, global_shapes, load_buffers, save_weights, stored_buffers
 from shardbook.parallel.sharding import ShardedModel
@@ -32,7 +32,9 @@ def export_result(
     """Writes a finished run's result to `out`: a model that transformers loads, or an adapter that peft loads.
     Collective; the rank with `write` writes."""
     if recipe.lora.r:
-        settings = adapter_config(recipe.model.path, recipe.model.revision, recipe.lora, kept_parameters(sharded.model))
+        settings = adapter_config(
+            loadable(recipe.model.path), recipe.model.revision, recipe.lora, kept_parameters(sharded.model)
+        )
         save_adapter(out, full_trained(sharded.model), settings, tokenizer, write)
         return
     shapes = global_shapes(sharded.model)
@@ -89,7 +91,7 @@ def export_checkpoint(
         return
     trained = dict(read_parameters(source, shapes))
     if not merges:
-        settings = adapter_config(recipe.model.path, recipe.model.revision, recipe.lora, trained)
+        settings = adapter_config(loadable(recipe.model.path), recipe.model.revision, recipe.lora, trained)
         save_adapter(out, ((PREFIX + name, tensor) for name, tensor in trained.items()), settings, tokenizer)
         return
     model = build_model(config, "fp32", scores=recipe.method == "reward")
