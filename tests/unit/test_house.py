@@ -221,8 +221,9 @@ def test_rooms_stay_small():
     # 370, tensor parallel 600, context parallel 350, pipeline parallel 750, private torch 330, watching ranks 1,200,
     # restarts and bad steps 250, what a launcher sees of files and memory before a run 300,
     # verified checkpoint files 600, any family (its parts, masks, self-check, files) 700
+    # of the tools, measuring blocks of any family is 570, where formulas of eight families were 250
     tools = sum(count for name, count in lengths.items() if {name, name.split("/")[0]} & TOOLS)
-    assert tools < 4_800 and sum(lengths.values()) - tools < 17_000
+    assert tools < 5_100 and sum(lengths.values()) - tools < 17_000
     assert not {"utils", "helpers", "manager", "base"} & {path.stem for path in modules().values()}
     train = ast.parse(modules()["train.py"].read_text())
     loops = [node for node in ast.walk(train) if isinstance(node, ast.While)]

@@ -1,26 +1,25 @@
 """The peak's formulas: what a block keeps, counted; what to change when it does not fit; the recipes' predictions."""
 
-from inspect import signature
-
 import pytest
 import torch
 from headers import predict_mfu
 from live import allocated
 from tiny import config
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.varlen import varlen_attn
 
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model, count_flops
 from shardbook.model.loss_head import LossHead
 from shardbook.parallel.layout import build_layout
+from shardbook.plan.blocks import measure_blocks
 from shardbook.plan.change import _changes, smallest_change
-from shardbook.plan.kept import kept_by_a_block, loss_bytes, read_widths
 from shardbook.plan.peak import predict_peak
+from shardbook.plan.work import loss_bytes
 from shardbook.recipe import Activation, Parallel, Precision, Recipe, Train
 
 ROWS, LENGTH = 2, 128
+RANDOM_STATE = 16  # two numbers of varlen's kernel, whatever the tokens
 LLAMA_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -59,25 +58,28 @@ def saved_by_a_block(made, checkpointing):
     apart = [*model.parameters(), *rotary, told[0]]  # of the model, or of all blocks together
     for tensor in apart:
         kept.pop(tensor.untyped_storage()._cdata, None)
-    random_state = 16  # two numbers of the kernel, whatever the tokens
-    return sum(storage.nbytes() for storage in kept.values() if storage.nbytes() != random_state) / (ROWS * LENGTH)
+    return sum(storage.nbytes() for storage in kept.values() if storage.nbytes() != RANDOM_STATE) / (ROWS * LENGTH)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "granite", "phi3"])
-@pytest.mark.parametrize("kind", ["none", "full"])
-def test_what_a_block_keeps_is_counted(family, kind):
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "granite", "phi3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["none", "full", "selective"])
+def test_what_a_block_keeps_is_measured(family, kind):
+    """As autograd's own hooks see it, with a number for each token and nothing else but the kernel's random state."""
     made = shape(family)
-    widths = read_widths(made)
-    repeated = 0
-    if kind == "none" and "enable_gqa" not in signature(varlen_attn).parameters:  # torch 2.11: keys and values are
-        repeated = 2 * 2 * (widths.queries - widths.keys)
-    assert saved_by_a_block(made, kind) == kept_by_a_block(kind, widths, 2) + repeated
+    measured = measure_blocks(made, settings(), kind, "bf16").blocks[0].kept
+    assert measured.fixed == RANDOM_STATE * (kind != "full") and measured.pair == 0
+    if kind != "selective":  # torch's selective checkpoint holds what no hook sees
+        assert saved_by_a_block(made, kind) == measured.token
 
 
 def test_what_selective_keeps_of_an_8b_block():
     """47,104 values for each token: q, k, v, attention's result, o, gate, up, down; the block's input; 32 fp32."""
     made = shape(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
-    assert kept_by_a_block("selective", read_widths(made), 2) == 2 * (47_104 + 4096) + 32 * 4
+    measured = measure_blocks(made, settings(), "selective", "bf16").blocks[0].kept
+    assert measured.token == 2 * (47_104 + 4096) + 32 * 4
 
 
 def settings(**sections):
@@ -120,7 +122,7 @@ def test_a_change_of_stage_leaves_what_layers_and_matrices_are_shared_by():
         parallel={"stage": "zero2", "pp_size": 2}, train={"steps": 1}, activation={"checkpointing": "full"}
     )
     layout, _ = lay_out(recipe)
-    changed = {words: other for words, other, _ in _changes(layout, recipe)}
+    changed = {words: other for words, other, _ in _changes(layout, recipe, has_more=True)}
     assert changed["parallel.stage=zero3"].sizes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2}
     assert changed["8 ranks"].sizes == {"pp": 2, "dp_replicate": 1, "dp_shard": 4}
 
@@ -142,12 +144,13 @@ def test_a_dense_mask_shows_in_the_peak():
     kernel = predict_peak(layout, made, recipe)
     made._attn_implementation = "sdpa"
     dense = predict_peak(layout, made, recipe)
-    by_token = 8 * (8 * 2048 * 64 * 2)  # of 8 blocks: attention's result once more
-    assert dense.activations - kernel.activations == 8 * 2048**2 * (1 + 8 * 2) + by_token  # bool, and bf16 in each
+    by_token = 8 * (8 * 2048 * 2 * (64 - 32) * 2)  # of 8 blocks: keys and values, repeated for each head of queries
+    # bf16 in each; the bool that it was made from is gone with the forward
+    assert dense.activations - kernel.activations == 8 * 2048**2 * 8 * 2 + by_token - 8 * RANDOM_STATE
     full = recipe.model_copy(update={"activation": Activation(checkpointing="full")})
     seen = predict_peak(layout, made, full)
     made._attn_implementation = "varlen"
-    # bool alone is held, what a block has in the dtype of compute is its work
+    # bool alone is held, for the blocks that are run again; what one has in the dtype of compute is its work
     assert seen.activations - predict_peak(layout, made, full).activations == 8 * 2048**2
     assert seen.working - predict_peak(layout, made, full).working >= 8 * 2048**2 * 2
 
@@ -164,7 +167,8 @@ def test_rows_of_131072_tokens_fit_where_a_dense_mask_would_not():
     assert peak.total < 0.92 * 141e9, str(peak)
     made._attn_implementation = "sdpa"
     dense = predict_peak(layout, made, recipe).total
-    assert dense - peak.total == 131_072**2 * 3 + 131_072 * 4096 * 2 and dense > 0.92 * 141e9
+    repeated = 2 * (4096 - 1024) * 2  # keys and values, for each head of queries
+    assert dense - peak.total == 131_072**2 * 3 + 131_072 * repeated - RANDOM_STATE and dense > 0.92 * 141e9
 
 
 def test_mfu_by_arithmetic():

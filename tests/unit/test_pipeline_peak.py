@@ -58,13 +58,13 @@ def bytes_of_stage(words, stage):
         model = build_adapted(recipe, config, KERNELS["varlen"], None, dist.get_rank(), WORLD)
         layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, WORLD, 8)
         apply_checkpointing(model.all_blocks, recipe.activation)
-        sharded, live = apply_stage(model, layout, build_mesh(layout.sizes, "cpu")), simulate.LiveBytes()
+        sharded, live = apply_stage(model, layout, build_mesh(layout.sizes, "cpu")), simulate.Followed()
         with FakeTensorMode(allow_non_fake_inputs=True), live:
             materialize(model, torch.device("cpu"))
             state = simulate._optimizer_state(model, recipe.optim.name)
             for _ in range(2):
                 live.most = {}
-                micros = [simulate._full_rows(recipe, 1) for _ in range(recipe.train.gradient_accumulation_steps)]
+                micros = [simulate.full_rows(recipe, 1) for _ in range(recipe.train.gradient_accumulation_steps)]
                 objective = build_objective("sft", recipe.preference, recipe.distill)
                 list(run_step(sharded, micros, objective.of(Totals(*count_totals(micros, 1))), torch.device("cpu")))
                 model.zero_grad()

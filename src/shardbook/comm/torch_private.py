@@ -265,6 +265,22 @@ def fake_store() -> Any:
     return FakeStore()
 
 
+@_needs(
+    "simulate",
+    "torch._C._distributed_c10d.FakeProcessGroup._create_internal",
+    "torch.distributed.ProcessGroup._register_backend",
+)
+def fake_group(rank: int, size: int) -> dist.ProcessGroup:
+    """Returns a group of `size` ranks of which only this one is there, whose collectives send nothing. It is not one of
+    the process' groups, so a run's own may exist beside it; public constructors make those."""
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    group = dist.ProcessGroup(fake_store(), rank, size)
+    kind: Any = dist.ProcessGroup.BackendType.CUSTOM
+    group._register_backend(torch.device("cpu"), kind, FakeProcessGroup._create_internal(rank, size))
+    return group
+
+
 @_needs("simulate", "torch._subclasses.fake_tensor.FakeTensorMode")
 def fake_tensors() -> Any:
     """Returns a context in which tensors have shapes and no memory, and may be mixed with real ones. Meta tensors will

@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from shardbook.model.masks import make_mask
 from shardbook.recipe import RecipeError
 
+DENSE = "a dense mask"
 AMPERE = (8, 0)  # the compute capability that both kernels need
 
 # transformers' interface: (module, query [B, heads, L, D], key and value [B, fewer heads, L, D], the result of
@@ -79,6 +80,11 @@ class Kernel:
     metadata: str  # the form in which it takes documents, in words
     needs: tuple[tuple[str, Callable[[KernelContext], bool]], ...] = ()
     make: Callable[[], Attention] | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Returns whether it takes a mask of a row's length squared."""
+        return self.metadata == DENSE
 
     def lacks(self, place: KernelContext) -> str:
         """Returns the first of its needs that `place` does not have; empty where it can run."""
@@ -283,7 +289,7 @@ KERNELS = {
             ),
             make_flex,
         ),
-        Kernel("sdpa", "a dense mask", (_CALLED,)),
-        Kernel("eager", "a dense mask"),
+        Kernel("sdpa", DENSE, (_CALLED,)),
+        Kernel("eager", DENSE),
     )
 }

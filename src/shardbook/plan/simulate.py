@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardbook.comm.torch_private import bytes_there, dispatch_base, fake_store, fake_tensors, probe, storages_in
+from shardbook.comm.torch_private import fake_store, fake_tensors, probe
 from shardbook.data.loader import MicroBatch, count_totals
 from shardbook.data.tokenized import Totals
 from shardbook.memory.activation import apply_checkpointing
@@ -24,7 +24,8 @@ from shardbook.model.laid_out import LaidOut
 from shardbook.optim import state_bytes
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
-from shardbook.recipe import Recipe, RecipeError
+from shardbook.plan.timeline import LiveBytes, full_rows
+from shardbook.recipe import RecipeError
 
 LAYERS = (4, 5)  # all blocks take the same bytes: from these two numbers of layers any other follows
 # Micro-batch, forward or backward, and the place: a block, counted from the nearer end, or before or after blocks.
@@ -32,7 +33,6 @@ Moment = tuple[int, str, int | str]
 LossFunction = Callable[
     [Any, MicroBatch, Totals], torch.Tensor
 ]  # the result's first element is the loss, as in objectives/
-DOCUMENTS = 8  # boundaries of a row, which attention gets
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,16 @@ class Simulated:
     kept_bytes: int  # between two steps: parameters and optimizer state
 
 
-class LiveBytes(dispatch_base()):
-    """Counts the bytes of storages that operations allocate, as long as any tensor refers to them."""
+class Followed(LiveBytes):
+    """Notes the most bytes at each moment of a step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, Any] = {}  # storages_in's references
         self.moment: Moment = (0, "forward", "before")
         self.most: dict[Moment, int] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for key, reference in storages_in(result):
-            self.made.setdefault(key, reference)
+    def ran(self, function: Any, args: Any, kwargs: Any, result: Any, is_larger: bool) -> None:
         self.most[self.moment] = max(self.most.get(self.moment, 0), self.count())
-        return result
 
     def follow(self, blocks: Sequence[nn.Module]) -> None:
         """Makes the moment change with each of `blocks`, in forward and in backward."""
@@ -79,16 +74,6 @@ class LiveBytes(dispatch_base()):
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(enter, number))
             block.register_forward_hook(partial(leave, number))
-
-    def count(self) -> int:
-        """Returns the bytes that are allocated now."""
-        total = 0
-        for key, reference in list(self.made.items()):
-            if (size := bytes_there(reference)) is None:
-                del self.made[key]
-            else:
-                total += size
-        return total
 
 
 def simulate_step(laid: LaidOut, shares: LossFunction) -> Simulated:
@@ -118,7 +103,7 @@ def _simulate(laid: LaidOut, shares: LossFunction) -> tuple[dict[Moment, int], i
     try:
         apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)
         sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
-        micros, live = recipe.train.gradient_accumulation_steps, LiveBytes()
+        micros, live = recipe.train.gradient_accumulation_steps, Followed()
         with fake_tensors(), live:
             materialize(model, torch.device("cpu"))
             state = _optimizer_state(model, recipe.optim.name)
@@ -127,7 +112,7 @@ def _simulate(laid: LaidOut, shares: LossFunction) -> tuple[dict[Moment, int], i
             for _ in range(2):
                 live.most = {}
                 for micro in range(micros):
-                    batch = _full_rows(recipe, layout.cp_size)
+                    batch = full_rows(recipe, layout.cp_size)
                     with sharded.micro_batch(is_last=micro == micros - 1):
                         live.moment = (micro, "forward", "before")
                         loss = shares(model, batch, Totals(*count_totals([batch], recipe.sequences)))[0]
@@ -150,17 +135,3 @@ def _optimizer_state(model: CausalLM, name: str) -> list[torch.Tensor]:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         sizes.append(state_bytes(name, local.numel(), local.element_size(), parameter in matrices))
     return [torch.empty(size, dtype=torch.uint8) for size in sizes]
-
-
-def _full_rows(recipe: Recipe, slices: int) -> MicroBatch:
-    """Returns a micro-batch of full rows: along cp the first of `slices` slices of each row."""
-    rows, of_row, length = recipe.train.per_device_train_batch_size, recipe.sequences, recipe.data.max_length
-    ids = torch.zeros(rows, of_row * length // slices, dtype=torch.int64)
-    boundaries = torch.zeros(rows * (DOCUMENTS + 1) + 1, dtype=torch.int32)
-    trained = (length // slices - (slices == 1),) * (rows * of_row)
-    positions = torch.zeros(sum(trained), dtype=torch.int64)
-    ends = torch.zeros(len(trained), dtype=torch.int64)
-    known = torch.zeros(len(trained)) if of_row > 1 and recipe.preference.precompute_ref_log_probs else None
-    counts = torch.zeros(len(trained)) if of_row > 1 else None
-    facts = recipe.data.packing, length, 0, trained
-    return MicroBatch(ids, ids.clone(), boundaries, positions, positions.clone(), *facts, counts, ends, known)

@@ -22,13 +22,15 @@ from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble
 from shardbook.parallel.units import Unit
 from shardbook.plan.axes import axes_traffic
+from shardbook.plan.blocks import kinds_of, measure_blocks
 from shardbook.plan.events import Sends, count_moves, muon_exchanges, step_passes
 from shardbook.plan.hardware import ATTENTION, MEMORY, PCIE_SHARE, PRODUCTS, Cluster
-from shardbook.plan.kept import read_widths
+from shardbook.plan.work import without_adapters
 from shardbook.recipe import Recipe
 
 H100 = GPUS["h100-80gb"]
 PASSES = 3.5  # over what a block reads and writes beside its products: once forward, and backward twice and a half
+MOVED = 0.939  # of what a block keeps where nothing is made again: what one pass reads and writes beside its products
 LINK_SHARE = 0.04  # of products' time: SMs and bandwidth that collectives take, hidden though they are
 
 
@@ -63,13 +65,13 @@ def predict_step(
     a pipeline each stage is taken to be as long as this rank's."""
     gpu, slowness = (cluster.gpu, cluster.slowness) if cluster else (H100, 1.0)
     peak_flops, memory_rate = gpu.flops / slowness, MEMORY * gpu.memory / slowness  # of memory: read plus written
-    of, itemsize = read_widths(config), layout.dtype("params").itemsize
+    itemsize, hidden = layout.dtype("params").itemsize, config.hidden_size
     micros = recipe.train.gradient_accumulation_steps
     tokens = recipe.micro_tokens // layout.cp_size
     pairs = recipe.micro_tokens * min(document_tokens, recipe.data.max_length)
     tp_size = layout.tp_size
     outputs = ceil_div(recipe.outputs(config.vocab_size), tp_size)
-    head = outputs * of.hidden
+    head = outputs * hidden
     kind, numbers = recipe.activation.checkpointing, layout.blocks(config.num_hidden_layers)
     # forward products that backward makes again: of selective none
     again = 0.0 if kind == "selective" else len(recipe.activation.recomputed(numbers)) / len(numbers)
@@ -83,13 +85,15 @@ def predict_step(
     shapes = (shape for unit in own for shape in compress(unit.shapes, unit.trained))
     passes_of_head = 2 + recipe.recomputes_logits + more + any(shape[0] == outputs for shape in shapes)
     products = 2 * tokens * (blocks + head * passes_of_head) / (PRODUCTS * peak_flops)
-    own_pairs = pairs * read_widths(config, tp_size, layout.cp_size).attended[0] / layout.cp_size / of.heads
-    attention = (
-        part * flops.per_pair * own_pairs * (1 + (again + more) / 3) / (ATTENTION * peak_flops)
-    )  # of what is not masked
-    # two norms (read, write), two sums, the rotation, the gate; the loss: fp32 logits five times
-    wide = 10 * of.hidden + 2 * (of.queries + of.keys) + 3 * of.inner
-    passes = (PASSES + (1 if kind == "selective" else again) + more) * wide / tp_size * layers * itemsize
+    kinds, plain = kinds_of(config), without_adapters(recipe)
+    measured = measure_blocks(config, plain, "none", layout.precision.params, tp_size, layout.cp_size).blocks
+    own_blocks = [measured[kinds[number]] for number in numbers]
+    queries = sum(block.attention for block in own_blocks) / layout.cp_size
+    attention = 2 * queries * pairs * (3 + again + more) / (ATTENTION * peak_flops)  # of what is not masked
+    # norms, sums, rotation, gates; the loss: fp32 logits five times
+    whole = measure_blocks(config, plain, "none", layout.precision.params).blocks
+    wide = MOVED * sum(whole[kinds[number]].kept.token for number in numbers) / tp_size
+    passes = (PASSES + (1 if kind == "selective" else again) + more) * wide
     # a base in four bits is unpacked for each of its products, by one kernel
     unpacked = part * flops.block * (2 + again + more) * (0.5 + itemsize) * recipe.model.load_in_4bit
     memory = (tokens * (passes + outputs * 5 * 4) + unpacked) / memory_rate
@@ -108,11 +112,11 @@ def predict_step(
         optimizer += sum(map(orthogonal_flops, matrices)) / layout.shards / (PRODUCTS * peak_flops)
     taught = 0.0  # a teacher's forward, its logits gone over as the student's
     if flops.teacher and layout.teacher:
-        beside, deep = read_widths(layout.teacher), layout.teacher.num_hidden_layers
-        wide = 10 * beside.hidden + 2 * (beside.queries + beside.keys) + 3 * beside.inner
+        beside = measure_blocks(layout.teacher, plain, "none", layout.precision.params).blocks
+        wide = MOVED * sum(beside[kind].kept.token for kind in kinds_of(layout.teacher))
         more_products = tokens * flops.teacher.per_token / 2 / (PRODUCTS * peak_flops)
         more_attention = flops.teacher.per_pair * pairs / 3 / (ATTENTION * peak_flops)
-        more_memory = tokens * (wide * deep * itemsize + layout.teacher.vocab_size * 5 * 4) / memory_rate
+        more_memory = tokens * (wide + layout.teacher.vocab_size * 5 * 4) / memory_rate
         products, attention, memory = products + more_products, attention + more_attention, memory + more_memory
         taught = more_products + more_attention + more_memory
     link = LINK_SHARE * (products + attention) * (layout.world_size > 1)

@@ -1,0 +1,236 @@
+"""What a block takes, measured: each kind of block of a model runs once, forward and backward, on fake tensors.
+
+Invariant: nothing here knows a block's insides. A model of few layers is built by the constructor that a run uses, with
+the run's kernel, adapters, checkpointing and ranks along tp and cp, and is called as training calls it. Bytes are those
+of storages from allocation to release; what they grow by with tokens comes from micro-batches of two lengths (three,
+where a dense mask grows with their square).
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from shardbook.comm.torch_private import fake_group, fake_tensors, probe
+from shardbook.memory.activation import apply_checkpointing
+from shardbook.model.attention import Kernel, kernel_of, kernel_on_gpu
+from shardbook.model.causal_lm import CausalLM, build_model, materialize
+from shardbook.model.laid_out import build_adapted
+from shardbook.model.selfcheck import check_family, remember
+from shardbook.parallel.context import ContextAxis
+from shardbook.parallel.tensor import TensorAxis
+from shardbook.plan.timeline import Timeline, full_rows
+from shardbook.recipe import Activation, Distill, Offload, Parallel, Precision, Recipe, Train
+
+LENGTH = 128  # tokens of the shortest row, for each rank along tp and cp
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A size that grows with a micro-batch: with this rank's tokens, and with the pairs of tokens of whole rows."""
+
+    fixed: float = 0.0
+    token: float = 0.0
+    pair: float = 0.0
+
+    def of(self, tokens: int, pairs: int) -> float:
+        return self.fixed + self.token * tokens + self.pair * pairs
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one kind of block takes, beside its parameters. Its input and its output have the size `stream`."""
+
+    kept: Bytes  # from forward to backward, beside what all blocks share
+    keeps_input: bool
+    stream: Bytes
+    forward: tuple[Bytes, ...]  # moments inside its forward, its input there; one of them is the fullest
+    backward: tuple[Bytes, ...]  # moments inside its backward, what it keeps there, and its parameters' gradients
+    alone: tuple[Bytes, ...]  # the same where each gradient leaves as soon as it is there
+    products: tuple[Bytes, Bytes]  # FLOPs of matrix products in forward, and in backward, which may make some again
+    attention: float  # numbers of a token's queries that the kernel takes
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The blocks of a model, by kind, and what is there beside them."""
+
+    blocks: dict[int, Block]
+    before: Bytes  # before all blocks, until their backward is over: rotation, masks
+    after: Bytes  # of the last norm, when the head begins
+
+
+def fullest(moments: Iterable[Bytes], tokens: int, pairs: int) -> int:
+    return int(max(moment.of(tokens, pairs) for moment in moments))
+
+
+_measured: dict[Any, Measured] = {}
+_kinds: dict[str, tuple[tuple[int, ...], PreTrainedConfig]] = {}
+_texts: dict[int, tuple[PreTrainedConfig, str]] = {}  # with the config, whose id then is no other's
+
+
+def kinds_of(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Returns the kind of each block of a model of `config`: the number of the first block of which the same is said,
+    but for a block's own number."""
+    return _look_at(config)[0]
+
+
+def _look_at(config: PreTrainedConfig) -> tuple[tuple[int, ...], PreTrainedConfig]:
+    """Returns the kind of each block, and a config of the fewest first layers that have all kinds."""
+    if (key := text_of(config)) not in _kinds:
+        said = facts_of(config)
+        counts = {own for own in said[0] if [each.get(own) for each in said] == list(range(len(said)))}
+        alike = [{own: value for own, value in each.items() if own not in counts} for each in said]
+        kinds = tuple(map(alike.index, alike))
+        few = first_layers(config, max(kinds) + 1)
+        if facts_of(few) != said[: max(kinds) + 1]:
+            few = first_layers(config, len(said))
+        remember(few, check_family(config))
+        _kinds[key] = kinds, few
+    return _kinds[key]
+
+
+def text_of(config: PreTrainedConfig) -> str:
+    """Returns `config` as text. Plans ask thousands of times, and it takes a millisecond."""
+    if id(config) not in _texts:
+        _texts[id(config)] = config, config.to_json_string()
+    return _texts[id(config)][1]
+
+
+def facts_of(config: PreTrainedConfig) -> list[dict[tuple[str, str], Any]]:
+    """Returns what is plainly said of the modules in each block of a model of `config`: their classes, parameters,
+    numbers, switches and words."""
+
+    def said(block: nn.Module) -> dict[tuple[str, str], Any]:
+        found: dict[tuple[str, str], Any] = {}
+        for name, module in block.named_modules():
+            found[name, "class"] = type(module)
+            for own, p in module.named_parameters(recurse=False):
+                found[name, own] = p.shape, p.dtype, p.requires_grad
+            plain = {own: value for own, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+            found |= {(name, own): value for own, value in plain.items()}
+        return found
+
+    return list(map(said, build_model(copy.deepcopy(config), "fp32").blocks))
+
+
+def measure_blocks(
+    config: PreTrainedConfig, recipe: Recipe, checkpointing: str, dtype: str, tp_size: int = 1, cp_size: int = 1
+) -> Measured:
+    """Returns what a block of each kind of `config` takes under `recipe`'s adapters, with `checkpointing` none, full or
+    selective, computed in `dtype`, on one of `tp_size` ranks that share it and `cp_size` that share its rows. Raises
+    RecipeError where a block cannot run on fake tensors."""
+
+    def found(rows: int, checkpointing: str = "none", tp_size: int = 1, cp_size: int = 1) -> Measured:
+        dtypes: Any = dict.fromkeys(("params", "master", "frozen"), dtype)
+        own: dict[str, Any] = {
+            "lora": recipe.lora.model_copy(update={"modules_to_save": [], "adapter": ""}),
+            "parallel": Parallel(tp_size=tp_size, cp_size=cp_size),
+            "precision": Precision(**dtypes),
+            "activation": Activation(checkpointing=checkpointing),
+            "train": Train(steps=1, loss_chunk_tokens=0, per_device_train_batch_size=rows),
+        }
+        key = text_of(config), kernel_of(config), base.load_in_4bit, base.bnb_4bit_use_double_quant, recipe.data.packing
+        key += tuple(section.model_dump_json() for section in own.values())
+        if key not in _measured:
+            own |= {"method": "sft", "offload": Offload(), "distill": Distill()}
+            _measured[key] = measure(recipe.model_copy(update=own), config)
+        return _measured[key]
+
+    base = recipe.model
+    # a tensor of one row may be a view where one of several is a copy: of most models nothing is
+    rows = min(2, recipe.train.per_device_train_batch_size)
+    rows -= rows == 2 and found(1) == found(2)
+    return found(rows, checkpointing, tp_size, cp_size)
+
+
+def measure(recipe: Recipe, config: PreTrainedConfig) -> Measured:
+    probe("simulate")
+    (kinds, few), kernel = _look_at(config), kernel_on_gpu(kernel_of(config), check_family(config).demands)
+    rows, shared = recipe.train.per_device_train_batch_size, recipe.parallel.tp_size * recipe.parallel.cp_size
+    lines, sizes = [], []
+    for times in (1, 2, 3) if kernel.is_dense else (1, 2):
+        length = times * LENGTH * shared
+        data = recipe.data.model_copy(update={"max_length": length})
+        each = recipe.model_copy(update={"data": data})
+        model = build_adapted(each, copy.deepcopy(few), kernel)
+        lend_groups(model)
+        apply_checkpointing(model.blocks, each.activation, each.lora.lora_dropout > 0)
+        lines.append(run(model, each, kernel))
+        sizes.append((rows * length // recipe.parallel.cp_size, rows * length**2))
+
+    def fit(values: Sequence[float]) -> Bytes:
+        return Bytes(*solve(sizes, values))
+
+    blocks = {kind: block_of(kind, lines, fit, sizes[0][0]) for kind in sorted(set(kinds))}
+    return Measured(blocks, fit([line.before_blocks for line in lines]), fit([line.after_blocks for line in lines]))
+
+
+def first_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
+    """Returns `config` with its first `count` layers: lists that have an entry for each layer are cut too. Its head is
+    not tied: the gradient of a tied one waits for the embedding's, and is no block's."""
+    few, layers = copy.deepcopy(config), config.num_hidden_layers
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == layers:
+            setattr(few, name, value[:count])
+    few.num_hidden_layers, few.tie_word_embeddings = count, False
+    return few
+
+
+def lend_groups(model: nn.Module) -> None:
+    """Lets the ranks along tp and cp exchange nothing, in groups of the right size that no other process is in."""
+    for module in model.modules():
+        for axis in (getattr(module, "axis", None), getattr(module, "context", None)):
+            if isinstance(axis, TensorAxis | ContextAxis) and axis.group is None:
+                axis.group = fake_group(axis.place, axis.size)
+
+
+def run(model: CausalLM, recipe: Recipe, kernel: Kernel) -> Timeline:
+    """Calls `model`, which is used up, forward and backward with a micro-batch of full rows, as training does. Meta
+    tensors are faster than fake ones, and have the same sizes; only kernels of torch's own ask for the device."""
+    device = torch.device("cpu" if kernel.is_dense else "meta")
+    with fake_tensors() if kernel.is_dense else nullcontext():
+        materialize(model, device)
+        with device:
+            batch = full_rows(recipe, recipe.parallel.cp_size)
+        tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
+        with Timeline(model, model.blocks, [*model.buffers(), *tensors], model.head) as line:
+            model(batch, summed=True).sum().backward()
+    return line
+
+
+def block_of(number: int, lines: Sequence[Timeline], fit: Callable[[Sequence[float]], Bytes], shortest: int) -> Block:
+    def inside(phase: str, with_grads: bool = True) -> tuple[Bytes, ...]:
+        series = [line.inside(phase, number, with_grads) for line in lines]
+        if len({len(each) for each in series}) > 1:  # as many operations as there are tokens: fullest ones are alike
+            series = [[max(each)] for each in series]
+        return tuple(set(map(fit, zip(*series, strict=True))))
+
+    forward, backward = (fit([line.flops.get((what, number), 0) for line in lines]) for what in ("forward", "backward"))
+    return Block(
+        kept=fit([line.kept(number) for line in lines]),
+        keeps_input=lines[0].kept_inputs[number],
+        stream=fit([line.streams[number][0] for line in lines]),
+        forward=inside("forward"),
+        backward=inside("backward"),
+        alone=inside("backward", with_grads=False),
+        products=(forward, backward),
+        attention=lines[0].queries[number] / shortest if number in lines[0].queries else forward.pair / 4,
+    )
+
+
+def solve(sizes: Sequence[tuple[int, int]], values: Sequence[float]) -> tuple[float, ...]:
+    """Returns the terms fixed, a token and a pair of what has `values` at `sizes` (tokens, pairs), which grow evenly: a
+    pair's is zero where there are two sizes."""
+    (first, of_first), (second, of_second) = sizes[:2]
+    pair = 0.0
+    if len(sizes) > 2:
+        bend = values[2] - 2 * values[1] + values[0]
+        pair = bend / (sizes[2][1] - 2 * of_second + of_first)
+    token = (values[1] - values[0] - pair * (of_second - of_first)) / (second - first)
+    return values[0] - token * first - pair * of_first, token, pair

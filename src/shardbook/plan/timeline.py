@@ -1,0 +1,176 @@
+"""The bytes that are allocated at each moment of a forward and a backward, counted from the code itself.
+
+Invariant: a byte counts from the operation that allocates its storage until no tensor refers to it. Tensors may be fake
+or on the meta device: only their sizes are asked for.
+"""
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from shardbook.comm.torch_private import bytes_there, dispatch_base, storages_in
+from shardbook.data.loader import MicroBatch
+from shardbook.recipe import Recipe
+
+DOCUMENTS = 8  # boundaries of a row, which attention gets
+
+
+class LiveBytes(dispatch_base()):
+    """Counts the bytes of storages that operations allocate, as long as any tensor refers to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, Any] = {}  # storages_in's references
+        self.known: set[int] = set()  # storages that do not count
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        before = len(self.made)
+        for key, reference in storages_in(result):
+            if key not in self.known:
+                self.made.setdefault(key, reference)
+        self.ran(function, args, kwargs or {}, result, is_larger=len(self.made) > before)
+        return result
+
+    def ran(self, function: Any, args: Any, kwargs: Any, result: Any, is_larger: bool) -> None:
+        """Is called after every operation. `is_larger`: it allocated a storage; else there are no more than before."""
+        raise NotImplementedError
+
+    def count(self, without: Container[int] = (), only: Container[int] | None = None) -> int:
+        """Returns the bytes that are allocated now, but for the storages `without`; of `only` these."""
+        total = 0
+        for key, reference in list(self.made.items()):
+            if (size := bytes_there(reference)) is None:
+                del self.made[key]
+            elif key not in without and (only is None or key in only):
+                total += size
+        return total
+
+
+@dataclass
+class Moment:
+    """The bytes after one operation."""
+
+    place: tuple[str, int]  # forward or backward, and the block; outside, and the number of blocks so far
+    bytes: int  # of all tensors but gradients of parameters
+    grads: dict[int, int]  # gradients of the parameters of each block; -1: of none
+
+
+class Timeline(LiveBytes):
+    """Records the bytes after every operation of a forward and a backward of a model, and where in its blocks it is."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], outside: Iterable[Tensor], head: nn.Module):
+        super().__init__()
+        self.place: tuple[str, int] = ("outside", 0)
+        self.moments: list[Moment] = []
+        self.flops: dict[tuple[str, int], int] = {}
+        self.queries: dict[int, int] = {}
+        self.grads: dict[int, dict[int, int]] = {}  # storage and bytes of gradients of parameters, by block
+        self.streams: dict[int, tuple[int, int]] = {}  # the bytes of a block's input and output
+        self.around: dict[int, tuple[int, int]] = {}  # the bytes before a block's forward, and after it
+        self.inputs: dict[int, Any] = {}
+        self.first: set[int] = set()  # storages that are there before all blocks
+        self.gone = 0  # bytes of these that are not there when forward is over: a mask of which blocks have their own
+        self.kept_inputs: dict[int, bool] = {}
+        self.known = {key for tensor in [*model.parameters(), *outside] for key, _ in storages_in(tensor)}
+        owner = {id(p): number for number, block in enumerate(blocks) for p in block.parameters()}
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self.arrived, owner.get(id(parameter), -1)))
+        for number, block in enumerate(blocks):
+            block.register_forward_pre_hook(partial(self.enter, number), with_kwargs=True)
+            block.register_forward_hook(partial(self.leave, number))
+        head.register_forward_pre_hook(self.reach)
+
+    def ran(self, function: Any, args: Any, kwargs: Any, result: Any, is_larger: bool) -> None:
+        if is_larger:
+            grads = {number: sum(held.values()) for number, held in self.grads.items()}
+            apart = {key for held in self.grads.values() for key in held}
+            self.moments.append(Moment(self.place, self.count(apart), grads))
+        name = function.overloadpacket.__name__
+        if "mm" in name and (count := flop_registry.get(function.overloadpacket)):
+            self.flops[self.place] = self.flops.get(self.place, 0) + count(*args, **kwargs, out_val=result)
+        elif self.place[0] == "forward" and ("attn" in name or "attention" in name):
+            self.queries[self.place[1]] = args[0].numel()
+
+    def arrived(self, owner: int, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.grads.setdefault(owner, {}).update(
+            (key, size_of(parameter.grad)) for key, _ in storages_in(parameter.grad)
+        )
+
+    def enter(self, number: int, block: nn.Module, args: Any, named: Any) -> None:
+        given = first_tensor([*args, *named.values()])
+        if not given.requires_grad:  # of a frozen embedding: other blocks are asked for the gradient of their input
+            nothing = torch.zeros((), dtype=given.dtype, device=given.device, requires_grad=True)
+            self.made.popitem()
+            given.add_(nothing)
+        self.streams[number] = (size_of(given), 0)
+        self.inputs[number] = next(storages_in(given))[1]
+        self.around[number] = (self.count(), 0)
+        self.first = self.first or self.made.keys() - {key for key, _ in storages_in(given)}
+        self.place = ("forward", number)
+        given.register_hook(lambda gradient: self.move("outside", number))
+
+    def leave(self, number: int, block: nn.Module, args: Any, output: Any) -> None:
+        made = first_tensor(output if isinstance(output, tuple | list) else [output])
+        self.streams[number] = (self.streams[number][0], size_of(made))
+        self.around[number] = (self.around[number][0], self.count())
+        self.place = ("outside", number + 1)
+        made.register_hook(lambda gradient: self.move("backward", number))
+
+    def reach(self, head: nn.Module, args: Any) -> None:
+        """Notes, when forward is over, what is still there."""
+        # nobody but autograd holds a block's input by now
+        self.kept_inputs = {number: bytes_there(given) is not None for number, given in self.inputs.items()}
+        self.before_blocks = self.count(only=self.first)
+        self.gone = self.floor(0) - self.before_blocks
+        last = max(self.around)
+        there = self.count() + self.gone - size_of(first_tensor(args))
+        self.after_blocks = there - self.floor(last) - self.kept(last)
+
+    def move(self, phase: str, number: int) -> None:
+        self.place = (phase, number)
+
+    def floor(self, number: int) -> int:
+        """Returns the bytes of what is there before a block's forward, but for its input."""
+        return self.around[number][0] - self.streams[number][0]
+
+    def kept(self, number: int) -> int:
+        """Returns the bytes that a block keeps for its backward."""
+        given, made = self.streams[number]
+        return self.around[number][1] - made - given * (not self.kept_inputs[number]) - self.floor(number)
+
+    def inside(self, phase: str, number: int, with_grads: bool) -> list[int]:
+        """Returns the bytes after each operation of a block's forward or backward, above what was there before it."""
+        own = [moment for moment in self.moments if moment.place == (phase, number)]
+        floor = self.floor(number) - self.gone * (phase == "backward")
+        return [moment.bytes - floor + with_grads * moment.grads.get(number, 0) for moment in own]
+
+
+def size_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def first_tensor(values: Iterable[Any]) -> Tensor:
+    """Returns the first tensor of floats among what a block takes or returns: what passes from block to block."""
+    return next(value for value in values if isinstance(value, Tensor) and value.is_floating_point())
+
+
+def full_rows(recipe: Recipe, slices: int) -> MicroBatch:
+    """Returns a micro-batch of full rows: along cp the first of `slices` slices of each row."""
+    rows, of_row, length = recipe.train.per_device_train_batch_size, recipe.sequences, recipe.data.max_length
+    ids = torch.zeros(rows, of_row * length // slices, dtype=torch.int64)
+    boundaries = torch.zeros(rows * (DOCUMENTS + 1) + 1, dtype=torch.int32)
+    trained = (length // slices - (slices == 1),) * (rows * of_row)
+    positions = torch.zeros(sum(trained), dtype=torch.int64)
+    ends = torch.zeros(len(trained), dtype=torch.int64)
+    known = torch.zeros(len(trained)) if of_row > 1 and recipe.preference.precompute_ref_log_probs else None
+    counts = torch.zeros(len(trained)) if of_row > 1 else None
+    facts = recipe.data.packing, length, 0, trained
+    return MicroBatch(ids, ids.clone(), boundaries, positions, positions.clone(), *facts, counts, ends, known)

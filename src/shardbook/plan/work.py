@@ -1,0 +1,163 @@
+"""The bytes of a micro-batch that no ZeRO stage changes: what blocks keep and need (blocks.py measures it), and the
+loss."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from shardbook.arithmetic import ceil_div
+from shardbook.model.loss_head import PRODUCT_ROWS
+from shardbook.parallel.layout import Layout
+from shardbook.parallel.schedule import Pipeline
+from shardbook.plan.blocks import Block, fullest, kinds_of, measure_blocks
+from shardbook.recipe import Lora, Recipe
+
+FP32 = 4
+BATCH = 5 * 8  # bytes of a token's numbers in a MicroBatch
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """The bytes of one block."""
+
+    kind: tuple[int, bool]  # of blocks.py, and whether it is recomputed
+    kept: int  # from forward to backward
+    inside: int  # beside that, at the fullest moment of its backward, with gradients of its parameters
+
+
+@dataclass(frozen=True)
+class Work:
+    """The bytes of a micro-batch that no ZeRO stage changes."""
+
+    blocks: tuple[tuple[BlockWork, ...], ...]  # of each of the rank's chunks of layers, in order
+    offloaded: int  # of each recomputed block its input, where activations are offloaded
+    stream: int  # what passes from block to block
+    passing: int  # what one pass through them takes and gives, which is there until its backward
+    before_blocks: int  # the batch, rotation, a dense mask
+    loss: int
+    loss_kept: int  # of that, until its backward
+    head_gradient: int  # in the dtype of compute
+    teacher: int  # what a block of the model beside needs in forward
+
+    def held(self, chunk: int, units: int | None = None, of: int | None = None) -> int:
+        """Returns the bytes that the blocks of a chunk hold for backward: of those in the first `units` (None: all) of
+        its `of` units, which may be blocks, parts of them, or more."""
+        blocks = self.blocks[chunk]
+        if of is not None and of != len(blocks):
+            return self.held(chunk) * (units or 0) // of
+        recomputed = sum(block.kind[1] for block in blocks[:units])
+        # all inputs leave but the last; two are back at once
+        return sum(block.kept for block in blocks[:units]) - self.offloaded * max(0, recomputed - 3)
+
+    def inside_of(self, chunk: int, unit: int, of: int) -> int:
+        return self.blocks[chunk][unit * len(self.blocks[chunk]) // of].inside
+
+    def looked_at(self, chunk: int, of: int) -> list[int]:
+        """Returns which of a chunk's `of` units may be fullest in backward, the last first: of each kind of block the
+        last two, where most is held, and the first two, where most is reduced."""
+        blocks, alike = self.blocks[chunk], dict[tuple[int, bool], list[int]]()
+        for number in range(of):
+            alike.setdefault(blocks[number * len(blocks) // of].kind, []).append(number)
+        return sorted({number for own in alike.values() for number in own[:2] + own[-2:]}, reverse=True)
+
+    def of_a_pass(self, pipeline: Pipeline) -> int:
+        """Returns the bytes that a pass holds until its backward, while others run; in gpipe the loss's too."""
+        waits = pipeline.has_last_stage and pipeline.schedule == "gpipe"
+        held = sum(map(self.held, range(len(self.blocks)))) // len(self.blocks)
+        return held + self.before_blocks + self.passing + self.loss_kept * waits
+
+
+def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work:
+    """Returns the bytes of a micro-batch of full rows (data.max_length). With a budget, and compiled, it is fewer."""
+    dtype, pipeline, budget = layout.dtype("params"), layout.pipeline, recipe.activation.budget
+    itemsize, hidden = dtype.itemsize, config.hidden_size
+    numbers, kinds = layout.blocks(config.num_hidden_layers), kinds_of(config)
+    rows, tokens = recipe.train.per_device_train_batch_size, recipe.micro_tokens // layout.cp_size
+    size = tokens, recipe.micro_tokens**2 // rows
+    again = {*recipe.activation.recomputed(numbers)}
+    kind = "selective" if recipe.activation.kind == "selective" else "full"
+    where = layout.precision.params, layout.tp_size, layout.cp_size
+    own = [(kinds[number], number in again) for number in numbers]
+    under = {
+        is_again: measure_blocks(config, recipe, kind if is_again else "none", *where)
+        for is_again in {is_again for _, is_again in own}
+    }
+    around = next(iter(under.values()))
+    # where gradients do not wait for the end of a block's backward, each leaves before the next
+    leave = layout.copies or layout.parallel.wrap != "block"
+
+    def kept_of(block: Block) -> int:
+        kept = block.kept.of(*size)
+        return int(kept if budget is None else max(block.stream.of(*size), budget * kept))
+
+    def inside_of(block: Block) -> int:
+        return fullest(block.alone if leave else block.backward, *size) - int(block.kept.of(*size))
+
+    each = {(kind, is_again): under[is_again].blocks[kind] for kind, is_again in set(own)}
+    first, made = each[own[0]], {key: BlockWork(key, kept_of(block), inside_of(block)) for key, block in each.items()}
+    runs = [pipeline.own_layers(chunk) for chunk in range(pipeline.chunks)] if pipeline.layers else [numbers]
+    works = dict(zip(numbers, (made[key] for key in own), strict=True))
+    stream = int(first.stream.of(*size))
+    trains_head = not recipe.lora.r or "lm_head" in recipe.lora.modules_to_save
+    outputs = ceil_div(recipe.outputs(config.vocab_size), layout.tp_size)
+    scored = tokens if outputs > 1 else 2 * rows  # positions that the head sees
+    chunk = min(recipe.train.loss_chunk_tokens or scored, scored)
+    beside = layout.teacher
+    taught = (beside.vocab_size, beside.hidden_size) if beside else (0, 0)
+    loss = loss_bytes(scored, chunk, outputs, hidden, itemsize, trains_head, taught, layout.tp_size > 1)
+    interleaved = pipeline.chunks > 1  # then each rank has passes that neither begin nor end
+    passing = stream * (
+        (interleaved or not pipeline.has_first_stage) * (not first.keeps_input)
+        + (interleaved or not pipeline.has_last_stage)
+    )
+    return Work(
+        blocks=tuple(tuple(works[number] for number in run) for run in runs),
+        offloaded=stream * (recipe.offload.activations != "none"),
+        stream=stream,
+        passing=passing,
+        before_blocks=int(around.before.of(*size)) + BATCH * tokens,
+        loss=int(around.after.of(*size)) + sum(loss),
+        loss_kept=loss[1],
+        head_gradient=outputs * hidden * itemsize * trains_head,
+        teacher=forward_bytes(beside, recipe, layout.precision.params, size) if beside else 0,
+    )
+
+
+def forward_bytes(config: PreTrainedConfig, recipe: Recipe, dtype: str, size: tuple[int, int]) -> int:
+    """Returns the bytes that a forward without a backward needs in the widest block of a frozen model of `config`."""
+    blocks = measure_blocks(config, without_adapters(recipe), "full", dtype).blocks.values()
+    return max(fullest(block.forward, *size) for block in blocks)
+
+
+def without_adapters(recipe: Recipe) -> Recipe:
+    """Returns `recipe` with blocks as a teacher has them."""
+    return recipe.model_copy(update={"lora": Lora(), "model": recipe.model.model_copy(update={"load_in_4bit": False})})
+
+
+def loss_bytes(
+    tokens: int,
+    chunk: int,
+    vocabulary: int,
+    hidden: int,
+    itemsize: int,
+    is_trained: bool = True,
+    taught: tuple[int, int] = (0, 0),
+    is_part: bool = False,
+) -> tuple[int, int]:
+    """Returns the bytes that the loss needs for a chunk, and those for its gradients, all `tokens` trained, and the
+    head too where it `is_trained`.
+
+    A chunk takes the larger of two moments: its logits, their softmax in fp32, which becomes their gradient, and that
+    in the compute dtype (all one tensor, where that is fp32); or the last of these and the product that is added to the
+    head's gradient, which is in fp32. Hidden states of trained positions count with their gradient. `taught`: the
+    vocabulary and width of a teacher, whose logits are beside, with three more tensors of their size in fp32 (one is
+    the logits, where all is fp32). `is_part`: the vocabulary is one tp rank's; its softmax does not overwrite logits.
+    """
+    is_cast = itemsize != FP32
+    theirs, width = min(taught[0], vocabulary), taught[1]
+    logits = chunk * vocabulary * (FP32 + (1 if theirs else 2) * itemsize * is_cast)
+    logits += chunk * vocabulary * FP32 * (is_part and not is_cast)
+    logits += chunk * theirs * (3 * FP32 + itemsize * is_cast)
+    product = chunk * vocabulary * itemsize + min(vocabulary, PRODUCT_ROWS) * hidden * itemsize * is_cast
+    hidden_states = tokens * (2 * hidden + width) * itemsize
+    return max(logits, product * is_trained), vocabulary * hidden * FP32 * is_trained + hidden_states
