@@ -644,6 +644,7 @@ def test_the_numbers_of_a_candidate_are_formatted_once():
     shown = {key: fact.text for key, fact in facts(report.planner, best).items()}
     row = as_json(report)["advice"]["take"]
     assert {key: fact.value for key, fact in facts(report.planner, best).items()}.items() <= row.items()
+    assert (shown["peak_bytes"], shown["mfu"]) == (f"{best.peak.total / 1e9:,.1f}", f"{report.planner.mfu(best):.2f}")
     assert f"{shown['peak_bytes']} GB, {shown['step_seconds']} s a step" in describe_advice(report)[0]
     for column, key in (
         ("peak GB", "peak_bytes"),

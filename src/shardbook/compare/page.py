@@ -117,7 +117,7 @@ def draw_lines(panel: Panel) -> Figure:
         if not points:
             continue
         # equal curves lie on each other: the first is widest, so that each still shows
-        width = 1 if name in panel.thin else 1.5 + 1.2 * (len(names) - 1 - number) * (not panel.log)
+        width = 1 if name in panel.thin else 2 + 1.2 * (len(names) - 1 - number) * (not panel.log)
         look = {"color": colour(number + panel.first)}
         trace = {"type": "scatter", "name": broken(name), "x": list(points), "y": list(points.values())}
         if name.endswith(HELD_OUT):
@@ -171,7 +171,7 @@ def draw_spans(panel: Panel) -> Figure:
         ends = [end for row in rows for end in (row[low], row[high], None)]
         trace = {"type": "scatter", "mode": "lines", "hoverinfo": "skip", "line": {"width": width, "color": colour(4)}}
         traces.append(trace | {"x": ends, "y": [place for each in places for place in (each, each, None)]})
-    marker = {"color": colour(0), "size": BAR - 4, "symbol": "line-ns", "line": {"width": 3, "color": colour(0)}}
+    marker = {"color": colour(5), "size": BAR - 4, "symbol": "line-ns", "line": {"width": 3, "color": colour(5)}}
     middle = {"type": "scatter", "mode": "markers", "x": [row[2] for row in rows], "y": places, "marker": marker}
     traces.append(middle | {"name": "median", "hovertext": labels, "hovertemplate": HOVER + panel.unit})
     least, most = min(row[0] for row in rows), max(row[4] for row in rows)
