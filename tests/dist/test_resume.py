@@ -56,6 +56,20 @@ def test_the_same_world_continues_bitwise(recipe, straight, step):
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+def test_rows_that_are_gone_are_said(recipe, straight):
+    """A disk that lost the end of metrics.jsonl, though a save had made it durable; and what is there is not said."""
+    run = cut_back(straight, "torn", 4)
+    kept = "".join(json.dumps(row) + "\n" for row in metrics(straight) if row["step"] <= 4)
+    state = json.loads((run / "checkpoints" / "step-000004" / "state.json").read_text())
+    assert state["log"] == {"metrics": len(kept), "bad_steps": 0}
+    (run / "metrics.jsonl").write_text(kept[:-9])
+    lost = len(kept.splitlines(keepends=True)[-1])
+    for name, said in (("torn", f"{lost:,} of {len(kept):,} bytes are gone since step 4 was saved"), ("named", "")):
+        words = [f"run.name={name}", *SAVING, *[f"train.resume_from_checkpoint={run}/checkpoints/step-000004"] * (not said)]
+        (code, printed, _), _ = run_world(2, train_rank, [str(recipe), *words])
+        assert code == 0 and said in printed and ("bytes are gone" in printed) == bool(said), printed
+
+
 @pytest.mark.parametrize(
     ("world", "words"),
     [

@@ -31,6 +31,11 @@ class BadSteps:
         # whether the loss was not finite
         self.counts = torch.zeros(COUNTS + 1 + loader.accumulation, dtype=torch.float64, device=device)
 
+    def go_on(self, total: int) -> None:
+        """Counts on from the `total` of the launches before."""
+        self.known = float(total)
+        self.counts[COUNTS - 1] = total
+
     def watch(self, passes: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yields the shares of a step's micro-batches, and keeps their losses."""
         self.losses = []

@@ -7,7 +7,7 @@ them. The learning rate needs no state: it is a function of the step.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -61,6 +61,7 @@ class TrainState:
     step: int  # optimizer steps done
     tokens: int  # trained tokens seen, all ranks
     loader: dict[str, Any]
+    log: dict[str, int] = field(default_factory=dict)  # what the meter must find again: see its `mark`
 
 
 @long_phase("a checkpoint")
@@ -101,6 +102,7 @@ def _facts(sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: Train
         "step": state.step,
         "tokens": state.tokens,
         "loader": state.loader,
+        "log": state.log,
         "ranks": _ranks(sharded),
         OPTIMIZER: state_kind(optimizer, sharded.layout.shards),
         RESIDUAL: list(sharded.residuals),
@@ -125,7 +127,7 @@ def _check(path: Path, sharded: ShardedModel) -> tuple[Stored, TrainState]:
     with _readable(path):
         state = stored.state
         here, there = whole_shapes(sharded.masters), state["shapes"]
-        stands = TrainState(state["step"], state["tokens"], state["loader"])
+        stands = TrainState(state["step"], state["tokens"], state["loader"], state.get("log", {}))
     if differ := [
         f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
         for name in here | there

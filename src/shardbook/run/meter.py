@@ -48,10 +48,13 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
         self.job, self.sharded, self.optimizer, self.ranks, self.console = job, sharded, optimizer, ranks, console
         recipe, layout = job.recipe, job.layout
         tracked = flat_config(flatten_recipe(recipe) | {"world_size": ranks.world_size}, layout.mesh)
-        self.recorder = Recorder(run.path, run.name, recipe.run, tracked, ranks.is_main, state.step)
+        self.recorder = Recorder(
+            run.path, run.name, recipe.run, tracked, ranks.is_main, state.step, state.log.get("metrics", 0)
+        )
         self.first_steps = first_steps(recipe.train.compile, layout.mesh)
         self.pace = StepTimer(ranks.world_size, job.flops, self.first_steps)
         self.bad = BadSteps(job.loader, state.step, recipe.train.max_bad_steps, ranks.device, console.print)
+        self.bad.go_on(state.log.get("bad_steps", 0))
         self.rows = Rows(self.recorder, console, job.objective.names("train"), self.pace, stop, self.bad)
         self.ledger = Ledger(layout.groups(ranks.rank))
         beside = axes_traffic(layout, job.config, recipe, ranks.rank, job.loader.peek)
@@ -105,6 +108,11 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
     def check(self) -> None:
         """Raises RunFailed where a value of the last step is not finite and must not be saved. Collective."""
         self._read_last()()
+
+    def mark(self) -> dict[str, int]:
+        """Returns what a checkpoint keeps of the log: the bytes of `metrics`.jsonl, which are on the disk then, and the
+        number of `bad_steps`."""
+        return {"metrics": self.recorder.sync(), "bad_steps": int(self.bad.known)}
 
     def _read_last(self) -> Callable[[], Metrics]:
         step, seen, norm = self._last

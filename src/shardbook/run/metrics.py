@@ -5,6 +5,7 @@ Invariant: a metric that was not measured is absent, never zero. A tracker may f
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -27,16 +28,29 @@ Metrics = dict[str, float | int]
 class Recorder(contextlib.AbstractContextManager["Recorder"]):
     """Writes metrics.jsonl, samples.jsonl and the trackers on rank 0; on other ranks it does nothing."""
 
-    def __init__(self, folder: Path, name: str, run: Run, config: dict[str, Any], is_main: bool, done_steps: int):
-        self.file = None
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        run: Run,
+        config: dict[str, Any],
+        is_main: bool,
+        done_steps: int,
+        saved_bytes: int = 0,
+    ):
+        """Takes `saved_bytes`, the length of the file when `done_steps` were saved; a shorter one is said."""
+        self.file, self.path = None, folder / "metrics.jsonl"
         if not is_main:
             return
-        path, self.samples = folder / "metrics.jsonl", folder / "samples.jsonl"
+        path, self.samples = self.path, folder / "samples.jsonl"
         for each in [path, *[self.samples] * self.samples.exists()]:
             # A run that died after its last checkpoint repeats steps: their old lines go, so that steps stay unique.
             # not splitlines: a sample may contain Unicode's other line ends
             lines = each.read_text().split("\n")[:-1] if done_steps and each.exists() else []
             write_whole(each, "".join(line + "\n" for line in lines if _step_of(line) <= done_steps))
+        if (there := path.stat().st_size) < saved_bytes:
+            lost = f"{saved_bytes - there:,} of {saved_bytes:,} bytes are gone since step {done_steps} was saved"
+            print(f"{path}: {lost}; rows of steps before that are absent", flush=True)
         self.file = path.open("a")
         self.trackers = Trackers(folder, name, run, config)
 
@@ -47,6 +61,14 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         self.file.write(json.dumps({"step": step, **metrics}) + "\n")
         self.file.flush()
         self.trackers.log(step, metrics)
+
+    def sync(self) -> int:
+        """Makes the rows durable: none is lost that a checkpoint has. Returns the file's bytes; 0 on other ranks."""
+        if self.file is None:
+            return 0
+        with self.path.open("rb") as file:  # its own is closed when the last step is saved
+            os.fsync(file.fileno())
+            return os.fstat(file.fileno()).st_size
 
     def log_samples(self, samples: list[dict[str, Any]]) -> None:
         """Appends one object for each sample: `step`, `prompt`, `completion`, and its length in `tokens`."""

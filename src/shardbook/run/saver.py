@@ -1,7 +1,7 @@
 """Saves a run every `train.save_steps` steps, at its end, and where it is asked to stop."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -62,6 +62,7 @@ class Saver:
 
     def _save(self, state: TrainState) -> None:
         run, keep = self.run, self.train.save_total_limit
+        state = replace(state, log=self.meter.mark())
         save_checkpoint(run.checkpoints, self.sharded, self.optimizer, state, keep, run.check_held)
         self.saved = state.step
 

@@ -6,6 +6,7 @@ what could not be verified and what is begun anew has a line each.
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +65,8 @@ def start_from(
     if earlier:
         state, lost = _first_whole(earlier, lambda path: load_checkpoint(path, sharded, optimizer))
         loader.load_state_dict(state.loader)
+        if named:  # its log is another run's
+            state = replace(state, log={})
         source = str(earlier[0])
         if not has_hashes(earlier[0]):
             _say(f"warning  checkpoint {source}: of an earlier version, without hashes: it cannot be verified")
