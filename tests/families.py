@@ -95,6 +95,7 @@ def ask_all() -> dict[str, dict]:
                 continue
             said = check_family(config)
         of = {"kind": said.kind, "why": (said.refused or said.apart).partition(" (")[0]}
+        of |= {"together": said.together.partition(" (")[0]}
         of |= {"kernels": str(said.demands).removeprefix(" and "), "frozen": len(said.unreached)}
         found[family] = {name: value for name, value in of.items() if value}
     return found
@@ -117,6 +118,8 @@ def write_page(found: dict[str, dict]) -> str:
             remarks = [said[name] for name in ("why",) if name in said]
             if kernels := said.get("kernels"):
                 remarks.append(f"attention by a dense mask: it takes {kernels}")
+            if together := said.get("together"):
+                remarks.append(f"one pipeline stage: {together}")
             if frozen := said.get("frozen"):
                 remarks.append(f"{frozen} kinds of parameters get no gradient, and are frozen")
             lines.append(f"| {family} | {'; '.join(remarks)} |")

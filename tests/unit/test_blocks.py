@@ -13,7 +13,7 @@ from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model
 from shardbook.model.masks import attention_mask, number_documents, rule_on_places
 from shardbook.model.parts import at, put
-from shardbook.model.pipeline import _keep, _view, split_stages
+from shardbook.model.pipeline import _view, keep_blocks, split_stages
 from shardbook.recipe import Parallel
 
 
@@ -43,8 +43,8 @@ def halves(folder):
     """Loss and gradients of two chunks of layers on one rank, as an interleaved pipeline has them on several."""
     whole, batch = load(folder), micro(True)
     first, second = _view(whole), _view(whole)
-    _keep(first, range(2), True, False)
-    _keep(second, range(2, 5), False, True)
+    keep_blocks(first, range(2), True, False)
+    keep_blocks(second, range(2, 5), False, True)
     hidden = first(batch)
     sent = hidden.detach().requires_grad_()
     loss = second(batch, summed=True, hidden=sent)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from shardbook.model.attention import heads_of
 from shardbook.model.causal_lm import CausalLM
 from shardbook.model.tensor import heads_of_rank
 from shardbook.parallel.context import ContextAxis
@@ -20,6 +21,9 @@ def split_rows(model: CausalLM, parallel: Parallel, rank: int) -> None:
     heads, key_heads = own_heads(config, tp_size, rank % tp_size)
     shares = partition_heads(heads, key_heads, size)
     axis = ContextAxis(rank // tp_size % size, [own for own, _ in shares], [keys for _, keys in shares])
+    if not all(hasattr(block, "self_attn") for block in model.blocks):
+        said = f"parallel.cp_size = {size}: family {config.model_type!r}"
+        raise RecipeError(f"{said}: the attention of its blocks is not found; set parallel.cp_size=1")
     model.context = axis
     block: Any
     for block in model.blocks:
@@ -30,7 +34,7 @@ def split_rows(model: CausalLM, parallel: Parallel, rank: int) -> None:
 def check_heads(config: Any, parallel: Parallel) -> None:
     """Raises RecipeError where a rank would have no head."""
     size, tp_size = parallel.cp_size, parallel.tp_size
-    if config.num_attention_heads // tp_size < size:
+    if heads_of(config)[0] // tp_size < size:
         said = (
             f"each of {tp_size} ranks along tp has {config.num_attention_heads // tp_size} of"
             if tp_size > 1
@@ -44,7 +48,7 @@ def check_heads(config: Any, parallel: Parallel) -> None:
 
 def own_heads(config: Any, tp_size: int, place: int) -> tuple[int, int]:
     """Returns the numbers of query heads and of key heads of tensor-parallel rank `place` of `tp_size`."""
-    own, own_keys = heads_of_rank(config.num_attention_heads, config.num_key_value_heads, TensorAxis(tp_size, place))
+    own, own_keys = heads_of_rank(*heads_of(config), TensorAxis(tp_size, place))
     return len(own), len(own_keys)
 
 

@@ -85,6 +85,8 @@ def check_recipe(recipe: Recipe, config: PreTrainedConfig) -> None:
     if recipe.parallel.cp_size > 1 and not found.splits_heads:
         why = found.apart or f"its attention takes more than heads that ranks can share{found.demands}"
         raise RecipeError(f"parallel.cp_size = {recipe.parallel.cp_size}: {said} cannot be split: {why}; set it to 1")
+    if recipe.parallel.pp_size > 1 and found.together:
+        raise RecipeError(f"parallel.pp_size = {recipe.parallel.pp_size}: {said}: {found.together}; set it to 1")
     if recipe.generate.steps and found.apart:
         raise RecipeError(f"generate.steps: {said} reads the padding before a prompt; leave [generate] out")
 

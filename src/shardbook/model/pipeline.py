@@ -24,9 +24,6 @@ def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int
         said = f"parallel.pp_size = {ranks}" + f", parallel.pipeline_chunks = {chunks}" * (chunks > 1)
         way_out = f"there may be {len(blocks)} at most; set {'one of them' if chunks > 1 else 'it'} lower"
         raise RecipeError(f"{said}: {ranks * chunks} stages of a model that has {len(blocks)} blocks; {way_out}")
-    if model.files.buffers or not model.names.norm:
-        what = "buffers that files hold" if model.files.buffers else "a last norm that its family does not name"
-        raise RecipeError(f"parallel.pp_size = {ranks}: family {model.config.model_type!r} has {what}; set it to 1")
     model.flops = count_flops(model)
     setattr(
         model,
@@ -37,14 +34,16 @@ def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int
     layers = deal_layers(len(blocks), ranks * chunks)
     pipeline = model.pipeline = Pipeline(parallel.pipeline_schedule, place, ranks, layers, model.is_tied)
     own = [pipeline.own_layers(chunk) for chunk in range(chunks)]
-    _keep(model, [number for numbers in own for number in numbers], pipeline.is_first(0), pipeline.is_last(chunks - 1))
+    keep_blocks(
+        model, [number for numbers in own for number in numbers], pipeline.is_first(0), pipeline.is_last(chunks - 1)
+    )
     if chunks > 1:
         model.chunks = [_view(model) for _ in own]
         for chunk, view in enumerate(model.chunks):
-            _keep(view, own[chunk], pipeline.is_first(chunk), pipeline.is_last(chunk))
+            keep_blocks(view, own[chunk], pipeline.is_first(chunk), pipeline.is_last(chunk))
 
 
-def _keep(model: CausalLM, numbers: Sequence[int], has_first_stage: bool, has_last_stage: bool) -> None:
+def keep_blocks(model: CausalLM, numbers: Sequence[int], has_first_stage: bool, has_last_stage: bool) -> None:
     """Keeps the blocks of these `numbers`, the embedding for the first stage, norm and head for the last.
     The other blocks become None, so that no name changes. A tied head on another stage than the embedding has the
     embedding's name there."""

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from transformers.utils import logging
 from shardbook.model import attention
 from shardbook.model.causal_lm import CausalLM, materialize
 from shardbook.model.masks import make_mask, read_rule
-from shardbook.model.parts import Unfit
+from shardbook.model.parts import Unfit, copy_module
+from shardbook.model.pipeline import keep_blocks
 from shardbook.model.shrink import VOCABULARY, shrink_config
 from shardbook.parallel.batch import Batch
 from shardbook.recipe import RecipeError, first_line
@@ -35,6 +36,9 @@ LENGTH = 16  # of a row
 DOCUMENTS = ((5, 2, 9), (11, 3))  # lengths in each row; windows and chunks of the small model have 4
 
 
+Found = tuple[Tensor, dict[str, Tensor | None]]
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What was found of a config's family."""
@@ -42,7 +46,8 @@ class Verdict:
     refused: str = ""  # the reason why it cannot be trained
     apart: str = ""  # the reason why documents must not share rows
     demands: attention.Demands = attention.PLAIN
-    splits_heads: bool = True  # every layer has as many heads as the config says, so that ranks can share them
+    splits_heads: bool = True  # ranks can share its heads and rows: each layer has as many, and positions are heeded
+    together: str = ""  # the reason why its layers must lie on one rank
     unreached: tuple[str, ...] = ()  # parameters that get no gradient, `*` for any number in a name
 
     @property
@@ -165,7 +170,46 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
     demands = attention.Demands(tuple(sorted(listening.told)), not has_kernels, listening.is_dense)
     text = config.get_text_config()
     splits = demands == attention.PLAIN and not apart and listening.heads == {attention.heads_of(text)}
-    return Verdict("", apart, demands, splits, unreached(wanted[1]))
+    batch = batch_of([[each] for each in documents], packed=False)
+    splits = splits and heeds_positions(ours, batch)
+    together = run_in_halves(ours, batch, wanted)
+    return Verdict("", apart, demands, splits, together, unreached(wanted[1]))
+
+
+def heeds_positions(model: CausalLM, batch: Batch) -> bool:
+    """Returns whether positions change what `model` computes: a slice of a row begins at one of its own."""
+    with torch.no_grad():
+        losses = [model(replace(batch, position_ids=times * batch.position_ids), summed=True) for times in (1, 3)]
+    return not torch.equal(*losses)
+
+
+def run_in_halves(model: CausalLM, batch: Batch, wanted: Found) -> str:
+    """Returns the reason why the layers of `model` cannot lie on two ranks; empty where they can."""
+    base, names, whole = model.base, model.names, range(len(model.all_blocks))
+    outside = set(base.parameters()) - {p for block in model.blocks for p in block.parameters()}
+    outside -= {p for part in (model.embedding, model.norm) if part is not None for p in part.parameters()}
+    if outside or not names.norm or model.files.buffers:
+        return "it has parameters, or buffers that files hold, beside its embedding, blocks and last norm"
+    halves = [copy_module(model) for _ in range(2)]
+    for half, numbers in zip(halves, (whole[: len(whole) // 2], whole[len(whole) // 2 :]), strict=True):
+        setattr(half, names.base, copy_module(base))
+        keep_blocks(half, numbers, not numbers.start, numbers.start > 0)
+    try:
+        hidden = halves[0](batch)
+        sent = hidden.detach().requires_grad_()
+        loss = halves[1](batch, summed=True, hidden=sent)
+        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        second = torch.autograd.grad(loss, [sent, *named.values()], allow_unused=True)
+        first = torch.autograd.grad(hidden, list(named.values()), second[0], allow_unused=True)
+    except Exception as error:
+        return f"its blocks pass on more than hidden states ({said(error)})"
+    both = dict[str, Tensor | None](dict.fromkeys(wanted[1]))
+    for name, *parts in zip(named, first, second[1:], strict=True):
+        there = [part for part in parts if part is not None]
+        both[name] = sum(there[1:], start=there[0]) if there else None
+    if max(differences((loss.detach(), both), wanted)) > TOLERANCE:
+        return "its blocks pass on more than hidden states"
+    return ""
 
 
 class Listening(attention.Attend):
@@ -201,9 +245,6 @@ def said(error: Exception) -> str:
 
 def of_document(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum")
-
-
-Found = tuple[Tensor, dict[str, Tensor | None]]
 
 
 def gradients_of(model: nn.Module, loss: Tensor) -> Found:

@@ -40,6 +40,9 @@ def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:
         return
     config: Any = model.config
     check_fits(config, size)
+    if type(model.embedding).forward is not nn.Embedding.forward:
+        said = f"parallel.tp_size = {size}: family {config.model_type!r}"
+        raise RecipeError(f"{said}: its embedding does more than to look up; set parallel.tp_size=1")
     axis = TensorAxis(size, rank % size)
     cut_embedding(model.embedding, axis)
     block: Any
@@ -64,7 +67,7 @@ def check_fits(config: Any, size: int) -> None:
     """Raises RecipeError where a model of `config` cannot be sharded over `size` tensor-parallel ranks."""
     said = f"parallel.tp_size = {size}"
     plan = {name: how for name, how in (config.base_model_tp_plan or {}).items() if how not in UNSHARDED}
-    if plan != PLAN:
+    if plan != PLAN or not isinstance(config.intermediate_size, int):  # a list: layers of other widths
         other = sorted({how for name, how in plan.items() if PLAN.get(name) != how})
         raise RecipeError(
             f"{said}: family {config.model_type!r} cannot be cut (its plan has {', '.join(other) or 'other names'}); "

@@ -252,8 +252,9 @@ def sum_uncut(model: nn.Module, mesh: DeviceMesh, numel: int) -> None:
     of `numel` elements, padding included. Called once a step, after its last backward. Collective."""
     parts = [local_part(p.grad) for p in model.parameters() if p.grad is not None and not is_tp_sharded(p)]
     sizes = [part.numel() for part in parts]
-    flat = parts[0].new_zeros(numel)
-    torch.cat([part.flatten() for part in parts], out=flat[: sum(sizes)])
+    flat = local_part(next(model.parameters())).new_zeros(numel)
+    if parts:  # none where a family's norms have no weights
+        torch.cat([part.flatten() for part in parts], out=flat[: sum(sizes)])
     dist.all_reduce(flat, group=mesh.get_group(TP))
     for part, summed in zip(parts, flat[: sum(sizes)].split(sizes), strict=True):
         part.copy_(summed.view_as(part))
