@@ -55,6 +55,17 @@ def main(words: list[str] | None = None) -> int:
     add = commands.add_parser("report", help="a page of one run: losses, speed, memory, traffic, samples").add_argument
     add("run", type=Path, help="a run directory")
     add("--html", type=Path, help="page to write (default: report.html of the run)")
+    tested = "loss, perplexity, and of pairs accuracy and margin, of a run, an export or any model"
+    add = commands.add_parser("eval", help=tested).add_argument
+    add("model", help="a run directory, an export, a model's directory or a hub id")
+    add(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="keys to change; data=FILE: the rows (else a run's own)",
+    )
+    add("--nproc", type=int, help="ranks to start (default: as for train)")
+    add("--json", action="store_true", help="one JSON object on standard output, and nothing else there")
     plan = commands.add_parser("plan", help="what a recipe takes on a cluster, stage by stage; needs no GPU")
     add = plan.add_argument
     add("recipe", nargs="?", default="", help="a name (see `shardbook recipes`) or a .toml file; may be left out")
@@ -97,7 +108,8 @@ def main(words: list[str] | None = None) -> int:
     add("--without-refused", action="store_true", help="leave out what has no counterpart")
     asked, rest = parser.parse_known_args(words)
     if rest and not (
-        asked.command in ("train", "plan", "compare", "data") and all("=" in word and word[0] != "-" for word in rest)
+        asked.command in ("train", "plan", "compare", "data", "eval")
+        and all("=" in word and word[0] != "-" for word in rest)
     ):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
@@ -113,6 +125,10 @@ def main(words: list[str] | None = None) -> int:
                 return run_compare(asked.recipe, asked.overrides + rest, *how)
             case "report":
                 return run_report(asked.run, asked.html)
+            case "eval":
+                from shardbook.run.evaluated import launch_evaluation
+
+                return launch_evaluation(asked.model, asked.overrides + rest, asked.nproc, asked.json)
             case "plan":
                 return run_plan(asked, rest)
             case "data":

@@ -6,6 +6,7 @@ the loop, it belongs in a module.
 """
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -144,24 +145,33 @@ def build(job: Job, device: torch.device) -> ShardedModel:
 
 def main(words: list[str] | None = None) -> int:
     """Runs one rank: `python -m shardbook.train RECIPE [section.key=value ...]`. Returns the exit code."""
-    words = sys.argv[1:] if words is None else words
-    try:
-        if not words:
+
+    def story() -> int:
+        given = sys.argv[1:] if words is None else words
+        if not given:
             raise RecipeError("no recipe: python -m shardbook.train RECIPE [section.key=value ...]")
-        path = find_recipe(words[0])
-        recipe = load_recipe(path, words[1:])
+        path = find_recipe(given[0])
+        recipe = load_recipe(path, given[1:])
         ranks = start_distributed(recipe.run.lost_seconds, recipe.run.hang_seconds)
         if sum_over_ranks(asked_early())[0]:
             Console(ranks.is_main).print("stopped  before anything was built; run the same command again")
             code = PREEMPTED
         else:
             code = train(recipe, path, ranks)
+        stop_distributed(ranks)
+        return code
+
+    return guard(story)
+
+
+def guard(story: Callable[[], int]) -> int:
+    """Returns the exit code of a rank's `story`; of one that fails the code of its error, whose reason is printed."""
+    try:
+        return story()
     except (RecipeError, RunFailed) as error:
         return report_error(error, WRONG if isinstance(error, RecipeError) else FAILED)
     except (Exception, KeyboardInterrupt) as error:
         return report_error(error, FAILED)
-    stop_distributed(ranks)
-    return code
 
 
 if __name__ == "__main__":

@@ -80,7 +80,13 @@ class Restarts:
         return True
 
 
-def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes(), restarts: Restarts | None = None) -> int:
+def launch_ranks(
+    nproc: int,
+    words: list[str],
+    nodes: Nodes = Nodes(),
+    restarts: Restarts | None = None,
+    module: str = "shardbook.train",
+) -> int:
     """Runs `nproc` ranks here with the command line `words`. Returns the exit code of the first that fails, else 0.
 
     When one fails the others are killed: they would wait for it in a collective. Other nodes' ranks get the reason.
@@ -103,7 +109,7 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes(), restarts:
         signal.signal(signum, pass_on)
     while True:
         processes.clear()
-        code = _run_ranks(nproc, words, nodes, processes, asked)
+        code = _run_ranks(nproc, [module, *words], nodes, processes, asked)
         if code in (DONE, WRONG, PREEMPTED) or asked or not (restarts and restarts.again()):
             return code
 
@@ -111,7 +117,8 @@ def launch_ranks(nproc: int, words: list[str], nodes: Nodes = Nodes(), restarts:
 def _run_ranks(
     nproc: int, words: list[str], nodes: Nodes, processes: list[subprocess.Popen[bytes]], asked: list[int]
 ) -> int:
-    """Starts ranks as `processes`, and waits until they have ended. Returns the exit code."""
+    """Starts ranks, of the module that `words` begins with, as `processes`, and waits until they have ended. Returns
+    the exit code."""
     host, port = nodes.address  # on one machine a new port for each start
     shared = {
         "WORLD_SIZE": str(nodes.count * nproc),
@@ -123,7 +130,7 @@ def _run_ranks(
         # else ranks that lose the store print C++ stacks over the one line with the reason
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
-    command = [sys.executable, "-m", "shardbook.train", *words]
+    command = [sys.executable, "-m", *words]
     for rank in range(nproc):
         environment = os.environ | shared | {"RANK": str(nodes.rank * nproc + rank), "LOCAL_RANK": str(rank)}
         # a session of its own, so that Ctrl-C reaches a rank once, from this process, and not twice

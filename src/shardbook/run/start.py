@@ -40,7 +40,7 @@ def start_from(
     state = TrainState(step=0, tokens=0, loader=loader.state_dict())
     named = "" if newest else recipe.train.resume_from_checkpoint
     earlier = _candidates(newest, named, recipe.run.checkpoint_fallback)
-    source = _load_base(recipe, sharded, folder) if recipe.lora.r or not earlier else ""
+    source = load_base(recipe, sharded, folder) if recipe.lora.r or not earlier else ""
     if not source and recipe.model.init == "pretrained":
         load_buffers(sharded.masters, folder)
     fill_teacher(sharded, recipe)
@@ -55,7 +55,7 @@ def start_from(
     if earlier:  # check it before the reference is computed, which takes long
         state = _first_whole(earlier, check)
     if not reference.read(sharded, folder, bool(newest), named):
-        source = source or _load_base(recipe, sharded, folder)
+        source = source or load_base(recipe, sharded, folder)
         sharded.spread()
         loaded = time.perf_counter()
         reference.ask(sharded)
@@ -106,7 +106,7 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
-def _load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:
+def load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:
     """Loads every parameter's initial value: from `folder` or random, adapters new or peft's. Returns the source."""
     is_random, seed = recipe.model.init == "random", recipe.train.seed
     if is_random:

@@ -1,0 +1,106 @@
+"""The story of an evaluation: a run, an export or any other model is laid out as a run would be, for held-out numbers.
+
+Started like a run: `shardbook eval`, or by a launcher: `-m shardbook.evaluate MODEL [--json] [section.key=value ...]`.
+Invariant: the numbers are those that a run with the same rows logs as eval/...; nothing is trained or written.
+"""
+
+import json
+import math
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardbook.memory.offload import settle
+from shardbook.model.adapter_files import load_adapter
+from shardbook.model.laid_out import World
+from shardbook.model.weights import load_weights
+from shardbook.parallel.sharding import ShardedModel
+from shardbook.ranks.distributed import Ranks, local_main_process_first, start_distributed, stop_distributed
+from shardbook.ranks.exits import DONE, exit_rank
+from shardbook.ranks.signals import StopFlag
+from shardbook.recipe import Recipe, RecipeError
+from shardbook.run.checkpoint import load_checkpoint
+from shardbook.run.console import Console
+from shardbook.run.evaluated import evaluation_recipe
+from shardbook.run.evaluation import evaluate
+from shardbook.run.out_of_memory import OomGuard
+from shardbook.run.prepare import Job, lay_out_run, prepare_job
+from shardbook.run.reference import Reference
+from shardbook.run.start import load_base
+from shardbook.run.stored_items import newest_checkpoint
+from shardbook.run.teacher import fill_teacher
+from shardbook.train import build, guard
+
+LIKELIHOODS = {"sft": "loss", "distill": "nll"}  # by method, the metric whose exponential is the perplexity
+
+
+def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, is_json: bool) -> int:
+    """Prints the held-out numbers of `model`, whose run directory is `run` where it has one. Returns the exit code."""
+    console, in_turn = Console(ranks.is_main and not is_json), partial(local_main_process_first, ranks)
+    laid = lay_out_run(recipe, World(ranks.world_size, ranks.ranks_per_node, ranks.rank, ranks.device), in_turn)
+    job = prepare_job(laid, in_turn)
+    assert job.held_out is not None  # evaluation_recipe has seen to it
+    console.print(f"eval     {job.held_out.summary}")
+    sharded = build(job, ranks.device)
+    oom_guard = OomGuard(job, sharded)
+    with oom_guard, tempfile.TemporaryDirectory() as folder:
+        optimizer = oom_guard.optimizer = settle(job.model, sharded, laid.recipe.optim, ranks.device)
+        source = load_base(laid.recipe, sharded, job.folder)
+        fill_teacher(sharded, laid.recipe)
+        sharded.spread()
+        reference = Reference(job, Path(folder), ranks, console, StopFlag())
+        if not reference.read(sharded, job.folder, goes_on=False):
+            reference.ask(sharded)
+        if run and (checkpoint := newest_checkpoint(run / "checkpoints")):
+            load_checkpoint(checkpoint, sharded, optimizer)
+            source = str(checkpoint)
+        elif run:
+            source = _load_export(run, job, sharded)
+        sharded.spread()
+        held_out = reference.give()
+        assert held_out is not None
+        seen = evaluate(sharded, job.objective, held_out, job.batching, ranks)
+    found: dict[str, Any] = {name.removeprefix("eval/"): value for name, value in seen.items()}
+    if likelihood := LIKELIHOODS.get(recipe.method):
+        found["perplexity"] = math.exp(min(found[likelihood], 700.0))  # of more a float has no exponential
+    facts: dict[str, Any] = {"model": model, "weights": source, "method": recipe.method, "stage": job.layout.stage.name}
+    facts |= {"examples": int(held_out.totals.examples), "tokens": int(held_out.totals.tokens)}
+    console.print(f"weights  {source}")
+    console.print("result   " + "  ".join(f"{name} {value:.4f}" for name, value in found.items()))
+    if is_json and ranks.is_main:
+        print(json.dumps(facts | found, indent=1), flush=True)
+    return DONE
+
+
+def _load_export(run: Path, job: Job, sharded: ShardedModel) -> str:
+    """Loads what a run without a checkpoint exported. Returns its directory. Raises RecipeError where there is none."""
+    export = run / "export"
+    if not export.is_dir():
+        raise RecipeError(f"{run}: has no checkpoint and no export to evaluate")
+    if job.recipe.lora.r:
+        load_adapter(job.model, export, job.recipe.lora)
+    else:
+        load_weights(sharded.masters, export)
+    return str(export)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Runs one rank of an evaluation. Returns the exit code."""
+
+    def story() -> int:
+        given = [word for word in (sys.argv[1:] if words is None else words) if word != "--json"]
+        if not given:
+            raise RecipeError("no model: python -m shardbook.evaluate MODEL [--json] [section.key=value ...]")
+        recipe, run = evaluation_recipe(given[0], given[1:])
+        ranks = start_distributed(recipe.run.lost_seconds, recipe.run.hang_seconds)
+        code = evaluate_model(given[0], recipe, run, ranks, "--json" in (sys.argv[1:] if words is None else words))
+        stop_distributed(ranks)
+        return code
+
+    return guard(story)
+
+
+if __name__ == "__main__":
+    exit_rank(main())

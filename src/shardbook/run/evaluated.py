@@ -1,0 +1,42 @@
+"""The recipe that evaluates a model: that of its run, or a plain one for an export, a directory or a hub id."""
+
+from pathlib import Path
+
+from shardbook.recipe import Recipe, RecipeError, load_recipe, parse_recipe
+from shardbook.run.files import check_files
+
+PLAIN = "[data]\nmax_length = 1024\nskip_untrainable = true\n[train]\nsteps = 1\n"
+# One step and nothing beside it: of a run's reference only the rows that its steps reach are asked.
+FIXED = ["train.steps=1", "train.epochs=0", "train.eval_steps=0", "train.compile=false", "train.profile_steps=[]"]
+FIXED += ["train.resume_from_checkpoint=", "generate.steps=0", "run.report_to=none"]
+
+
+def evaluation_recipe(model: str, words: list[str]) -> tuple[Recipe, Path | None]:
+    """Returns the recipe that evaluates `model`, and its directory where it is a run's. `words`: overrides, among them
+    data=ROWS, the rows to evaluate in place of those that the run held out. Raises RecipeError without rows."""
+    more = list[str]()
+    for word in words:
+        rows = word.removeprefix("data=")
+        if rows == word or rows.startswith("{"):
+            more.append(word)
+        else:
+            more += [f"data.train={rows}", f"data.eval={rows}", "data.eval_size=0", "data.weights=[]"]
+    resolved = Path(model) / "resolved.toml"
+    if is_run := resolved.is_file():
+        recipe = load_recipe(resolved, FIXED + more)
+    else:
+        recipe = parse_recipe(PLAIN, model, [f"model.path={model}", *FIXED, *more])
+    if not (recipe.data.eval or recipe.data.eval_size):
+        raise RecipeError(f"eval {model}: " + "its run held no rows out; " * is_run + "name rows with data=FILE")
+    return recipe, resolved.parent if is_run else None
+
+
+def launch_evaluation(model: str, words: list[str], nproc: int | None, is_json: bool) -> int:
+    """Runs the ranks that evaluate `model`, after a look at the files that are named. Returns the exit code."""
+    recipe, _ = evaluation_recipe(model, words)
+    check_files(recipe)  # before torch is imported
+    from shardbook.ranks.launch import launch_ranks
+    from shardbook.ranks.machine import choose_nproc
+
+    nproc, words = choose_nproc(recipe.parallel, nproc), [model, *words, *(["--json"] * is_json)]
+    return launch_ranks(nproc, words, module="shardbook.evaluate")

@@ -1,0 +1,77 @@
+"""An evaluation gives the numbers that the run itself logged, under another stage and from whatever the run left."""
+
+import contextlib
+import io
+import json
+
+import pytest
+from tiny import write_pairs
+from world import metrics, run_train, run_world
+
+from shardbook.cli import main
+from shardbook.recipe import RecipeError
+from shardbook.run.evaluated import evaluation_recipe
+
+
+def evaluate_rank(words):
+    from shardbook.evaluate import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    return code, out.getvalue(), err.getvalue()
+
+
+def evaluated(size, *words):
+    (code, out, err), *others = run_world(size, evaluate_rank, [str(word) for word in words] + ["--json"])
+    assert code == 0, err
+    assert all(other[:2] == (0, "") for other in others)
+    return json.loads(out)
+
+
+def last(run):
+    """The run's own numbers after its last step."""
+    row = metrics(run)[-1]
+    return {name.removeprefix("eval/"): value for name, value in row.items() if name.startswith("eval/")}
+
+
+def test_a_run_s_export_has_the_loss_that_its_run_logged(recipe, tiny):
+    """Alone and unsharded, from the export; and rows of one's own, of the export as any other model."""
+    run = run_train(2, recipe, "whole", "train.steps=3", "optim.learning_rate=1e-2", "data.eval_size=6")
+    found = evaluated(1, run, "parallel.stage=ddp")
+    assert found["loss"] == pytest.approx(last(run)["loss"], rel=1e-6)
+    assert found["perplexity"] == pytest.approx(2.718281828459045 ** found["loss"], rel=1e-9)
+    assert (found["weights"], found["stage"], found["examples"]) == (str(run / "export"), "ddp", 6)
+    rows = f"data={tiny}/chats.jsonl"
+    own, plain = evaluated(1, run, rows), evaluated(1, run / "export", rows, "data.max_length=128")
+    assert own["loss"] == pytest.approx(plain["loss"], rel=1e-6) and own["examples"] == plain["examples"] > 6
+
+
+def test_a_preference_has_accuracy_and_margin_against_its_reference(recipe, tmp_path):
+    """From a checkpoint, whose run's reference is the model that it began with."""
+    rows = write_pairs(tmp_path / "pairs.jsonl", 24)
+    words = ["method=dpo", f"data.train={rows}", "data.eval_size=6", "optim.learning_rate=1e-2", "train.save_steps=3"]
+    run = run_train(2, recipe, "pairs", *words, "train.steps=3", "train.export=false")
+    found = evaluated(1, run)
+    wanted = last(run)
+    assert wanted["rewards/margins"] != 0 and "perplexity" not in found
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    assert found["weights"].endswith("checkpoints/step-000003")
+
+
+def test_adapters_are_evaluated_with_their_base(recipe):
+    words = ["lora.r=4", "data.eval_size=6", "optim.learning_rate=1e-1", "train.steps=3"]
+    run = run_train(2, recipe, "adapters", *words)
+    assert evaluated(2, run)["loss"] == pytest.approx(last(run)["loss"], rel=1e-6)
+
+
+def test_what_cannot_be_evaluated_is_refused(recipe, tmp_path, capsys):
+    with pytest.raises(RecipeError, match=r"eval .*: name rows with data=FILE"):
+        evaluation_recipe(str(tmp_path), [])
+    (tmp_path / "resolved.toml").write_text("[train]\nsteps = 5\n")
+    with pytest.raises(RecipeError, match=r"its run held no rows out; name rows with data=FILE"):
+        evaluation_recipe(str(tmp_path), [])
+    assert main(["eval", "./nowhere", "data=absent.jsonl"]) == 2
+    assert "model.path = './nowhere': no such directory" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path), "data=absent.jsonl"]) == 2
+    assert "data.train = 'absent.jsonl': no such file" in capsys.readouterr().err
