@@ -153,3 +153,100 @@ def test_what_broke_in_a_step_ends_a_run_on_all_ranks_at_once(recipe, quiet):
         for _, said in rank.values():
             assert said[-1].startswith("step 5: train/loss is nan and train/grad_norm nan; lower"), said
             assert ("step 4, the first whose norm was not finite: rank 0: rows 12" in said[-1]) == quiet
+
+
+LAYOUTS = [("ddp", 2, 1), ("zero1", 1, 2), ("zero2", 1, 2), ("zero3", 1, 2), ("hsdp", 2, 1), ("zeropp", 1, 2)]
+CARRIED = {"quantize_gradients": [8, 4], "quantize_error_feedback": True}
+OPTIMIZERS = ("adamw", "adamw_bf16", "lion", "ademamix", "muon")
+
+
+def train_toys(layouts, optimizers, kinds, step_if_finite=None):
+    """On each rank, by stage, optimizer and kind: the losses of five steps, and weights, state and residuals after the
+    third, which is a bad one, and after all."""
+    import torch.distributed as dist
+    from toys import DECAY, RATE, Scenario
+
+    from shardbook import optim
+    from shardbook.parallel.mesh import build_mesh
+    from shardbook.parallel.sharding import apply_stage
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.recipe import Optim
+
+    rank, found = start_distributed().rank, {}
+    for (stage, *sizes), name, kind in itertools.product(layouts, optimizers, kinds):
+        scenario = Scenario(parallel=CARRIED if stage == "zeropp" else {})
+        betas = [0.9, 0.99, 0.999][: 2 + (name == "ademamix")]
+        model, settings = scenario.model(), Optim(name=name, learning_rate=RATE, weight_decay=DECAY, betas=betas)
+        layout = scenario.layout(model, stage, *sizes)
+        sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
+        optimizer, losses, digests = optim.build_optimizer(model, settings), [], []
+        for step in range(5):
+            is_bad, loss = step == 2, torch.zeros(())
+            sharded.begin_step()
+            for micro in range(2):
+                with sharded.micro_batch(is_last=micro == 1):
+                    part = scenario.loss(model, step, rank, micro) / scenario.tokens(step, 2)
+                    (part * torch.nan if is_bad and kind == "loss" and rank == micro == 1 else part).backward()
+                loss += part.detach()
+            if is_bad and kind == "gradient" and (rank == 1 or stage in ("ddp", "hsdp")):  # replicas have the same sums
+                local(next(model.parameters()).grad).view(-1)[0] = torch.inf
+            norm = optim.clip_gradients(model.parameters(), 0.5)
+            if not (is_bad and kind == "passed"):
+                (step_if_finite or optim.step_if_finite)(optimizer, norm)
+            sharded.end_step(norm * torch.nan if is_bad else norm)
+            optimizer.zero_grad()
+            dist.all_reduce(loss)
+            losses.append(loss.item())
+            if step in (1, 2, 4):
+                digests.append(bits_of(model, optimizer, sharded.residuals))
+        found[stage, name, kind] = losses, digests
+    return found
+
+
+def local(tensor):
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+
+
+def bits_of(model, optimizer, residuals):
+    """Of this rank's weights, optimizer state and residuals, by name."""
+    tensors = dict(model.named_parameters()) | residuals
+    for name, parameter in model.named_parameters():
+        tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return {name: local(tensor).float().numpy().tobytes() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("layouts", [LAYOUTS[-1:], pytest.param(LAYOUTS[:-1], marks=pytest.mark.slow)])
+def test_every_optimizer_under_every_stage_leaves_a_bad_step_out(layouts):
+    """And what comes after it is, to the bit, what comes after a step that was not taken."""
+    for rank in run_world(2, train_toys, layouts, OPTIMIZERS, ("passed", "loss", "gradient")):
+        for (stage, *_), name, kind in itertools.product(layouts, OPTIMIZERS, ("loss", "gradient")):
+            losses, (before, after, end) = rank[stage, name, kind]
+            assert before == after != end and len(before) > 15, (stage, name, kind)
+            assert (losses, [before, after, end]) == rank[stage, name, "passed"], (stage, name, kind)
+
+
+def leave_set(optimizer, norm):
+    """Planted: `found_inf` is set and never reset."""
+    if not torch.isfinite(norm):
+        optimizer.found_inf, optimizer.grad_scale = torch.ones(()), None
+    optimizer.step()
+
+
+def without_step_counts(optimizer, norm):
+    """Planted: weights and moments stay, the counts go on."""
+    from shardbook import optim
+
+    optim.step_if_finite(optimizer, norm)
+    if not torch.isfinite(norm):
+        for state in optimizer.state.values():
+            if "step" in state:
+                state["step"] += 1
+
+
+@pytest.mark.parametrize("bug", [leave_set, without_step_counts])
+def test_a_planted_bug_turns_it_red(bug):
+    (found, *_) = run_world(2, train_toys, LAYOUTS[3:4], ("adamw",), ("passed", "loss"), bug)
+    losses, digests = found["zero3", "adamw", "loss"]
+    assert (losses, digests) != found["zero3", "adamw", "passed"]
+    assert (digests[0] == digests[1]) == (bug is leave_set)
+
