@@ -374,7 +374,7 @@ def test_ranks_and_overrides_in_any_order(file, monkeypatch, capsys):
     monkeypatch.setattr(cli, "run_train", lambda *words: asked.append(words) or 0)
     for words in (["a=1", "b=2", "--nproc", "3"], ["--nproc", "3", "a=1", "b=2"], ["a=1", "--nproc", "3", "b=2"]):
         assert cli.main(["train", "x", *words]) == 0
-    assert asked == [("x", ["a=1", "b=2"], 3, (1, 0, ""), False)] * 3
+    assert asked == [("x", ["a=1", "b=2"], 3, (1, 0, ""), False, 0)] * 3
     with pytest.raises(SystemExit, match="2"):
         cli.main(["train", "x", "--unknown=1"])
     monkeypatch.undo()
