@@ -98,7 +98,7 @@ test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and 
 
 # Each promise of docs/reliability.md.
 RELIABLE = $(addprefix tests/unit/test_,$(addsuffix .py,stored_items checkpoint_errors restarts stop)) \
-	$(addprefix tests/dist/test_,$(addsuffix .py,damage resume save_plan bad_steps))
+	$(addprefix tests/dist/test_,$(addsuffix .py,damage background resume save_plan bad_steps))
 test-reliability: $(DEV)  ## crash points, damage, full disks, kills and what is planted against them, the long ones too
 	$(PYTEST) -n 2 --dist loadfile -m "" $(RELIABLE)
 

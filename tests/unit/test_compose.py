@@ -99,6 +99,7 @@ ALONE = [  # settings that break one row each, in the table's order
     {"optim.name": "lion"} | HOST,
     {"parallel.stage": "ddp"} | HOST,
     {"offload.params": "cpu", "parallel.stage": "zero2"},
+    {"train.async_save": True, "offload.optimizer": "nvme"},
     {"parallel.stage": "zeropp", "parallel.secondary_shard": 2} | HOST,
     {"offload.params": "cpu", "parallel.wrap": "none"},
     {"offload.activations": "cpu"},

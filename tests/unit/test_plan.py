@@ -39,7 +39,7 @@ from shardbook.plan.speed import (
     inside_seconds,
     predict_perf_metrics,
 )
-from shardbook.recipe import STAGES, Parallel, Recipe, dump_recipe, find_recipe, load_recipe
+from shardbook.recipe import STAGES, Parallel, Recipe, dump_recipe, find_recipe, load_recipe, with_settings
 from shardbook.run.console import describe_peak
 from shardbook.run.measured import read_sample
 
@@ -228,6 +228,9 @@ def test_where_devices_are_too_small_tiers_are_advised(tmp_path):
     assert best.recipe.offload.optimizer == "cpu" and best.fits and best.away.keys() == {"host"}
     staged = 2 * 4 * 128_256 * 8192  # gradients of the largest unit on their way, in two buffers
     assert best.away["host"] * 8 == pytest.approx(16 * report.planner.parameters + staged, rel=1e-3)
+    saving = replace(best, recipe=with_settings(best.recipe, {"train.async_save": True}))
+    assert best.copied == 0 and saving.copied == best.away["host"]
+    assert replace(saving, cluster=replace(best.cluster, host_gb=1500)).limit == "host"  # beside 1,140 GB
     said = "\n".join(describe_advice(report))
     assert (
         not describe_path(report)

@@ -26,7 +26,7 @@ from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
 from shardbook.parallel.units import count_parameters
 from shardbook.plan.axes import axes_traffic
-from shardbook.plan.formulas import predict_traffic
+from shardbook.plan.formulas import predict_resident, predict_traffic
 from shardbook.plan.hardware import Cluster
 from shardbook.plan.peak import Peak, predict_fullest
 from shardbook.plan.speed import StepTime, model_flops, predict_step
@@ -62,6 +62,13 @@ class Candidate:
         return shelf_sizes(self.layout, 0) if self.layout.offload.optimizer != "none" else {}
 
     @property
+    def copied(self) -> int:
+        """The bytes of the host in which one rank holds its part of an asynchronous save, at most."""
+        kept = predict_resident(self.layout, 0, self.recipe.optim.name)
+        size = self.away.get("host") or int(kept.params_bytes + kept.optimizer_bytes)
+        return size * self.recipe.train.async_save
+
+    @property
     def largest(self) -> str:
         """The name of the peak's largest term."""
         terms = asdict(self.peak)
@@ -70,7 +77,7 @@ class Candidate:
     @property
     def over(self) -> dict[str, float]:
         """The GB that are missing, by the name of the peak's largest term or `host`."""
-        on_host = self.away.get("host", 0) * self.cluster.a_node - self.cluster.host_bytes
+        on_host = (self.away.get("host", 0) + self.copied) * self.cluster.a_node - self.cluster.host_bytes
         missing = {self.largest: self.peak.total - self.cluster.room_bytes, "host": on_host}
         return {what: size / 1e9 for what, size in missing.items() if size > 0}
 

@@ -234,6 +234,8 @@ RULES = (
     Rule(STATE, UNSHARDED, "every rank would step all of it on the host", "set parallel.stage=zero1"),
     Rule("offload.params!=none", GATHERED, "{stage.name} keeps every parameter gathered through a step",
          "set parallel.stage=zero3, or offload.params=none"),
+    Rule("train.async_save=True", "offload.optimizer=nvme",
+         "what lies on the disk would be copied to the host's memory", "leave train.async_save out"),
     Rule(STATE, HPZ, "secondary shards stay on the device", "leave one of the two out"),
     Rule("offload.params!=none", "parallel.wrap=none", "one unit is everything, and nothing could be away",
          "set parallel.wrap=block"),

@@ -219,6 +219,9 @@ class Train(Section):
     save_steps: int = key(
         0, "Write a checkpoint every so many steps and after the last (0: only when preempted).", ge=0
     )
+    async_save: bool = key(
+        False, "Write checkpoints in a thread while steps go on; the host holds a copy of what a rank saves."
+    )
     save_total_limit: int = key(0, "Keep this many newest checkpoints (0: all).", ge=0)
     logging_steps: int = key(1, "Log every so many steps, each its own loss, not a mean (0: off).", ge=0)
     max_bad_steps: int = key(

@@ -8,6 +8,7 @@ them. The learning rate needs no state: it is a function of the step.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,6 +34,7 @@ from shardbook.ranks.lost import is_lost_peer
 from shardbook.ranks.progress import long_phase
 from shardbook.recipe import RecipeError, first_line
 from shardbook.run import operations
+from shardbook.run.background import Background, StagingWriter
 from shardbook.run.item_storage import ItemReader, ItemWriter
 from shardbook.run.save_plan import Planned, PlanOnce
 from shardbook.run.stored_items import Damaged, Facts, Stored, begin, damaged, name_of, publish, read_stored
@@ -72,27 +74,37 @@ def save_checkpoint(
     state: TrainState,
     keep: int,
     check_held: Callable[[], None] = lambda: None,
+    background: Background | None = None,
 ) -> Path:
     """Publishes `folder`/step-000200, removes all but the `keep` newest (0: keeps all), and returns its path. Raises
     RunFailed where it cannot be written, has a number that is not finite, or `check_held` says that another launch has
-    the run: nothing is published then. Collective."""
+    the run: nothing is published then. With `background` it only copies, and that publishes. Collective."""
     path = folder / name_of(state.step)
     own = {_own_key(): _rng_state() | _numbered(sharded.residuals, RESIDUAL)}
     tensors = _saved(_tensors(sharded.masters, optimizer)) | own
     planner = PlanOnce(tensors, _plans.pop(optimizer, None))
 
-    def finish(side: Path, written: dict[str, Facts]) -> None:
-        publish(side, state.step, _facts(sharded, optimizer, state), written, keep, check_held)
+    later: Callable[[dict[str, Facts]], None] | None = None
 
-    writer = ItemWriter(path, dist.get_rank(), lambda: begin(folder, state.step, planner.total_bytes), finish)
+    def finish(side: Path, written: dict[str, Facts]) -> None:
+        nonlocal later
+        facts = _facts(sharded, optimizer, state)
+        later = partial(publish, side, state.step, facts, keep=keep, check_held=check_held)
+        if not background:
+            later(written)
+
+    given = (path, dist.get_rank(), lambda: begin(folder, state.step, planner.total_bytes), finish)
+    writer = StagingWriter(*given, buffers=background.buffers) if background else ItemWriter(*given)
     try:
         with _writable(path):
             state_dict_saver.save(tensors, storage_writer=writer, planner=planner)
     except BaseException:
-        if writer.side:  # else a full disk would stay full
+        if writer.side and dist.get_rank() == 0:  # else a full disk would stay full
             operations.remove_tree(writer.side)
         raise
     _plans[optimizer] = planner.planned()
+    if isinstance(writer, StagingWriter) and background:
+        background.begin(state.step, writer, later)
     return path
 
 

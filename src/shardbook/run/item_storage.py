@@ -54,8 +54,9 @@ class ItemWriter(StorageWriter):
         return [replace(plan, storage_data=self.side) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self._check_finite(plan, planner)
-        written = write_items(plan.storage_data, self.rank, _bytes_of(plan, planner))
+        self.check_finite(plan, planner)
+        items = ((facts, [bytes_of(part) for part in parts_of(tensor)]) for facts, tensor in items_of(plan, planner))
+        written = write_items(plan.storage_data, self.rank, items)
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(f"rank-{self.rank}"), 0, written)])
         return done
@@ -68,9 +69,9 @@ class ItemWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
 
-    def _check_finite(self, plan: SavePlan, planner: SavePlanner) -> None:
+    def check_finite(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Raises RunFailed where a number of this rank's is not finite, so that no rank's is published."""
-        tensors = [(item.index.fqn, part) for item in plan.items for part in _parts(_resolved(item, planner))]
+        tensors = [(item.index.fqn, part) for item in plan.items for part in parts_of(_resolved(item, planner))]
         floats = [(name, part) for name, part in tensors if part.is_floating_point() and part.numel()]
         for name in _not_finite(floats):
             raise RunFailed(
@@ -140,7 +141,7 @@ class ItemReader(StorageReader):
                 if list(part.lengths) != item.sizes:
                     raise damaged(self.path, file, f"{item.name}: a part of a quantised tensor was asked for")
                 at = 0
-                for inner in _parts(target):
+                for inner in parts_of(target):
                     inner.copy_(_view(stored[at : at + inner.nbytes], inner.dtype, list(inner.shape)))
                     at += inner.nbytes
             else:
@@ -155,13 +156,14 @@ class ItemReader(StorageReader):
         return True
 
 
-def _bytes_of(plan: SavePlan, planner: SavePlanner) -> Iterator[tuple[Facts, list[memoryview]]]:
+def items_of(plan: SavePlan, planner: SavePlanner) -> Iterator[tuple[Facts, Tensor]]:
+    """Yields name, offsets, sizes, shape and dtype of each item of a plan, and its tensor."""
     for item in plan.items:
         tensor, data = _resolved(item, planner), item.tensor_data
         assert data, f"{item.index.fqn} is no tensor"
         dtype = str(data.properties.dtype).removeprefix("torch.")
         facts = [item.index.fqn, *map(list, (data.chunk.offsets, data.chunk.sizes, data.size)), dtype]
-        yield facts, [_raw(part) for part in _parts(tensor)]
+        yield facts, tensor
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> Tensor:
@@ -170,7 +172,7 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> Tensor:
     return tensor.detach()
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
+def parts_of(tensor: Tensor) -> list[Tensor]:
     """Returns the plain tensors of which one consists: torchao's of eight bits has codes, scales and a table."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
@@ -178,7 +180,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     return [getattr(tensor, name) for name in names]
 
 
-def _raw(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """Returns a tensor's bytes, on the host."""
     array: Any = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)

@@ -9,6 +9,7 @@ from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import broadcast_from_main
 from shardbook.recipe import RecipeError, Train
+from shardbook.run.background import Background
 from shardbook.run.checkpoint import TrainState, save_checkpoint, whole_shapes
 from shardbook.run.directory import RunDirectory
 from shardbook.run.meter import Meter, is_due
@@ -31,6 +32,7 @@ class Saver:
         """Raises RecipeError where the disk has no room for two checkpoints. Collective."""
         if self.train.save_steps:
             broadcast_from_main(self._check_room)
+        self.background = Background() if self.train.async_save else None
 
     def _check_room(self) -> None:
         """Looks at the disk, as rank 0: there must be one checkpoint to go back to beside the one that is written."""
@@ -50,21 +52,28 @@ class Saver:
 
     def after(self, state: TrainState) -> None:
         """Saves after a step if due; before, `meter` raises where that step is not finite. Collective."""
+        if self.background:
+            self.background.look()
         if self.is_due(state.step):
             with self.meter.paused():
-                self._save(state)
+                self._save(state, self.background)
 
     def finish(self, state: TrainState, stopped: bool) -> None:
         """Saves the last step, unless it is saved, where the recipe saves or the run was `stopped`. Collective."""
+        if self.background:
+            self.background.finish()
+            self.saved = max(self.saved, self.background.published)
         if state.step > self.saved and (self.train.save_steps or stopped):
             self.meter.check()  # a step that was not logged was not checked yet
             self._save(state)
 
-    def _save(self, state: TrainState) -> None:
+    def _save(self, state: TrainState, background: Background | None = None) -> None:
         run, keep = self.run, self.train.save_total_limit
         state = replace(state, log=self.meter.mark())
-        save_checkpoint(run.checkpoints, self.sharded, self.optimizer, state, keep, run.check_held)
-        self.saved = state.step
+        if background:
+            background.finish()  # the one before: its buffers are taken again
+        save_checkpoint(run.checkpoints, self.sharded, self.optimizer, state, keep, run.check_held, background)
+        self.saved = self.saved if background else state.step
 
 
 def predict_bytes(sharded: ShardedModel, optimizer_name: str) -> int:

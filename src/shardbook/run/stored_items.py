@@ -125,6 +125,15 @@ def write_items(folder: Path, rank: int, items: Iterable[tuple[Facts, list[memor
     return {f"rank-{rank}.bin": [end], f"rank-{rank}.items": _facts(text)}
 
 
+def facts_of_ranks(side: Path, ranks: int) -> dict[str, Facts]:
+    """Returns the facts of the files that all ranks have written."""
+    facts = dict[str, Facts]()
+    for rank in range(ranks):
+        facts[f"rank-{rank}.bin"] = [(side / f"rank-{rank}.bin").stat().st_size]
+        facts[f"rank-{rank}.items"] = _facts((side / f"rank-{rank}.items").read_bytes())
+    return facts
+
+
 def publish(
     side: Path, step: int, state: dict[str, Any], written: dict[str, Facts], keep: int, check_held: Callable[[], None]
 ) -> None:

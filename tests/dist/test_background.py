@@ -1,0 +1,136 @@
+"""A checkpoint that is written while steps go on is the one that a run would have waited for; one that fails is said, and tried
+again."""
+
+import errno
+import json
+import os
+import shutil
+import time
+
+import pytest
+from world import losses, run_train, run_world, train_rank
+
+from shardbook.run.stored_items import list_checkpoints, verify
+
+SAVING = ("train.steps=6", "train.save_steps=2", "train.export=false")
+ASYNC = "train.async_save=true"
+
+
+@pytest.fixture(scope="module")
+def waited(recipe):
+    return run_train(2, recipe, "waited", *SAVING)
+
+
+def slowly(words, bug=None):
+    """A rank whose disk takes longer than a step."""
+    from shardbook.run import operations
+
+    real = operations.write
+
+    def write(file, data):
+        time.sleep(0.05)
+        real(file, data)
+
+    operations.write = write
+    bug and bug()
+    return train_rank(words)
+
+
+def assert_equal(run, waited):
+    assert losses(run) == losses(waited)
+    mine, theirs = (sorted((each / "checkpoints").rglob("*"), key=str) for each in (run, waited))
+    assert [each.relative_to(run) for each in mine] == [each.relative_to(waited) for each in theirs]
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.suffix not in (".bin", ".items") or one.read_bytes() == other.read_bytes(), one
+        if one.name == "state.json":  # but for the log, whose rows have times
+            assert timeless(one) == timeless(other)
+
+
+def timeless(state):
+    return {name: value for name, value in json.loads(state.read_text()).items() if name != "log"}
+
+
+def test_it_is_bit_for_bit_the_one_that_would_be_waited_for(recipe, waited):
+    results = run_world(2, slowly, [str(recipe), "run.name=background", *SAVING, ASYNC])
+    assert [code for code, _, _ in results] == [0, 0], results
+    run = recipe.parent / "background"
+    assert_equal(run, waited)
+    shutil.rmtree(run / "checkpoints" / "step-000006")
+    (run / "run.json").unlink()
+    run_train(2, recipe, "background", *SAVING, ASYNC)
+    assert_equal(run, waited)
+
+
+def tensors_are_not_copied():
+    """Planted bug: what is on the host already is not copied."""
+    from shardbook.run.background import StagingWriter
+    from shardbook.run.item_storage import bytes_of
+
+    StagingWriter._copy = lambda writer, part, number: bytes_of(part)
+
+
+@pytest.mark.slow
+def test_what_steps_change_meanwhile_turns_it_red(recipe, waited):
+    words = [str(recipe), "run.name=aliased", *SAVING, ASYNC]
+    assert [code for code, _, _ in run_world(2, slowly, words, tensors_are_not_copied)] == [0, 0]
+    with pytest.raises(AssertionError, match="step-000002"):
+        assert_equal(recipe.parent / "aliased", waited)
+
+
+def failing(times, words, bug=None):
+    """A rank 1 whose disk is full at its first `times` saves."""
+    from shardbook.run import background
+
+    calls, real = [], background.write_items
+
+    def write_items(side, rank, items):
+        calls.append(1)
+        if rank == 1 and len(calls) <= times:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(side, rank, items)
+
+    background.write_items = write_items
+    bug and bug()
+    return train_rank(words)
+
+
+SAID = "checkpoint of step {}: cannot be written (OSError: [Errno 28] No space left on device)"
+
+
+def test_a_save_that_fails_is_said_and_tried_again(recipe):
+    words = [str(recipe), "run.name=once", *SAVING, ASYNC]
+    first, second = run_world(2, failing, 1, words)
+    assert (first[0], second[0]) == (0, 0) and f"warning  {SAID.format(2)}; it is tried again" in second[1], second
+    found = list_checkpoints(recipe.parent / "once" / "checkpoints")
+    assert [each.name for each in found] == ["step-000006", "step-000004"] and all(map(verify, found))
+    assert len(list((recipe.parent / "once" / "checkpoints").iterdir())) == 2
+
+
+def test_two_in_a_row_end_the_run(recipe):
+    words = [str(recipe), "run.name=twice", *SAVING, ASYNC]
+    results = run_world(2, failing, 2, words)
+    assert [code for code, _, _ in results] == [1, 1], results
+    assert f"{SAID.format(4)}, the second in a row" in results[1][2], results[1]
+    assert list_checkpoints(recipe.parent / "twice" / "checkpoints") == []
+
+
+def errors_are_swallowed():
+    """Planted bug."""
+    from shardbook.run import background
+
+    real = background.write_items
+
+    def write_items(*given):
+        try:
+            return real(*given)
+        except OSError:
+            return {}
+
+    background.write_items = write_items
+
+
+@pytest.mark.slow
+def test_an_error_of_the_thread_that_is_swallowed_turns_it_red(recipe):
+    words = [str(recipe), "run.name=swallowed", *SAVING, ASYNC]
+    _, second = run_world(2, failing, 1, words, errors_are_swallowed)
+    assert f"warning  {SAID.format(2)}; it is tried again" not in second[1]
