@@ -322,6 +322,7 @@ def build_site() -> int:
 
 
 def main(words: list[str]) -> int:
+    sys.path.insert(0, str(ROOT / "src"))  # the code beside these pages, whatever is installed
     match words:
         case ["reference"]:
             for name, text in pages().items():

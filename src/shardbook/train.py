@@ -45,6 +45,7 @@ from shardbook.run.out_of_memory import OomGuard
 from shardbook.run.prefetch import BatchPrefetcher
 from shardbook.run.prepare import Job, lay_out_run, prepare_job
 from shardbook.run.profile import Profile
+from shardbook.run.push import push_if_asked
 from shardbook.run.reference import Reference
 from shardbook.run.saver import Saver
 from shardbook.run.start import start_from
@@ -87,9 +88,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     if ranks.is_main:
         run.record(recipe_path, recipe, {"world_size": ranks.world_size, "mesh": job.layout.mesh})
 
-    held_out = reference.give()
     meter = Meter(job, run, sharded, optimizer, state, ranks, console, stop)
-    observer = Observer(job, sharded, held_out, ranks, meter, console)
+    observer = Observer(job, sharded, reference.give(), ranks, meter, console)
     saver = Saver(run, recipe.train, sharded, optimizer, meter, state.step, recipe.optim.name)
     profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
     shown = console.start(state.step, job.steps)
@@ -129,6 +129,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         console.print(f"export   {run.export}")
     if ranks.is_main:
         run.finish(job.steps)
+        push_if_asked(run.path, recipe.train, console)
     console.print(f"done     {job.steps} steps, {state.tokens:,} trained tokens")
     return DONE
 

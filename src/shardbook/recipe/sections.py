@@ -243,6 +243,8 @@ class Train(Section):
     loss_chunk_tokens: int = key(1024, "Most trained tokens whose logits exist at once (0: all of them).", ge=0)
     export: bool = key(True, "At the end write Hugging Face safetensors to export/ of the run directory.")
     export_dtype: Literal["fp32", "bf16"] = key("fp32", "Dtype of the exported weights.")
+    push_to_hub: bool = key(False, "At the end push the export and a model card to train.hub_model_id; needs a token.")
+    hub_model_id: str = key("", "The repository on the Hub to push to, name/model. It is made, private.")
 
     @model_validator(mode="after")
     def validate_steps(self) -> "Train":
@@ -252,6 +254,10 @@ class Train(Section):
         if asked and not (len(asked) == 2 and 1 <= asked[0] <= asked[1] <= (self.steps or asked[1])):
             most = f", at most steps = {self.steps}" if self.steps else ""
             raise ValueError(f"profile_steps = {asked}: must be two steps, the first and the last, from 1{most}")
+        if self.push_to_hub != bool(self.hub_model_id) or (self.push_to_hub and not self.export):
+            given = f"push_to_hub = {str(self.push_to_hub).lower()}, hub_model_id = {self.hub_model_id!r}"
+            given += f" and export = {str(self.export).lower()}"
+            raise ValueError(f"{given}: set all three, or neither of the first two")
         return self
 
 

@@ -30,7 +30,7 @@ from shardbook.paths import write_whole
 from shardbook.ranks.distributed import broadcast_from_main, leave_hangs_in
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe, first_line, flatten_recipe
-from shardbook.run.files import check_run_directory, unwritable
+from shardbook.run.files import check_push, check_run_directory, unwritable
 from shardbook.run.operations import sync_directory
 from shardbook.run.stored_items import newest_checkpoint, remove_leftovers, step_of
 from shardbook.run.trackers import check_installed
@@ -123,6 +123,7 @@ def open_everywhere(run: RunDirectory, steps: int, newest: Path | None, recipe: 
     the directory cannot be written, or a rank does not see it: a checkpoint's files would be on several disks.
     Collective."""
     run.check_goes_on(steps, newest, recipe)
+    broadcast_from_main(lambda: check_push(recipe.train))
     broadcast_from_main(run.open)
     if not run.path.is_dir():
         raise RecipeError(

@@ -5,13 +5,16 @@ Invariant: nothing is made, and nothing but a model's small files is fetched; ra
 
 import json
 import os
+import re
 from pathlib import Path
 
 from shardbook.data.files import check_first_rows, read_template
 from shardbook.model import embedded
 from shardbook.model.hub import CONFIG_FILES, fetch_folder, weights_files
-from shardbook.recipe import Recipe, RecipeError, Run, first_line
+from shardbook.recipe import Recipe, RecipeError, Run, Train, first_line
 from shardbook.run.trackers import check_installed
+
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # on the Hub
 
 
 def check_files(recipe: Recipe) -> None:
@@ -20,6 +23,7 @@ def check_files(recipe: Recipe) -> None:
     model, teacher, sequences = recipe.model, recipe.distill.teacher, recipe.sequences
     check_installed(recipe.run)
     check_run_directory(recipe.run)
+    check_push(recipe.train)
     read_template(recipe.data.chat_template)
     _check_model(model.path, model.revision, "model.path", model.init == "pretrained")
     if model.tokenizer:
@@ -43,6 +47,28 @@ def check_run_directory(run: Run) -> None:
         raise unwritable(folder, f"{there} is a file")
     if not os.access(there, os.W_OK | os.X_OK):
         raise unwritable(folder, os.strerror(13))
+
+
+def check_push(train: Train) -> None:
+    """Raises RecipeError where the result is to be pushed to the Hub, and could not be."""
+    if train.push_to_hub:
+        try:
+            check_repo(train.hub_model_id)
+        except RecipeError as error:
+            raise RecipeError(f"train.push_to_hub: {error}") from None
+
+
+def check_repo(repo: str) -> None:
+    """Raises RecipeError where nothing can be pushed to `repo`: it is no name of a repository, or there is no token."""
+    from huggingface_hub import get_token
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if not REPOSITORY.fullmatch(repo):
+        raise RecipeError(f"repository {repo!r}: must look like name/model")
+    if HF_HUB_OFFLINE:
+        raise RecipeError(f"repository {repo}: HF_HUB_OFFLINE is set; unset it to push")
+    if not get_token():
+        raise RecipeError(f"repository {repo}: no token; run `hf auth login`, or set HF_TOKEN")
 
 
 def unwritable(folder: Path, why: str) -> RecipeError:

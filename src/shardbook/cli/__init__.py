@@ -1,10 +1,13 @@
-"""The console command `shardbook`: its arguments, and the modules that its commands call. A run is train.py's story."""
+"""The console command `shardbook`: its arguments, and the modules that its commands call. A run is train.py's story.
+Commands that only read and write files are in cli/files.py."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from shardbook.recipe import RecipeError, describe_keys, find_recipe, list_recipes, load_recipe, parse_recipe
+import shardbook
+from shardbook.cli.files import run_export, run_init, run_push, show_recipes
+from shardbook.recipe import RecipeError, describe_keys, find_recipe, load_recipe, parse_recipe
 
 # The recipe that `plan --model` plans, with the settings that the shipped recipes have on GPUs.
 PLAIN = """
@@ -24,6 +27,7 @@ def main(words: list[str] | None = None) -> int:
     """Runs one command line. Returns the exit code: 0 done, 1 failed, 2 wrong recipe or command line, 75 preempted."""
     description = "Fine-tune large language models with named, tested stages on FSDP2."
     parser = argparse.ArgumentParser(prog="shardbook", description=description)
+    parser.add_argument("--version", action="version", version=f"shardbook {shardbook.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     raw = argparse.RawDescriptionHelpFormatter
     keys = (f"\n  {name} = {default}\n      {help}" for name, default, help in describe_keys())
@@ -99,6 +103,16 @@ def main(words: list[str] | None = None) -> int:
     add("--merge", action="store_true", help="of a run with LoRA: the whole model, adapters added to its weights")
     add = commands.add_parser("verify", help="read all checkpoints of a run, and say which are whole").add_argument
     add("run", type=Path, help="a run directory")
+    push = commands.add_parser("push", help="send a finished run's result and a model card to the Hugging Face Hub")
+    add = push.add_argument
+    add("run", type=Path, help="a run directory")
+    add("--repo", required=True, help="the repository to make, name/model")
+    add("--public", action="store_true", help="let everyone see it (default: private)")
+    add("--export", type=Path, help="directory of the weights (default: export/ of the run)")
+    init = commands.add_parser("init", help="copy a recipe, with its comments, to start one of your own from")
+    add = init.add_argument
+    add("file", type=Path, help="the .toml file to write")
+    add("--of", default="smollm2-135m-fsdp", help="the recipe to copy (default: smollm2-135m-fsdp)")
     add = commands.add_parser("recipes", help="list the recipes, or what goes with what").add_argument
     add("--matrix", action="store_true", help="what goes with what in a recipe, and why not the rest")
     became = "a recipe from a DeepSpeed JSON or an accelerate YAML, and what became of each key"
@@ -139,6 +153,10 @@ def main(words: list[str] | None = None) -> int:
                 from shardbook.run.verify import verify_run
 
                 return verify_run(asked.run)
+            case "push":
+                return run_push(asked.run, asked.repo, asked.public, asked.export)
+            case "init":
+                return run_init(asked.file, asked.of)
             case "translate":
                 from shardbook.translate import translate_file
 
@@ -318,31 +336,3 @@ def run_data(name: str, overrides: list[str], rows: int, html: Path | None) -> i
 
         write_data_page(html, name, look)
     return 0
-
-
-def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str | None, merges: bool = False) -> int:
-    """Writes a checkpoint as a Hugging Face directory, one 5 GB file in memory at a time, without a process group."""
-    if not (run / "resolved.toml").is_file():
-        raise RecipeError(f"{run}: not a run directory (no resolved.toml in it)")
-    recipe = load_recipe(run / "resolved.toml")
-    from shardbook.run.export import export_run
-
-    export_run(run, recipe, checkpoint, out, dtype or recipe.train.export_dtype, merges)
-    return 0
-
-
-def show_recipes(is_matrix: bool) -> int:
-    if is_matrix:
-        from shardbook.plan.matrix import write_matrix
-
-        print(write_matrix())
-        return 0
-    recipes = list_recipes()
-    width = max(map(len, recipes), default=0)
-    for name, path in recipes.items():
-        print(f"{name:<{width}}  {path.read_text().splitlines()[0].removeprefix('#').strip()}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The commands that only read and write files: export, push, init and recipes."""
+
+import sys
+from pathlib import Path
+
+from shardbook.recipe import RecipeError, find_recipe, list_recipes, load_recipe
+
+
+def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str | None, merges: bool = False) -> int:
+    """Writes a checkpoint as a Hugging Face directory, one 5 GB file in memory at a time, without a process group."""
+    if not (run / "resolved.toml").is_file():
+        raise RecipeError(f"{run}: not a run directory (no resolved.toml in it)")
+    recipe = load_recipe(run / "resolved.toml")
+    from shardbook.run.export import export_run
+
+    export_run(run, recipe, checkpoint, out, dtype or recipe.train.export_dtype, merges)
+    return 0
+
+
+def run_push(run: Path, repo: str, public: bool, export: Path | None) -> int:
+    """Sends a finished run's result to the Hub, in one commit."""
+    from shardbook.ranks.exits import RunFailed
+    from shardbook.run.push import push_run
+
+    try:
+        print(f"{run} -> {push_run(run, repo, public, export)}")
+    except RunFailed as error:
+        print(f"shardbook: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_init(file: Path, of: str) -> int:
+    """Writes a copy of the recipe `of`, whose run is named after the file."""
+    if file.suffix != ".toml":
+        file = file.with_name(f"{file.name}.toml")
+    if file.exists():
+        raise RecipeError(f"{file}: is there already; name another file")
+    source = find_recipe(of)
+    lines = source.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if not line.startswith(("# run:", "# predicted:", "# measured:"))]
+    file.write_text("".join([f"# From {source.stem}.\n# run: shardbook train {file}\n", *kept]))
+    print(f"{file}: a copy of {source.stem}; shardbook train --help lists every key")
+    return 0
+
+
+def show_recipes(is_matrix: bool) -> int:
+    if is_matrix:
+        from shardbook.plan.matrix import write_matrix
+
+        print(write_matrix())
+        return 0
+    recipes = list_recipes()
+    width = max(map(len, recipes), default=0)
+    for name, path in recipes.items():
+        print(f"{name:<{width}}  {path.read_text().splitlines()[0].removeprefix('#').strip()}")
+    return 0
