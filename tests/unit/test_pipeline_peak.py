@@ -190,6 +190,15 @@ def test_a_pipeline_is_not_simulated():
         simulate_step(lay_out(recipe, World(8, 8), shape_config(recipe.model.path, 8192), None), lambda *_: None)
 
 
+def test_what_is_offloaded_is_not_simulated():
+    from shardbook.model.laid_out import World, lay_out
+    from shardbook.plan.simulate import simulate_step
+
+    recipe = recipe_of("parallel.pp_size=1", "offload.optimizer=cpu")
+    with pytest.raises(RecipeError, match=r"offload.optimizer = 'cpu': a host's memory is not simulated"):
+        simulate_step(lay_out(recipe, World(8, 8), shape_config(recipe.model.path, 8192), None), lambda *_: None)
+
+
 def test_no_pipeline_is_advised_where_it_waits_and_all_fits():
     report = make_report(recipe_of("parallel.stage=zero1", "train.gradient_accumulation_steps=4"), "h100-80gb", 8)
     best = report.advice.best

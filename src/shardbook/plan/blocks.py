@@ -19,13 +19,13 @@ from transformers import PreTrainedConfig
 from shardbook.comm.torch_private import fake_group, fake_tensors, probe
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.attention import Kernel, kernel_of, kernel_on_gpu
-from shardbook.model.causal_lm import CausalLM, build_model, materialize
+from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.laid_out import build_adapted
 from shardbook.model.selfcheck import check_family, remember
 from shardbook.parallel.context import ContextAxis
 from shardbook.parallel.tensor import TensorAxis
 from shardbook.plan.timeline import Timeline, full_rows
-from shardbook.recipe import Activation, Distill, Offload, Parallel, Precision, Recipe, Train
+from shardbook.recipe import Activation, Distill, Offload, Parallel, Precision, Recipe, RecipeError, Train, first_line
 
 LENGTH = 128  # tokens of the shortest row, for each rank along tp and cp
 
@@ -84,8 +84,8 @@ def _look_at(config: PreTrainedConfig) -> tuple[tuple[int, ...], PreTrainedConfi
     """Returns the kind of each block, and a config of the fewest first layers that have all kinds."""
     if (key := text_of(config)) not in _kinds:
         said = facts_of(config)
-        counts = {own for own in said[0] if [each.get(own) for each in said] == list(range(len(said)))}
-        alike = [{own: value for own, value in each.items() if own not in counts} for each in said]
+        other = {own for number, each in enumerate(said) for own, value in each.items() if value != number}
+        alike = [{own: value for own, value in each.items() if own in other} for each in said]
         kinds = tuple(map(alike.index, alike))
         few = first_layers(config, max(kinds) + 1)
         if facts_of(few) != said[: max(kinds) + 1]:
@@ -157,11 +157,7 @@ def measure(recipe: Recipe, config: PreTrainedConfig) -> Measured:
     for times in (1, 2, 3) if kernel.is_dense else (1, 2):
         length = times * LENGTH * shared
         data = recipe.data.model_copy(update={"max_length": length})
-        each = recipe.model_copy(update={"data": data})
-        model = build_adapted(each, copy.deepcopy(few), kernel)
-        lend_groups(model)
-        apply_checkpointing(model.blocks, each.activation, each.lora.lora_dropout > 0)
-        lines.append(run(model, each, kernel))
+        lines.append(run(recipe.model_copy(update={"data": data}), few, kernel))
         sizes.append((rows * length // recipe.parallel.cp_size, rows * length**2))
 
     def fit(values: Sequence[float]) -> Bytes:
@@ -190,18 +186,32 @@ def lend_groups(model: nn.Module) -> None:
                 axis.group = fake_group(axis.place, axis.size)
 
 
-def run(model: CausalLM, recipe: Recipe, kernel: Kernel) -> Timeline:
-    """Calls `model`, which is used up, forward and backward with a micro-batch of full rows, as training does. Meta
-    tensors are faster than fake ones, and have the same sizes; only kernels of torch's own ask for the device."""
-    device = torch.device("cpu" if kernel.is_dense else "meta")
-    with fake_tensors() if kernel.is_dense else nullcontext():
-        materialize(model, device)
-        with device:
-            batch = full_rows(recipe, recipe.parallel.cp_size)
-        tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
-        with Timeline(model, model.blocks, [*model.buffers(), *tensors], model.head) as line:
-            model(batch, summed=True).sum().backward()
-    return line
+def run(recipe: Recipe, config: PreTrainedConfig, kernel: Kernel) -> Timeline:
+    """Calls a model of `config` forward and backward with a micro-batch of full rows, as training does. Meta tensors
+    are faster than fake ones, and have the same sizes; but kernels of torch's own look at the device, and some families
+    ask whether a fake tensor is one. Raises RecipeError where a block runs on neither."""
+    for device in [torch.device(name) for name in ("meta", "cpu")][kernel.is_dense :]:
+        model = build_adapted(recipe, copy.deepcopy(config), kernel)
+        lend_groups(model)
+        apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)
+        with fake_tensors() if device.type == "cpu" else nullcontext():
+            materialize(model, device)
+            with device:
+                batch = full_rows(recipe, recipe.parallel.cp_size)
+            tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
+            line = Timeline(model, model.blocks, [*model.buffers(), *tensors], model.head)
+            try:
+                with line:
+                    model(batch, summed=True).sum().backward()
+                return line
+            except Exception as error:
+                why = first_line(error)
+    place = min(line.place[1], len(model.blocks) - 1)
+    kind = type(model.blocks[place]).__name__
+    raise RecipeError(
+        f"model.path = {recipe.model.path!r}: block {place}, a {kind}, cannot run without memory ({why}), so "
+        "neither the peak nor the time of a step can be planned"
+    )
 
 
 def block_of(number: int, lines: Sequence[Timeline], fit: Callable[[Sequence[float]], Bytes], shortest: int) -> Block:

@@ -72,8 +72,10 @@ def _visits(layout: Layout, chunk: int, own: Sequence[Unit], work: Work, vocabul
     for number in work.looked_at(chunk, count):
         unit, name, arrived = blocks[count - 1 - number], f"block {number + 1}", came * (1 + (number < count - 1))
         held = work.held(chunk, number + 1, count) + arrived
-        visits["backward", unit] = name, held, work.inside_of(chunk, number, count) + tied
-        visits["reduction", unit] = f"{name}, reduced", work.held(chunk, number, count) + arrived, tied
+        block, before = work.block_of(chunk, number, count), work.held(chunk, number, count)
+        visits["forward", unit] = f"{name}, forward", before, block.forward
+        visits["backward", unit] = name, held, block.inside + tied
+        visits["reduction", unit] = f"{name}, reduced", before + arrived, tied
     for unit in [unit for unit in [*back, *spanning] if unit not in by_head and unit not in blocks][-1:]:
         # a tied weight's two gradients and, for a moment, their sum
         visits["backward", unit], visits["reduction", unit] = ("end", 2 * came, 3 * tied), ("end, reduced", 2 * came, 0)

@@ -24,10 +24,11 @@ from shardbook.model.laid_out import LaidOut
 from shardbook.optim import state_bytes
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
+from shardbook.plan.blocks import kinds_of
 from shardbook.plan.timeline import LiveBytes, full_rows
 from shardbook.recipe import RecipeError
 
-LAYERS = (4, 5)  # all blocks take the same bytes: from these two numbers of layers any other follows
+LAYERS = (4, 5)  # blocks of one kind take the same bytes: from these two numbers of layers any other follows
 # Micro-batch, forward or backward, and the place: a block, counted from the nearer end, or before or after blocks.
 Moment = tuple[int, str, int | str]
 LossFunction = Callable[
@@ -78,13 +79,16 @@ class Followed(LiveBytes):
 
 def simulate_step(laid: LaidOut, shares: LossFunction) -> Simulated:
     """Runs two steps of `laid`, whose model is used up, and returns the bytes of the second: rows are full, every token
-    but the first is trained, and a teacher runs with all its layers. Raises RecipeError for a pipeline."""
+    but the first is trained, and a teacher runs with all its layers. Raises RecipeError for pp and offload."""
     if laid.recipe.parallel.pp_size > 1:
         asked = f"--simulate: parallel.pp_size = {laid.recipe.parallel.pp_size}"
         raise RecipeError(f"{asked}: no pipeline is simulated; leave --simulate out, or set parallel.pp_size=1")
+    if laid.recipe.offload.optimizer != "none":
+        asked = f"--simulate: offload.optimizer = {laid.recipe.offload.optimizer!r}"
+        raise RecipeError(f"{asked}: a host's memory is not simulated; leave --simulate out, or set it to none")
     probe("stages", "run", "simulate")
     times = laid.config.num_hidden_layers - LAYERS[1]
-    if times <= 0:
+    if times <= 0 or len({*kinds_of(laid.config)}) > 1:
         most, kept = _simulate(laid, shares)
     else:
         (few, few_kept), (more, more_kept) = (_simulate(laid.with_layers(count), shares) for count in LAYERS)

@@ -115,14 +115,14 @@ class Timeline(LiveBytes):
         self.around[number] = (self.count(), 0)
         self.first = self.first or self.made.keys() - {key for key, _ in storages_in(given)}
         self.place = ("forward", number)
-        given.register_hook(lambda gradient: self.move("outside", number))
+        given.register_hook(lambda gradient: self.end(number))
 
     def leave(self, number: int, block: nn.Module, args: Any, output: Any) -> None:
         made = first_tensor(output if isinstance(output, tuple | list) else [output])
         self.streams[number] = (self.streams[number][0], size_of(made))
         self.around[number] = (self.around[number][0], self.count())
         self.place = ("outside", number + 1)
-        made.register_hook(lambda gradient: self.move("backward", number))
+        made.register_hook(lambda gradient: self.begin(number))
 
     def reach(self, head: nn.Module, args: Any) -> None:
         """Notes, when forward is over, what is still there."""
@@ -134,8 +134,12 @@ class Timeline(LiveBytes):
         there = self.count() + self.gone - size_of(first_tensor(args))
         self.after_blocks = there - self.floor(last) - self.kept(last)
 
-    def move(self, phase: str, number: int) -> None:
-        self.place = (phase, number)
+    def begin(self, number: int) -> None:
+        self.place = ("backward", number)
+
+    def end(self, number: int) -> None:
+        if self.place == ("backward", number):  # the gradient of its input is the one with which another block begins
+            self.place = ("outside", number)
 
     def floor(self, number: int) -> int:
         """Returns the bytes of what is there before a block's forward, but for its input."""

@@ -23,6 +23,7 @@ class BlockWork:
     kind: tuple[int, bool]  # of blocks.py, and whether it is recomputed
     kept: int  # from forward to backward
     inside: int  # beside that, at the fullest moment of its backward, with gradients of its parameters
+    forward: int  # at the fullest moment of its forward, with what it will keep by then
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,15 @@ class Work:
         # all inputs leave but the last; two are back at once
         return sum(block.kept for block in blocks[:units]) - self.offloaded * max(0, recomputed - 3)
 
-    def inside_of(self, chunk: int, unit: int, of: int) -> int:
-        return self.blocks[chunk][unit * len(self.blocks[chunk]) // of].inside
+    def block_of(self, chunk: int, unit: int, of: int) -> BlockWork:
+        return self.blocks[chunk][unit * len(self.blocks[chunk]) // of]
 
     def looked_at(self, chunk: int, of: int) -> list[int]:
         """Returns which of a chunk's `of` units may be fullest in backward, the last first: of each kind of block the
         last two, where most is held, and the first two, where most is reduced."""
-        blocks, alike = self.blocks[chunk], dict[tuple[int, bool], list[int]]()
+        alike = dict[tuple[int, bool], list[int]]()
         for number in range(of):
-            alike.setdefault(blocks[number * len(blocks) // of].kind, []).append(number)
+            alike.setdefault(self.block_of(chunk, number, of).kind, []).append(number)
         return sorted({number for own in alike.values() for number in own[:2] + own[-2:]}, reverse=True)
 
     def of_a_pass(self, pipeline: Pipeline) -> int:
@@ -90,11 +91,12 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
         kept = block.kept.of(*size)
         return int(kept if budget is None else max(block.stream.of(*size), budget * kept))
 
-    def inside_of(block: Block) -> int:
-        return fullest(block.alone if leave else block.backward, *size) - int(block.kept.of(*size))
+    def work_of(key: tuple[int, bool], block: Block) -> BlockWork:
+        inside = fullest(block.alone if leave else block.backward, *size) - int(block.kept.of(*size))
+        return BlockWork(key, kept_of(block), inside, fullest(block.forward, *size))
 
     each = {(kind, is_again): under[is_again].blocks[kind] for kind, is_again in set(own)}
-    first, made = each[own[0]], {key: BlockWork(key, kept_of(block), inside_of(block)) for key, block in each.items()}
+    first, made = each[own[0]], {key: work_of(key, block) for key, block in each.items()}
     runs = [pipeline.own_layers(chunk) for chunk in range(pipeline.chunks)] if pipeline.layers else [numbers]
     works = dict(zip(numbers, (made[key] for key in own), strict=True))
     stream = int(first.stream.of(*size))

@@ -1,0 +1,120 @@
+"""Blocks of any family, measured: how many kinds a model has, and what a plan of it is beside a step's own code."""
+
+import pytest
+import torch
+from test_peak import settings
+from test_simulate import apart  # noqa: F401
+from test_simulate import settings as recipe_of
+from tiny import config, said_by
+from transformers import Gemma3TextConfig, GptOssConfig, Qwen3NextConfig
+
+from shardbook.plan import blocks
+from shardbook.plan.blocks import kinds_of, measure_blocks
+
+SIZES = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 2048,
+}
+NEAR = "sliding_attention"
+MIXED = {
+    "gemma3_text": (
+        Gemma3TextConfig,
+        {"layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"]},
+    ),
+    "gpt_oss": (GptOssConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_next": (
+        Qwen3NextConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+        | {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
+    ),
+}
+KINDS = {"gemma3_text": (0, 0, 2, 0), "gpt_oss": (0, 1, 0, 1), "qwen3_next": (0, 0, 0, 3)}
+
+
+def test_blocks_that_differ_are_kinds_of_their_own():
+    """smollm3 rotates nothing in every second layer; a block's own number makes no kind."""
+    assert kinds_of(config("llama", num_hidden_layers=3)) == (0, 0, 0)
+    assert kinds_of(config("smollm3", num_hidden_layers=5)) == (0, 1, 0, 1, 0)
+
+
+def test_measuring_changes_nothing_around_it():
+    before = torch.get_rng_state()
+    made = config("llama", head_dim=16)
+    measure_blocks(made, settings(), "full", "fp32", tp_size=2)
+    assert torch.equal(before, torch.get_rng_state()) and not torch.distributed.is_initialized()
+
+
+def test_products_of_a_block_are_counted():
+    """Forward 2 FLOPs a parameter and token, backward 4; what is recomputed is all but the last product, whose result
+    nobody asks for."""
+    made = config("llama", head_dim=16, vocab=260)
+    plain, full = (measure_blocks(made, settings(), kind, "bf16").blocks[0].products for kind in ("none", "full"))
+    width, inner = made.hidden_size, made.intermediate_size
+    matrices = 2 * width * made.num_attention_heads * 16 + 2 * width * made.num_key_value_heads * 16 + 3 * width * inner
+    assert (plain[0].token, plain[1].token) == (2 * matrices, 4 * matrices)
+    assert full[1].token == 6 * matrices - 2 * width * inner
+
+
+def test_a_block_that_needs_values_is_named(monkeypatch):
+    def forward(self, *inputs, **named):
+        return self.own(*inputs, **named) * inputs[0].sum().item()
+
+    made = config("llama", num_hidden_layers=2, vocab=261)
+    build = blocks.build_adapted
+
+    def planted(*given):
+        model = build(*given)
+        block = model.blocks[0]
+        block.own, block.forward = block.forward, forward.__get__(block)
+        return model
+
+    monkeypatch.setattr(blocks, "build_adapted", planted)
+    said = said_by(measure_blocks, made, settings(), "none", "bf16")
+    assert "block 0, a LlamaDecoderLayer, cannot run without memory" in said
+    assert said.endswith("so neither the peak nor the time of a step can be planned")
+
+
+def planned(family, stage, checkpointing, one_kind=False):
+    """(the plan's peak, the simulated one) of a small model of four layers."""
+    from shardbook.model.laid_out import World, lay_out
+    from shardbook.objectives import build_objective
+    from shardbook.plan import work
+    from shardbook.plan.peak import predict_peak
+    from shardbook.plan.simulate import simulate_step
+
+    made, more = MIXED[family]
+    packing = "data.packing=" + str(family != "qwen3_next").lower()
+    words = ("data.max_length=512", "train.per_device_train_batch_size=2", "train.loss_chunk_tokens=256", packing)
+    recipe = recipe_of(stage, checkpointing, 1, *words)
+    laid = lay_out(recipe, World(8, 8), made(**SIZES, **more, pad_token_id=0), None)
+    assert kinds_of(laid.config) == KINDS[family]
+    if one_kind:
+        work.kinds_of = lambda config: (0,) * config.num_hidden_layers
+    peak = predict_peak(laid.layout, laid.config, recipe).total
+    objective = build_objective(recipe.method, recipe.preference, recipe.distill)
+    return peak, simulate_step(laid, objective.shares).peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize(("stage", "checkpointing"), [("zero3", "full"), ("zero2", "none")])
+def test_a_plan_of_any_family(apart, family, stage, checkpointing):  # noqa: F811
+    peak, simulated = apart(planned, family, stage, checkpointing)
+    assert peak / simulated == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.slow
+def test_one_kind_that_is_measured_for_two_is_seen(apart):  # noqa: F811
+    peak, simulated = apart(planned, "qwen3_next", "zero2", "none", True)
+    assert peak / simulated != pytest.approx(1, abs=0.02)
