@@ -14,6 +14,7 @@ from pathlib import Path
 import reference
 import torch
 import torch.distributed as dist
+from recorded import Record, first_difference, planned
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from world import train_rank
@@ -152,6 +153,7 @@ class Outcome:
     traffic: tuple[dict, dict]  # measured, predicted
     inter_node: tuple[int, int]
     memory: tuple[tuple, tuple]
+    events: dict[str, str]  # where those of the first step part from the plan's, and from one with a mistake, by name
     result: reference.Result | None
     parts: list[dict[str, Part]]
 
@@ -191,12 +193,13 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
     from shardbook.plan.formulas import predict_resident
     from shardbook.run import meter
 
-    seen, parts = {}, []
+    seen, parts, record = {}, [], Record()
     spied = {"apply_stage": train, "clip_gradients": train, "Console": train, "memory_metrics": meter, "Ledger": meter}
     real = {name: getattr(home, name) for name, home in spied.items()}
 
     def apply_stage(model, layout, mesh):
         seen.update(model=model, layout=layout, mesh=mesh)
+        record.layout = layout
         return real["apply_stage"](model, layout, mesh)
 
     def clip_gradients(parameters, max_norm):
@@ -209,7 +212,7 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
         seen["memory"] = tuple(found[f"memory/{kind}_bytes"] for kind in ("params", "grads", "optimizer"))
         return found
 
-    class Ledger(real["Ledger"]):
+    class Ledger(record.ledger(real["Ledger"])):
         def take_metrics(self, ranks_per_node, predicted, others):
             if self.traffic:  # whatever the machine is: as if every two ranks were a node
                 seen["inter_node"] = sent_between_nodes(self.traffic, self.groups, ranks.rank, 2)
@@ -223,14 +226,15 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
             pass
 
         def show_job(self, job):
-            pass
+            seen["events"] = planned(job, ranks.rank)
 
     spies = {"apply_stage": apply_stage, "clip_gradients": clip_gradients}
     spies |= {"memory_metrics": memory_metrics, "Ledger": Ledger, "Console": Console}
     try:
         for name, spy in spies.items():
             setattr(spied[name], name, spy)
-        assert train.train(settings, recipe, ranks) == 0
+        with record.watch():
+            assert train.train(settings, recipe, ranks) == 0
     finally:
         for name, function in real.items():
             setattr(spied[name], name, function)
@@ -261,7 +265,8 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
         result = reference.Result(losses, norms, [], {})
     digests = digest.hexdigest(), uncut.hexdigest()
     traffic, bytes_kept = (seen["inter_node"], inter_node), (seen["memory"], memory)
-    return Outcome(coordinates, *digests, seen["traffic"], traffic, bytes_kept, result, parts)
+    events = {name: first_difference(record.events, listed) for name, listed in seen["events"].items()}
+    return Outcome(coordinates, *digests, seen["traffic"], traffic, bytes_kept, events, result, parts)
 
 
 def part(tensor: Tensor) -> Part:
@@ -409,6 +414,13 @@ def assert_exact_bytes(outcomes: list[Outcome]) -> None:
         for kind in ("traffic", "inter_node", "memory"):
             measured, predicted = getattr(outcome, kind)
             assert measured == predicted, f"rank {rank}, {kind}: measured {measured}, predicted {predicted}"
+
+
+def assert_events(outcomes: list[Outcome]) -> None:
+    """What happened in the first step on every rank is what the plan lists, event by event."""
+    assert not (
+        said := [f"rank {rank}, {outcome.events['']}" for rank, outcome in enumerate(outcomes) if outcome.events[""]]
+    ), said
 
 
 def assert_replicas_agree(outcomes: list[Outcome]) -> None:

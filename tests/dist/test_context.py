@@ -2,7 +2,7 @@
 
 import context_cases
 import pytest
-from cases import TOLERANCE, Case, assert_case, assert_exact_bytes, assert_parity, assert_replicas_agree, outcomes_of, run_cases
+from cases import TOLERANCE, Case, assert_case, assert_events, assert_exact_bytes, assert_parity, assert_replicas_agree, outcomes_of, run_cases
 from world import losses, run_train, run_world
 
 AXIS = context_cases

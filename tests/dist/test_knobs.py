@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from cases import Case, assert_exact_bytes, assert_parity, groups_of_reductions, outcomes_of, reference_of, run_cases
+from cases import Case, assert_events, assert_exact_bytes, assert_parity, groups_of_reductions, outcomes_of, reference_of, run_cases
 from tiny import config, write_recipe
 from toys import Scenario, Toy, train_toy
 from torch.distributed.fsdp import FSDPModule
@@ -81,6 +81,7 @@ def test_hybrid_shard_has_the_same_knobs(recipe, tiny, tmp_path, wanted):
 def test_no_number_changes_and_bytes_are_exact(knob, tied, outcomes, wanted):
     assert_parity(outcomes[knob, tied][0].result, wanted(CASES[knob, tied]))
     assert_exact_bytes(outcomes[knob, tied])
+    assert_events(outcomes[knob, tied])
 
 
 def gathers(outcomes, knob, tied=True):

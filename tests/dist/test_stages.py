@@ -12,6 +12,7 @@ import torch
 from cases import (
     Case,
     assert_case,
+    assert_events,
     covering_cases,
     documents_of_steps,
     every_case,
@@ -58,6 +59,20 @@ def outcomes(recipe, tiny, tmp_path_factory, request):
 
 def test_parity_and_exact_bytes(case, outcomes, wanted):
     assert_case(case, outcomes(case), wanted(case))
+    assert_events(outcomes(case))
+
+
+@pytest.mark.parametrize(
+    ("stage", "mistake"),
+    [
+        ("zero3", "an event forgotten"),
+        ("zero3", "a prefetch one unit too early"),
+        ("zero1", "a reduction in every micro-batch"),
+    ],
+)
+def test_a_list_of_events_with_a_mistake_turns_it_red(stage, mistake, outcomes):
+    for outcome in outcomes(Case(stage, 1, 2, 3)):
+        assert "happened" in outcome.events[mistake] and not outcome.events[""]
 
 
 @pytest.mark.parametrize("micros", [1, 3])

@@ -11,6 +11,7 @@ from cases import (
     TOLERANCE,
     Case,
     assert_case,
+    assert_events,
     assert_exact_bytes,
     assert_parity,
     assert_replicas_agree,

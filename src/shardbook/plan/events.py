@@ -54,8 +54,8 @@ class Inside:
     layers: int = 0  # of the whole model
     recomputed: frozenset[int] = frozenset()  # numbers of blocks that run again in backward
     forward: Sends = ()  # of a block
-    again: Sends = ()  # of a block's recompute
     backward: Sends = ()
+    again: Sends = ()  # of the backward of a block that is recomputed
     embedding: tuple[Sends, Sends] = ((), ())  # of its forward, and backward
     loss: tuple[Sends, Sends] = ((), ())  # with the last norm before it
     stream_bytes: int = 0  # of the activations that go to the next pipeline stage, and of their gradient
@@ -176,10 +176,10 @@ class _Chunk:
                 yield from self._free(unit, now)
 
         for unit, ahead in order:
-            while running and unit.modules[0] not in running[-1].inside and not running[-1].spans:
-                yield from leave(running.pop())
             if unit is self.first_block and self.is_first:
                 yield Event("exchange", None, inside.embedding[0])
+            while running and unit.modules[0] not in running[-1].inside and not running[-1].spans:
+                yield from leave(running.pop())
             # where each rank has all parameters they are cast at once
             yield from self._gather((each for each, _ in order) if copies else (unit, *ahead), now, True)
             running.append(unit)
@@ -197,7 +197,7 @@ class _Chunk:
         def leave(unit: Unit) -> Iterator[Event]:
             if not unit.numel:
                 return
-            blocks = (inside.again * (n in inside.recomputed) + inside.backward for n in self.blocks.get(unit, ()))
+            blocks = (inside.again if n in inside.recomputed else inside.backward for n in self.blocks.get(unit, ()))
             yield Event("compute", unit, sum(blocks, ()))
             if not layout.copies and unit.frees_after_backward(is_last):
                 yield from self._free(unit, now)
@@ -206,25 +206,33 @@ class _Chunk:
             else:
                 summed = replica_sum(layout, [unit]) if is_last else ()
                 yield Event("reduce", unit, reduction(layout, unit) + summed)
-                if layout.offload.optimizer != "none" and (is_last or layout.replicas == 1):
+                if layout.offload.optimizer != "none" and any(unit.trained) and (is_last or layout.replicas == 1):
                     yield Event("arrive", unit)
             for missing, _ in unsent:
                 missing.discard(unit)
             while is_last and unsent and not unsent[0][0]:  # buckets are sent in their order
                 yield Event("reduce", None, unsent.pop(0)[1])
 
-        if self.is_last:
-            yield Event("exchange", None, inside.loss[1])
+        # no gradient goes through these: nothing before them is trained
+        order = [unit for unit, _ in layout.run_order(is_forward=True)]
+        trains = [any(unit.trained) for unit in order]
+        unreached = [
+            unit for n, unit in enumerate(order) if self.is_first and not any(trains[:n]) and not layout.copies
+        ]
+        has_loss = self.is_last  # the loss, whose backward is before that of all blocks
         for unit, ahead in layout.run_order(is_forward=False):
+            if has_loss and unit in self.blocks:
+                has_loss = False
+                yield Event("exchange", None, inside.loss[1])
             while running and unit.modules[0] not in running[-1].inside:
                 yield from leave(running.pop())
             yield from self._gather((unit, *ahead), now, False)
-            (late if unit.spans else running).append(unit)
+            (late if unit.spans or unit in unreached else running).append(unit)
         while running:
             yield from leave(running.pop())
         if self.is_first:
             yield Event("exchange", None, inside.embedding[1])
-        for unit in late:  # at the end of backward, as fully_shard does
+        for unit in sorted(late, key=order.index):  # at the end of backward, as fully_shard does
             yield from leave(unit)
         for unit in layout.units if layout.copies else [unit for unit in layout.units if unit.forward_only]:
             if unit.frees_after_backward(is_last) and (is_last or not layout.copies):
@@ -266,7 +274,7 @@ def step_events(
     yield Event("norm", None, tuple(("all_reduce", axis, NORM_BYTES) for axis, size in spread.items() if size > 1))
     exchanges = muon_exchanges(layout) if OPTIMIZERS[optimizer_name].whole_matrices else ()
     away = layout.units if layout.offload.optimizer != "none" else ()
-    yield from (Event("update", unit) for unit in away)
+    yield from (Event("update", unit) for unit in away if any(unit.trained))
     yield Event("step", None, exchanges)
     everyone = next((axis for axis, size in layout.sizes.items() if size == layout.world_size), WORLD)
     yield Event("counts", None, (("all_reduce", everyone, COUNTS_BYTES),))

@@ -1,0 +1,126 @@
+"""The events of a rank's first step as they happen: collectives by the ledger, frees, and what offload moves; and as
+the plan lists them."""
+
+import contextlib
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any
+
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+Happened = tuple[
+    Any, ...
+]  # (operation, mesh axis, payload bytes), or (free, fetch, arrive or update, number of the unit)
+
+
+@dataclass
+class Record:
+    """What happens while the ledger is open."""
+
+    events: list[Happened] = field(default_factory=list)
+    layout: Any = None
+    is_open: bool = False
+
+    def note(self, *event: Any) -> None:
+        if self.is_open:
+            self.events.append(event)
+
+    def number_of(self, group: FSDPParamGroup) -> int:
+        from shardbook.comm.torch_private import sharded_parameters
+
+        own = {id(param) for param in group.fsdp_params}
+        units = [
+            unit.shapes and not self.layout.copies and sharded_parameters(unit.handle) for unit in self.layout.units
+        ]
+        return next(n for n, params in enumerate(units) if params and id(params[0]) in own)
+
+    def ledger(self, real: type) -> type:
+        """A ledger that notes each collective in its order."""
+        record = self
+
+        class Noted(real):
+            def open(self) -> None:
+                super().open()
+                record.is_open = True
+
+            def close(self) -> bool:
+                record.is_open = False
+                return super().close()
+
+            def _count(self, op: str, tensor: Any, group: Any) -> None:
+                before = dict(self.traffic)
+                super()._count(op, tensor, group)
+                (key,) = [key for key, volume in self.traffic.items() if volume != before.get(key)]
+                record.note(*key, tensor.numel() * tensor.element_size())
+
+        return Noted
+
+    @contextlib.contextmanager
+    def watch(self):
+        """Notes frees of fully_shard's units, and what moves between tiers."""
+        from shardbook.memory.homes import Homes
+        from shardbook.memory.host_adamw import HostAdamW
+
+        real = FSDPParamGroup.reshard, Homes.shard, HostAdamW.arrive, HostAdamW._submit
+
+        def reshard(group: Any) -> None:
+            was_whole = group.is_unsharded
+            real[0](group)
+            if was_whole and not group.is_unsharded:
+                self.note("free", self.number_of(group))
+
+        def shard(homes: Any, unit: Any, number: int) -> Any:
+            if number == 0 and homes.tier != "none":
+                self.note("fetch", unit.number)
+            return real[1](homes, unit, number)
+
+        def arrive(optimizer: Any, unit: Any, flat: Any) -> None:
+            self.note("arrive", unit.number)
+            real[2](optimizer, unit, flat)
+
+        def submit(optimizer: Any, unit: Any, *more: Any) -> None:
+            self.note("update", unit.number)
+            real[3](optimizer, unit, *more)
+
+        FSDPParamGroup.reshard, Homes.shard, HostAdamW.arrive, HostAdamW._submit = reshard, shard, arrive, submit
+        try:
+            yield self
+        finally:
+            FSDPParamGroup.reshard, Homes.shard, HostAdamW.arrive, HostAdamW._submit = real
+
+
+def planned(job: Any, rank: int) -> dict[str, list[Happened]]:
+    """The same by the plan, under no name; and as it would be with a mistake, by name."""
+    from shardbook.plan.axes import read_inside
+    from shardbook.plan.events import step_events
+
+    layout, recipe = job.layout, job.recipe
+    inside = read_inside(layout, job.config, recipe, rank, job.loader.peek)
+    words = recipe.train.gradient_accumulation_steps, recipe.optim.name, recipe.forwards_per_micro, rank, inside
+    deeper = layout.parallel.model_copy(update={"backward_prefetch": layout.backward_prefetch + 1})
+    layouts = {
+        "": layout,
+        "a prefetch one unit too early": replace(layout, parallel=deeper),
+        "a reduction in every micro-batch": replace(layout, stage=replace(layout.stage, reduce_every_micro=True)),
+    }
+    found = {name: _as_it_happens(each, step_events(each, *words)) for name, each in layouts.items()}
+    return found | {"an event forgotten": found[""][: len(found[""]) // 2] + found[""][len(found[""]) // 2 + 1 :]}
+
+
+def _as_it_happens(layout: Any, events: Any) -> list[Happened]:
+    """A model that each rank holds whole frees no units."""
+    numbers, found = {unit: number for number, unit in enumerate(layout.units)}, []
+    for what, unit, sends in events:
+        if what in ("fetch", "arrive", "update") or (what == "free" and not layout.copies):
+            found.append((what, numbers[unit]))
+        found += [send for send in sends if send[2]]
+    return found
+
+
+def first_difference(happened: list[Happened], listed: list[Happened]) -> str:
+    """Where two lists part, with the events before it; empty where they are the same."""
+    for number, (one, other) in enumerate(zip_longest(happened, listed)):
+        if one != other:
+            before = ", ".join(map(str, happened[max(0, number - 4) : number]))
+            return f"event {number} of {len(happened)}: {one} happened, {other} is listed; before: {before}"
+    return ""
