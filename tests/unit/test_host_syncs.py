@@ -129,8 +129,9 @@ def test_bad_steps_are_counted():
 
     bad = BadSteps(Loader(), 0, 0, DEVICE, print)
     with NoLists(), NoCopies():
-        for step in (1, 2):
-            list(bad.watch([torch.zeros((), device=DEVICE), torch.zeros(3, device=DEVICE)]))
+        # of a loss, of a loss with metrics, of a pipeline's stage without either, in two chunks
+        for step, shapes in enumerate(((1, 1), (3, 3), ((),) * 4), 1):
+            list(bad.watch([torch.zeros(n, device=DEVICE) for n in shapes]))
             bad.count(step, torch.zeros((), device=DEVICE))
             assert bad.take().shape == (6,)
 

@@ -40,7 +40,8 @@ class BadSteps:
         """Yields the shares of a step's micro-batches, and keeps their losses."""
         self.losses = []
         for shares in passes:
-            self.losses.append(shares.flatten()[0])
+            if shares.ndim:  # else of a pipeline stage without a loss, which yields a zero for each of its chunks
+                self.losses.append(shares[0])
             yield shares
 
     def count(self, step: int, norm: Tensor) -> None:
@@ -48,7 +49,9 @@ class BadSteps:
         bad = (~torch.isfinite(norm.to(self.counts.device, non_blocking=True))).double()
         in_a_row, most, total, first = self.counts[: COUNTS + 1].unbind()
         in_a_row = (in_a_row + 1) * bad
-        flags = (~torch.isfinite(torch.stack(self.losses))).double()
+        flags = torch.zeros_like(self.counts[COUNTS + 1 :])
+        if self.losses:
+            flags = (~torch.isfinite(torch.stack(self.losses))).double()
         this = torch.cat([torch.full_like(flags[:1], step), flags])
         first = torch.where((first == 0) * bad > 0, this, self.counts[COUNTS:])
         self.counts = torch.cat([torch.stack([in_a_row, torch.maximum(most, in_a_row), total + bad]), first])
