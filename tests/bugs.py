@@ -191,9 +191,9 @@ def replicas_drift(train):
     import torch
     import torch.distributed as dist
 
-    from shardbook.memory import offload
+    from shardbook.memory import host_adamw
 
-    real = offload.build_optimizer
+    real = host_adamw.build_optimizer
 
     def build_optimizer(model, optim):
         optimizer = real(model, optim)
@@ -207,21 +207,21 @@ def replicas_drift(train):
         optimizer.step = drifting
         return optimizer
 
-    offload.build_optimizer = build_optimizer
+    host_adamw.build_optimizer = build_optimizer
 
 
 @planted_in("ddp", 2, 1)
 def gradients_never_zeroed(train):
-    from shardbook.memory import offload
+    from shardbook.memory import host_adamw
 
-    real = offload.build_optimizer
+    real = host_adamw.build_optimizer
 
     def build_optimizer(model, optim):
         optimizer = real(model, optim)
         optimizer.zero_grad = lambda: None
         return optimizer
 
-    offload.build_optimizer = build_optimizer
+    host_adamw.build_optimizer = build_optimizer
 
 
 @planted_in("zero1", 1, 3, tied=False)

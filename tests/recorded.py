@@ -59,6 +59,7 @@ class Record:
     def watch(self):
         """Notes frees of fully_shard's units, and what moves between tiers."""
         from shardbook.memory.homes import Homes
+
         from shardbook.memory.host_adamw import HostAdamW
 
         real = FSDPParamGroup.reshard, Homes.shard, HostAdamW.arrive, HostAdamW._submit

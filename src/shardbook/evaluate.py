@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardbook.memory.offload import settle
+from shardbook.memory.host_adamw import materialize_state
 from shardbook.model.adapter_files import load_adapter
 from shardbook.model.laid_out import World
 from shardbook.model.weights import load_weights
@@ -46,10 +46,10 @@ def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, i
     sharded = build(job, ranks.device)
     oom_guard = OomGuard(job, sharded)
     with oom_guard, tempfile.TemporaryDirectory() as folder:
-        optimizer = oom_guard.optimizer = settle(job.model, sharded, laid.recipe.optim, ranks.device)
+        optimizer = oom_guard.optimizer = materialize_state(job.model, sharded, laid.recipe.optim, ranks.device)
         source = load_base(laid.recipe, sharded, job.folder)
         fill_teacher(sharded, laid.recipe)
-        sharded.spread()
+        sharded.upload_shards()
         reference = Reference(job, Path(folder), ranks, console, StopFlag())
         if not reference.read(sharded, job.folder, goes_on=False):
             reference.ask(sharded)
@@ -58,7 +58,7 @@ def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, i
             source = str(checkpoint)
         elif run:
             source = _load_export(run, job, sharded)
-        sharded.spread()
+        sharded.upload_shards()
         held_out = reference.give()
         assert held_out is not None
         seen = evaluate(sharded, job.objective, held_out, job.batching, ranks)

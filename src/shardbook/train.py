@@ -14,7 +14,7 @@ import torch
 
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.memory.block_inputs import send_inputs
-from shardbook.memory.offload import settle
+from shardbook.memory.host_adamw import materialize_state
 from shardbook.model.causal_lm import apply_compile
 from shardbook.model.laid_out import World
 from shardbook.optim import clip_gradients, learning_rate, set_learning_rate, step_if_finite
@@ -79,7 +79,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     sharded = build(job, ranks.device)
     oom_guard = OomGuard(job, sharded)
     with oom_guard:
-        optimizer = oom_guard.optimizer = settle(job.model, sharded, recipe.optim, ranks.device)
+        optimizer = oom_guard.optimizer = materialize_state(job.model, sharded, recipe.optim, ranks.device)
         reference = Reference(job, run.path, ranks, console, stop)
         state, source = start_from(newest, job, sharded, optimizer, reference)
     if reference.stopped:

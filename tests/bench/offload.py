@@ -24,7 +24,7 @@ from transformers import AutoConfig
 
 from shardbook.data.loader import MicroBatch
 from shardbook.memory.direct_io import DirectFile, page_buffer
-from shardbook.memory.offload import settle
+from shardbook.memory.host_adamw import materialize_state
 from shardbook.model.causal_lm import build_model
 from shardbook.model.weights import init_weights
 from shardbook.objectives.sft import sft_loss
@@ -151,9 +151,9 @@ def bench_hidden(rounds: int) -> dict:
     model = build_model(config, recipe.at_rest)
     own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)
     sharded = apply_stage(model, layout := build_layout(*own, 1, 1, recipe.offload), build_mesh(layout.sizes, "cpu"))
-    optimizer = settle(model, sharded, recipe.optim, torch.device("cpu"))
+    optimizer = materialize_state(model, sharded, recipe.optim, torch.device("cpu"))
     init_weights(sharded.masters, 0)
-    sharded.spread()
+    sharded.upload_shards()
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: time.sleep(0.06))
     real = optimizer._step
@@ -170,11 +170,11 @@ def bench_hidden(rounds: int) -> dict:
     found = {"hidden": [], "wait": [], "step": []}
     stepped = 0.05 * sum(bool(unit.shapes) for unit in layout.units)
     for number in range(rounds + 2):
-        sharded.offloaded.homes.waited = 0.0
+        sharded.offloaded.waited = 0.0
         sharded.begin_step()
         with sharded.micro_batch(is_last=True):
             sft_loss(model, micro).backward()  # its forward waits for what the step before began
-        waited = sharded.offloaded.homes.waited
+        waited = sharded.offloaded.waited
         if number > 1:
             for name, value in (("hidden", 1 - waited / stepped), ("wait", waited), ("step", stepped)):
                 found[name].append(value)

@@ -139,19 +139,19 @@ def gradients_are_not_held():
     from shardbook.memory.host_adamw import HostAdamW, Staging
 
     Staging.source = property(lambda self: None, lambda self, value: None)
-    real = HostAdamW._land
+    real = HostAdamW._accumulate
 
-    def land(self, *given):
+    def accumulate(self, *given):
         time.sleep(1.0)  # PCIe is slow
         real(self, *given)
 
-    HostAdamW._land = land
+    HostAdamW._accumulate = accumulate
 
 
 def a_thread_without_a_device():
-    from shardbook.memory.homes import Pager
+    from shardbook.memory import tiers
 
-    Pager._begin = lambda self: None
+    tiers.own_stream = lambda device: None
 
 
 def rates_of_pageable_memory():
@@ -160,31 +160,30 @@ def rates_of_pageable_memory():
 
 def slots_are_read_into_at_once():
     """The disk's next bucket goes into a slot that the device may still be copying masters from."""
-    from shardbook.memory.host_adamw import HostAdamW
+    from shardbook.memory.tiers import DiskState
 
-    real = HostAdamW._through_disk
+    real = DiskState.__init__
 
-    def through_disk(self, *given):
-        self.homes.sent = lambda: None
+    def init(self, *given):
         real(self, *given)
-        del self.homes.sent
+        self.uploads = False
 
-    HostAdamW._through_disk = through_disk
+    DiskState.__init__ = init
 
 
 def loads_again():
-    """No bug: before each step masters are written, with what they are, and spread, as by a load."""
-    from shardbook.memory.offload import Offloaded
+    """No bug: before each step masters are written, with what they are, and uploaded, as by a load."""
+    from shardbook.memory.host_adamw import HostAdamW
 
-    begin = Offloaded.begin_step
+    begin = HostAdamW.begin_step
 
     def begin_step(self):
         for master in self.masters().parameters():
             master.data.mul_(1)
-        self.spread()
+        self.upload_shards()
         begin(self)
 
-    Offloaded.begin_step = begin_step
+    HostAdamW.begin_step = begin_step
 
 
 def a_load_waits_for_the_host_alone():

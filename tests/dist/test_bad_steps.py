@@ -28,9 +28,9 @@ def plant(kind, step):
     from shardbook.parallel.pipeline import MicroBatchRunner
     from shardbook.parallel.sharding import ShardedModel
 
-    places = ((train, "clip_gradients"), (HostAdamW, "_take_in"), (MicroBatchRunner, "forward"))
+    places = ((train, "clip_gradients"), (HostAdamW, "_accumulate"), (MicroBatchRunner, "forward"))
     places += ((train, "step_if_finite"), (ShardedModel, "end_step"))
-    clip, take_in, forward, go, end = before = [getattr(*place) for place in places]
+    clip, accumulate, forward, go, end = before = [getattr(*place) for place in places]
     begun = itertools.count(1)
     now = [next(begun)]
 
@@ -52,10 +52,10 @@ def plant(kind, step):
                 gradients[0].grad.to_local().view(-1)[0] = torch.nan
         return clip(gradients, limit)
 
-    def take_in_planted(self, unit, flat, *rest):
+    def accumulate_planted(self, staging, d2h_event, unit, flat, *rest):
         if here("gradient") and unit.number == 1:
             flat[0] = torch.nan
-        take_in(self, unit, flat, *rest)
+        accumulate(self, staging, d2h_event, unit, flat, *rest)
 
     def go_planted(optimizer, norm):
         parameter = optimizer.param_groups[0]["params"][0]
@@ -74,7 +74,7 @@ def plant(kind, step):
         for place, function in zip(places, functions, strict=True):
             setattr(*place, function)
 
-    put((clip_planted, take_in_planted, forward_planted, go_planted, end_planted))
+    put((clip_planted, accumulate_planted, forward_planted, go_planted, end_planted))
     return lambda: put(before)
 
 
@@ -86,7 +86,7 @@ def train_planted(recipe, runs, kinds):
     from shardbook.recipe import load_recipe
     from shardbook.run.console import Console
 
-    ranks, settle, show, found = start_distributed(), train.settle, Console.print, {}
+    ranks, settle, show, found = start_distributed(), train.materialize_state, Console.print, {}
     for (name, words), kind in itertools.product(runs.items(), kinds):
         seen, said, undo = {}, [], plant(kind, 3)
 
@@ -94,13 +94,13 @@ def train_planted(recipe, runs, kinds):
             seen["optimizer"], seen["sharded"] = settle(model, sharded, optim, device), sharded
             return seen["optimizer"]
 
-        train.settle, Console.print = settled, lambda console, text, said=said: said.append(text)
+        train.materialize_state, Console.print = settled, lambda console, text, said=said: said.append(text)
         try:
             train.train(load_recipe(recipe, [*WORDS, *words, f"run.name={name}-{kind}"]), recipe, ranks)
         except RunFailed as error:
             said.append(str(error))
         finally:
-            train.settle, Console.print = settle, show
+            train.materialize_state, Console.print = settle, show
             undo()
         residuals = [residual.double().sum().item() for residual in seen["sharded"].residuals.values()]
         assert all(residuals) and bool(residuals) == (name == "carried")

@@ -223,10 +223,10 @@ def test_samples_compile_and_knobs_beside_a_teacher(recipe, teachers):
 
 def bug_of(name: str) -> None:
     """Plant it in this process."""
-    from shardbook.memory import offload
+    from shardbook.memory import host_adamw
     from shardbook.model import loss_head
 
-    real, build = loss_head.score_distilled, offload.build_optimizer
+    real, build = loss_head.score_distilled, host_adamw.build_optimizer
 
     def forgets_the_square(logits, theirs, targets, temperature, ratio, trains):
         parts = [real(logits.clone(), theirs.clone(), targets, temperature, only, True)[2] for only in (0.0, 1.0)]
@@ -256,7 +256,7 @@ def bug_of(name: str) -> None:
         return optimizer
 
     if name == "trains_the_teacher":
-        offload.build_optimizer = trains_the_teacher
+        host_adamw.build_optimizer = trains_the_teacher
     else:
         loss_head.score_distilled = {"square": forgets_the_square, "way": the_wrong_way_round}[name]
 

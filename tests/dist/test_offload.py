@@ -46,11 +46,11 @@ def train_all(recipe, runs):
     from shardbook.run import meter
 
     ranks, said = start_distributed(), {}
-    real = train.settle, meter.memory_metrics
+    real = train.materialize_state, meter.memory_metrics
     for name, words in runs.items():
         seen = {}
 
-        def settle(model, sharded, optim, device, seen=seen):
+        def materialize(model, sharded, optim, device, seen=seen):
             seen["optimizer"], seen["sharded"] = real[0](model, sharded, optim, device), sharded
             return seen["optimizer"]
 
@@ -58,12 +58,12 @@ def train_all(recipe, runs):
             seen["memory"] = real[1](*kept)
             return seen["memory"]
 
-        train.settle, meter.memory_metrics = settle, memory_metrics
+        train.materialize_state, meter.memory_metrics = materialize, memory_metrics
         settings = load_recipe(recipe, [*words, f"run.name={name}", "train.export=false"])
         try:
             assert train.train(settings, recipe, ranks) == 0
         finally:
-            train.settle, meter.memory_metrics = real
+            train.materialize_state, meter.memory_metrics = real
         said[name] = digest(seen["sharded"], seen["optimizer"]), seen["memory"], predicted(seen["sharded"], ranks.rank)
     return said
 
@@ -82,12 +82,12 @@ def digest(sharded, optimizer):
 def predicted(sharded, rank):
     from dataclasses import asdict
 
-    from shardbook.memory.shelf import shelf_sizes
+    from shardbook.memory.host_state import offloaded_bytes
     from shardbook.plan.formulas import predict_resident
 
     found = {f"memory/{what}": value for what, value in asdict(predict_resident(sharded.layout, rank)).items()}
     if sharded.layout.offload.optimizer != "none":
-        found |= {f"memory/{where}_bytes": size for where, size in shelf_sizes(sharded.layout, rank).items()}
+        found |= {f"memory/{where}_bytes": size for where, size in offloaded_bytes(sharded.layout, rank).items()}
     return found
 
 
@@ -289,11 +289,12 @@ def logged(recipe, words):
     import time
 
     from shardbook import train
-    from shardbook.memory import homes, host_adamw
+    from shardbook.memory import host_adamw
     from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import load_recipe
 
-    events, step, shard, clip = [], host_adamw.HostAdamW._step, homes.Homes.shard, host_adamw.HostAdamW.clip
+    events, adamw = [], host_adamw.HostAdamW
+    step, gather, clip = adamw._step, adamw.gather, adamw.clip
 
     def stepped(self, unit, *rest):
         step(self, unit, *rest)
@@ -301,7 +302,7 @@ def logged(recipe, words):
         time.sleep(0.6)
 
     def gathered(self, unit, number):
-        found = shard(self, unit, number)
+        found = gather(self, unit, number)
         if number == 0:
             events.append(f"gathered {unit.number}")
         return found
@@ -311,7 +312,7 @@ def logged(recipe, words):
         events.append("norm")
         return found
 
-    host_adamw.HostAdamW._step, homes.Homes.shard, host_adamw.HostAdamW.clip = stepped, gathered, normed
+    adamw._step, adamw.gather, adamw.clip = stepped, gathered, normed
     ranks = start_distributed()
     assert train.train(load_recipe(recipe, [*words, "run.name=logged"]), recipe, ranks) == 0
     return events
@@ -354,28 +355,29 @@ def test_what_cannot_be_is_refused_in_one_line(recipe, case):
         assert code == 2 and said in error and len(error.strip().splitlines()) == 1, error
 
 
-def wire_of_the_step_before():
+def shards_of_the_step_before():
     from shardbook.memory.host_adamw import HostAdamW
 
-    def submit(self, unit):
-        unit.ready = self.worker.submit(self._step, unit, self._rates(), self.coefficient, unit.arrived)
+    def step(self):
+        for unit in self.units:
+            unit.ready = self.worker.submit(self._step, unit, self._settings(), self.coefficient, unit.accumulated)
 
-    HostAdamW._submit = submit
+    HostAdamW.step = step
 
 
 def rate_of_the_step_before():
     from shardbook.memory.host_adamw import HostAdamW
 
-    real, seen = HostAdamW._rates, {}
+    real, seen = HostAdamW._settings, {}
 
-    def rates(self):
+    def settings(self):
         now = real(self)
         before = seen.setdefault(id(self), [now])
-        if next(iter(now.values()))["lr"] != next(iter(before[-1].values()))["lr"]:
+        if now[0][0]["lr"] != before[-1][0][0]["lr"]:
             before.append(now)
         return before[-2] if len(before) > 1 else now
 
-    HostAdamW._rates = rates
+    HostAdamW._settings = settings
 
 
 def cut_at_four_elements():
@@ -393,14 +395,15 @@ def cut_at_four_elements():
 def gradient_added_twice():
     from shardbook.memory.host_adamw import HostAdamW
 
-    real = HostAdamW._take_in
+    real = HostAdamW._accumulate
 
-    def take_in(self, unit, flat, is_first, is_last):
-        real(self, unit, flat, is_first, is_last)
+    def accumulate(self, *given):
+        real(self, *given)
+        *_, is_first, _ = given
         if not is_first:
-            real(self, unit, flat, is_first, is_last)
+            real(self, *given)
 
-    HostAdamW._take_in = take_in
+    HostAdamW._accumulate = accumulate
 
 
 def torn_bucket():
@@ -418,10 +421,9 @@ def torn_bucket():
 def gathered_before_it_was_written():
     import time
 
-    from shardbook.memory.homes import Homes
     from shardbook.memory.host_adamw import HostAdamW
 
-    shard, step = Homes.shard, HostAdamW._step
+    gather, step = HostAdamW.gather, HostAdamW._step
 
     def stepped(self, *words):
         time.sleep(0.2)
@@ -429,11 +431,11 @@ def gathered_before_it_was_written():
 
     def impatient(self, unit, number):
         ready, unit.ready = unit.ready, None
-        found = shard(self, unit, number)
+        found = gather(self, unit, number)
         unit.ready = ready
         return found
 
-    Homes.shard, HostAdamW._step = impatient, stepped
+    HostAdamW.gather, HostAdamW._step = impatient, stepped
 
 
 def staging_filled_again_too_early():
@@ -441,22 +443,22 @@ def staging_filled_again_too_early():
 
     from shardbook.memory.host_adamw import HostAdamW
 
-    arrive, take_in = HostAdamW.arrive, HostAdamW._take_in
+    receive, accumulate = HostAdamW.receive, HostAdamW._accumulate
 
     def impatient(self, unit, flat):
-        self.stagings[0].taken = None
-        arrive(self, unit, flat)
+        self.stagings[0].accumulated = None
+        receive(self, unit, flat)
 
     def late(self, *words):
         time.sleep(0.05)
-        take_in(self, *words)
+        accumulate(self, *words)
 
-    HostAdamW.arrive, HostAdamW._take_in = impatient, late
+    HostAdamW.receive, HostAdamW._accumulate = impatient, late
 
 
 PLANTED = {
     staging_filled_again_too_early: "cpu-none",
-    wire_of_the_step_before: "nvme-nvme",
+    shards_of_the_step_before: "nvme-nvme",
     rate_of_the_step_before: "cpu-cpu",
     cut_at_four_elements: "cpu-none",
     gradient_added_twice: "cpu-none",

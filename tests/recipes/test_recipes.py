@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from world import forks
 
 from shardbook.memory.activation import apply_checkpointing
-from shardbook.memory.shelf import shelf_sizes
+from shardbook.memory.host_state import offloaded_bytes
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import count_flops
 from shardbook.model.families import load_config
@@ -164,7 +164,7 @@ def wrap(path, folder, world, count):
     others = [build_adapted(recipe, config, KERNELS["varlen"], teacher, first, world) for first in firsts]
     stages = [lay_out(recipe, each, world) for each in (*others, model)]
     layout = stages[-1]
-    away = shelf_sizes(layout, 0) if recipe.offload.optimizer != "none" else {}
+    away = offloaded_bytes(layout, 0) if recipe.offload.optimizer != "none" else {}
     if said := re.search(r"^# predicted: (\d+) GB .* MFU (0\.\d+) ", path.read_text(), re.MULTILINE):
         peak = max((predict_peak(stage, config, recipe) for stage in stages), key=lambda peak: peak.total)
         mfu = min(predict_mfu(stage, config, recipe, count_flops(model), 1200) for stage in stages)

@@ -7,8 +7,8 @@ import pytest
 from test_peak import lay_out, settings
 from world import run_world
 
-import shardbook.memory.offload as offload
-from shardbook.memory.shelf import ALIGN, STAGINGS, plan_shelf, shelf_sizes, staging_bytes
+from shardbook.memory import host_adamw, host_state
+from shardbook.memory.host_state import ALIGN, STAGINGS, offloaded_bytes, plan_unit, staging_bytes
 from shardbook.plan.peak import predict_moments, predict_peak
 from shardbook.ranks.distributed import share_of_cores
 from shardbook.recipe import Offload, RecipeError
@@ -23,9 +23,10 @@ def laid_out(world=4, parallel=None, train=None, **tiers):
 def test_a_parameter_begins_at_a_page_and_trained_ones_come_first():
     layout, _, _ = laid_out(optimizer="cpu")
     for unit in layout.units:
-        plan = plan_shelf(layout, unit, 0)
-        assert all(place.start % ALIGN == 0 for place in plan.places)
-        assert plan.trained == plan.masters and plan.reduced == plan.wire == unit.padded_numel(4) // 4
+        plan = plan_unit(layout, unit, 0)
+        assert all(slot.start % ALIGN == 0 for slot in plan.slots)
+        assert plan.buffers["masters"] == (plan.trained * 4, "cpu")
+        assert plan.reduced == plan.gathered == unit.padded_numel(4) // 4
 
 
 @pytest.mark.parametrize(("optimizer", "params"), [("cpu", "none"), ("cpu", "cpu"), ("nvme", "none"), ("nvme", "nvme")])
@@ -33,7 +34,7 @@ def test_tiers_take_what_the_table_says(optimizer, params):
     path = {"path": "/scratch"} if optimizer == "nvme" else {}
     layout, made, recipe = laid_out(optimizer=optimizer, params=params, **path)
     share = sum(unit.numel for unit in layout.units) / 4
-    sizes = shelf_sizes(layout, 0)
+    sizes = offloaded_bytes(layout, 0)
     sizes["host"] -= STAGINGS * staging_bytes(layout)
     padding = 1024 * 4 * 5 * sum(len(unit.shapes) for unit in layout.units)
     wanted = {"host": 4 if optimizer == "nvme" else 16, "disk": 12 if optimizer == "nvme" else 0}
@@ -46,32 +47,32 @@ def test_tiers_take_what_the_table_says(optimizer, params):
 
 
 def test_too_little_memory_or_disk_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(offload, "available_memory", lambda: 10**6)
+    monkeypatch.setattr(host_state, "available_memory", lambda: 10**6)
     layout, _, _ = laid_out(optimizer="cpu")
     with pytest.raises(RecipeError, match=r"this machine's memory are needed for 4 ranks and 0\.0 can be had; set"):
-        offload.check_room(layout, 4)
-    monkeypatch.setattr(offload, "available_memory", lambda: 10**12)
-    monkeypatch.setattr(offload, "free_bytes", lambda folder: 10**6)
+        host_state.check_room(layout, 4)
+    monkeypatch.setattr(host_state, "available_memory", lambda: 10**12)
+    monkeypatch.setattr(host_state, "free_bytes", lambda folder: 10**6)
     layout, _, _ = laid_out(optimizer="nvme", path=str(tmp_path))
     with pytest.raises(RecipeError, match=r"GB are needed for 4 ranks and 0\.0 are free; choose another disk"):
-        offload.check_room(layout, 4)
+        host_state.check_room(layout, 4)
 
 
-def settle_late(layout, folder):
+def materialize_late(layout, folder):
     """Rank 1 comes late to the check: by then rank 0 of before had reserved, which is all that is free."""
     import time
 
     from shardbook.ranks.distributed import start_distributed
 
     rank, taken, said = start_distributed().rank, folder / "taken", []
-    real = offload.free_bytes, offload.available_memory, offload.DirectFile, offload.Offloaded
+    real = host_state.free_bytes, host_state.available_memory, host_adamw.DirectFile, host_adamw.build_host_adamw
 
     def attempt(free, memory, reserve):
-        offload.free_bytes, offload.available_memory, offload.DirectFile = lambda folder: free(), memory, reserve
-        offload.materialize = lambda *words: None
-        offload.Offloaded = lambda *words: SimpleNamespace(optimizer="made")
+        host_state.free_bytes, host_state.available_memory = lambda folder: free(), memory
+        host_adamw.DirectFile, host_adamw.materialize = reserve, lambda *words: None
+        host_adamw.build_host_adamw = lambda *words: "made"
         try:
-            said.append(offload.settle(None, SimpleNamespace(layout=layout, offloaded=None), None, None))
+            said.append(host_adamw.materialize_state(None, SimpleNamespace(layout=layout, offloaded=None), None, None))
         except RecipeError as error:
             said.append(str(error))
 
@@ -86,16 +87,16 @@ def settle_late(layout, folder):
     attempt(free, lambda: 10**12, lambda *words: taken.touch())
     attempt(lambda: 10**12 * rank, lambda: 10**12, lambda *words: None)
     attempt(lambda: 10**12, lambda: 10**12, reserve)
-    offload.os.sched_getaffinity = lambda _: range(8 * rank, 8 * rank + 8)  # a launcher gave each its own
-    said.append(offload.threads_here(2, "cuda"))
-    offload.free_bytes, offload.available_memory, offload.DirectFile, offload.Offloaded = real
+    host_state.os.sched_getaffinity = lambda _: range(8 * rank, 8 * rank + 8)  # a launcher gave each its own
+    said.append(host_state.threads_here(2, "cuda"))
+    host_state.free_bytes, host_state.available_memory, host_adamw.DirectFile, host_adamw.build_host_adamw = real
     return said
 
 
 def test_a_node_decides_once_and_all_ranks_say_the_same(tmp_path):
     """Before anyone reserves: who asks late would see what the others took as gone. And the cores of one rank."""
     layout, _, _ = laid_out(world=2, optimizer="nvme", path=str(tmp_path))
-    first, second = run_world(2, settle_late, replace(layout, units=tuple(map(bare, layout.units))), tmp_path)
+    first, second = run_world(2, materialize_late, replace(layout, units=tuple(map(bare, layout.units))), tmp_path)
     assert first == second
     assert first[0] == "made" and "0.0 are free; choose another disk" in first[1]
     assert first[2] == "offload.path: planted on rank 1" and first[3] == 8
@@ -138,11 +139,11 @@ def test_what_control_groups_allow(tmp_path, case):
         (folder / limit).write_text(f"{most if most == 'max' or most > 10**9 else most * 1024}\n")
         (folder / usage).write_text(f"{used * 1024}\n")
         (folder / "memory.stat").write_text(f"anon 1\n{key} {idle * 1024}\n")
-    assert offload.available_memory(tmp_path) == wanted * 1024
+    assert host_state.available_memory(tmp_path) == wanted * 1024
 
 
 def test_what_the_kernel_says_is_available():
-    assert 10**8 < offload.available_memory() < 10**14
+    assert 10**8 < host_state.available_memory() < 10**14
 
 
 def test_what_waits_on_the_device_is_in_the_peak():

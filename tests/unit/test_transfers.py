@@ -15,14 +15,14 @@ from tiny import config
 
 from shardbook.memory.block_inputs import HostInputs
 from shardbook.memory.direct_io import PAGE, page_buffer
-from shardbook.memory.homes import Pager
 from shardbook.memory.host_adamw import HostAdamW
-from shardbook.memory.shelf import STAGINGS, Held, allocate_shelves, staging_bytes
+from shardbook.memory.host_state import STAGINGS, OffloadedUnit, allocate_units, staging_bytes
+from shardbook.memory.tiers import Prefetcher
 from shardbook.model.attention import KERNELS
 from shardbook.model.laid_out import build_adapted
 from shardbook.parallel.layout import build_layout
 from shardbook.ranks.exits import RunFailed
-from shardbook.recipe import Precision, resolve_precision
+from shardbook.recipe import Optim, Precision, resolve_precision
 
 CUDA = torch.device("cuda", 0)
 
@@ -123,7 +123,7 @@ def is_mapped(pointer):
 
 
 def laid_out(tied=True, lora=None, world=4, **tiers):
-    recipe = settings(offload={"optimizer": "cpu", **tiers})
+    recipe = settings(offload={"optimizer": "cpu", "threads": 1, **tiers})
     made = config("llama", tied=tied, num_hidden_layers=3)
     adapted = resolve_precision(settings(**({"lora": lora} if lora else {})), "cpu")
     model = build_adapted(adapted, made, KERNELS["varlen"], None)
@@ -137,13 +137,12 @@ def laid_out(tied=True, lora=None, world=4, **tiers):
 def test_only_what_is_there_is_registered_and_none_stays(cuda, tied, lora, params):
     """A root without parameters, a frozen unit's moments: CUDA refuses to register nothing."""
     layout = laid_out(tied, lora=lora, params=params)
-    shelves = list(allocate_shelves(layout, layout.units, 0, None, pin=True))
-    flats = [flat for one in shelves for flat in (one.masters, one.first, one.second, one.gradients, one.wire)]
-    flats = [flat for flat in flats if flat is not None]
+    units = list(allocate_units(layout, layout.units, 0, None, pin=True))
+    flats = [flat for unit in units for flat in unit.flats.values()]
     assert sum(cuda.pages.values()) == sum(flat.nbytes for flat in flats)
     assert any(not flat.nbytes for flat in flats)
     view = flats[0][:1]
-    del shelves, flats
+    del units, flats
     assert [*cuda.pages] == [view.data_ptr()]  # what a view refers to stays
     del view
     assert not cuda.pages
@@ -174,21 +173,21 @@ def flags_of(pointer):
 
 
 def held(layout, number, pin=False):
-    (shelf,) = allocate_shelves(layout, [layout.units[number]], 0, None, pin)
-    return Held(number, shelf, [torch.nn.Parameter(torch.zeros(1)) for _ in shelf.plan.places])
+    (unit,) = allocate_units(layout, [layout.units[number]], 0, None, pin)
+    unit.masters = [torch.nn.Parameter(torch.zeros(1)) for _ in unit.plan.slots]
+    return unit
 
 
 def host_adamw_of(layout, device=CUDA):
-    homes = SimpleNamespace(file=object(), device=device, params={}, shipped={})
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]}]
-    return HostAdamW(groups, {"lr": 1.0}, [], homes, [], layout, threads=1)
+    file = SimpleNamespace(read=None, write=None) if layout.offload.optimizer == "nvme" else None
+    return HostAdamW(torch.nn.Linear(1, 1), Optim(), [], layout, file, device)
 
 
 def test_gradients_leave_in_order_are_held_until_they_landed_and_are_bounded(cuda):
     """While nothing lands, each `flat` that came lives, though its maker let go of it; one more waits for the first."""
     layout = laid_out(world=1)
     optimizer, unit = host_adamw_of(layout), held(layout, 1)
-    wanted = unit.shelf.plan.reduced
+    wanted = unit.plan.reduced
     assert cuda.pages[optimizer.stagings[0].buffer.data_ptr()] == staging_bytes(layout)
     cuda.gate.clear()
     cuda.log.clear()
@@ -196,9 +195,9 @@ def test_gradients_leave_in_order_are_held_until_they_landed_and_are_bounded(cud
     for number in range(STAGINGS):
         flat = torch.full((wanted,), float(number + 1))
         flats.append(weakref.ref(flat))
-        optimizer.arrive(unit, flat)
+        optimizer.receive(unit, flat)
         del flat
-        leaving = optimizer.leaving.name
+        leaving = optimizer.d2h_stream.name
         said, at = cuda.log[at:], len(cuda.log)
         assert said[0][:3] == ("wait", leaving, "of MainThread") and said[1:] == [
             ("record", leaving),
@@ -206,16 +205,15 @@ def test_gradients_leave_in_order_are_held_until_they_landed_and_are_bounded(cud
         ]
     assert all(flat() is not None for flat in flats)
     last = ThreadPoolExecutor(1, "autograd", lambda: torch.cuda.set_device(CUDA))
-    one_more = last.submit(optimizer.arrive, unit, torch.full((wanted,), 4.0))
-    assert not one_more.done() and unit.arrivals <= STAGINGS + 1
+    one_more = last.submit(optimizer.receive, unit, torch.full((wanted,), 4.0))
+    assert not one_more.done() and unit.micros <= STAGINGS + 1
     with pytest.raises(TimeoutError):
         one_more.result(0.1)
     cuda.gate.set()
     one_more.result(20)
-    unit.arrived.result(20)
+    unit.accumulated.result(20)
     assert all(flat() is None for flat in flats)
-    place = unit.shelf.plan.places[0]
-    assert (unit.shelf.gradients[place.start : place.start + place.numel] == sum(range(1, STAGINGS + 1)) + 4).all()
+    assert (unit.view("gradients", 0) == sum(range(1, STAGINGS + 1)) + 4).all()
 
 
 def test_a_step_holds_up_no_gradient(cuda):
@@ -225,8 +223,8 @@ def test_a_step_holds_up_no_gradient(cuda):
     gate = threading.Event()
     stepping = optimizer.worker.submit(gate.wait, 20)
     for number in range(2 * STAGINGS):
-        optimizer.arrive(unit, torch.full((unit.shelf.plan.reduced,), float(number)))
-    unit.arrived.result(20)
+        optimizer.receive(unit, torch.full((unit.plan.reduced,), float(number)))
+    unit.accumulated.result(20)
     assert not stepping.done()
     gate.set()
 
@@ -236,7 +234,7 @@ def test_what_goes_wrong_in_the_thread_is_raised(cuda, monkeypatch, arrivals):
     """In clip at the latest, also where a later one of the same unit went well."""
     layout = laid_out(world=1)
     optimizer, unit = host_adamw_of(layout), held(layout, 1)
-    real, calls = optimizer._take_in, []
+    real, calls = optimizer._accumulate, []
 
     def fails_once(*work):
         calls.append(work)
@@ -244,44 +242,44 @@ def test_what_goes_wrong_in_the_thread_is_raised(cuda, monkeypatch, arrivals):
             raise RunFailed("planted")
         real(*work)
 
-    monkeypatch.setattr(optimizer, "_take_in", fails_once)
+    monkeypatch.setattr(optimizer, "_accumulate", fails_once)
     with pytest.raises(RunFailed, match="planted"):
         for _ in range(arrivals):
-            optimizer.arrive(unit, torch.zeros(unit.shelf.plan.reduced))
+            optimizer.receive(unit, torch.zeros(unit.plan.reduced))
         optimizer.clip(0)
 
 
 def test_what_the_device_copies_from_is_pinned_and_threads_set_their_device(cuda):
     layout = laid_out(world=1, optimizer="nvme", path="/scratch")
     optimizer = host_adamw_of(layout)
-    pinned = [*optimizer.slots, *(staging.buffer for staging in optimizer.stagings)]
-    assert len(optimizer.slots) == layout.offload.ring and {one.data_ptr() for one in pinned} == {*cuda.pages}
-    pager = Pager(SimpleNamespace(read=lambda into, offset: into.fill_(offset)), PAGE, CUDA)
-    assert {one.data_ptr() for one in pager.pages} < {*cuda.pages}
-    shelf = SimpleNamespace(wire=torch.zeros(PAGE, dtype=torch.uint8), offsets={"wire": 3})
-    assert (pager.take(Held(0, shelf, [])) == 3).all()
-    assert {"pager", "gradients", "host-adamw"} <= {*cuda.devices}
+    pinned = [*optimizer.disk.slots, *(staging.buffer for staging in optimizer.stagings)]
+    assert len(optimizer.disk.slots) == layout.offload.ring and {one.data_ptr() for one in pinned} == {*cuda.pages}
+    prefetcher = Prefetcher(SimpleNamespace(read=lambda into, offset: into.fill_(offset)), PAGE, CUDA)
+    assert {one.data_ptr() for one in prefetcher.pages} < {*cuda.pages}
+    shards = torch.zeros(PAGE, dtype=torch.uint8)
+    assert (prefetcher.fetch(OffloadedUnit(0, None, {"shards": shards}, {"shards": 3})) == 3).all()
+    assert {"prefetcher", "gradients", "host-adamw"} <= {*cuda.devices}
 
 
 def units_of(count, size=PAGE):
     """Units whose shards are away; a byte of each says which it is."""
-    wires = [torch.full((size,), number, dtype=torch.uint8) for number in range(count)]
-    return [Held(number, SimpleNamespace(wire=wire, offsets={}), []) for number, wire in enumerate(wires)]
+    shards = [torch.full((size,), number, dtype=torch.uint8) for number in range(count)]
+    return [OffloadedUnit(number, None, {"shards": each}, {}) for number, each in enumerate(shards)]
 
 
 def test_the_next_unit_is_asked_for_before_this_one_is_handed_over(monkeypatch):
     """Forward and backward of four units; the second time nothing is asked for late but the first."""
-    pager, units, log = Pager(None, PAGE, torch.device("cpu")), units_of(4), []
-    ask = pager._ask
+    prefetcher, units, log = Prefetcher(None, PAGE, torch.device("cpu")), units_of(4), []
+    request = prefetcher._request
 
-    def asked(unit, slot):
+    def requested(unit, slot):
         log.append(f"asked {unit.number}")
-        return ask(unit, slot)
+        return request(unit, slot)
 
-    monkeypatch.setattr(pager, "_ask", asked)
+    monkeypatch.setattr(prefetcher, "_request", requested)
     walk = [0, 1, 2, 3, 2, 1]
     for number in (*walk, *walk, *walk):
-        assert (pager.take(units[number]) == number).all()
+        assert (prefetcher.fetch(units[number]) == number).all()
         log.append(f"given {number}")
     third = log[-2 * len(walk) :]
     assert third[0] == "asked 1" and third == [
@@ -293,11 +291,14 @@ def test_the_next_unit_is_asked_for_before_this_one_is_handed_over(monkeypatch):
 
 def test_slots_of_the_device_are_filled_behind_what_reads_them(cuda):
     """Each copy waits for the gather before last, whose slot it takes, each gather for its own copy."""
-    pager, units = Pager(None, PAGE, CUDA), units_of(3)
-    main, own = torch.cuda.current_stream().name, pager.pool.submit(lambda: torch.cuda.current_stream().name).result()
+    prefetcher, units = Prefetcher(None, PAGE, CUDA), units_of(3)
+    main, own = (
+        torch.cuda.current_stream().name,
+        prefetcher.pool.submit(lambda: torch.cuda.current_stream().name).result(),
+    )
     for turn in range(12):
-        assert (pager.take(units[turn % 3]) == turn % 3).all()
-        pager.pool.submit(int).result()  # what was asked for ahead is on its way
+        assert (prefetcher.fetch(units[turn % 3]) == turn % 3).all()
+        prefetcher.pool.submit(int).result()  # what was asked for ahead is on its way
     waits = [entry for entry in cuda.log if entry[0] == "wait"]
     copies = [entry for entry in waits if entry[1] == own]
     gathers = [entry for entry in waits if entry[1] == main]
@@ -309,18 +310,18 @@ def test_slots_of_the_device_are_filled_behind_what_reads_them(cuda):
 
 
 def test_a_unit_that_was_stepped_is_fetched_anew():
-    pager, units = Pager(None, PAGE, torch.device("cpu")), units_of(3)
-    fetched, bring = [], pager._bring
-    pager._bring = lambda unit, *rest: (fetched.append(unit.number), (bring(unit, *rest)[0].clone(), None))[1]
+    prefetcher, units = Prefetcher(None, PAGE, torch.device("cpu")), units_of(3)
+    fetched, read = [], prefetcher._read
+    prefetcher._read = lambda unit, *rest: (fetched.append(unit.number), (read(unit, *rest)[0].clone(), None))[1]
     for number in (0, 1, 2, 0, 1):
-        pager.take(units[number])
-    pager.pool.submit(int).result()
+        prefetcher.fetch(units[number])
+    prefetcher.pool.submit(int).result()
     assert fetched[-1] == 2  # ahead
     stepping = ThreadPoolExecutor(1)
     gate: Future = stepping.submit(threading.Event().wait, 0.1)
     units[2].version += 1
-    units[2].ready = stepping.submit(units[2].shelf.wire.fill_, 77)
-    assert (pager.take(units[2]) == 77).all() and gate.done()
+    units[2].ready = stepping.submit(units[2].flats["shards"].fill_, 77)
+    assert (prefetcher.fetch(units[2]) == 77).all() and gate.done()
 
 
 def test_inputs_take_their_own_bytes_and_a_larger_one_takes_over(cuda, monkeypatch):

@@ -172,11 +172,18 @@ def padded_shard(param: Any) -> Tensor:
 
 
 @_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._init_extensions", "torch.distributed.tensor.DTensor._local_tensor")
-def gather_through(param: Any, pre: Callable[..., Any], post: Callable[..., Any]) -> None:
-    """Has fully_shard gather one of `sharded_parameters` through `pre`, which returns the tensors to send, and `post`,
-    which takes the gathered ones. The public protocol (fsdp_pre_all_gather) is for tensor subclasses, which fully_shard
-    looks for when it starts; here the shard is a plain tensor, and fully_shard has started already."""
-    extend_gather(param, pre, post)
+def gather_through(param: Any, shard: Callable[[], Tensor]) -> None:
+    """Has fully_shard gather, for one of `sharded_parameters`, the flat padded tensor that `shard` then returns. The
+    public protocol (fsdp_pre_all_gather) is for tensor subclasses, which fully_shard looks for when it starts; here the
+    shard is a plain tensor, and fully_shard has started already."""
+
+    def fsdp_pre_all_gather(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        return (shard(),), None  # torch counts the arguments: they must be five
+
+    def fsdp_post_all_gather(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+        return None if out is not None else (outputs[0], ())
+
+    extend_gather(param, fsdp_pre_all_gather, fsdp_post_all_gather)
     param._init_extensions()
 
 

@@ -1,27 +1,47 @@
 """AdamW on the host: master weights, moments and gradient sums lie in host memory or on a disk, and a thread steps them
 while the device goes on (ZeRO-Offload, arXiv 2101.06840, section 4; ZeRO-Infinity, arXiv 2104.07857, section 5).
 
-Invariant: the bits of torch's fused AdamW over the same shards on a CPU. No unit is stepped before the norm of all
-gradients is known to be finite; an all-gather waits for its own unit alone. The bytes of gradients under way are
-bounded, on the device and on the host: backward waits where the host adds them up too slowly.
+Invariant: the bits of torch's fused AdamW over the same shards on a CPU: a tier changes where bytes lie and who waits
+for whom, never a number. No unit is stepped before the norm of all gradients is known to be finite; an all-gather,
+prefetched ones too, waits for its own unit alone. The bytes of gradients under way are bounded, on the device and on
+the host: backward waits where the host adds them up too slowly.
 """
 
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardbook.memory.direct_io import page_buffer
-from shardbook.memory.homes import Homes
-from shardbook.memory.shelf import ALIGN, FP32, STAGINGS, BufferSlot, Held, staging_bytes, stepped_bytes
-from shardbook.optim import gradient_norm, squares_of
+from shardbook.comm.torch_private import (
+    gather_through,
+    padded_shard,
+    sharded_parameters,
+    start_fully_shard,
+    whole_shape,
+)
+from shardbook.memory import host_state
+from shardbook.memory.direct_io import DirectFile, page_buffer
+from shardbook.memory.host_state import ALIGN, FP32, STAGINGS, STATE, OffloadedUnit, moved_bytes
+from shardbook.memory.tiers import DiskState, build_tier, own_stream
+from shardbook.model.causal_lm import CausalLM, materialize
+from shardbook.optim import build_optimizer, gradient_norm, parameter_groups, squares_of
 from shardbook.optim.elementwise import step_adamw
+from shardbook.optim.table import adamw_settings
 from shardbook.parallel.layout import Layout
+from shardbook.parallel.sharding import ShardedModel
+from shardbook.ranks.distributed import agree
 from shardbook.ranks.exits import RunFailed
+from shardbook.recipe import Optim
+
+Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]  # AdamW's settings, and the masters that have them
 
 
 @dataclass
@@ -30,7 +50,7 @@ class Staging:
 
     buffer: Tensor  # bytes, pinned on a GPU
     source: Tensor | None = None  # on the device: its memory must not be reused before the copy is over
-    taken: Future[None] | None = None  # added to the sums
+    accumulated: Future[None] | None = None  # done when it is added to the sums
 
 
 class HostAdamW(torch.optim.Optimizer):
@@ -40,98 +60,114 @@ class HostAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
-        settings: dict[str, Any],
-        units: list[Held],
-        homes: Homes,
-        order: list[nn.Parameter],
+        tree: nn.Module,
+        optim: Optim,
+        units: Sequence[OffloadedUnit],
         layout: Layout,
-        threads: int,
+        file: DirectFile | None,
+        device: torch.device,
     ):
-        """Takes `order`: all masters in the model's order, in which norms are summed."""
-        super().__init__(groups, settings)
-        self.layout, offload = layout, layout.offload
-        self.moved, self.seconds = Counter[str](), 0.0  # bytes moved in this step; seconds of the host's steps
-        self.units, self.homes, self.is_last, self.coefficient = units, homes, True, 1.0
-        self.order = order
-        self.file = homes.file if offload.optimizer == "nvme" else None
+        """Takes `tree`: a module of all masters, in the model's order, in which norms are summed. Collective."""
+        super().__init__(parameter_groups(tree, optim), adamw_settings(optim))
+        self.tree, self.units, self.layout, self.file, self.device = tree, units, layout, file, device
+        self.tier, offload = build_tier(layout, units, file, device), layout.offload
+        self.is_last, self.coefficient = True, 1.0
+        self.fetched: list[Tensor] = []  # on the device: shards of the unit that is being gathered
+        self.squares: dict[nn.Parameter, Tensor] = {}  # sums of squared gradients, by master
+        self.moved = Counter[str]()  # bytes moved in this step
+        self.waited = self.seconds = 0.0  # seconds that all-gathers waited for steps; seconds of the host's steps
         self.bucket = max(ALIGN, offload.bucket_mb * 2**20 // (3 * FP32) // ALIGN * ALIGN)
-        is_cuda, own = homes.device.type == "cuda", torch.get_num_threads()
-        self.stagings = [Staging(page_buffer(staging_bytes(layout), is_cuda)) for _ in range(STAGINGS)]
-        self.leaving = torch.cuda.Stream() if is_cuda else None
+        is_cuda, own = device.type == "cuda", torch.get_num_threads()
+        self.stagings = [Staging(page_buffer(host_state.staging_bytes(layout), is_cuda)) for _ in range(STAGINGS)]
+        self.d2h_stream = torch.cuda.Stream() if is_cuda else None
+        threads = offload.threads or host_state.threads_here(layout.ranks_per_node, device.type)
         # two threads: gradients are added up beside the steps, since backward waits for the buffers that they leave
-        self.taker, self.worker = (
-            ThreadPoolExecutor(1, name, lambda: self._begin(threads)) for name in ("gradients", "host-adamw")
+        self.accumulator, self.worker = (
+            ThreadPoolExecutor(1, name, self._begin_thread, (threads,)) for name in ("gradients", "host-adamw")
         )
-        for pool in (self.taker, self.worker):
+        for pool in (self.accumulator, self.worker):
             pool.submit(int).result()
         torch.set_num_threads(own)  # a thread's first setting also sets every thread that has none yet
-        if self.file is not None:
-            self.slots = [page_buffer(3 * self.bucket * FP32, is_cuda) for _ in range(offload.ring)]
-            self.reader, self.writer = ThreadPoolExecutor(1, "reads"), ThreadPoolExecutor(1, "writes")
+        uploads = is_cuda and offload.params == "none"
+        self.disk = DiskState(file, self.bucket, offload.ring, is_cuda, uploads) if file is not None else None
         for unit in units:
-            for number, (master, param) in enumerate(zip(unit.masters, homes.params[unit.number], strict=True)):
+            for number, (master, param) in enumerate(zip(unit.masters, unit.params, strict=True)):
                 if master.requires_grad:
-                    moments = (unit.shelf.view(flat, number) for flat in (unit.shelf.first, unit.shelf.second))
-                    first, second = map(param.to_sharded_dtensor, moments)
-                    self.state[master] = {"step": torch.zeros(()), "exp_avg": first, "exp_avg_sq": second}
+                    moments = {name: param.to_sharded_dtensor(unit.view(name, number)) for name in STATE[1:]}
+                    self.state[master] = {"step": torch.zeros(()), **moments}
 
-    def _begin(self, threads: int) -> None:
+    def _begin_thread(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        if self.homes.device.type == "cuda":
-            torch.cuda.set_device(self.homes.device)
-            torch.cuda.set_stream(torch.cuda.Stream())
+        own_stream(self.device)
 
-    # ---- gradients arrive
+    # ---- gradients arrive, shards are gathered
 
-    def arrive(self, unit: Held, flat: Tensor) -> None:
+    def begin_step(self) -> None:
+        self.moved.clear()
+
+    def begin(self, is_last: bool) -> None:
+        """Notes that a micro-batch's backward begins; `is_last`: the last one of its step."""
+        self.is_last = is_last
+
+    def gather(self, unit: OffloadedUnit, number: int) -> Tensor:
+        """Returns the padded shard of a unit's parameter on the device, as fully_shard gathers it. Number 0 waits for
+        the unit's step, and fetches the whole unit."""
+        if number == 0:
+            if unit.ready is not None:
+                began = time.perf_counter()
+                unit.ready.result()
+                self.waited += time.perf_counter() - began
+            self.moved.update(moved_bytes(self.layout, unit.plan, gathers=1))
+            self.fetched = self.tier.fetch(unit)
+        return self.fetched[number].view(unit.params[number].padded_sharded_param_size)
+
+    def receive(self, unit: OffloadedUnit, flat: Tensor) -> None:
         """Takes a micro-batch's reduced gradients of `unit` from fully_shard: flat, padded, of the trained parameters.
         Raises RunFailed where some are absent."""
-        wanted = unit.shelf.plan.reduced
+        wanted = unit.plan.reduced
         if flat.numel() != wanted:  # torch before 2.13 leaves out parameters that no rank used
             raise RunFailed(
                 f"offload.optimizer: {flat.numel():,} of {wanted:,} gradients of a unit came: a trained parameter was "
                 "used by no rank; freeze it, or use torch 2.13"
             )
-        unit.arrivals += 1
+        unit.micros += 1
         self.moved["to_host"] += flat.nbytes
-        staging = self.stagings.pop(0)  # the oldest
-        self.stagings.append(staging)
-        if staging.taken is not None:
-            staging.taken.result()
-        local, landed = staging.buffer[: flat.nbytes].view(flat.dtype), None
+        self.stagings.append(staging := self.stagings.pop(0))  # the oldest
+        if staging.accumulated is not None:
+            staging.accumulated.result()
+        local, d2h_event = staging.buffer[: flat.nbytes].view(flat.dtype), None
         staging.source = flat
-        if self.leaving is None:
+        if self.d2h_stream is None:
             local.copy_(flat)
         else:
             # in a stream of its own: torch waits for the current one, that of hooks, at the end of backward
-            self.leaving.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.leaving):
+            self.d2h_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.d2h_stream):
                 local.copy_(flat, non_blocking=True)
-                landed = self.leaving.record_event()
+                d2h_event = self.d2h_stream.record_event()
             flat.record_stream(torch.cuda.current_stream())  # torch casts it in that stream, after this hook
-        work = (unit, local, unit.arrivals == 1, self.is_last)
-        staging.taken = unit.arrived = self.taker.submit(self._land, staging, landed, *work)
-
-    def _land(self, staging: Staging, landed: Any, *work: Any) -> None:
-        if landed is not None:
-            landed.synchronize()
-        staging.source = None
-        self._take_in(*work)
+        work = self.accumulator.submit(
+            self._accumulate, staging, d2h_event, unit, local, unit.micros == 1, self.is_last
+        )
+        staging.accumulated = unit.accumulated = work
 
     @torch.no_grad()
-    def _take_in(self, unit: Held, flat: Tensor, is_first: bool, is_last: bool) -> None:
-        for number, place in enumerate(unit.shelf.plan.places):
-            if place.reduced < 0:
+    def _accumulate(
+        self, staging: Staging, d2h_event: Any, unit: OffloadedUnit, flat: Tensor, is_first: bool, is_last: bool
+    ) -> None:
+        if d2h_event is not None:
+            d2h_event.synchronize()
+        staging.source = None
+        for number, (slot, master) in enumerate(zip(unit.plan.slots, unit.masters, strict=True)):
+            if slot.reduced < 0:
                 continue
-            total = unit.shelf.gradients[place.start : place.start + place.numel]
-            came = flat[place.reduced : place.reduced + place.numel]
+            total, own = unit.view("gradients", number), flat[slot.reduced : slot.reduced + slot.numel].view(slot.shape)
             if is_first:
-                total.copy_(came)
+                total.copy_(own)
             else:
-                total += came
+                total += own
             if is_last:
-                unit.squares[unit.masters[number]] = squares_of([total.view(place.shape)])[0]
+                self.squares[master] = squares_of([total])[0]
 
     # ---- the step
 
@@ -139,126 +175,162 @@ class HostAdamW(torch.optim.Optimizer):
         """Returns the norm of all gradients, an fp32 scalar on the host; the step scales gradients down to `max_norm`
         (0: it does not). Collective."""
         for staging in self.stagings:  # earlier gradients were waited for when these arrived
-            if staging.taken is not None:
-                staging.taken.result()
-        found = {master: squares for unit in self.units for master, squares in unit.squares.items()}
-        own = [master for master in self.order if master in found]
-        norm = gradient_norm([*own], [found[master] for master in own])
+            if staging.accumulated is not None:
+                staging.accumulated.result()
+        own = [master for master in self.tree.parameters() if master in self.squares]
+        norm = gradient_norm([*own], [self.squares[master] for master in own])
         self.coefficient = min(1.0, float(max_norm / (norm + 1e-6))) if max_norm else 1.0
         return norm
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Begins the step of every unit that has gradients, in forward order."""
         for unit in self.units:
-            if unit.arrivals:
-                self._submit(unit)
-
-    def _submit(self, unit: Held) -> None:
-        unit.version += 1
-        self.moved.update(stepped_bytes(self.layout, unit.shelf.plan))
-        unit.ready = self.worker.submit(self._step, unit, self._rates(), self.coefficient, unit.arrived)
+            if unit.micros:
+                unit.version += 1
+                self.moved.update(moved_bytes(self.layout, unit.plan, steps=1))
+                work = (unit, self._settings(), self.coefficient, unit.accumulated)
+                unit.ready = self.worker.submit(self._step, *work)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Makes the next gradients that arrive the first of a step."""
+        self.squares = {}
         for unit in self.units:
-            unit.arrivals, unit.arrived, unit.squares = 0, None, {}
+            unit.micros, unit.accumulated = 0, None
 
     def wait(self) -> None:
         """Waits until every step that began is done, on the device too. Raises the error of a step that failed."""
         for unit in self.units:
             if unit.ready is not None:
                 unit.ready.result()
-        for event in self.homes.shipped.values():
-            event.synchronize()
+        for unit in self.units:
+            if unit.h2d_event is not None:
+                unit.h2d_event.synchronize()
 
-    def _rates(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Returns each master's settings as they are now, for a step that runs later."""
+    def _settings(self) -> Groups:
+        """Returns the groups' settings as they are now, for a step that runs later."""
         keys = ("lr", "betas", "eps", "weight_decay")
-        groups = [({key: group[key] for key in keys}, group["params"]) for group in self.param_groups]
-        return {master: settings for settings, masters in groups for master in masters}
+        return [({key: group[key] for key in keys}, group["params"]) for group in self.param_groups]
 
     @torch.no_grad()
-    def _step(
-        self, unit: Held, rates: dict[nn.Parameter, dict[str, Any]], coefficient: float, arrived: Future[None] | None
-    ) -> None:
-        if arrived is not None:
-            arrived.result()
-        shelf, end = unit.shelf, unit.shelf.plan.trained
-        trained = [
-            (place, rates[master], self.state[master]["step"])
-            for place, master in zip(shelf.plan.places, unit.masters, strict=True)
-            if master.requires_grad
-        ]
-
-        def update(first: int, last: int, flats: list[Tensor]) -> None:
-            """Steps elements `first` to `last` of the unit. `flats`: masters, first and second moments of these."""
-            flats = [*flats, shelf.gradients[first:last]]
-            if coefficient != 1.0:
-                flats[3].mul_(coefficient)
-            for decay in {settings["weight_decay"] for _, settings, _ in trained}:
-                cut = [
-                    (*span, step)
-                    for place, settings, step in trained
-                    if settings["weight_decay"] == decay and (span := _overlap(place, first, last))
-                ]
-                if cut:
-                    settings = next(other for _, other, _ in trained if other["weight_decay"] == decay)
-                    tensors = [[flat[a:b] for a, b, _ in cut] for flat in flats]
-                    step_adamw(tensors, [step.clone() for *_, step in cut], **settings)  # clones: it adds 1 to them
-            self.homes.put(unit, first, last, flats[0])
-
+    def _step(self, unit: OffloadedUnit, groups: Groups, coefficient: float, accumulated: Future[None] | None) -> None:
+        if accumulated is not None:
+            accumulated.result()
         began = time.perf_counter()
-        self.homes.begin(unit)
-        spans = [(first, min(first + self.bucket, end)) for first in range(0, end, self.bucket)]
-        if self.file is None:
-            for first, last in spans:
-                update(first, last, [flat[first:last] for flat in (shelf.masters, shelf.first, shelf.second)])
-        else:
-            self._through_disk(unit, spans, update)
-        self.homes.seal(unit)
-        for *_, step in trained:
-            step += 1
+        self.tier.store(unit, self._updates(unit, groups, coefficient))
+        for master in unit.masters:
+            if master.requires_grad:
+                self.state[master]["step"] += 1
         self.seconds += time.perf_counter() - began
 
-    def _through_disk(self, unit: Held, spans: list[tuple[int, int]], update: Any) -> None:
-        """Steps buckets while later ones are read and earlier ones written. A slot holds three parts of a bucket."""
-        file, names, size = self.file, ("masters", "first", "second"), self.bucket * FP32
-        assert file is not None
+    def _updates(self, unit: OffloadedUnit, groups: Groups, coefficient: float) -> Iterator[tuple[int, int, Tensor]]:
+        """Steps `unit` a bucket at a time. Yields the first and last element of each and its new masters."""
+        end, slots = unit.plan.trained, dict(zip(unit.masters, unit.plan.slots, strict=True))
+        trained = [
+            (settings, [(slots[master], self.state[master]["step"]) for master in masters if master in slots])
+            for settings, masters in groups
+        ]
+        spans = [(first, min(first + self.bucket, end)) for first in range(0, end, self.bucket)]
+        here = ((first, last, [unit.flats[name][first:last] for name in STATE]) for first, last in spans)
+        for first, last, state in self.disk.buckets(unit, spans) if self.disk else here:
+            flats = [*state, unit.flats["gradients"][first:last]]
+            if coefficient != 1.0:
+                flats[3].mul_(coefficient)
+            for settings, own in trained:
+                cut = [(part, step) for slot, step in own if (part := slot.overlap(first, last))]
+                if cut:
+                    tensors = [[flat[part.start - first : part.stop - first] for part, _ in cut] for flat in flats]
+                    step_adamw(tensors, [step.clone() for _, step in cut], **settings)  # clones: it adds 1 to them
+            yield first, last, flats[0]
 
-        def parts(slot: Tensor, first: int, last: int) -> list[tuple[Tensor, int]]:
-            count = (last - first) * FP32
-            return [
-                (slot[n * size : n * size + count], unit.shelf.offsets[name] + first * FP32)
-                for n, name in enumerate(names)
-            ]
+    # ---- masters are read and loaded, bytes are counted
 
-        def read(number: int) -> None:
-            if (before := number - len(self.slots)) >= 0:
-                written[before].result()
-            for buffer, offset in parts(self.slots[number % len(self.slots)], *spans[number]):
-                file.read(buffer, offset)
+    def masters(self) -> nn.Module:
+        """Returns a module of the parameters at rest, fp32, by the model's names. Waits for every step that began."""
+        self.wait()
+        return self.tree
 
-        def write(number: int) -> None:
-            for buffer, offset in parts(self.slots[number % len(self.slots)], *spans[number]):
-                file.write(buffer, offset)
+    def upload_shards(self) -> None:
+        """Casts loaded masters to the shards that are gathered, and flushes masters and moments to the disk."""
+        self.wait()
+        if self.file is not None:
+            self.file.flush()
+        for unit in self.units:
+            unit.version += 1
+            self.tier.store(unit, [(0, unit.flats["masters"].numel(), unit.flats["masters"])])
+        if self.file is not None:
+            self.file.flush()
 
-        written: list[Future[None]] = []
-        ahead = len(self.slots) - 1
-        reads = {number: self.reader.submit(read, number) for number in range(min(ahead, len(spans)))}
-        for number, (first, last) in enumerate(spans):
-            reads.pop(number).result()
-            slot = self.slots[number % len(self.slots)]
-            update(first, last, [buffer.view(torch.float32) for buffer, _ in parts(slot, first, last)])
-            if (sent := self.homes.sent()) is not None:
-                sent.synchronize()  # masters are copied from the slot, into which a later read goes
-            written.append(self.writer.submit(write, number))
-            if number + ahead < len(spans):
-                reads[number + ahead] = self.reader.submit(read, number + ahead)
-        for future in written:
-            future.result()
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the bytes that the last step moved, the seconds since the last call that all-gathers waited for the
+        host's steps, and the seconds that these steps took. Call it between a step and its zero_grad."""
+        seconds = {"wait": self.waited, "step": self.seconds}
+        self.waited = self.seconds = 0.0
+        found = {f"perf/offload_{what}_seconds": value for what, value in seconds.items()}
+        return found | {f"offload/{what}_bytes": float(count) for what, count in self.moved.items()}
+
+    def bytes(self) -> dict[str, int]:
+        """Returns the measured bytes of offloaded state: `host` and, where a file is used, `disk`."""
+        flats = [flat for unit in self.units for name, flat in unit.flats.items() if name not in unit.offsets]
+        host = sum(flat.nbytes for flat in [*flats, *(staging.buffer for staging in self.stagings)])
+        return {"host": host} | ({"disk": self.file.size} if self.file else {})
 
 
-def _overlap(place: BufferSlot, first: int, last: int) -> tuple[int, int] | tuple[()]:
-    """Returns the range of `place` between `first` and `last`, counted from `first`; an empty tuple where none is."""
-    begin, end = max(place.start, first), min(place.start + place.numel, last)
-    return (begin - first, end - first) if begin < end else ()
+def materialize_state(
+    model: CausalLM, sharded: ShardedModel, optim: Optim, device: torch.device
+) -> torch.optim.Optimizer:
+    """Gives the model memory, on the device and wherever its layout's offload says, and returns its optimizer. The
+    memory is uninitialized: load into `sharded.masters`, then `sharded.upload_shards()` copies it to where it is used.
+
+    Raises RecipeError, the same on every rank, where host or disk of a node have too little room. Collective.
+    """
+    layout = sharded.layout
+    if layout.offload.optimizer == "none":
+        materialize(model, device)
+        return build_optimizer(model, optim)
+    sizes, here = host_state.offloaded_bytes(layout, dist.get_rank()), layout.ranks_per_node
+    is_first = dist.get_rank() % here == 0
+    # one rank a node, before any of its ranks reserves: else a late rank counts what others reserved as not free
+    agree(lambda: host_state.check_room(layout, here) if is_first else None)
+    file = agree(lambda: DirectFile(Path(layout.offload.path), sizes["disk"]) if "disk" in sizes else None)
+    materialize(model, device)
+    sharded.offloaded = build_host_adamw(model, layout, optim, device, file)
+    return sharded.offloaded
+
+
+def build_host_adamw(
+    model: CausalLM, layout: Layout, optim: Optim, device: torch.device, file: DirectFile | None
+) -> HostAdamW:
+    """Returns the optimizer of a materialized `model`, with host buffers of every unit. fully_shard then hands it the
+    reduced gradients, and gathers shards from its tier. Collective."""
+    start_fully_shard(layout.units[-1].handle)
+    params = [sharded_parameters(unit.handle) if unit.shapes else [] for unit in layout.units]
+    # units with their parameters in the order in which fully_shard concatenates them
+    ordered = [
+        replace(unit, shapes=tuple(map(whole_shape, own)), trained=tuple(p.sharded_param.requires_grad for p in own))
+        for unit, own in zip(layout.units, params, strict=True)
+    ]
+    assert all(sorted(a.shapes) == sorted(b.shapes) for a, b in zip(layout.units, ordered, strict=True))
+    masters, units = dict[nn.Parameter, nn.Parameter](), []
+    for unit in host_state.allocate_units(layout, ordered, dist.get_rank(), file, pin=device.type == "cuda"):
+        unit.params = params[unit.number]
+        for number, param in enumerate(unit.params):
+            master = param.to_sharded_dtensor(unit.view("masters", number))
+            unit.masters.append(nn.Parameter(master, requires_grad=param.sharded_param.requires_grad))
+            masters[param.sharded_param] = unit.masters[-1]
+            if layout.offload.params != "none":
+                padded_shard(param).untyped_storage().resize_(0)
+        units += [unit] * bool(unit.params)
+    assert masters.keys() == set(model.parameters())
+    optimizer = HostAdamW(host_state.masters_tree(model, masters), optim, units, layout, file, device)
+    for unit in units:
+        layout.units[unit.number].handle.set_all_reduce_hook(partial(optimizer.receive, unit))
+        for number, param in enumerate(unit.params):
+            gather_through(param, partial(optimizer.gather, unit, number))
+            if param.sharded_param.requires_grad:
+                param.sharded_param.register_post_accumulate_grad_hook(_drop)
+    return optimizer
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    """Frees the device's copy of a gradient, rounded to the shard's dtype: the host has the unrounded one already."""
+    parameter.grad = None

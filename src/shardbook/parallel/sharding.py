@@ -42,7 +42,7 @@ class ShardedModel:
     mesh: DeviceMesh | None = None  # set where it has an axis tp
     parts: "list[ShardedModel]" = field(default_factory=list)  # one for each chunk of layers, where there are several
     links: PipelineLinks | None = None  # to the neighbours along pp
-    offloaded: Any = None  # memory/offload.py's, where masters are not on the device
+    offloaded: Any = None  # memory/host_adamw.py's HostAdamW, where masters are not on the device
     residuals_before: dict[str, Tensor] = field(default_factory=dict)  # the residuals before this step
     is_last: bool = True  # the step's last micro-batch; True by default: a loop that never sets it always reduces
 
@@ -56,7 +56,7 @@ class ShardedModel:
         """The holder of the gradients after a step's last backward: the parameters, or the offloaded optimizer."""
         if self.links:
             return self.links.parameters(self.model)
-        return self.offloaded.optimizer if self.offloaded else self.model.parameters()
+        return self.offloaded or self.model.parameters()
 
     @property
     def chunks(self) -> "list[ShardedModel]":
@@ -67,10 +67,10 @@ class ShardedModel:
         """Returns the metrics of traffic between device, host and disk; empty without offload."""
         return self.offloaded.take_metrics() if self.offloaded else {}
 
-    def spread(self) -> None:
+    def upload_shards(self) -> None:
         """Copies weights that were just loaded into `masters` to where they are used."""
         if self.offloaded:
-            self.offloaded.spread()
+            self.offloaded.upload_shards()
 
     def begin_step(self) -> None:
         if self.offloaded:

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from shardbook.comm.ledger import add_traffic
-from shardbook.memory.shelf import shelf_sizes
+from shardbook.memory.host_state import offloaded_bytes
 from shardbook.model.attention import kernel_on_gpu
 from shardbook.model.causal_lm import CausalLM, Flops, count_flops
 from shardbook.model.context import check_heads
@@ -59,7 +59,7 @@ class Candidate:
     @property
     def away(self) -> dict[str, int]:
         """The bytes that one rank offloads to its `host` and `disk`; empty where nothing is offloaded."""
-        return shelf_sizes(self.layout, 0) if self.layout.offload.optimizer != "none" else {}
+        return offloaded_bytes(self.layout, 0) if self.layout.offload.optimizer != "none" else {}
 
     @property
     def copied(self) -> int:

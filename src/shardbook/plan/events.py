@@ -15,7 +15,7 @@ from shardbook.arithmetic import ceil_div, round_up
 from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP, WORLD
 from shardbook.comm.ledger import Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
-from shardbook.memory.shelf import gathered_bytes, plan_shelf, stepped_bytes
+from shardbook.memory.host_state import moved_bytes, plan_unit
 from shardbook.optim.muon import WIRE_BYTES
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout
@@ -292,15 +292,15 @@ def count_traffic(events: Iterable[Event]) -> Traffic:
 def count_moves(layout: Layout, rank: int, micros: int) -> dict[str, Counter[str]]:
     """Returns the bytes that each kind of event of an offloaded step of the global `rank` moves: `to_host`, `to_device`
     (over PCIe, on a GPU), `disk_read` and `disk_written`."""
-    plans = {unit: plan_shelf(layout, unit, rank) for unit in layout.units}
+    plans = {unit: plan_unit(layout, unit, rank) for unit in layout.units}
     moves = {what: Counter[str]() for what in ("fetch", "arrive", "update")}
     for what, unit, _ in step_events(layout, micros):
         if what == "fetch" and unit:
-            moves[what].update(gathered_bytes(layout, plans[unit]))
+            moves[what].update(moved_bytes(layout, plans[unit], gathers=1))
         elif what == "arrive" and unit:
             moves[what]["to_host"] += plans[unit].reduced * layout.dtype("reduce").itemsize
         elif what == "update" and unit:
-            moves[what].update(stepped_bytes(layout, plans[unit]))
+            moves[what].update(moved_bytes(layout, plans[unit], steps=1))
     return moves
 
 

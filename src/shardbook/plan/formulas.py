@@ -11,7 +11,7 @@ from math import prod
 
 from shardbook.axes import DP_SHARD
 from shardbook.comm.ledger import Traffic
-from shardbook.memory.shelf import shelf_sizes
+from shardbook.memory.host_state import offloaded_bytes
 from shardbook.optim import state_bytes
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import rank_along
@@ -97,7 +97,7 @@ def predict_memory_metrics(layout: Layout, optimizer_name: str, peak: dict[str, 
     if residual := predict_residual(layout):
         metrics["predicted/memory/residual_bytes"] = residual
     if layout.offload.optimizer != "none":
-        metrics |= {f"predicted/memory/{where}_bytes": size for where, size in shelf_sizes(layout, 0).items()}
+        metrics |= {f"predicted/memory/{where}_bytes": size for where, size in offloaded_bytes(layout, 0).items()}
         metrics |= {f"predicted/offload/{what}_bytes": size for what, size in step_bytes(layout, 0, micros).items()}
     return metrics | {"predicted/memory/peak_bytes": sum(peak.values())}
 

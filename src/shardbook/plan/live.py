@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import compress
 from math import prod
 
-from shardbook.memory.shelf import STAGINGS, fetched_bytes
+from shardbook.memory.host_state import STAGINGS, fetched_bytes
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import Action
 from shardbook.parallel.units import Unit

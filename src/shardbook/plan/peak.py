@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from transformers import PreTrainedConfig
 
 from shardbook.arithmetic import ceil_div
-from shardbook.memory.shelf import fetched_bytes
+from shardbook.memory.host_state import fetched_bytes
 from shardbook.model.attention import head_size
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import Unit, backward_order

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from shardbook.comm.ledger import Traffic
 from shardbook.data.tokenized import Documents
-from shardbook.memory.shelf import shelf_sizes
+from shardbook.memory.host_state import offloaded_bytes
 from shardbook.model.attention import PLAIN
 from shardbook.model.selfcheck import check_family
 from shardbook.parallel.layout import Layout
@@ -172,7 +172,7 @@ def describe_layout(job: Job) -> Table:
     params, grads, optimizer = map(readable_bytes, (state.params_bytes, state.grads_bytes, peak.optimizer))
     table.add_row("a rank keeps", f"{params} parameters, {grads} reduced gradients, {optimizer} optimizer state")
     if layout.offload.optimizer != "none":
-        away = [f"{readable_bytes(size)} of {where}" for where, size in shelf_sizes(layout, 0).items()]
+        away = [f"{readable_bytes(size)} of {where}" for where, size in offloaded_bytes(layout, 0).items()]
         table.add_row("off the device", f"{', '.join(away)}: masters, moments, sums of gradients")
     parts = (peak.params + peak.grads + peak.optimizer, peak.gathered, peak.buffers, peak.activations, peak.working)
     kept, gathered, buffers, held, work = map(readable_bytes, parts)

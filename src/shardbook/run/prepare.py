@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from shardbook.comm.ledger import Traffic
 from shardbook.data.loader import Batching, Loader, choose_batching
 from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, column, load_tokenizer
-from shardbook.memory.offload import available_memory
+from shardbook.memory.host_state import available_memory
 from shardbook.model.causal_lm import Flops, count_flops
 from shardbook.model.families import load_config
 from shardbook.model.hub import config_folder, model_folder, tokenizer_folder

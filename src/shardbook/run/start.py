@@ -56,7 +56,7 @@ def start_from(
         state = _first_whole(earlier, check)
     if not reference.read(sharded, folder, bool(newest), named):
         source = source or load_base(recipe, sharded, folder)
-        sharded.spread()
+        sharded.upload_shards()
         loaded = time.perf_counter()
         reference.ask(sharded)
         if reference.stopped:
@@ -72,7 +72,7 @@ def start_from(
             _say(f"warning  checkpoint {source}: of an earlier version, without hashes: it cannot be verified")
         if lost:
             _say(f"warning  begun anew: {lost}")
-    sharded.spread()
+    sharded.upload_shards()
     return state, f"{source}, {time.perf_counter() - began:.1f} s"
 
 
