@@ -58,11 +58,9 @@ class Record:
     @contextlib.contextmanager
     def watch(self):
         """Notes frees of fully_shard's units, and what moves between tiers."""
-        from shardbook.memory.homes import Homes
-
         from shardbook.memory.host_adamw import HostAdamW
 
-        real = FSDPParamGroup.reshard, Homes.shard, HostAdamW.arrive, HostAdamW._submit
+        real = FSDPParamGroup.reshard, HostAdamW.gather, HostAdamW.receive, HostAdamW.step
 
         def reshard(group: Any) -> None:
             was_whole = group.is_unsharded
@@ -70,24 +68,26 @@ class Record:
             if was_whole and not group.is_unsharded:
                 self.note("free", self.number_of(group))
 
-        def shard(homes: Any, unit: Any, number: int) -> Any:
-            if number == 0 and homes.tier != "none":
+        def gather(optimizer: Any, unit: Any, number: int) -> Any:
+            if number == 0 and optimizer.layout.offload.params != "none":
                 self.note("fetch", unit.number)
-            return real[1](homes, unit, number)
+            return real[1](optimizer, unit, number)
 
-        def arrive(optimizer: Any, unit: Any, flat: Any) -> None:
+        def receive(optimizer: Any, unit: Any, flat: Any) -> None:
             self.note("arrive", unit.number)
             real[2](optimizer, unit, flat)
 
-        def submit(optimizer: Any, unit: Any, *more: Any) -> None:
-            self.note("update", unit.number)
-            real[3](optimizer, unit, *more)
+        def step(optimizer: Any) -> None:
+            for unit in optimizer.units:
+                if unit.micros:
+                    self.note("update", unit.number)
+            real[3](optimizer)
 
-        FSDPParamGroup.reshard, Homes.shard, HostAdamW.arrive, HostAdamW._submit = reshard, shard, arrive, submit
+        FSDPParamGroup.reshard, HostAdamW.gather, HostAdamW.receive, HostAdamW.step = reshard, gather, receive, step
         try:
             yield self
         finally:
-            FSDPParamGroup.reshard, Homes.shard, HostAdamW.arrive, HostAdamW._submit = real
+            FSDPParamGroup.reshard, HostAdamW.gather, HostAdamW.receive, HostAdamW.step = real
 
 
 def planned(job: Any, rank: int) -> dict[str, list[Happened]]:
