@@ -10,6 +10,7 @@ AXIS = context_cases
 
 def test_parity_and_exact_bytes(case, outcomes, wanted_of):
     worst = assert_case(case, outcomes(case), wanted_of(case))
+    assert_events(outcomes(case))
     print(f"\nworst {worst:.1e}  {case.name}")
 
 
