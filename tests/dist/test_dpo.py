@@ -22,6 +22,7 @@ from cases import (
     run_cases,
     same_bits,
 )
+from old_checkpoints import make_old
 from pairs import DIFFERENCE, all_but_speed, go_on_from, pairs_of_steps
 from tiny import write_pairs
 from world import losses, metrics, run_train, run_world, train_rank
@@ -214,7 +215,7 @@ def test_a_run_does_not_go_on_with_another_reference(what, recipe, pairs, straig
         rows = [json.loads(line) for line in pairs.read_text().splitlines()]
         rows[3]["chosen"][0]["content"] += "!"
         (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        state = run / "checkpoints" / "step-000004" / "state.json"
+        state = make_old(run / "checkpoints" / "step-000004") / "state.json"
         facts = json.loads(state.read_text())
         del facts["loader"]["data"]  # as of an older version; else the loader tells
         state.write_text(json.dumps(facts))
