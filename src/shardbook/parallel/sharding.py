@@ -81,7 +81,7 @@ class ShardedModel:
     def end_step(self, norm: Tensor) -> None:
         """Puts back the residuals of before the step where its gradient `norm` is not finite, without a host sync."""
         for name, residual in self.residuals.items():
-            bad = ~torch.isfinite(norm).to(residual.device, non_blocking=True)
+            bad = ~torch.isfinite(norm.to(residual.device, non_blocking=True))
             torch.where(bad, self.residuals_before[name], residual, out=residual)
 
     @contextlib.contextmanager
