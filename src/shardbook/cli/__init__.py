@@ -2,6 +2,7 @@
 Commands that only read and write files are in cli/files.py."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -192,7 +193,9 @@ def run_train(
     recipe = load_recipe(path, overrides)  # refused here before a process is started
     from shardbook.run.files import check_files
 
-    check_files(recipe)  # and before torch is imported
+    # Before torch is imported; but a model that is too large for this machine is not looked for first.
+    if is_dry or recipe.hardware.memory_gb * 1e9 < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        check_files(recipe)
     from shardbook.ranks.launch import Nodes, Restarts, launch_ranks
     from shardbook.ranks.machine import choose_nproc
 
@@ -208,6 +211,7 @@ def run_train(
         from shardbook.run.rehearsal import check_memory
 
         check_memory(recipe, path, nodes.count)
+        check_files(recipe)
     nproc, words = choose_nproc(recipe.parallel, nproc, nodes.count), [str(path), *overrides]
     if not restarts:
         return launch_ranks(nproc, words, nodes)
