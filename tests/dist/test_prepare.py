@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 import pytest
-from world import run_world, train_rank
+from world import losses, metrics, run_world, train_rank
 
 from shardbook.model.laid_out import World
 from shardbook.recipe import RecipeError, load_recipe
@@ -25,6 +25,7 @@ def facts(job):
     found = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
     for name in ("model", "config", "tokenizer", "objective", "documents", "held_out", "loader", "world"):
         del found[name]
+    found["attention"] = job.attention.name
     found["layout"] = dataclasses.replace(job.layout, units=())
     found["units"] = [vars(unit) for unit in units]
     found["config"] = job.config.to_dict()
@@ -91,3 +92,25 @@ def test_a_cpu_refuses_what_its_memory_does_not_hold(recipe, monkeypatch):
     monkeypatch.setattr(prepare, "available_memory", lambda: 1000)
     with pytest.raises(RecipeError, match="no single change would fit; shardbook plan also tries"):
         prepare_job(laid)
+
+
+def train_unmeasured(words):
+    """A model whose blocks need values to run: there is no plan of it."""
+    from shardbook.plan.blocks import Unmeasured
+    from shardbook.run import prepare
+
+    def predict_peak(*_):
+        raise Unmeasured("model.path = 'x': block 0 cannot run without memory")
+
+    prepare.predict_peak = predict_peak
+    return train_rank(words)
+
+
+def test_a_model_that_cannot_be_planned_is_trained(recipe):
+    results = run_world(2, train_unmeasured, [str(recipe), "run.name=unplanned", "train.steps=2"])
+    assert [code for code, *_ in results] == [0, 0], results
+    assert "not predicted: model.path = 'x': block 0" in " ".join(results[0][1].split())
+    rows = metrics(recipe.parent / "unplanned")
+    assert len(losses(recipe.parent / "unplanned")) == 2
+    assert not any(name.startswith("predicted/peak/") for row in rows for name in row)
+    assert any("predicted/memory/params_bytes" in row for row in rows)

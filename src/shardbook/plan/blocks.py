@@ -30,6 +30,10 @@ from shardbook.recipe import Activation, Distill, Offload, Parallel, Precision, 
 LENGTH = 128  # tokens of the shortest row, for each rank along tp and cp
 
 
+class Unmeasured(RecipeError):
+    """A block cannot run without memory, so neither the peak nor the time of a step can be planned."""
+
+
 @dataclass(frozen=True)
 class Bytes:
     """A size that grows with a micro-batch: with this rank's tokens, and with the pairs of tokens of whole rows."""
@@ -189,7 +193,7 @@ def lend_groups(model: nn.Module) -> None:
 def run(recipe: Recipe, config: PreTrainedConfig, kernel: Kernel) -> Timeline:
     """Calls a model of `config` forward and backward with a micro-batch of full rows, as training does. Meta tensors
     are faster than fake ones, and have the same sizes; but kernels of torch's own look at the device, and some families
-    ask whether a fake tensor is one. Raises RecipeError where a block runs on neither."""
+    ask whether a fake tensor is one. Raises Unmeasured where a block runs on neither."""
     for device in [torch.device(name) for name in ("meta", "cpu")][kernel.is_dense :]:
         model = build_adapted(recipe, copy.deepcopy(config), kernel)
         lend_groups(model)
@@ -208,7 +212,7 @@ def run(recipe: Recipe, config: PreTrainedConfig, kernel: Kernel) -> Timeline:
                 why = first_line(error)
     place = min(line.place[1], len(model.blocks) - 1)
     kind = type(model.blocks[place]).__name__
-    raise RecipeError(
+    raise Unmeasured(
         f"model.path = {recipe.model.path!r}: block {place}, a {kind}, cannot run without memory ({why}), so "
         "neither the peak nor the time of a step can be planned"
     )

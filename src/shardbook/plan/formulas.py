@@ -87,7 +87,8 @@ def paper_resident(stage: Stage, parameters: int, ranks: int) -> Resident:
 
 def predict_memory_metrics(layout: Layout, optimizer_name: str, peak: dict[str, int], micros: int) -> dict[str, float]:
     """Returns the metrics `predicted/memory/<what>_bytes` of the first rank, `paper/memory/<what>_bytes` beside them,
-    and a step's `peak`, `predicted/peak/<term>_bytes`; with offload also the bytes that a step of `micros` moves."""
+    and `predicted/peak/<term>_bytes` of a step's `peak` (empty: not known); with offload also the bytes that a step of
+    `micros` moves."""
     count = sum(unit.parameters for unit in layout.units)
     paper = asdict(paper_resident(layout.stage, count, layout.shards))
     kept = asdict(predict_resident(layout, 0, optimizer_name))
@@ -99,7 +100,7 @@ def predict_memory_metrics(layout: Layout, optimizer_name: str, peak: dict[str, 
     if layout.offload.optimizer != "none":
         metrics |= {f"predicted/memory/{where}_bytes": size for where, size in offloaded_bytes(layout, 0).items()}
         metrics |= {f"predicted/offload/{what}_bytes": size for what, size in step_bytes(layout, 0, micros).items()}
-    return metrics | {"predicted/memory/peak_bytes": sum(peak.values())}
+    return metrics | ({"predicted/memory/peak_bytes": sum(peak.values())} if peak else {})
 
 
 def predict_gathered_peak(layout: Layout) -> int:

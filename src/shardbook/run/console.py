@@ -23,6 +23,7 @@ from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
 from shardbook.plan.axes import describe_pipeline, describe_sharing
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual
+from shardbook.plan.peak import Peak
 from shardbook.ranks.exits import PREEMPTED
 from shardbook.run.metrics import Metrics
 from shardbook.run.prepare import Job
@@ -168,19 +169,24 @@ def describe_layout(job: Job) -> Table:
     table.add_row("parameters", f"{count:,}{of_first}{frozen}")
     computed = f"computed {precision.params}, reduced {precision.reduce}, returned {precision.output}"
     table.add_row("dtypes", f"kept {precision.master}, {computed}")
-    state = predict_resident(layout, rank=0)  # the optimizer's bytes depend on the recipe: `peak` has them
-    params, grads, optimizer = map(readable_bytes, (state.params_bytes, state.grads_bytes, peak.optimizer))
+    state = predict_resident(layout, 0, job.recipe.optim.name)
+    parts = state.params_bytes, state.grads_bytes, peak.optimizer if peak else state.optimizer_bytes
+    params, grads, optimizer = map(readable_bytes, parts)
     table.add_row("a rank keeps", f"{params} parameters, {grads} reduced gradients, {optimizer} optimizer state")
     if layout.offload.optimizer != "none":
         away = [f"{readable_bytes(size)} of {where}" for where, size in offloaded_bytes(layout, 0).items()]
         table.add_row("off the device", f"{', '.join(away)}: masters, moments, sums of gradients")
-    parts = (peak.params + peak.grads + peak.optimizer, peak.gathered, peak.buffers, peak.activations, peak.working)
-    kept, gathered, buffers, held, work = map(readable_bytes, parts)
-    more = f"{kept} kept, {gathered} gathered, {buffers} on the wire, {held} of activations, {work} of work"
-    table.add_row("at its peak", f"{readable_bytes(peak.total)} (on a GPU, predicted): {more}")
+    table.add_row("at its peak", describe_parts(peak) if peak else f"not predicted: {job.unplanned}")
     micros = f"{batching.dp_size} ranks x {job.loader.accumulation} micro-batches x {batching.batch_size}"
     table.add_row("a step", f"{job.loader.rows_per_step} rows: {micros}; {job.steps} steps")
     return table
+
+
+def describe_parts(peak: Peak) -> str:
+    parts = (peak.params + peak.grads + peak.optimizer, peak.gathered, peak.buffers, peak.activations, peak.working)
+    kept, gathered, buffers, held, work = map(readable_bytes, parts)
+    more = f"{kept} kept, {gathered} gathered, {buffers} on the wire, {held} of activations, {work} of work"
+    return f"{readable_bytes(peak.total)} (on a GPU, predicted): {more}"
 
 
 def describe_peak(metrics: Metrics) -> str:

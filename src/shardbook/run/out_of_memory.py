@@ -41,11 +41,14 @@ class OomGuard(AbstractContextManager["OomGuard"]):
         else:
             here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             room = HOST_ROOM * here / self.job.layout.ranks_per_node
-        predicted, measured = predict_fullest(*settings), dict[str, float]()
+        measured = dict[str, float]()
         for name, count in (memory_metrics(self.sharded, self.optimizer) | peak_metrics()).items():
             measured[name.removeprefix("memory/").removesuffix("_bytes")] = count
         shown = ", ".join(f"{name} {count / GB:.1f}" for name, count in measured.items() if name != "alloc_retries")
+        if self.job.unplanned:
+            return f"out of memory: {said} Measured in GB: {shown}. Not predicted: {self.job.unplanned}"
         change = smallest_change(*settings, room, has_more=has_gpu)
-        return f"out of memory: {said} Predicted at the peak: {predicted}. Measured in GB: {shown}. " + (
-            f"The smallest change that would fit: {change}" if change else NONE_FITS.capitalize()
+        return (
+            f"out of memory: {said} Predicted at the peak: {predict_fullest(*settings)}. Measured in GB: {shown}. "
+            + (f"The smallest change that would fit: {change}" if change else NONE_FITS.capitalize())
         )

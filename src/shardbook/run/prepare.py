@@ -26,6 +26,7 @@ from shardbook.model.laid_out import LaidOut, World, lay_out
 from shardbook.model.selfcheck import check_family, remember
 from shardbook.objectives import Objective, build_objective
 from shardbook.optim import check_optimizer
+from shardbook.plan.blocks import Unmeasured
 from shardbook.plan.change import NONE_FITS, smallest_change
 from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
 from shardbook.plan.hardware import HOST_ROOM
@@ -53,7 +54,8 @@ class Job(LaidOut):
     loader: Loader
     steps: int
     flops: Flops
-    peak: Peak
+    peak: Peak | None
+    unplanned: str  # the reason why there is no peak
     traffic: Traffic  # of a step along the data axes, predicted
     forecast: dict[str, float | int]  # predicted metrics
 
@@ -93,15 +95,21 @@ def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext) -> Job:
     batching = choose_batching(recipe.data, recipe.train, place, world.device_type, *parts, sequences=sequences)
     loader = Loader(documents, batching, micros, recipe.train.seed)
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
-    check_host(laid, documents)
-    peak, flops = predict_peak(layout, config, recipe), count_flops(laid.model)
+    flops, peak, unplanned = count_flops(laid.model), None, ""
     traffic = predict_traffic(layout, micros, recipe.optim.name, recipe.forwards_per_micro, world.rank)
-    forecast = predict_memory_metrics(layout, recipe.optim.name, asdict(peak), micros)
-    forecast |= predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, world.device_name)
+    forecast: dict[str, float | int] = {}
+    try:
+        check_host(laid, documents)
+        peak = predict_peak(layout, config, recipe)
+        forecast = predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, world.device_name)
+    except Unmeasured as error:  # a model that cannot be planned can be trained
+        unplanned = str(error)
+    forecast |= predict_memory_metrics(layout, recipe.optim.name, asdict(peak) if peak else {}, micros)
     objective = build_objective(recipe.method, recipe.preference, recipe.distill)
     data = {"folder": folder, "tokenizer": tokenizer, "documents": documents, "held_out": held_out, "prompts": prompts}
     how: dict[str, Any] = data | {"objective": objective, "batching": batching, "loader": loader, "steps": steps}
-    return Job(**vars(laid), **how, flops=flops, peak=peak, traffic=traffic, forecast=forecast)
+    said: dict[str, Any] = {"peak": peak, "unplanned": unplanned, "traffic": traffic, "forecast": forecast}
+    return Job(**vars(laid), **how, **said, flops=flops)
 
 
 def check_host(laid: LaidOut, documents: Documents) -> None:
