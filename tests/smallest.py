@@ -14,7 +14,7 @@ def measure(stage: str, parallel: dict) -> dict[str, int]:
     from live import Gathered
 
     from shardbook.comm.ledger import Ledger
-    from shardbook.plan import formulas
+    from shardbook.plan import events, formulas
     from shardbook.ranks.distributed import start_distributed
     from shardbook.run.metrics import memory_metrics
 
@@ -44,7 +44,7 @@ def measure(stage: str, parallel: dict) -> dict[str, int]:
     wanted = {op: predicted[key].payload_bytes if key in predicted else 0 for op, key in named.items()}
     # the watched part of a step has no token counts in it; the formula has, and here on this axis
     wanted["all_reduce"] = (
-        predicted["all_reduce", "dp_replicate"].payload_bytes - formulas.COUNTS_BYTES if stage == "ddp" else 0
+        predicted["all_reduce", "dp_replicate"].payload_bytes - events.COUNTS_BYTES if stage == "ddp" else 0
     )
     assert result == wanted, (result, wanted)
     result["gathered_peak"] = gathered.most_bytes
