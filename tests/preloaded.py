@@ -14,6 +14,8 @@ for name in (
 ):
     import_module(name)
 import_module("shardbook.run.directory").environment()
+# all families' renamings, made at the first question: a fifth of a second
+import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
 # else each rank's first collection writes to every object that is there, which copies its page: a fifth of a second
 gc.collect()
 gc.freeze()
