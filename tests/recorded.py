@@ -32,7 +32,7 @@ class Record:
         units = [
             unit.shapes and not self.layout.copies and sharded_parameters(unit.handle) for unit in self.layout.units
         ]
-        return next(n for n, params in enumerate(units) if params and id(params[0]) in own)
+        return next((n for n, params in enumerate(units) if params and id(params[0]) in own), -1)
 
     def ledger(self, real: type) -> type:
         """A ledger that notes each collective in its order."""
