@@ -179,7 +179,9 @@ def test_out_of_memory_says_what_was_predicted_measured_and_would_fit(monkeypatc
     layout, made = lay_out(recipe, layers=32)
     model = torch.nn.Linear(1000, 1000, bias=False)
     model(torch.ones(1, 1000)).sum().backward()
-    fits = OomGuard(SimpleNamespace(layout=layout, config=made, recipe=recipe), ShardedModel(model, layout, {}))
+    fits = OomGuard(
+        SimpleNamespace(layout=layout, config=made, recipe=recipe, unplanned=""), ShardedModel(model, layout, {})
+    )
     for name, value in {
         "is_available": lambda: True,
         "current_device": lambda: 0,

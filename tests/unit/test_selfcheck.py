@@ -1,5 +1,6 @@
 """Families that nobody listed: the numbers of transformers' own forward, and what a self-check says of them."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -22,9 +23,8 @@ from shardbook.recipe import Recipe
 PACKED = ["llama", "mistral", "gemma3_text", "gemma2", "gpt_oss", "llama4_text", "cohere2", "granite", "phi", "gpt2"]
 PACKED += ["bloom", "deepseek_v3", "gemma4_text"]
 ROWS = ["qwen3_next", "lfm2"]  # recurrent and convolving layers
-# Of these fp32 itself is further off: against fp64, transformers' own gradients of gemma4's embedding are 2.1e-6 of the
-# whole off and ours 3.4e-6; a recurrence is summed in another order alone than padded.
-ROUNDS = {"gemma4_text": 4e-6, "qwen3_next": 3e-6}
+# A recurrence is summed in another order alone than padded; its experts do not run in fp64.
+ROUNDS = {"qwen3_next": 3e-6}
 
 
 def pair(family, kernel=""):
@@ -70,13 +70,25 @@ def alone(theirs):
     return total, {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
 
 
+def rounding(theirs, grads):
+    """How far two sums in fp32 may be apart: four times what transformers' own gradients are off those in fp64, which
+    depends on the processor."""
+    exact = copy.deepcopy(theirs).double()
+    exact.zero_grad()
+    _, wanted = alone(exact)
+    whole = torch.stack([grad.norm() for grad in wanted.values()]).norm()
+    off = {name: (grads[name] - grad).norm() / max(grad.norm(), 0.03 * whole) for name, grad in wanted.items()}
+    return 4 * float(max(off.values()))
+
+
 @pytest.mark.parametrize("family", [*PACKED, *ROWS])
 def test_loss_and_gradients_are_those_of_transformers(family, monkeypatch):
     theirs, ours = pair(family)
     wanted = alone(theirs)
+    bound = rounding(theirs, wanted[1]) if family == "gemma4_text" else ROUNDS.get(family, 1e-6)
     for packed in (True, False) if family in PACKED else (False,):
         ours.zero_grad()
-        assert_close(gradients(ours, batches(packed, monkeypatch)), wanted, ROUNDS.get(family, 1e-6))
+        assert_close(gradients(ours, batches(packed, monkeypatch)), wanted, bound)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "llama4_text"])
