@@ -46,7 +46,8 @@ def measure(shape, batch, length, params, cases, bound, *more):
     from shardbook.parallel.mesh import build_mesh
     from shardbook.parallel.sharding import apply_stage
     from shardbook.plan.peak import predict_peak
-    from shardbook.plan.simulate import _full_rows, _optimizer_state
+    from shardbook.plan.simulate import _optimizer_state
+    from shardbook.plan.timeline import full_rows
     from shardbook.recipe import parse_recipe
 
     dist.init_process_group("gloo")
@@ -83,7 +84,7 @@ def measure(shape, batch, length, params, cases, bound, *more):
             for _ in range(1 if length > 4096 else 2):  # a second has more only where an allocation is made once
                 live.most = {}
                 for micro in range(micros):
-                    rows = _full_rows(recipe, layout.cp_size)
+                    rows = full_rows(recipe, layout.cp_size)
                     with sharded.micro_batch(is_last=micro == micros - 1):
                         live.moment = (micro, "forward", "before")
                         loss = sft_loss(model, rows) / len(rows.targets)
