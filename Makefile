@@ -83,8 +83,10 @@ matrix: $(RUN)  ## what goes with what, into docs/matrix.md
 test: $(DEV)  ## the tests of a change: every stage, every command, no GPU and no network
 	$(PYTEST) -n 2 --dist loadfile
 
+# SLOW names some of its files, and is all of them where it is empty.
+SLOW ?=
 test-slow: $(DEV)  ## what make test leaves out: signals, comparisons, other launchers, compiled code
-	$(PYTEST) -n 2 --dist loadfile -m slow
+	$(PYTEST) -n 2 --dist loadfile -m slow $(SLOW)
 
 # Ranks whose device is a stand-in that keeps CUDA's rules (tests/streams.py): its own tests, what a step moves, and these
 # files again; tests/gpu as far as it goes without a GPU.
