@@ -103,8 +103,7 @@ def measure(shape, batch, length, params, cases, bound, *more):
     [
         pytest.param(TINY, 2, 64, "bf16", (3,), 0.01, id="tiny-bf16", marks=pytest.mark.slow),
         pytest.param(TINY, 2, 64, "bf16", (1,), 0.01, id="tiny-bf16-whole", marks=pytest.mark.slow),
-        # ddp's one micro-batch without recomputation is planned 1.7% low here: the first gradients beside the last block
-        pytest.param(TINY, 2, 64, "fp32", (1, 3), 0.02, id="tiny-fp32", marks=pytest.mark.slow),
+        pytest.param(TINY, 2, 64, "fp32", (1, 3), 0.01, id="tiny-fp32", marks=pytest.mark.slow),
         pytest.param(SMOLLM2, 2, 64, "fp32", (2,), 0.005, id="smollm2-fp32", marks=pytest.mark.slow),
     ],
 )
@@ -113,9 +112,12 @@ def test_a_step_makes_what_is_predicted(shape, batch, length, params, micros, bo
     for found in run_world(2, measure, shape, batch, length, params, cases, bound, seconds=550):
         assert len(found) == len(cases)
         off = {case: f"{said / made - 1:+.2%} at {when}" for case, (made, said, when) in found.items()}
-        assert all(abs(said / made - 1) <= bound for made, said, _ in found.values()), off
+        missed = {case for case, (made, said, _) in found.items() if abs(said / made - 1) > bound}
+        assert missed == (MISSED if (params, micros) == ("fp32", (1, 3)) else set()), off
 
 
+# Planned 1.7% low, which is to be mended: the first gradients lie beside the last block.
+MISSED = {("ddp", "none", 1)}
 CONTEXT = ("parallel.cp_size=2",)
 
 

@@ -39,7 +39,7 @@ KNOWN = {"scaling", "dropout", "sliding_window", "is_causal", "position_ids", "u
 
 @dataclass(frozen=True)
 class Demands:
-    """What a family's attention asks of a kernel beyond queries, keys, values and a window or a chunk."""
+    """The demands that a family's attention makes on a kernel, beyond queries, keys, values and a window or a chunk."""
 
     told: tuple[str, ...] = ()  # arguments that change its result: sinks, a cap on scores, a bias, chosen keys
     own: bool = False  # it asks for no kernel, and adds the mask to its own scores
@@ -134,7 +134,7 @@ def kernel_of(config: PreTrainedConfig) -> str:
 
 
 class Attend:
-    """What transformers' attention calls: a kernel, between two all-to-alls where its module has a context-parallel
+    """The function that transformers' attention calls: a kernel, between two all-to-alls where its module has a cp
     axis (parallel/context.py). `kernel`: one of our own; None: torch's sdpa, or the family's own eager attention.
 
     It decides by what it is told: an argument that no kernel knows (sinks, a cap on scores, a bias) is one for the

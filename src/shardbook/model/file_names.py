@@ -26,7 +26,7 @@ TEXT_PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
 
 @dataclass(frozen=True, eq=False)
 class FileNames:
-    """How the files of a model name its tensors. `whole`: transformers' model, whose parts the model has."""
+    """The names that a model's tensors have in its files. `whole`: transformers' model, whose parts the model has."""
 
     whole: PreTrainedModel
     buffers: tuple[str, ...]  # of the model that files hold

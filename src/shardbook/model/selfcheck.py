@@ -41,7 +41,7 @@ Found = tuple[Tensor, dict[str, Tensor | None]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of a config's family."""
+    """The answer of the self-check for a config's family."""
 
     refused: str = ""  # the reason why it cannot be trained
     apart: str = ""  # the reason why documents must not share rows

@@ -60,7 +60,7 @@ class Unit:
 
     @cached_property
     def _padded(self) -> dict[tuple[int, bool], int]:
-        """What `padded_numel` returned: plans ask for it thousands of times."""
+        """A cache of the results of `padded_numel`, for which plans ask thousands of times."""
         return {}
 
     @property

@@ -1,4 +1,4 @@
-"""What a block takes, measured: each kind of block of a model runs once, forward and backward, on fake tensors.
+"""Measures blocks: runs each kind of block of a model once, forward and backward, on fake tensors.
 
 Invariant: nothing here knows a block's insides. A model of few layers is built by the constructor that a run uses, with
 the run's kernel, adapters, checkpointing and ranks along tp and cp, and is called as training calls it. Bytes are those
