@@ -79,9 +79,11 @@ def run_world(size: int, fn, *args, environment: dict[str, str] | None = None, s
                 if failed:
                     errors.append(f"rank {rank}:\n{results[rank]}")
     finally:
-        for process in processes:
+        for pipe, process in zip(pipes, processes, strict=True):
             if len(results) < size or errors:
                 process.kill()
+            pipe.close()
+        for process in processes:
             process.join(10)
     assert not errors, "\n".join(errors)
     return [results[rank] for rank in range(size)]
@@ -138,6 +140,8 @@ def _rank(variables: dict[str, str], pipe: Connection, fn, args) -> None:
         pipe.send((False, fn(*args)))
     except BaseException:
         pipe.send((True, traceback.format_exc()))
+    with contextlib.suppress(EOFError):
+        pipe.recv()  # Rank 0 keeps the store: it ends after all ranks have answered, else a late one loses it.
 
 
 def train_rank(words: list[str]) -> tuple[int, str, str]:
