@@ -24,8 +24,8 @@ compile = true
 """
 
 
-def main(words: list[str] | None = None) -> int:
-    """Runs one command line. Returns the exit code: 0 done, 1 failed, 2 wrong recipe or command line, 75 preempted."""
+def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Returns the parser of a command line, and that of each command."""
     description = "Fine-tune large language models with named, tested stages on FSDP2."
     parser = argparse.ArgumentParser(prog="shardbook", description=description)
     parser.add_argument("--version", action="version", version=f"shardbook {shardbook.__version__}")
@@ -50,12 +50,7 @@ def main(words: list[str] | None = None) -> int:
     example = '"zero2 zero3,activation.checkpointing=full"'
     add("--stages", default="", help=f"variants apart by spaces, each a stage and overrides: {example}")
     add("--nproc", type=int, help="ranks of every variant (default: as for train)")
-    add(
-        "--beside",
-        default="",
-        metavar="VARIANT",
-        help="what the others are held against (default: the first)",
-    )
+    add("--beside", default="", metavar="VARIANT", help="what the others are held against (default: the first)")
     add("--publish", action="store_true", help="send runs, view and report to wandb (needs a key)")
     add = commands.add_parser("report", help="a page of one run: losses, speed, memory, traffic, samples").add_argument
     add("run", type=Path, help="a run directory")
@@ -63,12 +58,8 @@ def main(words: list[str] | None = None) -> int:
     tested = "loss, perplexity, and of pairs accuracy and margin, of a run, an export or any model"
     add = commands.add_parser("eval", help=tested).add_argument
     add("model", help="a run directory, an export, a model's directory or a hub id")
-    add(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="keys to change; data=FILE: the rows (else a run's own)",
-    )
+    rows = "keys to change; data=FILE: the rows (else a run's own)"
+    add("overrides", nargs="*", metavar="section.key=value", help=rows)
     add("--nproc", type=int, help="ranks to start (default: as for train)")
     add("--json", action="store_true", help="one JSON object on standard output, and nothing else there")
     plan = commands.add_parser("plan", help="what a recipe takes on a cluster, stage by stage; needs no GPU")
@@ -121,33 +112,40 @@ def main(words: list[str] | None = None) -> int:
     add("file", type=Path, help="ds_config.json, or what accelerate config wrote (.yaml)")
     add("--out", type=Path, help="recipe to write (default: standard output)")
     add("--without-refused", action="store_true", help="leave out what has no counterpart")
+    add = commands.add_parser("completion", help="print the completion of a shell: recipes, keys, values").add_argument
+    add("shell", choices=("bash", "zsh", "fish"), help='for bash, in ~/.bashrc: eval "$(shardbook completion bash)"')
+    return parser, commands.choices
+
+
+def main(words: list[str] | None = None) -> int:
+    """Runs one command line. Returns the exit code: 0 done, 1 failed, 2 wrong recipe or command line, 75 preempted."""
+    parser, commands = build_parser()
     asked, rest = parser.parse_known_args(words)
     if rest and not (
         asked.command in ("train", "plan", "compare", "data", "eval")
         and all("=" in word and word[0] != "-" for word in rest)
     ):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    keys = [*vars(asked).get("overrides", ()), *rest]
     try:
         if (nproc := vars(asked).get("nproc")) is not None and nproc < 1:
             raise RecipeError(f"--nproc {nproc}: must be at least 1")
         match asked.command:
             case "train":
                 nodes = (asked.nodes, asked.node_rank, asked.head)
-                words = asked.overrides + rest
-                return run_train(asked.recipe, words, asked.nproc, nodes, asked.dry_run, asked.max_restarts)
+                return run_train(asked.recipe, keys, asked.nproc, nodes, asked.dry_run, asked.max_restarts)
             case "compare":
-                how = (asked.stages, asked.nproc, asked.beside, asked.publish)
-                return run_compare(asked.recipe, asked.overrides + rest, *how)
+                return run_compare(asked.recipe, keys, asked.stages, asked.nproc, asked.beside, asked.publish)
             case "report":
                 return run_report(asked.run, asked.html)
             case "eval":
                 from shardbook.run.evaluated import launch_evaluation
 
-                return launch_evaluation(asked.model, asked.overrides + rest, asked.nproc, asked.json)
+                return launch_evaluation(asked.model, keys, asked.nproc, asked.json)
             case "plan":
-                return run_plan(asked, rest)
+                return run_plan(asked, keys)
             case "data":
-                return run_data(asked.recipe, asked.overrides + rest, asked.rows, asked.html)
+                return run_data(asked.recipe, keys, asked.rows, asked.html)
             case "export":
                 return run_export(asked.run, asked.checkpoint, asked.out, asked.dtype, asked.merge)
             case "verify":
@@ -162,6 +160,11 @@ def main(words: list[str] | None = None) -> int:
                 from shardbook.translate import translate_file
 
                 translate_file(asked.file, asked.out, asked.without_refused)
+                return 0
+            case "completion":
+                from shardbook.cli.completion import write_completion
+
+                print(write_completion(asked.shell, commands))
                 return 0
             case _:
                 return show_recipes(asked.matrix)
@@ -262,9 +265,8 @@ def run_report(run: Path, html: Path | None) -> int:
     return 0
 
 
-def run_plan(asked: argparse.Namespace, rest: list[str]) -> int:
+def run_plan(asked: argparse.Namespace, words: list[str]) -> int:
     """Prints the memory and time of each stage, and advice. Allocates nothing and fetches nothing."""
-    words = [*asked.overrides, *rest]
     # beside --model the first argument may be an override, as there is no recipe
     if "=" in asked.recipe and not Path(asked.recipe).is_file():
         words, asked.recipe = [asked.recipe, *words], ""

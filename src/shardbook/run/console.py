@@ -126,10 +126,10 @@ class Console:
             eta = f"  ETA {int(left // 60)}:{int(left % 60):02d}" if left else ""
             self.print(f"step {step}/{self.steps}  " + "  ".join(parts) + eta)
 
-    def show_sample(self, sample: dict[str, Any]) -> None:
+    def show_sample(self, step: int, prompt: str, completion: str) -> None:
         """Shows the end of a sample's prompt and the beginning of its completion, on one line."""
-        prompt, completion = (" ".join(sample[part].split()) for part in ("prompt", "completion"))
-        self.print(f"sample   step {sample['step']}: ...{prompt[-48:]} -> {completion[:72]}")
+        asked, answer = " ".join(prompt.split()), " ".join(completion.split())
+        self.print(f"sample   step {step}: {'...' * (len(asked) > 48)}{asked[-48:]} -> {answer[:72]}")
 
 
 def describe_layout(job: Job) -> Table:

@@ -25,6 +25,8 @@ from shardbook.run.console import Console
 from shardbook.run.metrics import Recorder
 from shardbook.run.prepare import Job
 
+SHOWN = 2  # samples on the console; samples.jsonl has all
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -37,7 +39,7 @@ class Samples:
     console: Console
 
     def take(self, step: int, pause: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Continues the prompts inside `pause`, if due; logs all samples and shows the first. Collective."""
+        """Continues the prompts inside `pause`, if due; logs all samples and shows the first ones. Collective."""
         every = self.job.recipe.generate.steps
         if not every or (step % every and step != self.job.steps):
             return
@@ -53,7 +55,9 @@ class Samples:
                 for number, ids in enumerate(self.job.prompts.ids)
             ]
             self.recorder.log_samples(samples)
-            self.console.show_sample(samples[0])
+            texts = self.job.recipe.generate.prompts or [sample["prompt"] for sample in samples]
+            for text, sample in zip(texts[:SHOWN], samples, strict=False):
+                self.console.show_sample(step, text, sample["completion"])
 
     def _continue(self, step: int) -> list[list[int]]:
         """Returns the tokens after each prompt. A dp rank continues every n-th; with fewer, the first ones again."""

@@ -1,0 +1,46 @@
+"""Shell completion: commands, options, recipes and keys, with the values of those that have few.
+
+Invariant: nothing is listed by hand. The shells' own code is in the files beside this one.
+"""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+from shardbook.gpus import GPUS
+from shardbook.recipe import STAGES, Recipe, describe_keys, list_recipes
+
+
+def write_completion(shell: str, commands: dict[str, argparse.ArgumentParser]) -> str:
+    """Returns the script that completes `shardbook` in `shell` (`bash`, `zsh`, `fish`)."""
+    recipes, keys = list(list_recipes()), [name for name, _, _ in describe_keys()]
+    words = {"": [*commands, "--help", "--version"]}
+    values = {"--of": recipes, "--gpu": [name for name, gpu in GPUS.items() if gpu.gb]}
+    for section, field in Recipe.model_fields.items():
+        inner = getattr(field.annotation, "model_fields", {"": field})
+        values |= {f"{section}.{name}".rstrip("."): _choices(each.annotation) for name, each in inner.items()}
+    values["parallel.stage"] = [*STAGES, "fsdp"]
+    for name, command in commands.items():
+        usage = " ".join(command.format_usage().split())
+        choices = {flag: given.split(",") for flag, given in re.findall(r"([\w-]+)\]? {(.*?)}", usage)}
+        words[name] = [*re.findall(r"--[\w-]+", usage), *choices.pop("-h", [])]
+        values |= choices
+        words[name] += recipes if re.search(r"[ \[]recipe\b", usage) else []
+        words[name] += [f"{key}=" for key in keys] if "key=value" in usage else []
+    frame = Path(__file__).with_name(f"completion.{shell}").read_text()
+    return frame.replace("@words@", _cases(shell, words)).replace("@values@", _cases(shell, values))
+
+
+def _choices(annotation: Any) -> list[str]:
+    """Returns the words that a value of this type can be, where they can be listed."""
+    if annotation is bool:
+        return ["true", "false"]
+    parts = get_args(annotation)
+    return [each for part in parts for each in ([part] if isinstance(part, str) else _choices(part))]
+
+
+def _cases(shell: str, table: dict[str, list[str]]) -> str:
+    """Returns the table as the branches of a shell's `case`, or of fish's `switch`."""
+    form = "    case '{}'\n        string split ' ' -- '{}'" if shell == "fish" else "    '{}') echo '{}' ;;"
+    return "\n".join(form.format(name, " ".join(each)) for name, each in table.items() if each)
