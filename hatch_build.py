@@ -1,4 +1,4 @@
-"""The addresses in a wheel's metadata: those of the repository that it was built from, and none where that is not known.
+"""The addresses in a wheel's metadata: those of the repository that it was built from; none where it has no address.
 
 Invariant: no account's name or token that stands in a remote's address is written.
 """
@@ -11,7 +11,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
 def read_remote(root: str) -> str:
-    """Returns the address of the repository at `root`: that of its action, else of its origin; empty where it has none."""
+    """Returns the address of the repository at `root`: that of its action, else of its origin, else an empty string."""
     if name := os.environ.get("GITHUB_REPOSITORY"):
         return f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{name}"
     try:

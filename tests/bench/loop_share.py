@@ -53,7 +53,7 @@ def rank(words: list[str]) -> int:
 
 
 def measure(stage: str, folder: Path) -> dict:
-    from shardbook.ranks.distributed import free_port
+    from shardbook.ranks.launch import free_port
 
     words = [RECIPE, f"parallel.stage={stage}", f"run.dir={folder}", f"run.name={stage}", "run.report_to=none"]
     words += [f"train.steps={LAST + 1}", f"train.profile_steps=[{FIRST}, {LAST}]", "train.export=false"]

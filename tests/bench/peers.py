@@ -51,7 +51,7 @@ class World:
     """The ranks of one contender."""
 
     def __init__(self, name: str, folder: Path, site: Path, variables: dict[str, str] | None = None):
-        from shardbook.ranks.distributed import free_port
+        from shardbook.ranks.launch import free_port
 
         ranks = 4 if name in ON_FOUR_RANKS else RANKS
         self.name, self.said = name, [folder / f"{name}.{rank}.txt" for rank in range(ranks)]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shardbook.ranks.distributed import free_port
+from shardbook.ranks.launch import free_port
 
 PACKAGES = {"slurmctld": "slurm-wlm", "munged": "munge", "shellcheck": "shellcheck"}
 # Slurm sorts them, and the first is a job's head: its name must resolve. In the file a first `localhost` is refused.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from world import losses
 
-from shardbook.ranks.distributed import free_port
+from shardbook.ranks.launch import free_port
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -19,7 +19,7 @@ from world import losses, metrics
 
 from shardbook import cli
 from shardbook.ranks import machine
-from shardbook.ranks.distributed import free_port
+from shardbook.ranks.launch import free_port
 from shardbook.recipe import RecipeError, load_recipe
 
 BIN = Path(sys.executable).parent

@@ -71,7 +71,7 @@ def test_the_metadata_is_complete_and_every_file_is_there(wheel):
 
 @pytest.mark.slow
 def test_an_empty_environment_trains_far_from_a_checkout(wheel, tmp_path):
-    """The wheel alone is installed. What it needs is reached where the tests have it, behind the new environment's own."""
+    """The wheel alone is installed; what it needs is reached where the tests have it, behind the environment's own."""
     there, here = tmp_path / "environment", tmp_path / "empty"
     here.mkdir()
     venv.create(there)

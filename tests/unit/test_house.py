@@ -105,8 +105,12 @@ def test_no_file_imports_itself_in_a_circle():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
 
-def test_the_recipe_imports_no_torch():
-    code = "import sys, shardbook.recipe, shardbook.cli; sys.exit('torch' in sys.modules)"
+def test_a_launcher_imports_no_torch():
+    """It checks a recipe and starts ranks, which import torch at the same time as it would have."""
+    rooms = "cli, recipe, run.files, parallel.mesh, ranks.launch, ranks.machine"
+    code = (
+        f"import sys, {', '.join(f'shardbook.{room}' for room in rooms.split(', '))}; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -121,10 +121,7 @@ def main(words: list[str] | None = None) -> int:
     """Runs one command line. Returns the exit code: 0 done, 1 failed, 2 wrong recipe or command line, 75 preempted."""
     parser, commands = build_parser()
     asked, rest = parser.parse_known_args(words)
-    if rest and not (
-        asked.command in ("train", "plan", "compare", "data", "eval")
-        and all("=" in word and word[0] != "-" for word in rest)
-    ):
+    if rest and not ("overrides" in vars(asked) and all("=" in word and word[0] != "-" for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     keys = [*vars(asked).get("overrides", ()), *rest]
     try:
@@ -162,10 +159,9 @@ def main(words: list[str] | None = None) -> int:
                 translate_file(asked.file, asked.out, asked.without_refused)
                 return 0
             case "completion":
-                from shardbook.cli.completion import write_completion
+                from shardbook.cli.completion import print_completion
 
-                print(write_completion(asked.shell, commands))
-                return 0
+                return print_completion(asked.shell, commands)
             case _:
                 return show_recipes(asked.matrix)
     except RecipeError as error:

@@ -12,8 +12,8 @@ from shardbook.gpus import GPUS
 from shardbook.recipe import STAGES, Recipe, describe_keys, list_recipes
 
 
-def write_completion(shell: str, commands: dict[str, argparse.ArgumentParser]) -> str:
-    """Returns the script that completes `shardbook` in `shell` (`bash`, `zsh`, `fish`)."""
+def print_completion(shell: str, commands: dict[str, argparse.ArgumentParser]) -> int:
+    """Prints the script that completes `shardbook` in `shell` (`bash`, `zsh`, `fish`)."""
     recipes, keys = list(list_recipes()), [name for name, _, _ in describe_keys()]
     words = {"": [*commands, "--help", "--version"]}
     values = {"--of": recipes, "--gpu": [name for name, gpu in GPUS.items() if gpu.gb]}
@@ -29,7 +29,8 @@ def write_completion(shell: str, commands: dict[str, argparse.ArgumentParser]) -
         words[name] += recipes if re.search(r"[ \[]recipe\b", usage) else []
         words[name] += [f"{key}=" for key in keys] if "key=value" in usage else []
     frame = Path(__file__).with_name(f"completion.{shell}").read_text()
-    return frame.replace("@words@", _cases(shell, words)).replace("@values@", _cases(shell, values))
+    print(frame.replace("@words@", _cases(shell, words)).replace("@values@", _cases(shell, values)))
+    return 0
 
 
 def _choices(annotation: Any) -> list[str]:

@@ -25,8 +25,7 @@ from shardbook.compare.compare_page import summary_rows, write_page
 from shardbook.compare.outcome import read_outcome, write_json
 from shardbook.compare.workspace import keep_workspace, publish
 from shardbook.parallel.mesh import resolve_sizes
-from shardbook.ranks.exits import DONE, FAILED, PREEMPTED
-from shardbook.ranks.heartbeat import LAUNCHER
+from shardbook.ranks.exits import DONE, FAILED, LAUNCHER, PREEMPTED
 from shardbook.recipe import Parallel, Recipe, RecipeError, Run, flatten_recipe, load_recipe, nearest, resolve_precision
 from shardbook.recipe.stages import OF_ANY, STAGES, SWITCHES, find_stage
 from shardbook.run.directory import read_facts

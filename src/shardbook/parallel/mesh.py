@@ -6,12 +6,13 @@ the axis that parameters lie on, as ZeRO++'s nodes are. `fold_sizes` returns the
 """
 
 from math import prod
-from typing import NamedTuple
-
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardbook.axes import ACROSS, CP, DATA_AXES, DP_REPLICATE, DP_SHARD, INSIDE, PP, TP
 from shardbook.recipe import Parallel, RecipeError
+
+if TYPE_CHECKING:  # a launcher resolves sizes, and starts its ranks before it would have imported torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: int | None) -> dict[str, int]:
@@ -75,15 +76,19 @@ def describe_sizes(sizes: dict[str, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
-def build_mesh(sizes: dict[str, int], device_type: str) -> DeviceMesh:
+def build_mesh(sizes: dict[str, int], device_type: str) -> "DeviceMesh":
     """Returns the mesh over all ranks with every axis of `sizes`, axes of size 1 too. Collective."""
+    from torch.distributed.device_mesh import init_device_mesh
+
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def build_node_mesh(mesh: DeviceMesh, inside: int) -> DeviceMesh:
+def build_node_mesh(mesh: "DeviceMesh", inside: int) -> "DeviceMesh":
     """Returns `mesh` with dp_shard split into nodes of `inside` ranks."""
     sizes = split_sizes(axis_sizes(mesh), inside)
     ranks = mesh.mesh.view(tuple(sizes.values()))
+    from torch.distributed.device_mesh import DeviceMesh
+
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(sizes))
 
 
@@ -91,7 +96,7 @@ def split_sizes(sizes: dict[str, int], inside: int) -> dict[str, int]:
     return {DP_REPLICATE: sizes[DP_REPLICATE], ACROSS: sizes[DP_SHARD] // inside, INSIDE: inside}
 
 
-def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
+def axis_sizes(mesh: "DeviceMesh") -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 

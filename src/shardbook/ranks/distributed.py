@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from random import SystemRandom
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from shardbook.comm.torch_private import backends_of, probe
-from shardbook.ranks.heartbeat import Heartbeat, watch_launcher
+from shardbook.ranks.exits import watch_launcher
+from shardbook.ranks.heartbeat import Heartbeat
 from shardbook.ranks.join import INTERFACE, Rendezvous, Store, join_ranks, read_member, read_rendezvous
 from shardbook.ranks.lost import is_out_of_reach
 from shardbook.ranks.progress import PROGRESS
@@ -182,15 +182,6 @@ def share_of_cores(node: Sequence[Sequence[int]], number: int) -> int:
     ranks that may use it. `node`: for each of its ranks the cores that it may use."""
     users = Counter(core for cores in node for core in cores)
     return max(1, int(sum(1 / users[core] for core in node[number]) + 1e-6))
-
-
-def free_port() -> int:
-    """Returns a free port below the ephemeral range: it is bound seconds later, after an import of torch, and until
-    then the kernel could give a port of that range to another process."""
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port := SystemRandom().randrange(10_000, 20_000)))
-            return port
 
 
 def sum_over_ranks(*values: float) -> list[float]:

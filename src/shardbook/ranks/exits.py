@@ -4,6 +4,7 @@ torchrun and accelerate turn every code into 1. Where SHARDBOOK_EXIT_FILE names 
 as one line, in the order in which they end, so that a script around them can exit as `shardbook train` does.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -17,6 +18,8 @@ from shardbook.recipe import RecipeError
 
 DONE, FAILED, WRONG, PREEMPTED = 0, 1, 2, 75  # exit codes of a rank, and of a run
 EXIT_FILE = "SHARDBOOK_EXIT_FILE"
+LAUNCHER = "SHARDBOOK_LAUNCHER"  # pid of the process that started this one (a rank, or a run of a comparison)
+AGAIN = "run the same command again"
 LEAVING = threading.Event()  # set when this rank knows that it ends: its heartbeat stops and watches no rank
 LEAVE_NOTICE: list[
     Callable[[str], None]
@@ -48,7 +51,7 @@ def report_error(error: BaseException, code: int) -> int:
         post_leave_notice()  # rank 0 waits for that, since the store may end with it
     time.sleep(0 if lost_peer else (0, 2, 3)[turn])
     if lost_peer and (broke := broken_connection(error)):
-        error = RunFailed(f"another rank ended, and said why where it ran ({broke}); run the same command again")
+        error = RunFailed(f"another rank ended, and said why where it ran ({broke}); {AGAIN}")
     ours = not isinstance(error, (RecipeError, RunFailed))
     if ours:
         traceback.print_exception(error)
@@ -70,6 +73,29 @@ def tell_others(reason: str) -> None:
 def post_leave_notice() -> None:
     for say in GOODBYES:
         say()
+
+
+def watch_launcher() -> None:
+    """Ends this process when its launcher was killed (SIGKILL): an orphan holds run, memory and GPU."""
+    if LAUNCHER not in os.environ:
+        return
+    launcher = int(os.environ[LAUNCHER])
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        reason = f"what started this process was killed; {AGAIN}"
+        tell_others(reason)
+        end_run(reason)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def end_run(reason: str) -> NoReturn:
+    # not print: the main thread may be writing a line, or hang while it holds the stream
+    with contextlib.suppress(OSError):  # the reader may be gone too
+        os.write(2, f"shardbook: run failed: {reason}\n".encode())
+    exit_rank(FAILED)
 
 
 def exit_rank(code: int) -> NoReturn:

@@ -9,30 +9,26 @@ progress, in which the rank that counts them was running; a rank that leaves say
 import contextlib
 import faulthandler
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but mypy does not see it
 
 from shardbook.comm.torch_private import collectives_record
-from shardbook.ranks.exits import FAILED, GOODBYES, LEAVE_NOTICE, LEAVING, exit_rank, tell_others
+from shardbook.ranks.exits import AGAIN, GOODBYES, LEAVE_NOTICE, LEAVING, end_run
 from shardbook.ranks.join import Rendezvous, Store, name_ranks, open_store, read_member
 from shardbook.ranks.lost import is_closed_store
 from shardbook.ranks.progress import PROGRESS, RankProgress, find_stragglers
 from shardbook.recipe import RecipeError
 
-LAUNCHER = "SHARDBOOK_LAUNCHER"  # pid of the process that started this one (a rank, or a run of a comparison)
 BEAT_SECONDS = 2.0  # at most: an eighth of the shorter limit where that is less
 STAY_SECONDS = 30.0  # for which rank 0 waits at its end for other ranks to leave
 REFUSED_SECONDS = 5.0  # the same where the run is refused, which every rank finds out at about the same moment
 GONE_SECONDS = 10.0  # for which a rank goes on after rank 0 ended: it may end too, and know the reason
 EVIDENCE_SECONDS = 10.0  # for writing stacks: the disk may be what hangs
 LEFT = b"left"
-AGAIN = "run the same command again"
 
 
 class Heartbeat:
@@ -194,29 +190,6 @@ def tell_run(place: Rendezvous, reason: str, keeps_store: bool) -> None:
 
     if _soon(tell) and keeps_store:
         time.sleep(2 * BEAT_SECONDS)  # until the ranks have read it
-
-
-def watch_launcher() -> None:
-    """Ends this process when its launcher was killed (SIGKILL): an orphan holds run, memory and GPU."""
-    if LAUNCHER not in os.environ:
-        return
-    launcher = int(os.environ[LAUNCHER])
-
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(0.5)
-        reason = f"what started this process was killed; {AGAIN}"
-        tell_others(reason)
-        end_run(reason)
-
-    _start(watch)
-
-
-def end_run(reason: str) -> NoReturn:
-    # not print: the main thread may be writing a line, or hang while it holds the stream
-    with contextlib.suppress(OSError):  # the reader may be gone too
-        os.write(2, f"shardbook: run failed: {reason}\n".encode())
-    exit_rank(FAILED)
 
 
 def _soon(work: Callable[[], object], seconds: float = 3.0) -> bool:

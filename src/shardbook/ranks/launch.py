@@ -2,10 +2,12 @@
 
 On several machines each starts its own ranks, and rank 0 of the first listens for the others. Not torchrun, for one
 reason: it turns every failure of a rank into exit code 1 and a report of its own, and a Shardbook run's exit codes and
-last line have meanings. (torchrun, accelerate launch and srun can start the same ranks.) Invariant: ranks are started
+last line have meanings. (torchrun, accelerate launch and srun can start the same ranks.) Invariants: ranks are started
 again only after all have ended by a failure, and never twice from the same step: what is wrong there would be again.
+They are started before torch is imported here, which would take more than a second.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -14,12 +16,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import SystemRandom
 from types import FrameType
 
-from shardbook.ranks.distributed import free_port
-from shardbook.ranks.exits import DONE, FAILED, PREEMPTED, WRONG
-from shardbook.ranks.heartbeat import LAUNCHER, tell_run, watch_launcher
-from shardbook.ranks.join import Rendezvous
+from shardbook.ranks.exits import DONE, FAILED, LAUNCHER, PREEMPTED, WRONG, watch_launcher
 from shardbook.ranks.settings import allocator_default
 from shardbook.recipe import RecipeError
 
@@ -145,6 +145,9 @@ def _run_ranks(
                 failed = nodes.rank * nproc + rank
                 if code < 0 and failed and nodes.count > 1:  # a rank's own failure it prints; rank 0 has the store
                     said = f"rank {failed} (host {socket.gethostname()}) was ended by {_name_signal(code)}"
+                    from shardbook.ranks.heartbeat import tell_run  # they import torch
+                    from shardbook.ranks.join import Rendezvous
+
                     tell_run(Rendezvous(failed, nodes.count * nproc, host=host, port=port), said, nodes.rank == 0)
                 for process in processes:
                     process.kill()
@@ -168,6 +171,15 @@ def _explain_exit(rank: int, code: int, is_asked: bool) -> int:
     way_out = "" if insists else "; run the same command again, which goes on from the newest checkpoint"
     print(f"shardbook: run failed: {reason}{way_out}", file=sys.stderr)
     return FAILED
+
+
+def free_port() -> int:
+    """Returns a free port below the ephemeral range: it is bound seconds later, after an import of torch, and until
+    then the kernel could give a port of that range to another process."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port := SystemRandom().randrange(10_000, 20_000)))
+            return port
 
 
 def _name_signal(code: int) -> str:

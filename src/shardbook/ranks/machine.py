@@ -2,17 +2,27 @@
 
 import os
 from math import prod
-
-import torch
+from pathlib import Path
 
 from shardbook.parallel.mesh import describe_sizes, resolve_sizes
 from shardbook.recipe import Parallel, RecipeError, find_stage
+
+DRIVERS = ("nvidiactl", "nvidia0", "kfd", "dxg", "nvhost-gpu")  # in /dev: CUDA, ROCm, WSL, Jetson
+
+
+def count_gpus() -> int:
+    """Returns the number of GPUs. Without a driver torch is not imported, the longest wait of a launcher on a CPU."""
+    if not any((Path("/dev") / name).exists() for name in DRIVERS):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def choose_nproc(parallel: Parallel, asked: int | None = None, nodes: int = 1) -> int:
     """Returns the number of ranks to start on each of `nodes` machines: `asked`, else this one's share of a fixed mesh,
     else one a GPU, else two on the CPU. Raises RecipeError for stage and mesh here, before every rank would."""
-    gpus = torch.cuda.device_count()
+    gpus = count_gpus()
     sizes = resolve_sizes(parallel, find_stage(parallel.stage).axes, world_size=asked and asked * nodes)
     if asked is not None:
         return asked

@@ -9,8 +9,6 @@ import resource
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from shardbook.recipe import RecipeError
 
 # Each variable's names, today's first. torch uses whichever it reads first, so a default is written only where the user
@@ -63,6 +61,8 @@ def start_recorder() -> None:
 def record_in(folder: Path) -> None:
     """Makes NCCL's watchdog write its record to `folder`/collectives-<rank>. Torch reads the setting when it writes."""
     os.environ.update(_unless_set(os.environ, RECORDER_FILE, str(folder / "collectives-")))
+    import torch  # here, since a launcher does without
+
     if torch.cuda.is_available():
         folder.mkdir(exist_ok=True)  # the watchdog would not make it
 
@@ -77,6 +77,8 @@ def use_deterministic(wanted: bool) -> None:
             f"train.deterministic = true and {CUBLAS} = {os.environ[CUBLAS]}: cuBLAS repeats its results only with "
             f"{' or '.join(REPEATABLE)}; unset it, or leave train.deterministic out"
         )
+    import torch
+
     torch.use_deterministic_algorithms(True)
     # else each all-gather's buffer is first filled with NaN; (mypy does not see it: torch makes it a module's property)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -57,7 +57,7 @@ class Samples:
             self.recorder.log_samples(samples)
             texts = self.job.recipe.generate.prompts or [sample["prompt"] for sample in samples]
             for text, sample in zip(texts[:SHOWN], samples, strict=False):
-                self.console.show_sample(step, text, sample["completion"])
+                self.console.show_sample(step, str(text), str(sample["completion"]))
 
     def _continue(self, step: int) -> list[list[int]]:
         """Returns the tokens after each prompt. A dp rank continues every n-th; with fewer, the first ones again."""
