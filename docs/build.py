@@ -9,6 +9,7 @@ repository works in the site, where each file of the repository that a page link
 
 import contextlib
 import io
+import json
 import os
 import re
 import shutil
@@ -253,6 +254,9 @@ def stage(pages_of: Path = DOCS) -> list[str]:
             write(target, LINK.sub(lambda link, page=path: relink(link, page, sources, missing), path.read_text()))
         elif path.is_file() and path.suffix in ASSETS:
             write(target, path.read_bytes())
+        if path.suffix == ".ipynb":
+            text = LINK.sub(lambda link, page=path: relink(link, page, sources, missing), write_notebook(path))
+            write(target.with_suffix(".md"), text)
     for source in sources:
         kind = source.suffix.lstrip(".").replace("toml", "toml") or "text"
         name = source.relative_to(ROOT)
@@ -272,7 +276,7 @@ def relink(link: re.Match[str], page: Path, sources: set[Path], missing: list[st
         missing.append(f"{page.relative_to(ROOT)}: {target}")
         return link[0]
     if there.is_relative_to(DOCS):
-        return link[0]
+        return link[0] if page.suffix == ".ipynb" else link[0].replace(".ipynb)", ".md)")
     if there == ROOT / "README.md":
         there = DOCS / "index.md"
         return f"{before}{os.path.relpath(there, page.parent)}{after}"
@@ -281,6 +285,19 @@ def relink(link: re.Match[str], page: Path, sources: set[Path], missing: list[st
     sources.add(there)
     place = DOCS / "files" / f"{there.relative_to(ROOT)}.md"
     return f"{before}{os.path.relpath(place, page.parent)}{after}"
+
+
+def write_notebook(path: Path) -> str:
+    """Returns a notebook as a page: its text, its code, and what the code printed."""
+    lines = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            lines += [source, ""]
+            continue
+        said = "".join("".join(each.get("text", "")) for each in cell["outputs"]).rstrip()
+        lines += ["```python", source, "```", "", *(["```text", said, "```", ""] if said else [])]
+    return "\n".join([*lines, f"This page is a notebook: [{path.name}]({path.name})."])
 
 
 def write(path: Path, content: str | bytes) -> None:

@@ -277,7 +277,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_continues_bitwise(first
     assert last.startswith(
         "shardbook: run failed: rank 1 was ended by SIGKILL; the kernel does so when memory runs out"
     )
-    assert last.endswith("; run the same command again, which goes on from the newest checkpoint")
+    assert last.endswith("; the same command with this run's run.name goes on from its newest checkpoint")
     assert shardbook(*words).returncode == 0
     assert losses(recipe.parent / "killed")[:5] == losses(first[0])
 

@@ -7,8 +7,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from contrast import contrast, read_palette
 
-from shardbook.recipe import describe_keys, load_recipe
+from shardbook.cli import PLAIN, build_parser
+from shardbook.recipe import describe_keys, load_recipe, parse_recipe
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -74,6 +76,21 @@ def test_links_lead_somewhere_and_the_site_builds_strictly(tmp_path, monkeypatch
         assert levels and levels[0] == 1, page
         assert "/files/" in str(page) or all(after - before <= 1 for before, after in itertools.pairwise(levels)), page
 
+    check_contrast(ROOT / "site" / "html" / "assets")
+
+
+def check_contrast(assets):
+    """Text, links and code can be read in both schemes: WCAG asks for 4.5 of text of this size."""
+    assert contrast({"--md-default-bg-color": "#fff", "a": "#000"}, "a", "--md-default-bg-color") == pytest.approx(21)
+    for scheme in ("light", "dark"):
+        palette = read_palette(assets, scheme)
+        of_page = ("--md-default-fg-color", "--md-default-fg-color--light", "--md-typeset-a-color")
+        pairs = [(name, "--md-default-bg-color") for name in of_page] + [("--md-code-fg-color", "--md-code-bg-color")]
+        pairs += [(name, "--md-code-bg-color") for name in palette if re.fullmatch(r"--md-code-hl-\w+-color", name)]
+        low = {name: round(ratio, 2) for name, behind in pairs if (ratio := contrast(palette, name, behind)) < 4.5}
+        assert len(pairs) > 14 and not low, scheme
+        assert contrast(palette | {"--md-typeset-a-color": "#7f7f7f80"}, *pairs[2]) < 4.5  # what is too faint is seen
+
 
 def test_a_link_to_nothing_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(build, "stage", lambda: ["docs/index.md: gone.md"])
@@ -133,6 +150,14 @@ EVERY = [(page.stem, words) for page in [*GOALS, DOCS / "index.md"] for words in
     ("page", "words"), EVERY, ids=lambda part: part if isinstance(part, str) else " ".join(part)[:60]
 )
 def test_the_commands_of_a_goal_name_recipes_and_keys(page, words):
+    parser, commands = build_parser()
+    _, rest = parser.parse_known_args(["train" if words[0] == "launch" else words[0], *words[1:]])
+    assert all("=" in word and word[0] != "-" for word in rest) or words[0] == "launch"
+    if (words[0] in commands and words[0] not in ("train", "plan", "data", "compare")) or words[1].endswith(".toml"):
+        return
+    if words[1].startswith("-"):  # plan --model
+        parse_recipe(PLAIN, "--model", [word for word in words if re.match(r"[a-z]+\.\w+=", word)])
+        return
     overrides = [word for word in words[2:] if "=" in word and not word.startswith("-")]
     load_recipe(ROOT / "recipes" / f"{words[1]}.toml", overrides)
 

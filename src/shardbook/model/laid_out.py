@@ -88,7 +88,7 @@ def check_recipe(recipe: Recipe, config: PreTrainedConfig) -> None:
     if recipe.parallel.pp_size > 1 and found.together:
         raise RecipeError(f"parallel.pp_size = {recipe.parallel.pp_size}: {said}: {found.together}; set it to 1")
     if recipe.generate.steps and found.apart:
-        raise RecipeError(f"generate.steps: {said} reads the padding before a prompt; leave [generate] out")
+        raise RecipeError(f"generate.steps: {said} reads the padding before a prompt; set generate.steps=0")
 
 
 def layout_of(recipe: Recipe, model: CausalLM, world: World) -> Layout:

@@ -168,7 +168,7 @@ def _explain_exit(rank: int, code: int, is_asked: bool) -> int:
         return PREEMPTED
     insists = is_asked and code == -signal.SIGKILL
     reason = "quit without saving" if insists else f"rank {rank} was ended by {_name_signal(code)}"
-    way_out = "" if insists else "; run the same command again, which goes on from the newest checkpoint"
+    way_out = "" if insists else "; the same command with this run's run.name goes on from its newest checkpoint"
     print(f"shardbook: run failed: {reason}{way_out}", file=sys.stderr)
     return FAILED
 

@@ -213,7 +213,7 @@ RULES = (
     *(Rule("method=distill", f"offload.{what}!=none",
            "a teacher stays on the device, and what is offloaded beside it was not tried", f"set offload.{what}=none")
       for what in ("optimizer", "params", "activations")),
-    Rule("generate.steps!=0", "method=reward", "a reward model writes nothing", "leave [generate] out"),
+    Rule("generate.steps!=0", "method=reward", "a reward model writes nothing", "set generate.steps=0"),
     Rule("train.eval_steps!=0", "", "needs data.eval or data.eval_size", "", "data.eval=|[] data.eval_size=0|0.0"),
     # frozen weights and dtypes
     Rule("precision.master=bf16", "optim.name!=adamw_bf16",

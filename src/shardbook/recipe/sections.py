@@ -270,7 +270,8 @@ class Generate(Section):
 
     @model_validator(mode="after")
     def validate_generate(self) -> "Generate":
-        if not self.steps and (changed := sorted(self.model_dump(exclude_defaults=True))):
+        is_off = "steps" in self.model_fields_set  # said so: as behind a recipe that generates
+        if not (self.steps or is_off) and (changed := sorted(self.model_dump(exclude_defaults=True))):
             raise ValueError(
                 f"steps = 0 and {changed[0]} is set: nothing is generated; set generate.steps=100, or leave "
                 f"{changed[0]} out"
