@@ -19,7 +19,7 @@ from shardbook.data.files import check_first_rows
 from shardbook.data.loader import Batching, Loader, build_micro_batch, eval_micro_batches, permute
 from shardbook.data.sources import load_sources, mix
 from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, digest_rows, load_tokenizer, pack
-from shardbook.recipe import Data, RecipeError
+from shardbook.recipe import Data, RecipeError, list_recipes, load_recipe
 from shardbook.recipe.files import parse_recipe
 from shardbook.run.prompts import build_prompts
 
@@ -165,6 +165,11 @@ def test_held_out_rows_are_a_share_and_never_all(folder):
     said = r"eval_size = 64: holds out all of the 20 rows of data.train; set data.eval_size to a share, 0.1, or fewer"
     with pytest.raises(RecipeError, match=said):
         build(folder, train=rows, eval_size=64)
+    shipped = {load_recipe(path).data.eval_size for path in list_recipes().values()} - {0}
+    for size in shipped:  # every recipe trains on twenty rows of one's own
+        train, held_out = build(folder, train=rows, eval_size=size)
+        assert held_out.totals.examples >= 1 and train.totals.examples + held_out.totals.examples == 20
+    assert shipped
 
 
 def test_no_advice_that_is_followed_already(folder):

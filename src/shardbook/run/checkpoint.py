@@ -6,6 +6,7 @@ them. The learning rate needs no state: it is a function of the step.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -203,7 +204,8 @@ def read_parameters(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple
     reader, planner = _reader(path, _read(path))
     for name, shape in shapes.items():
         box = {f"model.{name}": torch.empty(shape)}
-        with _readable(path):
+        with _readable(path), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what is asked for
             state_dict_loader.load(box, storage_reader=reader, planner=planner, no_dist=True)
         yield name, box[f"model.{name}"]
 
