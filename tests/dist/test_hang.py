@@ -64,7 +64,7 @@ def hang(recipe, folder, world, prepare):
     words = [str(recipe), f"run.name={name}", "train.steps=100000", f"run.hang_seconds={HANG_SECONDS}"]
     ranks = start_ranks(world, words, folder, prepare)
     for rank in ranks:
-        rank.join(60)
+        rank.join(240)
     codes = [rank.exitcode for rank in ranks]
     for rank in ranks:
         rank.kill()
@@ -78,7 +78,7 @@ def assert_named(codes, said, run, who, doing, others=""):
         where = f"; stacks and records of collectives are in {re.escape(str(run / 'hang'))}"
         last = re.fullmatch(f"shardbook: run failed: {stands}{others}{where}; {AGAIN}", text.splitlines()[-1])
         assert last, text
-        assert HANG_SECONDS <= int(last[1]) <= HANG_SECONDS + 20
+        assert HANG_SECONDS <= int(last[1]) <= HANG_SECONDS + 60
         assert "Traceback" not in text
 
 
@@ -162,7 +162,7 @@ def test_what_only_takes_long_is_no_hang(recipe, tmp_path):
     words = ["train.steps=3", "train.save_steps=2", "train.eval_steps=2", f"run.hang_seconds={HANG_SECONDS}"]
     ranks = start_ranks(2, [str(recipe), "run.name=slow", *words], tmp_path, take_long)
     for rank in ranks:
-        rank.join(120)
+        rank.join(240)
     said = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     assert [rank.exitcode for rank in ranks] == [0, 0], said
     assert not (recipe.parent / "slow" / "hang").exists()

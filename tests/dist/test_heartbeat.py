@@ -22,19 +22,19 @@ def test_a_rank_that_is_not_heard_of(recipe, tmp_path, frozen):
     words = [str(recipe), f"run.name=frozen-{frozen}", "train.steps=100000", f"run.lost_seconds={LOST_SECONDS}"]
     ranks = start_ranks(2, words, tmp_path)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while "step 3/" not in read(tmp_path / "0") and time.monotonic() < deadline:
             time.sleep(0.02)
         assert "step 3/" in read(tmp_path / "0")
         began = time.monotonic()
         os.kill(ranks[frozen].pid, signal.SIGSTOP)
-        ranks[1 - frozen].join(30)
+        ranks[1 - frozen].join(240)
         took = time.monotonic() - began
     finally:
         for rank in ranks:
             rank.kill()
     assert ranks[1 - frozen].exitcode == 1, read(tmp_path / str(1 - frozen))
-    assert LOST_SECONDS <= took < LOST_SECONDS + 20
+    assert LOST_SECONDS <= took < LOST_SECONDS + 60
     last = f"rank {frozen} (host {HOST}) has not been heard of for {LOST_SECONDS} s; run the same command again"
     assert read(tmp_path / str(1 - frozen)).splitlines()[-1] == f"shardbook: run failed: {last}"
 
@@ -64,7 +64,7 @@ def test_ranks_that_wait_for_each_other_are_alive(recipe, tmp_path):
     words = [str(recipe), "run.name=slow", f"run.lost_seconds={LOST_SECONDS}"]
     ranks = start_ranks(2, words, tmp_path, dawdle)
     for rank in ranks:
-        rank.join(90)
+        rank.join(240)
     said = [read(tmp_path / str(rank)) for rank in range(2)]
     assert [rank.exitcode for rank in ranks] == [0, 0], said
     assert "not been heard of" not in "".join(said)
@@ -87,14 +87,14 @@ def leave_early():
 def test_rank_0_stays_for_those_who_are_not_done(recipe, tmp_path):
     words = [str(recipe), "run.name=stays", "run.lost_seconds=20"]
     ranks = start_ranks(2, words, tmp_path, leave_early)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while "done     5 steps" not in read(tmp_path / "0") and time.monotonic() < deadline:
         time.sleep(0.02)
     assert "done     5 steps" in read(tmp_path / "0")
     time.sleep(1.5)
     assert ranks[0].is_alive() and ranks[1].is_alive()
     for rank in ranks:
-        rank.join(90)
+        rank.join(240)
     assert [rank.exitcode for rank in ranks] == [0, 0], [read(tmp_path / str(rank)) for rank in range(2)]
 
 
@@ -116,7 +116,7 @@ def test_a_refused_recipe_stays_one_line(recipe, tmp_path):
     words = [str(recipe), "run.name=refused", "parallel.dp_shard_size=3", "run.lost_seconds=8"]
     ranks = start_ranks(2, words, tmp_path, build_late)
     for rank in ranks:
-        rank.join(60)
+        rank.join(240)
     assert [rank.exitcode for rank in ranks] == [2, 2]
     for rank in range(2):
         said = "mesh dp_replicate 1 x dp_shard 3 needs 3 ranks, the world has 2: start 3 ranks, or set parallel.dp_shard_size=-1"

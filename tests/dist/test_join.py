@@ -19,7 +19,7 @@ def start(recipe, seconds, changes):
     return *train_rank([str(recipe), "run.name=unmet"]), time.monotonic() - began
 
 
-def refused(recipe, size, said, seconds=2, changes=None, environment=None, bound=60):
+def refused(recipe, size, said, seconds=2, changes=None, environment=None, bound=120):
     for code, out, errors, took in run_world(size, start, recipe, seconds, changes or {}, environment=environment):
         assert code == 2 and re.search(f"^shardbook: {said}", errors) and errors.count("\n") == 1, (out, errors)
         assert took < bound
@@ -29,7 +29,7 @@ def refused(recipe, size, said, seconds=2, changes=None, environment=None, bound
 def test_ranks_that_do_not_come(recipe):
     started = run_world(2, start, recipe, 6, {}, environment={"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"})
     for code, _, errors, took in started:
-        assert code == 2 and took < 30
+        assert code == 2 and took < 120
         said = r"shardbook: ranks 2, 3 of 4 did not come to 127\.0\.0\.1:\d+ in \d+ s; start the run on every node, "
         assert re.fullmatch(said + "with this address\n", errors), errors
     assert re.search(r"^waiting for ranks (1, )?2, 3 of 4 at 127\.0\.0\.1:\d+$", started[0][1], re.M)
@@ -75,7 +75,7 @@ def late(recipe):
     def wait_late(store, place):
         if place.rank == 1:
             store.wait(["verdict"])
-            time.sleep(0.2)
+            time.sleep(2)  # rank 0 leaves no sooner, though it waits a second for any case
         return wait(store, place)
 
     join._await_verdict = wait_late
@@ -170,7 +170,7 @@ def test_a_host_name_that_means_loopback_is_said_before_gloo_tries(recipe):
     said = "shardbook: ranks 0, 1 would listen at 127.0.1.1, which is what node-0 means there, and no other machine "
     said += "reaches that; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, on each machine, to its interface "
     for code, _, errors, took in run_world(2, on_machines_of_their_own, recipe, ""):
-        assert code == 2 and errors.startswith(said) and errors.count("\n") == 1 and took < 60, errors
+        assert code == 2 and errors.startswith(said) and errors.count("\n") == 1 and took < 120, errors
     assert [result[0] for result in run_world(2, on_machines_of_their_own, recipe, "lo")] == [0, 0]
 
 

@@ -246,7 +246,7 @@ def test_killed_in_mid_step_it_goes_on(recipe, straight, disk):
     run = cut_back(straight, "killed", 2)
     processes = start_ranks(2, [str(recipe), f"run.name={run.name}", *SAVING, *words], disk.parent, die_in_a_write)
     for process in processes:
-        process.join(60)
+        process.join(240)
     assert [process.exitcode for process in processes].count(-9) >= 1
     assert not list(disk.iterdir()) and len(losses(run)) < 6
     run_train(2, recipe, run.name, *SAVING, *words)

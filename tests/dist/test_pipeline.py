@@ -76,7 +76,7 @@ def test_what_the_last_stage_lacks_every_rank_refuses(recipe, tiny, tmp_path):
     del weights[lacks]
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     words = [str(recipe), "parallel.pp_size=2", f"model.path={model}", "run.name=lacks"]
-    for code, _, said in run_world(2, train_rank, words, seconds=60):
+    for code, _, said in run_world(2, train_rank, words):
         assert code == 2 and f"do not fit the model: missing {lacks}\n" in said, said
 
 

@@ -222,7 +222,7 @@ def test_a_signal_before_a_variant_listens_stops_the_comparison(recipe):
     while process.poll() is None and not children(process.pid):
         time.sleep(0.01)
     process.send_signal(signal.SIGUSR1)
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=240)[0]
     assert process.returncode == 75 and "[2/2]" not in said
     assert said.splitlines()[-1] == "stopped  in zero3; continue with run.name=early"
 
@@ -235,7 +235,7 @@ def test_a_second_ctrl_c_stops_the_comparison(recipe):
             process.send_signal(signal.SIGINT)
             process.send_signal(signal.SIGINT)
             break
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=240)[0]
     assert process.returncode == 75 and "[2/2]" not in said
 
 
@@ -254,7 +254,7 @@ def test_what_a_killed_comparison_started_ends_too(recipe):
         time.sleep(0.05)
     process.kill()
     process.communicate()
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while (left := [int(pid) for pid in (*trains, *ranks) if running(pid)]) and time.monotonic() < until:
         time.sleep(0.1)
     for pid in left:

@@ -134,7 +134,7 @@ def test_recipe(name, tmp_path):
     # in a process of its own: a world is made once in a process's life
     process = forks().Process(target=wrap, args=(path, tmp_path, world, count))
     process.start()
-    process.join(120)
+    process.join(240)
     assert process.exitcode == 0
 
 

@@ -56,7 +56,7 @@ def found(tmp_path, cases, bug=""):
     (tmp_path / "shardbook" / "__init__.py").touch()
     (tmp_path / "shardbook" / "train.py").write_text(RANK)
     command = [sys.executable, "-c", LAUNCH.format(folder=str(tmp_path)), bug, json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line.removeprefix("found ")) for line in done.stdout.splitlines() if line.startswith("found ")]
     return {name: rest for name, *rest in lines}, done.stdout

@@ -63,7 +63,7 @@ def faults(first=True, **given):
         name: text for name, text in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))
     }
     command = [sys.executable, "-c", FAULTS.format(first=first)]
-    return int(subprocess.run(command, env=clean | given, stdout=subprocess.PIPE, check=True, timeout=120).stdout)
+    return int(subprocess.run(command, env=clean | given, stdout=subprocess.PIPE, check=True, timeout=240).stdout)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
@@ -102,7 +102,7 @@ def test_a_rank_in_a_fresh_process_sets_the_allocator_itself(given, found):
     """As torchrun and accelerate start it."""
     clean = {name: text for name, text in os.environ.items() if "ALLOC_CONF" not in name}
     clean |= {name.replace("X", "PYTORCH_CUDA_ALLOC_CONF"): text for name, text in given.items()}
-    result = subprocess.run([sys.executable, "-c", FRESH], env=clean, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", FRESH], env=clean, capture_output=True, text=True, timeout=240)
     assert result.stdout.splitlines()[-1] == str(found), result.stderr
 
 
@@ -115,7 +115,7 @@ def test_the_launcher_gives_it_to_its_ranks(tmp_path, monkeypatch):
     code = f"import os, sys; from shardbook.ranks.launch import launch_ranks; os.chdir({str(tmp_path)!r}); "
     code += f"os.environ['PYTHONPATH'] = {str(tmp_path)!r}; sys.exit(launch_ranks(1, []))"
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0
     assert (tmp_path / "said").read_text() == EXPANDABLE["PYTORCH_ALLOC_CONF"]
 
 

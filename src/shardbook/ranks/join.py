@@ -26,6 +26,7 @@ from shardbook.recipe import RecipeError
 SILENT_SECONDS = 15  # for a head that does not answer at all, or a name that is not known (yet)
 JOIN_SECONDS = 300  # for ranks that do not join
 TELL_SECONDS, TELL_AGAIN_SECONDS = 10, 30
+MEET_SECONDS, READ_SECONDS = 1, 10  # for which a rank that refuses stays: for ranks that just come, to read why
 STORE_TIMEOUT = timedelta(seconds=60)  # of one call; a call is made only once its answer is there
 START = "start with shardbook train, torchrun, accelerate launch, or srun through launch/slurm.sbatch"
 ALL_CAME = "all came"
@@ -102,6 +103,7 @@ def join_ranks(place: Rendezvous) -> Store:
     member = {"host": host, "pid": os.getpid(), "cores": sorted(os.sched_getaffinity(0)), "address": _own_address(host)}
     size = f"{place.world_size} on rank {place.rank} ({host})"
     try:
+        store.add("came", 1)
         if not (first := store.compare_set("size", "", size).decode()).startswith(f"{place.world_size} "):
             raise RecipeError(_refuse(store, f"WORLD_SIZE is {first} and {size}; start every node alike"))
         if store.add(f"claims/{place.rank}", 1) > 1:
@@ -219,14 +221,27 @@ def _find_loopback(members: list[dict[str, Any]]) -> str:
 
 
 def _refuse(store: Store, verdict: str) -> str:
+    """Writes the verdict, and waits until all that came have read it: the store may end with this process."""
     store.set("verdict", verdict)
-    time.sleep(1)  # until the others have read it: the store may end with this process
+    _note_read(store)
+    time.sleep(MEET_SECONDS)
+    until = time.monotonic() + READ_SECONDS
+    with contextlib.suppress(dist.DistError):  # rank 0 has ended
+        while store.add("read", 0) < store.add("came", 0) and time.monotonic() < until:
+            time.sleep(0.05)
     return verdict
+
+
+def _note_read(store: Store) -> None:
+    with contextlib.suppress(dist.DistError):  # the verdict is known, whether rank 0 is still there or not
+        store.add("read", 1)
 
 
 def _await_verdict(store: Store, place: Rendezvous) -> str:
     try:
         store.wait(["verdict"], timedelta(seconds=JOIN_SECONDS + 60))
-        return store.get("verdict").decode()
+        verdict = store.get("verdict").decode()
     except dist.DistStoreError:
         return f"rank 0 of {place.world_size} did not come to {place.address} in {JOIN_SECONDS + 60} s"
+    _note_read(store)
+    return verdict
