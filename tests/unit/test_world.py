@@ -20,3 +20,20 @@ def asks_late():
 
 def test_a_late_rank_finds_the_store_of_rank_0():
     assert run_world(2, asks_late) == ["kept", "kept"]
+
+
+def waits_for_one_that_is_gone():
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        return "gone"
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        return "noticed"
+
+
+def test_who_waits_for_a_rank_that_has_answered_sees_its_end():
+    assert run_world(2, waits_for_one_that_is_gone, seconds=120) == ["noticed", "gone"]
