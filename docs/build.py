@@ -308,10 +308,11 @@ def write(path: Path, content: str | bytes) -> None:
 def write_llms() -> None:
     """Writes llms.txt, a list of all pages with a sentence of each, and each page's Markdown beside it."""
     lines = ["# Shardbook", "", "> FSDP2/DTensor-native fine-tuning recipes for large language models.", ""]
-    for path in sorted(DOCS.rglob("*.md")):
-        name = path.relative_to(DOCS)
-        write(SITE / name, path.read_text())
-        title = next((line[2:] for line in path.read_text().split("\n") if line.startswith("# ")), str(name))
+    for path in sorted([*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]):
+        name = path.relative_to(DOCS).with_suffix(".md")
+        text = write_notebook(path) if path.suffix == ".ipynb" else path.read_text()
+        write(SITE / name, text)
+        title = next((line[2:] for line in text.split("\n") if line.startswith("# ")), str(name))
         lines.append(f"- [{title}]({name})")
     write(SITE / "llms.txt", "\n".join(lines) + "\n")
 

@@ -83,6 +83,7 @@ def launch(node: int, run: Path, per_node: int, keys: list[str], steps: int) -> 
         *("--master_addr", "127.0.0.1", "--master_port", "29579", "-m", "shardbook.train", str(RECIPE)),
         *(f"run.dir={run.parent}", f"run.name={run.name}", "run.report_to=none", f"train.steps={steps}"),
         *(f"train.per_device_train_batch_size={ROWS // (2 * per_node)}", "train.export=false", "train.save_steps=50"),
+        "generate.steps=0",
         *("train.save_total_limit=1", *keys),
     ]
 

@@ -57,7 +57,7 @@ def measure(stage: str, folder: Path) -> dict:
 
     words = [RECIPE, f"parallel.stage={stage}", f"run.dir={folder}", f"run.name={stage}", "run.report_to=none"]
     words += [f"train.steps={LAST + 1}", f"train.profile_steps=[{FIRST}, {LAST}]", "train.export=false"]
-    words += ["data.eval_size=0", "train.per_device_train_batch_size=4", "train.logging_steps=1"]
+    words += ["data.eval_size=0", "generate.steps=0", "train.per_device_train_batch_size=4", "train.logging_steps=1"]
     shared = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // RANKS))}
     ranks = [

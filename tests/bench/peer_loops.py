@@ -158,6 +158,7 @@ def recipe_words(settings: dict, folder: Path, name: str, rows: dict) -> list[st
     fixed = {
         "model.path": settings["model"],
         "data.eval_size": 0,
+        "generate.steps": 0,
         **{f"optim.{key}": value for key, value in settings["optim"].items()},
         "optim.lr_scheduler_type": "constant",
         "optim.warmup_steps": 0,
