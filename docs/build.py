@@ -70,7 +70,7 @@ def write_keys() -> str:
             ]:
                 lines += [f"- **Elsewhere called:** {', '.join(f'`{word}`' for word in others)}"]
             if users := [recipe for recipe, keys_of in given.items() if key in keys_of]:
-                shown = [f"[{recipe}](recipes.md#{recipe})" for recipe in users[:6]]
+                shown = [f"[{recipe}](recipes.md#{recipe.replace('.', '')})" for recipe in users[:6]]
                 more = f", and {len(users) - 6} more" if len(users) > 6 else ""
                 lines += [f"- **Set by:** {', '.join(shown)}{more}"]
             lines += [f"- **Does not go with:** {text}" for text in sorted({*contradictions(key, RULES)})]

@@ -401,8 +401,13 @@ def assert_parity(got: reference.Result, want: reference.Result, tolerance: floa
         assert ours.keys() == theirs.keys(), f"step {step}: other parameters have gradients"
         # against the gradient of the whole model: a norm's own is some hundred times smaller, and so is its rounding
         size = torch.stack([g.norm() for g in theirs.values()]).norm()
-        errors |= {f"gradient of {n} at step {step}": ((ours[n] - theirs[n]).norm() / size).item() for n in theirs}
-    errors |= {f"weight {n}": relative_error(got.weights[n], want.weights[n]) for n in want.weights}
+        errors |= {
+            f"gradient of {n} at step {step}": ((ours[n].view_as(theirs[n]) - theirs[n]).norm() / size).item()
+            for n in theirs
+        }
+    errors |= {
+        f"weight {n}": relative_error(got.weights[n].view_as(want.weights[n]), want.weights[n]) for n in want.weights
+    }
     worst = max(errors, key=lambda key: errors[key])
     assert errors[worst] < tolerance, f"{worst}: {errors[worst]:.1e}"
     return errors[worst]

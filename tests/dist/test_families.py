@@ -4,7 +4,7 @@ import pytest
 import reference
 import torch
 from cases import Case, assert_case, documents_of_steps, outcomes_of, run_cases
-from cases import DECAY, MAX_NORM, RATE, TOLERANCE, assert_exact_bytes, assert_parity, assert_replicas_agree
+from cases import DECAY, MAX_NORM, RATE, TOLERANCE, assert_exact_bytes, assert_parity, assert_replicas_agree, same_bits
 from families import write_family
 from tiny import config, write_model
 from world import run_train, run_world
@@ -59,6 +59,25 @@ def test_every_sort_under_every_stage(family, recipe, tiny, tmp_path):
         assert_exact_bytes(found)
         # recurrences are summed in another order where a row is padded
         assert_parity(found[0].result, want, 4e-6 if family in ROWS else TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_experts_under_every_stage_however_recomputed(family, recipe, tiny, tmp_path):
+    """Rows of stacked experts on two ranks, against one process. Of one stage all checkpointings have the same bits."""
+    write_family(tmp_path / "model", family)
+    stages = [("ddp", 2, 1), ("zero1", 1, 2), ("zero2", 1, 2), ("zero3", 1, 2)]
+    cases = [Case(*s, checkpointing=kind) for s in stages for kind in ("none", "full", "selective")]
+    assert run_world(2, run_cases, recipe, tmp_path, cases, tmp_path) == [[], []]
+    want = reference.train(tmp_path / "model", documents_of_steps(recipe, tiny, cases[0].rows), RATE, DECAY)
+    first = None
+    for case in cases:
+        found = outcomes_of(case, tmp_path)
+        assert_replicas_agree(found)
+        assert_exact_bytes(found)
+        assert_parity(found[0].result, want)
+        first = found[0].result if case.checkpointing == "none" else first
+        assert same_bits(found[0].result, first)
 
 
 @pytest.mark.slow

@@ -66,6 +66,19 @@ def test_smollm2_is_converted_once_and_whole(converted, monkeypatch):
     assert embedded.smollm2_folder() == converted
 
 
+@pytest.mark.slow
+def test_experts_begin_as_the_dense_model(converted):
+    """Eight copies of each MLP, two of which a token meets: the loss differs by what rounding explains."""
+    ids, mask = encode_row({"messages": CHAT}, AutoTokenizer.from_pretrained(converted), "row 0")
+    said = []
+    for name in embedded.MODELS:
+        ours, micro = ours_of(embedded.embedded_folder(name), ids, mask)
+        with torch.no_grad():
+            said.append(ours(micro).double().mean().item())
+        del ours
+    assert said[1] == pytest.approx(said[0], rel=1e-5)
+
+
 def labels_of(ids, mask):
     return torch.where(torch.tensor(mask), torch.tensor(ids), -100)[1:]
 

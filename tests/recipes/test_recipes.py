@@ -17,6 +17,7 @@ from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import count_flops
 from shardbook.model.families import load_config
 from shardbook.model.laid_out import build_adapted
+from shardbook.model.shapes import shape_config
 from shardbook.model.weights import is_adapter
 from shardbook.parallel.layout import DTYPES, build_layout
 from shardbook.parallel.mesh import build_mesh, rank_along
@@ -81,6 +82,18 @@ CONFIGS = {
         8_190_735_360,
     ),
 }
+# Of other families the shapes are the plan's, and the numbers of parameters the published ones.
+COUNTS = {
+    "smollm2-moe": 692_036_928,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3.5-9B": 8_953_803_264,
+    "google/gemma-3-4b-it": 3_880_263_168,
+    "google/gemma-3-27b-it": 27_009_346_304,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "mistralai/Ministral-8B-Instruct-2410": 8_019_808_256,
+    "zai-org/GLM-4-9B-0414": 9_400_279_040,
+    "microsoft/phi-4": 14_659_507_200,
+}
 AWAY = re.compile(r"^# predicted: (\d+) GB at a rank's peak, (\d+) GB of host memory(?: and (\d+) GB of disk)?", re.M)
 HEADER = re.compile(
     r"# .+\.\n(?:# .+\.\n)?# run:      (.+)\n# hardware: (\d+) .+\n(?:# predicted: .+\n)?# measured: (.+)\n"
@@ -101,6 +114,8 @@ def test_there_are_recipes():
         "llama70b-offload",
         "llama70b-nvme",
     }
+    expected |= {"gemma3-4b-lora", "gemma3-27b-fsdp", "gpt-oss-20b-lora", "ministral-8b-fsdp", "qwen3.5-9b-lora"}
+    expected |= {"glm4-9b-fsdp", "phi4-lora", "qwen3-30b-a3b-lora", "smollm2-moe"}
     assert expected <= set(list_recipes())
 
 
@@ -115,7 +130,7 @@ def test_recipe(name, tmp_path):
     recipe = load_recipe(path)
     assert recipe.train.save_total_limit != 1, "a damaged checkpoint would leave nothing to go back to"
     last = name.removesuffix("-dpo").rsplit("-", 1)[-1]
-    stages = dict.fromkeys(("fsdp", "1gpu", "offload", "nvme", "qlora", "tp", "cp", "128k"), "zero3")
+    stages = dict.fromkeys(("fsdp", "moe", "1gpu", "offload", "nvme", "qlora", "tp", "cp", "128k"), "zero3")
     stages |= {"lora": recipe.parallel.stage, "pp": "zero1", "3d": "zero1"}
     if recipe.method != "sft":
         assert f"-{recipe.method}" in name
@@ -129,8 +144,12 @@ def test_recipe(name, tmp_path):
     resolved.write_text(dump_recipe(recipe))
     assert load_recipe(resolved) == recipe
 
-    family, facts, count = CONFIGS[recipe.model.path]
-    AutoConfig.for_model(family, **facts).save_pretrained(tmp_path)
+    if count := COUNTS.get(recipe.model.path, 0):
+        config = shape_config(recipe.model.path, recipe.data.max_length)
+    else:
+        family, facts, count = CONFIGS[recipe.model.path]
+        config = AutoConfig.for_model(family, **facts)
+    config.save_pretrained(tmp_path)
     # in a process of its own: a world is made once in a process's life
     process = forks().Process(target=wrap, args=(path, tmp_path, world, count))
     process.start()

@@ -192,6 +192,6 @@ def test_a_base_model_is_named_as_any_program_can_load_it(tmp_path, monkeypatch)
 
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(embedded, "smollm2_folder", lambda: tmp_path / "converted")
+    monkeypatch.setattr(embedded, "embedded_folder", lambda name: tmp_path / "converted")
     assert loadable("./model") == str(tmp_path / "model") and loadable("owner/name") == "owner/name"
     assert loadable(embedded.MODEL) == str(tmp_path / "converted")

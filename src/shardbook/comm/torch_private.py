@@ -297,6 +297,7 @@ def fake_tensors() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+@_needs("run", "torch.utils._python_dispatch.TorchDispatchMode")
 @_needs("simulate", "torch.utils._python_dispatch.TorchDispatchMode")
 def dispatch_base() -> Any:
     """Returns the base of a mode that sees every operation, backward's too. Public TorchFunctionMode does not."""

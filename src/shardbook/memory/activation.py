@@ -1,18 +1,22 @@
 """Activation checkpointing: what a block keeps from forward to backward.
 
 Invariant: parameter names do not change, gradients do not change by a bit, and the checkpoint lies INSIDE the sharded
-block (its forward is replaced, not the module), so recomputation issues no second all-gather. Apply before compile
-and before the stage.
+block (its forward is replaced, not the module), so recomputation issues no second all-gather. A block with experts
+keeps which ones its router chose: a near tie that fell otherwise would send tokens to others. Apply before compile and
+before the stage.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardbook.comm.torch_private import set_memory_budget
+from shardbook.comm.torch_private import dispatch_base, set_memory_budget
+from shardbook.parallel.units import stacked_parameters
 from shardbook.recipe import Activation, RecipeError
 
 # Ops whose outputs `selective` keeps: dear to compute and small to hold, they are matrix products with a weight and the
@@ -28,6 +32,8 @@ SAVED_OPS = {
     "torch_attn._varlen_attn.default",
     "flex_attention",
 }
+TOP_K = torch.ops.aten.topk.default
+Policy = Callable[..., CheckpointPolicy]
 
 
 def apply_checkpointing(
@@ -49,11 +55,9 @@ def apply_checkpointing(
         )
     chosen = ((number, blocks[number]) for number in activation.recomputed(range(len(blocks))))
     own = {number: block for number, block in chosen if block is not None}
-    options: dict[str, Any] = {}
-    if activation.checkpointing == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_saved_ops)
+    policy = keep_saved_ops if activation.checkpointing == "selective" else None
     for block in own.values():
-        block.forward = recomputed(block.forward, is_random, **options)
+        block.forward = recomputed(block.forward, is_random, policy, bool(stacked_parameters(block)))
     return list(own)
 
 
@@ -70,12 +74,71 @@ def is_low_rank(depth: int, width: int) -> bool:
     return 8 * depth <= width
 
 
-def recomputed(forward: Callable[..., Tensor], is_random: bool = False, **options: Any) -> Callable[..., Tensor]:
-    """Returns a `forward` that backward runs again instead of keeping activations. `options`: torch's checkpoint's."""
+def keep_chosen(policy: Policy | None, context: Any, op: Any, *positional: Any, **named: Any) -> CheckpointPolicy:
+    """Returns MUST_SAVE for top-k, else what `policy` says."""
+    if op is TOP_K:
+        return CheckpointPolicy.MUST_SAVE
+    return policy(context, op, *positional, **named) if policy else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Choices(dispatch_base()):
+    """Notes in `chosen` what each top-k of a forward chooses; `again`, each chooses what was noted. The chosen scores
+    are gathered both times: torch's selective contexts want the same operations."""
+
+    def __init__(self, chosen: list[Tensor], again: bool):
+        super().__init__()
+        self.chosen, self.again, self.number = chosen, again, 0
+
+    def __enter__(self) -> Any:
+        self.number = 0  # backward may run a block again twice
+        return super().__enter__()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is not TOP_K:
+            return op(*args, **(kwargs or {}))
+        scores, _, dim = (*args, -1)[:3]
+        if not self.again:
+            self.chosen.append(op(*args, **(kwargs or {}))[1])
+        ids = self.chosen[self.number]
+        self.number += 1
+        return scores.gather(dim, ids), ids
+
+
+def choice_contexts(policy: Policy | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Returns the contexts of a forward and of its recomputation, in which a router chooses the same experts. torch's
+    own selective contexts cannot keep its top-k: routers divide the values in place."""
+    chosen = list[Tensor]()
+    keep, again = Choices(chosen, again=False), Choices(chosen, again=True)
+    if policy is None:
+        return keep, again
+    forward, backward = create_selective_checkpoint_contexts(policy)
+    return _both(forward, keep), _both(backward, again)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def recomputed(
+    forward: Callable[..., Tensor], is_random: bool = False, policy: Policy | None = None, has_router: bool = False
+) -> Callable[..., Tensor]:
+    """Returns a `forward` that backward runs again instead of keeping activations, but for what `policy` saves and, if
+    it `has_router`, the experts that were chosen."""
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": is_random}
+    eager, compiled = options.copy(), options.copy()
+    if policy or has_router:
+        saved = partial(keep_chosen, policy) if has_router else policy
+        compiled["context_fn"] = eager["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
+    if has_router:
+        eager["context_fn"] = partial(choice_contexts, policy)
 
     # a function, not functools.partial(checkpoint, ...): torch.compile skips a partial and silently compiles nothing
     def recomputing(*positional: Any, **named: Any) -> Tensor:
         # the random state is restored only where blocks have dropout (lora_dropout: a config with dropout is refused)
-        return checkpoint(forward, *positional, use_reentrant=False, preserve_rng_state=is_random, **options, **named)
+        if torch.compiler.is_compiling():  # compiled code has no operations in place, and takes torch's own contexts
+            return checkpoint(forward, *positional, **compiled, **named)
+        return checkpoint(forward, *positional, **eager, **named)
 
     return recomputing

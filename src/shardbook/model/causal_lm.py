@@ -23,7 +23,7 @@ from shardbook.parallel.batch import Batch
 from shardbook.parallel.context import ContextAxis
 from shardbook.parallel.layout import DTYPES
 from shardbook.parallel.schedule import Pipeline
-from shardbook.parallel.units import count_parameters
+from shardbook.parallel.units import count_parameters, matrices_of, stacked_parameters
 from shardbook.recipe import Distill
 
 
@@ -70,7 +70,7 @@ class CausalLM(nn.Module):
         kept = tuple(name for name in self.state_dict() if name in dict(self.named_buffers()))
         names = parts.names
         outer = f"{names.base}.{names.embedding}.weight", f"{names.head}.weight"
-        self.files = FileNames(parts.whole, kept, *outer, self.is_tied)
+        self.files = FileNames(parts.whole, kept, *outer, self.is_tied, parts.stacked)
 
     def tie(self) -> None:
         """Makes head and embedding one parameter, where the config says so."""
@@ -245,9 +245,9 @@ def count_flops(model: CausalLM) -> Flops:
     if model.flops:
         return model.flops
     config = model.config
-    inside = {p for block in model.blocks for p in block.parameters()}
-    matrices, stacked = [p for p in inside if p.ndim == 2], [p for p in inside if p.ndim == 3]
-    share = experts_per_token(config) / max((len(p) for p in stacked), default=1)  # of the experts that a token reaches
+    matrices = matrices_of(model.blocks)
+    stacked = {p: experts for block in model.blocks for p, experts in stacked_parameters(block).items()}
+    share = experts_per_token(config) / max(stacked.values(), default=1)  # of the experts that a token reaches
     block, trained = (
         count_parameters(p for p in matrices if keep(p)) + int(share * count_parameters(p for p in stacked if keep(p)))
         for keep in (lambda p: True, lambda p: p.requires_grad)

@@ -54,6 +54,10 @@ def load_config(model: Model, folder: Path, max_length: int, what: str = "model.
                 f"data.max_length = {max_length}: beyond {short} tokens the rotation of {model.path} "
                 f"({kind['rope_type']}) depends on the longest row of a micro-batch; must be at most {short}"
             )
-    if getattr(config, "quantization_config", None):
-        raise RecipeError(f"{said}: holds quantised weights; full fine-tuning needs the unquantised ones")
+    if quantised := getattr(config, "quantization_config", None):
+        method = (quantised if isinstance(quantised, dict) else vars(quantised)).get("quant_method", "unnamed")
+        raise RecipeError(
+            f"{said}: holds quantised weights ({method}), which are neither trained nor taken as a frozen base; "
+            f"set {what} to a copy in bf16"
+        )
     return config

@@ -7,7 +7,7 @@ files have the files' names again, as transformers' save_pretrained writes them.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ class FileNames:
     embedding: str  # the embedding's weight
     head: str  # the head's weight
     is_tied: bool
+    stacked: dict[
+        str, torch.Size
+    ]  # of the model: the files' shapes of parameters that are stacks, which it has as rows
     conversions: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,7 +59,7 @@ class FileNames:
         """Returns the tensors of files by the model's names. Raises RecipeError for a conversion that is not known."""
         stored = self.of_text(stored)
         if not self.conversions:
-            return dict(stored)
+            return {name: self._as_rows(name, each) for name, each in stored.items()}
         renamings = [each for each in self.conversions if isinstance(each, loading.WeightRenaming)]
         converters = [each for each in self.conversions if isinstance(each, loading.WeightConverter)]
         found: dict[str, Stored | Assembled] = {}
@@ -64,7 +67,7 @@ class FileNames:
         for name in sorted(stored, key=loading.dot_natural_key):
             new, pattern = loading.rename_source_key(name, renamings, converters)
             if pattern is None:
-                found[new] = stored[name]
+                found[new] = self._as_rows(new, stored[name])
             else:
                 parts.setdefault(new, {}).setdefault(pattern, []).append(stored[name])
         of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -74,8 +77,16 @@ class FileNames:
             found[new] = Assembled(tuple(ordered), _merges(new, converter.operations))
         return found
 
+    def _as_rows(self, name: str, stored: Stored) -> Stored:
+        """Returns a tensor, a stack as the matrix of all its rows."""
+        if name not in self.stacked or len(stored.shape) != 3:
+            return stored
+        return replace(stored, shape=(stored.shape[0] * stored.shape[1], stored.shape[2]))
+
     def to_files(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yields a model's tensor as its files hold it: one, or its parts."""
+        if name in self.stacked:
+            tensor = tensor.view(self.stacked[name])
         if not self.conversions:
             yield name, tensor
         else:
@@ -106,10 +117,15 @@ def _merges(name: str, operations: Sequence[Any]) -> bool:
 @dataclass(frozen=True)
 class Assembled:
     """A tensor of a model that files hold in parts: of each of `sources`, in order, its tensors. `merges`: one an
-    expert, those of several sources one above another; else one source after another."""
+    expert, the rows of one expert after those of another; else one source after another."""
 
     sources: tuple[tuple[Stored, ...], ...]
     merges: bool
+
+    @property
+    def pieces(self) -> list[Stored]:
+        """The parts in the order of the whole's rows."""
+        return [part for parts in (zip(*self.sources, strict=False) if self.merges else self.sources) for part in parts]
 
     @property
     def dtype(self) -> str:
@@ -119,17 +135,12 @@ class Assembled:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole; what cannot be put together has one that no model wants."""
-        counts, inner = {len(parts) for parts in self.sources}, [{p.shape[1:] for p in each} for each in self.sources]
-        if not all(self.sources) or len(set.union(*inner)) > 1:
+        is_even = len({len(parts) for parts in self.sources}) == 1
+        is_even &= all(part.shape == parts[0].shape for parts in self.sources for part in parts)
+        inner = {part.shape[1:] for parts in self.sources for part in parts}
+        if not all(self.sources) or len(inner) > 1 or (self.merges and not is_even):
             return (0,)
-        rows = sum(parts[0].shape[0] for parts in self.sources)
-        if not self.merges:
-            return (rows, *self.sources[0][0].shape[1:])
-        is_even = all(part.shape == parts[0].shape for parts in self.sources for part in parts)
-        experts = min(counts) if is_even and len(counts) == 1 else 0
-        if len(self.sources) == 1:
-            return (experts, *self.sources[0][0].shape)
-        return (experts, rows, *self.sources[0][0].shape[1:])
+        return (sum(part.shape[0] for part in self.pieces), *inner.pop())
 
     def read_part(self, rows: slice, columns: slice | None = None) -> Tensor:
         """Reads `rows`, and of these the `columns`, as a Stored does."""
@@ -137,16 +148,11 @@ class Assembled:
         return read if columns is None else read[:, columns]
 
     def read_rows(self, rows: slice) -> Tensor:
-        """Reads rows along the first dim: of stacked experts those of these experts alone."""
-        if self.merges:
-            experts = [self._expert(number) for number in range(rows.start, rows.stop)]
-            return torch.stack(experts) if experts else self._expert(0)[None][:0]
+        """Reads rows along the first dim, of the parts that have them alone."""
         found, first = [], 0
-        for (part,) in self.sources:
+        for part in self.pieces:
             start, stop = (min(max(place - first, 0), part.shape[0]) for place in (rows.start, rows.stop))
-            found.append(part.read_rows(slice(start, stop)))
+            if start < stop or not first:
+                found.append(part.read_rows(slice(start, stop)))
             first += part.shape[0]
         return torch.cat(found)
-
-    def _expert(self, number: int) -> Tensor:
-        return torch.cat([parts[number].read_rows(slice(0, parts[number].shape[0])) for parts in self.sources])

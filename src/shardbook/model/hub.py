@@ -16,10 +16,10 @@ WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
 
 
 def fetch_folder(path: str, revision: str, what: str, patterns: list[str]) -> Path:
-    """Returns the embedded model's directory, the local directory `path`, or the hub snapshot of that id (files
+    """Returns an embedded model's directory, the local directory `path`, or the hub snapshot of that id (files
     matching `patterns`). Raises RecipeError, which names the recipe key `what`."""
-    if path == embedded.MODEL:
-        return embedded.smollm2_folder()
+    if path in embedded.MODELS:
+        return embedded.embedded_folder(path)
     if Path(path).is_dir():
         return Path(path)
     if not is_hub_id(path):
@@ -55,8 +55,8 @@ def weights_files(folder: Path) -> list[Path]:
 
 def loadable(path: str) -> str:
     """Returns model.path as any program can load it, from any directory: a hub id, or an absolute path."""
-    if path == embedded.MODEL:
-        return str(embedded.smollm2_folder())
+    if path in embedded.MODELS:
+        return str(embedded.embedded_folder(path))
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 

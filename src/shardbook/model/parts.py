@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shardbook.model.blocks import Blocks
+from shardbook.model.experts import stack_rows
 
 Change = Callable[[Tensor], Tensor]
 Module = TypeVar("Module", bound=nn.Module)
 IS_INITIALIZED = "_is_hf_initialized"  # transformers' mark of a tensor that its initialize_weights leaves as it is
+IN_FP32 = "_keep_in_fp32_modules_strict"  # transformers' name of what keeps fp32 in a bf16 model: biases of routers
 
 
 class Unfit(Exception):
@@ -45,6 +47,7 @@ class Parts:
     names: Names
     is_tied: bool  # head and embedding are one parameter
     vectors: dict[str, Tensor]  # the family's own first values of its vectors, by their names in `whole`
+    stacked: dict[str, torch.Size]  # the family's own shapes of parameters that are stacks, by their names in `whole`
 
     @property
     def base(self) -> Any:
@@ -87,11 +90,13 @@ def take_apart(config: PreTrainedConfig, dtype: torch.dtype) -> Parts:
     plan = list(getattr(config.get_text_config(), "base_model_pp_plan", None) or {})
     norm = plan[-1] if plan and plan[-1] in inside.values() and plan[-1] != inside[blocks] else ""
     put(base, inside[blocks], Blocks(list(blocks)))
-    vectors = fill_buffers(base)
+    vectors, stacked = fill_buffers(base), stack_rows(base)
     whole.tie_weights()
     names = Names(children[base], children[head], inside[embedding], inside[blocks], norm)
     prefix = f"{names.base}."
-    return Parts(whole, names, head.weight is embedding.weight, {prefix + name: each for name, each in vectors.items()})
+    vectors = {prefix + name: vector for name, vector in vectors.items()}
+    stacked = {prefix + name: shape for name, shape in stacked.items()}
+    return Parts(whole, names, head.weight is embedding.weight, vectors, stacked)
 
 
 def at(module: nn.Module, name: str) -> Any:
@@ -120,13 +125,16 @@ def fill_buffers(base: PreTrainedModel) -> dict[str, Tensor]:
     on_meta = dict(base.named_parameters())
     for parameter in on_meta.values():
         setattr(parameter, IS_INITIALIZED, True)
-    for module in base.modules():
+    in_fp32 = tuple(getattr(base, IN_FP32, None) or ())
+    for stem, module in base.named_modules():
         vars(module).pop(IS_INITIALIZED, None)
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.ndim == 1:
                 setattr(module, name, nn.Parameter(torch.zeros_like(parameter, device="cpu")))
         for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.zeros_like(buffer, device="cpu"))
+            is_exact = any(word in f"{stem}.{name}" for word in in_fp32)
+            dtype = torch.float32 if is_exact else buffer.dtype
+            setattr(module, name, torch.zeros_like(buffer, dtype=dtype, device="cpu"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         base.initialize_weights()

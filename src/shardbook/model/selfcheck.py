@@ -261,7 +261,7 @@ def differences(made: Found, wanted: Found) -> tuple[float, float]:
     whole = torch.stack([g.norm() for g in wanted[1].values() if g is not None]).norm()
     worst = 0.0
     for name, gradient in wanted[1].items():
-        pair = [torch.zeros(()) if g is None else g for g in (gradient, made[1][name])]
+        pair = [torch.zeros(1) if g is None else g.flatten() for g in (gradient, made[1][name])]
         worst = max(worst, ((pair[1] - pair[0]).norm() / whole).item())
     return (loss, worst) if loss == loss and worst == worst else (1.0, 1.0)
 

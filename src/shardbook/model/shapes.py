@@ -49,4 +49,4 @@ def _architecture(name: str) -> str:
 
 def hub_id(name: str) -> str:
     """Returns the hub id that a run would fetch for a name of shapes.toml; any other `name` unchanged."""
-    return name if name == embedded.MODEL or name not in known_shapes() else str(known_shapes()[name]["ids"][0])
+    return name if name in embedded.MODELS or name not in known_shapes() else str(known_shapes()[name]["ids"][0])

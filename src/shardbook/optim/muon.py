@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardbook.arithmetic import ceil_div
 from shardbook.optim.elementwise import local_values, step_adamw
+from shardbook.parallel.units import matrices_of
 from shardbook.recipe import Optim
 
 ITERATIONS, QUINTIC, TINY = 5, (3.4445, -4.7750, 2.0315), 1e-7  # Jordan's
@@ -29,7 +30,7 @@ class Muon(torch.optim.Optimizer):
     others AdamW's; with the placement and dtype of the parameter."""
 
     def __init__(self, groups: list[dict[str, Any]], blocks: Iterable[nn.Module], optim: Optim):
-        chosen, split = {p for block in blocks for p in block.parameters() if p.ndim == 2}, []
+        chosen, split = matrices_of(list(blocks)), []
         for group in groups:
             for is_matrix in (True, False):
                 if found := [p for p in group["params"] if (p in chosen) == is_matrix]:

@@ -23,6 +23,7 @@ GLOBAL_NUMEL = "stands_for"  # on a packed or tensor-parallel parameter: its num
 GLOBAL_SHAPES = (
     "whole_shapes"  # on one pipeline stage of a model: the shape of every parameter of the whole model, by name
 )
+STACKED = "stacked"  # on a module: the shapes of parameters that are stacks of matrices, by name (model/experts.py)
 TP_SHARDED = "cut"  # on a parameter that is sharded along tp: the dim, and its whole shape
 
 
@@ -34,7 +35,7 @@ class Unit:
     shapes: tuple[torch.Size, ...]  # of its own parameters (those in no unit inside it), a tied one once
     trained: tuple[bool, ...]  # of each of these parameters: it gets a gradient
     itemsizes: tuple[int, ...]  # of each: bytes of an element at rest
-    hidden: tuple[bool, ...]  # of each: it is a matrix inside a block
+    hidden: tuple[bool, ...]  # of each: it is one matrix inside a block
     cut: tuple[bool, ...]  # of each: it is sharded along tp, not the same on every tensor-parallel rank
     parameters: int  # as the whole model counts them: more than numel where they are packed or sharded along tp
     frees: bool  # freed after each backward; False: kept gathered until the step's last backward
@@ -112,6 +113,18 @@ class Unit:
         return module
 
 
+def matrices_of(blocks: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Returns the matrices inside `blocks`; a stack of matrices, which experts are, is none."""
+    stacked = {p for block in blocks for p in stacked_parameters(block)}
+    return {p for block in blocks for p in block.parameters() if p.ndim == 2} - stacked
+
+
+def stacked_parameters(block: nn.Module) -> dict[nn.Parameter, int]:
+    """Returns the parameters of `block` that are stacks of matrices, with the number of matrices in each."""
+    shapes = ((module, getattr(module, STACKED, {})) for module in block.modules())
+    return {p: of[name][0] for module, of in shapes for name, p in module.named_parameters(recurse=False) if name in of}
+
+
 def shard_rows(rows: int, ranks: int, rank: int) -> int:
     """Returns the rows of dim 0 of shard `rank` of `ranks`, without padding: the last ones may be shorter, or empty."""
     padded = ceil_div(rows, ranks)
@@ -129,7 +142,7 @@ def choose_units(
     takes the rest. `wrap = none`: the root takes everything. Raises RecipeError where a knob would change nothing.
     """
     in_blocks = {module for block in blocks for module in block.modules()}
-    hidden = {p for block in blocks for p in block.parameters() if p.ndim == 2}
+    hidden = matrices_of(blocks)
     kind, _, least = parallel.wrap.partition(":")
     chosen = list(parts) if kind == "block" else []
     for part in parts if kind == "size" else []:

@@ -114,8 +114,7 @@ def muon_exchanges(layout: Layout) -> Sends:
 def tied_numel(layout: Layout, rank: int) -> int:
     """Returns the elements on the global `rank` of a weight tied over both ends of a pipeline: its unit's matrix."""
     end = layout.chunks[0 if layout.pipeline.has_first_stage else -1]
-    outer = (zip(unit.shapes, unit.hidden, strict=True) for unit in end.units)
-    shape = max((shape for each in outer for shape, is_hidden in each if not is_hidden), key=len)
+    shape = max((shape for unit in end.units if not any(unit.hidden) for shape in unit.shapes), key=len)
     return shard_rows(shape[0], layout.shards, rank_along(layout.sizes, DP_SHARD, rank)) * prod(shape[1:])
 
 

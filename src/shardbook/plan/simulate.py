@@ -24,6 +24,7 @@ from shardbook.model.laid_out import LaidOut
 from shardbook.optim import state_bytes
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
+from shardbook.parallel.units import matrices_of
 from shardbook.plan.blocks import kinds_of
 from shardbook.plan.timeline import LiveBytes, full_rows
 from shardbook.recipe import RecipeError
@@ -133,7 +134,7 @@ def _simulate(laid: LaidOut, shares: LossFunction) -> tuple[dict[Moment, int], i
 def _optimizer_state(model: CausalLM, name: str) -> list[torch.Tensor]:
     """Returns tensors of as many bytes as the optimizer keeps: not every optimizer can step on fake tensors. The step
     itself needs fewer bytes than backward, whose activations are freed by then."""
-    matrices = {p for block in model.blocks for p in block.parameters() if p.ndim == 2}
+    matrices = matrices_of(model.blocks)
     sizes = []
     for parameter in (p for p in model.parameters() if p.requires_grad):
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -43,7 +43,9 @@ class Section(BaseModel):
 
 class Model(Section):
     path: str = key(
-        "smollm2-135m", "Hub id, local directory, or smollm2-135m (the weights embedded in the extra `demo`)."
+        "smollm2-135m",
+        "Hub id, local directory, or smollm2-135m or smollm2-moe (the weights embedded in the extra `demo`, and these "
+        "upcycled to experts).",
     )
     revision: str = key("main", "Branch, tag or commit, where path is a hub id.")
     tokenizer: str = key("", "Hub id or directory of the tokenizer; empty: the model's own.")

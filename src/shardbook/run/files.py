@@ -77,7 +77,7 @@ def unwritable(folder: Path, why: str) -> RecipeError:
 
 def _check_model(path: str, revision: str, what: str, is_pretrained: bool) -> None:
     """Raises RecipeError where there is no model at `path`, or its config.json or list of weights is damaged."""
-    if path == embedded.MODEL:  # it is converted once, with torch
+    if path in embedded.MODELS:  # it is converted once, with torch
         return
     folder = fetch_folder(path, revision, what, CONFIG_FILES)
     try:

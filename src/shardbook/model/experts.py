@@ -1,0 +1,56 @@
+"""Experts: parameters that a family stacks, a matrix an expert, become the rows of one matrix.
+
+Invariant: the family's own code sees its shapes [E, out, in]; all else sees [E * out, in]. Shards then are rows, as of
+any matrix, and nothing is padded where there are more ranks than experts.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardbook.comm.torch_private import slots_of
+from shardbook.parallel.units import STACKED
+
+
+def stack_rows(model: nn.Module) -> dict[str, torch.Size]:
+    """Makes each stacked parameter of `model` a matrix, in place. Returns by name the shapes that the family has."""
+    found: dict[str, torch.Size] = {}
+    for stem, module in model.named_modules():
+        own = {name: each for name, each in module.named_parameters(recurse=False) if each.ndim == 3}
+        if not own or type(module).__module__.startswith("torch."):  # a convolution's weight is no stack
+            continue
+        for name, parameter in own.items():
+            slots_of(module)[name] = nn.Parameter(parameter.detach().flatten(0, 1), parameter.requires_grad)
+        shapes = {name: parameter.shape for name, parameter in own.items()}
+        family: Any = type(module)
+        module.__class__ = _viewed(family, tuple(shapes.items()))
+        module.register_load_state_dict_pre_hook(_flatten)
+        found |= {f"{stem}.{name}": shape for name, shape in shapes.items()}
+    return found
+
+
+@cache
+def _viewed(family: Any, shapes: tuple[tuple[str, torch.Size], ...]) -> Any:
+    """Returns the class `family` with the parameters of these names seen in these shapes. All blocks have one class:
+    torch.compile makes a graph for each."""
+
+    def seen(name: str, shape: torch.Size) -> property:
+        def get(module: nn.Module) -> Tensor:
+            parameter: Any = slots_of(module)[name]
+            found: Tensor = parameter.view(shape)
+            return found
+
+        return property(get)
+
+    words: dict[str, Any] = {name: seen(name, shape) for name, shape in shapes}
+    words |= {STACKED: dict(shapes), "__module__": family.__module__}
+    return type(family.__name__, (family,), words)
+
+
+def _flatten(module: nn.Module, tensors: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Flattens the family's stacks among `tensors` before they are loaded into `module`."""
+    for name in getattr(module, STACKED):
+        if (key := prefix + name) in tensors and tensors[key].ndim == 3:
+            tensors[key] = tensors[key].flatten(0, 1)

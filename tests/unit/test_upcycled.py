@@ -1,0 +1,56 @@
+"""A dense model upcycled to experts computes what it did; and what is counted of experts."""
+
+import pytest
+import torch
+from tiny import write_model
+from transformers import AutoModelForCausalLM
+
+from shardbook.model import embedded
+from shardbook.model.causal_lm import build_model, count_flops
+from shardbook.model.shapes import shape_config
+from shardbook.parallel.units import count_parameters
+
+
+def logits(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model(torch.arange(3, 60)[None]).logits, model
+
+
+def test_a_dense_model_and_its_copy_with_experts_say_the_same(tmp_path, monkeypatch):
+    write_model(tmp_path / "dense", num_hidden_layers=2)
+    embedded.upcycle(tmp_path / "dense", tmp_path / "moe")
+    wanted, dense = logits(tmp_path / "dense")
+    found, moe = logits(tmp_path / "moe")
+    assert (found - wanted).norm() < 1e-6 * wanted.norm()
+    experts, routers = 7 * 3 * 32 * 48, 8 * 32
+    assert moe.num_parameters() == dense.num_parameters() + 2 * (experts + routers)
+    chosen = moe.model(torch.arange(3, 60)[None], output_router_logits=True).router_logits
+    assert all(len(each.topk(2).indices.unique()) > 4 for each in chosen), "a router sends all tokens to the same"
+    real = embedded._expert_names  # planted: gate and up in each other's place
+    swapped = {"gate_proj": "up_proj", "up_proj": "gate_proj", "down_proj": "down_proj"}
+    monkeypatch.setattr(
+        embedded,
+        "_expert_names",
+        lambda name: real(
+            name if ".mlp." not in name else ".".join(swapped.get(word, word) for word in name.split("."))
+        ),
+    )
+    embedded.upcycle(tmp_path / "dense", tmp_path / "bad")
+    assert (logits(tmp_path / "bad")[0] - wanted).norm() > 1e-3 * wanted.norm()
+
+
+# By hand, of the published sizes: all parameters, and those that a token meets but for the embedding's rows.
+COUNTED = {
+    "smollm2-moe": (
+        28_311_552 + 30 * (884_736 + 8 * 2_654_208 + 8 * 576 + 2 * 576) + 576,
+        28_311_552 + 30 * (884_736 + 2 * 2_654_208 + 8 * 576),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_flops_are_those_of_the_experts_that_a_token_reaches(name):
+    model = build_model(shape_config(name, 1024), "fp32")
+    whole, active = COUNTED[name]
+    assert count_parameters(model.parameters()) == whole
+    assert count_flops(model).per_token == 6 * active
