@@ -1,6 +1,9 @@
 """Files of families whose names, experts or buffers are not the model's: read as transformers reads them, written as it
 writes them."""
 
+import dataclasses
+import random
+
 import pytest
 import torch
 from families import small_config
@@ -9,14 +12,15 @@ from tiny import said_by, tokenizer
 from transformers import AutoModelForCausalLM
 
 import shardbook.model.weights as weights
+from shardbook.model import file_names
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.families import load_config
-from shardbook.model.file_names import Assembled
 from shardbook.model.stored import Stored, open_tensors
 from shardbook.recipe import Model, RecipeError
 
 # experts by themselves in two ways, renamed alone, stacked already, with a buffer, put one after another, a head's name
 FAMILIES = ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "deepseek_v3", "olmo_hybrid", "gpt_neox", "afmoe"]
+FAMILIES += ["inkling2_text", "hrm_text"]  # rows interleaved, and chunks of one tensor
 
 
 def write(folder, family):
@@ -72,7 +76,8 @@ def test_a_rank_reads_its_own_rows_alone(tmp_path, monkeypatch):
         assert torch.equal(found.read_part(slice(20, 90)), whole[20:90]) and sum(read) == 70
         assert torch.equal(found.read_part(slice(3, 40), slice(1, 5)), whole[3:40, 1:5])
         assert found.read_rows(slice(2, 2)).shape == (0, 32) and found.shape == (128, 32)
-        swapped = Assembled(found.sources[::-1], True)  # planted: gate and up in each other's place
+        other = dict(zip(found.sources, reversed(found.sources.values()), strict=True))
+        swapped = dataclasses.replace(found, sources=other)  # planted: gate and up in each other's place
         assert not torch.equal(swapped.read_part(slice(20, 90)), whole[20:90])
 
 
@@ -95,10 +100,25 @@ def test_an_expert_that_is_missing_or_misshapen_is_one_error(tmp_path):
         assert f"{stem}.gate_up_proj has shape [0" in said and said.endswith("the model wants [128, 32]")
 
 
-def test_a_conversion_that_is_not_known_is_refused_by_name(tmp_path):
+def test_a_conversion_that_is_not_known_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_names, "MOVE_ROWS", {"MergeModulelist", "Concatenate"})
     write(tmp_path, "inkling2_text")
     said = said_by(load, tmp_path, "inkling2_text")
     assert said.endswith("by Interleave, which is not known here"), said
+
+
+def test_rows_that_lie_between_others_are_read_from_where_they_are(tmp_path):
+    """A gate's rows and an up projection's take turns in one tensor. Any range of any of them, of one file each."""
+    theirs = write(tmp_path, "inkling2_text").state_dict()
+    model, dice = build_model(small_config("inkling2_text"), "fp32"), random.Random(0)
+    with open_tensors(tmp_path) as opened:
+        found = model.files.by_model_names(opened)
+        moved = [name for name, each in found.items() if isinstance(each, file_names.Assembled)]
+        assert any(name.endswith("experts.gate_up_proj") for name in moved)
+        for name in moved:
+            whole = theirs[name].view(found[name].shape)
+            start, stop = sorted(dice.sample(range(len(whole) + 1), 2))
+            assert torch.equal(found[name].read_rows(slice(start, stop)), whole[start:stop]), name
 
 
 def test_a_buffer_is_read_kept_and_written_in_its_own_dtype(tmp_path):

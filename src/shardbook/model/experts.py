@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardbook.comm.torch_private import slots_of
 from shardbook.parallel.units import STACKED
@@ -39,7 +40,8 @@ def _viewed(family: Any, shapes: tuple[tuple[str, torch.Size], ...]) -> Any:
     def seen(name: str, shape: torch.Size) -> property:
         def get(module: nn.Module) -> Tensor:
             parameter: Any = slots_of(module)[name]
-            found: Tensor = parameter.view(shape)
+            # fully_shard looks up its own shard by this name; a forward meets gathered parameters
+            found: Tensor = parameter if isinstance(parameter, DTensor) else parameter.view(shape)
             return found
 
         return property(get)

@@ -5,8 +5,9 @@ Invariant: each rank reads only its rows, also of experts that the model stacks 
 files have the files' names again, as transformers' save_pretrained writes them. What is not known is refused by name.
 """
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,12 +49,26 @@ class FileNames:
     def of_text(self, stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
         """Returns the tensors of the text model in files of a model that has more, without the prefix that they have
         there; all tensors where there is no such prefix."""
+        prefix, kept = self.text_prefix(stored)
+        if not prefix:
+            return stored
+        found = {kept + name.removeprefix(prefix): each for name, each in stored.items() if name.startswith(prefix)}
+        return found | ({self.head: stored[self.head]} if self.head in stored else {})
+
+    def text_prefix(self, stored: Mapping[str, Stored]) -> tuple[str, str]:
+        """Returns what the text model's names begin with in files of a model that has more, and what in the text model;
+        both empty in files of the text model itself."""
         for prefix, kept in () if self.embedding in stored else TEXT_PREFIXES:
-            found = {kept + name.removeprefix(prefix): each for name, each in stored.items() if name.startswith(prefix)}
-            if self.embedding in found:
-                head = {self.head: stored[self.head]} if self.head in stored else {}
-                return found | head
-        return stored
+            if self.embedding.startswith(kept) and prefix + self.embedding.removeprefix(kept) in stored:
+                return prefix, kept
+        return "", ""
+
+    def describe_rest(self, stored: Mapping[str, Stored]) -> str:
+        """Returns a sentence on what files have beside the text model, which alone is exported; empty for nothing."""
+        prefix, _ = self.text_prefix(stored)
+        rest = {name.partition(".")[0] for name in stored if not name.startswith(prefix) and name != self.head}
+        said = f"the text model alone, {type(self.whole).__name__}; its source has it under {prefix}"
+        return f"{said}, beside {', '.join(sorted(rest)) or 'nothing'}, not exported" if prefix else ""
 
     def by_model_names(self, stored: Mapping[str, Stored]) -> "dict[str, Stored | Assembled]":
         """Returns the tensors of files by the model's names. Raises RecipeError for a conversion that is not known."""
@@ -73,9 +88,21 @@ class FileNames:
         of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         for new, by_pattern in parts.items():
             converter = of[next(iter(by_pattern))]
-            ordered = [tuple(by_pattern.get(pattern, ())) for pattern in converter.source_patterns]
-            found[new] = Assembled(tuple(ordered), _merges(new, converter.operations))
+            kinds = [type(operation).__name__ for operation in converter.operations]
+            if unknown := [kind for kind in kinds if kind not in MOVE_ROWS]:
+                raise RecipeError(
+                    f"weights: {new} is made of its files' tensors by {unknown[0]}, which is not known here"
+                )
+            ordered = {pattern: tuple(by_pattern.get(pattern, ())) for pattern in converter.source_patterns}
+            for target, name in self._targets(new, converter).items():
+                found[name] = Assembled(ordered, converter, target, name in self.stacked)
         return found
+
+    def _targets(self, name: str, transform: Any) -> dict[str, str]:
+        """Returns by their patterns the names of the tensors that `transform` makes together, `name` among them."""
+        patterns = transform.target_patterns
+        own = next((pattern for pattern in patterns if pattern in name), patterns[0])
+        return {pattern: name.replace(own, pattern) for pattern in patterns}
 
     def _as_rows(self, name: str, stored: Stored) -> Stored:
         """Returns a tensor, a stack as the matrix of all its rows."""
@@ -83,64 +110,59 @@ class FileNames:
             return stored
         return replace(stored, shape=(stored.shape[0] * stored.shape[1], stored.shape[2]))
 
-    def to_files(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields a model's tensor as its files hold it: one, or its parts."""
-        if name in self.stacked:
-            tensor = tensor.view(self.stacked[name])
-        if not self.conversions:
-            yield name, tensor
-        else:
-            yield from loading.revert_weight_conversion(self.whole, {name: tensor}).items()
+    def to_files(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields a model's tensors as its files hold them: as they are, in parts, or several together once all came."""
+        several = [each for each in self.conversions if len(each.target_patterns) > 1]
+        held: dict[frozenset[str], dict[str, Tensor]] = {}
+        for name, tensor in tensors:
+            tensor = tensor.view(self.stacked.get(name, tensor.shape))
+            of = next((each for each in several if any(pattern in name for pattern in each.target_patterns)), None)
+            together = frozenset(self._targets(name, of).values() if of else [name])
+            group = held.setdefault(together, {})
+            group[name] = tensor
+            if len(group) == len(together):
+                del held[together]
+                yield from (loading.revert_weight_conversion(self.whole, group) if self.conversions else group).items()
 
     def shapes_in_files(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
         """Returns the shapes of files' tensors, in the order of the model's `shapes`."""
         whole = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
-        return {new: part.shape for name, tensor in whole for new, part in self.to_files(name, tensor)}
+        return {name: part.shape for name, part in self.to_files(whole)}
 
 
-# How a tensor is made of its files' tensors: whether they are stacked, one an expert, or put one after another.
-MERGES: dict[tuple[tuple[str, Any], ...], bool] = {
-    (("MergeModulelist", 0),): True,
-    (("MergeModulelist", 0), ("Concatenate", 1)): True,
-    (("Concatenate", 0),): False,
-}
+# Operations that change no row, but its place. (Along another dim they do: seen by what they make of numbers of rows.)
+MOVE_ROWS = {"MergeModulelist", "Concatenate", "Chunk", "Interleave"}
 
 
-def _merges(name: str, operations: Sequence[Any]) -> bool:
-    kinds = tuple((type(each).__name__, getattr(each, "dim", None)) for each in operations)
-    if kinds not in MERGES:
-        said = ", ".join(kind for kind, _ in kinds)
-        raise RecipeError(f"weights: {name} is made of its files' tensors by {said}, which is not known here")
-    return MERGES[kinds]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Assembled:
-    """A tensor of a model that files hold in parts: of each of `sources`, in order, its tensors. `merges`: one an
-    expert, the rows of one expert after those of another; else one source after another."""
+    """A tensor of a model whose rows lie elsewhere in its files: in the tensors of `sources`, by patterns of their
+    names, of which transformers' `converter` makes what it calls `target`. It is run on numbers of rows. `is_stack`:
+    the model has all rows of a stack as one matrix."""
 
-    sources: tuple[tuple[Stored, ...], ...]
-    merges: bool
+    sources: dict[str, tuple[Stored, ...]]
+    converter: Any
+    target: str
+    is_stack: bool
 
     @property
     def pieces(self) -> list[Stored]:
-        """The parts in the order of the whole's rows."""
-        return [part for parts in (zip(*self.sources, strict=False) if self.merges else self.sources) for part in parts]
+        """The files' tensors as matrices."""
+        every = [part for parts in self.sources.values() for part in parts]
+        return [replace(part, shape=(math.prod(part.shape[:-1]), *part.shape[1:][-1:])) for part in every]
 
     @property
     def dtype(self) -> str:
         """The dtype of all parts, as the format writes it; all of them where they differ."""
-        return " and ".join(sorted({part.dtype for parts in self.sources for part in parts}))
+        return " and ".join(sorted({part.dtype for parts in self.sources.values() for part in parts}))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole; what cannot be put together has one that no model wants."""
-        is_even = len({len(parts) for parts in self.sources}) == 1
-        is_even &= all(part.shape == parts[0].shape for parts in self.sources for part in parts)
-        inner = {part.shape[1:] for parts in self.sources for part in parts}
-        if not all(self.sources) or len(inner) > 1 or (self.merges and not is_even):
+        numbers, inner = self._numbers(), {part.shape[1:] for part in self.pieces}
+        if numbers is None or len(inner) > 1:
             return (0,)
-        return (sum(part.shape[0] for part in self.pieces), *inner.pop())
+        return (*((numbers.numel(),) if self.is_stack else numbers.shape), *inner.pop())
 
     def read_part(self, rows: slice, columns: slice | None = None) -> Tensor:
         """Reads `rows`, and of these the `columns`, as a Stored does."""
@@ -148,11 +170,38 @@ class Assembled:
         return read if columns is None else read[:, columns]
 
     def read_rows(self, rows: slice) -> Tensor:
-        """Reads rows along the first dim, of the parts that have them alone."""
-        found, first = [], 0
+        """Reads rows along the first dim, from each part what lies between the first and the last one there."""
+        shape, numbers = self.shape, self._numbers()
+        assert numbers is not None, "it does not fit together"
+        wanted, first, read = numbers.reshape(shape[0], -1)[rows].flatten(), 0, None
         for part in self.pieces:
-            start, stop = (min(max(place - first, 0), part.shape[0]) for place in (rows.start, rows.stop))
-            if start < stop or not first:
-                found.append(part.read_rows(slice(start, stop)))
+            here = (wanted >= first) & (wanted < first + part.shape[0])
+            if read is None or here.any():
+                own = wanted[here] - first
+                start, stop = (int(own.min()), int(own.max()) + 1) if len(own) else (0, 0)
+                found = part.read_rows(slice(start, stop))
+                read = found.new_empty(len(wanted), *found.shape[1:]) if read is None else read
+                read[here] = found[own - start]
             first += part.shape[0]
-        return torch.cat(found)
+        assert read is not None
+        return read.view(rows.stop - rows.start, *shape[1:])
+
+    def _numbers(self) -> Tensor | None:
+        """Returns, for each row of the whole, its number among all rows of all parts; None where they do not fit."""
+        made, first = dict[str, Any](), 0
+        for pattern, parts in self.sources.items():
+            for part in parts:
+                leading = part.shape[:-1] if len(part.shape) > 1 else part.shape
+                count = math.prod(leading)
+                made.setdefault(pattern, []).append(torch.arange(first, first + count).view(*leading, 1))
+                first += count
+        patterns = self.converter.source_patterns, self.converter.target_patterns
+        if len(made) < len(patterns[0]):
+            return None
+        try:
+            for operation in self.converter.operations:
+                made = operation.convert(made, *patterns)
+            found: Tensor = made[self.target][0] if isinstance(made[self.target], list) else made[self.target]
+            return found.squeeze(-1) if found.shape[-1] == 1 else None
+        except (RuntimeError, ValueError, KeyError):  # uneven parts
+            return None

@@ -278,13 +278,13 @@ def save_weights(
     file_of = {name: file for file, names in plan.items() for name in names}
     pending: dict[str, Tensor] = {}
     with whole_directory(out) as side:
-        for name, tensor in chain(tensors, beside.items()):
-            kept = tensor.dtype if name in beside else DTYPES[dtype]
-            for new, part in files.to_files(name, tensor) if files else [(name, tensor)]:
-                pending[new] = part.to("cpu", kept, copy=True).contiguous()
-                if len(pending) == len(plan[file := file_of[new]]):
-                    save_file(pending, side / file, metadata={"format": "pt"})
-                    pending = {}
+        cast = ((name, tensor.to("cpu", DTYPES[dtype])) for name, tensor in tensors)
+        every = chain(cast, beside.items())
+        for name, part in files.to_files(every) if files else every:
+            pending[name] = part.to("cpu", copy=True).contiguous()
+            if len(pending) == len(plan[file := file_of[name]]):
+                save_file(pending, side / file, metadata={"format": "pt"})
+                pending = {}
         if len(plan) > 1:
             total = sum(shape.numel() for shape in in_files.values()) * DTYPES[dtype].itemsize
             index = {"metadata": {"total_size": total}, "weight_map": file_of}
