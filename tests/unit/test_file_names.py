@@ -100,6 +100,28 @@ def test_an_expert_that_is_missing_or_misshapen_is_one_error(tmp_path):
         assert f"{stem}.gate_up_proj has shape [0" in said and said.endswith("the model wants [128, 32]")
 
 
+def test_files_of_quantised_experts_are_one_error(tmp_path):
+    """gpt-oss as the hub has it, where a config would not say so: blocks of four bits and their scales."""
+    write(tmp_path, "gpt_oss")
+    stem = "model.layers.0.mlp.experts.gate_up_proj"
+
+    def edit(tensors):
+        del tensors[stem]
+        tensors |= {
+            f"{stem}_blocks": torch.zeros(4, 2, dtype=torch.uint8),
+            f"{stem}_scales": torch.zeros(4, dtype=torch.uint8),
+        }
+
+    change(tmp_path, edit)
+    said = said_by(load, tmp_path, "gpt_oss")
+    assert said.endswith(f"missing {stem}; unexpected {stem}_blocks; unexpected {stem}_scales")
+    change(
+        tmp_path,
+        lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn) for name in ["lm_head.weight"]}),
+    )
+    assert "lm_head.weight has dtype F8_E4M3, not a float" in said_by(load, tmp_path, "gpt_oss")
+
+
 def test_a_conversion_that_is_not_known_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(file_names, "MOVE_ROWS", {"MergeModulelist", "Concatenate"})
     write(tmp_path, "inkling2_text")
@@ -191,7 +213,14 @@ def test_the_text_of_a_model_that_sees_is_found_by_its_prefix(family, text, pref
     model = build_model(config, "fp32")
     materialize(model, torch.device("cpu"))
     weights.load_weights(model, tmp_path)
+    with open_tensors(tmp_path) as opened:
+        said = model.files.describe_rest(opened)
+    rest = "multi_modal_projector, vision_tower" if prefix is None else "vision_tower"
+    wanted_said = f"its source has it under {prefix or 'language_model.'}, beside {rest}, not exported"
+    assert said == f"the text model alone, {type(model.files.whole).__name__}; {wanted_said}"
     export(model, tmp_path, tmp_path / "out")
+    with open_tensors(tmp_path / "out") as opened:
+        assert model.files.describe_rest(opened) == ""
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     assert type(again).__name__.endswith("ForCausalLM")
     assert torch.equal(again(torch.arange(3, 20)[None], use_cache=False).logits, wanted)

@@ -177,7 +177,7 @@ def test_sinks_that_a_kernel_drops_turn_it_red(monkeypatch):
         assert_close(gradients(ours, batches(True, monkeypatch)), alone(theirs))
 
 
-def test_no_kernel_gets_what_it_does_not_know():
+def test_no_kernel_gets_what_it_does_not_know(monkeypatch):
     found = check_family(small_config("gpt_oss"))
     assert found.kind == "packed" and found.demands.told == ("s_aux",) and not found.splits_heads
     cpu, fp32 = torch.device("cpu"), torch.float32
@@ -187,6 +187,14 @@ def test_no_kernel_gets_what_it_does_not_know():
         "with heads of 8 and s_aux on cpu; set model.attention to auto, or to eager"
     )
     assert attention.kernel_on_gpu("auto", found.demands).name == "eager"
+    monkeypatch.setattr(attention.KernelContext, "is_ampere", True)  # as on a GPU: what no kernel knows is named
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: True)
+    for told in ("s_aux", "softcap", "position_bias", "what_comes_next"):
+        gpu = attention.KernelContext(cpu, torch.bfloat16, 64, attention.Demands((told,)))
+        for name in ("varlen", "flex"):
+            assert KERNELS[name].lacks(gpu) == "an attention of queries, keys, values, windows and chunks alone"
+            assert not KERNELS[name].lacks(dataclasses.replace(gpu, demands=PLAIN))
+        assert KERNELS["sdpa"].lacks(gpu) and not KERNELS["eager"].lacks(gpu) and told in str(gpu)
     latent = check_family(small_config("deepseek_v3")).demands
     assert latent.dense and attention.kernel_on_gpu("auto", latent).name == "sdpa"
     assert check_family(small_config("llama")).demands == PLAIN

@@ -10,6 +10,7 @@ from shardbook.model.adapter_files import PREFIX, adapter_config, full_trained, 
 from shardbook.model.adapters import kept_parameters
 from shardbook.model.causal_lm import build_model
 from shardbook.model.families import load_config
+from shardbook.model.file_names import FileNames
 from shardbook.model.hub import loadable, model_folder, tokenizer_folder
 from shardbook.model.stored import open_tensors
 from shardbook.model.weights import full_tensors, global_shapes, load_buffers, save_weights, stored_buffers
@@ -42,6 +43,15 @@ def export_result(
     model: Any = sharded.model
     tensors, beside = full_tensors(sharded.masters, dtype), (model.files, stored_buffers(model))
     save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, write, *beside)
+    if write and recipe.model.init == "pretrained":
+        _say_rest(model.files, folder)
+
+
+def _say_rest(files: FileNames, folder: Path) -> None:
+    """Prints what an export does not have of the files in `folder`, where these have more than a text model."""
+    with open_tensors(folder) as opened:
+        if said := files.describe_rest(opened):
+            print(f"export   {said}", flush=True)
 
 
 def export_run(
@@ -88,6 +98,8 @@ def export_checkpoint(
             load_buffers(model, folder)
         tensors, beside = read_parameters(source, shapes), (model.files, stored_buffers(model))
         save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, True, *beside)
+        if recipe.model.init == "pretrained":
+            _say_rest(model.files, folder)
         return
     trained = dict(read_parameters(source, shapes))
     if not merges:
@@ -102,3 +114,4 @@ def export_checkpoint(
         tensors = merged_tensors(base, trained, whole, recipe.lora)
         beside = model.files, stored_buffers(model)
         save_weights(out, tensors, whole, config, tokenizer, folder, dtype, True, *beside)
+    _say_rest(model.files, folder)
