@@ -15,7 +15,7 @@ from shardbook.recipe import (
     load_recipe,
     resolve_precision,
 )
-from shardbook.recipe.files import other_words
+from shardbook.recipe.files import other_words, parse_recipe
 
 
 @pytest.fixture
@@ -397,3 +397,11 @@ def test_recipes_are_found_by_name_and_listed(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(list_recipes())
     assert all(len(line.split()) > 4 for line in lines)
+
+
+def test_samples_are_turned_off_behind_a_recipe_that_takes_them():
+    """An explicit 0 says so; keys of [generate] without `steps` would be ignored without a word, and are refused."""
+    path = find_recipe("smollm2-135m-fsdp")
+    assert load_recipe(path).generate.count == 2
+    off = load_recipe(path, ["generate.steps=0"])
+    assert off.generate.steps == 0 and parse_recipe(dump_recipe(off), "resolved.toml") == off
