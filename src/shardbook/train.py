@@ -90,22 +90,23 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
 
     meter = Meter(job, run, sharded, optimizer, state, ranks, console, stop)
     observer = Observer(job, sharded, reference.give(), ranks, meter, console)
-    saver = Saver(run, recipe.train, sharded, optimizer, meter, state.step, recipe.optim.name)
+    saver = Saver(run, recipe.train, sharded, optimizer, meter, state.step, recipe.optim.name, recipe.saves_behind)
     profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
     shown = console.start(state.step, job.steps)
     watch, together = watch_steps(ranks, recipe.run.hang_seconds, meter.first_steps), synchronized_gc()
     with shown, profile, oom_guard, meter, watch as finish_step, together as collect:
         if state.step == 0:
             observer.after(0)
-        ahead = BatchPrefetcher(job.loader, stop)
+        ahead = BatchPrefetcher(job.loader, stop, saver.say, saver.hear)
         meter.start(ahead.take_wait)
         while state.step < job.steps and (batch := ahead.take()):
             step = state.step + 1
             profile.advance(step)
             meter.begin(batch.work)
-            rate = learning_rate(recipe.optim, step, job.steps)
-            set_learning_rate(optimizer, rate)
-            passes = run_step(sharded, batch.micros, job.objective.of(batch.totals), ranks.device)
+            rate = set_learning_rate(optimizer, learning_rate(recipe.optim, step, job.steps))
+            shares_of = job.objective.of(batch.totals)
+            meter.check_results(step, batch.micros[0], shares_of)
+            passes = run_step(sharded, batch.micros, shares_of, ranks.device)
             seen = job.objective.add_up(meter.watch(passes), ranks.device)
             norm = clip_gradients(sharded.gradients, recipe.optim.max_grad_norm)
             step_if_finite(optimizer, norm)

@@ -20,13 +20,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
+from shardbook.run.background import Background, StagingWriter
 from shardbook.run.item_storage import ItemReader, ItemWriter
+from shardbook.run.save_plan import Planned, PlanOnce
 from shardbook.run.stored_items import begin, publish, read_stored
 
 KEPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "checkpoints.json"
+STEP_SECONDS = 0.3  # of a step's forward and backward
 LAYERS, VOCABULARY = 30, 49152
 
 
@@ -77,6 +81,26 @@ def save_ours(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     state_dict_saver.save(tensors, storage_writer=writer, planner=DefaultSavePlanner(), no_dist=True)
 
 
+def stall_of(folder: Path, tensors: dict[str, torch.Tensor], background: Background, plans: list[Planned]) -> float:
+    """The seconds for which a step waits for a save in a thread: to plan it, and, once STEP_SECONDS of a next step's
+    forward and backward have gone by, for the rest of the copy."""
+    began = time.perf_counter()
+    planner = PlanOnce(tensors, plans[-1] if plans else None)
+    writer = StagingWriter(folder, 0, lambda: begin(folder / "behind", 1, 1), lambda side, written: None)
+    state_dict_saver.save(tensors, storage_writer=writer, planner=planner)
+    plans.append(planner.planned())
+    assert writer.side
+    background.begin(1, writer, partial(publish, writer.side, 1, {"step": 1}, keep=0, check_held=lambda: None))
+    waited, left, right = time.perf_counter() - began, *torch.rand(2, 256, 256)
+    while time.perf_counter() - began < waited + STEP_SECONDS:
+        left @ right
+    began = time.perf_counter()
+    background.wait_copied()
+    waited += time.perf_counter() - began
+    background.finish()
+    return waited
+
+
 def load_ours(folder: Path, into: dict[str, torch.Tensor]) -> None:
     path = folder / "ours" / "step-000001"
     reader = ItemReader(path, read_stored(path).items)
@@ -116,8 +140,10 @@ def measure(place: Path, hidden: int, rounds: int) -> dict:
         "load, DCP, cold": lambda folder: load_dcp(folder, into),
     }
     best: dict[str, list[float]] = {name: [float("inf"), float("inf")] for name in works}
+    background, plans, stalls = Background(), list[Planned](), list[float]()
     for _ in range(rounds):
         folder = Path(tempfile.mkdtemp(dir=place))
+        stalls.append(stall_of(folder, tensors, background, plans))
         for name, work in works.items():
             if name.endswith("cold"):
                 forget(folder)
@@ -125,7 +151,8 @@ def measure(place: Path, hidden: int, rounds: int) -> dict:
             best[name] = [min(old, new) for old, new in zip(best[name], took, strict=True)]
         assert all(torch.equal(into[name], tensor) for name, tensor in tensors.items())
         shutil.rmtree(folder)
-    return {"bytes": size, "tensors": len(tensors), "seconds": best}
+    stall = {"first": stalls[0], "later": min(stalls[1:])}  # the first makes the plan and the buffer
+    return {"bytes": size, "tensors": len(tensors), "seconds": best, "stall_seconds": stall}
 
 
 def ratios_of(found: dict) -> dict[str, float]:
@@ -139,7 +166,8 @@ def ratios_of(found: dict) -> dict[str, float]:
         "load / DCP's, page cache": ("load, DCP", "load"),
         "load / DCP's, cold": ("load, DCP, cold", "load, cold"),
     }
-    return {name: round(wall[other] / wall[ours], 2) for name, (other, ours) in pairs.items()}
+    ratios = {name: round(wall[other] / wall[ours], 2) for name, (other, ours) in pairs.items()}
+    return ratios | {"stall / save": round(found["stall_seconds"]["later"] / wall["save"], 3)}
 
 
 def main() -> None:
@@ -150,6 +178,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=KEPT)
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_num_threads(1)
     asked.place.mkdir(parents=True, exist_ok=True)
     found = measure(asked.place, asked.hidden, asked.rounds)
@@ -158,6 +187,7 @@ def main() -> None:
     asked.out.write_text(json.dumps(found, indent=1) + "\n")
     for name, (wall, cpu) in found["seconds"].items():
         print(f"{name:20} {wall:7.2f} s, {cpu:6.2f} s of CPU, {found['bytes'] / wall / 1e9:6.2f} GB/s")
+    print(*(f"stall, {which:13} {wall:7.3f} s" for which, wall in found["stall_seconds"].items()), sep="\n")
     print(*(f"{name:32} {ratio:6.2f}" for name, ratio in found["ratios"].items()), sep="\n")
 
 

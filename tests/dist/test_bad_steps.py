@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from cuda_stand_in import on_cuda
 from test_offload import digest
 from world import metrics, run_world
 
@@ -250,3 +251,16 @@ def test_a_planted_bug_turns_it_red(bug):
     assert (losses, digests) != found["zero3", "adamw", "passed"]
     assert (digests[0] == digests[1]) == (bug is leave_set)
 
+
+OWN = {"lion": "[0.9,0.99]", "adamw_bf16": "[0.9,0.99]", "ademamix": "[0.9,0.99,0.999]", "muon": "[0.9,0.99]"}
+
+
+@pytest.mark.slow
+def test_a_bad_step_is_left_out_where_only_the_device_knows_it(recipe):
+    """What goes on is, to the bit, what a run does that takes no such step, its host's step counts too."""
+    words = ("precision.params=fp32", "train.max_bad_steps=1")
+    runs = {name: (*words, f"optim.name={name}", f"optim.betas={OWN[name]}") for name in OWN}
+    for rank in run_world(2, on_cuda, train_planted, recipe, runs, ("passed", "loss")):
+        for name in OWN:
+            assert rank[name, "loss"][0] == rank[name, "passed"][0], name
+            assert any("left out step 3" in line for line in rank[name, "loss"][1])

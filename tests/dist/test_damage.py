@@ -145,6 +145,21 @@ def test_what_one_rank_meets_all_ranks_are_told(tmp_path):
     assert good and also
 
 
+def each_rank_by_itself():
+    """Planted bug: a rank that meets damage goes back alone."""
+    import functools
+
+    from shardbook.run import checkpoint
+
+    checkpoint.state_dict_loader.load = functools.partial(checkpoint.state_dict_loader.load, no_dist=True)
+
+
+@pytest.mark.slow
+def test_a_rank_that_goes_back_alone_turns_it_red(tmp_path):
+    (first, _), (second, _) = run_world(2, attacked, tmp_path, each_rank_by_itself)
+    assert first != second and "" in first + second
+
+
 def one_own_key():
     """Planted bug: the ranks' own states have one name, and one of them is stored."""
     from shardbook.run import checkpoint

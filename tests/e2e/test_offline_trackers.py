@@ -32,7 +32,8 @@ exit_rank(0)
 READ = {
     "wandb": """
 from wandb.proto.wandb_internal_pb2 import Record
-from wandb_file import read_wandb, records
+from shardbook.run.wandb_file import records
+from wandb_file import read_wandb
 (file,) = folder.glob("wandb/offline-*/*.wandb")
 runs = [r.run for r in map(Record.FromString, records(file.read_bytes())) if r.WhichOneof("record_type") == "run"]
 name = runs[0].display_name

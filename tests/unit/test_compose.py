@@ -102,6 +102,8 @@ ALONE = [  # settings that break one row each, in the table's order
     {"train.async_save": True, "offload.optimizer": "nvme"},
     {"parallel.stage": "zeropp", "parallel.secondary_shard": 2} | HOST,
     {"offload.params": "cpu", "parallel.wrap": "none"},
+    {"train.check_steps": 10},
+    HOST | {"train.check_steps": 10, "train.deterministic": True},
     {"offload.activations": "cpu"},
     {"activation.checkpointing": "budget:0.5"},
     {"parallel.wrap": "size:5", "train.compile": True},

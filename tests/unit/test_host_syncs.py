@@ -10,13 +10,15 @@ from tiny import config
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardbook import optim
 from shardbook.data.loader import Batching, build_micro_batch
 from shardbook.data.tokenized import Totals
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model
 from shardbook.model.teacher import attach_teacher
 from shardbook.objectives import build_objective
-from shardbook.recipe import Distill, Preference
+from shardbook.optim import build_optimizer, step_if_finite
+from shardbook.recipe import Distill, Optim, Preference
 from shardbook.run.bad_steps import BadSteps
 from shardbook.run.generate import pick
 
@@ -186,3 +188,26 @@ def test_tokens_are_drawn_on_the_host(temperature):
     else:
         wanted = logits.argmax(-1)
     assert type(found) is torch.Tensor and torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["adamw_bf16", "lion", "ademamix", "muon"])
+def test_a_step_that_may_be_left_out(name, monkeypatch):
+    """Whether its norm is finite is known on the device alone; the host waits for the flag of the step before."""
+    waited = []
+    monkeypatch.setattr(optim, "send_to_host", lambda flag: lambda: waited.append(flag) or 0.0)
+    betas = [0.9, 0.99, 0.999][: 2 + (name == "ademamix")]
+    model = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2)).to(DEVICE)
+    model.blocks = list(model)
+    optimizer = build_optimizer(model, Optim(name=name, betas=betas))
+    for step in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        step_if_finite(optimizer, torch.empty((), device=DEVICE))
+        assert len(waited) == (step if name != "muon" else 0)  # muon's counts are on the device
+
+
+def test_one_that_reads_the_norm_is_seen():
+    """Planted bug: an optimizer without `found_inf`."""
+    model = torch.nn.Linear(8, 8).to(DEVICE)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        step_if_finite(torch.optim.SGD(model.parameters(), lr=0.1), torch.empty((), device=DEVICE))

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import crashes
 import pytest
+import torch
+from xxhash import xxh3_128
 
 from shardbook.cli import main
 from shardbook.ranks.exits import RunFailed
@@ -236,6 +238,49 @@ def flip_bits(path, file, count=128):
 def test_one_bit_anywhere_is_found(two, tmp_path, file):
     path = shutil.copytree(two / "step-000002", tmp_path / "step-000002")
     assert flip_bits(path, file) == 128
+
+
+def save_tensor(folder, tensor):
+    """Writes one tensor as a checkpoint, and returns its path."""
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    from shardbook.run.item_storage import ItemWriter
+
+    def finish(side, written):
+        publish(side, 1, {}, written, 0, lambda: None)
+
+    writer = ItemWriter(folder, 0, lambda: begin(folder, 1, 1), finish)
+    state_dict_saver.save({"a": tensor}, storage_writer=writer, planner=DefaultSavePlanner(), no_dist=True)
+    return folder / "step-000001"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_planted_hash_of_the_tensor_in_place_of_the_bytes_written(tmp_path, monkeypatch):
+    """They differ where a tensor is a part of another: a column's bytes do not lie one after another."""
+    from shardbook.run import item_storage
+
+    column = torch.arange(12.0).reshape(4, 3)[:, 1]
+    assert verify(save_tensor(tmp_path / "good", column))
+    real, hashed = item_storage.bytes_of, []
+
+    def bytes_of(tensor):
+        hashed.append(tensor.untyped_storage().tolist())
+        return real(tensor)
+
+    class OfTensor:
+        def __init__(self, data=b""):
+            self.digest = xxh3_128(data)
+
+        def update(self, piece):
+            self.digest.update(bytes(hashed.pop() if hashed else piece))
+
+        def hexdigest(self):
+            return self.digest.hexdigest()
+
+    monkeypatch.setattr(item_storage, "bytes_of", bytes_of)
+    monkeypatch.setattr(stored_items, "xxh3_128", OfTensor)
+    assert found(save_tensor(tmp_path / "bad", column))
 
 
 def test_planted_no_hash_of_what_is_read(two, tmp_path, monkeypatch):

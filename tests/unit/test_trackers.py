@@ -10,6 +10,7 @@ from wandb_file import read_wandb
 from shardbook.recipe import Recipe, RecipeError, Run, Train, flatten_recipe
 from shardbook.recipe.sections import TRACKERS
 from shardbook.run.directory import find_run
+from shardbook.run.metrics import Recorder
 from shardbook.run.trackers import STEP, Trackers, flat_config
 
 
@@ -49,6 +50,31 @@ def test_samples_are_one_table_of_wandb_that_grows(tmp_path, monkeypatch):
     ]
     rows = [json.loads(path.read_text())["data"] for path in sorted(tmp_path.rglob("*.table.json"))]
     assert sorted(map(len, rows)) == [2, 2]  # each step's own
+
+
+def test_what_wandb_s_files_lack_is_sent_again_and_nothing_twice(tmp_path, monkeypatch):
+    """A process that is killed has not written the last rows, and the one that goes on trains some steps anew."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+    def launch(done, until):
+        """One launch that goes on after step `done`."""
+        recorder = Recorder(tmp_path, "mine", Run(report_to="wandb"), {"stage": "zero3"}, True, done)
+        for step in range(done + 1, until):
+            recorder.log(step, {"train/loss": 1 / step, "train/tokens": 7 * step})
+        recorder.__exit__(None, None, None)
+        wandb.teardown()
+
+    def rows():
+        return [row for file in tmp_path.glob("wandb/offline-*/*.wandb") for row in read_wandb(file).rows]
+
+    launch(0, 40)
+    (file,) = tmp_path.glob("wandb/offline-*/*.wandb")
+    data = file.read_bytes()
+    file.write_bytes(data[: data.index(json.dumps(1 / 30).encode())])
+    assert len(rows()) < 30
+    launch(25, 45)
+    assert sorted(row[STEP] for row in rows()) == list(range(1, 45))
+    assert all(row["train/loss"] == 1 / row[STEP] for row in rows())
 
 
 def test_one_that_does_not_start_is_said_once_and_the_others_go_on(tmp_path, capsys):

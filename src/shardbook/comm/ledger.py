@@ -73,8 +73,12 @@ class Ledger:
         self._replaced: dict[str, Any] = {}
         self._eager = holds_compiler({axis: len(ranks) for axis, ranks in groups.items()})
 
+    @property
+    def is_open(self) -> bool:
+        return bool(self._replaced)
+
     def open(self) -> None:
-        assert not self._replaced, "the ledger is open already"
+        assert not self.is_open, "the ledger is open already"
         if self._eager:
             torch.compiler.set_stance("force_eager")
         for name, (op, argument) in FUNCTIONS.items():
@@ -84,7 +88,7 @@ class Ledger:
 
     def close(self) -> bool:
         """Restores torch.distributed's functions. Returns whether the ledger was open."""
-        was_open = bool(self._replaced)
+        was_open = self.is_open
         if was_open and self._eager:
             torch.compiler.set_stance("default")
         while self._replaced:

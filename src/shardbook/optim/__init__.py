@@ -5,7 +5,7 @@ the full gradient, the same on every rank and in every layout.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -73,12 +73,14 @@ def learning_rate(optim: Optim, step: int, steps: int) -> float:
             return optim.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> float:
+    """Sets the `rate` of all parameters, and returns it."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # torchao's: a number would be compiled into its step, at each step anew
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+    return rate
 
 
 class Clips(Protocol):
@@ -107,15 +109,43 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
     """Steps `optimizer` where the gradient `norm`, the same on every rank, is finite; else weights, moments and step
-    counts keep their bits. There is no host sync for an optimizer that takes `found_inf`, which torch's GradScaler sets
-    too; any other waits for the norm, which on a CPU is there. Collective where a step is."""
-    if isinstance(optimizer, torch.optim.AdamW):
-        adamw: Any = optimizer
-        adamw.found_inf, adamw.grad_scale = (~torch.isfinite(norm)).float(), None
+    counts keep their bits. Nothing waits for this norm, but for torchao's optimizer and where it is on a CPU: others
+    take `found_inf`, which torch's GradScaler sets too. Collective where a step is."""
+    settle_counts(optimizer)
+    own: Any = optimizer
+    if isinstance(optimizer, torch.optim.AdamW) or (hasattr(optimizer, "found_inf") and not norm.is_cpu):
+        own.found_inf, own.grad_scale = found_inf, _ = (~torch.isfinite(norm)).float(), None
         optimizer.step()
-        adamw.found_inf = None  # else a later step that is given none would be skipped too
+        own.found_inf = None  # else a later step that is given none would be skipped too
+        if hasattr(optimizer, "counts_on_host"):
+            own.unsettled = send_to_host(found_inf)
     elif torch.isfinite(norm):
         optimizer.step()
+
+
+def send_to_host(flag: Tensor) -> Callable[[], float]:
+    """Begins to copy `flag` to the host. Returns a function that waits for that alone, not for later work."""
+    there = torch.empty((), pin_memory=flag.is_cuda).copy_(flag, non_blocking=True)
+    copied = torch.cuda.Event() if flag.is_cuda else None
+    if copied:
+        copied.record()
+
+    def wait() -> float:
+        if copied:
+            copied.synchronize()
+        return there.item()
+
+    return wait
+
+
+def settle_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Takes back the step that the host counted, for an optimizer whose counts are there, where the last one was left
+    out. Call it before counts are read: at the next step the device has long known."""
+    own: Any = optimizer
+    if (unsettled := getattr(optimizer, "unsettled", None)) and unsettled():
+        for state in optimizer.state.values():
+            state["step"] -= 1
+    own.unsettled = None
 
 
 def gradient_norm(

@@ -10,7 +10,7 @@ tensor. So rounding has no state; a resumed run, replicas and, from the same gra
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardbook.arithmetic import ceil_div
-from shardbook.comm.fused import fused
-from shardbook.optim.elementwise import local_values, send_numbers
+from shardbook.optim.elementwise import local_values, send_numbers, update_unless
 from shardbook.parallel.units import GLOBAL_SHAPES
 
 PIECE = 2**16  # elements of the whole tensor that share keys: so a shard may begin and end at any element
@@ -41,8 +40,11 @@ class AdamWBf16(torch.optim.Optimizer):
     `settings`: lr, betas, eps. `numbers`: for each parameter, in the order of `groups`, its number among all parameters
     of the model; None: `groups` has them all."""
 
+    counts_on_host = True
+
     def __init__(self, groups: list[dict[str, Any]], settings: dict[str, Any], numbers: list[int] | None = None):
         super().__init__(groups, settings | {"weight_decay": 0.0})
+        self.found_inf: Tensor | None = None
         self.numbers = numbers or range(sum(len(group["params"]) for group in self.param_groups))
 
     @torch.no_grad()
@@ -71,7 +73,7 @@ class AdamWBf16(torch.optim.Optimizer):
                 drawn.append((step, number, *pieces_of(first, flat[0].numel())))
         if found:
             for (flat, own, first), keys in zip(found, draw_keys(drawn, found[0][0][0].device), strict=True):
-                update_shard(flat, own, keys, first)
+                update_shard(flat, own, keys, first, self.found_inf)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads moments as bf16: torch's own casts them to the parameter's dtype, and back loses nothing."""
@@ -117,7 +119,9 @@ def pieces_of(first: int, length: int) -> tuple[int, int]:
     return first // PIECE, ceil_div(first + length, PIECE) - first // PIECE
 
 
-def update_shard(flat: list[Tensor], numbers: Tensor, keys: Tensor, first: int) -> None:
+def update_shard(
+    flat: list[Tensor], numbers: Tensor, keys: Tensor, first: int, found_inf: Tensor | None = None
+) -> None:
     """Runs `update` on a shard that begins at element `first` and whose pieces have `keys`, in runs of pieces. `flat`:
     weights, gradients and the two moments. Where two ranks have parts of a piece, both use the keys of the whole
     piece."""
@@ -126,7 +130,8 @@ def update_shard(flat: list[Tensor], numbers: Tensor, keys: Tensor, first: int) 
     for begin, count, width in runs(first, length, RUN.get(device.type, 1)):
         piece, place = (first + begin) // PIECE - first // PIECE, (first + begin) % PIECE
         views = (tensor[begin : begin + count * width].view(count, width) for tensor in flat)
-        update_on(device.type)(*views, keys[piece : piece + count], places[place : place + width], numbers)
+        run = update_unless(found_inf, update, len(flat), device)
+        run(*views, keys[piece : piece + count], places[place : place + width], numbers)
 
 
 def runs(first: int, length: int, most: int) -> Iterator[tuple[int, int, int]]:
@@ -158,11 +163,6 @@ def update(
     second.copy_(rounded(v, keys[:, 2:4], places))
     if weights.dtype == torch.bfloat16:
         weights.copy_(rounded(weight, keys[:, 4:6], places))
-
-
-def update_on(device_type: str) -> Callable[..., None]:
-    """Returns `update`, as one kernel on a GPU where Triton is installed; else as it is written."""
-    return fused(update, device_type)
 
 
 def rounded(values: Tensor, keys: Tensor, places: Tensor) -> Tensor:

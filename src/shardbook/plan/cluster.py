@@ -64,9 +64,10 @@ class Candidate:
     @property
     def copied(self) -> int:
         """The bytes of the host in which one rank holds its part of an asynchronous save, at most."""
-        kept = predict_resident(self.layout, 0, self.recipe.optim.name)
-        size = self.away.get("host") or int(kept.params_bytes + kept.optimizer_bytes)
-        return size * self.recipe.train.async_save
+        if not (self.recipe.saves_behind and self.recipe.train.save_steps):
+            return 0
+        kept = predict_resident(self.layout, 0, self.recipe.optim.name)  # weights that are trained, as their gradients
+        return self.away.get("host") or int(kept.grads_bytes + kept.optimizer_bytes)
 
     @property
     def largest(self) -> str:

@@ -239,6 +239,10 @@ RULES = (
     Rule(STATE, HPZ, "secondary shards stay on the device", "leave one of the two out"),
     Rule("offload.params!=none", "parallel.wrap=none", "one unit is everything, and nothing could be away",
          "set parallel.wrap=block"),
+    # what is computed twice
+    Rule("train.check_steps!=0", "", "kernels that are not deterministic differ by themselves",
+         "set train.deterministic=true", given="train.deterministic=False"),
+    Rule("train.check_steps!=0", f"{STATE} {PP}", NOT_YET, "leave train.check_steps out"),
     # recompute and compile
     Rule("offload.activations!=none", "activation.checkpointing=none|budget:*",
          "inputs of recomputed blocks leave, and none is", "set activation.checkpointing=full, selective or every:<n>"),

@@ -71,6 +71,12 @@ class Recipe(Section):
         return self.train.per_device_train_batch_size * self.data.max_length * self.sequences
 
     @property
+    def saves_behind(self) -> bool:
+        """True where checkpoints are written in a thread: an offloaded optimizer fills the host's memory already."""
+        asked = self.train.async_save
+        return asked is True or (asked == "auto" and self.offload.optimizer == "none")
+
+    @property
     def at_rest(self) -> str:
         """The dtype of a rank's shards on its device: the masters', or that of compute where masters are offloaded."""
         return self.precision.params if self.offload.optimizer != "none" else self.precision.master

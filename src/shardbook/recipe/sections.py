@@ -221,14 +221,21 @@ class Train(Section):
     save_steps: int = key(
         0, "Write a checkpoint every so many steps and after the last (0: only when preempted).", ge=0
     )
-    async_save: bool = key(
-        False, "Write checkpoints in a thread while steps go on; the host holds a copy of what a rank saves."
+    async_save: bool | Literal["auto"] = key(
+        "auto",
+        "Write checkpoints in a thread while steps go on, from a copy on the host; auto: where the optimizer is on the "
+        "device, and the host has room.",
     )
     save_total_limit: int = key(0, "Keep this many newest checkpoints (0: all).", ge=0)
     logging_steps: int = key(1, "Log every so many steps, each its own loss, not a mean (0: off).", ge=0)
     max_bad_steps: int = key(
         0,
         "Steps in a row to leave out whose norm is not finite (0: the first ends the run, as a bug or a bad row).",
+        ge=0,
+    )
+    check_steps: int = key(
+        0,
+        "Every so many steps run a micro-batch twice and compare bits, to find a GPU that computes wrongly (0: off).",
         ge=0,
     )
     resume_from_checkpoint: str = key("", "A checkpoint directory to start from when this run has none of its own.")

@@ -1,13 +1,15 @@
 """A checkpoint that a thread of each rank writes while steps go on (`train.async_save`).
 
-The main thread plans it and copies what this rank writes into buffers that are made once; the thread writes, hashes and
-syncs, and does nothing else. Invariant: the thread begins no collective. Whether a rank's thread is done or failed is
-summed between steps; rank 0 publishes when all are done, so a checkpoint is published only when all of it is durable.
+The main thread plans it; the thread copies what this rank writes into a buffer on the host that is made once, while the
+next step's forward and backward run, which change none of it; then it checks, writes, hashes and syncs. The optimizer's
+step waits for the copy. Invariant: the thread begins no collective. Whether a rank's thread is done or failed rides in
+the sum that counts the next step; rank 0 publishes when all are done, so what is published is durable on all of them.
 """
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from shardbook.ranks.distributed import begin_sum
+from shardbook.arithmetic import round_up
+from shardbook.memory.direct_io import page_buffer
+from shardbook.ranks.distributed import sum_over_ranks
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.progress import long_phase
 from shardbook.recipe import first_line
@@ -26,93 +30,118 @@ from shardbook.run import operations
 from shardbook.run.item_storage import ItemWriter, bytes_of, items_of, parts_of
 from shardbook.run.stored_items import Facts, facts_of_ranks, write_items
 
-WRITE_SECONDS = 1800  # for which a thread may take to write: one that hangs would be waited for without an end
+WRITE_SECONDS = 1200  # for which a thread may write; below gloo's limit, by which the others would end unnamed
+ALIGN = 64  # of a tensor in the buffer: any dtype may begin there
+Publish = Callable[[dict[str, Facts]], None]
 
 
 class StagingWriter(ItemWriter):
-    """Copies what an ItemWriter would write into `buffers`, which are kept from save to save. Its `publish` is told the
-    directory when all ranks have copied, and no files: none is written yet."""
-
-    def __init__(self, *given: Any, buffers: list[Tensor]):
-        super().__init__(*given)
-        self.buffers, self.staged = buffers, list[tuple[Facts, list[memoryview]]]()
+    """Takes what an ItemWriter would write; `copy` and `write` are the thread's. Its `publish` is told the directory
+    when all ranks have planned, and no files: none is written yet."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        self.check_finite(plan, planner)
-        self.side, number, devices = plan.storage_data, 0, set[torch.device]()
-        for facts, tensor in items_of(plan, planner):
-            parts = parts_of(tensor)
-            self.staged.append((facts, [self._copy(part, number + more) for more, part in enumerate(parts)]))
-            number += len(parts)
-            devices.add(tensor.device)
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # the next step changes what is copied
+        self.side = plan.storage_data
+        self.items = [(facts, parts_of(tensor)) for facts, tensor in items_of(plan, planner)]
+        devices = {part.device for _, parts in self.items for part in parts if part.is_cuda}
+        self.device = next(iter(devices), None)
+        if self.device:
+            self.ready = torch.cuda.Event()
+            self.ready.record(torch.cuda.current_stream(self.device))
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([WriteResult(MetadataIndex(f"rank-{self.rank}"), 0, {})])
         return done
 
-    def _copy(self, part: Tensor, number: int) -> memoryview:
-        """Begins to copy a tensor into the buffer `number`, also one that is on the host: a step changes it."""
-        if number == len(self.buffers):
-            self.buffers.append(torch.empty(0))
-        if (self.buffers[number].shape, self.buffers[number].dtype) != (part.shape, part.dtype):
-            self.buffers[number] = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
-        return bytes_of(self.buffers[number].copy_(part, non_blocking=part.is_cuda))
+    def copy(self, buffer: list[Tensor]) -> None:
+        """Launches the copies of all tensors, of those on the host too, into the one `buffer`, which is made anew where
+        its size is another. On a GPU in a stream of its own, whose `copied` says when they are done."""
+        begins, end = list[int](), 0
+        for part in (part for _, parts in self.items for part in parts):
+            begins.append(end)
+            end += round_up(part.nbytes, ALIGN)
+        if not buffer or len(buffer[0]) != end:
+            buffer.clear()  # before the new one is made
+            buffer.append(page_buffer(end, pin=self.device is not None))
+        places = iter(begins)
+        with self._stream():
+            self.copies = [
+                (facts, [_copy(part, buffer[0], next(places)) for part in parts]) for facts, parts in self.items
+            ]
+            if self.device:
+                self.copied = torch.cuda.Event()
+                self.copied.record()
+
+    def _stream(self) -> contextlib.AbstractContextManager[Any]:
+        if not self.device:
+            return contextlib.nullcontext()
+        torch.cuda.set_device(self.device)  # a thread has its own
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_event(self.ready)
+        return torch.cuda.stream(stream)
+
+    def write(self) -> None:
+        """Writes the copies, once they are there and none has a number that is not finite."""
+        if self.device:
+            self.copied.synchronize()
+        self.items.clear()  # random states and the like, kept until they were copied
+        self.check_finite(self.copies)
+        assert self.side
+        write_items(self.side, self.rank, ((facts, [*map(bytes_of, parts)]) for facts, parts in self.copies))
+
+
+def _copy(part: Tensor, buffer: Tensor, begin: int) -> Tensor:
+    into = buffer[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
+    return into.copy_(part, non_blocking=part.is_cuda)
 
 
 @dataclass
 class Background:
     """The save that is under way, if one is. All ranks make the same calls."""
 
-    buffers: list[Tensor] = field(default_factory=list)
     failures: int = 0  # saves in a row that failed
     published: int = -1  # the step of the last that was published
     step: int = -1  # the step of the save that is under way; -1: none is
 
     def __post_init__(self) -> None:
+        self.buffer = list[Tensor]()  # none, or one
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._asked: Callable[[], list[float]] | None = None
-        self._publish: Callable[[dict[str, Facts]], None] | None = None  # on rank 0
-        self._publishing = False
+        self._publish: Publish | None = None  # on rank 0
+        self._publishing, self._said = False, (-1, False)
+        self._copied: tuple[StagingWriter, Future[None]] | None = None
         self._work: Future[Any]
         self._side: Path
 
-    def begin(self, step: int, writer: StagingWriter, publish: Callable[[dict[str, Facts]], None] | None) -> None:
-        """Begins to write what was staged. `publish`, on rank 0, takes the facts of all ranks' files."""
+    def begin(self, step: int, writer: StagingWriter, publish: Publish | None) -> None:
+        """Begins to copy and write what `writer` has taken. `publish`, on rank 0, takes the facts of all files."""
         assert writer.side
-        self.step, self._side, self._publish = step, writer.side, publish
-        self._asked, self._publishing = None, False
-        self._work = self._thread.submit(write_items, writer.side, writer.rank, writer.staged)
+        self.step, self._side, self._publish, self._publishing = step, writer.side, publish, False
+        copying = self._thread.submit(writer.copy, self.buffer)
+        self._copied = writer, copying
+        self._work = self._thread.submit(_write, writer, copying)
 
-    def look(self) -> None:
-        """Takes the result of the sum that was begun after the step before, and begins another. Collective."""
-        if self._asked:
-            self._settle(self._asked())
-        self._asked = self._begin_sum() if self.step >= 0 else None
+    def wait_copied(self, *of_hook: Any) -> None:
+        """Waits until nothing of the save is read any more: on a GPU the device does, the host for launches alone. Call
+        it, or have the optimizer's step call it, before what is saved changes."""
+        if self._copied:
+            (writer, copying), self._copied = self._copied, None
+            wait([copying])
+            if writer.device and not copying.exception():  # else _work has it
+                torch.cuda.current_stream(writer.device).wait_event(writer.copied)
 
-    @long_phase("a checkpoint")
-    def finish(self) -> None:
-        """Waits until the save that is under way is published, or failed. Collective."""
-        while self.step >= 0:
-            if self._asked:
-                self._settle(self._asked())
-                self._asked = None
-                continue
-            if not wait([self._work], WRITE_SECONDS).done:
-                said = f"rank {dist.get_rank()} has not written its part for {WRITE_SECONDS} s"
-                raise RunFailed(f"checkpoint of step {self.step}: {said}; see what its disk does")
-            self._settle(self._begin_sum()())
+    def say(self) -> list[float]:
+        """Returns whether this rank's thread is done, has failed, and in a way that no other try helps."""
+        self._said = self.step, self._publishing
+        if self.step < 0 or not self._work.done():
+            return [False, False, False]
+        error = self._work.exception()
+        return [not error, bool(error), isinstance(error, RunFailed)]
 
-    def _begin_sum(self) -> Callable[[], list[float]]:
-        failed = self._work.done() and self._work.exception() is not None
-        return begin_sum(self._work.done() and not failed, failed)
-
-    def _settle(self, result: list[float]) -> None:
-        """Acts on what all ranks know alike."""
-        done, failed = result
+    def hear(self, told: list[float]) -> None:
+        """Acts on the sums over ranks of what they said, which all hear alike."""
+        done, failed, hopeless = told
+        if self.step < 0 or self._said != (self.step, self._publishing):
+            return  # of a save that was waited for since
         if failed and done + failed == dist.get_world_size():  # else one still writes into what is removed
-            self._fail()
+            self._fail(hopeless > 0)
         elif done == dist.get_world_size() and self._publishing:
             self.published, self.failures, self.step = self.step, 0, -1
         elif done == dist.get_world_size():
@@ -120,19 +149,35 @@ class Background:
             if publish := self._publish:
                 self._work = self._thread.submit(_publish, publish, self._side, dist.get_world_size())
 
-    def _fail(self) -> None:
-        step, self.step, self._asked = self.step, -1, None
+    @long_phase("a checkpoint")
+    def finish(self) -> None:
+        """Waits until the save that is under way is published, or failed. Collective."""
+        while self.step >= 0:
+            if not wait([self._work], WRITE_SECONDS).done:
+                said = f"rank {dist.get_rank()} has not written its part for {WRITE_SECONDS} s"
+                raise RunFailed(f"checkpoint of step {self.step}: {said}; see what its disk does")
+            self.hear(sum_over_ranks(*self.say()))
+
+    def _fail(self, is_hopeless: bool) -> None:
+        step, self.step = self.step, -1
         self.failures += 1
         error = self._work.exception()
         reason = f"{type(error).__name__}: {first_line(error)}" if error else "another rank said why"
         said = f"checkpoint of step {step}: cannot be written ({reason})"
         if dist.get_rank() == 0:
             operations.remove_tree(self._side)
+        if is_hopeless:
+            raise error if isinstance(error, RunFailed) else RunFailed(said)
         if self.failures > 1:
             raise RunFailed(f"{said}, the second in a row")
         if error:
             print(f"warning  {said}; it is tried again when the next is due", flush=True)
 
 
-def _publish(publish: Callable[[dict[str, Facts]], None], side: Path, ranks: int) -> None:
+def _write(writer: StagingWriter, copying: Future[None]) -> None:
+    copying.result()
+    writer.write()
+
+
+def _publish(publish: Publish, side: Path, ranks: int) -> None:
     publish(facts_of_ranks(side, ranks))

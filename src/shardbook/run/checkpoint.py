@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from shardbook.model.adapters import base_identity, kept_parameters
 from shardbook.model.teacher import teacher_identity
-from shardbook.optim import state_kind
+from shardbook.optim import settle_counts, state_kind
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.parallel.units import GLOBAL_SHAPES
 from shardbook.ranks.distributed import agree, broadcast_from_main
@@ -79,7 +79,7 @@ def save_checkpoint(
 ) -> Path:
     """Publishes `folder`/step-000200, removes all but the `keep` newest (0: keeps all), and returns its path. Raises
     RunFailed where it cannot be written, has a number that is not finite, or `check_held` says that another launch has
-    the run: nothing is published then. With `background` it only copies, and that publishes. Collective."""
+    the run: nothing is published then. With `background` it only plans; that copies and publishes. Collective."""
     path = folder / name_of(state.step)
     own = {_own_key(): _rng_state() | _numbered(sharded.residuals, RESIDUAL)}
     tensors = _saved(_tensors(sharded.masters, optimizer)) | own
@@ -95,7 +95,7 @@ def save_checkpoint(
             later(written)
 
     given = (path, dist.get_rank(), lambda: begin(folder, state.step, planner.total_bytes), finish)
-    writer = StagingWriter(*given, buffers=background.buffers) if background else ItemWriter(*given)
+    writer = StagingWriter(*given) if background else ItemWriter(*given)
     try:
         with _writable(path):
             state_dict_saver.save(tensors, storage_writer=writer, planner=planner)
@@ -106,6 +106,8 @@ def save_checkpoint(
     _plans[optimizer] = planner.planned()
     if isinstance(writer, StagingWriter) and background:
         background.begin(state.step, writer, later)
+        if sharded.residuals or sharded.offloaded:  # backward changes them, else only the optimizer's step does
+            background.wait_copied()
     return path
 
 
@@ -257,6 +259,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    settle_counts(optimizer)
     # The optimizer's own tensors: DCP loads into them, so no learning rate or decay is loaded from a checkpoint.
     # torch's set_optimizer_state_dict would cast each to the dtype of its parameter.
     return {"model": _parameters(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT)}

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -29,6 +29,7 @@ from shardbook.comm.torch_private import norms_of
 from shardbook.ranks.exits import RunFailed
 from shardbook.run.stored_items import Facts, Item, damaged, read_item, write_items
 
+AHEAD = 64 << 20  # bytes that are read ahead of what is verified
 NORMED = (torch.float32, torch.bfloat16, torch.float16)  # their norms are added up in fp32
 
 
@@ -54,9 +55,11 @@ class ItemWriter(StorageWriter):
         return [replace(plan, storage_data=self.side) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self.check_finite(plan, planner)
-        items = ((facts, [bytes_of(part) for part in parts_of(tensor)]) for facts, tensor in items_of(plan, planner))
-        written = write_items(plan.storage_data, self.rank, items)
+        items = [(facts, parts_of(tensor)) for facts, tensor in items_of(plan, planner)]
+        self.check_finite(items)
+        written = write_items(
+            plan.storage_data, self.rank, ((facts, [*map(bytes_of, parts)]) for facts, parts in items)
+        )
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(f"rank-{self.rank}"), 0, written)])
         return done
@@ -69,9 +72,9 @@ class ItemWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
 
-    def check_finite(self, plan: SavePlan, planner: SavePlanner) -> None:
+    def check_finite(self, items: list[tuple[Facts, list[Tensor]]]) -> None:
         """Raises RunFailed where a number of this rank's is not finite, so that no rank's is published."""
-        tensors = [(item.index.fqn, part) for item in plan.items for part in parts_of(_resolved(item, planner))]
+        tensors = [(facts[0], part) for facts, parts in items for part in parts]
         floats = [(name, part) for name, part in tensors if part.is_floating_point() and part.numel()]
         for name in _not_finite(floats):
             raise RunFailed(
@@ -125,7 +128,12 @@ class ItemReader(StorageReader):
                     opened = stack.enter_context((self.path / file).open("rb"))
                 except OSError as error:
                     raise damaged(self.path, file, error.strerror or "") from error
-                for _, parts in groupby(of_file, place):
+                ahead = 0  # up to here the kernel was asked to read
+                for (_, begin, _), parts in groupby(of_file, place):
+                    if begin + AHEAD // 2 >= ahead:  # it reads on while what is there is hashed and copied
+                        ahead = max(ahead, begin)
+                        os.posix_fadvise(opened.fileno(), ahead, AHEAD, os.POSIX_FADV_WILLNEED)
+                        ahead += AHEAD
                     self._read(file, opened, list(parts), planner, buffer)
         done: Future[None] = Future()
         done.set_result(None)
@@ -159,17 +167,11 @@ class ItemReader(StorageReader):
 def items_of(plan: SavePlan, planner: SavePlanner) -> Iterator[tuple[Facts, Tensor]]:
     """Yields name, offsets, sizes, shape and dtype of each item of a plan, and its tensor."""
     for item in plan.items:
-        tensor, data = _resolved(item, planner), item.tensor_data
-        assert data, f"{item.index.fqn} is no tensor"
+        tensor, data = planner.resolve_data(item), item.tensor_data
+        assert data and isinstance(tensor, Tensor), f"{item.index.fqn} is no tensor"
         dtype = str(data.properties.dtype).removeprefix("torch.")
         facts = [item.index.fqn, *map(list, (data.chunk.offsets, data.chunk.sizes, data.size)), dtype]
-        yield facts, tensor
-
-
-def _resolved(item: WriteItem, planner: SavePlanner) -> Tensor:
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, Tensor), f"{item.index.fqn} is no tensor"
-    return tensor.detach()
+        yield facts, tensor.detach()
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:

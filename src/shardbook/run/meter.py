@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from shardbook.comm.ledger import Ledger, add_traffic, first_steps
+from shardbook.data.loader import MicroBatch
+from shardbook.parallel.pipeline import LossFunction
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.plan.axes import axes_traffic
 from shardbook.ranks.distributed import Ranks
@@ -23,6 +25,7 @@ from shardbook.run.console import Console
 from shardbook.run.directory import RunDirectory
 from shardbook.run.metrics import Metrics, Recorder, StepTimer, memory_metrics, peak_metrics
 from shardbook.run.prepare import Job
+from shardbook.run.repeat import check_results
 from shardbook.run.rows import RowPart, Rows
 from shardbook.run.trackers import flat_config
 
@@ -73,6 +76,12 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
     def begin(self, work: Iterable[float]) -> None:
         """Begins a step with its `work` on all ranks: tokens of rows, and pairs of tokens."""
         self.pace.add(*work)
+
+    def check_results(self, step: int, micro: MicroBatch, shares_of: LossFunction) -> None:
+        """Runs a micro-batch twice where `train.check_steps` asks for it. Raises RunFailed, on all ranks, where a rank
+        computed other bits. Not while the ledger counts. Collective."""
+        if is_due(step, self.job.recipe.train.check_steps) and not self.ledger.is_open:
+            check_results(step, self.sharded, micro, shares_of, self.ranks)
 
     def watch(self, passes: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yields the shares of a step's micro-batches, each marked as progress."""

@@ -43,16 +43,19 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         if not is_main:
             return
         path, self.samples = self.path, folder / "samples.jsonl"
+        kept = dict[Path, list[str]]()
         for each in [path, *[self.samples] * self.samples.exists()]:
             # A run that died after its last checkpoint repeats steps: their old lines go, so that steps stay unique.
             # not splitlines: a sample may contain Unicode's other line ends
             lines = each.read_text().split("\n")[:-1] if done_steps and each.exists() else []
-            write_whole(each, "".join(line + "\n" for line in lines if _step_of(line) <= done_steps))
+            kept[each] = [line for line in lines if _step_of(line) <= done_steps]
+            write_whole(each, "".join(line + "\n" for line in kept[each]))
         if (there := path.stat().st_size) < saved_bytes:
             lost = f"{saved_bytes - there:,} of {saved_bytes:,} bytes are gone since step {done_steps} was saved"
             print(f"{path}: {lost}; rows of steps before that are absent", flush=True)
         self.file = path.open("a")
         self.trackers = Trackers(folder, name, run, config)
+        self.trackers.log_again([json.loads(line) for line in kept[path]])
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Appends one object. `step` 0 is before the first step."""

@@ -16,6 +16,8 @@ from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.progress import PROGRESS
 from shardbook.ranks.signals import StopFlag
 
+COUNTS = 6  # in the sum: of a step's totals, of ranks that were asked to stop, of its work
+
 
 class Step(NamedTuple):
     micros: list[MicroBatch]  # of this rank
@@ -24,10 +26,17 @@ class Step(NamedTuple):
 
 
 class BatchPrefetcher:
-    """Prefetches the steps of `loader`, from its position on. All ranks call `begin` and `take` in the same order."""
+    """Prefetches the steps of `loader`, from its position on. All ranks call `begin` and `take` in the same order. What
+    `say` returns is summed with the counts; `hear` takes the sums."""
 
-    def __init__(self, loader: Loader, stop: StopFlag):
-        self.loader, self.stop = loader, stop
+    def __init__(
+        self,
+        loader: Loader,
+        stop: StopFlag,
+        say: Callable[[], list[float]] = list,
+        hear: Callable[[list[float]], object] = len,
+    ):
+        self.loader, self.stop, self.say, self.hear = loader, stop, say, hear
         self.next_row = loader.consumed_rows
         self.waited_seconds, self.steps = 0.0, 0
         self._thread = ThreadPoolExecutor(1, "loader")
@@ -51,7 +60,7 @@ class BatchPrefetcher:
         counts = count_totals(micros, self.loader.batching.sequences)
         self._counted: tuple[list[MicroBatch], Callable[[], list[float]]] = (
             micros,
-            begin_sum(*counts, self.stop.asked, *count_work(micros)),
+            begin_sum(*counts, self.stop.asked, *count_work(micros), *self.say()),
         )
 
     def take(self) -> Step | None:
@@ -59,7 +68,9 @@ class BatchPrefetcher:
         RunFailed for rows that cannot be read. Counts are summed on the host: no device sync. Collective."""
         micros, wait = self._counted
         same = self.loader.batching.tp_size * self.loader.batching.pp_size  # ranks that count the same tokens
-        tokens, examples, chosen, stops, *work = (count / same for count in wait())
+        sums = wait()
+        tokens, examples, chosen, stops, *work = (count / same for count in sums[:COUNTS])
+        self.hear(sums[COUNTS:])
         if self.stop.again:
             self.stop.again = False
             stops += begin_sum(self.stop.asked)()[0]

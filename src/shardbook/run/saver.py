@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shardbook.memory.host_state import available_memory
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.ranks.distributed import broadcast_from_main
+from shardbook.ranks.distributed import broadcast_from_main, sum_over_ranks
 from shardbook.recipe import RecipeError, Train
 from shardbook.run.background import Background
 from shardbook.run.checkpoint import TrainState, save_checkpoint, whole_shapes
@@ -18,7 +19,8 @@ from shardbook.run.stored_items import in_gb, list_checkpoints
 
 @dataclass
 class Saver:
-    """Writes the checkpoints of a run that began at step `saved`. All ranks make the same calls."""
+    """Writes the checkpoints of a run that began at step `saved`, in a thread where `behind`. All ranks make the same
+    calls."""
 
     run: RunDirectory
     train: Train
@@ -27,12 +29,28 @@ class Saver:
     meter: Meter
     saved: int
     optimizer_name: str
+    behind: bool
 
     def __post_init__(self) -> None:
         """Raises RecipeError where the disk has no room for two checkpoints. Collective."""
         if self.train.save_steps:
             broadcast_from_main(self._check_room)
-        self.background = Background() if self.train.async_save else None
+        self.background = Background() if self.behind and self.train.save_steps and self._has_memory() else None
+        if self.background:  # (an offloaded one changes in backward: it is copied at once)
+            self.optimizer.register_step_pre_hook(self.background.wait_copied)
+
+    def _has_memory(self) -> bool:
+        """Returns whether every node has memory for a copy of what its ranks save, and says where one has not: there
+        only what was asked for is tried. Collective."""
+        ranks = self.meter.ranks
+        needed = predict_bytes(self.sharded, self.optimizer_name) * ranks.ranks_per_node / ranks.world_size
+        lacks = self.train.async_save == "auto" and available_memory() < needed
+        if not sum_over_ranks(lacks)[0]:
+            return True
+        if ranks.is_main:
+            said = f"no memory for a copy of what a node saves ({in_gb(int(needed))}): steps wait for checkpoints"
+            print(f"warning  train.async_save = 'auto': {said}", flush=True)
+        return False
 
     def _check_room(self) -> None:
         """Looks at the disk, as rank 0: there must be one checkpoint to go back to beside the one that is written."""
@@ -52,11 +70,16 @@ class Saver:
 
     def after(self, state: TrainState) -> None:
         """Saves after a step if due; before, `meter` raises where that step is not finite. Collective."""
-        if self.background:
-            self.background.look()
         if self.is_due(state.step):
             with self.meter.paused():
                 self._save(state, self.background)
+
+    def say(self) -> list[float]:
+        return self.background.say() if self.background else []
+
+    def hear(self, told: list[float]) -> None:
+        if self.background:
+            self.background.hear(told)
 
     def finish(self, state: TrainState, stopped: bool) -> None:
         """Saves the last step, unless it is saved, where the recipe saves or the run was `stopped`. Collective."""
@@ -71,7 +94,7 @@ class Saver:
         run, keep = self.run, self.train.save_total_limit
         state = replace(state, log=self.meter.mark())
         if background:
-            background.finish()  # the one before: its buffers are taken again
+            background.finish()  # the one before: its buffer is taken again
         save_checkpoint(run.checkpoints, self.sharded, self.optimizer, state, keep, run.check_held, background)
         self.saved = self.saved if background else state.step
 

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shardbook.recipe import RecipeError, Run
+from shardbook.run.wandb_file import steps_in
 
 STEP = "train/global_step"  # the axis of every chart; TOKENS is the second
 TOKENS = "train/tokens"
@@ -40,6 +41,13 @@ class Trackers:
         for tracker, (log, *_) in list(self._started.items()):
             with self._guard(tracker):
                 log(step, metrics)
+
+    def log_again(self, rows: list[dict[str, Any]]) -> None:
+        """Logs those of an earlier launch's rows, each with its `step`, that wandb's files lack: a killed process had
+        not written them. Other trackers write a row when it is logged."""
+        for row in rows if "wandb" in self._started else ():
+            with self._guard("wandb"):
+                self._started["wandb"][0](row["step"], {name: row[name] for name in row if name != "step"})
 
     def log_samples(self, samples: list[dict[str, Any]]) -> None:
         """Adds rows of one step to a table that grows; only wandb has one."""
@@ -90,6 +98,7 @@ def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> S
     """Starts a wandb run, online where there is a key, else recorded in the run directory."""
     import wandb
 
+    there = steps_in(folder, STEP)  # before this launch's own file is made
     settings = wandb.Settings(silent=True, init_timeout=30)
     if "WANDB_MODE" not in os.environ and not has_wandb_key():
         settings.mode = "offline"
@@ -117,7 +126,7 @@ def _start_wandb(folder: Path, name: str, run: Run, config: dict[str, Any]) -> S
         started.log({STEP: samples[0]["step"], "samples": tables[0]})
 
     return (
-        lambda step, metrics: started.log({STEP: step} | metrics),
+        lambda step, metrics: None if step in there else started.log({STEP: step} | metrics),
         log_samples,
         lambda failed: started.finish(int(failed)),
     )
