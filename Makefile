@@ -99,9 +99,9 @@ test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and 
 	$(PYTEST) -n 2 --dist loadfile tests/dist --everything -m ""
 
 # Each promise of docs/reliability.md.
-RELIABLE = $(addprefix tests/unit/test_,$(addsuffix .py,stored_items checkpoint_errors restarts stop)) \
-	$(addprefix tests/dist/test_,$(addsuffix .py,damage background resume save_plan bad_steps))
-test-reliability: $(DEV)  ## crash points, damage, full disks, kills and what is planted against them, the long ones too
+RELIABLE = $(addprefix tests/unit/test_,$(addsuffix .py,stored_items checkpoint_errors restarts stop trackers)) \
+	$(addprefix tests/dist/test_,$(addsuffix .py,damage background resume save_plan bad_steps check_steps zombies kills))
+test-reliability: $(DEV)  ## crash points, damage, full disks, 296 kills and what is planted against them, the long ones too
 	$(PYTEST) -n 2 --dist loadfile -m "" $(RELIABLE)
 
 # The narrowest vectors that torch has stand for a machine unlike the one a change was made on. What computes with no vector

@@ -104,6 +104,9 @@ def killed_at(dice, run, processes):
         time.sleep(0.003)
     time.sleep(later * (0.1 if steps else 3))
     processes[victim].kill()
+    if not steps:  # it may not have joined yet: a launcher ends who waits for it
+        processes[1 - victim].join(10)
+        processes[1 - victim].kill()
     return victim
 
 
@@ -121,11 +124,12 @@ def end(processes, victim, folder):
     """Waits for both: one was killed, the other said so and ended."""
     for process in processes:
         process.join(SECONDS)
+        assert process.exitcode is not None, "a rank waits for one that was killed"
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
     said = (folder / f"{1 - victim}").read_text() if (folder / f"{1 - victim}").exists() else ""
-    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] in (0, 1), (codes, said[-2000:])
+    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] in (0, 1, -signal.SIGKILL), (codes, said[-2000:])
 
 
 def assert_undisturbed(recipe, name, words, folder, straight, prepare):
