@@ -68,8 +68,10 @@ def wake_up(recipe, tmp_path, name, rank, place, mode, bug=None, keep=2):
         process.join(SECONDS)
     assert [process.exitcode for process in again] == [0, 0], (tmp_path / "again" / "0").read_text()[-2000:]
     before = contents(run)
-    os.kill(first[rank].pid, signal.SIGCONT)
-    first[rank].join(SECONDS)
+    began = time.monotonic()
+    while first[rank].is_alive() and time.monotonic() < began + SECONDS:
+        os.kill(first[rank].pid, signal.SIGCONT)  # again: it may have been woken before each of its threads slept
+        first[rank].join(1)
     code = first[rank].exitcode
     first[rank].kill()
     return run, before, contents(run), code, (tmp_path / "first" / f"{rank}").read_text()

@@ -223,7 +223,7 @@ class Train(Section):
     )
     async_save: bool | Literal["auto"] = key(
         "auto",
-        "Write checkpoints in a thread while steps go on; auto: where the optimizer is on the device and memory suffices.",
+        "Write checkpoints in a thread while steps go on; auto: if the optimizer is on the device and memory suffices.",
     )
     save_total_limit: int = key(0, "Keep this many newest checkpoints (0: all).", ge=0)
     logging_steps: int = key(1, "Log every so many steps, each its own loss, not a mean (0: off).", ge=0)
