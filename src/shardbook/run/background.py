@@ -55,6 +55,8 @@ class StagingWriter(ItemWriter):
         """Launches the copies of all tensors, of those on the host too, into the one `buffer`, which is made anew where
         its size is another. On a GPU in a stream of its own, whose `copied` says when they are done."""
         begins, end = list[int](), 0
+        if self.device:
+            torch.cuda.set_device(self.device)  # a thread has its own
         for part in (part for _, parts in self.items for part in parts):
             begins.append(end)
             end += round_up(part.nbytes, ALIGN)
@@ -73,7 +75,6 @@ class StagingWriter(ItemWriter):
     def _stream(self) -> contextlib.AbstractContextManager[Any]:
         if not self.device:
             return contextlib.nullcontext()
-        torch.cuda.set_device(self.device)  # a thread has its own
         stream = torch.cuda.Stream(self.device)
         stream.wait_event(self.ready)
         return torch.cuda.stream(stream)

@@ -5,7 +5,7 @@ killed goes on with the first step that was not trained.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.progress import PROGRESS
 from shardbook.ranks.signals import StopFlag
 
-COUNTS = 6  # in the sum: of a step's totals, of ranks that were asked to stop, of its work
+DIGITS, RANKS = 4, 2**13  # flags of ranks are the digits of one number, exact in fp64; a run has fewer ranks
 
 
 class Step(NamedTuple):
@@ -26,8 +26,8 @@ class Step(NamedTuple):
 
 
 class BatchPrefetcher:
-    """Prefetches the steps of `loader`, from its position on. All ranks call `begin` and `take` in the same order. What
-    `say` returns is summed with the counts; `hear` takes the sums."""
+    """Prefetches the steps of `loader`, from its position on. All ranks call `begin` and `take` in the same order. The
+    flags that `say` returns, up to three, are summed with the counts; `hear` takes their sums."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class BatchPrefetcher:
         counts = count_totals(micros, self.loader.batching.sequences)
         self._counted: tuple[list[MicroBatch], Callable[[], list[float]]] = (
             micros,
-            begin_sum(*counts, self.stop.asked, *count_work(micros), *self.say()),
+            begin_sum(*counts, pack([self.stop.asked, *self.say()]), *count_work(micros)),
         )
 
     def take(self) -> Step | None:
@@ -69,8 +69,9 @@ class BatchPrefetcher:
         micros, wait = self._counted
         same = self.loader.batching.tp_size * self.loader.batching.pp_size  # ranks that count the same tokens
         sums = wait()
-        tokens, examples, chosen, stops, *work = (count / same for count in sums[:COUNTS])
-        self.hear(sums[COUNTS:])
+        tokens, examples, chosen, _, *work = (count / same for count in sums)
+        stops, *told = unpack(sums[3])
+        self.hear(told)
         if self.stop.again:
             self.stop.again = False
             stops += begin_sum(self.stop.asked)()[0]
@@ -92,3 +93,13 @@ class BatchPrefetcher:
         start = self.next_row
         self.next_row += self.loader.rows_per_step
         return self._thread.submit(self.loader.step_at, start)
+
+
+def pack(flags: Sequence[float]) -> float:
+    """Returns up to DIGITS flags as the digits of one number, so that a sum over ranks has the sum of each."""
+    return sum(flag * RANKS**place for place, flag in enumerate(flags))
+
+
+def unpack(total: float) -> list[float]:
+    """Returns the sums of DIGITS flags that were packed."""
+    return [float(int(total) // RANKS**place % RANKS) for place in range(DIGITS)]

@@ -75,6 +75,7 @@ class Saver:
                 self._save(state, self.background)
 
     def say(self) -> list[float]:
+        """Returns flags to sum over ranks with the next step's counts; `hear` takes the sums."""
         return self.background.say() if self.background else []
 
     def hear(self, told: list[float]) -> None:
