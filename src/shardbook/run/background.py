@@ -7,9 +7,10 @@ the sum that counts the next step; rank 0 publishes when all are done, so what i
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class StagingWriter(ItemWriter):
         devices = {part.device for _, parts in self.items for part in parts if part.is_cuda}
         self.device = next(iter(devices), None)
         if self.device:
-            self.ready = torch.cuda.Event()
+            self.ready, self.copied = torch.cuda.Event(), torch.cuda.Event()
             self.ready.record(torch.cuda.current_stream(self.device))
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([WriteResult(MetadataIndex(f"rank-{self.rank}"), 0, {})])
@@ -54,30 +55,33 @@ class StagingWriter(ItemWriter):
     def copy(self, buffer: list[Tensor]) -> None:
         """Launches the copies of all tensors, of those on the host too, into the one `buffer`, which is made anew where
         its size is another. On a GPU in a stream of its own, whose `copied` says when they are done."""
-        begins, end = list[int](), 0
+        parts = [part for _, parts in self.items for part in parts]
+        begins = [0, *accumulate(round_up(part.nbytes, ALIGN) for part in parts)]
         if self.device:
             torch.cuda.set_device(self.device)  # a thread has its own
-        for part in (part for _, parts in self.items for part in parts):
-            begins.append(end)
-            end += round_up(part.nbytes, ALIGN)
-        if not buffer or len(buffer[0]) != end:
+        if not buffer or len(buffer[0]) != begins[-1]:
             buffer.clear()  # before the new one is made
-            buffer.append(page_buffer(end, pin=self.device is not None))
-        places = iter(begins)
+            buffer.append(page_buffer(begins[-1], pin=self.device is not None))
+        made = dict[int, Tensor]()
         with self._stream():
-            self.copies = [
-                (facts, [_copy(part, buffer[0], next(places)) for part in parts]) for facts, parts in self.items
-            ]
-            if self.device:
-                self.copied = torch.cuda.Event()
-                self.copied.record()
+            for number in sorted(range(len(parts)), key=lambda number: parts[number].is_cuda):  # the host's first
+                made[number] = _copy(parts[number], buffer[0], begins[number])
+        numbers = count()
+        self.copies = [(facts, [made[next(numbers)] for _ in parts]) for facts, parts in self.items]
 
-    def _stream(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _stream(self) -> Iterator[None]:
+        """Runs the body in a stream of its own, on a GPU; `copied` is the end of what it launched, even if it fails."""
         if not self.device:
-            return contextlib.nullcontext()
+            yield
+            return
         stream = torch.cuda.Stream(self.device)
         stream.wait_event(self.ready)
-        return torch.cuda.stream(stream)
+        with torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                self.copied.record()
 
     def write(self) -> None:
         """Writes the copies, once they are there and none has a number that is not finite."""
@@ -125,7 +129,7 @@ class Background:
         if self._copied:
             (writer, copying), self._copied = self._copied, None
             wait([copying])
-            if writer.device and not copying.exception():  # else _work has it
+            if writer.device:
                 torch.cuda.current_stream(writer.device).wait_event(writer.copied)
 
     def say(self) -> list[float]:
