@@ -104,11 +104,9 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             profile.advance(step)
             meter.begin(batch.work)
             rate = set_learning_rate(optimizer, learning_rate(recipe.optim, step, job.steps))
-            loss_of = job.objective.of(batch.totals)
-            meter.check_results(step, batch.micros[0], loss_of)
-            seen = job.objective.add_up(
-                meter.watch(run_step(sharded, batch.micros, loss_of, ranks.device)), ranks.device
-            )
+            loss = job.objective.of(batch.totals)
+            meter.check_results(step, batch.micros[0], loss)
+            seen = job.objective.add_up(meter.watch(run_step(sharded, batch.micros, loss, ranks.device)), ranks.device)
             norm = clip_gradients(sharded.gradients, recipe.optim.max_grad_norm)
             step_if_finite(optimizer, norm)
             sharded.end_step(norm)
