@@ -44,8 +44,7 @@ class Section(BaseModel):
 class Model(Section):
     path: str = key(
         "smollm2-135m",
-        "Hub id, local directory, or smollm2-135m or smollm2-moe (the weights embedded in the extra `demo`, and these "
-        "upcycled to experts).",
+        "Hub id, local directory, smollm2-135m (embedded in the extra `demo`), or smollm2-moe (the same with experts).",
     )
     revision: str = key("main", "Branch, tag or commit, where path is a hub id.")
     tokenizer: str = key("", "Hub id or directory of the tokenizer; empty: the model's own.")
