@@ -1,11 +1,16 @@
-"""What is imported, and read, by the server that ranks are forked from, once for all of them."""
+"""What is imported, read, checked and measured by the server that ranks are forked from, once for all of them."""
 
 import gc
+import tempfile
 from importlib import import_module
+from pathlib import Path
 
 gc.disable()  # it would look through all of torch again and again: a quarter of the time
 for name in (
+    "cases",
     "datasets",
+    "pytest",
+    "tiny",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.tensor",
     "transformers.models.llama.modeling_llama",
@@ -16,6 +21,31 @@ for name in (
 import_module("shardbook.run.directory").environment()
 # all families' renamings, made at the first question: a fifth of a second
 import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+
+
+def know_tiny_models() -> None:
+    """Checks the families of the tiny models, and measures their blocks as most worlds need them: half of what a rank
+    of a short run computes. Whoever asks for others measures them."""
+    import torch
+    from tiny import write_all, write_recipe
+
+    from shardbook.model.laid_out import World
+    from shardbook.plan.peak import predict_peak
+    from shardbook.recipe import load_recipe
+    from shardbook.run.prepare import lay_out_run
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as made:
+        write_all(Path(made))
+        recipe = write_recipe(Path(made), Path(made) / "runs")
+        for model in ("model", "untied"):
+            for kind in ("none", "full"):
+                words = (f"model.path={made}/{model}", f"activation.checkpointing={kind}")
+                laid = lay_out_run(load_recipe(recipe, words), World(1, 1, 0, torch.device("cpu")))
+                predict_peak(laid.layout, laid.config, laid.recipe)
+
+
+know_tiny_models()
 # else each rank's first collection writes to every object that is there, which copies its page: a fifth of a second
 gc.collect()
 gc.freeze()

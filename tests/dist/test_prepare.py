@@ -37,10 +37,14 @@ def facts(job):
 
 
 def jobs_of_a_run(words, ranks_planned):
-    """The job that this rank prepares, on its way into a run."""
+    """The job that this rank prepares, on its way into a run, and how often it measures blocks for that."""
     from shardbook import train
+    from shardbook.plan import blocks
 
-    real, jobs = train.prepare_job, []
+    real, jobs, measured, measure = train.prepare_job, [], [], blocks.measure
+    for known in blocks.known_blocks():
+        known.clear()
+    blocks.measure = lambda *given: measured.append(1) or measure(*given)
 
     def prepare(laid, in_turn):
         job = real(laid, in_turn)
@@ -51,13 +55,15 @@ def jobs_of_a_run(words, ranks_planned):
     code, _, error = train_rank(words)
     assert code == 0, error
     assert [world.size for world, _ in jobs] == [ranks_planned]
-    return jobs[0]
+    return *jobs[0], len(measured)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_rehearsal_prepares_the_job_that_its_run_has(recipe, name):
     words = ["train.steps=2", "train.export=false", f"run.name=job-{name}", *RUNS[name]]
-    for world, of_run in run_world(2, jobs_of_a_run, [str(recipe), *words], 2):
+    jobs = run_world(2, jobs_of_a_run, [str(recipe), *words], 2)
+    assert [measured > 0 for *_, measured in jobs] == [True, False], "one rank measures, and tells the others"
+    for world, of_run, _ in jobs:
         rehearsed = prepare_job(lay_out_run(load_recipe(recipe, words), dataclasses.replace(world)))
         assert facts(rehearsed) == of_run
 
@@ -85,7 +91,9 @@ def test_a_cpu_refuses_what_its_memory_does_not_hold(recipe, monkeypatch):
     with pytest.raises(RecipeError) as refused:
         prepare_job(laid)
     said, _, change = str(refused.value).partition("; the smallest change that fits: ")
-    assert re.fullmatch(r"a step takes [\d.]+ GB on each of 2 ranks here, and this machine has [\d.]+ GB for each", said)
+    assert re.fullmatch(
+        r"a step takes [\d.]+ GB on each of 2 ranks here, and this machine has [\d.]+ GB for each", said
+    )
     assert change == "train.per_device_train_batch_size=32 train.gradient_accumulation_steps=2"
     prepare_job(lay_out_run(load_recipe(recipe, change.split()), here))
     prepare_job(lay_out_run(load_recipe(recipe, [*words, "data.packing=false", "data.max_length=256"]), World(2, 2)))

@@ -63,11 +63,11 @@ def check_family(config: PreTrainedConfig) -> Verdict:
     return _KNOWN[words]
 
 
-_KNOWN: dict[str, Verdict] = {}  # by all that a config says
+_KNOWN: dict[str, Verdict] = {}  # by all that a config says, but for its folder
 
 
 def _words(config: PreTrainedConfig) -> str:
-    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+    return json.dumps(config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
 
 
 def _check(config: PreTrainedConfig) -> Verdict:

@@ -78,6 +78,17 @@ _kinds: dict[str, tuple[tuple[int, ...], PreTrainedConfig]] = {}
 _texts: dict[int, tuple[PreTrainedConfig, str]] = {}  # with the config, whose id then is no other's
 
 
+def known_blocks() -> tuple[dict[Any, Any], ...]:
+    """Returns what this process has measured: plain numbers, for `adopt_blocks` in another."""
+    return _measured, _kinds
+
+
+def adopt_blocks(known: tuple[dict[Any, Any], ...]) -> None:
+    """Takes what another process has measured, so that this one need not."""
+    for own, theirs in zip(known_blocks(), known, strict=True):
+        own.update(theirs)
+
+
 def kinds_of(config: PreTrainedConfig) -> tuple[int, ...]:
     """Returns the kind of each block of a model of `config`: the number of the first block of which the same is said,
     but for a block's own number."""

@@ -26,7 +26,7 @@ from shardbook.model.laid_out import LaidOut, World, lay_out
 from shardbook.model.selfcheck import check_family, remember
 from shardbook.objectives import Objective, build_objective
 from shardbook.optim import check_optimizer
-from shardbook.plan.blocks import Unmeasured
+from shardbook.plan.blocks import Unmeasured, adopt_blocks, known_blocks
 from shardbook.plan.change import NONE_FITS, smallest_change
 from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
 from shardbook.plan.hardware import HOST_ROOM
@@ -98,10 +98,16 @@ def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext) -> Job:
     flops, peak, unplanned = count_flops(laid.model), None, ""
     traffic = predict_traffic(layout, micros, recipe.optim.name, recipe.forwards_per_micro, world.rank)
     forecast: dict[str, float | int] = {}
-    try:
+
+    def look_ahead() -> tuple[Peak, dict[str, float | int]]:
         check_host(laid, documents)
-        peak = predict_peak(layout, config, recipe)
-        forecast = predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, world.device_name)
+        speed = predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, world.device_name)
+        return predict_peak(layout, config, recipe), speed
+
+    try:
+        if dist.is_initialized():  # one rank measures blocks: half of what a small run computes
+            adopt_blocks(broadcast_from_main(lambda: (look_ahead(), known_blocks())[1]))
+        peak, forecast = look_ahead()
     except Unmeasured as error:  # a model that cannot be planned can be trained
         unplanned = str(error)
     forecast |= predict_memory_metrics(layout, recipe.optim.name, asdict(peak) if peak else {}, micros)
