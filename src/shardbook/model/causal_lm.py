@@ -67,7 +67,8 @@ class CausalLM(nn.Module):
             head.finish = finish
             self.add_module(self.names.head, head)
         self.register_module("teacher", None)
-        kept = tuple(name for name in self.state_dict() if name in dict(self.named_buffers()))
+        buffers = dict(self.named_buffers())
+        kept = tuple(name for name in self.state_dict() if name in buffers)
         names = parts.names
         outer = f"{names.base}.{names.embedding}.weight", f"{names.head}.weight"
         self.files = FileNames(parts.whole, kept, *outer, self.is_tied, parts.stacked)
