@@ -42,7 +42,7 @@ def jobs_of_a_run(words, ranks_planned):
     from shardbook.plan import blocks
 
     real, jobs, measured, measure = train.prepare_job, [], [], blocks.measure
-    for known in blocks.known_blocks():
+    for known in blocks.KNOWN_BLOCKS:
         known.clear()
     blocks.measure = lambda *given: measured.append(1) or measure(*given)
 

@@ -75,18 +75,8 @@ def fullest(moments: Iterable[Bytes], tokens: int, pairs: int) -> int:
 
 _measured: dict[Any, Measured] = {}
 _kinds: dict[str, tuple[tuple[int, ...], PreTrainedConfig]] = {}
+KNOWN_BLOCKS: tuple[dict[Any, Any], ...] = _measured, _kinds  # what one process measured, others may add
 _texts: dict[int, tuple[PreTrainedConfig, str]] = {}  # with the config, whose id then is no other's
-
-
-def known_blocks() -> tuple[dict[Any, Any], ...]:
-    """Returns what this process has measured: plain numbers, for `adopt_blocks` in another."""
-    return _measured, _kinds
-
-
-def adopt_blocks(known: tuple[dict[Any, Any], ...]) -> None:
-    """Takes what another process has measured, so that this one need not."""
-    for own, theirs in zip(known_blocks(), known, strict=True):
-        own.update(theirs)
 
 
 def kinds_of(config: PreTrainedConfig) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from shardbook.model.laid_out import LaidOut, World, lay_out
 from shardbook.model.selfcheck import check_family, remember
 from shardbook.objectives import Objective, build_objective
 from shardbook.optim import check_optimizer
-from shardbook.plan.blocks import Unmeasured, adopt_blocks, known_blocks
+from shardbook.plan.blocks import KNOWN_BLOCKS, Unmeasured
 from shardbook.plan.change import NONE_FITS, smallest_change
 from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
 from shardbook.plan.hardware import HOST_ROOM
@@ -106,7 +106,9 @@ def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext) -> Job:
 
     try:
         if dist.is_initialized():  # one rank measures blocks: half of what a small run computes
-            adopt_blocks(broadcast_from_main(lambda: (look_ahead(), known_blocks())[1]))
+            known = broadcast_from_main(lambda: (look_ahead(), KNOWN_BLOCKS)[1])
+            for own, theirs in zip(KNOWN_BLOCKS, known, strict=True):
+                own.update(theirs)
         peak, forecast = look_ahead()
     except Unmeasured as error:  # a model that cannot be planned can be trained
         unplanned = str(error)
