@@ -80,8 +80,7 @@ _texts: dict[int, tuple[PreTrainedConfig, str]] = {}  # with the config, whose i
 
 
 def kinds_of(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Returns the kind of each block of a model of `config`: the number of the first block of which the same is said,
-    but for a block's own number."""
+    """Returns each block's kind: the number of the first of which the same is said, but for a block's own number."""
     return _look_at(config)[0]
 
 
@@ -240,8 +239,7 @@ def block_of(number: int, lines: Sequence[Timeline], fit: Callable[[Sequence[flo
 
 
 def solve(sizes: Sequence[tuple[int, int]], values: Sequence[float]) -> tuple[float, ...]:
-    """Returns the terms fixed, a token and a pair of what has `values` at `sizes` (tokens, pairs), which grow evenly: a
-    pair's is zero where there are two sizes."""
+    """Returns the terms fixed, a token and a pair (of two sizes 0) of what has `values` at evenly growing `sizes`."""
     (first, of_first), (second, of_second) = sizes[:2]
     pair = 0.0
     if len(sizes) > 2:
