@@ -18,6 +18,9 @@ from shardbook.ranks.distributed import Ranks, sum_over_ranks
 from shardbook.ranks.exits import RunFailed
 
 
+PIECE = 2**24  # numbers that are widened to int64 at once
+
+
 class Handed(Ledger):
     """A ledger that adds up the bits of what this rank hands to collectives, but for gathers of its weights."""
 
@@ -31,9 +34,15 @@ class Handed(Ledger):
 
 
 def sum_bits(tensor: Tensor) -> Tensor:
-    """Returns the sum, int64, of a tensor's bytes taken as integers of its itemsize: one flipped bit changes it."""
+    """Returns a sum, int64, over a tensor's numbers taken as integers of its itemsize. With their squares: alone, one
+    that is rounded up and one that is rounded down would cancel."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
-    return tensor.detach().contiguous().view(integer).sum(dtype=torch.int64)
+    pieces = tensor.detach().contiguous().view(-1).view(integer).split(PIECE)
+    return torch.stack([_mix(piece.long()) for piece in pieces]).sum()
+
+
+def _mix(words: Tensor) -> Tensor:
+    return (words * words + words).sum()
 
 
 def check_results(step: int, sharded: ShardedModel, micro: MicroBatch, shares_of: LossFunction, ranks: Ranks) -> None:
