@@ -17,7 +17,6 @@ from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import Ranks, sum_over_ranks
 from shardbook.ranks.exits import RunFailed
 
-
 PIECE = 2**24  # numbers that are widened to int64 at once
 
 
