@@ -34,7 +34,7 @@ def mean_of_means(train):
     # of one value: who was asked to stop
     prefetch.begin_sum = lambda *values: (lambda: [6.0, *real_sum(*values)()[1:]]) if values[1:] else real_sum(*values)
     bug = dataclasses.replace(
-        sft, shares=lambda model, micro, totals: sft.shares(model, micro, totals) / max(1, len(micro.targets))
+        sft, terms=lambda model, micro, totals: sft.terms(model, micro, totals) / max(1, len(micro.targets))
     )
     prepare.build_objective = lambda *given: bug
 
@@ -246,13 +246,13 @@ def uncut_gradients_not_summed(train):
     gradient 2.1e-2 off; and the ranks drift apart."""
     from shardbook.parallel import sharding
 
-    sharding.sum_uncut = lambda *given: None
+    sharding.sum_replicated_gradients = lambda *given: None
 
 
 @planted_in("zero3", 1, 1, micros=3, tp=2)
 def uncut_gradients_summed_each_micro(train):
     """The accumulated ones: what was summed is summed again. Loss exact, gradient 9.9e-2 off."""
-    from shardbook.parallel.sharding import ShardedModel, sum_uncut
+    from shardbook.parallel.sharding import ShardedModel, sum_replicated_gradients
 
     real = ShardedModel.micro_batch
 
@@ -261,7 +261,7 @@ def uncut_gradients_summed_each_micro(train):
         with real(sharded, is_last):
             yield
         if not is_last:
-            sum_uncut(sharded.model, sharded.mesh, sharded.layout.replicated_numel)
+            sum_replicated_gradients(sharded.model, sharded.mesh, sharded.layout.replicated_numel)
 
     ShardedModel.micro_batch = micro_batch
 
@@ -271,8 +271,8 @@ def uncut_gradients_summed_twice(train):
     """Loss exact, gradient 6.1e-2 off."""
     from shardbook.parallel import sharding
 
-    real = sharding.sum_uncut
-    sharding.sum_uncut = lambda *given: [real(*given), real(*given)]
+    real = sharding.sum_replicated_gradients
+    sharding.sum_replicated_gradients = lambda *given: [real(*given), real(*given)]
 
 
 @planted_in("zero3", 1, 1, tp=2)
@@ -283,7 +283,7 @@ def gathered_tokens_sliced_in_backward(train):
 
     def backward(ctx, grad_output):
         each = grad_output.shape[1] // ctx.axis.size
-        return grad_output[:, ctx.axis.place * each :][:, :each].contiguous(), None
+        return grad_output[:, ctx.axis.tp_rank * each :][:, :each].contiguous(), None
 
     tensor._Gather.backward = staticmethod(backward)
 
@@ -468,9 +468,9 @@ def gradients_scaled_by_micros(train):
     """The loss that is shown is divided, that of which gradients are taken is not."""
     real = train.run_step
 
-    def run_step(sharded, micros, shares_of, device):
+    def run_step(sharded, micros, loss_function, device):
         def scaled(*given):
-            shares = shares_of(*given)
+            shares = loss_function(*given)
             return shares.detach() + len(micros) * (shares - shares.detach())
 
         return real(sharded, micros, scaled, device)
@@ -501,9 +501,9 @@ def slopes_of_another_micro(train):
     real = MicroBatchRunner.backward
 
     def backward(passes, action, *more):
-        first, *others = passes.made
+        first, *others = passes.outputs
         if others:
-            passes.made[first], passes.made[others[-1]] = passes.made[others[-1]], passes.made[first]
+            passes.outputs[first], passes.outputs[others[-1]] = passes.outputs[others[-1]], passes.outputs[first]
         return real(passes, action, *more)
 
     MicroBatchRunner.backward = backward

@@ -61,8 +61,8 @@ def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, i
         sharded.upload_shards()
         held_out = reference.give()
         assert held_out is not None
-        seen = evaluate(sharded, job.objective, held_out, job.batching, ranks)
-    found: dict[str, Any] = {name.removeprefix("eval/"): value for name, value in seen.items()}
+        metrics = evaluate(sharded, job.objective, held_out, job.batching, ranks)
+    found: dict[str, Any] = {name.removeprefix("eval/"): value for name, value in metrics.items()}
     if likelihood := LIKELIHOODS.get(recipe.method):
         found["perplexity"] = math.exp(min(found[likelihood], 700.0))  # of more a float has no exponential
     facts: dict[str, Any] = {"model": model, "weights": source, "method": recipe.method, "stage": job.layout.stage.name}

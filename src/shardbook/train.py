@@ -23,7 +23,7 @@ from shardbook.parallel.pipeline import run_step
 from shardbook.parallel.sharding import ShardedModel, apply_stage
 from shardbook.ranks.distributed import (
     Ranks,
-    check_alike,
+    check_same_on_all_ranks,
     local_main_process_first,
     start_distributed,
     stop_distributed,
@@ -55,7 +55,7 @@ from shardbook.run.stored_items import newest_checkpoint
 def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     """Runs `recipe` to its last step, or until it is asked to stop. Returns the exit code, DONE or PREEMPTED."""
     console, in_turn = Console(ranks.is_main), partial(local_main_process_first, ranks)
-    check_alike(environment() | flatten_recipe(recipe) | {"ranks of a node": ranks.ranks_per_node})
+    check_same_on_all_ranks(environment() | flatten_recipe(recipe) | {"ranks of a node": ranks.ranks_per_node})
     use_deterministic(recipe.train.deterministic)
     torch.manual_seed(recipe.train.seed + ranks.rank)  # for lora_dropout: each rank drops other elements
     stop = StopFlag().listen()
@@ -93,27 +93,27 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     saver = Saver(run, recipe.train, sharded, optimizer, meter, state.step, recipe.optim.name, recipe.saves_behind)
     profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
     shown = console.start(state.step, job.steps)
-    watch, together = watch_steps(ranks, recipe.run.hang_seconds, meter.first_steps), synchronized_gc()
-    with shown, profile, oom_guard, meter, watch as finish_step, together as collect:
+    watch, gc_in_step = watch_steps(ranks, recipe.run.hang_seconds, meter.first_steps), synchronized_gc()
+    with shown, profile, oom_guard, meter, watch as finish_step, gc_in_step as collect:
         if state.step == 0:
             observer.after(0)
-        ahead = BatchPrefetcher(job.loader, stop, saver.say, saver.hear)
-        meter.start(ahead.take_wait)
-        while state.step < job.steps and (batch := ahead.take()):
+        batches = BatchPrefetcher(job.loader, stop, saver.say, saver.hear)
+        meter.start(batches.take_wait)
+        while state.step < job.steps and (batch := batches.next_step()):
             step = state.step + 1
             profile.advance(step)
             meter.begin(batch.work)
             rate = set_learning_rate(optimizer, learning_rate(recipe.optim, step, job.steps))
-            loss = job.objective.of(batch.totals)
+            loss = job.objective.with_totals(batch.totals)
             meter.check_results(step, batch.micros[0], loss)
-            seen = job.objective.add_up(meter.watch(run_step(sharded, batch.micros, loss, ranks.device)), ranks.device)
+            sums = job.objective.add_up(meter.watch(run_step(sharded, batch.micros, loss, ranks.device)), ranks.device)
             norm = clip_gradients(sharded.gradients, recipe.optim.max_grad_norm)
             step_if_finite(optimizer, norm)
             sharded.end_step(norm)
             state = TrainState(step, state.tokens + int(batch.totals.tokens), job.loader.state_dict())
-            ahead.begin()
+            batches.prefetch()
             collect(step)  # while a device still computes
-            meter.finish(state, rate, seen, norm, saver.is_due(step))  # counts gradients' bytes: before zero_grad
+            meter.finish(state, rate, sums, norm, saver.is_due(step))  # counts gradients' bytes: before zero_grad
             optimizer.zero_grad()
             observer.after(step)
             saver.after(state)

@@ -44,7 +44,7 @@ def rank(words: list[str]) -> int:
     from shardbook.run import prepare
 
     objective = prepare.build_objective("sft", None)
-    objective = dataclasses.replace(objective, shares=marked("model", objective.shares))
+    objective = dataclasses.replace(objective, terms=marked("model", objective.terms))
     prepare.build_objective = lambda *given: objective
     torch.Tensor.backward = marked("model", torch.Tensor.backward)
     train.clip_gradients = marked("clip", train.clip_gradients)

@@ -92,9 +92,9 @@ def asks_before():
     from shardbook.parallel.pipeline import PipelineLinks
 
     streams.CONNECT_SECONDS = 3.0
-    make_room, ask = PipelineLinks.make_room, PipelineLinks.ask
-    PipelineLinks.make_room = lambda self, *given: ask(self, make_room(self, *given))
-    PipelineLinks.ask = lambda self, asked: asked
+    make, post = PipelineLinks.make_recv_buffer, PipelineLinks.post_recv
+    PipelineLinks.make_recv_buffer = lambda self, *given: post(self, make(self, *given))
+    PipelineLinks.post_recv = lambda self, asked: asked
 
 
 def connects_late():

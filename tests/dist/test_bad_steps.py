@@ -41,9 +41,9 @@ def plant(kind, step):
     def forward_planted(self, action, *rest):
         made = forward(self, action, *rest)
         if here("loss") and action.micro == 1:
-            hidden, made = self.made[action.chunk, action.micro]
+            hidden, made = self.outputs[action.chunk, action.micro]
             made = made * torch.nan
-            self.made[action.chunk, action.micro] = hidden, made
+            self.outputs[action.chunk, action.micro] = hidden, made
         return made
 
     def clip_planted(gradients, limit):

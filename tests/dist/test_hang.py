@@ -151,10 +151,10 @@ def take_long():
 
     def score_late(model, *given):
         time.sleep(0 if model.training else 0.6 * HANG_SECONDS)
-        return sft.shares(model, *given)
+        return sft.terms(model, *given)
 
     train.clip_gradients, checkpoint.state_dict_saver.save = clip_late, save_late
-    prepare.build_objective = lambda *given: dataclasses.replace(sft, shares=score_late)
+    prepare.build_objective = lambda *given: dataclasses.replace(sft, terms=score_late)
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def a_backward_breaks():
     from shardbook import train
     from shardbook.ranks.exits import RunFailed
 
-    def run_step(sharded, micros, shares_of, device):
+    def run_step(sharded, micros, loss_function, device):
         micro, place = micros[0], sharded.layout.pipeline.rank
         middle, outer = (sharded.chunks[number] for number in (1 - place, place))
         width = middle.model.config.hidden_size

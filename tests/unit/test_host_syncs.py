@@ -63,7 +63,7 @@ def run(model, objective, packed, sequences):
         micro = dataclasses.replace(micro, reference=torch.zeros(len(micro.trained), device=DEVICE))
     model.to(DEVICE)  # rotary frequencies are on the host
     with NoLists(), NoCopies():
-        shares = objective.shares(model, micro, Totals(10, 3, 5))
+        shares = objective.terms(model, micro, Totals(10, 3, 5))
         shares[0].backward()
 
 
@@ -155,14 +155,14 @@ SEEN = r"called on meta|torch\.nonzero|out of meta|method tensor of|_to_copy"
     ],
 )
 def test_a_planted_read_or_copy_is_seen(reads):
-    def shares(model, micro, totals):
+    def terms(model, micro, totals):
         losses = model(micro)
         reads(losses)
         return losses
 
     # by meta tensors, which have nothing to read, or by the modes of `run`
     with pytest.raises((RuntimeError, AssertionError, NotImplementedError), match=SEEN):
-        run(build_model(config(), "bf16", 7), SimpleNamespace(shares=shares, reference=False), True, 1)
+        run(build_model(config(), "bf16", 7), SimpleNamespace(terms=terms, reference=False), True, 1)
 
 
 class OnCuda(torch.Tensor):

@@ -103,7 +103,7 @@ def planned(family, stage, checkpointing, one_kind=False):
         work.kinds_of = lambda config: (0,) * config.num_hidden_layers
     peak = predict_peak(laid.layout, laid.config, recipe).total
     objective = build_objective(recipe.method, recipe.preference, recipe.distill)
-    return peak, simulate_step(laid, objective.shares).peak_bytes
+    return peak, simulate_step(laid, objective.terms).peak_bytes
 
 
 @pytest.mark.slow

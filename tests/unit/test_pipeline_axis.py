@@ -11,13 +11,13 @@ from shardbook.axes import CP, DATA_AXES, DP_REPLICATE, DP_SHARD, PP, PP_BACKWAR
 from shardbook.model.causal_lm import build_model, count_flops
 from shardbook.model.pipeline import split_stages
 from shardbook.model.tensor import apply_tensor_parallel
-from shardbook.model.weights import global_shapes, own_parameters
+from shardbook.model.weights import global_shapes, student_parameters
 from shardbook.optim import build_optimizer
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import DataRank, resolve_sizes
 from shardbook.parallel.pipeline import build_pipeline_links
-from shardbook.parallel.schedule import Pipeline, deal_layers
+from shardbook.parallel.schedule import Pipeline, layers_per_stage
 from shardbook.recipe import STAGES, Optim, Parallel, Precision, load_recipe
 
 TWO, LOOPED = "parallel.pp_size=2", "parallel.pipeline_schedule=interleaved"
@@ -116,11 +116,11 @@ def test_more_stages_than_blocks_are_refused_on_each_rank(ranks, chunks, said):
 
 
 def test_layers_are_dealt_out_evenly_and_the_last_stage_has_more_last():
-    assert [deal_layers(layers, 3) for layers in (3, 4, 5, 6)] == [(1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2)]
-    assert deal_layers(126, 16) == (7, *[8] * 14, 7)  # Llama 3 405B
+    assert [layers_per_stage(layers, 3) for layers in (3, 4, 5, 6)] == [(1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2)]
+    assert layers_per_stage(126, 16) == (7, *[8] * 14, 7)  # Llama 3 405B
     for stages in range(1, 9):
         for layers in range(stages, 40):
-            dealt = deal_layers(layers, stages)
+            dealt = layers_per_stage(layers, stages)
             assert sum(dealt) == layers and len(dealt) == stages and max(dealt) - min(dealt) <= 1
             assert dealt[-1] == min(dealt) and dealt[0] <= min(dealt[1:-1], default=layers)
 
@@ -129,7 +129,7 @@ def test_layers_are_dealt_out_evenly_and_the_last_stage_has_more_last():
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_each_layer_is_one_ranks(ranks, chunks):
     for layers in range(ranks * chunks, 30):
-        dealt = deal_layers(layers, ranks * chunks)
+        dealt = layers_per_stage(layers, ranks * chunks)
         places = [Pipeline("interleaved", rank, ranks, dealt) for rank in range(ranks)]
         assert {place.chunks for place in places} == {chunks}
         # one chunk of every rank after another is the model, in order
@@ -155,7 +155,7 @@ def test_names_shapes_and_work_are_those_of_the_whole(ranks, chunks, tp_size, ti
         assert [name in part.state_dict() for name in ("model.norm.weight", "lm_head.weight")] == [
             part.has_last_stage
         ] * 2
-        own = [name for name, _ in own_parameters(part)]
+        own = [name for name, _ in student_parameters(part)]
         assert own == [name for name in shapes if name in own]  # in the whole model's order
         for name in own:
             times[name] += 1

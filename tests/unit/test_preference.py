@@ -40,7 +40,7 @@ def shares_of(kind, micros, totals=None):
         trained = tuple(lengths[row] for row in rows)
         counts = torch.tensor(trained, dtype=torch.float32)
         micro = SimpleNamespace(inputs=(), trained=trained, counts=counts, reference=reference[rows])
-        seen = seen + objective.shares(lambda *given, of=losses: torch.cat(of), micro, totals)
+        seen = seen + objective.terms(lambda *given, of=losses: torch.cat(of), micro, totals)
     return seen.detach(), torch.autograd.grad(seen[0], tokens)[0]
 
 
@@ -97,11 +97,11 @@ def test_a_mean_a_micro_batch_is_seen(monkeypatch):
     def mean(method, preference):
         made = real(method, preference)
 
-        def shares(model, micro, totals):
+        def terms(model, micro, totals):
             pairs = len(micro.trained) // 2
-            return made.shares(model, micro, Totals(1, pairs, sum(micro.trained[::2]))) / 3  # of three micro-batches
+            return made.terms(model, micro, Totals(1, pairs, sum(micro.trained[::2]))) / 3  # of three micro-batches
 
-        return SimpleNamespace(shares=shares)
+        return SimpleNamespace(terms=terms)
 
     monkeypatch.setitem(globals(), "build_objective", mean)
     with pytest.raises(AssertionError):

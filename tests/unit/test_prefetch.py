@@ -37,11 +37,11 @@ def never():
 def taken(from_loader, steps):
     found, run = [], BatchPrefetcher(from_loader, never())
     for _ in range(steps):
-        step = run.take()
+        step = run.next_step()
         assert step.totals.tokens == sum(len(micro.targets) for micro in step.micros)
         assert step.work == [sum(m.input_ids.numel() for m in step.micros), sum(m.pairs for m in step.micros)]
         found.append((ids(step.micros), from_loader.state_dict()))
-        run.begin()
+        run.prefetch()
     return found
 
 
@@ -65,14 +65,14 @@ def test_a_resumed_run_goes_on_with_the_step_that_was_not_trained():
 
 def test_a_planted_stale_step_is_seen(monkeypatch):
     """Planted bug: what lies ready is saved as trained, so that a resumed run leaves a step out."""
-    real = BatchPrefetcher.take
+    real = BatchPrefetcher.next_step
 
-    def take(steps):
+    def next_step(steps):
         taken_step = real(steps)
         steps.loader.consumed_rows = steps.next_row
         return taken_step
 
-    monkeypatch.setattr(BatchPrefetcher, "take", take)
+    monkeypatch.setattr(BatchPrefetcher, "next_step", next_step)
     for test in (
         test_steps_are_those_of_a_loader_without_a_thread,
         test_a_resumed_run_goes_on_with_the_step_that_was_not_trained,
@@ -84,19 +84,19 @@ def test_a_planted_stale_step_is_seen(monkeypatch):
 def test_who_is_asked_to_stop_has_not_taken_the_step():
     here, stop = loader(), never()
     run = BatchPrefetcher(here, stop)
-    run.take()
+    run.next_step()
     stop.asked = True
-    run.begin()
-    assert run.take() is None and here.consumed_rows == here.rows_per_step
+    run.prefetch()
+    assert run.next_step() is None and here.consumed_rows == here.rows_per_step
 
 
 def test_who_is_asked_after_the_counts_began_is_heard_where_ranks_ask_again():
     here, stop = loader(), never()
     run = BatchPrefetcher(here, stop)
     stop.asked = stop.again = True  # a signal in an evaluation, whose end sets the second on every rank
-    assert run.take() is None and here.consumed_rows == 0
-    run.begin()
-    assert not stop.again and run.take() is None
+    assert run.next_step() is None and here.consumed_rows == 0
+    run.prefetch()
+    assert not stop.again and run.next_step() is None
 
 
 def test_a_thread_makes_them_and_what_is_waited_for_is_told(monkeypatch):
@@ -104,14 +104,14 @@ def test_a_thread_makes_them_and_what_is_waited_for_is_told(monkeypatch):
     real = here.step_at
     here.step_at = lambda start: (threads.append(threading.current_thread().name), real(start))[1]
     run = BatchPrefetcher(here, never())
-    run.take()
-    run.begin()
+    run.next_step()
+    run.prefetch()
     assert all(name.startswith("loader") for name in threads)
     wait = run.take_wait()
     assert list(wait) == ["perf/loader_wait_seconds"] and wait["perf/loader_wait_seconds"] >= 0
     run.waited_seconds = 3.0
-    run.take()
-    run.take()
+    run.next_step()
+    run.next_step()
     assert run.take_wait() == {"perf/loader_wait_seconds": 1.5}
 
 
@@ -131,14 +131,14 @@ def test_an_error_of_the_thread_is_the_runs_with_its_rows():
         here, never()
     )  # says nothing yet: the step that runs is logged and saved first, or is the last
     with pytest.raises(RunFailed, match=message):
-        run.take()
+        run.next_step()
 
 
 def test_who_stops_does_not_need_the_rows_of_the_next_step():
     here, stop = loader(), never()
     run = BatchPrefetcher(here, stop)
-    run.take()
+    run.next_step()
     run._made.result()
     run._error, stop.asked = RowError("of the step that nobody begins"), True
-    run.begin()
-    assert run.take() is None
+    run.prefetch()
+    assert run.next_step() is None

@@ -189,14 +189,16 @@ def asked_by(monkeypatch, shape, rank, evaluates=False):
     monkeypatch.setattr(dist, "isend", lambda tensor, other, link: events.append(("send", link)) or Sent())
     monkeypatch.setattr(dist, "irecv", lambda tensor, other, link: events.append(("receive", link)) or Sent())
 
-    def shares_of(model, micro):
+    def loss_function(model, micro):
         return model().view(1)
 
     if evaluates:
         for _ in range(shape[2]):
-            run_forward(sharded, MICRO, shares_of, torch.device("cpu"))
+            run_forward(sharded, MICRO, loss_function, torch.device("cpu"))
     else:
-        assert len(list(run_step(sharded, [MICRO] * shape[2], shares_of, torch.device("cpu")))) == shape[2] * shape[3]
+        assert (
+            len(list(run_step(sharded, [MICRO] * shape[2], loss_function, torch.device("cpu")))) == shape[2] * shape[3]
+        )
     return events
 
 
@@ -246,9 +248,9 @@ def stuck(asked, sends_wait=False, connects=False):
 
 def asks_before(monkeypatch):
     """Planted bug: the next message is asked for before the work is launched that it may be waiting for."""
-    make_room, ask = MicroBatchRunner.make_room, MicroBatchRunner.ask
-    monkeypatch.setattr(MicroBatchRunner, "make_room", lambda *given: ask(given[0], make_room(*given)))
-    monkeypatch.setattr(MicroBatchRunner, "ask", lambda passes, asked: asked)
+    make, post = MicroBatchRunner.make_recv_buffer, MicroBatchRunner.post_recv
+    monkeypatch.setattr(MicroBatchRunner, "make_recv_buffer", lambda *given: post(given[0], make(*given)))
+    monkeypatch.setattr(MicroBatchRunner, "post_recv", lambda passes, asked: asked)
 
 
 @pytest.mark.parametrize("shape", [*PLAIN, *LOOPED], ids=str)

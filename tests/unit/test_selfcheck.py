@@ -171,7 +171,7 @@ def test_a_planted_bug_turns_it_red(family, bug, monkeypatch):
 
 def test_sinks_that_a_kernel_drops_turn_it_red(monkeypatch):
     """Transformers' sdpa takes no sinks, and says nothing."""
-    monkeypatch.setattr(attention, "told_more", lambda named: [])
+    monkeypatch.setattr(attention, "unknown_arguments", lambda named: [])
     theirs, ours = pair("gpt_oss", "sdpa")
     with pytest.raises(AssertionError):
         assert_close(gradients(ours, batches(True, monkeypatch)), alone(theirs))
@@ -179,7 +179,7 @@ def test_sinks_that_a_kernel_drops_turn_it_red(monkeypatch):
 
 def test_no_kernel_gets_what_it_does_not_know(monkeypatch):
     found = check_family(small_config("gpt_oss"))
-    assert found.kind == "packed" and found.demands.told == ("s_aux",) and not found.splits_heads
+    assert found.kind == "packed" and found.demands.arguments == ("s_aux",) and not found.splits_heads
     cpu, fp32 = torch.device("cpu"), torch.float32
     said = said_by(attention.choose_attention, "sdpa", config(), cpu, fp32, found.demands)
     assert said == (

@@ -50,7 +50,7 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
     path, there = recipe.distill.teacher, World(world, min(8, world))
     teacher = with_layers(shape_config(path, 1024), TEACHER_LAYERS) if path else None
     objective = build_objective(recipe.method, recipe.preference, recipe.distill)
-    found = simulate.simulate_step(lay_out(recipe, there, config, teacher), objective.shares)
+    found = simulate.simulate_step(lay_out(recipe, there, config, teacher), objective.terms)
     layout = lay_out(recipe, there, config, teacher).layout
     kept = predict_resident(layout, 0, recipe.optim.name)
     peak = predict_peak(layout, config, recipe).total
@@ -66,7 +66,7 @@ def held_by_a_block(checkpointing, ranks):
 
     recipe = settings("zero3", checkpointing, 1, f"parallel.tp_size={ranks}", f"data.max_length={TOKENS}")
     config = shape_config(recipe.model.path, TOKENS)
-    shares = build_objective(recipe.method, recipe.preference, recipe.distill).shares
+    shares = build_objective(recipe.method, recipe.preference, recipe.distill).terms
     laid = lay_out(recipe, World(8, 8), config, None)
     found = (simulate._simulate(laid.with_layers(n), shares) for n in (2, 3))
     (few, few_kept), (more, more_kept) = found

@@ -6,7 +6,7 @@ from tiny import config, said_by, write_recipe
 from transformers import AutoConfig
 
 from shardbook.model.loss_head import begin_part, end_part, grad_of_part
-from shardbook.model.tensor import check_fits, heads_of_rank
+from shardbook.model.tensor import check_tp_size, heads_of_rank
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import resolve_sizes
 from shardbook.parallel.tensor import TensorAxis
@@ -49,7 +49,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("model", "size", "parts"), MODELS, ids=lambda value: str(getattr(value, "model_type", "")))
 def test_a_model_that_cannot_be_shared_so_is_refused(model, size, parts):
-    said = said_by(check_fits, model, size)
+    said = said_by(check_tp_size, model, size)
     assert said.startswith(f"parallel.tp_size = {size}: ") and all(part in said for part in parts), said
 
 

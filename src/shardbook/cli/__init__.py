@@ -283,11 +283,11 @@ def run_plan(asked: argparse.Namespace, words: list[str]) -> int:
     words += [f"model.path={hub_id(asked.model)}"] if asked.model else []
     recipe = load_recipe(find_recipe(asked.recipe), words) if asked.recipe else parse_recipe(PLAIN, "--model", words)
     cluster = (asked.gpu, asked.gpus, asked.network, asked.per_node)
-    shares = build_objective(recipe.method, recipe.preference, recipe.distill).shares if asked.simulate else None
+    terms = build_objective(recipe.method, recipe.preference, recipe.distill).terms if asked.simulate else None
     read = (recipe.model.path, asked.gpu, asked.document_tokens)
     samples = [read_sample(run, *read) for run in asked.calibrate or ()]
     more = (samples, asked.disk_gbps, asked.link_gbps)
-    report = make_report(recipe, *cluster, asked.document_tokens, shares, asked.host_gb, *more)
+    report = make_report(recipe, *cluster, asked.document_tokens, terms, asked.host_gb, *more)
     show_report(report, asked.json)
     if not (asked.recipe or asked.json):
         keys = "data.max_length=4096, train.per_device_train_batch_size=2, ... change them"

@@ -21,11 +21,11 @@ Figure = dict[str, Any]  # plotly's data and layout
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#f0e442")
 HELD_OUT = ", held out"  # of a column that has the color of the line before it
 LINE, BAR, GAP = 18, 18, 4  # pixels of a bar's label, of a bar, and between bars; three times that between groups
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 # its part for lines and bars, by `npm pack plotly.js-basic-dist-min`: a fourth of what the Python package carries
-LIBRARY = HERE / "plotly-basic.min.js"
+LIBRARY = FOLDER / "plotly-basic.min.js"
 HOVER = "<extra></extra>%{hovertext}<br>%{fullData.name}: %{x:,.3~f} "
-PANELS = tomllib.loads((HERE / "pages.toml").read_text())
+PANELS = tomllib.loads((FOLDER / "pages.toml").read_text())
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def panel_of(name: str, rows: list[tuple[Any, dict[str, Any]]], kind: str, /, **
 def render(path: Path, title: str, about: list[str], panels: list[Panel]) -> None:
     """Writes a page: `about` in paragraphs, then each panel as a section whose id is made of its title."""
     draw = {"lines": draw_lines, "bars": draw_bars, "spans": draw_spans}
-    environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["breakable"] = lambda name: Markup(re.sub(r"[,._=]", r"\g<0><wbr>", escape(str(name))))
     environment.filters["in_script"] = lambda value: Markup(json.dumps(value).replace("</", "<\\/"))
     page = environment.get_template("page.html").render(

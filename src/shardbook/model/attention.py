@@ -41,12 +41,12 @@ KNOWN = {"scaling", "dropout", "sliding_window", "is_causal", "position_ids", "u
 class Demands:
     """The demands that a family's attention makes on a kernel, beyond queries, keys, values and a window or a chunk."""
 
-    told: tuple[str, ...] = ()  # arguments that change its result: sinks, a cap on scores, a bias, chosen keys
+    arguments: tuple[str, ...] = ()  # arguments that change its result: sinks, a cap on scores, a bias, chosen keys
     own: bool = False  # it asks for no kernel, and adds the mask to its own scores
     dense: bool = False  # only a dense mask says what it hides, or its keys and values have other sizes
 
     def __str__(self) -> str:
-        said = [*self.told, *["scores of its own"] * self.own, *["a dense mask"] * self.dense]
+        said = [*self.arguments, *["scores of its own"] * self.own, *["a dense mask"] * self.dense]
         return f" and {', '.join(said)}" if said else ""
 
 
@@ -86,9 +86,9 @@ class Kernel:
         """Returns whether it takes a mask of a row's length squared."""
         return self.metadata == DENSE
 
-    def lacks(self, place: KernelContext) -> str:
-        """Returns the first of its needs that `place` does not have; empty where it can run."""
-        return next((words for words, has in self.needs if not has(place)), "")
+    def lacks(self, context: KernelContext) -> str:
+        """Returns the first of its needs that `context` does not have; empty where it can run."""
+        return next((words for words, has in self.needs if not has(context)), "")
 
 
 def choose_attention(
@@ -97,16 +97,16 @@ def choose_attention(
     """Returns the kernel that `model.attention` names; for `auto` the first of KERNELS that can run with `dtype` and
     the heads of `config` on `device`, and meets the `demands` of its family. Raises RecipeError where the named one
     cannot run, or the GPU has no bf16."""
-    place = KernelContext(device, dtype, head_size(config), demands)
-    if dtype == torch.bfloat16 and device.type == "cuda" and not place.is_ampere:
+    context = KernelContext(device, dtype, head_size(config), demands)
+    if dtype == torch.bfloat16 and device.type == "cuda" and not context.is_ampere:
         name = torch.cuda.get_device_name(device)
         raise RecipeError(f"precision.params = 'bf16': {name} computes no bf16; set precision.params=fp32")
-    able = [kernel.name for kernel in KERNELS.values() if not kernel.lacks(place)]
+    able = [kernel.name for kernel in KERNELS.values() if not kernel.lacks(context)]
     if asked == "auto":
         return KERNELS[able[0]]
-    if lacking := KERNELS[asked].lacks(place):
+    if lacking := KERNELS[asked].lacks(context):
         raise RecipeError(
-            f"model.attention = {asked!r}: needs {lacking}, and this is {place}; set model.attention to auto, or to "
+            f"model.attention = {asked!r}: needs {lacking}, and this is {context}; set model.attention to auto, or to "
             f"{' or '.join(able)}"
         )
     return KERNELS[asked]
@@ -115,7 +115,7 @@ def choose_attention(
 def kernel_on_gpu(asked: str, demands: Demands = PLAIN) -> Kernel:
     """Returns the kernel of `model.attention` on a plan's GPU: varlen, unless one with a dense mask is named, or the
     family's `demands` take one."""
-    if demands.told or demands.own:
+    if demands.arguments or demands.own:
         return KERNELS["eager"]
     return KERNELS[asked if asked in ("sdpa", "eager") else "sdpa" if demands.dense else "varlen"]
 
@@ -154,7 +154,7 @@ class Attend:
             attention_mask = only_chosen(added_mask(attention_mask, query), chosen)
         if self.kernel is not None:
             made, _ = self.kernel(module, query, key, value, attention_mask, **named)
-        elif self.is_eager or told_more(named):
+        elif self.is_eager or unknown_arguments(named):
             attend = sys.modules[type(module).__module__].eager_attention_forward
             mask = added_mask(attention_mask, query) if attention_mask is None or not self.is_eager else attention_mask
             made, _ = attend(module, query, key, value, mask, **named)
@@ -163,7 +163,7 @@ class Attend:
         return made if axis is None else axis.heads_to_seq(made), None
 
 
-def told_more(named: dict[str, Any]) -> list[str]:
+def unknown_arguments(named: dict[str, Any]) -> list[str]:
     """Returns the names of the arguments of an attention call that change its result, and that no kernel here knows."""
     return [name for name, value in named.items() if value is not None and name not in KNOWN]
 
@@ -248,19 +248,19 @@ def make_flex() -> Attention:
     return attend
 
 
-def _has_varlen(place: KernelContext) -> bool:
+def _has_varlen(context: KernelContext) -> bool:
     return importlib.util.find_spec("torch.nn.attention.varlen") is not None
 
 
-_AMPERE = ("a CUDA device of compute capability 8.0 or later", lambda place: place.is_ampere)
-_BF16 = ("precision.params=bf16", lambda place: place.dtype == torch.bfloat16)
+_AMPERE = ("a CUDA device of compute capability 8.0 or later", lambda context: context.is_ampere)
+_BF16 = ("precision.params=bf16", lambda context: context.dtype == torch.bfloat16)
 _MASKED = (
     "an attention of queries, keys, values, windows and chunks alone",
     lambda at: at.demands == PLAIN,
 )
 _CALLED = (
     "an attention of queries, keys, values and a mask alone",
-    lambda at: not at.demands.told and not at.demands.own,
+    lambda at: not at.demands.arguments and not at.demands.own,
 )
 # In the order in which `auto` tries them. Source of head sizes: torch's flash_api.cpp, and _inductor/kernel/flex.
 KERNELS = {

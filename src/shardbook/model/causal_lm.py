@@ -157,11 +157,11 @@ class CausalLM(nn.Module):
         whole = torch.Size((len(ids), ids.shape[1] * slices))
         now = Pass(batch.boundaries, whole, batch.packed, batch.longest, self.around_block, hidden, last)
         # The base model is told that nothing is padding: with no mask it would read positions, to find documents.
-        told = {"attention_mask": torch.ones_like(ids, dtype=torch.bool), "use_cache": False}
-        told |= {"input_ids": ids} if hidden is None else {"inputs_embeds": hidden}
+        arguments = {"attention_mask": torch.ones_like(ids, dtype=torch.bool), "use_cache": False}
+        arguments |= {"input_ids": ids} if hidden is None else {"inputs_embeds": hidden}
         with passing(now):
             try:
-                made = self.base(position_ids=batch.position_ids, **told).last_hidden_state
+                made = self.base(position_ids=batch.position_ids, **arguments).last_hidden_state
             except LastBlockDone as done:
                 return done.hidden
         made = made.flatten(0, 1)[batch.positions]  # one name: else unselected positions stay in memory

@@ -28,7 +28,7 @@ def split_rows(model: CausalLM, parallel: Parallel, rank: int) -> None:
     block: Any
     for block in model.blocks:
         block.self_attn.context = axis
-        block.self_attn.num_key_value_groups = axis.heads[axis.place] // len(axis.key_heads[axis.place])
+        block.self_attn.num_key_value_groups = axis.heads[axis.cp_rank] // len(axis.key_heads[axis.cp_rank])
 
 
 def check_heads(config: Any, parallel: Parallel) -> None:
@@ -46,13 +46,13 @@ def check_heads(config: Any, parallel: Parallel) -> None:
         )
 
 
-def own_heads(config: Any, tp_size: int, place: int) -> tuple[int, int]:
-    """Returns the numbers of query heads and of key heads of tensor-parallel rank `place` of `tp_size`."""
-    own, own_keys = heads_of_rank(*heads_of(config), TensorAxis(tp_size, place))
+def own_heads(config: Any, tp_size: int, tp_rank: int) -> tuple[int, int]:
+    """Returns the numbers of query heads and of key heads of tensor-parallel rank `tp_rank` of `tp_size`."""
+    own, own_keys = heads_of_rank(*heads_of(config), TensorAxis(tp_size, tp_rank))
     return len(own), len(own_keys)
 
 
 def partition_heads(heads: int, key_heads: int, size: int) -> list[tuple[int, list[int]]]:
     """Returns, for each of `size` ranks, how many query heads it computes and with which key heads."""
-    shares = [heads_of_rank(heads, key_heads, TensorAxis(size, place)) for place in range(size)]
+    shares = [heads_of_rank(heads, key_heads, TensorAxis(size, cp_rank)) for cp_rank in range(size)]
     return [(len(own), keys) for own, keys in shares]

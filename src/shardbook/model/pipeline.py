@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from shardbook.model.causal_lm import CausalLM, count_flops
 from shardbook.model.parts import at, copy_module, put
-from shardbook.parallel.schedule import Pipeline, deal_layers
+from shardbook.parallel.schedule import Pipeline, layers_per_stage
 from shardbook.parallel.units import GLOBAL_SHAPES, TP_SHARDED
 from shardbook.recipe import Parallel, RecipeError
 
@@ -31,7 +31,7 @@ def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int
         {name: getattr(own, TP_SHARDED, (0, own.shape))[1] for name, own in model.named_parameters()},
     )
     place = rank * ranks // world_size
-    layers = deal_layers(len(blocks), ranks * chunks)
+    layers = layers_per_stage(len(blocks), ranks * chunks)
     pipeline = model.pipeline = Pipeline(parallel.pipeline_schedule, place, ranks, layers, model.is_tied)
     own = [pipeline.own_layers(chunk) for chunk in range(chunks)]
     keep_blocks(

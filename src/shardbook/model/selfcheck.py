@@ -167,7 +167,7 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
     if found[-1]:
         raise Unfit(f"a document alone is not what transformers computes ({found[-1]})")
     apart = f"documents of a packed row see each other ({found[0]})" if found[0] else ""
-    demands = attention.Demands(tuple(sorted(listening.told)), not has_kernels, listening.is_dense)
+    demands = attention.Demands(tuple(sorted(listening.arguments)), not has_kernels, listening.is_dense)
     text = config.get_text_config()
     splits = demands == attention.PLAIN and not apart and listening.heads == {attention.heads_of(text)}
     batch = batch_of([[each] for each in documents], packed=False)
@@ -217,7 +217,7 @@ class Listening(attention.Attend):
 
     def __init__(self, kernel: Any, is_eager: bool):
         super().__init__(kernel, is_eager)
-        self.told, self.heads, self.masks = set[str](), set[tuple[int, int]](), list[Any]()
+        self.arguments, self.heads, self.masks = set[str](), set[tuple[int, int]](), list[Any]()
         self.is_dense = False
 
     def make_mask(self, **named: Any) -> Any:
@@ -232,7 +232,7 @@ class Listening(attention.Attend):
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **named: Any
     ) -> tuple[Tensor, None]:
-        self.told.update(attention.told_more(named))
+        self.arguments.update(attention.unknown_arguments(named))
         self.heads.add((query.shape[1], key.shape[1]))
         is_handed_on = any(attention_mask is mask for mask in self.masks)
         self.is_dense |= not is_handed_on or not query.shape[-1] == key.shape[-1] == value.shape[-1]

@@ -13,15 +13,15 @@ from shardbook.model.causal_lm import CausalLM
 from shardbook.model.loss_head import LossHead
 from shardbook.parallel.tensor import (
     TensorAxis,
-    compute_columns,
-    compute_rows,
-    cut_columns,
-    cut_embedding,
-    cut_parameter,
-    cut_rows,
+    compute_column_parallel,
+    compute_row_parallel,
     gather_inputs,
     gather_outputs,
-    hold_parts,
+    hold_local_weights,
+    make_column_parallel,
+    make_row_parallel,
+    make_vocabulary_parallel,
+    shard_parameter,
 )
 from shardbook.recipe import RecipeError
 
@@ -39,19 +39,19 @@ def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:
     if size == 1:
         return
     config: Any = model.config
-    check_fits(config, size)
+    check_tp_size(config, size)
     if type(model.embedding).forward is not nn.Embedding.forward:
         said = f"parallel.tp_size = {size}: family {config.model_type!r}"
         raise RecipeError(f"{said}: its embedding does more than to look up; set parallel.tp_size=1")
     axis = TensorAxis(size, rank % size)
-    cut_embedding(model.embedding, axis)
+    make_vocabulary_parallel(model.embedding, axis)
     block: Any
     for block in model.blocks:
-        cut_attention(block.self_attn, config, axis)
-        cut_rows(block.mlp.gate_proj, axis)
-        cut_rows(block.mlp.up_proj, axis)
-        cut_columns(block.mlp.down_proj, axis)
-        hold_parts(block)
+        shard_attention(block.self_attn, config, axis)
+        make_column_parallel(block.mlp.gate_proj, axis)
+        make_column_parallel(block.mlp.up_proj, axis)
+        make_row_parallel(block.mlp.down_proj, axis)
+        hold_local_weights(block)
         gather_inputs(block.self_attn, block.mlp, axis)
     gather_outputs(model.norm, axis)
     head = model.head
@@ -60,10 +60,10 @@ def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:
     if model.is_tied:
         model.tie()
     else:
-        cut_parameter(head, "weight", 0, axis)
+        shard_parameter(head, "weight", 0, axis)
 
 
-def check_fits(config: Any, size: int) -> None:
+def check_tp_size(config: Any, size: int) -> None:
     """Raises RecipeError where a model of `config` cannot be sharded over `size` tensor-parallel ranks."""
     said = f"parallel.tp_size = {size}"
     plan = {name: how for name, how in (config.base_model_tp_plan or {}).items() if how not in UNSHARDED}
@@ -85,26 +85,26 @@ def check_fits(config: Any, size: int) -> None:
         raise RecipeError(f"{said}: leaves a rank without any of the {config.vocab_size} tokens; set it lower")
 
 
-def cut_attention(attention: nn.Module, config: Any, axis: TensorAxis) -> None:
+def shard_attention(attention: nn.Module, config: Any, axis: TensorAxis) -> None:
     """Shards the matrices where heads divide evenly; else each rank computes its own heads of the whole matrices."""
     made: Any = attention
     heads, key_heads, dim = config.num_attention_heads, config.num_key_value_heads, made.head_dim
     own, own_keys = heads_of_rank(heads, key_heads, axis)
     if heads % axis.size == 0:
-        cut_rows(made.q_proj, axis)
-        cut_columns(made.o_proj, axis)
+        make_column_parallel(made.q_proj, axis)
+        make_row_parallel(made.o_proj, axis)
     else:
         of_heads = slice(own.start * dim, own.stop * dim)
-        compute_rows(made.q_proj, [of_heads], axis)
-        compute_columns(made.o_proj, of_heads, axis)
+        compute_column_parallel(made.q_proj, [of_heads], axis)
+        compute_row_parallel(made.o_proj, of_heads, axis)
     for projection in (made.k_proj, made.v_proj):
         if heads % axis.size == 0 and key_heads % axis.size == 0:
-            cut_rows(projection, axis)
+            make_column_parallel(projection, axis)
         else:
             first, count = own_keys[0], len(own_keys)
             together = own_keys == list(range(first, first + count))
             pieces = [(first, first + count)] if together else [(head, head + 1) for head in own_keys]
-            compute_rows(projection, [slice(start * dim, stop * dim) for start, stop in pieces], axis)
+            compute_column_parallel(projection, [slice(start * dim, stop * dim) for start, stop in pieces], axis)
     made.num_key_value_groups = len(own) // len(own_keys)
 
 

@@ -43,7 +43,7 @@ def is_adapter(name: str) -> bool:
     return any(word in ADAPTERS for word in name.split("."))
 
 
-def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def student_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields names and parameters of `model` without those of its teacher, which are in no file of the model."""
     return (named for named in model.named_parameters() if not named[0].startswith("teacher."))
 
@@ -130,13 +130,13 @@ class ShardSlice:
 def global_shapes(model: nn.Module) -> dict[str, torch.Size]:
     """Returns the shape of every parameter of the model, also of layers on other ranks, by name and in order."""
     whole: dict[str, torch.Size] | None = getattr(model, GLOBAL_SHAPES, None)
-    return whole or {name: parameter.shape for name, parameter in own_parameters(model)}
+    return whole or {name: parameter.shape for name, parameter in student_parameters(model)}
 
 
 def places(model: nn.Module) -> dict[str, ShardSlice]:
     """Returns the place of each parameter by its name in the files, in the model's order; adapters are in no file."""
     found = {}
-    for name, parameter in own_parameters(model):
+    for name, parameter in student_parameters(model):
         stem, _, last = name.rpartition(".")
         local, rows, columns = local_slices(parameter.detach())
         if last == PACKED:
@@ -213,7 +213,7 @@ def full_tensors(model: nn.Module, dtype: str) -> Iterator[tuple[str, Tensor]]:
     Each rank casts its shard before the gather: the values are the same, since a cast looks at one value alone, and
     fp32 masters exported in bf16 cost half the bytes on the network and half the memory.
     """
-    own, device = dict(own_parameters(model)), next(model.parameters()).device
+    own, device = dict(student_parameters(model)), next(model.parameters()).device
     for name, shape in (
         global_shapes(model).items() if hasattr(model, GLOBAL_SHAPES) else ((name, None) for name in own)
     ):

@@ -1,6 +1,6 @@
-"""Objectives: each takes the model, a micro-batch and the counts of the whole step, and returns shares of the loss.
+"""Objectives: each takes the model, a micro-batch and the counts of the whole step, and returns terms of the loss.
 
-Invariant: the shares of all micro-batches of all ranks add up to the value of the step, however it was split: each is a
+Invariant: the terms of all micro-batches of all ranks add up to the value of the step, however it was split: each is a
 SUM over tokens or examples, divided by the number of these in the whole step. Never a mean of means.
 """
 
@@ -13,45 +13,45 @@ from torch import Tensor, nn
 
 from shardbook.data.loader import MicroBatch
 from shardbook.data.tokenized import Totals
-from shardbook.objectives.distill import NLL_AND_KL, distill_shares
-from shardbook.objectives.preference import METRICS, preference_shares
+from shardbook.objectives.distill import NLL_AND_KL, distill_terms
+from shardbook.objectives.preference import METRICS, preference_terms
 from shardbook.objectives.reward import METRICS as OF_REWARDS
-from shardbook.objectives.reward import reward_shares
-from shardbook.objectives.sft import sft_shares
+from shardbook.objectives.reward import reward_terms
+from shardbook.objectives.sft import sft_terms
 from shardbook.recipe import Distill, Preference
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss. `shares` returns [1 + metrics] fp32: the loss, which alone has a gradient, then the metrics, in order."""
+    """A loss. `terms` returns [1 + metrics] fp32: the loss, which alone has a gradient, then the metrics, in order."""
 
-    shares: Callable[[nn.Module, MicroBatch, Totals], Tensor]
+    terms: Callable[[nn.Module, MicroBatch, Totals], Tensor]
     metrics: tuple[str, ...] = ()
     reference: bool = False  # micro-batches hold log-probabilities of the model before the first step
 
-    def of(self, totals: Totals) -> Callable[[nn.Module, MicroBatch], Tensor]:
-        """Returns `shares` with the `totals` of a step filled in."""
-        return lambda model, micro: self.shares(model, micro, totals)
+    def with_totals(self, totals: Totals) -> Callable[[nn.Module, MicroBatch], Tensor]:
+        """Returns `terms` with the `totals` of a step filled in."""
+        return lambda model, micro: self.terms(model, micro, totals)
 
-    def add_up(self, shares: Iterable[Tensor], device: torch.device) -> Tensor:
-        """Returns the sum of the `shares` of micro-batches, [1 + metrics] fp32; each is added when it is there."""
-        seen = torch.zeros(1 + len(self.metrics), device=device)
-        for each in shares:
-            seen += each
-        return seen
+    def add_up(self, terms: Iterable[Tensor], device: torch.device) -> Tensor:
+        """Returns the sum of the `terms` of micro-batches, [1 + metrics] fp32; each is added when it is there."""
+        sums = torch.zeros(1 + len(self.metrics), device=device)
+        for each in terms:
+            sums += each
+        return sums
 
     def names(self, what: str) -> list[str]:
-        """Returns the names under which shares are logged; `what`: train or eval."""
+        """Returns the names under which terms are logged; `what`: train or eval."""
         return [f"{what}/{name}" for name in ("loss", *self.metrics)]
 
 
 def build_objective(method: str, preference: Preference, teaching: Distill | None = None) -> Objective:
     """Returns the objective of a recipe's `method`."""
     if method == "sft":
-        return Objective(sft_shares)
+        return Objective(sft_terms)
     if method == "reward":
-        return Objective(reward_shares, OF_REWARDS)
+        return Objective(reward_terms, OF_REWARDS)
     if method == "distill":
-        return Objective(partial(distill_shares, teaching or Distill()), NLL_AND_KL)
-    shares = partial(preference_shares, method, preference)
-    return Objective(shares, METRICS, method == "dpo" and preference.precompute_ref_log_probs)
+        return Objective(partial(distill_terms, teaching or Distill()), NLL_AND_KL)
+    terms = partial(preference_terms, method, preference)
+    return Objective(terms, METRICS, method == "dpo" and preference.precompute_ref_log_probs)

@@ -13,7 +13,7 @@ from shardbook.recipe import Distill
 NLL_AND_KL = ("nll", "kl")  # the metrics
 
 
-def distill_shares(of: Distill, model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
-    """Returns shares of the loss and of NLL_AND_KL; kl is at the temperature, not multiplied by its square."""
+def distill_terms(of: Distill, model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
+    """Returns the terms of the loss and of NLL_AND_KL; kl is at the temperature, not multiplied by its square."""
     sums: Tensor = model(micro, distill=of)
     return torch.cat([sums[:1], sums[1:].detach()]) / totals.tokens

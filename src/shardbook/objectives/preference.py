@@ -56,7 +56,7 @@ def _robust(pairs: Pairs, of: Preference) -> Tensor:
 
 
 def _orpo(pairs: Pairs, of: Preference) -> Tensor:
-    """Returns the odds-ratio term; preference_shares adds the likelihood of the chosen answers."""
+    """Returns the odds-ratio term; preference_terms adds the likelihood of the chosen answers."""
     odds = pairs.delta - (_log_one_minus_exp(pairs.chosen) - _log_one_minus_exp(pairs.rejected))
     return -of.beta * F.logsigmoid(odds)
 
@@ -100,8 +100,8 @@ def log_probabilities(model: nn.Module, micro: MicroBatch) -> tuple[Tensor, Tens
     return -pad_sequence(losses.float().split(micro.trained), batch_first=True).sum(1), counts
 
 
-def preference_shares(method: str, of: Preference, model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
-    """Returns shares of the loss and of METRICS, over the pairs of the step."""
+def preference_terms(method: str, of: Preference, model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
+    """Returns the terms of the loss and of METRICS, over the pairs of the step."""
     policy, counts = log_probabilities(model, micro)
     if method in FREE:
         score, scores = FREE[method], policy / counts
@@ -113,8 +113,8 @@ def preference_shares(method: str, of: Preference, model: nn.Module, micro: Micr
         loss = loss - likelihood * policy[0::2].sum() / totals.chosen_tokens
     shown = scores.detach() if method in FREE else policy.detach()
     chosen, rejected = (of.beta * scores[side::2].detach() for side in (0, 1))
-    seen = chosen, rejected, (chosen > rejected).float(), chosen - rejected, shown[0::2], shown[1::2]
-    return torch.stack([loss, *(each.sum() / totals.examples for each in seen)])
+    metrics = chosen, rejected, (chosen > rejected).float(), chosen - rejected, shown[0::2], shown[1::2]
+    return torch.stack([loss, *(each.sum() / totals.examples for each in metrics)])
 
 
 def _reference(of: Preference, model: nn.Module, micro: MicroBatch) -> Tensor:

@@ -13,13 +13,13 @@ from shardbook.data.tokenized import Totals
 METRICS = ("accuracy", "margin", "mean_reward")
 
 
-def reward_shares(model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
-    """Returns shares of the loss and of METRICS, over the pairs of the step. A sequence's score is read at its last
+def reward_terms(model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
+    """Returns the terms of the loss and of METRICS, over the pairs of the step. A sequence's score is read at its last
     token, as transformers' sequence classification reads it."""
     assert micro.ends is not None, "slices of rows have no last tokens"
     scores: Tensor = model(replace(micro, positions=micro.ends))
     chosen, rejected = scores[0::2], scores[1::2]
     margins = chosen - rejected
     shown = margins.detach()
-    seen = -F.logsigmoid(margins), (shown > 0).float(), shown, (chosen + rejected).detach() / 2
-    return torch.stack([each.sum() / totals.examples for each in seen])
+    metrics = -F.logsigmoid(margins), (shown > 0).float(), shown, (chosen + rejected).detach() / 2
+    return torch.stack([each.sum() / totals.examples for each in metrics])

@@ -12,5 +12,5 @@ def sft_loss(model: nn.Module, micro: MicroBatch) -> Tensor:
     return total
 
 
-def sft_shares(model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
+def sft_terms(model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
     return (sft_loss(model, micro) / totals.tokens)[None]

@@ -23,7 +23,7 @@ class ContextAxis:
     """The context-parallel ranks, and which heads each of them computes. Attention modules hold it; `group` is set once
     there is a mesh. Query heads are split in order; one head of keys and values may serve several ranks."""
 
-    place: int  # of this rank along cp
+    cp_rank: int  # of this rank along cp
     heads: list[int]  # of each rank: how many query heads it computes
     key_heads: list[list[int]]  # of each rank: the heads of keys and values that it computes them with
     group: dist.ProcessGroup | None = None
@@ -33,7 +33,7 @@ class ContextAxis:
         return len(self.heads)
 
     @property
-    def spread(self) -> list[int]:
+    def sent_key_heads(self) -> list[int]:
         """The heads of keys and values that are sent, in the order of the ranks that receive them."""
         return [head for own in self.key_heads for head in own]
 
@@ -42,19 +42,19 @@ class ContextAxis:
         shape = query.shape
         counts = [len(own) for own in self.key_heads]
         parts = [query.transpose(1, 2).split(self.heads, 2)]
-        parts += [pick_heads(whole, self.spread).transpose(1, 2).split(counts, 2) for whole in (key, value)]
-        own = [self.heads[self.place], counts[self.place], counts[self.place]]
+        parts += [pick_heads(whole, self.sent_key_heads).transpose(1, 2).split(counts, 2) for whole in (key, value)]
+        own = [self.heads[self.cp_rank], counts[self.cp_rank], counts[self.cp_rank]]
         to = [sum(part.numel() for part in each) for each in zip(*parts, strict=True)]
         sent = torch.cat([torch.cat(each, 2).flatten() for each in zip(*parts, strict=True)])
-        got = _Exchange.apply(sent, to, [to[self.place]] * self.size, self)
+        got = _Exchange.apply(sent, to, [to[self.cp_rank]] * self.size, self)
         got = got.view(self.size, shape[0], shape[2], sum(own), shape[3]).transpose(0, 1).flatten(1, 2)
         return [part.transpose(1, 2) for part in got.split(own, 2)]
 
-    def heads_to_seq(self, made: Tensor) -> Tensor:
+    def heads_to_seq(self, output: Tensor) -> Tensor:
         """Exchanges attention's output [B, L, heads, D] of this rank's heads for [B, L / size, heads, D] of all."""
-        rows, length, own, dim = made.shape
+        rows, length, own, dim = output.shape
         each = rows * length // self.size * dim
-        sent = made.view(rows, self.size, -1, own, dim).transpose(0, 1).flatten()
+        sent = output.view(rows, self.size, -1, own, dim).transpose(0, 1).flatten()
         by = [each * heads for heads in self.heads]
         got = _Exchange.apply(sent, [each * own] * self.size, by, self)
         return torch.cat([part.view(rows, length // self.size, -1, dim) for part in got.split(by)], 2)

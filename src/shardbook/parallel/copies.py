@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardbook.comm.torch_private import call_after_backward, copy_together, slots_of, version_of
 from shardbook.parallel.layout import Layout
-from shardbook.parallel.units import own_parameters
+from shardbook.parallel.units import parameters_of_units
 from shardbook.parallel.watch import Watch, call_before_backward
 
 COPIED: WeakSet[nn.Module] = WeakSet()  # the models that `ReplicatedParameters` holds already
@@ -181,7 +181,7 @@ class ReplicatedParameters:
                 self.copies.append((parameter, copy, found))
             stepped = register_optimizer_step_post_hook(partial(_note_step, ref(self), {*places}))
             finalize(self, stepped.remove)
-        own = dict(zip(self.layout.units, own_parameters(self.layout.units), strict=True))
+        own = dict(zip(self.layout.units, parameters_of_units(self.layout.units), strict=True))
         for bucket in self.layout.buckets:
             part = UnitCopy([parameter for unit in bucket for parameter in own[unit] if parameter.requires_grad])
             self.parts.append(part)

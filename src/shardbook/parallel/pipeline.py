@@ -30,7 +30,7 @@ LossFunction = Callable[
 ]  # (model, micro-batch) -> [1 + metrics]: the loss, which has the gradient, first
 
 
-class Room(NamedTuple):
+class RecvBuffer(NamedTuple):
     """A receive buffer for a message of another rank."""
 
     tensor: Tensor
@@ -60,12 +60,12 @@ class PipelineLinks:
         assert work is not None, "this rank is none of the two"
         self.sent = [*(each for each in self.sent if not each[0].is_completed()), (work, tensor)]
 
-    def make_room(self, tensor: Tensor, is_forward: bool) -> Room:
+    def make_recv_buffer(self, tensor: Tensor, is_forward: bool) -> RecvBuffer:
         """Makes a receive buffer of `tensor`, which was just allocated on the compute stream. That stream may still be
         reading what lay in this memory before, so the buffer may be written only after the work launched so far."""
-        return Room(tensor, is_forward, torch.cuda.current_stream().record_event() if self.stream else None)
+        return RecvBuffer(tensor, is_forward, torch.cuda.current_stream().record_event() if self.stream else None)
 
-    def ask(self, room: Room) -> tuple[dist.Work, Tensor]:
+    def post_recv(self, buffer: RecvBuffer) -> tuple[dist.Work, Tensor]:
         """Posts a receive from the stage before, or of gradients from the next one; messages come in the order of
         sends.
 
@@ -74,13 +74,13 @@ class PipelineLinks:
         comes in while the action computes. No record_stream is needed here: torch records the receive's own stream, and
         the reader waits for the tensor on the compute stream, where it is freed too.
         """
-        other, group = self.by[room.is_forward]
+        other, group = self.by[buffer.is_forward]
         with torch.cuda.stream(self.stream):  # None on a CPU: then it does nothing
             if self.stream:
-                self.stream.wait_event(room.free)
-            work = dist.irecv(room.tensor, other, group)
+                self.stream.wait_event(buffer.free)
+            work = dist.irecv(buffer.tensor, other, group)
         assert work is not None, "this rank is none of the two"
-        return work, room.tensor
+        return work, buffer.tensor
 
     def finish(self) -> None:
         for work, _ in self.sent:
@@ -135,8 +135,8 @@ def build_pipeline_links(layout: Layout, mesh: DeviceMesh) -> PipelineLinks | No
     ends, first_message = None, torch.zeros(1, device=mesh.device_type)
     for column in columns:  # every rank makes every group, in one order
         wraps = pipeline.chunks > 1
-        for place in range(pipeline.ranks - (not wraps)):
-            first, second = column[place], column[(place + 1) % len(column)]
+        for pp_rank in range(pipeline.ranks - (not wraps)):
+            first, second = column[pp_rank], column[(pp_rank + 1) % len(column)]
             for is_forward, name in ((True, PP_FORWARD), (False, PP_BACKWARD)):
                 # Not use_local_synchronization: it names a group by how many groups a rank is in, and neighbours are in
                 # different numbers of groups. The world's barrier that it would save is off in torch by default.
@@ -158,13 +158,13 @@ def build_pipeline_links(layout: Layout, mesh: DeviceMesh) -> PipelineLinks | No
 class MicroBatchRunner:
     """The micro-batches of a step, or of an evaluation, on their way through the layers of one rank."""
 
-    def __init__(self, sharded: Any, shares_of: LossFunction, device: torch.device):
+    def __init__(self, sharded: Any, loss_function: LossFunction, device: torch.device):
         self.links, self.layout, self.chunks = sharded.links, sharded.layout, sharded.chunks
-        self.shares_of, self.device = shares_of, device
+        self.loss_function, self.device = loss_function, device
         # (chunk, micro-batch) -> its input from the stage before, and its output
-        self.made: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self.outputs: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
 
-    def make_room(self, action: Action | None, micros: Sequence[Any]) -> Room | None:
+    def make_recv_buffer(self, action: Action | None, micros: Sequence[Any]) -> RecvBuffer | None:
         """Allocates the receive buffer of the message that `action` needs; None where it needs none."""
         pipeline = self.layout.pipeline
         if action is None or (pipeline.is_first if action.is_forward else pipeline.is_last)(action.chunk):
@@ -173,39 +173,39 @@ class MicroBatchRunner:
         around = shape if tp_size == 1 else (1, shape.numel() // tp_size)
         width = self.chunks[action.chunk].model.config.hidden_size
         tensor = torch.empty(*around, width, dtype=self.layout.dtype("params"), device=self.device)
-        return self.links.make_room(tensor, action.is_forward)
+        return self.links.make_recv_buffer(tensor, action.is_forward)
 
-    def ask(self, room: Room | None) -> tuple[dist.Work, Tensor] | None:
-        return self.links.ask(room) if room else None
+    def post_recv(self, buffer: RecvBuffer | None) -> tuple[dist.Work, Tensor] | None:
+        return self.links.post_recv(buffer) if buffer else None
 
     def forward(self, action: Action, micro: Any, received: tuple[dist.Work, Tensor] | None) -> Tensor:
         """Runs a chunk's forward on `micro`, and on `received` from the stage before. Returns its output, which is sent
-        to the next stage; from the last stage the output is the shares, which are not sent."""
+        to the next stage; from the last stage the output is the terms of the loss, which are not sent."""
         model, hidden = self.chunks[action.chunk].model, _wait_received(received)
         if hidden is not None:
             hidden.requires_grad_(torch.is_grad_enabled())
         micro = micro.to(self.device)
         if self.layout.pipeline.is_last(action.chunk):
-            made = self.shares_of(model if hidden is None else partial(model, hidden=hidden), micro)
+            output = self.loss_function(model if hidden is None else partial(model, hidden=hidden), micro)
         else:
-            made = model(micro, hidden=hidden)
-            self.links.send(made.detach(), is_forward=True)
-        self.made[action.chunk, action.micro] = hidden, made
-        return made
+            output = model(micro, hidden=hidden)
+            self.links.send(output.detach(), is_forward=True)
+        self.outputs[action.chunk, action.micro] = hidden, output
+        return output
 
     def backward(self, action: Action, is_last: bool, received: tuple[dist.Work, Tensor] | None) -> Tensor:
-        """Runs a chunk's backward: takes the gradient of its output, `received` from the next stage, and sends that
-        of its input to the stage before. Returns the shares, or zero from a chunk that is not the last stage."""
-        (hidden, made), grad_output = self.made.pop((action.chunk, action.micro)), _wait_received(received)
+        """Runs a chunk's backward: takes the gradient of its output, `received` from the next stage, and sends that of
+        its input to the stage before. Returns the terms of the loss; zero from a chunk that is not the last stage."""
+        (hidden, output), grad_output = self.outputs.pop((action.chunk, action.micro)), _wait_received(received)
         with self.chunks[action.chunk].micro_batch(is_last):
             if grad_output is None:
-                made[0].backward()
+                output[0].backward()
             else:
-                made.backward(grad_output)
+                output.backward(grad_output)
         if hidden is not None:
             assert hidden.grad is not None
             self.links.send(hidden.grad, is_forward=False)
-        return made.detach() if grad_output is None else made.new_zeros((), dtype=torch.float32)
+        return output.detach() if grad_output is None else output.new_zeros((), dtype=torch.float32)
 
 
 def _wait_received(received: tuple[dist.Work, Tensor] | None) -> Tensor | None:
@@ -216,34 +216,37 @@ def _wait_received(received: tuple[dist.Work, Tensor] | None) -> Tensor | None:
     return tensor
 
 
-def run_step(sharded: Any, micros: Sequence[Any], shares_of: LossFunction, device: torch.device) -> Iterator[Tensor]:
-    """Runs forward and backward of all `micros` (data/loader.py's) of a step. Yields after each backward `shares_of`
-    the model and that micro-batch, [1 + metrics], or a zero before the last stage. At the end gradients are complete.
-    An action's receive is posted once the action before it is launched, into a buffer allocated before that."""
+def run_step(
+    sharded: Any, micros: Sequence[Any], loss_function: LossFunction, device: torch.device
+) -> Iterator[Tensor]:
+    """Runs forward and backward of all `micros` (data/loader.py's) of a step. Yields after each backward the terms of
+    that micro-batch, [1 + metrics], or a zero where this rank has not the last stage. At the end gradients are
+    complete. An action's receive is posted once the action before it is launched, into a buffer allocated before
+    that."""
     sharded.begin_step()
-    passes, table = MicroBatchRunner(sharded, shares_of, device), sharded.layout.pipeline.actions(len(micros))
-    received = passes.ask(passes.make_room(table[0], micros))
+    passes, table = MicroBatchRunner(sharded, loss_function, device), sharded.layout.pipeline.actions(len(micros))
+    received = passes.post_recv(passes.make_recv_buffer(table[0], micros))
     for action, following in zip(table, [*table[1:], None], strict=True):
-        room, shares = passes.make_room(following, micros), None
+        buffer, terms = passes.make_recv_buffer(following, micros), None
         if action.is_forward:
             passes.forward(action, micros[action.micro], received)
         else:
-            shares = passes.backward(action, action.micro == len(micros) - 1, received)
-        received = passes.ask(room)
-        if shares is not None:
-            yield shares
+            terms = passes.backward(action, action.micro == len(micros) - 1, received)
+        received = passes.post_recv(buffer)
+        if terms is not None:
+            yield terms
     if sharded.links:
         sharded.links.finish()
         sharded.links.sum_tied(sharded.model)
 
 
-def run_forward(sharded: Any, micro: Any, shares_of: LossFunction, device: torch.device) -> Tensor:
-    """Returns the shares of a micro-batch, without a backward; zero on a rank without the last stage."""
-    passes, shares = MicroBatchRunner(sharded, shares_of, device), torch.zeros((), device=device)
+def run_forward(sharded: Any, micro: Any, loss_function: LossFunction, device: torch.device) -> Tensor:
+    """Returns the terms of a micro-batch, without a backward; zero on a rank without the last stage."""
+    passes, terms = MicroBatchRunner(sharded, loss_function, device), torch.zeros((), device=device)
     for chunk in range(len(sharded.chunks)):
         action = Action(True, chunk, 0)
-        made = passes.forward(action, micro, passes.ask(passes.make_room(action, [micro])))
-        shares = made if sharded.layout.pipeline.is_last(chunk) else shares
+        output = passes.forward(action, micro, passes.post_recv(passes.make_recv_buffer(action, [micro])))
+        terms = output if sharded.layout.pipeline.is_last(chunk) else terms
     if sharded.links:
         sharded.links.finish()
-    return shares
+    return terms

@@ -67,7 +67,7 @@ class Pipeline:
         return actions(self.schedule, self.rank, self.ranks, micros, self.chunks)
 
 
-def deal_layers(layers: int, stages: int) -> tuple[int, ...]:
+def layers_per_stage(layers: int, stages: int) -> tuple[int, ...]:
     """Returns how many of a model's `layers` each of `stages` pipeline stages has, in order. Numbers differ by at most
     one. The last stage, which has the head and the loss, is never the longer; the first, which holds most activations,
     only where all between them are (as for Llama 3 405B: arXiv 2407.21783, section 3.3.2)."""

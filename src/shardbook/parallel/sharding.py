@@ -24,7 +24,7 @@ from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import build_node_mesh, describe_sizes
 from shardbook.parallel.packed import gather_bytes
 from shardbook.parallel.pipeline import PipelineLinks, build_pipeline_links
-from shardbook.parallel.tensor import place_cuts, sum_uncut
+from shardbook.parallel.tensor import place_on_mesh, sum_replicated_gradients
 from shardbook.parallel.watch import Watch
 
 
@@ -103,7 +103,7 @@ class ShardedModel:
             unit.handle.set_reshard_after_backward(unit.frees_after_backward(is_last), recurse=False)
         yield
         if is_last and self.mesh:
-            sum_uncut(self.model, self.mesh, self.layout.replicated_numel)
+            sum_replicated_gradients(self.model, self.mesh, self.layout.replicated_numel)
 
     def fill_gradients(self) -> None:
         """Sets, after a step's last backward, zeros as the gradients of trained parameters that no rank reached, in
@@ -170,7 +170,7 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, watch: Watch) -> 
         )
     whole = mesh if layout.tp_size > 1 else None
     if whole:
-        place_cuts(model, whole)
+        place_on_mesh(model, whole)
     switches, shards, hops = layout.switches, layout.shards, build_hops(layout, mesh)
     # Not 2-D for one replica: fully_shard would all-reduce along the first axis, in a group of one rank.
     mesh = mesh[DP_REPLICATE, DP_SHARD] if layout.replicas > 1 else mesh[DP_SHARD]

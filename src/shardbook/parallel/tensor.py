@@ -1,10 +1,11 @@
 """Tensor parallel: matrices, embedding and head split over neighbouring ranks, and around norms the tokens.
 
 Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3) with its sequence parallel always on (Korthikanti et al.,
-arXiv 2205.05198, section 4.2.2): around a norm a rank has its share of the flat [B * L] tokens and all features;
-inside attention and MLP it has all tokens, and its share of heads and of the MLP's inner features. Invariant: every
+arXiv 2205.05198, section 4.2.2): around a norm a rank has its share of the flat [B * L] tokens and all features; inside
+attention and MLP it has all tokens, and its share of heads and of the MLP's inner features. Invariant: every
 tensor-parallel rank has the same rows and the same loss; a parameter that is not sharded along tp has a summand of its
-gradient on each rank, which `sum_uncut` adds up. Applied on the meta device, before checkpointing, compile and stage.
+gradient on each rank, which `sum_replicated_gradients` adds up. Applied on the meta device, before checkpointing,
+compile and stage.
 """
 
 from collections.abc import Sequence
@@ -26,21 +27,21 @@ from shardbook.parallel.units import GLOBAL_NUMEL, TP_SHARDED
 
 @dataclass(eq=False)
 class TensorAxis:
-    """The tensor-parallel ranks, and the place of this one among them. Tensor-parallel modules hold it; `group` is set
+    """The tensor-parallel ranks, and which of them this one is. Tensor-parallel modules hold it; `group` is set
     once there is a mesh."""
 
     size: int
-    place: int
+    tp_rank: int
     group: dist.ProcessGroup | None = None
 
     def share(self, count: int) -> slice:
         """Returns which of `count` rows, or columns, are this rank's: as torch.chunk splits, the last ranks fewer."""
         each = ceil_div(count, self.size)
-        return slice(min(self.place * each, count), min((self.place + 1) * each, count))
+        return slice(min(self.tp_rank * each, count), min((self.tp_rank + 1) * each, count))
 
     def balanced(self, count: int) -> range:
         """Returns which of `count` heads (at least one a rank) are this rank's: numbers differ by at most one."""
-        return range(self.place * count // self.size, (self.place + 1) * count // self.size)
+        return range(self.tp_rank * count // self.size, (self.tp_rank + 1) * count // self.size)
 
     def gather(self, part: Tensor) -> Tensor:
         """Gathers the tokens [1, n, hidden] of each rank as [1, size * n, hidden]; backward reduce-scatters."""
@@ -104,7 +105,7 @@ class ShardedLinear(nn.Linear):
     rows: tuple[slice, ...] = ()
     columns: slice | None = None
     sums: bool = False  # row-parallel: the results of ranks are summands, which are reduce-scattered over tokens
-    held: tuple[Tensor, Tensor | None]  # this rank's weight and bias as plain tensors, set by hold_parts
+    held: tuple[Tensor, Tensor | None]  # this rank's weight and bias as plain tensors, set by hold_local_weights
 
     def forward(self, given: Tensor) -> Tensor:
         weight, bias = self.held
@@ -141,45 +142,45 @@ class ShardedEmbedding(nn.Embedding):
         return self.axis.scatter(found.masked_fill(outside[..., None], 0.0))
 
 
-def cut_columns(module: nn.Module, axis: TensorAxis) -> None:
+def make_row_parallel(module: nn.Module, axis: TensorAxis) -> None:
     """Makes a linear row-parallel: a rank takes its share of the input features, and the results are summands."""
-    cut_parameter(module, "weight", 1, axis)
-    _become_part(module, axis, sums=True)
+    shard_parameter(module, "weight", 1, axis)
+    _become_sharded(module, axis, sums=True)
 
 
-def cut_rows(module: nn.Module, axis: TensorAxis) -> None:
+def make_column_parallel(module: nn.Module, axis: TensorAxis) -> None:
     """Makes a linear column-parallel: a rank computes its share of the output features."""
     for name in ("weight", "bias"):
         if getattr(module, name) is not None:
-            cut_parameter(module, name, 0, axis)
-    _become_part(module, axis)
+            shard_parameter(module, name, 0, axis)
+    _become_sharded(module, axis)
 
 
-def compute_columns(module: nn.Module, columns: slice, axis: TensorAxis) -> None:
-    """Makes a linear row-parallel as cut_columns does, but keeps the whole matrix on each rank."""
-    _become_part(module, axis, sums=True, columns=columns)
+def compute_row_parallel(module: nn.Module, columns: slice, axis: TensorAxis) -> None:
+    """Makes a linear row-parallel as make_row_parallel does, but keeps the whole matrix on each rank."""
+    _become_sharded(module, axis, sums=True, columns=columns)
 
 
-def compute_rows(module: nn.Module, rows: Sequence[slice], axis: TensorAxis) -> None:
-    """Makes a linear column-parallel as cut_rows does, but keeps the whole matrix on each rank."""
-    _become_part(module, axis, rows=tuple(rows))
+def compute_column_parallel(module: nn.Module, rows: Sequence[slice], axis: TensorAxis) -> None:
+    """Makes a linear column-parallel as make_column_parallel does, but keeps the whole matrix on each rank."""
+    _become_sharded(module, axis, rows=tuple(rows))
 
 
-def cut_embedding(module: nn.Module, axis: TensorAxis) -> None:
-    cut_parameter(module, "weight", 0, axis)
+def make_vocabulary_parallel(module: nn.Module, axis: TensorAxis) -> None:
+    shard_parameter(module, "weight", 0, axis)
     made: Any = module
     made.__class__ = ShardedEmbedding
     made.axis, made.first = axis, axis.share(module.num_embeddings).start  # type: ignore[arg-type]
 
 
-def _become_part(module: Any, axis: TensorAxis, **how: Any) -> None:
+def _become_sharded(module: Any, axis: TensorAxis, **how: Any) -> None:
     module.__class__ = ShardedLinear
     module.axis = axis
     for name, value in how.items():
         setattr(module, name, value)
 
 
-def cut_parameter(module: nn.Module, name: str, dim: int, axis: TensorAxis) -> None:
+def shard_parameter(module: nn.Module, name: str, dim: int, axis: TensorAxis) -> None:
     """Replaces a parameter on the meta device by this rank's share of it along `dim`."""
     whole = getattr(module, name)
     share = axis.share(whole.shape[dim])
@@ -189,7 +190,7 @@ def cut_parameter(module: nn.Module, name: str, dim: int, axis: TensorAxis) -> N
     setattr(module, name, local)
 
 
-def hold_parts(block: nn.Module) -> None:
+def hold_local_weights(block: nn.Module) -> None:
     """Has a block's tensor-parallel linears compute with plain tensors: a compiled block that is recomputed cannot save
     what makes a DTensor (torch 2.13: its mesh is no Tensor). A hook sets them just before each forward of the block,
     because gathered parameters exist only from then on."""
@@ -219,7 +220,7 @@ def gather_outputs(norm: nn.Module, axis: TensorAxis) -> None:
     norm.register_forward_hook(lambda module, inputs, output: axis.gather(output))
 
 
-def place_cuts(model: nn.Module, mesh: DeviceMesh) -> None:
+def place_on_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
     """Makes DTensors, with their whole shapes, of the parameters of `model` that are sharded along tp, on `mesh`'s axis
     tp. A tied parameter stays one. Sets the group of every TensorAxis."""
     along = mesh[TP]
@@ -247,7 +248,7 @@ def is_tp_sharded(parameter: nn.Parameter) -> bool:
 
 
 @torch.no_grad()
-def sum_uncut(model: nn.Module, mesh: DeviceMesh, numel: int) -> None:
+def sum_replicated_gradients(model: nn.Module, mesh: DeviceMesh, numel: int) -> None:
     """Sums the gradients of parameters that are not sharded along tp over the tensor-parallel ranks, in one all-reduce
     of `numel` elements, padding included. Called once a step, after its last backward. Collective."""
     parts = [local_part(p.grad) for p in model.parameters() if p.grad is not None and not is_tp_sharded(p)]

@@ -204,7 +204,7 @@ def _check_units(units: list[Unit], blocks: Sequence[nn.Module], frees: bool, pa
         )
 
 
-def own_parameters(units: Sequence[Unit]) -> list[list[nn.Parameter]]:
+def parameters_of_units(units: Sequence[Unit]) -> list[list[nn.Parameter]]:
     """Returns the parameters of each of `units` (outer before inner, the root last) that are in no unit inside it."""
     found, taken = list[list[nn.Parameter]](), set[nn.Parameter]()
     for unit in [*units[-2::-1], units[-1]]:

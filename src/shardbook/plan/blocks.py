@@ -187,7 +187,8 @@ def lend_groups(model: nn.Module) -> None:
     for module in model.modules():
         for axis in (getattr(module, "axis", None), getattr(module, "context", None)):
             if isinstance(axis, TensorAxis | ContextAxis) and axis.group is None:
-                axis.group = fake_group(axis.place, axis.size)
+                rank = axis.tp_rank if isinstance(axis, TensorAxis) else axis.cp_rank
+                axis.group = fake_group(rank, axis.size)
 
 
 def run(recipe: Recipe, config: PreTrainedConfig, kernel: Kernel) -> Timeline:

@@ -21,7 +21,7 @@ from shardbook.model.context import check_heads
 from shardbook.model.laid_out import World, build_adapted, layout_of
 from shardbook.model.selfcheck import check_family
 from shardbook.model.shapes import shape_config
-from shardbook.model.weights import own_parameters
+from shardbook.model.weights import student_parameters
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
 from shardbook.parallel.units import count_parameters
@@ -143,7 +143,7 @@ class Planner:
 
     @cached_property
     def parameters(self) -> int:
-        return count_parameters(parameter for _, parameter in own_parameters(self.model))
+        return count_parameters(parameter for _, parameter in student_parameters(self.model))
 
     @cached_property
     def flops(self) -> Flops:

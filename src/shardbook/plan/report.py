@@ -21,7 +21,7 @@ from shardbook.recipe import Precision, Recipe, RecipeError, find_stage
 from shardbook.terminal import build_console
 
 if TYPE_CHECKING:
-    from shardbook.plan.simulate import LossFunction, Simulated
+    from shardbook.plan.simulate import LossTerms, Simulated
 
 GB = 1e9
 FORMATS = {"GB": ",.1f", "s": ".2f", "share": ".0%", "ratio": ".2f", "tokens/s": ",.0f", "hours": ",.0f"}  # by unit
@@ -51,7 +51,7 @@ def make_report(
     nics: float = 0,
     a_node: int = 0,
     document_tokens: float = DOCUMENT_TOKENS,
-    shares: "LossFunction | None" = None,
+    terms: "LossTerms | None" = None,
     host_gb: float = 0,
     samples: Sequence[Sample] = (),
     disk: float = 0,
@@ -59,7 +59,7 @@ def make_report(
 ) -> Report:
     """Returns the report of `recipe` on `gpus` of the kind `gpu` (gpus.py), `a_node` of them in a node with `nics`
     Gbit/s to the others, `host_gb` of memory, drives that read `disk` GB/s, and `link` GB/s between its GPUs (0: as
-    usual), calibrated by `samples` of measured steps. `shares`, an objective's: a step of the recipe's own stage is
+    usual), calibrated by `samples` of measured steps. `terms`, an objective's: a step of the recipe's own stage is
     simulated too, here. Raises RecipeError for an unknown kind or model, or where the GPUs make no whole nodes."""
     cluster = build_cluster(gpu, gpus, nics, a_node, host_gb, disk, link)
     cluster = calibrate(cluster, samples) if samples else cluster
@@ -70,11 +70,11 @@ def make_report(
     fewest = {stage: planner.fewest(stage, cluster) for stage in stages}
     more = {stage: planner.fewest(stage, cluster, "full") for stage, count in fewest.items() if not count}
     found = None
-    if shares:
+    if terms:
         from shardbook.plan.simulate import simulate_step  # makes a process group, and loads torch's fake tensors
 
         world = World(cluster.gpus, cluster.a_node)
-        found = simulate_step(lay_out(planner.recipe, world, planner.config, planner.teacher), shares)
+        found = simulate_step(lay_out(planner.recipe, world, planner.config, planner.teacher), terms)
     advice = advise(planner, cluster)
     is_whole = recipe.lora.r == 0 and recipe.offload.optimizer == "none"
     needs_tier = advice.best is None or advice.best.recipe.offload.optimizer != "none"

@@ -32,7 +32,7 @@ from shardbook.recipe import RecipeError
 LAYERS = (4, 5)  # blocks of one kind take the same bytes: from these two numbers of layers any other follows
 # Micro-batch, forward or backward, and the place: a block, counted from the nearer end, or before or after blocks.
 Moment = tuple[int, str, int | str]
-LossFunction = Callable[
+LossTerms = Callable[
     [Any, MicroBatch, Totals], torch.Tensor
 ]  # the result's first element is the loss, as in objectives/
 
@@ -78,7 +78,7 @@ class Followed(LiveBytes):
             block.register_forward_hook(partial(leave, number))
 
 
-def simulate_step(laid: LaidOut, shares: LossFunction) -> Simulated:
+def simulate_step(laid: LaidOut, terms: LossTerms) -> Simulated:
     """Runs two steps of `laid`, whose model is used up, and returns the bytes of the second: rows are full, every token
     but the first is trained, and a teacher runs with all its layers. Raises RecipeError for pp and offload."""
     if laid.recipe.parallel.pp_size > 1:
@@ -90,9 +90,9 @@ def simulate_step(laid: LaidOut, shares: LossFunction) -> Simulated:
     probe("stages", "run", "simulate")
     times = laid.config.num_hidden_layers - LAYERS[1]
     if times <= 0 or len({*kinds_of(laid.config)}) > 1:
-        most, kept = _simulate(laid, shares)
+        most, kept = _simulate(laid, terms)
     else:
-        (few, few_kept), (more, more_kept) = (_simulate(laid.with_layers(count), shares) for count in LAYERS)
+        (few, few_kept), (more, more_kept) = (_simulate(laid.with_layers(count), terms) for count in LAYERS)
         # each moment grows by the same bytes with each layer; blocks between the ends have bytes between theirs
         most = {moment: size + times * (size - few.get(moment, size)) for moment, size in more.items()}
         kept = more_kept + times * (more_kept - few_kept)
@@ -100,7 +100,7 @@ def simulate_step(laid: LaidOut, shares: LossFunction) -> Simulated:
     return Simulated(most[fullest], fullest[1], kept)
 
 
-def _simulate(laid: LaidOut, shares: LossFunction) -> tuple[dict[Moment, int], int]:
+def _simulate(laid: LaidOut, terms: LossTerms) -> tuple[dict[Moment, int], int]:
     """Returns the most bytes at each moment of the second step, and the bytes kept between steps."""
     recipe, model, layout = laid.recipe, laid.model, laid.layout
     # this process is rank 0 of a fake group, whose collectives send nothing; there must be no group already
@@ -120,7 +120,7 @@ def _simulate(laid: LaidOut, shares: LossFunction) -> tuple[dict[Moment, int], i
                     batch = full_rows(recipe, layout.cp_size)
                     with sharded.micro_batch(is_last=micro == micros - 1):
                         live.moment = (micro, "forward", "before")
-                        loss = shares(model, batch, Totals(*count_totals([batch], recipe.sequences)))[0]
+                        loss = terms(model, batch, Totals(*count_totals([batch], recipe.sequences)))[0]
                         live.moment = (micro, "backward", "before")
                         loss.backward()
                 model.zero_grad()

@@ -233,7 +233,7 @@ def agree(make: Callable[[], T]) -> T:
     return found[0]
 
 
-def check_alike(facts: dict[str, Any]) -> None:
+def check_same_on_all_ranks(facts: dict[str, Any]) -> None:
     """Raises RecipeError, on every rank, where a rank's `facts` differ from rank 0's: else ranks would wait for each
     other in different collectives, or compute different numbers. Collective."""
     everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]

@@ -37,12 +37,12 @@ class BadSteps:
         self.counts[COUNTS - 1] = total
 
     def watch(self, passes: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yields the shares of a step's micro-batches, and keeps their losses."""
+        """Yields the terms of a step's micro-batches, and keeps their losses."""
         self.losses = []
-        for shares in passes:
-            if shares.ndim:  # else of a pipeline stage without a loss, which yields a zero for each of its chunks
-                self.losses.append(shares[0])
-            yield shares
+        for terms in passes:
+            if terms.ndim:  # else of a pipeline stage without a loss, which yields a zero for each of its chunks
+                self.losses.append(terms[0])
+            yield terms
 
     def count(self, step: int, norm: Tensor) -> None:
         """Counts `step` by its gradient norm, on the device."""

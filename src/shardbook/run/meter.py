@@ -84,24 +84,24 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
             check_results(step, self.sharded, micro, shares_of, self.ranks)
 
     def watch(self, passes: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yields the shares of a step's micro-batches, each marked as progress."""
+        """Yields the terms of a step's micro-batches, each marked as progress."""
         return mark_each(self.bad.watch(passes), "micro-batch")
 
-    def finish(self, state: TrainState, rate: float, seen: Tensor, norm: Tensor, saves: bool) -> None:
+    def finish(self, state: TrainState, rate: float, sums: Tensor, norm: Tensor, saves: bool) -> None:
         """Finishes a step at the learning `rate`, and counts it where its `norm` is not finite. Where it is logged or
         saved, or is the last, begins to read its loss and norm: on a GPU while the next step computes. Collective."""
         if self.ledger.close():
             self.console.show_traffic(self.ledger.traffic, self.predicted)
         self.bad.count(state.step, norm)
         logs = is_due(state.step, self.job.recipe.train.logging_steps)
-        self._last = state.step, seen, norm
+        self._last = state.step, sums, norm
         if logs or saves or state.step == self.job.steps:
             measured = self._read_last()
         if logs:
             if not self._kept.get("memory/optimizer_bytes"):  # else the same in every step
                 self._kept = memory_metrics(self.sharded, self.optimizer)
-            told = {"train/learning_rate": rate, "train/tokens": state.tokens}
-            self._row = [measured, told, self.pace.take(), self._kept, peak_metrics(), self._take_wait()]
+            known = {"train/learning_rate": rate, "train/tokens": state.tokens}
+            self._row = [measured, known, self.pace.take(), self._kept, peak_metrics(), self._take_wait()]
             sent = self.ledger.take_metrics(self.ranks.ranks_per_node, self.predicted, self.job.forecast)
             self._row += [self.sharded.take_metrics(), sent]
 
@@ -124,8 +124,8 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
         return {"metrics": self.recorder.sync(), "bad_steps": int(self.bad.known)}
 
     def _read_last(self) -> Callable[[], Metrics]:
-        step, seen, norm = self._last
-        return self.rows.read(step, seen / self.job.layout.tp_size, norm)
+        step, sums, norm = self._last
+        return self.rows.read(step, sums / self.job.layout.tp_size, norm)
 
     def __enter__(self) -> "Meter":
         for each in (self.recorder, self.rows, self.ledger):

@@ -19,15 +19,15 @@ from shardbook.ranks.signals import StopFlag
 DIGITS, RANKS = 4, 2**13  # flags of ranks are the digits of one number, exact in fp64; a run has fewer ranks
 
 
-class Step(NamedTuple):
+class StepBatch(NamedTuple):
     micros: list[MicroBatch]  # of this rank
     totals: Totals  # of all ranks
     work: list[float]  # of all ranks: tokens of rows, and pairs of tokens of one document
 
 
 class BatchPrefetcher:
-    """Prefetches the steps of `loader`, from its position on. All ranks call `begin` and `take` in the same order. The
-    flags that `say` returns, up to three, are summed with the counts; `hear` takes their sums."""
+    """Prefetches the steps of `loader`, from its position on. All ranks call `prefetch` and `next_step` in the same
+    order. The flags that `say` returns, up to three, are summed with the counts; `hear` takes their sums."""
 
     def __init__(
         self,
@@ -42,17 +42,17 @@ class BatchPrefetcher:
         self._thread = ThreadPoolExecutor(1, "loader")
         self._error: RowError | None = None
         self._made = self._make()
-        self.begin()
+        self.prefetch()
         self.waited_seconds = 0.0  # nothing computed yet, so nothing could hide it
 
-    def begin(self) -> None:
+    def prefetch(self) -> None:
         """Begins the sum over ranks of the next step's counts, and to make the micro-batches of the step after it. Call
         it when all of the running step's work is launched. Collective."""
         began = time.perf_counter()
         PROGRESS.mark("at the rows of its next step")
         try:
             micros = self._made.result()
-        except RowError as error:  # raised by `take`: the step may not be taken, and the others wait in the sum
+        except RowError as error:  # raised by `next_step`: the step may not be taken, and the others wait in the sum
             micros, self._error = [], error
         PROGRESS.mark("after its last micro-batch")
         self.waited_seconds += time.perf_counter() - began
@@ -63,7 +63,7 @@ class BatchPrefetcher:
             begin_sum(*counts, pack([self.stop.asked, *self.say()]), *count_work(micros)),
         )
 
-    def take(self) -> Step | None:
+    def next_step(self) -> StepBatch | None:
         """Returns the next step, and moves the loader's position past it; None where a rank was asked to stop. Raises
         RunFailed for rows that cannot be read. Counts are summed on the host: no device sync. Collective."""
         micros, wait = self._counted
@@ -81,7 +81,7 @@ class BatchPrefetcher:
             raise RunFailed(str(self._error)) from self._error
         self.loader.consumed_rows += self.loader.rows_per_step
         self.steps += 1
-        return Step(micros, Totals(tokens, examples, chosen), work)
+        return StepBatch(micros, Totals(tokens, examples, chosen), work)
 
     def take_wait(self) -> dict[str, float]:
         """Returns the metric of the mean seconds a step that were waited for micro-batches since the last call."""

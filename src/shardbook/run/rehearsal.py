@@ -30,7 +30,7 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     beside = {"offload.optimizer": recipe.offload.optimizer != "none", "parallel.pp_size": recipe.parallel.pp_size > 1}
     unsimulated = " and ".join(key for key, is_there in beside.items() if is_there)
     if not unsimulated:
-        found = simulate_step(job, job.objective.shares)
+        found = simulate_step(job, job.objective.terms)
         console.print(f"a step   on fake tensors: {readable_bytes(found.peak_bytes)} at its peak, in {found.moment}")
         looked = "config, layout, data and a step; not looked at:"
     else:

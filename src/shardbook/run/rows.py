@@ -27,18 +27,18 @@ LAST_SECONDS = 10.0  # for which a failing run waits for its last row: with a lo
 
 
 def read_loss(
-    seen: Tensor, names: list[str], norm: Tensor, step: int, bad: BadSteps | None = None
+    sums: Tensor, names: list[str], norm: Tensor, step: int, bad: BadSteps | None = None
 ) -> tuple[Callable[[], Metrics], Moment]:
-    """Begins to sum this rank's shares `seen`, the loss first, over ranks and to read them with the gradient norm and
-    the counts of `bad` steps. Returns a function that waits for the metrics, and the moment from which on it does not
-    wait. Collective.
+    """Begins to add `sums` [1 + metrics] of this rank, the loss first, over ranks and to read them with the gradient
+    norm and the counts of `bad` steps. Returns a function that waits for the metrics, and the moment from which on it
+    does not wait. Collective.
 
     The function raises RunFailed where a value is not finite: to train on would only save broken weights. Not where the
     norm is not finite either, unless too many such steps were in a row.
     """
-    dist.all_reduce(seen)
+    dist.all_reduce(sums)
     # torch takes pinned memory for such a copy by itself; a tensor on the host is not copied
-    coming = [tensor.to("cpu", non_blocking=True).view(-1) for tensor in (seen, norm, *([bad.take()] if bad else []))]
+    coming = [tensor.to("cpu", non_blocking=True).view(-1) for tensor in (sums, norm, *([bad.take()] if bad else []))]
     moment = Moment()
 
     @cache
@@ -80,25 +80,25 @@ class Rows(contextlib.AbstractContextManager["Rows"]):
         self._moment: Moment | None = None  # from which on it can be read; None: it was read
         self._waiting: tuple[int, list[RowPart]] | None = None
 
-    def read(self, step: int, seen: Tensor, norm: Tensor) -> Callable[[], Metrics]:
+    def read(self, step: int, sums: Tensor, norm: Tensor) -> Callable[[], Metrics]:
         """Begins to read the loss and norm of `step`, unless it has; returns its part of a row. Collective."""
         if step != self.step:
-            self.settle()
+            self.flush()
             self.step = step
-            self._read, self._moment = read_loss(seen, self.names, norm, step, self.bad)
+            self._read, self._moment = read_loss(sums, self.names, norm, step, self.bad)
             if not self.lags:
-                self.settle()
+                self.flush()
         return self._read
 
     def log(self, step: int, parts: list[RowPart]) -> None:
         """Logs and shows the row of `step`, once its values are on the host; without parts it is only shown."""
         if self._waiting:
-            self.settle()
+            self.flush()
         self._waiting = step, parts
         if self._moment is None:
-            self.settle()
+            self.flush()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Waits for the values under way, and logs the row that waits for them."""
         self._read()
         self._moment = None
@@ -115,7 +115,7 @@ class Rows(contextlib.AbstractContextManager["Rows"]):
     def paused(self) -> Iterator[None]:
         """Logs the waiting row before an evaluation, samples or a save, and leaves the body out of steps' time. A
         signal that arrives meanwhile ends the run after it."""
-        self.settle()
+        self.flush()
         with self.pace.paused():
             yield
         self.stop.again = True
@@ -123,7 +123,7 @@ class Rows(contextlib.AbstractContextManager["Rows"]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Logs the last row; of a failing run too, if the device computes it within LAST_SECONDS."""
         if error is None:
-            self.settle()
+            self.flush()
         elif self._waiting and self._moment:
             if self.bad:
                 self.bad.alone = True
@@ -132,4 +132,4 @@ class Rows(contextlib.AbstractContextManager["Rows"]):
                 while not self._moment.has_come() and time.perf_counter() < until:
                     time.sleep(0.01)
                 if self._moment.has_come():
-                    self.settle()
+                    self.flush()
