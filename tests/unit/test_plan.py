@@ -215,7 +215,7 @@ def test_what_fits_nowhere_names_the_smallest_cluster():
     advice = advise(planner, small)
     assert advice.best is None
     assert advice.why == "fits nowhere here; the smallest cluster of these GPUs where it does has 64"
-    assert planner.fewest("zero3", build_cluster("h100", 64)) == 32
+    assert planner.min_gpus("zero3", build_cluster("h100", 64)) == 32
     never = build_planner(plan_of("llama-3.1-405b", "data.max_length=131072"))
     assert "fits on no number of these GPUs (activations" in advise(never, build_cluster("rtx4090", 8)).why
 
@@ -225,12 +225,12 @@ def test_where_devices_are_too_small_tiers_are_advised(tmp_path):
     recipe = load_recipe(find_recipe("llama70b-fsdp"))
     report = make_report(recipe, "h100-80gb", 8)
     best = report.advice.best
-    assert best.recipe.offload.optimizer == "cpu" and best.fits and best.away.keys() == {"host"}
+    assert best.recipe.offload.optimizer == "cpu" and best.fits and best.offloaded_bytes.keys() == {"host"}
     staged = 2 * 4 * 128_256 * 8192  # gradients of the largest unit on their way, in two buffers
-    assert best.away["host"] * 8 == pytest.approx(16 * report.planner.parameters + staged, rel=1e-3)
+    assert best.offloaded_bytes["host"] * 8 == pytest.approx(16 * report.planner.parameters + staged, rel=1e-3)
     saving = replace(best, recipe=with_settings(best.recipe, {"train.async_save": True}))
-    assert best.copied == 0 and saving.copied == best.away["host"]
-    assert replace(saving, cluster=replace(best.cluster, host_gb=1500)).limit == "host"  # beside 1,140 GB
+    assert best.copied == 0 and saving.copied == best.offloaded_bytes["host"]
+    assert replace(saving, cluster=replace(best.cluster, host_gb=1500)).bottleneck == "host"  # beside 1,140 GB
     said = "\n".join(describe_advice(report))
     assert (
         not describe_path(report)
@@ -240,7 +240,9 @@ def test_where_devices_are_too_small_tiers_are_advised(tmp_path):
     assert report.advice.best.time.offload > 0 and as_json(report)["advice"]["recipe"]["offload.optimizer"] == "cpu"
     from_disk = make_report(recipe, "h100-80gb", 8, host_gb=512)
     best = from_disk.advice.best
-    assert best.recipe.offload.optimizer == "nvme" and best.away["disk"] == pytest.approx(1.5 * 70.55e9, rel=1e-3)
+    assert best.recipe.offload.optimizer == "nvme" and best.offloaded_bytes["disk"] == pytest.approx(
+        1.5 * 70.55e9, rel=1e-3
+    )
     assert "0.85 TB written in a node each step" in "\n".join(describe_advice(from_disk))
     assert best.time.seconds > report.advice.best.time.seconds
     (unnamed,) = describe_path(from_disk)  # only its user knows a disk
@@ -457,7 +459,7 @@ def test_sharing_matrices_is_advised_where_nothing_else_fits():
     assert told["take"]["mesh"]["cp"] == told["recipe"]["parallel.cp_size"] == best.layout.cp_size
     assert f"x cp {best.layout.cp_size})" in describe_advice(report)[0]
     assert best.tokens == report.stages["zero3"].tokens  # a step of as many rows
-    tensor = report.planner.candidates(report.cluster, shares=(8, 1, 1))
+    tensor = report.planner.candidates(report.cluster, sizes=(8, 1, 1))
     assert any(found.fits for found in tensor)  # matrices could be shared too
 
 
@@ -466,18 +468,18 @@ def test_what_may_share_matrices():
     split = [(1, 2, 1), (1, 4, 1), (1, 8, 1)]  # rows
     layers = [(1, 1, 2)]  # of two nodes
     matrices = [(2, 1, 1), (4, 1, 1), (8, 1, 1)]
-    assert build_planner(plan_of("llama-3.1-8b")).shares(cluster) == [*matrices, *split, *layers]
+    assert build_planner(plan_of("llama-3.1-8b")).parallel_sizes(cluster) == [*matrices, *split, *layers]
     own = build_planner(plan_of("llama-3.1-8b", "parallel.tp_size=4"))
-    assert own.shares(cluster) == [(1, 1, 1), (2, 1, 1), (8, 1, 1), (4, 2, 1), (4, 1, 2)]
+    assert own.parallel_sizes(cluster) == [(1, 1, 1), (2, 1, 1), (8, 1, 1), (4, 2, 1), (4, 1, 2)]
     own = build_planner(plan_of("llama-3.1-8b", "parallel.cp_size=8"))
-    assert own.shares(cluster) == [(1, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 2)]
+    assert own.parallel_sizes(cluster) == [(1, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 2)]
     own = build_planner(plan_of("llama-3.1-8b", "parallel.pp_size=2"))
-    assert own.shares(cluster) == [(2, 1, 2), (4, 1, 2), (8, 1, 2), (1, 2, 2), (1, 4, 2), (1, 8, 2), (1, 1, 1)]
-    assert build_planner(plan_of("llama-3.1-8b", "lora.r=16")).shares(cluster) == split
-    twelve = build_planner(plan_of("llama-3.1-8b")).shares(build_cluster("h100", 12, a_node=4))
+    assert own.parallel_sizes(cluster) == [(2, 1, 2), (4, 1, 2), (8, 1, 2), (1, 2, 2), (1, 4, 2), (1, 8, 2), (1, 1, 1)]
+    assert build_planner(plan_of("llama-3.1-8b", "lora.r=16")).parallel_sizes(cluster) == split
+    twelve = build_planner(plan_of("llama-3.1-8b")).parallel_sizes(build_cluster("h100", 12, a_node=4))
     assert twelve == [*matrices[:2], *split[:2]]  # three nodes
-    assert build_planner(plan_of("llama-3.1-8b")).shares(cluster, both=True) == [(8, 2, 1), (8, 1, 2)]
-    assert build_planner(plan_of("smollm2-135m")).shares(cluster, both=True) == [(8, 1, 2)]  # nine heads: none for more
+    assert build_planner(plan_of("llama-3.1-8b")).parallel_sizes(cluster, both=True) == [(8, 2, 1), (8, 1, 2)]
+    assert build_planner(plan_of("smollm2-135m")).parallel_sizes(cluster, both=True) == [(8, 1, 2)]
 
 
 CP = ("data.max_length=131072", "parallel.cp_size=8", "activation.checkpointing=full")

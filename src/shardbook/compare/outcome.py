@@ -17,7 +17,7 @@ from shardbook.recipe import first_line
 from shardbook.run.console import readable_bytes
 
 CATEGORIES = ("params", "grads", "optimizer", "residual")  # of memory/<what>_bytes
-FEWEST = 5  # steps whose speeds are compared
+MIN_STEPS = 5  # steps whose speeds are compared
 ROUNDING = 1e-5  # stages add in another order: they agree to 1e-6 in a step, and steps add up
 PREFIXES = {"paper": "paper/", "predicted": "predicted/", "measured": ""}  # source -> prefix of its metrics' names
 SOURCES = tuple(PREFIXES)
@@ -196,7 +196,7 @@ def judge(one: Outcome, base: Outcome) -> str:
 
 def _beyond_noise(speeds: list[float], base: list[float]) -> list[str]:
     """Returns how much faster or slower a device was, if of 20 pairs of steps, one of each run, 19 say the same."""
-    if min(len(speeds), len(base)) < FEWEST:
+    if min(len(speeds), len(base)) < MIN_STEPS:
         return []
     ordered = sorted(base)
     slower = sum(len(base) - bisect_right(ordered, speed) for speed in speeds) / len(speeds) / len(base)

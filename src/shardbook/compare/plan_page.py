@@ -10,7 +10,7 @@ from typing import Any
 from shardbook.compare.page import Panel, panel_of, render
 from shardbook.plan.cluster import Candidate
 from shardbook.plan.peak import Peak, predict_moments
-from shardbook.plan.report import GB, PARTS, Report, describe_advice, facts, fewest_words
+from shardbook.plan.report import GB, PARTS, Report, describe_advice, facts, min_gpus_words
 from shardbook.recipe import find_stage
 
 WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -45,12 +45,12 @@ def write_plan_page(path: Path, report: Report) -> None:
 
 def _verdict(report: Report, name: str, candidate: Candidate) -> dict[str, str]:
     left = (report.cluster.room_bytes - candidate.peak.total) / GB
-    over = ", ".join(f"{count:,.1f} GB over, most {what}" for what, count in candidate.over.items())
+    over = ", ".join(f"{count:,.1f} GB over, most {what}" for what, count in candidate.over_budget_gb.items())
     numbers = {key: fact for key, fact in facts(report.planner, candidate).items() if key not in PARTS}
     return {
         "verdict": f"does not fit: {over}" if over else f"fits, {left:.1f} GB to spare",
         **{fact.name: fact.text for fact in numbers.values()},
-        "GPUs": fewest_words(report, name).replace("-", "none"),
+        "GPUs": min_gpus_words(report, name).replace("-", "none"),
     }
 
 
@@ -68,6 +68,6 @@ def scaling_of(report: Report) -> Panel:
         found = {name: planner.lay_out(recipe, larger) for name, recipe in recipes.items() if recipe}
         rows.append((world, {name: found[name].speed if name in found else None for name in report.stages}))
         remarks |= {(world, name): " (does not fit)" for name, one in found.items() if not one.fits}
-    thin = tuple(name for name, fewest in report.fewest.items() if not fewest)
+    thin = tuple(name for name, count in report.min_gpus.items() if not count)
     more: dict[str, Any] = {"log": "x", "from_zero": True, "thin": thin, "remarks": remarks}
     return panel_of("plan.scaling", rows, "lines", heads=("GPUs",), **more)

@@ -54,7 +54,7 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
         own = [candidate for candidate in everything if candidate.layout.stage.name == name]
         if not any(candidate.fits for candidate in own):
             least = min(own, key=lambda candidate: candidate.peak.total)
-            over = ", ".join(f"most {what}; {count:,.1f} GB over" for what, count in least.over.items())
+            over = ", ".join(f"most {what}; {count:,.1f} GB over" for what, count in least.over_budget_gb.items())
             refused.append((least, over))
     if best is None:
         return Advice(None, _where_it_fits(planner, cluster, everything), refused)
@@ -76,7 +76,7 @@ def _sharing(planner: Planner, cluster: Cluster) -> list[Candidate]:
     found = list[Candidate]()
     for both in (False, True):
         found += [
-            each for shares in planner.shares(cluster, both) for each in planner.candidates(cluster, shares=shares)
+            each for sizes in planner.parallel_sizes(cluster, both) for each in planner.candidates(cluster, sizes=sizes)
         ]
         if _fastest(found):
             break
@@ -116,4 +116,5 @@ def _where_it_fits(planner: Planner, cluster: Cluster, everything: list[Candidat
             return f"fits nowhere here; the smallest cluster of these GPUs where it does has {world}"
     larger_gpus = [name for name, gpu in GPUS.items() if gpu.gb > cluster.gpu.gb]
     other = f"larger GPUs ({', '.join(larger_gpus)}), or " if larger_gpus else ""
-    return f"fits on no number of these GPUs ({least.limit} is the largest term): {other}shorter rows (data.max_length)"
+    why = f"{least.bottleneck} is the largest term"
+    return f"fits on no number of these GPUs ({why}): {other}shorter rows (data.max_length)"

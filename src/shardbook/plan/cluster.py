@@ -38,10 +38,10 @@ DOCUMENT_TOKENS = 1200  # of a document in packed rows, where no other number is
 DISK = "/scratch"  # stands in an advice for the directory, which only its user knows
 FILLED = 4  # most micro-batches for each rank along pp that are tried
 MICROS = 8  # most micro-batches of a step that are tried with other tp, cp or pp sizes, beside FILLED
-SHARES = (1, 2, 4, 8)
-STAGES_OF = (2, 4, 8, 16)  # pp sizes that are tried
+SIZES = (1, 2, 4, 8)
+PP_SIZES = (2, 4, 8, 16)  # pp sizes that are tried
 ParallelSizes = tuple[int, int, int]  # tp_size, cp_size, pp_size
-SHARED = ("tp_size", "cp_size", "pp_size")
+SIZE_KEYS = ("tp_size", "cp_size", "pp_size")
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -57,7 +57,7 @@ class Candidate:
     config: PreTrainedConfig
 
     @property
-    def away(self) -> dict[str, int]:
+    def offloaded_bytes(self) -> dict[str, int]:
         """The bytes that one rank offloads to its `host` and `disk`; empty where nothing is offloaded."""
         return offloaded_bytes(self.layout, 0) if self.layout.offload.optimizer != "none" else {}
 
@@ -67,7 +67,7 @@ class Candidate:
         if not (self.recipe.saves_behind and self.recipe.train.save_steps):
             return 0
         kept = predict_resident(self.layout, 0, self.recipe.optim.name)  # weights that are trained, as their gradients
-        return self.away.get("host") or int(kept.grads_bytes + kept.optimizer_bytes)
+        return self.offloaded_bytes.get("host") or int(kept.grads_bytes + kept.optimizer_bytes)
 
     @property
     def largest(self) -> str:
@@ -76,20 +76,20 @@ class Candidate:
         return max(terms, key=lambda name: terms[name])
 
     @property
-    def over(self) -> dict[str, float]:
+    def over_budget_gb(self) -> dict[str, float]:
         """The GB that are missing, by the name of the peak's largest term or `host`."""
-        on_host = (self.away.get("host", 0) + self.copied) * self.cluster.a_node - self.cluster.host_bytes
+        on_host = (self.offloaded_bytes.get("host", 0) + self.copied) * self.cluster.a_node - self.cluster.host_bytes
         missing = {self.largest: self.peak.total - self.cluster.room_bytes, "host": on_host}
         return {what: size / 1e9 for what, size in missing.items() if size > 0}
 
     @property
     def fits(self) -> bool:
-        return not self.over
+        return not self.over_budget_gb
 
     @property
-    def limit(self) -> str:
-        """The first name in `over`, or else that of the peak's largest term."""
-        return next(iter(self.over), self.largest)
+    def bottleneck(self) -> str:
+        """The first name in `over_budget_gb`, or else that of the peak's largest term."""
+        return next(iter(self.over_budget_gb), self.largest)
 
     @property
     def comm(self) -> dict[str, int]:
@@ -120,7 +120,7 @@ class Candidate:
     def words(self) -> str:
         train, offload, mesh = self.recipe.train, self.recipe.offload, describe_sizes(self.layout.mesh)
         away = [f"{what} on {tier}" for what in ("optimizer", "params") if (tier := getattr(offload, what)) != "none"]
-        sizes = [f"{size / 1e9:,.0f} GB of {where} a rank" for where, size in self.away.items()]
+        sizes = [f"{size / 1e9:,.0f} GB of {where} a rank" for where, size in self.offloaded_bytes.items()]
         return (
             f"{self.layout.stage.name} ({mesh}), checkpointing {self.recipe.activation.checkpointing}, "
             f"{train.per_device_train_batch_size} rows x {train.gradient_accumulation_steps}"
@@ -209,7 +209,7 @@ class Planner:
                 return recipe
         return None
 
-    def fewest(self, stage: str, cluster: Cluster, checkpointing: str = "") -> int | None:
+    def min_gpus(self, stage: str, cluster: Cluster, checkpointing: str = "") -> int | None:
         """Returns the fewest GPUs on which the recipe's micro-batch fits under `stage`, with its own checkpointing or
         the one that is given; None: not up to 4,096."""
         for world in WORLDS:
@@ -221,19 +221,19 @@ class Planner:
                 return world
         return None
 
-    def shares(self, cluster: Cluster, both: bool = False) -> list[ParallelSizes]:
+    def parallel_sizes(self, cluster: Cluster, both: bool = False) -> list[ParallelSizes]:
         """Returns the sizes of tp, cp and pp to try beside the recipe's: one of the three differs, tp x cp divides a
         node, and pp the nodes; with `both` tp is a whole node, and cp (across nodes) or pp is above 1."""
         asked = self.recipe.parallel
         tp, cp, pp = own = asked.tp_size, asked.cp_size, asked.pp_size
-        choices = [(size, cp, pp) for size in SHARES] + [(tp, size, pp) for size in SHARES]
-        choices += [(tp, cp, size) for size in (1, *STAGES_OF)]
+        choices = [(size, cp, pp) for size in SIZES] + [(tp, size, pp) for size in SIZES]
+        choices += [(tp, cp, size) for size in (1, *PP_SIZES)]
         if both:
-            choices = [(cluster.a_node, size, pp) for size in SHARES[1:]]
-            choices += [(cluster.a_node, cp, size) for size in STAGES_OF]
+            choices = [(cluster.a_node, size, pp) for size in SIZES[1:]]
+            choices += [(cluster.a_node, cp, size) for size in PP_SIZES]
         found = list[ParallelSizes]()
         for each in dict.fromkeys(choices):
-            parallel = Parallel(wrap=asked.wrap).model_copy(update=shared_as(asked, each))
+            parallel = Parallel(wrap=asked.wrap).model_copy(update=with_sizes(asked, each))
             inside = each[0] if both else each[0] * each[1]
             if each == own or cluster.a_node % inside or cluster.gpus % prod(each) or cluster.nodes % each[2]:
                 continue
@@ -262,21 +262,21 @@ class Planner:
             return None
 
     def candidates(
-        self, cluster: Cluster, tier: str = "none", shares: ParallelSizes | None = None
+        self, cluster: Cluster, tier: str = "none", sizes: ParallelSizes | None = None
     ) -> Iterator[Candidate]:
         """Yields each stage, checkpointing and micro-batch whose steps have as many rows as the recipe's, with the
-        optimizer at `tier`, and with parameters there too. `shares`: sizes of tp, cp and pp (None: the recipe's)."""
+        optimizer at `tier`, and with parameters there too. `sizes`: sizes of tp, cp and pp (None: the recipe's)."""
         train, asked = self.recipe.train, self.recipe.parallel
-        own = asked.model_copy(update=shared_as(asked, shares) if shares else {})
+        own = asked.model_copy(update=with_sizes(asked, sizes) if sizes else {})
         rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
-        rows, over = divmod(rows * own.micro_batch_ranks, asked.micro_batch_ranks)
+        rows, left_over = divmod(rows * own.micro_batch_ranks, asked.micro_batch_ranks)
         # other sizes leave more rows to a rank, and small micro-batches are slow, but many of them fill a pipeline
-        most = max(MICROS, train.gradient_accumulation_steps, FILLED * own.pp_size) if shares else rows
-        sizes = [size for size in range(1, rows + 1) if rows % size == 0 and rows // size <= most]
-        for name in ("ddp", "zero1", "zero2", "zero3", "hsdp") if not over else ():
+        most = max(MICROS, train.gradient_accumulation_steps, FILLED * own.pp_size) if sizes else rows
+        batch_sizes = [size for size in range(1, rows + 1) if rows % size == 0 and rows // size <= most]
+        for name in ("ddp", "zero1", "zero2", "zero3", "hsdp") if not left_over else ():
             if not (recipe := self.under(name, cluster, own)):
                 continue
-            for kind, batch, offload in product(KINDS, sizes, _tiers(recipe.offload, tier)):
+            for kind, batch, offload in product(KINDS, batch_sizes, _tiers(recipe.offload, tier)):
                 steps = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": rows // batch}
                 changes = {
                     "offload": offload,
@@ -319,11 +319,11 @@ def pipeline_settings(parallel: Parallel) -> dict[str, Any]:
     return {key: getattr(parallel, key) for key in ("pp_size", "pipeline_schedule", "pipeline_chunks")}
 
 
-def shared_as(parallel: Parallel, shares: ParallelSizes) -> dict[str, Any]:
-    """Returns the settings of `[parallel]` for the sizes `shares` of tp, cp and pp; a pipeline of another length than
-    in `parallel` runs in 1f1b."""
-    like = parallel if shares[2] == parallel.pp_size else Parallel()
-    return pipeline_settings(like) | dict(zip(SHARED, shares, strict=True))
+def with_sizes(parallel: Parallel, sizes: ParallelSizes) -> dict[str, Any]:
+    """Returns the settings of `[parallel]` for the `sizes` of tp, cp and pp; a pipeline of another length than in
+    `parallel` runs in 1f1b."""
+    like = parallel if sizes[2] == parallel.pp_size else Parallel()
+    return pipeline_settings(like) | dict(zip(SIZE_KEYS, sizes, strict=True))
 
 
 def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> Planner:

@@ -49,10 +49,10 @@ class ShardedBytes:
             elif what == "free":
                 self.gathered -= unit.padded_numel(shards) * self.compute
             elif what == "compute":
-                if arrived := flying.pop(unit, 0):
-                    self.gathered += arrived
+                if size := flying.pop(unit, 0):
+                    self.gathered += size
                     if is_forward and not unit.spans:  # held until the next gather
-                        last = arrived
+                        last = size
                 if unit in named and is_forward:
                     yield "forward", unit, now()
                 elif unit in named:

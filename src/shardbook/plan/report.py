@@ -13,7 +13,7 @@ from shardbook.model.laid_out import World, lay_out
 from shardbook.plan.advice import ADAPTERS, Advice, advise, fit_adapters
 from shardbook.plan.axes import describe_pipeline, describe_sharing, describe_splitting
 from shardbook.plan.calibrate import Sample, calibrate
-from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SHARED, Candidate, Planner, build_planner
+from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SIZE_KEYS, Candidate, Planner, build_planner
 from shardbook.plan.events import step_bytes
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
@@ -37,8 +37,8 @@ class Report:
     cluster: Cluster
     gpu_name: str
     stages: dict[str, Candidate]
-    fewest: dict[str, int | None]
-    fewest_full: dict[str, int | None]  # with full checkpointing, of stages that fit on no number with the recipe's
+    min_gpus: dict[str, int | None]
+    min_gpus_full: dict[str, int | None]  # with full checkpointing, of stages that fit on no number with the recipe's
     advice: Advice
     adapted: dict[str, Candidate | None]  # LoRA and QLoRA where the whole model needs a tier, or does not fit
     simulated: "Simulated | None" = None  # of the recipe's own stage
@@ -67,8 +67,8 @@ def make_report(
         raise RecipeError(f"--document-tokens {document_tokens:g}: must be at least 1")
     planner = build_planner(recipe, document_tokens)
     stages = planner.stages(cluster)
-    fewest = {stage: planner.fewest(stage, cluster) for stage in stages}
-    more = {stage: planner.fewest(stage, cluster, "full") for stage, count in fewest.items() if not count}
+    min_gpus = {stage: planner.min_gpus(stage, cluster) for stage in stages}
+    more = {stage: planner.min_gpus(stage, cluster, "full") for stage, count in min_gpus.items() if not count}
     found = None
     if terms:
         from shardbook.plan.simulate import simulate_step  # makes a process group, and loads torch's fake tensors
@@ -79,7 +79,7 @@ def make_report(
     is_whole = recipe.lora.r == 0 and recipe.offload.optimizer == "none"
     needs_tier = advice.best is None or advice.best.recipe.offload.optimizer != "none"
     adapted = fit_adapters(planner, cluster) if is_whole and needs_tier else {}
-    return Report(planner, recipe.precision, cluster, gpu, stages, fewest, more, advice, adapted, found)
+    return Report(planner, recipe.precision, cluster, gpu, stages, min_gpus, more, advice, adapted, found)
 
 
 def show_report(report: Report, is_json: bool) -> None:
@@ -90,7 +90,7 @@ def show_report(report: Report, is_json: bool) -> None:
     console = build_console()
     console.print(as_table(report))
     console.print("GB of a rank: kept, gathered, buffers, activations, work. GPUs: the fewest on which it fits")
-    if any(report.fewest_full.values()):
+    if any(report.min_gpus_full.values()):
         console.print("full: with activation.checkpointing=full")
     console.print("GPU-h/B: GPU-hours of a billion tokens\n")
     lines = describe_calibrated(report) + describe_simulated(report) + describe_shared(report) + describe_advice(report)
@@ -118,7 +118,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "document_tokens": report.planner.document_tokens,
         "stages": [
             _row(report, candidate)
-            | {"min_gpus": report.fewest[name], "min_gpus_full": report.fewest[name] or report.fewest_full[name]}
+            | {"min_gpus": report.min_gpus[name], "min_gpus_full": report.min_gpus[name] or report.min_gpus_full[name]}
             for name, candidate in report.stages.items()
         ],
         **({"simulated": asdict(report.simulated)} if report.simulated else {}),
@@ -145,9 +145,9 @@ def _row(report: Report, candidate: Candidate) -> dict[str, Any]:
         "resident": _resident(predict_resident(layout, 0, candidate.recipe.optim.name)),
         "comm": candidate.comm,
         "peak": asdict(candidate.peak),
-        **{f"{where}_bytes": size for where, size in candidate.away.items()},
+        **{f"{where}_bytes": size for where, size in candidate.offloaded_bytes.items()},
         "fits": candidate.fits,
-        "limit": candidate.limit,
+        "limit": candidate.bottleneck,
         "step": asdict(candidate.time),
         **{key: fact.value for key, fact in facts(report.planner, candidate).items()},
     }
@@ -191,7 +191,7 @@ def settings(report: Report, candidate: Candidate) -> dict[str, Any]:
     """Returns the keys that the advice would change, as overrides."""
     recipe, train = candidate.recipe, candidate.recipe.train
     own, asked = recipe.parallel, report.planner.recipe.parallel
-    shared = {key: getattr(own, key) for key in SHARED if max(getattr(own, key), getattr(asked, key)) > 1}
+    shared = {key: getattr(own, key) for key in SIZE_KEYS if max(getattr(own, key), getattr(asked, key)) > 1}
     others = recipe.parallel.model_dump(exclude_defaults=True, exclude={"stage"})
     return {
         "parallel.stage": candidate.layout.stage.name,
@@ -224,14 +224,14 @@ def as_table(report: Report) -> Table:
         largest = max(PARTS, key=lambda key, numbers=numbers: numbers[key].value)
         colours = {"peak_bytes": "green"} if fits else {"peak_bytes": "red", largest: "red"}
         cells = (Text(fact.text, style=colours.get(key, "")) for key, fact in numbers.items())
-        table.add_row(name, *cells, "" if name == "advised" else fewest_words(report, name))
+        table.add_row(name, *cells, "" if name == "advised" else min_gpus_words(report, name))
     return table
 
 
-def fewest_words(report: Report, stage: str) -> str:
+def min_gpus_words(report: Report, stage: str) -> str:
     """Returns the fewest GPUs on which the recipe fits under `stage`, or on which it does with full checkpointing."""
-    full = report.fewest_full.get(stage)
-    return str(report.fewest[stage] or (f"{full} full" if full else "-"))
+    full = report.min_gpus_full.get(stage)
+    return str(report.min_gpus[stage] or (f"{full} full" if full else "-"))
 
 
 def describe_calibrated(report: Report) -> list[str]:
@@ -263,14 +263,14 @@ def describe_shared(report: Report) -> list[str]:
 
 
 def _sharing_lines(own: Candidate) -> list[str]:
-    told = {"tensor": describe_sharing(own.layout), "context": describe_splitting(own.layout, own.config)}
-    told["pipeline"] = describe_pipeline(own.layout, own.recipe.train.gradient_accumulation_steps)
-    return [f"{what:<9}{said}" for what, said in told.items() if said]
+    lines = {"tensor": describe_sharing(own.layout), "context": describe_splitting(own.layout, own.config)}
+    lines["pipeline"] = describe_pipeline(own.layout, own.recipe.train.gradient_accumulation_steps)
+    return [f"{what:<9}{said}" for what, said in lines.items() if said]
 
 
 def describe_offload(report: Report, candidate: Candidate) -> list[str]:
     """Returns lines on offload: GB that a step moves, the tokens from which on that is hidden, and writes to disks."""
-    if not candidate.away:
+    if not candidate.offloaded_bytes:
         return []
     moved = step_bytes(candidate.layout, 0, candidate.recipe.train.gradient_accumulation_steps)
     said = ", ".join(f"{what.replace('_', ' ')} {size / GB:,.1f}" for what, size in moved.items() if size)

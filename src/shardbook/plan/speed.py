@@ -110,7 +110,7 @@ def predict_step(
     if row.whole_matrices:  # each rank makes its share of matrices orthogonal
         matrices = [shape for unit in layout.units for shape in unit.trained_matrices]
         optimizer += sum(map(orthogonal_flops, matrices)) / layout.shards / (PRODUCTS * peak_flops)
-    taught = 0.0  # a teacher's forward, its logits gone over as the student's
+    teacher_seconds = 0.0  # a teacher's forward, its logits gone over as the student's
     if flops.teacher and layout.teacher:
         beside = measure_blocks(layout.teacher, plain, "none", layout.precision.params).blocks
         wide = MOVED * sum(beside[kind].kept.token for kind in kinds_of(layout.teacher))
@@ -118,14 +118,14 @@ def predict_step(
         more_attention = flops.teacher.per_pair * pairs / 3 / (ATTENTION * peak_flops)
         more_memory = tokens * (wide + layout.teacher.vocab_size * 5 * 4) / memory_rate
         products, attention, memory = products + more_products, attention + more_attention, memory + more_memory
-        taught = more_products + more_attention + more_memory
+        teacher_seconds = more_products + more_attention + more_memory
     link = LINK_SHARE * (products + attention) * (layout.world_size > 1)
     exposed = inside = inside_seconds(layout, config, recipe, cluster)
-    away = 0.0
+    offload_time = 0.0
     if cluster:
         micro = products + attention + memory + copies + link + inside / micros
-        forward = (micro - taught) / (3 + again + more)
-        both = forward + taught, micro - taught - (1 + more) * forward
+        forward = (micro - teacher_seconds) / (3 + again + more)
+        both = forward + teacher_seconds, micro - teacher_seconds - (1 + more) * forward
         exposed += exposed_seconds(layout, cluster, micros, *both, more)
         if row.whole_matrices:
             exposed += sum(
@@ -133,7 +133,7 @@ def predict_step(
             )
         if pipeline.ranks > 1:
             exposed += passing_seconds(layout, config, tokens, cluster)
-        away = offload_seconds(layout, cluster, micros, *both)
+        offload_time = offload_seconds(layout, cluster, micros, *both)
     computing = products + attention + memory + copies + link + inside / micros
     waits = bubble(pipeline.ranks, micros, pipeline.chunks) * micros * computing
     return StepTime(
@@ -143,7 +143,7 @@ def predict_step(
         micros * link,
         optimizer,
         exposed,
-        away,
+        offload_time,
         waits,
     )
 

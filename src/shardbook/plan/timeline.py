@@ -81,7 +81,7 @@ class Timeline(LiveBytes):
         owner = {id(p): number for number, block in enumerate(blocks) for p in block.parameters()}
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self.arrived, owner.get(id(parameter), -1)))
+                parameter.register_post_accumulate_grad_hook(partial(self.take_gradient, owner.get(id(parameter), -1)))
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self.enter, number), with_kwargs=True)
             block.register_forward_hook(partial(self.leave, number))
@@ -98,7 +98,7 @@ class Timeline(LiveBytes):
         elif self.place[0] == "forward" and ("attn" in name or "attention" in name):
             self.queries[self.place[1]] = args[0].numel()
 
-    def arrived(self, owner: int, parameter: Tensor) -> None:
+    def take_gradient(self, owner: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
         self.grads.setdefault(owner, {}).update(
             (key, size_of(parameter.grad)) for key, _ in storages_in(parameter.grad)

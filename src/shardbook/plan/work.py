@@ -105,8 +105,8 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     scored = tokens if outputs > 1 else 2 * rows  # positions that the head sees
     chunk = min(recipe.train.loss_chunk_tokens or scored, scored)
     beside = layout.teacher
-    taught = (beside.vocab_size, beside.hidden_size) if beside else (0, 0)
-    loss = loss_bytes(scored, chunk, outputs, hidden, itemsize, trains_head, taught, layout.tp_size > 1)
+    teacher_sizes = (beside.vocab_size, beside.hidden_size) if beside else (0, 0)
+    loss = loss_bytes(scored, chunk, outputs, hidden, itemsize, trains_head, teacher_sizes, layout.tp_size > 1)
     interleaved = pipeline.chunks > 1  # then each rank has passes that neither begin nor end
     passing = stream * (
         (interleaved or not pipeline.has_first_stage) * (not first.keeps_input)
@@ -143,7 +143,7 @@ def loss_bytes(
     hidden: int,
     itemsize: int,
     is_trained: bool = True,
-    taught: tuple[int, int] = (0, 0),
+    teacher_sizes: tuple[int, int] = (0, 0),
     is_part: bool = False,
 ) -> tuple[int, int]:
     """Returns the bytes that the loss needs for a chunk, and those for its gradients, all `tokens` trained, and the
@@ -151,15 +151,16 @@ def loss_bytes(
 
     A chunk takes the larger of two moments: its logits, their softmax in fp32, which becomes their gradient, and that
     in the compute dtype (all one tensor, where that is fp32); or the last of these and the product that is added to the
-    head's gradient, which is in fp32. Hidden states of trained positions count with their gradient. `taught`: the
-    vocabulary and width of a teacher, whose logits are beside, with three more tensors of their size in fp32 (one is
-    the logits, where all is fp32). `is_part`: the vocabulary is one tp rank's; its softmax does not overwrite logits.
+    head's gradient, which is in fp32. Hidden states of trained positions count with their gradient. `teacher_sizes`:
+    the vocabulary and width of a teacher, whose logits are beside, with three more tensors of their size in fp32 (one
+    is the logits, where all is fp32). `is_part`: the vocabulary is one tp rank's; its softmax does not overwrite
+    logits.
     """
     is_cast = itemsize != FP32
-    theirs, width = min(taught[0], vocabulary), taught[1]
-    logits = chunk * vocabulary * (FP32 + (1 if theirs else 2) * itemsize * is_cast)
+    teacher_vocabulary, width = min(teacher_sizes[0], vocabulary), teacher_sizes[1]
+    logits = chunk * vocabulary * (FP32 + (1 if teacher_vocabulary else 2) * itemsize * is_cast)
     logits += chunk * vocabulary * FP32 * (is_part and not is_cast)
-    logits += chunk * theirs * (3 * FP32 + itemsize * is_cast)
+    logits += chunk * teacher_vocabulary * (3 * FP32 + itemsize * is_cast)
     product = chunk * vocabulary * itemsize + min(vocabulary, PRODUCT_ROWS) * hidden * itemsize * is_cast
     hidden_states = tokens * (2 * hidden + width) * itemsize
     return max(logits, product * is_trained), vocabulary * hidden * FP32 * is_trained + hidden_states
