@@ -3,7 +3,7 @@
 Invariant: a token attends to itself and to earlier tokens of its own document, whatever the kernel. Two kernels do only
 that work, and hold nothing of the size of a row squared: `varlen` (FlashAttention between document boundaries) and
 `flex` (the blocks of scores that lie inside documents). `sdpa` takes a dense mask and runs everywhere; `eager` is a
-check of it. masks.py makes what each kernel is told of a micro-batch.
+check of it. masks.py makes the mask or the boundaries that each kernel takes.
 """
 
 import importlib
@@ -134,11 +134,11 @@ def kernel_of(config: PreTrainedConfig) -> str:
 
 
 class Attend:
-    """The function that transformers' attention calls: a kernel, between two all-to-alls where its module has a cp
-    axis (parallel/context.py). `kernel`: one of our own; None: torch's sdpa, or the family's own eager attention.
+    """The function that transformers' attention calls: a kernel, between two all-to-alls where its module has a cp axis
+    (parallel/context.py). `kernel`: one of our own; None: torch's sdpa, or the family's own eager attention.
 
-    It decides by what it is told: an argument that no kernel knows (sinks, a cap on scores, a bias) is one for the
-    family's own eager attention, which is exact; sdpa would drop sinks in silence.
+    A call with an argument that no kernel knows (sinks, a cap on scores, a bias) goes to the family's own eager
+    attention, which is exact; sdpa would drop sinks in silence.
     """
 
     def __init__(self, kernel: Attention | None, is_eager: bool):

@@ -1,7 +1,8 @@
-"""Blocks: the one list of transformers' base model that is ours, and what is done around each block of a forward.
+"""Blocks: our list in the place of the list of blocks in transformers' base model, and the hooks around each block.
 
-Invariant: the base model's own forward runs them; nothing here knows what it passes to a block. Parameter names stay
-transformers'. A pipeline stage's missing blocks hand on what they get, so the forward runs from any block to any other.
+Invariant: the base model's own forward runs them; nothing here knows which arguments it passes to a block. Parameter
+names stay transformers'. A pipeline stage's missing blocks hand on their input, so the forward runs from any block to
+any other.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ AroundBlock = Callable[[int, Tensor], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One forward of a base model: what its masks and its blocks must know, and its forward does not pass on."""
+    """One forward of a base model: the facts that its masks and blocks need, and that its forward does not pass on."""
 
     boundaries: Tensor  # of documents: int32 offsets into the flat [B * L]
     shape: torch.Size  # of the rows, whole, also where this rank has a slice of them
@@ -39,7 +40,7 @@ def current_pass() -> Pass | None:
 
 @contextmanager
 def passing(now: Pass) -> Iterator[None]:
-    """Makes `now` the pass of what runs inside."""
+    """Makes `now` the current pass of the forward that runs inside."""
     token = _PASS.set(now)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Masks: what each kernel is told of a micro-batch's documents, and of a family's own rule inside them.
+"""Masks: make the attention mask of a micro-batch for each kernel, from its documents and a family's own rule.
 
 Invariant: they have the same shape in every micro-batch of packed rows, so that torch.compile makes one graph, and one
 more for each other number of tokens in the longest document. None is made with a host sync.
@@ -76,8 +76,8 @@ def attention_mask(
 
 
 def rule_on_places(rule: Rule, boundaries: Tensor, numbers: Tensor) -> Tensor:
-    """Returns which tokens, [B, L, L], `rule` lets a token attend to. It is told places in documents, not in rows: a
-    chunk begins with its document."""
+    """Returns which tokens `rule` lets a token attend to, [B, L, L]. The rule gets positions in documents, not in rows:
+    a chunk begins with its document."""
     places = places_in_documents(boundaries, numbers)
     rows = torch.arange(len(numbers), device=numbers.device)[:, None, None]
     return rule(rows, 0, places[:, :, None], places[:, None, :])
@@ -113,8 +113,8 @@ def read_rule(rule: Rule) -> tuple[int, int]:
 
 
 def chunk_boundaries(boundaries: Tensor, shape: torch.Size, chunk: int) -> Tensor:
-    """Returns the boundaries of chunks of `chunk` tokens, the first of which begins with its document; as many as there
-    can be, filled up with B * L. No host sync."""
+    """Returns the boundaries of chunks of `chunk` tokens; a document's first chunk begins with it. The result has the
+    greatest possible length, filled up with B * L. No host sync."""
     tokens = shape.numel()
     places = places_in_documents(boundaries, number_documents(boundaries, shape)).flatten()
     starts = torch.arange(tokens, dtype=boundaries.dtype, device=boundaries.device)

@@ -29,8 +29,8 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Names:
-    """Where transformers' model has its parts: the base model and the head by their names in it, the others by their
-    names in the base model; `norm` is empty where the family does not say which norm is the last."""
+    """The names of the parts of transformers' model: of the base model and the head inside it, of the others inside the
+    base model. `norm` is empty where the family does not say which norm is the last."""
 
     base: str
     head: str
@@ -169,7 +169,7 @@ class _Output:
 
 
 class _Stub(nn.Module):
-    """Stands for a base model, and returns as its last hidden states what it is given as embeddings."""
+    """Stands for a base model: returns its input embeddings as its last hidden states."""
 
     def __init__(self, base: nn.Module):
         super().__init__()
@@ -189,8 +189,9 @@ class _SameLogits(nn.Identity):
 
 
 def find_finish(parts: Parts) -> tuple[Change | None, Change | None]:
-    """Returns what the family's own forward does with its head's logits: a change of hidden states before the head that
-    does the same (a scale: logits are many more numbers), or a change of logits; None for neither."""
+    """Returns the change that the family's own forward makes to its head's logits: as a change of hidden states before
+    the head where that is the same (a scale: logits are many more numbers), else as a change of logits; None for no
+    change."""
     shell = copy_module(parts.whole)
     setattr(shell, parts.names.base, _Stub(parts.base))
     setattr(shell, parts.names.head, _SameLogits())

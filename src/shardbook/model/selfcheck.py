@@ -1,4 +1,4 @@
-"""Self-check: what can be said of a config's family, found by running a small model of it, on the host, in a second.
+"""Self-check: finds the properties of a config's family by running a small model of it, on the host, in a second.
 
 Invariant: it compares our forward and backward of packed rows with transformers' own forward of each document alone, so
 it names no family. It needs no weights, no GPU and no process group.
@@ -56,7 +56,7 @@ class Verdict:
 
 
 def check_family(config: PreTrainedConfig) -> Verdict:
-    """Returns what is found of the family of `config`."""
+    """Returns the verdict on the family of `config`."""
     words = _words(config)
     if words not in _KNOWN:
         _KNOWN[words] = _check(config)
@@ -89,7 +89,7 @@ def _check(config: PreTrainedConfig) -> Verdict:
 
 
 def remember(config: PreTrainedConfig, verdict: Verdict) -> None:
-    """Notes what another process found of the family of `config`, so that this one need not ask."""
+    """Stores the verdict of another process on the family of `config`, so that this one need not run the check."""
     _KNOWN[_words(config)] = verdict
 
 
@@ -102,7 +102,7 @@ def freeze(model: nn.Module, kinds: Sequence[str]) -> None:
 
 
 def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
-    """Returns what is found of the small config of a family. Raises Unfit."""
+    """Returns the verdict on a small config of a family. Raises Unfit."""
     rows = [[torch.randint(3, VOCABULARY, (length,)) for length in row] for row in DOCUMENTS]
     documents = [document for row in rows for document in row]
     try:
@@ -213,7 +213,7 @@ def run_in_halves(model: CausalLM, batch: Batch, wanted: Found) -> str:
 
 
 class Listening(attention.Attend):
-    """An Attend that notes what it is asked for."""
+    """An Attend that records the arguments and masks of its calls."""
 
     def __init__(self, kernel: Any, is_eager: bool):
         super().__init__(kernel, is_eager)
@@ -272,7 +272,8 @@ def kind_of(name: str) -> str:
 
 
 def unreached(gradients: dict[str, Tensor | None]) -> tuple[str, ...]:
-    """Returns the names, `*` for any number in them, of parameters none of which gets a gradient."""
+    """Returns the names of parameters without a gradient, `*` for any number in them: where one of that name has a
+    gradient, all count as reached."""
     kinds: dict[str, bool] = {}
     for name, gradient in gradients.items():
         kinds[kind_of(name)] = kinds.get(kind_of(name), False) or gradient is not None

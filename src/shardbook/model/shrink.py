@@ -1,7 +1,7 @@
-"""A config made small: widths by their names, never switches, so that what a check of the small model finds is true of
-the large one. Two layers of each kind stay.
+"""A config made small: widths change by their names, switches never, so that the result of a check of the small model
+holds for the large one. Two layers of each kind stay.
 
-Invariant: what is relative stays so (fewer key heads than heads, groups of experts, partial rotations).
+Invariant: ratios stay (fewer key heads than heads, groups of experts, partial rotations).
 """
 
 import copy

@@ -39,7 +39,7 @@ ADAPTERS = LOW, HIGH, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 
 
 def is_adapter(name: str) -> bool:
-    """Returns whether `name` is that of an adapter's parameter (adapters.py)."""
+    """Returns whether `name` names an adapter's parameter (adapters.py)."""
     return any(word in ADAPTERS for word in name.split("."))
 
 

@@ -156,8 +156,8 @@ class AdEMAMix(Elementwise):
 
 
 def slow_average(optim: Optim, step: int) -> tuple[float, float]:
-    """Returns the share and the beta of the slow average at `step`: the paper's section 3, equations 2 and 3 (the
-    half-life rises linearly, from that of the first beta)."""
+    """Returns the share and the beta of the slow average at `step`: the paper's section 3, equations 2 and 3. The
+    half-life rises linearly from the half-life of the first beta."""
     (start, _, beta), share = optim.betas, step / max(1, optim.alpha_warmup_steps)
     if share >= 1:
         return optim.alpha, beta

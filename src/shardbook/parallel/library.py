@@ -175,7 +175,8 @@ def _sum_of_bits(parameter: Tensor) -> int:
 
 
 def _ranks_of_this_node(ranks: list[int], parallel: Parallel) -> int:
-    """How many of `ranks` share this rank's node. Raises RecipeError where that matters and nobody has said it."""
+    """Returns the number of `ranks` on this rank's node. Raises RecipeError where ZeRO++ needs it and LOCAL_WORLD_SIZE
+    is not set."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     by_node = parallel.secondary_shard == "node" or (parallel.quantize_gradients and not parallel.secondary_shard)
     if by_node and not size:

@@ -16,11 +16,9 @@ if TYPE_CHECKING:  # a launcher resolves sizes, and starts its ranks before it w
 
 
 def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: int | None) -> dict[str, int]:
-    """Size of every axis, in order; of pp, cp and tp only where it is more than 1.
-
-    `free_axes` are those that the stage may make larger than 1, of which at most one is -1 and inferred from
-    `world_size`; with `world_size` None it stays -1. Raises RecipeError.
-    """
+    """Returns the size of every axis, in order; of pp, cp and tp only where it is more than 1. `free_axes`: the axes
+    that the stage may make larger than 1. At most one of them is -1, and is inferred from `world_size`; with
+    `world_size` None it stays -1. Raises RecipeError."""
     sizes = {axis: getattr(parallel, f"{axis}_size") if axis in free_axes else 1 for axis in DATA_AXES}
     sizes |= {axis: size for axis, size in ((CP, parallel.cp_size), (TP, parallel.tp_size)) if size > 1}
     sizes = {PP: parallel.pp_size} | sizes if parallel.pp_size > 1 else sizes

@@ -27,7 +27,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The place of a rank along pp, the schedule, and the number of layers in each pipeline stage."""
+    """A rank's number along pp, the schedule, and the number of layers in each pipeline stage."""
 
     schedule: Schedule = "1f1b"
     rank: int = 0  # along pp
@@ -77,8 +77,8 @@ def layers_per_stage(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def actions(schedule: Schedule, rank: int, ranks: int, micros: int, chunks: int = 1) -> list[Action]:
-    """Returns the actions of `rank` of `ranks` in a step of `micros` micro-batches, in order. `chunks`: of layers on
-    each rank; more than one only if interleaved, where micro-batches run in groups of `ranks`.
+    """Returns the actions of `rank` of `ranks` in a step of `micros` micro-batches, in order. `chunks`: chunks of
+    layers on each rank; more than one only if interleaved, where micro-batches run in groups of `ranks`.
 
     A single rank runs each micro-batch forward and backward, one after another, whatever the schedule.
     """

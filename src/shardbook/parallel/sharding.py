@@ -86,8 +86,8 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Sets, around forward and backward of one micro-batch or around its backward alone, what this backward reduces
-        and which parameters it frees. `is_last`: it is the last one of the optimizer step."""
+        """Sets which gradients the backward of one micro-batch reduces and which parameters it frees; opened around its
+        forward and backward, or around its backward alone. `is_last`: it is the last one of the optimizer step."""
         self.is_last = is_last
         for other in (self.copies, self.offloaded):
             if other:

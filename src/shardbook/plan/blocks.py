@@ -48,7 +48,8 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Block:
-    """What one kind of block takes, beside its parameters. Its input and its output have the size `stream`."""
+    """The bytes and seconds that one kind of block takes, beside its parameters. Its input and its output have the size
+    `stream`."""
 
     kept: Bytes  # from forward to backward, beside what all blocks share
     keeps_input: bool

@@ -1,8 +1,4 @@
-"""How a rank ends: its exit code, its last line, and the file that keeps the code where a launcher does not.
-
-torchrun and accelerate turn every code into 1. Where SHARDBOOK_EXIT_FILE names a file, each rank appends its code to it
-as one line, in the order in which they end, so that a script around them can exit as `shardbook train` does.
-"""
+"""Exits: a rank's exit code, its last line, and the file that keeps the code where a launcher does not."""
 
 import contextlib
 import os

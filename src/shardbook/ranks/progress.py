@@ -1,8 +1,8 @@
 """Progress: marks how far this rank's main thread is, and finds the stragglers among hung ranks.
 
 Invariant: all ranks of a run make the same marks in the same order, so of two hung ranks the one with fewer marks is
-behind, and the other waits for it. In the first steps (compilers, loading) and in long phases no rank is watched.
-Knows nothing of what a step computes.
+behind, and the other waits for it. In the first steps (compilers, loading) and in long phases no rank is watched. It
+knows nothing of the computation.
 """
 
 import contextlib

@@ -97,7 +97,7 @@ def check_parallel(parallel: Parallel) -> None:
 
 
 def with_settings(recipe: Any, settings: dict[str, Any]) -> Any:
-    """Returns `recipe` with `settings` (by section.key), unchecked, so that `conflicts` can say what is wrong in it."""
+    """Returns `recipe` with `settings` (by section.key), unchecked: `conflicts` then names its contradictions."""
     parts: dict[str, Any] = {}
     for key, value in settings.items():
         section, _, name = key.rpartition(".")

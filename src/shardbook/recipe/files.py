@@ -165,7 +165,7 @@ def _override(given: dict[str, Any], word: str) -> None:
 
 
 def _explain(error: Any) -> str:
-    """Returns one pydantic error in our words: the key, the value, what is allowed, the nearest spelling."""
+    """Returns one pydantic error as our line: the key, the value, what is allowed, the nearest spelling."""
     # pydantic adds the tried member of a union (`int`, `list[str]`) to the path: keep only the recipe's own names
     path = [
         str(part)

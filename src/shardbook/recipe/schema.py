@@ -78,7 +78,8 @@ class Recipe(Section):
 
     @property
     def at_rest(self) -> str:
-        """The dtype of a rank's shards on its device: the masters', or that of compute where masters are offloaded."""
+        """The dtype of a rank's shards on its device: the masters' dtype, or the dtype of compute where masters are
+        offloaded."""
         return self.precision.params if self.offload.optimizer != "none" else self.precision.master
 
     @model_validator(mode="before")

@@ -49,7 +49,7 @@ def write_card(run: Path, name: str) -> tuple[str, str]:
 
 
 def _measured(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Returns the last value of what a reader asks for first; empty where it was not measured."""
+    """Returns the last value of each metric that a reader asks for first; without those that were not measured."""
     last = {key: value for row in rows for key, value in row.items()}
     shown = {
         "loss, at the end": ("train/loss", "{:.4f}", 1),

@@ -133,7 +133,7 @@ def open_everywhere(run: RunDirectory, steps: int, newest: Path | None, recipe: 
 
 
 def name_run(run: Run, recipe_path: Path) -> str:
-    """Returns run.name, else the name of a run that begins now: that of the recipe's file and the time."""
+    """Returns run.name, else a name for a run that begins now: the name of the recipe's file and the time."""
     stem = recipe_path.stem
     if recipe_path.name == "resolved.toml":  # an earlier run's: takes that run's name without its time
         stem = re.sub(r"-\d{8}-\d{6}$", "", recipe_path.resolve().parent.name)

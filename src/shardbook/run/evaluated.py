@@ -1,4 +1,4 @@
-"""The recipe that evaluates a model: that of its run, or a plain one for an export, a directory or a hub id."""
+"""The recipe that evaluates a model: its run's own recipe, or a plain one for an export, a directory or a hub id."""
 
 from pathlib import Path
 

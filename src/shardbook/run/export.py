@@ -58,7 +58,7 @@ def export_run(
     run: Path, recipe: Recipe, checkpoint: Path | None, out: Path | None, dtype: str, merges: bool = False
 ) -> None:
     """Writes `checkpoint` of the run in directory `run` (None: the newest) to `out` (None: its export/). Raises
-    RecipeError where it has none, or not that of a run's end, or `out` is not empty."""
+    RecipeError where the run has no checkpoint, or has not finished, or `out` is not empty."""
     source = checkpoint or newest_checkpoint(run / "checkpoints")
     finished = read_facts(run).get("finished_steps")
     result = f"; the result of its {finished} steps is in {run / 'export'}" if finished else ""

@@ -119,8 +119,8 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
         self._read_last()()
 
     def mark(self) -> dict[str, int]:
-        """Returns what a checkpoint keeps of the log: the bytes of `metrics`.jsonl, which are on the disk then, and the
-        number of `bad_steps`."""
+        """Returns the part of a checkpoint that belongs to the log: the bytes of metrics.jsonl, which are on the disk
+        then, and the number of `bad_steps`."""
         return {"metrics": self.recorder.sync(), "bad_steps": int(self.bad.known)}
 
     def _read_last(self) -> Callable[[], Metrics]:

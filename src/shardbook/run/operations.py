@@ -1,6 +1,7 @@
-"""Every file operation by which a checkpoint is written, published and removed; a test records them in their place.
+"""File operations: every one by which a checkpoint is written, published and removed. A test replaces them, and records
+them.
 
-Invariant: a file is made once (O_EXCL) and never opened for writing again, so nobody changes what is published.
+Invariant: a file is made once (O_EXCL) and never opened for writing again, so nobody changes a published file.
 """
 
 import os
@@ -34,8 +35,8 @@ def close(file: int) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable: what was made, renamed or removed in it may come back after a power loss
-    until then."""
+    """Makes the names in a directory durable. Before that, a power loss can undo a file that was made, renamed or
+    removed in it."""
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)

@@ -1,6 +1,6 @@
 """A profile of some steps: each rank's trace for Perfetto (ui.perfetto.dev) and, on a GPU, its memory snapshot.
 
-Invariant: steps outside of `train.profile_steps` cost nothing, and a profile never changes what is computed.
+Invariant: steps outside of `train.profile_steps` cost nothing, and a profile never changes a number.
 """
 
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ def push_if_asked(run: Path, train: Train, console: Console) -> None:
 
 
 def push_run(run: Path, repo: str, public: bool = False, export: Path | None = None) -> str:
-    """Pushes a finished run's `export` (default: that of the run) to `repo`, private unless `public`. Returns the
+    """Pushes a finished run's `export` (default: the run's own) to `repo`, private unless `public`. Returns the
     repository's address. Raises RecipeError where there is nothing to send or `repo` cannot be used, and RunFailed
     where sending failed: then nothing was committed."""
     from huggingface_hub import HfApi

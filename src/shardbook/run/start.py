@@ -1,7 +1,8 @@
-"""Starts a run from its newest whole checkpoint, else the one that the recipe names, else pretrained or random weights.
+"""Starts a run from its newest whole checkpoint, else from the one that the recipe names, else from pretrained or
+random weights.
 
-Invariant: all ranks start from the same checkpoint, every byte of which is what was written; what was gone back from,
-what could not be verified and what is begun anew has a line each.
+Invariant: all ranks start from the same checkpoint, whose bytes are verified. A line says each checkpoint that was
+skipped as damaged, each that cannot be verified, and each part of the state that begins anew.
 """
 
 import time

@@ -50,7 +50,7 @@ class Entry:
 
 
 def describe(entries: list[Entry]) -> list[str]:
-    """Returns a line for each entry, and one for all those that leave a key to the launcher."""
+    """Returns a line for each entry, and one line for all entries that leave a key to the launcher."""
     left = [entry.key for entry in entries if entry.said.startswith(LAUNCHERS)]
     lines = [str(entry) for entry in entries if not entry.said.startswith(LAUNCHERS)]
     return lines + [f"{', '.join(left)}: {LAUNCHERS} keep them in its file or on its command line"] * bool(left)

@@ -15,7 +15,7 @@ Settings = dict[str, Any]  # by section.key of a recipe
 
 
 class Refused(Exception):
-    """A key's value has no counterpart; the message says why, and what there is."""
+    """The error of a value without a counterpart in a recipe; its message says why, and what there is instead."""
 
 
 Rule = Callable[[Any], tuple[Settings, str]]
@@ -177,7 +177,7 @@ def replicas_of(value: Any) -> tuple[Settings, str]:
 
 
 def runs_of(value: Any) -> tuple[Settings, str]:
-    """Returns checkpointing for DeepSpeed's interval: the layers of a run, of which only the first input is kept."""
+    """Returns the checkpointing for DeepSpeed's interval, which keeps the first input of each run of layers."""
     if whole_number(value) < 0:
         raise Refused("must be a whole number of layers")
     said = f"the input of each block is kept, not of each run of {value}" if whole_number(value) > 1 else ""
