@@ -177,8 +177,8 @@ def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
 
 
 def local_slices(parameter: Tensor) -> tuple[Tensor, slice, slice | None]:
-    """Returns this rank's part of a parameter, the rows of the full tensor that it holds, and of these the columns;
-    None for all columns.
+    """Returns this rank's part of a parameter, and decides which rows, and which columns of these (None: all), the rank
+    reads from the weights files and writes to them.
 
     Each mesh axis that shards splits as torch.chunk does: ceil(n / N) each, the last ranks fewer or none. The innermost
     axis splits the full tensor, the next one its parts: fully_shard comes after tensor parallel.

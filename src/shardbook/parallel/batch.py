@@ -7,7 +7,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows of L tokens, and n positions in them that predict a trained token; integers are int64.
+    """B rows of L tokens, and n positions in them that predict a trained token; integers are int64. Other positions are
+    in no list, so nothing needs an ignore_index (-100).
 
     fully_shard casts the floats of a dataclass that a model is called with. The model reads none, so a float that a
     subclass adds for a loss keeps its dtype where the loss reads it: in the caller's batch.

@@ -42,7 +42,8 @@ def resolve_sizes(parallel: Parallel, free_axes: tuple[str, ...], world_size: in
 
 
 class DataRank(NamedTuple):
-    """The place of a rank among the ranks that read data: it decides which rows it sees, and which slice of each."""
+    """A rank's numbers among the ranks that read data: they decide which rows it sees (data/loader.py), and which slice
+    of each."""
 
     dp_rank: int = 0  # its number among the ranks that see different rows
     dp_size: int = 1

@@ -86,8 +86,9 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Sets which gradients the backward of one micro-batch reduces and which parameters it frees; opened around its
-        forward and backward, or around its backward alone. `is_last`: it is the last one of the optimizer step."""
+        """Sets which gradients the backward of one micro-batch reduces and which parameters it frees (gradient
+        accumulation, DDP's no_sync); opened around its forward and backward, or around its backward alone. `is_last`:
+        it is the last one of the optimizer step."""
         self.is_last = is_last
         for other in (self.copies, self.offloaded):
             if other:

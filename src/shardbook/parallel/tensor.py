@@ -99,7 +99,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 class ShardedLinear(nn.Linear):
     """A column- or row-parallel linear. A rank computes with all of the weight [out, in] that it holds or, where that
-    is the whole matrix, with its own `rows` (column-parallel) or `columns` (row-parallel)."""
+    is the whole matrix, with its own `rows` (column-parallel) or `columns` (row-parallel).
+
+    The gradient of a sharded weight is complete on its rank: only fully_shard reduces it, over the data axes. That of a
+    whole one is a summand (`sum_replicated_gradients`). Gradients of inputs are reduce-scattered over tokens
+    (`_Gather.backward`).
+    """
 
     axis: TensorAxis
     rows: tuple[slice, ...] = ()

@@ -30,10 +30,10 @@ Sends = tuple[tuple[str, str, int], ...]  # operation, mesh axis, payload bytes
 
 
 class Event(NamedTuple):
-    """What a rank issues: `compute` of a unit, its `gather`, `free`, `reduce` (its gradients are summed over ranks) or
-    `accumulate` (they are kept as they are), an `exchange` between units, `receive` and `send` along pp; `fetch`,
-    `arrive` and `update` of an offloaded unit (shards to the device, gradients to the host, its step there); the
-    `sum` of what is whole on several ranks, the `norm`, the `step`, and the next step's `counts`."""
+    """One action of a rank: `compute` of a unit, its `gather`, `free`, `reduce` (its gradients are summed over ranks)
+    or `accumulate` (they are kept as they are), an `exchange` between units, `receive` and `send` along pp; `fetch`,
+    `arrive` and `update` of an offloaded unit (shards to the device, gradients to the host, its step there); the `sum`
+    of replicated gradients, the `norm`, the `step`, and the next step's `counts`."""
 
     what: str
     unit: Unit | None = None
@@ -49,7 +49,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Inside:
-    """What a micro-batch sends along tp and cp inside a pass, and along pp after it. By default nothing."""
+    """The messages of a micro-batch along tp and cp inside a pass, and along pp after it. By default none."""
 
     layers: int = 0  # of the whole model
     recomputed: frozenset[int] = frozenset()  # numbers of blocks that run again in backward
@@ -242,8 +242,8 @@ class _Chunk:
 
 
 def step_passes(layout: Layout, micros: int, forwards: int = 1, inside: Sequence[Inside] = ()) -> list[Pass]:
-    """Returns the passes of a step of `micros` micro-batches, in order; before each backward `forwards` forwards, of
-    which it belongs to the last. `inside`: of each micro-batch, what it sends inside its passes; empty: nothing."""
+    """Returns the passes of a step of `micros` micro-batches, in order. Before each backward there are `forwards`
+    forwards; it belongs to the last one. `inside`: the messages of each micro-batch inside its passes; empty: none."""
     inside = inside or [Inside()] * micros
     chunks = [_Chunk(layout, number, own, inside[0].layers) for number, own in enumerate(layout.chunks)]
     return [

@@ -88,7 +88,7 @@ class ShardedBytes:
 
 
 class CopiedBytes(ShardedBytes):
-    """The same where each rank holds the whole model: parallel/copies.py."""
+    """Counts the bytes of ranks that each hold the whole model (parallel/copies.py)."""
 
     def __init__(self, layout: Layout, micros: int):
         super().__init__(layout, micros)

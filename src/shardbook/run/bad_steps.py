@@ -1,4 +1,5 @@
-"""Bad steps: counts the steps whose gradient norm is not finite, which change nothing, and names their ranks and rows.
+"""Bad steps: counts the steps whose gradient norm is NaN or infinite, which change nothing, and names their ranks and
+rows.
 
 Invariant: counted on the device and read with the loss, so the host waits no more often than without; every rank reads
 the same counts, so all end the run at the same step.
