@@ -57,15 +57,15 @@ def resident(field: str) -> int:
 
 def whole_first(folder):
     """Planted bug: every rank reads whole tensors, and keeps them."""
-    from shardbook.model.stored import Stored
+    from shardbook.model.stored import StoredTensor
 
-    read, kept = Stored.read_rows, []
+    read, kept = StoredTensor.read_rows, []
 
     def greedy(stored, rows):
         kept.append(read(stored, slice(0, stored.shape[0])))
         return kept[-1][rows]
 
-    Stored.read_rows = greedy
+    StoredTensor.read_rows = greedy
     return load(folder)
 
 
@@ -73,7 +73,7 @@ def mapped(folder):
     """Planted bug: the library's mapping of a file, kept while it is needed: what was read stays resident."""
     from safetensors import safe_open
 
-    from shardbook.model.stored import Stored
+    from shardbook.model.stored import StoredTensor
 
     opened = {}
 
@@ -84,7 +84,7 @@ def mapped(folder):
         return torch.zeros(rows.stop - rows.start, *stored.shape[1:])
 
     kept = []
-    Stored.read_rows = read_rows
+    StoredTensor.read_rows = read_rows
     return load(folder)
 
 
@@ -138,7 +138,7 @@ def load_columns(folder, bug):
     stored.PIECE = MIB
     # M_MMAP_THRESHOLD: else glibc raises it with each large block that is freed, and sometimes a hole of 12 MiB stays
     ctypes.CDLL(None).mallopt(-3, MIB // 2)
-    bug and bug(stored.Stored)
+    bug and bug(stored.StoredTensor)
     return load(folder, "parallel.tp_size=2")
 
 
@@ -176,11 +176,11 @@ def load_counting(folder, bug):
     from safetensors.torch import load_file
 
     from shardbook.model import stored, weights
-    from shardbook.model.stored import Stored
+    from shardbook.model.stored import StoredTensor
 
     opened, held, own, counting = [], [], [], []
     bug and bug(stored, weights)
-    read = Stored.read_rows
+    read = StoredTensor.read_rows
 
     def watched(tensor, rows):
         links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
@@ -210,7 +210,7 @@ def load_counting(folder, bug):
         right.append(all(torch.equal(p.to_local(), wanted[name]) for name, p in model.named_parameters()))
 
     read_bytes, right, fill_weights = [], [], weights.load_weights
-    Stored.read_rows, weights.load_weights = watched, fill
+    StoredTensor.read_rows, weights.load_weights = watched, fill
     sys.addaudithook(hook)
     load(folder)
     mapped = sum(".safetensors" in line for line in Path("/proc/self/maps").read_text().splitlines())
@@ -231,14 +231,14 @@ def opens_for_each_tensor(stored, weights):
         with tensor.path.open("rb", buffering=0) as file:
             return read(dataclasses.replace(tensor, file=file), rows)
 
-    read = stored.Stored.read_rows
-    stored.Stored.read_rows = read_rows
+    read = stored.StoredTensor.read_rows
+    stored.StoredTensor.read_rows = read_rows
 
 
 def reads_all_rows(stored, weights):
     """Planted bug: the whole tensor is read, and cut."""
-    read = stored.Stored.read_rows
-    stored.Stored.read_rows = lambda tensor, rows: read(tensor, slice(0, tensor.shape[0]))[rows]
+    read = stored.StoredTensor.read_rows
+    stored.StoredTensor.read_rows = lambda tensor, rows: read(tensor, slice(0, tensor.shape[0]))[rows]
 
 
 def rows_of_another_rank(stored, weights):

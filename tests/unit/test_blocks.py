@@ -69,7 +69,7 @@ def test_a_chunk_that_takes_what_the_forward_has_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(
         blocks.Blocks,
         "__getitem__",
-        lambda own, index: [blocks.Step(n, block, own.facts[n], False) for n, block in enumerate(own.all)][index],
+        lambda own, index: [blocks.BlockCall(n, block, own.facts[n], False) for n, block in enumerate(own.all)][index],
     )
     with pytest.raises(AssertionError):
         assert_close(halves(tmp_path), wanted)

@@ -110,7 +110,7 @@ def test_mfu_is_absent_without_a_gpu(monkeypatch, clock):
     monkeypatch.setattr(
         torch.cuda, "Event", lambda enable_timing: SimpleNamespace(**dict.fromkeys(("record", "synchronize"), int))
     )
-    monkeypatch.setattr(metrics.Moment, "since", lambda ended, earlier: ended.seconds - earlier.seconds)
+    monkeypatch.setattr(metrics.DeviceEvent, "since", lambda ended, earlier: ended.seconds - earlier.seconds)
     flops = 2000 * 1e9 + 8000 * 1e8  # on four devices in four seconds
     assert four_seconds_of_two_steps()["perf/mfu"] == pytest.approx(flops / 16 / 756e12)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some new GPU")

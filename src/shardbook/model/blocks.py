@@ -18,7 +18,7 @@ AroundBlock = Callable[[int, Tensor], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
+class ForwardPass:
     """One forward of a base model: the facts that its masks and blocks need, and that its forward does not pass on."""
 
     boundaries: Tensor  # of documents: int32 offsets into the flat [B * L]
@@ -30,16 +30,16 @@ class Pass:
     last: int = -1  # the block after which the forward ends; -1: it goes on to its own end
 
 
-_PASS: ContextVar[Pass | None] = ContextVar("pass", default=None)
+_PASS: ContextVar[ForwardPass | None] = ContextVar("pass", default=None)
 
 
-def current_pass() -> Pass | None:
+def current_pass() -> ForwardPass | None:
     """Returns the forward that runs now; None while text is generated."""
     return _PASS.get()
 
 
 @contextmanager
-def passing(now: Pass) -> Iterator[None]:
+def passing(now: ForwardPass) -> Iterator[None]:
     """Makes `now` the current pass of the forward that runs inside."""
     token = _PASS.set(now)
     try:
@@ -58,7 +58,7 @@ class LastBlockDone(Exception):
 
 class Blocks(nn.ModuleList):
     """A base model's blocks by their numbers, None for those of other ranks. Iteration and slices, by which a base
-    model's forward runs them, give a Step for each; a number gives the block itself."""
+    model's forward runs them, give a BlockCall for each; a number gives the block itself."""
 
     def __init__(self, blocks: Sequence[nn.Module | None], facts: Sequence[dict[str, Any]] = ()):
         super().__init__(blocks)  # type: ignore[arg-type]
@@ -81,14 +81,14 @@ class Blocks(nn.ModuleList):
             return super().__getitem__(index)
         own = [number for number, block in enumerate(self.all) if block is not None]
         first = own[0] if own else -1
-        return [Step(n, block, self.facts[n], n == first) for n, block in enumerate(self.all)][index]
+        return [BlockCall(n, block, self.facts[n], n == first) for n, block in enumerate(self.all)][index]
 
 
 def _plain_attributes(block: nn.Module | None) -> dict[str, Any]:
     return {name: value for name, value in vars(block or object).items() if isinstance(value, (str, int, float))}
 
 
-class Step:
+class BlockCall:
     """One block as a base model's forward calls it. Its attributes are the block's, to be read only."""
 
     __slots__ = ("_block", "_facts", "_is_first", "_number")

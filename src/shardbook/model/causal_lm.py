@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
 
 from shardbook.model.attention import KERNELS, Kernel, head_size, heads_of, use_attention
-from shardbook.model.blocks import AroundBlock, Blocks, LastBlockDone, Pass, passing
+from shardbook.model.blocks import AroundBlock, Blocks, ForwardPass, LastBlockDone, passing
 from shardbook.model.file_names import FileNames
 from shardbook.model.loss_head import LossHead, ScoreHead, TeacherOutput
 from shardbook.model.parts import at, find_finish, take_apart
@@ -155,7 +155,7 @@ class CausalLM(nn.Module):
         numbers = [number for number, block in enumerate(self.all_blocks) if block is not None]
         last = -1 if self.has_last_stage else numbers[-1]
         whole = torch.Size((len(ids), ids.shape[1] * slices))
-        now = Pass(batch.boundaries, whole, batch.packed, batch.longest, self.around_block, hidden, last)
+        now = ForwardPass(batch.boundaries, whole, batch.packed, batch.longest, self.around_block, hidden, last)
         # The base model is told that nothing is padding: with no mask it would read positions, to find documents.
         arguments = {"attention_mask": torch.ones_like(ids, dtype=torch.bool), "use_cache": False}
         arguments |= {"input_ids": ids} if hidden is None else {"inputs_embeds": hidden}

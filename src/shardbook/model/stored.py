@@ -31,7 +31,7 @@ HEADER_BYTES = 100 * 10**6  # the library's own limit: a longer header is refuse
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in an open file."""
 
     path: Path
@@ -81,10 +81,10 @@ def digest_share(folder: Path, rank: int, ranks: int) -> list[bytes]:
 
 
 @contextlib.contextmanager
-def open_tensors(folder: Path) -> Iterator[dict[str, Stored]]:
+def open_tensors(folder: Path) -> Iterator[dict[str, StoredTensor]]:
     """Opens each weights file of a Hugging Face directory once, and yields every tensor by name, to be read while the
     context lasts. Raises RecipeError where there is no file, one is missing, or one is truncated."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     with contextlib.ExitStack() as files:
         for path in weights_files(folder):
             try:
@@ -95,12 +95,12 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Stored]]:
         yield found
 
 
-def _read_header(path: Path, file: io.FileIO) -> dict[str, Stored]:
+def _read_header(path: Path, file: io.FileIO) -> dict[str, StoredTensor]:
     """Returns the tensors of one file. Raises RecipeError where their places are not exactly the rest of the file."""
     length, size = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
     if size < 8 + length or length > HEADER_BYTES:
         raise _damaged(path, f"its header would have {length:,} bytes, the file has {size:,}")
-    found, end = dict[str, Stored](), 0
+    found, end = dict[str, StoredTensor](), 0
     try:
         header: dict[str, Any] = json.loads(file.read(length))
         entries = [(*entry["data_offsets"], name, entry) for name, entry in header.items() if name != "__metadata__"]
@@ -110,7 +110,7 @@ def _read_header(path: Path, file: io.FileIO) -> dict[str, Stored]:
             wanted = math.prod(shape) * FLOATS[dtype].itemsize if dtype in FLOATS else stop - start
             if start != end or stop - start != wanted or stop < start:
                 raise ValueError(f"{name} is said to be at bytes {start:,} to {stop:,}")
-            found[name], end = Stored(path, file, dtype, shape, 8 + length + start), stop
+            found[name], end = StoredTensor(path, file, dtype, shape, 8 + length + start), stop
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _damaged(path, f"its header cannot be read: {type(error).__name__}: {error}") from None
     if size != 8 + length + end:

@@ -38,7 +38,7 @@ from shardbook.run import operations
 from shardbook.run.background import Background, StagingWriter
 from shardbook.run.item_storage import ItemReader, ItemWriter
 from shardbook.run.save_plan import Planned, PlanOnce
-from shardbook.run.stored_items import Damaged, Facts, Stored, begin, damaged, name_of, publish, read_stored
+from shardbook.run.stored_items import Damaged, Facts, StoredCheckpoint, begin, damaged, name_of, publish, read_stored
 from shardbook.run.stored_metadata import Reader, TensorsOnly
 
 OPTIMIZER = "optimizer"  # kind of the optimizer state; absent in checkpoints of versions before 0.2: AdamW
@@ -132,12 +132,12 @@ def check_checkpoint(path: Path, sharded: ShardedModel) -> TrainState:
     return _check(path, sharded)[1]
 
 
-def _read(path: Path) -> Stored:
+def _read(path: Path) -> StoredCheckpoint:
     with _readable(path):
         return read_stored(path)
 
 
-def _check(path: Path, sharded: ShardedModel) -> tuple[Stored, TrainState]:
+def _check(path: Path, sharded: ShardedModel) -> tuple[StoredCheckpoint, TrainState]:
     stored = broadcast_from_main(lambda: _read(path))  # by one rank: each file has a line for each tensor
     with _readable(path):
         state = stored.state
@@ -212,7 +212,7 @@ def read_parameters(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple
         yield name, box[f"model.{name}"]
 
 
-def _reader(path: Path, stored: Stored) -> tuple[StorageReader, LoadPlanner]:
+def _reader(path: Path, stored: StoredCheckpoint) -> tuple[StorageReader, LoadPlanner]:
     """Returns DCP's storage and planner for a checkpoint of any version."""
     with _readable(path):
         if stored.verified:

@@ -148,7 +148,7 @@ def peak_metrics() -> Metrics:
     return peaks
 
 
-class Moment:
+class DeviceEvent:
     """The moment at which the device has done all work launched so far. On a CPU that is now."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class Moment:
         if self.event:
             self.event.synchronize()
 
-    def since(self, earlier: "Moment") -> float:
+    def since(self, earlier: "DeviceEvent") -> float:
         """Returns the seconds since an `earlier` moment. Both must have come."""
         if self.event and earlier.event:
             return float(earlier.event.elapsed_time(self.event)) / 1000
@@ -185,7 +185,7 @@ class StepTimer:
 
     def begin(self) -> None:
         """Starts the time and counts anew."""
-        self.began, self.paused_seconds = Moment(), 0.0
+        self.began, self.paused_seconds = DeviceEvent(), 0.0
         self.steps, self.tokens, self.pairs = 0, 0.0, 0.0
 
     def add(self, tokens: float, pairs: float) -> None:

@@ -20,7 +20,7 @@ from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.signals import StopFlag
 from shardbook.run.bad_steps import BadSteps
 from shardbook.run.console import Console
-from shardbook.run.metrics import Metrics, Moment, Recorder, StepTimer
+from shardbook.run.metrics import DeviceEvent, Metrics, Recorder, StepTimer
 
 RowPart = Metrics | Callable[[], Metrics]  # of a row: known metrics, or a function to call when the device has them
 LAST_SECONDS = 10.0  # for which a failing run waits for its last row: with a lost rank it would wait for ever
@@ -28,7 +28,7 @@ LAST_SECONDS = 10.0  # for which a failing run waits for its last row: with a lo
 
 def read_loss(
     sums: Tensor, names: list[str], norm: Tensor, step: int, bad: BadSteps | None = None
-) -> tuple[Callable[[], Metrics], Moment]:
+) -> tuple[Callable[[], Metrics], DeviceEvent]:
     """Begins to add `sums` [1 + metrics] of this rank, the loss first, over ranks and to read them with the gradient
     norm and the counts of `bad` steps. Returns a function that waits for the metrics, and the moment from which on it
     does not wait. Collective.
@@ -39,7 +39,7 @@ def read_loss(
     dist.all_reduce(sums)
     # torch takes pinned memory for such a copy by itself; a tensor on the host is not copied
     coming = [tensor.to("cpu", non_blocking=True).view(-1) for tensor in (sums, norm, *([bad.take()] if bad else []))]
-    moment = Moment()
+    moment = DeviceEvent()
 
     @cache
     def read() -> Metrics:
@@ -77,7 +77,7 @@ class Rows(contextlib.AbstractContextManager["Rows"]):
         self.lags = torch.cuda.is_available()  # whether a read at once would make the host wait for the device
         self.step = 0  # the last one read
         self._read: Callable[[], Metrics] = dict
-        self._moment: Moment | None = None  # from which on it can be read; None: it was read
+        self._moment: DeviceEvent | None = None  # from which on it can be read; None: it was read
         self._waiting: tuple[int, list[RowPart]] | None = None
 
     def read(self, step: int, sums: Tensor, norm: Tensor) -> Callable[[], Metrics]:

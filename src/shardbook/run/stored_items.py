@@ -50,7 +50,7 @@ class Item(NamedTuple):
     digest: str
 
 
-class Stored(NamedTuple):
+class StoredCheckpoint(NamedTuple):
     """All of a checkpoint but its tensors' bytes, verified."""
 
     state: dict[str, Any]
@@ -179,12 +179,12 @@ def has_hashes(path: Path) -> bool:
     return (path / MANIFEST).exists() or not (path / MARKER).exists()
 
 
-def read_stored(path: Path) -> Stored:
+def read_stored(path: Path) -> StoredCheckpoint:
     """Returns a checkpoint's state and items, verified, and checks that its files have their sizes. Raises Damaged, or
     RecipeError where there is no checkpoint."""
     if not has_hashes(path):
         try:
-            return Stored(json.loads((path / STATE).read_text()), {}, False)
+            return StoredCheckpoint(json.loads((path / STATE).read_text()), {}, False)
         except (OSError, ValueError) as error:
             raise damaged(path, STATE, first_line(error)) from error
     if not _is_checkpoint(path):
@@ -205,7 +205,7 @@ def read_stored(path: Path) -> Stored:
             if ends != [*(row.begin for row in rows), *listed[data]]:
                 raise damaged(path, name, f"its items are not all of {data}")
             items[data] = rows
-    return Stored(state, items, True)
+    return StoredCheckpoint(state, items, True)
 
 
 def read_item(path: Path, name: str, file: io.BufferedReader, item: Item, buffer: bytearray) -> memoryview:
