@@ -41,9 +41,9 @@ MODELS = [
     (config(), 5, ["the model has 4 heads", "at most"]),
     (config(intermediate_size=50), 4, ["does not divide", "intermediate_size = 50", "it may be 1, 2"]),
     (config(vocab=9), 4, ["leaves a rank without any of the 9 tokens"]),
-    (config("phi3"), 2, ["family 'phi3' cannot be cut", "colwise_gather_output", "set parallel.tp_size=1"]),
-    (config("olmo2"), 2, ["family 'olmo2' cannot be cut", "rowwise_split_input", "set parallel.tp_size=1"]),
-    (AutoConfig.for_model("gpt2"), 2, ["family 'gpt2' cannot be cut", "set parallel.tp_size=1"]),
+    (config("phi3"), 2, ["family 'phi3' cannot be sharded", "colwise_gather_output", "set parallel.tp_size=1"]),
+    (config("olmo2"), 2, ["family 'olmo2' cannot be sharded", "rowwise_split_input", "set parallel.tp_size=1"]),
+    (AutoConfig.for_model("gpt2"), 2, ["family 'gpt2' cannot be sharded", "set parallel.tp_size=1"]),
 ]
 
 

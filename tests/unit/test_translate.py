@@ -778,7 +778,10 @@ def test_a_size_that_is_no_number_of_ranks(tmp_path):
     for axis, key in (("tp", "tp_size"), ("cp", "cp_size"), ("sp", "cp_size")):
         three = {"parallelism_config": {f"parallelism_config_{axis}_size": 3}}
         size = translate(written(tmp_path, "axis.yaml", three))[1][0]
-        assert size.refused and f"data.max_length = 1024 and parallel.{key} = 3: so many ranks share" in str(size)
+        assert (
+            size.refused
+            and f"data.max_length = 1024 and parallel.{key} = 3: the ranks along tp and cp share" in str(size)
+        )
 
 
 def test_rows_are_split_by_one_key(tmp_path):

@@ -70,11 +70,11 @@ def check_tp_size(config: Any, size: int) -> None:
     if plan != PLAN or not isinstance(config.intermediate_size, int):  # a list: layers of other widths
         other = sorted({how for name, how in plan.items() if PLAN.get(name) != how})
         raise RecipeError(
-            f"{said}: family {config.model_type!r} cannot be cut (its plan has {', '.join(other) or 'other names'}); "
+            f"{said}: family {config.model_type!r} cannot be sharded (its plan: {', '.join(other) or 'other names'}); "
             "set parallel.tp_size=1"
         )
     if size > config.num_attention_heads:
-        raise RecipeError(f"{said}: the model has {config.num_attention_heads} heads; must be at most so many")
+        raise RecipeError(f"{said}: the model has {config.num_attention_heads} heads; must be at most that")
     if config.intermediate_size % size:
         fits = [str(n) for n in range(1, config.num_attention_heads + 1) if config.intermediate_size % n == 0]
         raise RecipeError(

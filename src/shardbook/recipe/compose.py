@@ -174,7 +174,7 @@ RULES = (
          "micro-batches come in groups of as many as there are ranks", "must be a multiple of {parallel.pp_size}",
          f"{INTERLEAVED} {PP}", lambda recipe: recipe.train.gradient_accumulation_steps % recipe.parallel.pp_size),
     # tensor, context and pipeline parallel
-    Rule("data.max_length=*", f"{TP} {CP}", "so many ranks share a row's tokens",
+    Rule("data.max_length=*", f"{TP} {CP}", "the ranks along tp and cp share a row's tokens evenly",
          "data.max_length must be a multiple of {parallel.row_ranks}",
          when=lambda recipe: recipe.data.max_length % recipe.parallel.row_ranks),
     Rule(AXES, "parallel.stage=zeropp", f"{APART}it has groups inside a part of the mesh", "set parallel.stage=zero3"),

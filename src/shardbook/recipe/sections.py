@@ -91,7 +91,7 @@ class Parallel(Section):
         "1f1b", "Order of micro-batches along pp: gpipe, 1f1b, or interleaved (pipeline_chunks)."
     )
     pipeline_chunks: int = key(
-        1, "Runs of layers that each rank along pp has, with interleaved: the bubble is so many times smaller.", ge=1
+        1, "Chunks of layers on each rank along pp, with interleaved; N of them make the bubble N times smaller.", ge=1
     )
     wrap: str = key(
         "block", "What is gathered together: block, none (everything at once), or size:<parameters>.", pattern=WRAPS
@@ -115,7 +115,7 @@ class Parallel(Section):
     )
     secondary_shard: Annotated[int, Field(ge=0)] | Literal["node"] = key(
         0,
-        "ZeRO++ hpZ: backward gathers among so many ranks (a node to quantize_gradients), or a node's (0: among all).",
+        "ZeRO++ hpZ: backward gathers among N ranks (a node to quantize_gradients), or a node's (0: among all).",
     )
     quantize_error_feedback: bool = key(
         False, "Add what qgZ's last exchange rounds off to the next reduction; costs memory, which is printed."
@@ -225,7 +225,7 @@ class Train(Section):
         "Write checkpoints in a thread while steps go on; auto: if the optimizer is on the device and memory suffices.",
     )
     save_total_limit: int = key(0, "Keep this many newest checkpoints (0: all).", ge=0)
-    logging_steps: int = key(1, "Log every so many steps, each its own loss, not a mean (0: off).", ge=0)
+    logging_steps: int = key(1, "Log every N steps, each its own loss, not a mean (0: off).", ge=0)
     max_bad_steps: int = key(
         0,
         "Steps in a row to leave out whose norm is not finite (0: the first ends the run, as a bug or a bad row).",
@@ -269,7 +269,7 @@ class Train(Section):
 
 
 class Generate(Section):
-    steps: int = key(0, "Generate samples every so many steps, before the first and after the last (0: off).", ge=0)
+    steps: int = key(0, "Generate samples every N steps, before the first and after the last (0: off).", ge=0)
     samples: int = key(4, "Prompts: held-out rows (else training rows) up to their first trained answer.", ge=1)
     max_new_tokens: int = key(64, "Longest continuation in tokens; prompt and continuation fit data.max_length.", ge=1)
     temperature: float = key(0.0, "Sharpness of what is drawn (0: greedy, the likeliest token).", ge=0)
