@@ -81,7 +81,8 @@ def stepped(name: str, is_sharded: bool) -> dict[str, torch.Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    from shardbook.optim import build_optimizer, state_bytes
+    from shardbook.optim import build_optimizer
+    from shardbook.optim.table import OPTIMIZERS
     from shardbook.recipe import Optim
 
     if is_sharded:
@@ -107,7 +108,8 @@ def stepped(name: str, is_sharded: bool) -> dict[str, torch.Tensor]:
         locals_ = [s.to_local() if isinstance(s, DTensor) else s for s in optimizer.state[parameter].values()]
         numel = (parameter.to_local() if is_sharded else parameter).numel()
         is_matrix = "block" in word and parameter.ndim == 2
-        assert sum(s.numel() * s.element_size() for s in locals_) == state_bytes(name, numel, 4, is_matrix), word
+        wanted = OPTIMIZERS[name].state_bytes(numel, 4, is_matrix)
+        assert sum(s.numel() * s.element_size() for s in locals_) == wanted, word
     return {word: (p.full_tensor() if is_sharded else p).detach() for word, p in named.items()}
 
 

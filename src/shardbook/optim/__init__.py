@@ -22,18 +22,6 @@ from shardbook.recipe import Optim
 TINY_ROW, TINY_TOTAL = 1e-15, 1e-16  # a row's norm, and a sum of squares, below which squares lose digits in fp32
 
 
-def state_bytes(name: str, numel: int, itemsize: int, is_matrix: bool = False) -> int:
-    """Returns the bytes that the optimizer `name` (as optim.name) keeps for one parameter, of which a rank has `numel`
-    elements of `itemsize` bytes: moments and a step count, which muon lacks for a block's matrix (`is_matrix`)."""
-    return OPTIMIZERS[name].state_bytes(numel, itemsize, is_matrix)
-
-
-def check_optimizer(optim: Optim, device_type: str) -> None:
-    """Raises RecipeError where this machine lacks what optim.name needs on `device_type`. Builds nothing."""
-    if needs := OPTIMIZERS[optim.name].needs:
-        needs(device_type)
-
-
 def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
     """Returns the trained parameters: matrices with weight decay, vectors without (as the Hugging Face Trainer)."""
     trained = [p for p in model.parameters() if p.requires_grad]

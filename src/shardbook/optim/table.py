@@ -76,6 +76,8 @@ class Optimizer:
         return self.name in WHOLE_MATRICES
 
     def state_bytes(self, numel: int, itemsize: int, is_matrix: bool = False) -> int:
+        """Returns the bytes kept for one parameter, of which a rank has `numel` elements of `itemsize` bytes: moments
+        and a step count, which muon lacks for a block's matrix (`is_matrix`)."""
         if is_matrix and self.whole_matrices:
             return self.moment_bytes(numel, itemsize)
         return self.moments * self.moment_bytes(numel, itemsize) + STEP_BYTES

@@ -12,7 +12,7 @@ from math import prod
 from shardbook.axes import DP_SHARD
 from shardbook.comm.ledger import Traffic
 from shardbook.memory.host_state import offloaded_bytes
-from shardbook.optim import state_bytes
+from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.units import shard_rows
@@ -57,7 +57,7 @@ def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -
         grads += unit.padded_numel(shards, trained_only=True) // shards * master
         for shape, is_matrix in compress(zip(unit.shapes, unit.hidden, strict=True), unit.trained):
             numel = shard_rows(shape[0], shards, shard) * prod(shape[1:])
-            optimizer += state_bytes(optimizer_name, numel, master, is_matrix)
+            optimizer += OPTIMIZERS[optimizer_name].state_bytes(numel, master, is_matrix)
     return Resident(params, grads, optimizer)
 
 

@@ -21,7 +21,7 @@ from shardbook.data.tokenized import Totals
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.causal_lm import CausalLM, materialize
 from shardbook.model.laid_out import LaidOut
-from shardbook.optim import state_bytes
+from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
 from shardbook.parallel.units import matrices_of
@@ -138,5 +138,5 @@ def _optimizer_state(model: CausalLM, name: str) -> list[torch.Tensor]:
     sizes = []
     for parameter in (p for p in model.parameters() if p.requires_grad):
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        sizes.append(state_bytes(name, local.numel(), local.element_size(), parameter in matrices))
+        sizes.append(OPTIMIZERS[name].state_bytes(local.numel(), local.element_size(), parameter in matrices))
     return [torch.empty(size, dtype=torch.uint8) for size in sizes]

@@ -25,7 +25,7 @@ from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
 from shardbook.model.laid_out import LaidOut, World, lay_out
 from shardbook.model.selfcheck import check_family, remember
 from shardbook.objectives import Objective, build_objective
-from shardbook.optim import check_optimizer
+from shardbook.optim.table import OPTIMIZERS
 from shardbook.plan.blocks import KNOWN_BLOCKS, Unmeasured
 from shardbook.plan.change import NONE_FITS, smallest_change
 from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
@@ -69,7 +69,8 @@ def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> 
     """Returns `recipe` laid out on `world`. Fetches nothing large. Raises RecipeError where recipe, device, model and
     mesh contradict each other."""
     recipe = resolve_precision(recipe, world.device_type)
-    check_optimizer(recipe.optim, world.device_type)
+    if needs := OPTIMIZERS[recipe.optim.name].needs:
+        needs(world.device_type)
     with in_turn():
         config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
     if dist.is_initialized():  # a second on one rank, not on each
