@@ -15,7 +15,7 @@ import shardbook.model.weights as weights
 from shardbook.model import file_names
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.families import load_config
-from shardbook.model.stored import Stored, open_tensors
+from shardbook.model.stored import StoredTensor, open_tensors
 from shardbook.recipe import Model, RecipeError
 
 # experts by themselves in two ways, renamed alone, stacked already, with a buffer, put one after another, a head's name
@@ -67,11 +67,11 @@ def test_a_rank_reads_its_own_rows_alone(tmp_path, monkeypatch):
     name = "model.layers.1.mlp.experts.gate_up_proj"
     whole = theirs.state_dict()[name].flatten(0, 1)
     assert model.get_submodule("model.layers.1.mlp.experts").gate_up_proj.shape == (4, 32, 32)
-    real = Stored.read_rows
+    real = StoredTensor.read_rows
     with open_tensors(tmp_path) as opened:
         found = model.files.by_model_names(opened)[name]
         monkeypatch.setattr(
-            Stored, "read_rows", lambda own, rows: read.append(rows.stop - rows.start) or real(own, rows)
+            StoredTensor, "read_rows", lambda own, rows: read.append(rows.stop - rows.start) or real(own, rows)
         )
         assert torch.equal(found.read_part(slice(20, 90)), whole[20:90]) and sum(read) == 70
         assert torch.equal(found.read_part(slice(3, 40), slice(1, 5)), whole[3:40, 1:5])

@@ -278,8 +278,8 @@ def fake_store() -> Any:
     "torch.distributed.ProcessGroup._register_backend",
 )
 def fake_group(rank: int, size: int) -> dist.ProcessGroup:
-    """Returns a group of `size` ranks of which only this one is there, whose collectives send nothing. It is not one of
-    the process' groups, so a run's own may exist beside it; public constructors make those."""
+    """Returns a group of `size` ranks, of which only this one exists; its collectives send nothing. It is none of the
+    process' groups, so a run's own may exist beside it; a public constructor would make it one."""
     from torch._C._distributed_c10d import FakeProcessGroup
 
     group = dist.ProcessGroup(fake_store(), rank, size)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a block keeps from forward to backward.
+"""Activation checkpointing: chooses which activations a block keeps from forward to backward.
 
 Invariant: parameter names do not change, gradients do not change by a bit, and the checkpoint lies INSIDE the sharded
 block (its forward is replaced, not the module), so recomputation issues no second all-gather. A block with experts

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from shardbook.model.stored import Stored
+from shardbook.model.stored import StoredTensor
 from shardbook.recipe import RecipeError
 
 MAY_BE_LEFT = "_keys_to_ignore_on_load_unexpected"  # transformers' name of such a list
@@ -46,7 +46,7 @@ class FileNames:
         """Returns whether a file may hold `name` though the model has no such tensor: its family says so."""
         return any(re.search(pattern, name) for pattern in getattr(self.whole, MAY_BE_LEFT, None) or [])
 
-    def of_text(self, stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
+    def of_text(self, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
         """Returns the tensors of the text model in files of a model that has more, without the prefix that they have
         there; all tensors where there is no such prefix."""
         prefix, kept = self.text_prefix(stored)
@@ -55,7 +55,7 @@ class FileNames:
         found = {kept + name.removeprefix(prefix): each for name, each in stored.items() if name.startswith(prefix)}
         return found | ({self.head: stored[self.head]} if self.head in stored else {})
 
-    def text_prefix(self, stored: Mapping[str, Stored]) -> tuple[str, str]:
+    def text_prefix(self, stored: Mapping[str, StoredTensor]) -> tuple[str, str]:
         """Returns what the text model's names begin with in files of a model that has more, and what in the text model;
         both empty in files of the text model itself."""
         for prefix, kept in () if self.embedding in stored else TEXT_PREFIXES:
@@ -63,22 +63,22 @@ class FileNames:
                 return prefix, kept
         return "", ""
 
-    def describe_rest(self, stored: Mapping[str, Stored]) -> str:
+    def describe_rest(self, stored: Mapping[str, StoredTensor]) -> str:
         """Returns a sentence on what files have beside the text model, which alone is exported; empty for nothing."""
         prefix, _ = self.text_prefix(stored)
         rest = {name.partition(".")[0] for name in stored if not name.startswith(prefix) and name != self.head}
         said = f"the text model alone, {type(self.whole).__name__}; its source has it under {prefix}"
         return f"{said}, beside {', '.join(sorted(rest)) or 'nothing'}, not exported" if prefix else ""
 
-    def by_model_names(self, stored: Mapping[str, Stored]) -> "dict[str, Stored | Assembled]":
+    def by_model_names(self, stored: Mapping[str, StoredTensor]) -> "dict[str, StoredTensor | Assembled]":
         """Returns the tensors of files by the model's names. Raises RecipeError for a conversion that is not known."""
         stored = self.of_text(stored)
         if not self.conversions:
             return {name: self._as_rows(name, each) for name, each in stored.items()}
         renamings = [each for each in self.conversions if isinstance(each, loading.WeightRenaming)]
         converters = [each for each in self.conversions if isinstance(each, loading.WeightConverter)]
-        found: dict[str, Stored | Assembled] = {}
-        parts: dict[str, dict[str, list[Stored]]] = {}
+        found: dict[str, StoredTensor | Assembled] = {}
+        parts: dict[str, dict[str, list[StoredTensor]]] = {}
         for name in sorted(stored, key=loading.dot_natural_key):
             new, pattern = loading.rename_source_key(name, renamings, converters)
             if pattern is None:
@@ -104,7 +104,7 @@ class FileNames:
         own = next((pattern for pattern in patterns if pattern in name), patterns[0])
         return {pattern: name.replace(own, pattern) for pattern in patterns}
 
-    def _as_rows(self, name: str, stored: Stored) -> Stored:
+    def _as_rows(self, name: str, stored: StoredTensor) -> StoredTensor:
         """Returns a tensor, a stack as the matrix of all its rows."""
         if name not in self.stacked or len(stored.shape) != 3:
             return stored
@@ -140,13 +140,13 @@ class Assembled:
     names, of which transformers' `converter` makes what it calls `target`. It is run on numbers of rows. `is_stack`:
     the model has all rows of a stack as one matrix."""
 
-    sources: dict[str, tuple[Stored, ...]]
+    sources: dict[str, tuple[StoredTensor, ...]]
     converter: Any
     target: str
     is_stack: bool
 
     @property
-    def pieces(self) -> list[Stored]:
+    def pieces(self) -> list[StoredTensor]:
         """The files' tensors as matrices."""
         every = [part for parts in self.sources.values() for part in parts]
         return [replace(part, shape=(math.prod(part.shape[:-1]), *part.shape[1:][-1:])) for part in every]
@@ -165,7 +165,7 @@ class Assembled:
         return (*((numbers.numel(),) if self.is_stack else numbers.shape), *inner.pop())
 
     def read_part(self, rows: slice, columns: slice | None = None) -> Tensor:
-        """Reads `rows`, and of these the `columns`, as a Stored does."""
+        """Reads `rows`, and of these the `columns`, as StoredTensor.read_part does."""
         read = self.read_rows(rows)
         return read if columns is None else read[:, columns]
 

@@ -101,8 +101,8 @@ def _small(name: str, value: Any, layers: int, kept: list[int]) -> Any:
 
 
 def layers_of_each_kind(words: dict[str, Any], layers: int) -> list[int]:
-    """Returns the numbers of the layers that stay: the first two of each kind that the lists of `words` tell apart, and
-    at least LAYERS where there are so many."""
+    """Returns the numbers of the layers that stay: the first two of each kind, which the lists of `words` distinguish,
+    and at least LAYERS, or all where there are fewer."""
     listed = [(name, value) for name, value in words.items() if isinstance(value, (list, tuple))]
     by_number = [value for name, value in listed if len(value) == layers and name not in INDEX_LISTS]
     indices = [set(value) for name, value in listed if name in INDEX_LISTS]

@@ -107,8 +107,9 @@ class Layout:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype of the sums of gradients through a step where there is one shard (copies.py): that of the reduction
-        or, where a rank sends nothing and casts nothing or its stage reduces at each micro-batch, the master's."""
+        """The dtype in which gradients are summed through a step where there is one shard (copies.py): the dtype of the
+        reduction. It is the master's where a rank sends nothing and casts nothing, or its stage reduces at each
+        micro-batch."""
         sends = self.replicas > 1 or (self.casts and not self.stage.reduce_every_micro)
         return self.dtype("reduce" if sends else "master")
 

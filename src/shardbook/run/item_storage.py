@@ -1,7 +1,8 @@
-"""Tensors to and from the files of a checkpoint, by the storage interfaces of torch's distributed checkpoint (DCP).
+"""Items: moves tensors to and from the files of a checkpoint, by the storage interfaces of torch's distributed
+checkpoint (DCP).
 
-DCP plans who writes and reads which rows, and raises on every rank what is raised on one. Invariant: a byte that is not
-what was written reaches no tensor, and a number that is not finite no published checkpoint.
+DCP plans who writes and reads which rows, and an error on one rank is raised on every rank. Invariant: a damaged byte
+reaches no tensor, and a number that is not finite reaches no published checkpoint.
 """
 
 import os
@@ -175,7 +176,7 @@ def items_of(plan: SavePlan, planner: SavePlanner) -> Iterator[tuple[Facts, Tens
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Returns the plain tensors of which one consists: torchao's of eight bits has codes, scales and a table."""
+    """Returns the plain tensors that make up a tensor: torchao's tensor of eight bits has codes, scales and a table."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

@@ -1,10 +1,10 @@
 """The files of a checkpoint: raw bytes with one hash an item, and a manifest that has the hashes of all other files.
 
-`rank-<r>.bin` has the bytes of a rank's items one after another, `rank-<r>.items` what and where each is and its
-xxh3_128, `state.json` what is no tensor. `manifest.json` is written last; its first line is the hash of the rest of it.
-Invariant: a checkpoint is whole or not there. It is written as `tmp-<step>-<token>`, made durable, and published by one
-rename; it is unpublished by a rename too. Nothing here is a pickle. The hash finds damage, it is no signature.
-Imports no torch.
+`rank-<r>.bin` has the bytes of a rank's items one after another; `rank-<r>.items` has the name, place and xxh3_128 of
+each; `state.json` has the part that is no tensor. `manifest.json` is written last; its first line is the hash of the
+rest of it. Invariant: a checkpoint is whole or not there. It is written as `tmp-<step>-<token>`, made durable, and
+published by one rename; it is unpublished by a rename too. Nothing here is a pickle. The hash finds damage, it is no
+signature. Imports no torch.
 """
 
 import errno
@@ -34,7 +34,7 @@ Facts = list[Any]  # of a file, in the manifest: its size, and its hash; that of
 
 
 class Damaged(RecipeError):
-    """The error of a checkpoint whose bytes are not those that were written."""
+    """The error of a checkpoint that has other bytes than were written."""
 
 
 class Item(NamedTuple):
@@ -68,8 +68,8 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Returns the checkpoints in `folder`, newest first, damaged ones too. One of an earlier version counts when its
-    marker is there; what it left half written has its files and no marker."""
+    """Returns the checkpoints in `folder`, newest first, damaged ones too. A checkpoint of an earlier version counts
+    where its marker is there: one that was left half written has files and no marker."""
     paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
     return sorted(filter(_is_checkpoint, paths), key=step_of, reverse=True)
 
