@@ -80,7 +80,9 @@ def _load_export(run: Path, job: Job, sharded: ShardedModel) -> str:
     none."""
     export = run / "export"
     if not export.is_dir():
-        raise RecipeError(f"{run}: has no checkpoint and no export to evaluate")
+        raise RecipeError(
+            f"{run}: has no checkpoint and no export; name a run with one, a model's directory or a hub id"
+        )
     if job.recipe.lora.r:
         load_adapter(job.model, export, job.recipe.lora)
     else:

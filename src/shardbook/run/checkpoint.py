@@ -149,7 +149,8 @@ def _check(path: Path, sharded: ShardedModel) -> tuple[StoredCheckpoint, TrainSt
         if here.get(name) != there.get(name)
     ]:
         raise RecipeError(
-            f"checkpoint {path} is of another model ({len(differ)} parameters differ; {'; '.join(differ[:3])})"
+            f"checkpoint {path} is of another model ({len(differ)} parameters differ; {'; '.join(differ[:3])}); "
+            "set model.path to the model of its run"
         )
     for key, ours, said, way_out in (
         (BASE, base_identity(sharded.model), "holds adapters of another base model", "[model]"),

@@ -58,7 +58,7 @@ def export_run(
     run: Path, recipe: Recipe, checkpoint: Path | None, out: Path | None, dtype: str, merges: bool = False
 ) -> None:
     """Writes `checkpoint` of the run in directory `run` (None: the newest) to `out` (None: its export/). Raises
-    RecipeError where the run has no checkpoint, or has not finished, or `out` is not empty."""
+    RecipeError where the run has no checkpoint, or none of its last step, or `out` is not empty."""
     source = checkpoint or newest_checkpoint(run / "checkpoints")
     finished = read_facts(run).get("finished_steps")
     result = f"; the result of its {finished} steps is in {run / 'export'}" if finished else ""
@@ -92,7 +92,7 @@ def export_checkpoint(
     shapes = checkpoint_shapes(source)
     if not recipe.lora.r:
         if merges:
-            raise RecipeError("--merge: this run trained the whole model; there is nothing to merge")
+            raise RecipeError("--merge: this run trained the whole model; nothing to merge; leave it out")
         model = build_model(config, "fp32", scores=recipe.method == "reward")
         if recipe.model.init == "pretrained":
             load_buffers(model, folder)

@@ -50,7 +50,8 @@ def start_from(
         found = check_checkpoint(path, sharded)
         loader.load_state_dict(found.loader)
         if found.step > job.steps:
-            raise RecipeError(f"checkpoint {path} is at step {found.step}, the recipe ends at step {job.steps}")
+            said = f"checkpoint {path} is at step {found.step}, the recipe ends at step {job.steps}"
+            raise RecipeError(f"{said}; raise train.steps")
         return found
 
     if earlier:  # check it before the reference is computed, which takes long

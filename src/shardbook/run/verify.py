@@ -11,7 +11,7 @@ def verify_run(run: Path) -> int:
     where one is damaged."""
     found, code = list_checkpoints(run / "checkpoints"), 0
     if not found:
-        raise RecipeError(f"{run}: has no checkpoint")
+        raise RecipeError(f"{run}: has no checkpoint; name a run directory with checkpoints/step-<n>")
     for path in found:
         try:
             said = "whole" if verify(path) else "of an earlier version, without hashes: it cannot be verified"
