@@ -49,7 +49,7 @@ def losses_of(axis, families):
     from shardbook.data.loader import Batching, build_micro_batch
     from shardbook.model.causal_lm import materialize
     from shardbook.model.laid_out import World, lay_out
-    from shardbook.model.weights import places, stored_buffers
+    from shardbook.model.weights import shard_slices, stored_buffers
     from shardbook.objectives.sft import sft_loss
     from shardbook.optim import clip_gradients
     from shardbook.parallel.mesh import build_mesh
@@ -78,7 +78,7 @@ def losses_of(axis, families):
         sharded = apply_stage(model, laid.layout, build_mesh(laid.layout.sizes, "cpu"))
         materialize(model, device)
         state = theirs.state_dict()
-        for name, place in places(model).items():
+        for name, place in shard_slices(model).items():
             place.fill_from(state[name])
         for name, buffer in stored_buffers(model).items():
             buffer.copy_(state[name])

@@ -11,7 +11,7 @@ from tiny import config, write_model
 from shardbook.model import attention, blocks
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model
-from shardbook.model.masks import attention_mask, number_documents, rule_on_places
+from shardbook.model.masks import attention_mask, number_documents, rule_on_positions
 from shardbook.model.parts import at, put
 from shardbook.model.pipeline import _view, keep_blocks, split_stages
 from shardbook.recipe import Parallel
@@ -124,7 +124,7 @@ def test_a_familys_rule_is_asked_of_places_in_documents(rule, packed):
     # planted: places in rows, not in documents
     numbers = number_documents(batch.boundaries, shape)
     alone = torch.tensor([row * shape[1] for row in range(shape[0] + 1)], dtype=torch.int32)
-    of_rows = rule_on_places(rule, alone, number_documents(alone, shape))
+    of_rows = rule_on_positions(rule, alone, number_documents(alone, shape))
     assert torch.equal((of_rows & (numbers[:, :, None] == numbers[:, None, :]))[:, None], wanted) is (rule is window)
 
 

@@ -116,7 +116,7 @@ def places_in_rows(patch):
     def places(boundaries, numbers):
         return torch.arange(numbers.shape[1], dtype=torch.int32).expand_as(numbers)
 
-    patch.setattr(masks, "places_in_documents", places)
+    patch.setattr(masks, "positions_in_documents", places)
 
 
 def head_unfinished(patch):

@@ -67,7 +67,7 @@ def attention_mask(
     if rule is CAUSAL:
         allowed = torch.ones(shape[1], shape[1], dtype=torch.bool, device=numbers.device).tril()
     else:
-        allowed = rule_on_places(rule, boundaries, numbers)
+        allowed = rule_on_positions(rule, boundaries, numbers)
     allowed = (allowed & (numbers[:, :, None] == numbers[:, None, :]))[:, None]
     if kernel == "sdpa":
         return allowed
@@ -75,24 +75,24 @@ def attention_mask(
     return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
-def rule_on_places(rule: Rule, boundaries: Tensor, numbers: Tensor) -> Tensor:
+def rule_on_positions(rule: Rule, boundaries: Tensor, numbers: Tensor) -> Tensor:
     """Returns which tokens `rule` lets a token attend to, [B, L, L]. The rule gets positions in documents, not in rows:
     a chunk begins with its document."""
-    places = places_in_documents(boundaries, numbers)
+    positions = positions_in_documents(boundaries, numbers)
     rows = torch.arange(len(numbers), device=numbers.device)[:, None, None]
-    return rule(rows, 0, places[:, :, None], places[:, None, :])
+    return rule(rows, 0, positions[:, :, None], positions[:, None, :])
 
 
-def places_in_documents(boundaries: Tensor, numbers: Tensor) -> Tensor:
-    """Returns the place of each token in its document, int32 [B, L]; `numbers`: number_documents."""
-    places = torch.arange(numbers.numel(), dtype=boundaries.dtype, device=numbers.device).view(numbers.shape)
-    return places - boundaries[numbers]
+def positions_in_documents(boundaries: Tensor, numbers: Tensor) -> Tensor:
+    """Returns the position of each token in its document, int32 [B, L]; `numbers`: number_documents."""
+    positions = torch.arange(numbers.numel(), dtype=boundaries.dtype, device=numbers.device).view(numbers.shape)
+    return positions - boundaries[numbers]
 
 
 def number_documents(boundaries: Tensor, shape: torch.Size) -> Tensor:
     """Returns the number of each token's document, ascending along a row: int64 [B, L]. No host sync."""
-    places = torch.arange(shape.numel(), dtype=boundaries.dtype, device=boundaries.device)
-    return torch.bucketize(places, boundaries[1:], right=True).view(shape)
+    positions = torch.arange(shape.numel(), dtype=boundaries.dtype, device=boundaries.device)
+    return torch.bucketize(positions, boundaries[1:], right=True).view(shape)
 
 
 def read_rule(rule: Rule) -> tuple[int, int]:
@@ -116,9 +116,9 @@ def chunk_boundaries(boundaries: Tensor, shape: torch.Size, chunk: int) -> Tenso
     """Returns the boundaries of chunks of `chunk` tokens; a document's first chunk begins with it. The result has the
     greatest possible length, filled up with B * L. No host sync."""
     tokens = shape.numel()
-    places = places_in_documents(boundaries, number_documents(boundaries, shape)).flatten()
+    positions = positions_in_documents(boundaries, number_documents(boundaries, shape)).flatten()
     starts = torch.arange(tokens, dtype=boundaries.dtype, device=boundaries.device)
-    starts = starts.where(places % chunk == 0, tokens).sort().values
+    starts = starts.where(positions % chunk == 0, tokens).sort().values
     most = min(tokens, len(boundaries) + tokens // chunk)
     return torch.cat([starts[:most], starts.new_full((1,), tokens)])
 

@@ -55,9 +55,9 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     unexpected, misshapen and non-float entries are named in one error, before any tensor is read. A reward model's head
     is read where the files have it; a reward model ignores the language model's head.
     """
-    own, named = places(model), dict(model.named_parameters())  # a tied weight once, under its embedding's name
+    own, named = shard_slices(model), dict(model.named_parameters())  # a tied weight once, under its embedding's name
     elsewhere = {name: shape for name, shape in global_shapes(model).items() if name not in named}
-    wanted = {name: place.shape for name, place in own.items()} | elsewhere
+    wanted = {name: part.shape for name, part in own.items()} | elsewhere
     files: FileNames = model.files  # type: ignore[assignment]
     buffers = stored_buffers(model)
     wanted |= {name: buffer.shape for name, buffer in buffers.items()}
@@ -83,8 +83,8 @@ def load_weights(model: nn.Module, folder: Path) -> None:
                 problems.append(f"{name} has dtype {dtype}, not a float")
         if problems:
             raise RecipeError(f"weights in {folder} do not fit the model: {'; '.join(problems)}")
-        for name, place in ((name, place) for name, place in own.items() if name in wanted):
-            place.fill(stored[name].read_part(place.rows, place.columns))
+        for name, part in ((name, part) for name, part in own.items() if name in wanted):
+            part.fill(stored[name].read_part(part.rows, part.columns))
         _fill_buffers(buffers, stored)
 
 
@@ -133,7 +133,7 @@ def global_shapes(model: nn.Module) -> dict[str, torch.Size]:
     return whole or {name: parameter.shape for name, parameter in student_parameters(model)}
 
 
-def places(model: nn.Module) -> dict[str, ShardSlice]:
+def shard_slices(model: nn.Module) -> dict[str, ShardSlice]:
     """Returns the place of each parameter by its name in the files, in the model's order; adapters are in no file."""
     found = {}
     for name, parameter in student_parameters(model):
@@ -159,21 +159,21 @@ def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
     config: Any = model.config
     device = next(model.parameters()).device
     vectors: dict[str, Tensor] = model.vectors  # type: ignore[assignment]
-    own, whole = places(model), list(global_shapes(model)) if hasattr(model, GLOBAL_SHAPES) else None
+    own, whole = shard_slices(model), list(global_shapes(model)) if hasattr(model, GLOBAL_SHAPES) else None
     for index, name in enumerate(whole or own):  # numbered in the whole model: else pipeline stages draw equal weights
         if name not in own or (only and name != only):
             continue
-        place = own[name]
-        if len(place.shape) == 1:
+        part = own[name]
+        if len(part.shape) == 1:
             first = vectors.get(name)
             if first is None:  # a reward model's head, an adapter's
-                first = torch.full(place.shape, 0.0 if name.endswith("bias") else 1.0)
-            place.fill_from(first.to(device))
+                first = torch.full(part.shape, 0.0 if name.endswith("bias") else 1.0)
+            part.fill_from(first.to(device))
             continue
         generator = torch.Generator(device).manual_seed(seed * 100_003 + index)
-        full = torch.empty(place.shape, device=device)
+        full = torch.empty(part.shape, device=device)
         full.normal_(0.0, config.initializer_range, generator=generator)
-        place.fill_from(full)
+        part.fill_from(full)
 
 
 def local_slices(parameter: Tensor) -> tuple[Tensor, slice, slice | None]:

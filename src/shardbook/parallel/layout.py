@@ -182,11 +182,11 @@ class Layout:
         return unit.padded_numel(self.shards, trained_only=True) // earlier
 
     def data_rank(self, rank: int) -> DataRank:
-        number, count = 0, 1
+        number, size = 0, 1
         for axis in DATA_AXES:
-            number, count = number * self.sizes[axis] + rank_along(self.sizes, axis, rank), count * self.sizes[axis]
-        number, place = divmod(number, self.cp_size)
-        return DataRank(number, count // self.cp_size, self.tp_size, place, self.cp_size, self.pipeline.ranks)
+            number, size = number * self.sizes[axis] + rank_along(self.sizes, axis, rank), size * self.sizes[axis]
+        dp_rank, cp_rank = divmod(number, self.cp_size)
+        return DataRank(dp_rank, size // self.cp_size, self.tp_size, cp_rank, self.cp_size, self.pipeline.ranks)
 
     def groups(self, rank: int) -> dict[str, list[int]]:
         """Returns the ranks that `rank` talks to along each axis."""
@@ -234,6 +234,6 @@ def build_layout(
 def pipeline_groups(along: list[int], rank: int) -> dict[str, list[int]]:
     """Returns, of the ranks `along` pp, the two ends; `rank` and the rank that it sends activations to; `rank` and the
     rank that it sends gradients to. The first rank follows the last: it goes on with the next chunk of layers."""
-    place = along.index(rank)
-    following, before = along[(place + 1) % len(along)], along[place - 1]
+    pp_rank = along.index(rank)
+    following, before = along[(pp_rank + 1) % len(along)], along[pp_rank - 1]
     return {PP_ENDS: [along[0], along[-1]], PP_FORWARD: [rank, following], PP_BACKWARD: [rank, before]}
