@@ -23,10 +23,8 @@ from shardbook.data.sources import load_sources, mix
 from shardbook.recipe import Data, RecipeError, first_line
 
 ENCODING_VERSION = 6  # raise it when an Encoder's result changes: the cache is keyed by it
-ROWS_TOGETHER, BYTES_TOGETHER = (
-    512,
-    4_000_000,
-)  # encoded at once; 64 rows are a seventh slower, a token takes 100 bytes meanwhile
+# encoded at once; 64 rows are a seventh slower, a token takes 100 bytes meanwhile
+ROWS_TOGETHER, BYTES_TOGETHER = 512, 4_000_000
 TEXT = Value("string")
 SPLIT_SEED = 0  # of the held-out rows: the same for every train.seed, else another seed would train on them
 SAMPLED = 1000  # documents whose tokens are in the digest of the data

@@ -25,9 +25,8 @@ from shardbook.parallel.mesh import ranks_along
 from shardbook.parallel.schedule import Action, Pipeline
 from shardbook.parallel.tensor import local_part
 
-LossFunction = Callable[
-    [Any, Any], Tensor
-]  # (model, micro-batch) -> [1 + metrics]: the loss, which has the gradient, first
+# (model, micro-batch) -> [1 + metrics]: the loss, which has the gradient, first
+LossFunction = Callable[[Any, Any], Tensor]
 
 
 class RecvBuffer(NamedTuple):

@@ -32,9 +32,8 @@ from shardbook.recipe import RecipeError
 LAYERS = (4, 5)  # blocks of one kind take the same bytes: from these two numbers of layers any other follows
 # Micro-batch, forward or backward, and the place: a block, counted from the nearer end, or before or after blocks.
 Moment = tuple[int, str, int | str]
-LossTerms = Callable[
-    [Any, MicroBatch, Totals], torch.Tensor
-]  # the result's first element is the loss, as in objectives/
+# the result's first element is the loss, as in objectives/
+LossTerms = Callable[[Any, MicroBatch, Totals], torch.Tensor]
 
 
 @dataclass(frozen=True)
