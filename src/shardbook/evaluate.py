@@ -1,5 +1,4 @@
-"""The story of an evaluation: lays out a run, an export or any other model as a run would be, and prints its held-out
-numbers.
+"""The story of an evaluation: lays out a run, an export or any model as a run would be; prints its held-out numbers.
 
 Started like a run: `shardbook eval`, or by a launcher: `-m shardbook.evaluate MODEL [--json] [section.key=value ...]`.
 Invariant: the numbers are those that a run with the same rows logs as eval/...; nothing is trained or written.
@@ -76,13 +75,10 @@ def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, i
 
 
 def _load_export(run: Path, job: Job, sharded: ShardedModel) -> str:
-    """Loads the export of a run that has no checkpoint. Returns its directory. Raises RecipeError where there is
-    none."""
+    """Loads the export of a run without a checkpoint. Returns its directory. Raises RecipeError where there is none."""
     export = run / "export"
     if not export.is_dir():
-        raise RecipeError(
-            f"{run}: has no checkpoint and no export; name a run with one, a model's directory or a hub id"
-        )
+        raise RecipeError(f"{run}: has no checkpoint and no export; name a run with one, or a model")
     if job.recipe.lora.r:
         load_adapter(job.model, export, job.recipe.lora)
     else:

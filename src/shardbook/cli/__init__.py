@@ -4,6 +4,7 @@ Commands that only read and write files are in cli/files.py."""
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import shardbook
@@ -30,6 +31,10 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     parser = argparse.ArgumentParser(prog="shardbook", description=description)
     parser.add_argument("--version", action="version", version=f"shardbook {shardbook.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, help: str) -> Callable[..., argparse.Action]:
+        return commands.add_parser(name, help=help).add_argument
+
     raw = argparse.RawDescriptionHelpFormatter
     keys = (f"\n  {name} = {default}\n      {help}" for name, default, help in describe_keys())
     train = commands.add_parser("train", help="run a recipe on this machine", formatter_class=raw)
@@ -43,8 +48,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     add("--head", default="", help="the first machine, host or host:port (default port: 29500)")
     add("--max-restarts", type=int, default=0, help="times that ranks are started again after a failure (default: 0)")
     add("--dry-run", action="store_true", help="check it at --nproc x --nodes ranks, and allocate nothing")
-    compare = commands.add_parser("compare", help="the same recipe under several stages, and a page that compares them")
-    add = compare.add_argument
+    add = command("compare", "the same recipe under several stages, and a page that compares them")
     add("recipe", help="a recipe, or the directory of a comparison: then only its report is made anew")
     add("overrides", nargs="*", metavar="section.key=value", help="keys to change in every variant")
     example = '"zero2 zero3,activation.checkpointing=full"'
@@ -52,18 +56,16 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     add("--nproc", type=int, help="ranks of every variant (default: as for train)")
     add("--beside", default="", metavar="VARIANT", help="what the others are held against (default: the first)")
     add("--publish", action="store_true", help="send runs, view and report to wandb (needs a key)")
-    add = commands.add_parser("report", help="a page of one run: losses, speed, memory, traffic, samples").add_argument
+    add = command("report", "a page of one run: losses, speed, memory, traffic, samples")
     add("run", type=Path, help="a run directory")
     add("--html", type=Path, help="page to write (default: report.html of the run)")
-    tested = "loss, perplexity, and of pairs accuracy and margin, of a run, an export or any model"
-    add = commands.add_parser("eval", help=tested).add_argument
+    add = command("eval", "loss, perplexity, and of pairs accuracy and margin, of a run, an export or any model")
     add("model", help="a run directory, an export, a model's directory or a hub id")
     rows = "keys to change; data=FILE: the rows (else a run's own)"
     add("overrides", nargs="*", metavar="section.key=value", help=rows)
     add("--nproc", type=int, help="ranks to start (default: as for train)")
     add("--json", action="store_true", help="one JSON object on standard output, and nothing else there")
-    plan = commands.add_parser("plan", help="what a recipe takes on a cluster, stage by stage; needs no GPU")
-    add = plan.add_argument
+    add = command("plan", "what a recipe takes on a cluster, stage by stage; needs no GPU")
     add("recipe", nargs="?", default="", help="a name (see `shardbook recipes`) or a .toml file; may be left out")
     add("overrides", nargs="*", metavar="section.key=value", help="keys to change")
     add("--model", default="", help="a model by name (llama-3.1-8b), hub id or directory, in place of the recipe's")
@@ -80,39 +82,34 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     add("--json", action="store_true", help="one JSON object on standard output, and nothing else there")
     add("--html", type=Path, help="page to write, with charts")
     add("--write", type=Path, help="recipe to write as advised")
-    data = commands.add_parser("data", help="a recipe's data as it will be trained, token by token; needs a tokenizer")
-    add = data.add_argument
+    add = command("data", "a recipe's data as it will be trained, token by token; needs a tokenizer")
     add("recipe", help="a name (see `shardbook recipes`) or a .toml file")
     add("overrides", nargs="*", metavar="section.key=value", help="keys to change")
     add("--rows", type=int, default=3, help="rows of each source to show (default: 3)")
     add("--html", type=Path, help="page to write")
-    export = commands.add_parser("export", help="write a checkpoint of a run as Hugging Face safetensors")
-    add = export.add_argument
+    add = command("export", "write a checkpoint of a run as Hugging Face safetensors")
     add("run", type=Path, help="a run directory")
     add("--checkpoint", type=Path, help="a checkpoint directory (default: the run's newest)")
     add("--out", type=Path, help="directory to write (default: export/ of the run)")
     add("--dtype", choices=("fp32", "bf16"), help="dtype of the weights (default: the recipe's train.export_dtype)")
     add("--merge", action="store_true", help="of a run with LoRA: the whole model, adapters added to its weights")
-    add = commands.add_parser("verify", help="read all checkpoints of a run, and say which are whole").add_argument
+    add = command("verify", "read all checkpoints of a run, and say which are whole")
     add("run", type=Path, help="a run directory")
-    push = commands.add_parser("push", help="send a finished run's result and a model card to the Hugging Face Hub")
-    add = push.add_argument
+    add = command("push", "send a finished run's result and a model card to the Hugging Face Hub")
     add("run", type=Path, help="a run directory")
     add("--repo", required=True, help="the repository to make, name/model")
     add("--public", action="store_true", help="let everyone see it (default: private)")
     add("--export", type=Path, help="directory of the weights (default: export/ of the run)")
-    init = commands.add_parser("init", help="copy a recipe, with its comments, to start one of your own from")
-    add = init.add_argument
+    add = command("init", "copy a recipe, with its comments, to start one of your own from")
     add("file", type=Path, help="the .toml file to write")
     add("--of", default="smollm2-135m-fsdp", help="the recipe to copy (default: smollm2-135m-fsdp)")
-    add = commands.add_parser("recipes", help="list the recipes, or what goes with what").add_argument
+    add = command("recipes", "list the recipes, or what goes with what")
     add("--matrix", action="store_true", help="what goes with what in a recipe, and why not the rest")
-    became = "a recipe from a DeepSpeed JSON or an accelerate YAML, and what became of each key"
-    add = commands.add_parser("translate", help=became).add_argument
+    add = command("translate", "a recipe from a DeepSpeed JSON or an accelerate YAML, and what became of each key")
     add("file", type=Path, help="ds_config.json, or what accelerate config wrote (.yaml)")
     add("--out", type=Path, help="recipe to write (default: standard output)")
     add("--without-refused", action="store_true", help="leave out what has no counterpart")
-    add = commands.add_parser("completion", help="print the completion of a shell: recipes, keys, values").add_argument
+    add = command("completion", "print the completion of a shell: recipes, keys, values")
     add("shell", choices=("bash", "zsh", "fish"), help='for bash, in ~/.bashrc: eval "$(shardbook completion bash)"')
     return parser, commands.choices
 

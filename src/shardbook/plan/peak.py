@@ -59,33 +59,26 @@ def _visits(layout: Layout, chunk: int, own: Sequence[Unit], work: Work, vocabul
     blocks = [unit for unit in back if unit not in by_head and unit.read_in_backward]
     # waits for the embedding's
     tied = 0 if by_head or not pipeline.is_last(chunk) else work.head_gradient
-    # the gradient that came; but for the last block, whose own it is, what comes next is there too
-    grad_input = work.stream * (pipeline.ranks > 1)
-    visits: Visits = {("end of backward", None): ("end, sums", 2 * grad_input, 0)} if layout.copies else {}
+    # the received gradient; but for the last block, whose own it is, what comes next is there too
+    recv = work.stream * (pipeline.ranks > 1)
+    visits: Visits = {("end of backward", None): ("end, sums", 2 * recv, 0)} if layout.copies else {}
     if pipeline.is_last(chunk):
         visits["end of forward", None] = "loss", work.held(chunk), work.loss
     for unit in sorted((unit for unit in order if unit.forward_only), key=lambda unit: unit.numel)[-1:]:
         visits["forward", unit] = "teacher", 0, work.teacher
     for unit in by_head:
-        visits["reduction", unit] = "head", work.held(chunk) + 2 * grad_input, 0
+        visits["reduction", unit] = "head", work.held(chunk) + 2 * recv, 0
     count = len(blocks)
     for number in work.looked_at(chunk, count):
-        unit, name, received = (
-            blocks[count - 1 - number],
-            f"block {number + 1}",
-            grad_input * (1 + (number < count - 1)),
-        )
-        held = work.held(chunk, number + 1, count) + received
+        unit, name, grads = blocks[count - 1 - number], f"block {number + 1}", recv * (1 + (number < count - 1))
+        held = work.held(chunk, number + 1, count) + grads
         block, before = work.block_of(chunk, number, count), work.held(chunk, number, count)
         visits["forward", unit] = f"{name}, forward", before, block.forward
         visits["backward", unit] = name, held, block.inside + tied
-        visits["reduction", unit] = f"{name}, reduced", before + received, tied
+        visits["reduction", unit] = f"{name}, reduced", before + grads, tied
     for unit in [unit for unit in [*back, *spanning] if unit not in by_head and unit not in blocks][-1:]:
         # a tied weight's two gradients and, for a moment, their sum
-        visits["backward", unit], visits["reduction", unit] = (
-            ("end", 2 * grad_input, 3 * tied),
-            ("end, reduced", 2 * grad_input, 0),
-        )
+        visits["backward", unit], visits["reduction", unit] = ("end", 2 * recv, 3 * tied), ("end, reduced", 2 * recv, 0)
     return visits
 
 
