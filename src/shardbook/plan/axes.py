@@ -18,7 +18,7 @@ from shardbook.parallel.schedule import bubble, in_flight
 from shardbook.plan.events import Inside, Sends, count_traffic, step_passes
 from shardbook.recipe import Recipe
 
-TOLD_BYTES = 3 * 4  # of each trained token, by each rank: three fp32 numbers of its part of the logits
+LOSS_PART_BYTES = 3 * 4  # of each trained token, by each rank: three fp32 numbers of its part of the logits
 
 Micros = Callable[[], Sequence[MicroBatch]]
 
@@ -60,7 +60,7 @@ def _inside(layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int,
     gather, scatter = ((op, TP, of_tokens) for op in ("all_gather", "reduce_scatter")) if tp_size > 1 else ((), ())
     there, back, their_there, their_back = _exchanges(layout, config, rank, tokens * itemsize)
     sizes = [min(chunk, trained - first) for first in range(0, trained, chunk)] if tp_size > 1 else []
-    told = [("all_gather", TP, size * tp_size * TOLD_BYTES) for size in sizes]
+    loss_gathers = [("all_gather", TP, size * tp_size * LOSS_PART_BYTES) for size in sizes]
 
     def sends(*each: Any) -> Sends:
         return tuple(send for send in each if send)
@@ -73,7 +73,7 @@ def _inside(layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int,
         # the gradient of the last result comes before what is recomputed
         again=sends(gather, gather, there, back, scatter, gather, scatter, gather, their_back, their_there, scatter),
         embedding=(sends(scatter), sends(gather)),
-        loss=(sends(gather, *told), sends(*told * recipe.recomputes_logits, scatter)),
+        loss=(sends(gather, *loss_gathers), sends(*loss_gathers * recipe.recomputes_logits, scatter)),
         stream_bytes=of_tokens // tp_size,
     )
 

@@ -278,7 +278,7 @@ def write_recipe(settings: Settings, entries: list[Entry], source: str) -> str:
         if here:
             lines += ["", f"[{section}]"]
         for name, value in here.items():
-            came = origin.get(f"{section}.{name}", "not in the file")
+            asked_by = origin.get(f"{section}.{name}", "not in the file")
             # JSON writes such values as TOML does
-            lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {came}")
+            lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {asked_by}")
     return "\n".join(lines) + "\n"
