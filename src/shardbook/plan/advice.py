@@ -115,6 +115,5 @@ def _where_it_fits(planner: Planner, cluster: Cluster, everything: list[Candidat
         if any(candidate.fits for candidate in planner.candidates(larger)):
             return f"fits nowhere here; the smallest cluster of these GPUs where it does has {world}"
     larger_gpus = [name for name, gpu in GPUS.items() if gpu.gb > cluster.gpu.gb]
-    other = f"larger GPUs ({', '.join(larger_gpus)}), or " if larger_gpus else ""
-    why = f"{least.bottleneck} is the largest term"
-    return f"fits on no number of these GPUs ({why}): {other}shorter rows (data.max_length)"
+    said = f"fits on no number of these GPUs ({least.bottleneck} is the largest term): "
+    return said + f"larger GPUs ({', '.join(larger_gpus)}), or " * bool(larger_gpus) + "shorter rows (data.max_length)"

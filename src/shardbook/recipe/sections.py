@@ -216,10 +216,8 @@ class Train(Section):
     )
     per_device_train_batch_size: int = key(1, "Rows in a micro-batch of one rank.", ge=1)
     gradient_accumulation_steps: int = key(1, "Micro-batches of one rank in an optimizer step.", ge=1)
-    eval_steps: int = key(0, "Evaluate every so many steps (0: only before the first and after the last).", ge=0)
-    save_steps: int = key(
-        0, "Write a checkpoint every so many steps and after the last (0: only when preempted).", ge=0
-    )
+    eval_steps: int = key(0, "Evaluate every N steps (0: only before the first and after the last).", ge=0)
+    save_steps: int = key(0, "Write a checkpoint every N steps and after the last (0: only when preempted).", ge=0)
     async_save: bool | Literal["auto"] = key(
         "auto",
         "Write checkpoints in a thread while steps go on; auto: if the optimizer is on the device and memory suffices.",

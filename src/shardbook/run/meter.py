@@ -77,11 +77,11 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
         """Begins a step with its `work` on all ranks: tokens of rows, and pairs of tokens."""
         self.pace.add(*work)
 
-    def check_results(self, step: int, micro: MicroBatch, shares_of: LossFunction) -> None:
+    def check_results(self, step: int, micro: MicroBatch, loss_function: LossFunction) -> None:
         """Runs a micro-batch twice where `train.check_steps` asks for it. Raises RunFailed, on all ranks, where a rank
         computed other bits. Not while the ledger counts. Collective."""
         if is_due(step, self.job.recipe.train.check_steps) and not self.ledger.is_open:
-            check_results(step, self.sharded, micro, shares_of, self.ranks)
+            check_results(step, self.sharded, micro, loss_function, self.ranks)
 
     def watch(self, passes: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yields the terms of a step's micro-batches, each marked as progress."""

@@ -44,10 +44,12 @@ def _mix(words: Tensor) -> Tensor:
     return (words * words + words).sum()
 
 
-def check_results(step: int, sharded: ShardedModel, micro: MicroBatch, shares_of: LossFunction, ranks: Ranks) -> None:
+def check_results(
+    step: int, sharded: ShardedModel, micro: MicroBatch, loss_function: LossFunction, ranks: Ranks
+) -> None:
     """Runs forward and backward of `micro` twice. Raises RunFailed, on all ranks, where a rank's bits differ, and names
     those in which that was seen first. Waits for the device. Collective."""
-    once, again = (_run(sharded, micro, shares_of, ranks) for _ in range(2))
+    once, again = (_run(sharded, micro, loss_function, ranks) for _ in range(2))
     differs = [place for place, pair in enumerate(zip(once, again, strict=True), 1) if pair[0] != pair[1]]
     own = [0.0] * ranks.world_size
     own[ranks.rank] = float(differs[0]) if differs else 0.0
@@ -62,15 +64,15 @@ def check_results(step: int, sharded: ShardedModel, micro: MicroBatch, shares_of
     )
 
 
-def _run(sharded: ShardedModel, micro: MicroBatch, shares_of: LossFunction, ranks: Ranks) -> list[int]:
+def _run(sharded: ShardedModel, micro: MicroBatch, loss_function: LossFunction, ranks: Ranks) -> list[int]:
     """Returns sums of the bits of what was handed on, the loss and, at last, this rank's part of the gradients."""
     on_gpu = ranks.device.type == "cuda"
     handed = Handed(sharded.layout.groups(ranks.rank))
     with torch.random.fork_rng([ranks.device] if on_gpu else []), handed:
         handed.open()
-        (shares,) = run_step(sharded, [micro], shares_of, ranks.device)
+        (terms,) = run_step(sharded, [micro], loss_function, ranks.device)
     gradients = (local_values(p.grad) for p in sharded.model.parameters() if p.grad is not None)
-    sums = [*handed.sums, sum_bits(shares), *map(sum_bits, gradients)]
+    sums = [*handed.sums, sum_bits(terms), *map(sum_bits, gradients)]
     if on_gpu:
         torch.cuda.synchronize()  # gradients are reduced in a stream of their own
     sharded.model.zero_grad()

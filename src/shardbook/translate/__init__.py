@@ -172,8 +172,8 @@ def _refuse(entries: list[Entry], keys: set[str], said: str) -> None:
 
 
 def _settle(settings: Settings, entries: list[Entry]) -> None:
-    """Refuses the settings that a recipe refuses, in its words: sizes along tp, cp and pp, else the offload that
-    contradicts them."""
+    """Refuses what a recipe refuses, in its words: sizes along tp, cp and pp, else the offload that contradicts
+    them."""
     found = _conflicts(settings)
     for key in [key for key in AXES if key in settings]:
         if said := "; ".join(conflict.said for conflict in found if key in conflict.keys):
