@@ -65,7 +65,11 @@ def test_rows_that_are_gone_are_said(recipe, straight):
     (run / "metrics.jsonl").write_text(kept[:-9])
     lost = len(kept.splitlines(keepends=True)[-1])
     for name, said in (("torn", f"{lost:,} of {len(kept):,} bytes are gone since step 4 was saved"), ("named", "")):
-        words = [f"run.name={name}", *SAVING, *[f"train.resume_from_checkpoint={run}/checkpoints/step-000004"] * (not said)]
+        words = [
+            f"run.name={name}",
+            *SAVING,
+            *[f"train.resume_from_checkpoint={run}/checkpoints/step-000004"] * (not said),
+        ]
         (code, printed, _), _ = run_world(2, train_rank, [str(recipe), *words])
         assert code == 0 and said in printed and ("bytes are gone" in printed) == bool(said), printed
 
@@ -229,7 +233,11 @@ def stop_in_a_long_phase(place, number, rank_that_is_told, words):
 def test_a_signal_in_a_long_phase_ends_the_run_after_it(recipe, straight, place, number, step):
     """Without another step, although its counts are on their way by then; then continued bitwise."""
     name = f"stopped-in-{place}-{step}"
-    more = ("data.eval_size=4", "train.eval_steps=3", *(("generate.steps=3", "generate.max_new_tokens=3") * (place == "samples")))
+    more = (
+        "data.eval_size=4",
+        "train.eval_steps=3",
+        *(("generate.steps=3", "generate.max_new_tokens=3") * (place == "samples")),
+    )
     words = [str(recipe), f"run.name={name}", *SAVING, *more]
     results = run_world(2, stop_in_a_long_phase, place, number, 1, words)
     assert [code for code, _, _ in results] == [75, 75], results
@@ -270,7 +278,9 @@ def refused(recipe, world, name, *words):
 
 def test_checkpoints_that_do_not_fit_are_refused(recipe, straight, tiny):
     named = f"train.resume_from_checkpoint={straight}/checkpoints"
-    assert "incomplete or not a checkpoint (no manifest.json in it)" in refused(recipe, 1, "no-1", f"{named}/step-000099")
+    assert "incomplete or not a checkpoint (no manifest.json in it)" in refused(
+        recipe, 1, "no-1", f"{named}/step-000099"
+    )
     error = refused(recipe, 2, "no-2", f"{named}/step-000004", f"model.path={tiny}/untied")
     assert "is of another model" in error and "lm_head.weight: absent there, [287, 32] here" in error
 
@@ -296,7 +306,11 @@ def test_a_damaged_checkpoint_is_named(recipe, straight, tmp_path, file, damage)
     assert last.endswith("; remove it, and the run goes on from the one before")
 
 
-@pytest.mark.parametrize("words", [["train.resume_from_checkpoint={}"], SAVING], ids=["load", "save"])
+@pytest.mark.parametrize(
+    "words",
+    [["train.resume_from_checkpoint={}"], SAVING, [*SAVING, "train.async_save=false"]],
+    ids=["load", "save", "save at once"],
+)
 def test_out_of_memory_on_another_rank_is_explained_and_no_checkpoint_blamed(recipe, straight, words):
     """On rank 1, where DCP reads or writes: both ranks hear of it through DCP."""
     source = straight / "checkpoints" / "step-000004"
@@ -312,6 +326,7 @@ def test_out_of_memory_on_another_rank_is_explained_and_no_checkpoint_blamed(rec
 def without_memory(words):
     import torch.distributed as dist
 
+    from shardbook.run.background import StagingWriter
     from shardbook.run.item_storage import ItemReader, ItemWriter
 
     def refuse(real, *given):
@@ -319,8 +334,14 @@ def without_memory(words):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
         return real(*given)
 
-    for owner, method in ((ItemReader, "read_data"), (ItemWriter, "write_data")):
-        setattr(owner, method, partialmethod(lambda self, real, *given: refuse(real, self, *given), getattr(owner, method)))
+    for owner, method in (
+        (ItemReader, "read_data"),
+        (ItemWriter, "write_data"),
+        (StagingWriter, "write_data"),
+    ):
+        setattr(
+            owner, method, partialmethod(lambda self, real, *given: refuse(real, self, *given), getattr(owner, method))
+        )
     return train_rank(words)
 
 
@@ -409,7 +430,13 @@ def test_a_checkpoint_past_the_end_or_of_other_rows_is_refused(recipe, straight)
 def test_other_data_of_as_many_rows_is_refused_and_an_older_checkpoint_is_not_asked(recipe, tiny, tmp_path):
     chats = (tiny / "chats.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "other.jsonl").write_text("".join(reversed(chats)))
-    words = (*SAVING, "data.packing=false", f"data.train={tmp_path}/other.jsonl", "data.eval_size=0", "train.eval_steps=0")
+    words = (
+        *SAVING,
+        "data.packing=false",
+        f"data.train={tmp_path}/other.jsonl",
+        "data.eval_size=0",
+        "train.eval_steps=0",
+    )
     plain = (*words[:2], "data.packing=false", "data.eval_size=0", "train.eval_steps=0")
     run = run_train(2, recipe, "other-data", *plain, "train.steps=4")
     error = refused(recipe, 2, "other-data", *words)
