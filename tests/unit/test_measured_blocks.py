@@ -7,7 +7,10 @@ from test_simulate import apart  # noqa: F401
 from test_simulate import settings as recipe_of
 from tiny import config, said_by
 from transformers import Gemma3TextConfig, GptOssConfig, Qwen3NextConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
+from shardbook.model import causal_lm
+from shardbook.model.selfcheck import check_family
 from shardbook.plan import blocks
 from shardbook.plan.blocks import kinds_of, measure_blocks
 
@@ -83,6 +86,24 @@ def test_a_block_that_needs_values_is_named(monkeypatch):
     said = said_by(measure_blocks, made, settings(), "none", "bf16")
     assert "block 0, a LlamaDecoderLayer, cannot run without memory" in said
     assert said.endswith("so neither the peak nor the time of a step can be planned")
+
+
+def test_a_bug_of_ours_is_no_reason(monkeypatch):
+    """What transformers' code raises when it runs is a reason; what Python raises in our own is a bug of ours."""
+
+    def refuses(self, hidden):
+        raise ValueError("needs values")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaMLP, "forward", refuses)
+        said = said_by(measure_blocks, config("llama", num_hidden_layers=1, vocab=262), settings(), "none", "bf16")
+        assert "cannot run without memory (needs values)" in said
+        assert "needs values" in check_family(config("llama", vocab=263)).refused
+    monkeypatch.setattr(causal_lm, "passing", lambda now: None)
+    with pytest.raises(TypeError, match="context manager"):
+        measure_blocks(config("llama", num_hidden_layers=1, vocab=264), settings(), "none", "bf16")
+    with pytest.raises(TypeError, match="context manager"):
+        check_family(config("llama", vocab=265))
 
 
 def planned(family, stage, checkpointing, one_kind=False):

@@ -7,6 +7,7 @@ it names no family. It needs no weights, no GPU and no process group.
 import json
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -67,7 +68,10 @@ _KNOWN: dict[str, Verdict] = {}  # by all that a config says, but for its folder
 
 
 def _words(config: PreTrainedConfig) -> str:
-    return json.dumps(config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
+    said: dict[str, Any] = config.to_dict() | {"_name_or_path": ""}
+    for each in (said, *(own for own in said.values() if isinstance(own, dict))):
+        each.pop("dtype", None)  # which transformers notes when it builds a model; the check runs in fp32
+    return json.dumps(said, sort_keys=True, default=str)
 
 
 def _check(config: PreTrainedConfig) -> Verdict:
@@ -125,6 +129,7 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
     except Unfit:
         raise
     except Exception as error:
+        raise_if_ours(error)
         raise Unfit(f"transformers runs no small model of it ({said(error)})") from None
     has_kernels = "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(theirs).__module__])
     config = type(small).from_dict(small.to_dict())
@@ -155,6 +160,7 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
         except Unfit:
             raise
         except Exception as error:
+            raise_if_ours(error)
             found.append(said(error))
             continue
         if order != list(range(len(ours.all_blocks))):
@@ -202,6 +208,7 @@ def run_in_halves(model: CausalLM, batch: Batch, wanted: Found) -> str:
         second = torch.autograd.grad(loss, [sent, *named.values()], allow_unused=True)
         first = torch.autograd.grad(hidden, list(named.values()), second[0], allow_unused=True)
     except Exception as error:
+        raise_if_ours(error)
         return f"its blocks pass on more than hidden states ({said(error)})"
     both = dict[str, Tensor | None](dict.fromkeys(wanted[1]))
     for name, *parts in zip(named, first, second[1:], strict=True):
@@ -237,6 +244,15 @@ class Listening(attention.Attend):
         is_handed_on = any(attention_mask is mask for mask in self.masks)
         self.is_dense |= not is_handed_on or not query.shape[-1] == key.shape[-1] == value.shape[-1]
         return super().__call__(module, query, key, value, attention_mask, **named)
+
+
+def raise_if_ours(error: Exception) -> None:
+    """Raises an `error` of a forward or a backward again where it is a bug of this program: Python raised it in code of
+    this package. A RuntimeError is torch's answer to what it is asked for, and a RecipeError says what is not known."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_here = frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]
+    if is_here and not isinstance(error, RuntimeError | RecipeError):
+        raise error
 
 
 def said(error: Exception) -> str:

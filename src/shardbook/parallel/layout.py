@@ -101,6 +101,11 @@ class Layout:
         return self.shards == 1 and self.tp_size == 1 and self.offload.optimizer == "none"
 
     @cached_property
+    def known(self) -> dict[Any, Any]:
+        """Answers about it that plans ask for thousands of times (plan/events.py)."""
+        return {}
+
+    @cached_property
     def casts(self) -> bool:
         """Returns whether a parameter has another dtype at rest than in compute."""
         return any(unit.cast_numel(self.dtype("params").itemsize) for unit in self.units)

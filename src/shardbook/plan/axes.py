@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from shardbook.axes import TP
-from shardbook.comm.ledger import Traffic
+from shardbook.comm.ledger import Traffic, add_traffic
 from shardbook.data.loader import MicroBatch
 from shardbook.model.attention import head_size
 from shardbook.model.context import own_heads, partition_heads
@@ -30,8 +30,12 @@ def axes_traffic(
     `micros_of` makes; None: rows are full, and every token but the first of each sequence is trained."""
     inside = read_inside(layout, config, recipe, rank, micros_of)
     passes = step_passes(layout, len(inside), recipe.forwards_per_micro, inside) if inside else []
-    events = (event for each in passes for event in each.events)
-    return count_traffic(event for event in events if event.what in ("compute", "exchange", "send"))
+    once = {id(events): events for _, events in passes}  # passes that are alike are one object
+    sent = {
+        key: count_traffic(event for event in events if event.what in ("compute", "exchange", "send"))
+        for key, events in once.items()
+    }
+    return add_traffic(*(sent[id(events)] for _, events in passes))
 
 
 def read_inside(

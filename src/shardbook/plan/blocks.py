@@ -21,7 +21,7 @@ from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.attention import Kernel, kernel_of, kernel_on_gpu
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.laid_out import build_adapted
-from shardbook.model.selfcheck import check_family, remember
+from shardbook.model.selfcheck import check_family, raise_if_ours, remember
 from shardbook.parallel.context import ContextAxis
 from shardbook.parallel.tensor import TensorAxis
 from shardbook.plan.timeline import Timeline, full_rows
@@ -68,6 +68,7 @@ class Measured:
     blocks: dict[int, Block]
     before: Bytes  # before all blocks, until their backward is over: rotation, masks
     after: Bytes  # of the last norm, when the head begins
+    norm: Bytes  # at the fullest moment of the last norm's backward
 
 
 def fullest(moments: Iterable[Bytes], tokens: int, pairs: int) -> int:
@@ -158,18 +159,16 @@ def measure(recipe: Recipe, config: PreTrainedConfig) -> Measured:
     probe("simulate")
     (kinds, few), kernel = _look_at(config), kernel_on_gpu(kernel_of(config), check_family(config).demands)
     rows, shared = recipe.train.per_device_train_batch_size, recipe.parallel.tp_size * recipe.parallel.cp_size
-    lines, sizes = [], []
-    for times in (1, 2, 3) if kernel.is_dense else (1, 2):
-        length = times * LENGTH * shared
-        data = recipe.data.model_copy(update={"max_length": length})
-        lines.append(run(recipe.model_copy(update={"data": data}), few, kernel))
-        sizes.append((rows * length // recipe.parallel.cp_size, rows * length**2))
+    lengths = [times * LENGTH * shared for times in range(1, 4 if kernel.is_dense else 3)]
+    lines = run(recipe, few, kernel, lengths)
+    sizes = [(rows * length // recipe.parallel.cp_size, rows * length**2) for length in lengths]
 
     def fit(values: Sequence[float]) -> Bytes:
         return Bytes(*solve(sizes, values))
 
     blocks = {kind: block_of(kind, lines, fit, sizes[0][0]) for kind in sorted(set(kinds))}
-    return Measured(blocks, fit([line.before_blocks for line in lines]), fit([line.after_blocks for line in lines]))
+    around = [(line.before_blocks, line.after_blocks, line.in_norm()) for line in lines]
+    return Measured(blocks, *map(fit, zip(*around, strict=True)))
 
 
 def first_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
@@ -192,27 +191,34 @@ def lend_groups(model: nn.Module) -> None:
                 axis.group = fake_group(rank, axis.size)
 
 
-def run(recipe: Recipe, config: PreTrainedConfig, kernel: Kernel) -> Timeline:
-    """Calls a model of `config` forward and backward with a micro-batch of full rows, as training does. Meta tensors
-    are faster than fake ones, and have the same sizes; but kernels of torch's own look at the device, and some families
-    ask whether a fake tensor is one. Raises Unmeasured where a block runs on neither."""
+def run(recipe: Recipe, config: PreTrainedConfig, kernel: Kernel, lengths: Sequence[int]) -> list[Timeline]:
+    """Calls a model of `config` forward and backward with micro-batches of full rows of `lengths`, as training does.
+    Meta tensors are faster than fake ones, and have the same sizes; but kernels of torch's own look at the device, and
+    some families ask whether a fake tensor is one. Raises Unmeasured where a block runs on neither."""
     for device in [torch.device(name) for name in ("meta", "cpu")][kernel.is_dense :]:
         model = build_adapted(recipe, copy.deepcopy(config), kernel)
         lend_groups(model)
         apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)
+        lines = list[Timeline]()
         with fake_tensors() if device.type == "cpu" else nullcontext():
             materialize(model, device)
-            with device:
-                batch = full_rows(recipe, recipe.parallel.cp_size)
-            tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
-            line = Timeline(model, model.blocks, [*model.buffers(), *tensors], model.head)
             try:
-                with line:
-                    model(batch, summed=True).sum().backward()
-                return line
+                for length in lengths:
+                    rows = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": length})})
+                    with device:
+                        batch = full_rows(rows, recipe.parallel.cp_size)
+                    tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
+                    lines.append(Timeline(model, model.blocks, [*model.buffers(), *tensors], model.head))
+                    with lines[-1] as line:
+                        model(batch, summed=True).sum().backward()
+                    for hook in line.hooks:
+                        hook.remove()
+                    model.zero_grad()
+                return lines
             except Exception as error:
+                raise_if_ours(error)
                 why = first_line(error)
-    place = min(line.place[1], len(model.blocks) - 1)
+    place = min(lines[-1].place[1], len(model.blocks) - 1)
     kind = type(model.blocks[place]).__name__
     raise Unmeasured(
         f"model.path = {recipe.model.path!r}: block {place}, a {kind}, cannot run without memory ({why}), so "

@@ -4,7 +4,7 @@ Invariant: all numbers come from `Layout` values, which a run of the same recipe
 no process group made, so a laptop answers for any number of GPUs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import product
@@ -52,9 +52,16 @@ class Candidate:
     recipe: Recipe
     layout: Layout
     peak: Peak
-    time: StepTime
+    layouts: Sequence[Layout]  # of the pipeline stages that were looked at; `layout` is the fullest one's
     cluster: Cluster
-    config: PreTrainedConfig
+    planner: "Planner"
+
+    @cached_property
+    def time(self) -> StepTime:
+        """The time of its step: the slowest pipeline stage's. Most candidates do not fit, and are never asked."""
+        asked = self.planner.config, self.recipe, self.planner.flops, self.planner.document_tokens, self.cluster
+        times = [predict_step(layout, *asked) for layout in self.layouts]
+        return max(times, key=lambda each: each.seconds)
 
     @property
     def offloaded_bytes(self) -> dict[str, int]:
@@ -97,7 +104,7 @@ class Candidate:
         sums: dict[str, int] = {}
         micros, optimizer = self.recipe.train.gradient_accumulation_steps, self.recipe.optim.name
         sent = predict_traffic(self.layout, micros, optimizer, self.recipe.forwards_per_micro)
-        for (op, _), volume in add_traffic(sent, axes_traffic(self.layout, self.config, self.recipe)).items():
+        for (op, _), volume in add_traffic(sent, axes_traffic(self.layout, self.planner.config, self.recipe)).items():
             sums[f"{op}_bytes"] = sums.get(f"{op}_bytes", 0) + volume.payload_bytes
         return sums
 
@@ -176,11 +183,8 @@ class Planner:
         ranks = recipe.parallel.pp_size
         layouts = [self.layout_of(recipe, cluster, stage) for stage in sorted({0, min(1, ranks - 1), ranks - 1})]
         peaks = [predict_fullest(layout, self.config, recipe) for layout in layouts]
-        more = recipe, self.flops, self.document_tokens, cluster
-        times = [predict_step(layout, self.config, *more) for layout in layouts]
         fullest = max(range(len(layouts)), key=lambda number: peaks[number].total)
-        time = max(times, key=lambda each: each.seconds)
-        return Candidate(recipe, layouts[fullest], peaks[fullest], time, cluster, self.config)
+        return Candidate(recipe, layouts[fullest], peaks[fullest], layouts, cluster, self)
 
     def mfu(self, candidate: Candidate) -> float:
         """Returns model FLOPs over the GPUs' peak."""

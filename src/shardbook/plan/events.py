@@ -6,10 +6,11 @@ folds over this list. It is made without a process group; the units may lie on t
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shardbook.arithmetic import ceil_div, round_up
 from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP, WORLD
@@ -27,6 +28,21 @@ COUNTS_BYTES = 6 * 8  # the step's counts and stop flags: six fp64 numbers summe
 NORM_BYTES = 8  # the squared gradient norm, one fp64 number
 
 Sends = tuple[tuple[str, str, int], ...]  # operation, mesh axis, payload bytes
+
+
+Answer = TypeVar("Answer", bound=Callable[..., Any])
+
+
+def once_a_layout(function: Answer) -> Answer:
+    """Makes `function` compute once what it returns of a layout (its first argument) and the others, which are hashable."""
+
+    @wraps(function)
+    def known(layout: Layout, *more: Any) -> Any:
+        if (key := (function, *more)) not in layout.known:
+            layout.known[key] = function(layout, *more)
+        return layout.known[key]
+
+    return known  # type: ignore[return-value]
 
 
 class Event(NamedTuple):
@@ -244,14 +260,25 @@ class _Chunk:
 def step_passes(layout: Layout, micros: int, forwards: int = 1, inside: Sequence[Inside] = ()) -> list[Pass]:
     """Returns the passes of a step of `micros` micro-batches, in order. Before each backward there are `forwards`
     forwards; it belongs to the last one. `inside`: the messages of each micro-batch inside its passes; empty: none."""
+    chunks = _chunks(layout) if not inside else _make_chunks(layout, inside[0].layers)
     inside = inside or [Inside()] * micros
-    chunks = [_Chunk(layout, number, own, inside[0].layers) for number, own in enumerate(layout.chunks)]
+    for chunk in chunks:
+        chunk.gathered = frozenset()
     return [
         Pass(action, chunks[action.chunk].run(action.is_forward, is_last, inside[action.micro]))
         for action in layout.pipeline.actions(micros)
         for is_last in [not action.is_forward and action.micro == micros - 1]
         for _ in range(forwards if action.is_forward else 1)
     ]
+
+
+@once_a_layout
+def _chunks(layout: Layout) -> list[_Chunk]:
+    return _make_chunks(layout, 0)
+
+
+def _make_chunks(layout: Layout, layers: int) -> list[_Chunk]:
+    return [_Chunk(layout, number, own, layers) for number, own in enumerate(layout.chunks)]
 
 
 def step_events(

@@ -16,7 +16,7 @@ from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.units import shard_rows
-from shardbook.plan.events import count_traffic, step_bytes, step_events, step_passes
+from shardbook.plan.events import count_traffic, once_a_layout, step_bytes, step_events, step_passes
 from shardbook.recipe import Stage
 
 
@@ -44,6 +44,7 @@ def predict_traffic(
     return count_traffic(step_events(layout, micros, optimizer_name, forwards, rank))
 
 
+@once_a_layout
 def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -> Resident:
     """Returns the bytes that the global `rank` keeps on its device. Parameters and gradients are in padded storage; the
     moments of `optimizer_name`, as optim.name has it, have the true rows of the rank."""

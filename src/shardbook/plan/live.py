@@ -109,6 +109,7 @@ class CopiedBytes(ShardedBytes):
         units = dict.fromkeys(unit for _, unit, _ in events if unit)
         if not action.is_forward:  # what spans the pass begins with the last norm, before all others
             self._begin(unit for unit in units if unit.spans)
+            yield "start of backward", None, (self.sums, self.gathered, 0, 0)
         for what, unit, _ in events:
             if unit is None:
                 continue

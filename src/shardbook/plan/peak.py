@@ -39,7 +39,7 @@ class Peak:
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(vars(self).values())
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {value / GB:.1f}" for name, value in asdict(self).items())
@@ -64,6 +64,8 @@ def _visits(layout: Layout, chunk: int, own: Sequence[Unit], work: Work, vocabul
     visits: Visits = {("end of backward", None): ("end, sums", 2 * recv, 0)} if layout.copies else {}
     if pipeline.is_last(chunk):
         visits["end of forward", None] = "loss", work.held(chunk), work.loss
+        if not by_head:
+            visits["start of backward", None] = "last norm", work.held(chunk), work.norm + tied
     for unit in sorted((unit for unit in order if unit.forward_only), key=lambda unit: unit.numel)[-1:]:
         visits["forward", unit] = "teacher", 0, work.teacher
     for unit in by_head:

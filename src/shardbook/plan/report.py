@@ -263,7 +263,7 @@ def describe_shared(report: Report) -> list[str]:
 
 
 def _sharing_lines(own: Candidate) -> list[str]:
-    lines = {"tensor": describe_sharing(own.layout), "context": describe_splitting(own.layout, own.config)}
+    lines = {"tensor": describe_sharing(own.layout), "context": describe_splitting(own.layout, own.planner.config)}
     lines["pipeline"] = describe_pipeline(own.layout, own.recipe.train.gradient_accumulation_steps)
     return [f"{what:<9}{said}" for what, said in lines.items() if said]
 

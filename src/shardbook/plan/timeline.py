@@ -79,13 +79,14 @@ class Timeline(LiveBytes):
         self.kept_inputs: dict[int, bool] = {}
         self.known = {key for tensor in [*model.parameters(), *outside] for key, _ in storages_in(tensor)}
         owner = {id(p): number for number, block in enumerate(blocks) for p in block.parameters()}
+        self.hooks = [head.register_forward_pre_hook(self.reach)]
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self.take_gradient, owner.get(id(parameter), -1)))
+                arrived = partial(self.take_gradient, owner.get(id(parameter), -1))
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
         for number, block in enumerate(blocks):
-            block.register_forward_pre_hook(partial(self.enter, number), with_kwargs=True)
-            block.register_forward_hook(partial(self.leave, number))
-        head.register_forward_pre_hook(self.reach)
+            self.hooks.append(block.register_forward_pre_hook(partial(self.enter, number), with_kwargs=True))
+            self.hooks.append(block.register_forward_hook(partial(self.leave, number)))
 
     def ran(self, function: Any, args: Any, kwargs: Any, result: Any, is_larger: bool) -> None:
         if is_larger:
@@ -131,8 +132,15 @@ class Timeline(LiveBytes):
         self.before_blocks = self.count(only=self.first)
         self.gone = self.floor(0) - self.before_blocks
         last = max(self.around)
-        there = self.count() + self.gone - size_of(first_tensor(args))
-        self.after_blocks = there - self.floor(last) - self.kept(last)
+        self.held = self.floor(last) + self.kept(last) - self.gone
+        given = first_tensor(args)
+        self.after_blocks = self.count() - size_of(given) - self.held
+        given.register_hook(lambda gradient: self.begin(last + 1))  # of the last norm
+
+    def in_norm(self) -> int:
+        """Returns the most bytes in the backward of the last norm, above what blocks hold."""
+        place = "backward", len(self.around)
+        return max((moment.bytes for moment in self.moments if moment.place == place), default=self.held) - self.held
 
     def begin(self, number: int) -> None:
         self.place = ("backward", number)

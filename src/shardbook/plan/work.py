@@ -38,6 +38,7 @@ class Work:
     loss: int
     loss_kept: int  # of that, until its backward
     head_gradient: int  # in the dtype of compute
+    norm: int  # what the last norm needs in backward
     teacher: int  # what a block of the model beside needs in forward
 
     def held(self, chunk: int, units: int | None = None, of: int | None = None) -> int:
@@ -121,6 +122,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
         loss=int(around.after.of(*size)) + sum(loss),
         loss_kept=loss[1],
         head_gradient=outputs * hidden * itemsize * trains_head,
+        norm=int(around.norm.of(*size)),
         teacher=forward_bytes(beside, recipe, layout.precision.params, size) if beside else 0,
     )
 
