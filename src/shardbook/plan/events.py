@@ -34,7 +34,7 @@ Answer = TypeVar("Answer", bound=Callable[..., Any])
 
 
 def once_a_layout(function: Answer) -> Answer:
-    """Makes `function` compute once what it returns of a layout (its first argument) and the others, which are hashable."""
+    """Makes `function` compute once what it returns of a layout and other arguments, which can be hashed."""
 
     @wraps(function)
     def known(layout: Layout, *more: Any) -> Any:
@@ -181,22 +181,33 @@ class _Chunk:
             now.remove(unit)
             yield Event("free", unit)
 
+    def _exchanges(self, unit: Unit, inside: Inside, is_forward: bool) -> Sends:
+        """Returns what the blocks of `unit` send inside a pass."""
+        numbers = self.blocks.get(unit, ())
+        if is_forward:
+            return inside.forward * len(numbers)
+        each = (inside.again if number in inside.recomputed else inside.backward for number in reversed(numbers))
+        return sum(each, ())
+
     def _forward(self, now: set[Unit], inside: Inside) -> Iterator[Event]:
         order, copies, running = self.layout.run_order(is_forward=True), self.layout.copies, list[Unit]()
 
         def leave(unit: Unit) -> Iterator[Event]:
             if unit.numel:
-                yield Event("compute", unit, inside.forward * len(self.blocks.get(unit, ())))
+                yield Event("compute", unit, () if unit.spans else self._exchanges(unit, inside, True))
             if unit.reshard_after_forward and not copies:
                 yield from self._free(unit, now)
 
         for unit, ahead in order:
-            if unit is self.first_block and self.is_first:
+            begins = unit is self.first_block and self.is_first
+            if begins and not unit.spans:
                 yield Event("exchange", None, inside.embedding[0])
             while running and unit.modules[0] not in running[-1].inside and not running[-1].spans:
                 yield from leave(running.pop())
             # where each rank has all parameters they are cast at once
             yield from self._gather((each for each, _ in order) if copies else (unit, *ahead), now, True)
+            if unit.spans and unit in self.blocks:  # it has all blocks, which run before it is left
+                yield Event("exchange", None, inside.embedding[0] * begins + self._exchanges(unit, inside, True))
             running.append(unit)
         while running and not running[-1].spans:
             yield from leave(running.pop())
@@ -212,8 +223,7 @@ class _Chunk:
         def leave(unit: Unit) -> Iterator[Event]:
             if not unit.numel:
                 return
-            blocks = (inside.again if n in inside.recomputed else inside.backward for n in self.blocks.get(unit, ()))
-            yield Event("compute", unit, sum(blocks, ()))
+            yield Event("compute", unit, () if unit.spans else self._exchanges(unit, inside, False))
             if not layout.copies and unit.frees_after_backward(is_last):
                 yield from self._free(unit, now)
             if layout.copies or not layout.stage.syncs(is_last):
@@ -242,6 +252,8 @@ class _Chunk:
             while running and unit.modules[0] not in running[-1].inside:
                 yield from leave(running.pop())
             yield from self._gather((unit, *ahead), now, False)
+            if unit.spans and unit in self.blocks:
+                yield Event("exchange", None, self._exchanges(unit, inside, False))
             (late if unit.spans or unit in unreached else running).append(unit)
         while running:
             yield from leave(running.pop())
