@@ -192,6 +192,8 @@ def heeds_positions(model: CausalLM, batch: Batch) -> bool:
 def run_in_halves(model: CausalLM, batch: Batch, wanted: Found) -> str:
     """Returns the reason why the layers of `model` cannot lie on two ranks; empty where they can."""
     base, names, whole = model.base, model.names, range(len(model.all_blocks))
+    if len(whole) == 1:
+        return "it has one block"
     outside = set(base.parameters()) - {p for block in model.blocks for p in block.parameters()}
     outside -= {p for part in (model.embedding, model.norm) if part is not None for p in part.parameters()}
     if outside or not names.norm or model.files.buffers:
