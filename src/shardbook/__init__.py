@@ -1,6 +1,7 @@
 """Shardbook: FSDP2/DTensor-native fine-tuning recipes for large language models.
 
-For your own training loop, `shard_model` puts any module under a named stage (docs/library.md).
+For your own training loop, `shard_model` puts any module under a named stage, and `plan_module` says what a step of it
+takes (docs/library.md).
 """
 
 from importlib import import_module
@@ -12,8 +13,11 @@ from shardbook.recipe import Parallel, Precision, RecipeError
 if TYPE_CHECKING:
     from shardbook.parallel.library import shard_model
     from shardbook.parallel.sharding import ShardedModel
+    from shardbook.plan.module import ModulePlan, plan_module
 
-__all__ = ["Parallel", "Precision", "RecipeError", "ShardedModel", "shard_model"]
+__all__ = ["ModulePlan", "Parallel", "Precision", "RecipeError", "ShardedModel", "plan_module", "shard_model"]
+HOMES = {"shard_model": "parallel.library", "ShardedModel": "parallel.sharding"}
+HOMES |= dict.fromkeys(("plan_module", "ModulePlan"), "plan.module")
 __version__ = "0.2.0"
 
 listen_early()
@@ -21,6 +25,6 @@ listen_early()
 
 def __getattr__(name: str) -> Any:
     """Imports the names that need torch on their first use, so that a command line is refused in milliseconds."""
-    if name not in ("shard_model", "ShardedModel"):
+    if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("shardbook.parallel.library"), name)
+    return getattr(import_module(f"shardbook.{HOMES[name]}"), name)

@@ -21,7 +21,7 @@ from shardbook.plan.report import make_report
 from shardbook.recipe import find_recipe, load_recipe
 
 KEPT = Path(__file__).parents[2] / "docs" / "compare.html"
-PLAN_PANELS = ["Memory", "Memory over the step", "Traffic", "Time", "Scaling"]
+PLAN_PANELS = ["Memory", "Memory over the step", "Traffic", "Time", "Timeline of a step", "Scaling"]
 PANELS = ["Loss", "Difference from ddp", "Memory", "Peak of a step", "Traffic", "Throughput"]
 
 

@@ -434,7 +434,7 @@ def test_a_model_is_put_under_a_stage_once():
 
 
 def test_floats_are_cast_wherever_they_lie():
-    from shardbook.parallel.copies import _cast
+    from shardbook.parallel.copies import cast_floats
 
     @dataclasses.dataclass
     class Other:
@@ -442,8 +442,8 @@ def test_floats_are_cast_wherever_they_lie():
 
     pair = nn.utils.rnn.PackedSequence(torch.ones(2), torch.tensor([1, 1]))
     given = (torch.ones(1), [torch.ones(1, dtype=torch.int64), {"a": torch.ones(1)}], pair, Other(torch.ones(1)), None)
-    named = _cast(defaultdict(list, a=torch.ones(1)), torch.bfloat16)
+    named = cast_floats(defaultdict(list, a=torch.ones(1)), torch.bfloat16)
     assert named["a"].dtype == torch.bfloat16 and named["b"] == []
-    cast = _cast(given, torch.bfloat16)
+    cast = cast_floats(given, torch.bfloat16)
     assert cast[0].dtype == cast[1][1]["a"].dtype == cast[2].data.dtype == cast[3].x.dtype == torch.bfloat16
     assert cast[1][0].dtype == torch.int64 and given[3].x.dtype == torch.float32 and cast[4] is None

@@ -1,7 +1,7 @@
 """A page: one self-contained file of panels, each a figure by plotly with the same numbers as a table below it.
 
 Invariant: a panel's figure and table are made of the same rows. A new panel is one more `Panel` in the list that a page
-gives to `render`; its `kind` chooses the figure: none (table, counts, tokens), lines, bars or spans.
+gives to `render`; its `kind` chooses the figure: none (table, counts, tokens), lines, bars, spans or lanes.
 """
 
 import json
@@ -25,6 +25,11 @@ FOLDER = Path(__file__).parent
 # its part for lines and bars, by `npm pack plotly.js-basic-dist-min`: a fourth of what the Python package carries
 LIBRARY = FOLDER / "plotly-basic.min.js"
 HOVER = "<extra></extra>%{hovertext}<br>%{fullData.name}: %{x:,.3~f} "
+SPAN_HOVER = (
+    "<extra></extra>%{fullData.name}: %{hovertext}<br>%{customdata[0]:,.1f} to %{customdata[1]:,.1f} ms, "
+    "busy %{customdata[2]:,.1f} ms"
+)
+LANE = 66  # pixels of a lane, with its name
 PANELS = tomllib.loads((FOLDER / "pages.toml").read_text())
 
 
@@ -34,7 +39,9 @@ class Panel:
 
     `rows`: a label (of lines: the place on the x axis; a tuple of two: the second varies faster) and its values by
     column. `kind`: `table`; `counts`, with a bar in each row; `tokens`, texts in pieces, some marked; `lines`, one a
-    column; `bars`, one a row with columns stacked; `spans`, a row's five values from least to most.
+    column; `bars`, one a row with columns stacked; `spans`, a row's five values from least to most; `lanes`, a bar
+    for each row, whose label is its lane, what is done and of what, from its first value to its second, the more
+    opaque the nearer its third is to their difference.
     """
 
     title: str
@@ -91,7 +98,7 @@ def panel_of(name: str, rows: list[tuple[Any, dict[str, Any]]], kind: str, /, **
 
 def render(path: Path, title: str, about: list[str], panels: list[Panel]) -> None:
     """Writes a page: `about` in paragraphs, then each panel as a section whose id is made of its title."""
-    draw = {"lines": draw_lines, "bars": draw_bars, "spans": draw_spans}
+    draw = {"lines": draw_lines, "bars": draw_bars, "spans": draw_spans, "lanes": draw_lanes}
     environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["breakable"] = lambda name: Markup(re.sub(r"[,._=]", r"\g<0><wbr>", escape(str(name))))
     environment.filters["in_script"] = lambda value: Markup(json.dumps(value).replace("</", "<\\/"))
@@ -178,6 +185,29 @@ def draw_spans(panel: Panel) -> Figure:
     beside = 0.03 * (most - least) or 0.03 * most
     x = {"title": {"text": panel.unit}, "range": [least - beside, most + beside]}
     return _figure(traces, x, showlegend=False, **layout)
+
+
+def draw_lanes(panel: Panel) -> Figure:
+    """Returns a bar for each row on its lane, in the colour of what is done; lanes are one below the other."""
+    names = list(dict.fromkeys(lane for (lane, _, _), _ in panel.rows))
+    note = {"x": 0, "xref": "paper", "xanchor": "left", "xshift": -2, "showarrow": False}
+    notes = [note | {"text": name, "y": number * LANE + LINE / 2} for number, name in enumerate(names)]
+    traces, last = [], max(cells["to"] for _, cells in panel.rows)
+    for number, what in enumerate(dict.fromkeys(what for (_, what, _), _ in panel.rows)):
+        rows = [(lane, of, *cells.values()) for (lane, said, of), cells in panel.rows if said == what]
+        lengths = [end - begin for _, _, begin, end, _ in rows]
+        share = [min(1.0, busy / length) for (*_, busy), length in zip(rows, lengths, strict=True)]
+        look = {"color": colour(number), "opacity": [0.25 + 0.75 * each for each in share]}
+        traces.append(
+            {"type": "bar", "orientation": "h", "name": what, "width": LANE - LINE - 2 * GAP}
+            | {"y": [names.index(row[0]) * LANE + (LANE + LINE) / 2 for row in rows], "base": [row[2] for row in rows]}
+            | {"x": lengths, "hovertext": [_label(row[1]) for row in rows], "customdata": [row[2:] for row in rows]}
+            | {"marker": look | {"line": {"width": 1, "color": "rgba(128,128,128,0.6)"}}, "hovertemplate": SPAN_HOVER}
+        )
+    axis = {"range": [len(names) * LANE, 0], "showticklabels": False, "showgrid": False, "zeroline": False}
+    layout = {"yaxis": axis | {"fixedrange": True}, "annotations": notes, "meta": {"height": len(names) * LANE}}
+    x = {"title": {"text": panel.unit}, "range": [0, 1.01 * last]}
+    return _figure(traces, x, barmode="overlay", showlegend=True, **layout)
 
 
 def _places(panel: Panel) -> tuple[list[float], dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardbook.compare.page import Panel, panel_of, render
 from shardbook.plan.cluster import Candidate
+from shardbook.plan.lanes import lay_in_time
 from shardbook.plan.peak import Peak, predict_moments
 from shardbook.plan.report import GB, PARTS, Report, describe_advice, facts, min_gpus_words
 from shardbook.recipe import find_stage
@@ -38,6 +39,7 @@ def write_plan_page(path: Path, report: Report) -> None:
         panel_of("plan.moments", _gigabytes(moments), "bars", heads=("moment",), limit=room, room=room, stage=own),
         panel_of("plan.traffic", traffic, "bars", heads=("stage",)),
         panel_of("plan.time", [(name, asdict(one.time)) for name, one in stages.items()], "bars", heads=("stage",)),
+        timeline_of(report, own),
         scaling_of(report),
     ]
     render(path, title, about, panels)
@@ -56,6 +58,20 @@ def _verdict(report: Report, name: str, candidate: Candidate) -> dict[str, str]:
 
 def _gigabytes(peaks: dict[str, Peak]) -> list[tuple[str, dict[str, float]]]:
     return [(name, {term: size / GB for term, size in asdict(peak).items()}) for name, peak in peaks.items()]
+
+
+def timeline_of(report: Report, stage: str) -> Panel:
+    spans, left_out = lay_in_time(report.planner, report.stages[stage])
+    rows = [
+        (
+            (span.lane, span.what, span.of),
+            {"from": 1000 * span.begins, "to": 1000 * span.ends, "busy": 1000 * span.busy},
+        )
+        for span in spans
+    ]
+    cut = f"{left_out:,.2f} s of micro-batches in the middle are left out" if left_out else "all passes are shown"
+    more: dict[str, Any] = {"heads": ("lane", "what", "of"), "stage": stage, "cut": cut}
+    return panel_of("plan.timeline", rows, "lanes", **more)
 
 
 def scaling_of(report: Report) -> Panel:

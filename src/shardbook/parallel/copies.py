@@ -7,7 +7,7 @@ of (replicas, 1), to the bit.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -104,9 +104,9 @@ class ReplicatedParameters:
         self._unsent = 0  # index of the first of `parts` that is not sent in this backward
         compute = layout.dtype("params")
         COPIED.add(model)
-        model.register_forward_hook(lambda module, inputs, made: _cast(made, output))
+        model.register_forward_hook(lambda module, inputs, made: cast_floats(made, output))
         for module in {module: None for unit in layout.units for module in unit.modules} if layout.casts else ():
-            module.register_forward_pre_hook(partial(_cast_inputs, compute), with_kwargs=True)
+            module.register_forward_pre_hook(partial(cast_inputs, compute), with_kwargs=True)
         if layout.casts or replicas is not None:
             model.register_forward_pre_hook(self._before_forward, prepend=True)
         if layout.casts:
@@ -230,25 +230,30 @@ class ReplicatedParameters:
             part.ready.clear()
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Returns `value` with all float tensors, also those inside tuples, lists, mappings and dataclasses, in `dtype`."""
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Returns `value` with `function` of every tensor, also of those inside tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return function(value)
     if isinstance(value, tuple | list):
-        parts = [_cast(part, dtype) for part in value]
+        parts = [map_tensors(part, function) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, Mapping):
-        made = {name: _cast(part, dtype) for name, part in value.items()}
+        made = {name: map_tensors(part, function) for name, part in value.items()}
         if isinstance(value, defaultdict):
             return defaultdict(value.default_factory, made)
         return type(value)(made)  # type: ignore[call-arg]
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{each.name: _cast(getattr(value, each.name), dtype) for each in fields(value)})
+        return replace(value, **{each.name: map_tensors(getattr(value, each.name), function) for each in fields(value)})
     return value
 
 
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
-    return _cast(inputs, dtype), _cast(named, dtype)
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
+    """Casts, as a hook before a module's forward, all float tensors among its arguments."""
+    return cast_floats(inputs, dtype), cast_floats(named, dtype)
 
 
 def _note_step(copies: ref[ReplicatedParameters], masters: set[nn.Parameter], optimizer: Any, *given: Any) -> None:

@@ -46,6 +46,30 @@ def shard_model(
     gradients are SUMS over ranks: divide the loss by what the whole step counts. Raises RecipeError (a ValueError)
     where something does not fit.
     """
+    probe("stages")
+    blocks, parallel, precision = read_arguments(model, blocks, stage, mesh, precision)
+    if not dist.is_initialized():
+        raise RecipeError("shard_model: no process group; call torch.distributed.init_process_group first")
+    device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+    ranks = list(range(dist.get_world_size()))
+    if mesh is not None:
+        device_type, ranks = mesh.device_type, mesh.mesh.flatten().tolist()
+    parts, node = [[block] for block in blocks], _ranks_of_this_node(ranks, parallel)
+    layout = build_layout(parallel, precision.on(device_type), model, parts, blocks, len(ranks), node)
+    mesh = _with_every_axis(mesh, layout, device_type)
+    check_same_weights(model, mesh)
+    return apply_stage(model, layout, mesh, ours=False)
+
+
+def read_arguments(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    stage: str | Parallel,
+    mesh: DeviceMesh | None,
+    precision: Precision | None,
+) -> tuple[list[nn.Module], Parallel, Precision]:
+    """Return blocks, settings and dtypes that `shard_model`'s arguments ask for. Raises RecipeError for what fits on no
+    ranks; a plan asks the same."""
     for what, given, fits, words in (
         ("model", model, isinstance(model, nn.Module), "a module"),
         ("blocks", blocks, isinstance(blocks, Iterable), "several modules"),
@@ -55,7 +79,6 @@ def shard_model(
     ):
         if not fits:
             raise RecipeError(f"shard_model: {what} = {given!r}: must be {words}")
-    probe("stages")
     blocks = list(blocks)
     check_blocks(model, blocks)
     check_parameters(model)
@@ -66,18 +89,7 @@ def shard_model(
     for axis, lacks in (("tp", "cuts no matrices"), ("cp", "splits no rows"), ("pp", "deals out no layers")):
         if (size := getattr(parallel, f"{axis}_size")) > 1:
             raise RecipeError(f"shard_model: parallel.{axis}_size = {size}: it {lacks}; leave it out")
-    if not dist.is_initialized():
-        raise RecipeError("shard_model: no process group; call torch.distributed.init_process_group first")
-    device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
-    ranks = list(range(dist.get_world_size()))
-    if mesh is not None:
-        device_type, ranks = mesh.device_type, mesh.mesh.flatten().tolist()
-    settled = _with_master_of(model, precision or Precision()).on(device_type)
-    parts, node = [[block] for block in blocks], _ranks_of_this_node(ranks, parallel)
-    layout = build_layout(parallel, settled, model, parts, blocks, len(ranks), node)
-    mesh = _with_every_axis(mesh, layout, device_type)
-    check_same_weights(model, mesh)
-    return apply_stage(model, layout, mesh, ours=False)
+    return blocks, parallel, _with_master_of(model, precision or Precision())
 
 
 def check_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:

@@ -43,7 +43,7 @@ class ShardedBytes:
         for what, unit, _ in events:
             if unit is None:
                 continue
-            trained = unit.padded_numel(shards, trained_only=True)
+            trained, own_grads = (unit.padded_numel(ranks, trained_only=True) for ranks in (shards, 1))
             if what == "gather":
                 flying[unit] = unit.padded_numel(shards) * self.compute
             elif what == "free":
@@ -57,20 +57,23 @@ class ShardedBytes:
                     yield "forward", unit, now()
                 elif unit in named:
                     yield "backward", unit, now()
-                    yield "backward done", unit, now(trained * self.compute)
+                    yield "backward done", unit, now(own_grads * self.compute)
             elif what == "accumulate":
                 # first gradients become sums, one unit after the other; later ones are added and gone
-                self.sums += trained * self.reduce * (micro == 0)
+                self.sums += own_grads * self.reduce * (micro == 0)
                 if unit in named:
-                    yield "reduction", unit, now(trained * self.compute * (micro == 0 and self.reduce != self.compute))
+                    own = own_grads * self.compute * (micro == 0 and self.reduce != self.compute)
+                    yield "reduction", unit, now(own)
             elif what == "reduce":
-                reducing, own, shard = trained * self.reduce, trained * self.compute * self.every, trained // shards
-                waited = trained * self.reduce * (not self.every)
+                reducing, own, shard = trained * self.reduce, own_grads * self.compute * self.every, trained // shards
+                waited = own_grads * self.reduce * (not self.every)
                 is_alone = shards == 1 < self.layout.tp_size
                 if is_alone:  # copied once more, when its own are gone
                     reducing, own, self.sums, waited = 2 * reducing, 0, self.sums - waited, 0
                 if unit in named:
-                    yield "reduction", unit, now(own, shard * self.reduce)
+                    # the output comes when the input is filled and own gradients are gone, but for DTensors along tp
+                    gone = own if self.layout.tp_size == 1 else 0
+                    yield "reduction", unit, now(own, max(0, shard * self.reduce - gone))
                 reducing = trained * self.reduce
                 self.sums += self._kept(shard, micro, is_last) - waited
                 leaving.append(shard * self.reduce * (self.is_away and self.layout.replicas == 1))

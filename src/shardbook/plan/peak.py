@@ -6,7 +6,7 @@ and tests hold the two together. Sources of the counts: tensors that autograd sa
 fully_shard holds; Korthikanti et al., arXiv 2205.05198, section 4, for the idea.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedConfig
@@ -17,7 +17,13 @@ from shardbook.model.attention import head_size
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import Unit, backward_order
 from shardbook.plan.events import step_passes
-from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual, predict_secondary
+from shardbook.plan.formulas import (
+    Resident,
+    predict_gathered_peak,
+    predict_resident,
+    predict_residual,
+    predict_secondary,
+)
 from shardbook.plan.live import CopiedBytes, ShardedBytes
 from shardbook.plan.work import FP32, Work, count_work, forward_bytes
 from shardbook.recipe import Recipe
@@ -93,6 +99,24 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
         _visits(layout, number, chunk.units, work, ceil_div(config.vocab_size, tp_size))
         for number, chunk in enumerate(layout.chunks)
     ]
+
+    def around(flying: int) -> int:
+        return work.before_blocks + work.passing + (flying - 1) * work.of_a_pass(pipeline)
+
+    moments = fold_moments(layout, micros, visits, state, around)
+    if tp_size > 1:  # after all else, their sums
+        params, sums, optimizer = (int(size) for size in asdict(state).values())
+        flat = layout.replicated_numel * layout.dtype("master").itemsize
+        moments["what is not cut"] = Peak(params, sums, optimizer, gathered=0, buffers=flat, activations=0, working=0)
+    return moments
+
+
+def fold_moments(
+    layout: Layout, micros: int, visits: Sequence[Visits], state: Resident, around: Callable[[int], int]
+) -> dict[str, Peak]:
+    """Returns the bytes at the moments of `visits` (of each chunk of layers) that `predict_moments` returns. `around`:
+    the bytes beside what blocks hold, by the number of micro-batches that are on their way."""
+    pipeline = layout.pipeline
     # more micro-batches bring nothing that these do not: but in gpipe all forwards are before the first backward
     few = micros if pipeline.schedule == "gpipe" else min(micros, 3 * pipeline.ranks)
     live = (CopiedBytes if layout.copies else ShardedBytes)(layout, few)
@@ -102,7 +126,6 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
     found = list[tuple[int, str, Peak]]()
     for action, events in step_passes(layout, few):
         flying += action.is_forward
-        around = work.before_blocks + work.passing + (flying - 1) * work.of_a_pass(pipeline)
         for moment, unit, (sums, gathered, buffers, own) in live.follow(action, events, named):
             if (moment, unit) in visits[action.chunk]:
                 name, held, working = visits[action.chunk][moment, unit]
@@ -111,7 +134,7 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
                     grads=sums + residual,
                     gathered=gathered + secondary,
                     buffers=buffers,
-                    activations=held + around,
+                    activations=held + around(flying),
                     working=working + own,
                 )
                 number = micros if action.micro == few - 1 else action.micro + 1
@@ -119,12 +142,7 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
                 found.append((number, f"micro-batch {number}{of_chunk}, {name}", peak))
         flying -= not action.is_forward
     fullest = max(found, key=lambda each: each[2].total)
-    moments = {name: peak for number, name, peak in found if number in (1, 2, micros) or name == fullest[1]}
-    if tp_size > 1:  # after all else, their sums
-        params, sums, optimizer = (int(size) for size in asdict(state).values())
-        flat = layout.replicated_numel * layout.dtype("master").itemsize
-        moments["what is not cut"] = Peak(params, sums, optimizer, gathered=0, buffers=flat, activations=0, working=0)
-    return moments
+    return {name: peak for number, name, peak in found if number in (1, 2, micros) or name == fullest[1]}
 
 
 def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Peak:

@@ -6,6 +6,7 @@ links, and every term a count. Roofline: Williams et al., CACM 52(4), 2009; alph
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import compress
@@ -33,6 +34,9 @@ PASSES = 3.5  # over what a block reads and writes beside its products: once for
 MOVED = 0.939  # of what a block keeps where nothing is made again: what one pass reads and writes beside its products
 LINK_SHARE = 0.04  # of products' time: SMs and bandwidth that collectives take, hidden though they are
 
+# is told the number of the pass, what is done (forward, backward, gather, reduce), its unit, its beginning and its end
+Note = Callable[[int, str, Unit | None, float, float], None]
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -59,6 +63,7 @@ def predict_step(
     flops: Flops,
     document_tokens: float,
     cluster: Cluster | None = None,
+    note: Note | None = None,
 ) -> StepTime:
     """Returns the time of a step of full rows of documents of `document_tokens` each, compiled; without `cluster` on an
     H100 where all collectives hide but those along tp and cp, which never do. Ranks along tp and cp share the work; in
@@ -126,7 +131,7 @@ def predict_step(
         micro = products + attention + memory + copies + link + inside / micros
         forward = (micro - teacher_seconds) / (3 + again + more)
         both = forward + teacher_seconds, micro - teacher_seconds - (1 + more) * forward
-        exposed += exposed_seconds(layout, cluster, micros, *both, more)
+        exposed += exposed_seconds(layout, cluster, micros, *both, more, note)
         if row.whole_matrices:
             exposed += sum(
                 cluster.ring_seconds(size, layout.groups(0)[axis]) for _, axis, size in muon_exchanges(layout)
@@ -206,15 +211,22 @@ def predict_perf_metrics(
 
 
 def exposed_seconds(
-    layout: Layout, cluster: Cluster, micros: int, forward: float, backward: float, more: int = 0
+    layout: Layout,
+    cluster: Cluster,
+    micros: int,
+    forward: float,
+    backward: float,
+    more: int = 0,
+    note: Note | None = None,
 ) -> float:
     """Returns the seconds of a step in which the GPU waits for gathers and reductions, which a link beside it serves.
 
     `forward`, `backward`: seconds of computing of one micro-batch, shared among units by their parameters. A unit's own
     gather is asked for when the unit before begins (the host runs ahead of the device, and reductions have their own
     communicator), a prefetch when the unit begins that prefetches; a reduction when its backward is over. `more`:
-    forwards without a backward before each micro-batch's own.
+    forwards without a backward before each micro-batch's own. `note` is told each computing, gather and reduction.
     """
+    note = note or (lambda *_: None)
     groups, parts = layout.groups(0), [unit for unit in layout.units if unit.numel]
     whole = sum(unit.parameters for unit in parts if unit.read_in_backward)
     everything = whole + sum(unit.parameters for unit in parts if unit.forward_only)
@@ -225,38 +237,41 @@ def exposed_seconds(
         rings = ((op, cluster.ring_seconds(payload, groups[axis])) for op, axis, payload in sends if payload)
         return sum(2 * ring if op == "all_reduce" else ring for op, ring in rings)
 
-    def serve(asked: float, took: float) -> float:
+    def serve(asked: float, took: float, unit: Unit | None, what: str = "gather") -> float:
         nonlocal link, busy
         link, busy = max(link, asked) + took, busy + took
+        note(number, what, unit, link - took, link)
         return link
 
-    for action, events in step_passes(layout, micros, 1 + more):
-        asked, there, reductions = dict[Unit, float](), dict[Unit, float](), list[tuple[float, float]]()
+    for number, (action, events) in enumerate(step_passes(layout, micros, 1 + more)):
+        asked, there, reductions = dict[Unit, float](), dict[Unit, float](), list[tuple[float, float, Unit | None]]()
         began = gpu
         if not action.is_forward:  # of what spans the pass the head is first, and the lookup at the end takes no time
-            heads = (unit for unit in layout.chunks[action.chunk].units if unit.spans and unit.read_in_backward)
+            heads = [unit for unit in layout.chunks[action.chunk].units if unit.spans and unit.read_in_backward]
             gpu += backward * sum(unit.parameters for unit in heads) / whole
+            note(number, "backward", heads[0] if heads else None, began, gpu)
         for what, unit, sends in events:
             if what == "compute" and unit:
                 while unit in asked:
                     first = next(iter(asked))
-                    there[first] = serve(began, asked.pop(first))
+                    there[first] = serve(began, asked.pop(first), first)
                 for each in reductions:
-                    serve(*each)
+                    serve(*each, "reduce")
                 began = gpu = max(gpu, there.get(unit, 0.0))
                 for other, took in asked.items():
-                    there[other] = serve(began, took)
+                    there[other] = serve(began, took, other)
                 asked, reductions = {}, []
                 if action.is_forward:
                     gpu += forward * unit.parameters / everything * (unit.read_in_backward or unit.forward_only)
                 else:
                     gpu += backward * unit.parameters / whole * (unit.read_in_backward and not unit.spans)
+                note(number, "forward" if action.is_forward else "backward", unit, began, gpu)
             elif sends and what == "gather" and unit:
                 asked[unit] = seconds(sends)
             elif sends and what == "reduce" and (took := seconds(sends)):
-                reductions.append((gpu, took))
+                reductions.append((gpu, took, unit))
         for each in reductions:
-            serve(*each)
+            serve(*each, "reduce")
     computing, power = micros * ((1 + more) * forward + backward), cluster.sharing
     if power:
         return (computing**power + busy**power) ** (1 / power) - computing

@@ -90,14 +90,17 @@ class Timeline(LiveBytes):
 
     def ran(self, function: Any, args: Any, kwargs: Any, result: Any, is_larger: bool) -> None:
         if is_larger:
-            grads = {number: sum(held.values()) for number, held in self.grads.items()}
-            apart = {key for held in self.grads.values() for key in held}
-            self.moments.append(Moment(self.place, self.count(apart), grads))
+            self.note()
         name = function.overloadpacket.__name__
         if "mm" in name and (count := flop_registry.get(function.overloadpacket)):
             self.flops[self.place] = self.flops.get(self.place, 0) + count(*args, **kwargs, out_val=result)
         elif self.place[0] == "forward" and ("attn" in name or "attention" in name):
             self.queries[self.place[1]] = args[0].numel()
+
+    def note(self) -> None:
+        grads = {number: sum(held.values()) for number, held in self.grads.items()}
+        apart = {key for held in self.grads.values() for key in held}
+        self.moments.append(Moment(self.place, self.count(apart), grads))
 
     def take_gradient(self, owner: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
