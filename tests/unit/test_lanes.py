@@ -1,5 +1,8 @@
 """The timeline of a step: it ends with the plan's time, and its figure has the numbers of its table."""
 
+from itertools import pairwise
+from types import SimpleNamespace
+
 import pytest
 
 from shardbook.compare.page import draw_lanes
@@ -24,7 +27,7 @@ def test_a_step_ends_where_the_plan_says(stage, micros):
     assert (cut > 0) == (micros > 2)
     for lane in {span.lane for span in spans}:  # on a lane one thing after the other
         own = [span for span in spans if span.lane == lane]
-        assert all(before.ends <= after.begins + 1e-9 for before, after in zip(own, own[1:], strict=False)), lane
+        assert all(before.ends <= after.begins + 1e-9 for before, after in pairwise(own)), lane
         assert all(0 < span.busy <= span.ends - span.begins + 1e-9 for span in own)
     computing = sum(span.busy for span in spans if span.lane == "computing")
     shown = min(micros, 2) / micros
@@ -37,7 +40,7 @@ def test_a_model_of_many_blocks_stays_readable():
     planner, found = planned("train.gradient_accumulation_steps=8")
     spans, _ = lay_in_time(planner, found)
     names = [span.of for span in spans if span.what == "computes forward"]
-    assert names[:6] == ["embedding", "block 1", "block 2", "blocks 3 to 30", "block 31", "block 32"][-len(names[:6]) :]
+    assert names[:5] == ["block 1", "block 2", "blocks 3 to 30", "block 31", "block 32"]
     assert len(spans) < 80
 
 
@@ -48,14 +51,10 @@ def test_transfers_have_a_lane_of_their_own():
 
 
 def test_the_figure_has_the_numbers_of_the_table():
-    class Shown:
-        planner, candidate = planned()
-        stages = {"zero3": candidate}
-
-    panel = timeline_of(Shown, "zero3")
+    planner, found = planned()
+    panel = timeline_of(SimpleNamespace(planner=planner, stages={"zero3": found}), "zero3")
     drawn = draw_lanes(panel)["data"]
-    bars = sorted(
-        (begin, begin + length) for trace in drawn for begin, length in zip(trace["base"], trace["x"], strict=True)
-    )
-    assert bars == pytest.approx(sorted((cells["from"], cells["to"]) for _, cells in panel.rows))
-    assert len(panel.rows) == len(bars) and {trace["name"] for trace in drawn} == {label[1] for label, _ in panel.rows}
+    bars = {pair for trace in drawn for pair in zip(trace["base"], trace["x"], strict=True)}
+    assert bars == {(cells["from"], cells["to"] - cells["from"]) for _, cells in panel.rows}
+    assert {trace["name"] for trace in drawn} == {label[1] for label, _ in panel.rows}
+    assert [text for _, text in panel.texts(*panel.rows[0])] == [format(v, ",.1f") for v in panel.rows[0][1].values()]
