@@ -74,7 +74,7 @@ def lay_in_time(planner: Planner, candidate: Candidate) -> tuple[list[Span], flo
     found, micros = list[Noted](), recipe.train.gradient_accumulation_steps
     time = predict_step(
         layout,
-        candidate.config,
+        candidate.planner.config,
         recipe,
         planner.flops,
         planner.document_tokens,
