@@ -78,8 +78,10 @@ def losses_of(axis, families):
         sharded = apply_stage(model, laid.layout, build_mesh(laid.layout.sizes, "cpu"))
         materialize(model, device)
         state = theirs.state_dict()
+        parameters = dict(model.named_parameters())
         for name, place in shard_slices(model).items():
-            place.fill_from(state[name])
+            more = state[name].ndim - parameters[name].ndim  # 1: of experts, which are rows of one matrix here
+            place.fill_from(state[name].flatten(0, more))
         for name, buffer in stored_buffers(model).items():
             buffer.copy_(state[name])
         batching = dataclasses.replace(Batching(64, 2, 0, 1, documents=3), **slices)
