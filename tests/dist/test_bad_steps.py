@@ -113,7 +113,9 @@ def rows_of(recipe, name, keys=("train/loss", "train/grad_norm", "train/bad_step
     return [{key: row[key] for key in keys if key in row} for row in metrics(recipe.parent / name)]
 
 
-@pytest.mark.parametrize("names", [("carried", "host-clipped"), pytest.param(("device", "clipped", "host"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [("carried", "host-clipped"), pytest.param(("device", "clipped", "host"), marks=pytest.mark.slow)]
+)
 def test_a_run_goes_on_as_if_the_step_were_left_out(recipe, names):
     """Its rank and its rows are named, and all later losses, norms, weights and moments are those of a run that did not
     take the step."""
@@ -123,7 +125,9 @@ def test_a_run_goes_on_as_if_the_step_were_left_out(recipe, names):
         for rank in ranks:
             assert rank[name, kind][0] == rank[name, "passed"][0] and len(rank[name, kind][0]) > 20, (name, kind)
             (line,) = [line for line in rank[name, kind][1] if "left out" in line]
-            where = "rank 1: rows 11 to 11 of the run (documents " if kind == "loss" else "rows 8 to 11 of the run: every"
+            where = (
+                "rank 1: rows 11 to 11 of the run (documents " if kind == "loss" else "rows 8 to 11 of the run: every"
+            )
             assert line.startswith(f"left out step 3: the gradient norm is not finite; {where}"), line
         wanted, found = rows_of(recipe, f"{name}-passed"), rows_of(recipe, f"{name}-{kind}")
         assert [row.pop("train/bad_steps") for row in found] == [0, 0, 1, 1, 1]
@@ -132,7 +136,9 @@ def test_a_run_goes_on_as_if_the_step_were_left_out(recipe, names):
         assert found[:2] + found[3:] == wanted[:2] + wanted[3:], (name, kind)
 
 
-@pytest.mark.parametrize("names", [("host",), pytest.param(("device", "clipped", "host-clipped"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [("host",), pytest.param(("device", "clipped", "host-clipped"), marks=pytest.mark.slow)]
+)
 def test_the_first_ends_a_run_and_has_changed_nothing(recipe, names):
     runs = {f"first-{name}": RUNS[name] for name in names}
     short = {f"{name}-short": (*words, "train.steps=2") for name, words in runs.items()}

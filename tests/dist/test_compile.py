@@ -15,7 +15,9 @@ def compiled_rank(words):
     return code, err, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile on a CPU needs a C++ compiler")
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile on a CPU needs a C++ compiler"
+)
 @pytest.mark.slow
 def test_compiled_blocks_train_the_same(tiny, tmp_path):
     recipe = write_recipe(tiny, tmp_path)

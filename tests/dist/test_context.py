@@ -2,7 +2,17 @@
 
 import context_cases
 import pytest
-from cases import TOLERANCE, Case, assert_case, assert_events, assert_exact_bytes, assert_parity, assert_replicas_agree, outcomes_of, run_cases
+from cases import (
+    TOLERANCE,
+    Case,
+    assert_case,
+    assert_events,
+    assert_exact_bytes,
+    assert_parity,
+    assert_replicas_agree,
+    outcomes_of,
+    run_cases,
+)
 from world import losses, run_train, run_world
 
 AXIS = context_cases
@@ -15,7 +25,10 @@ def test_parity_and_exact_bytes(case, outcomes, wanted_of):
 
 
 KNOBS = [
-    (1e-6, Case("zero3", 1, 2, 3, True, extra=("parallel.reshard_min_params=3000", "parallel.forward_prefetch=1"), cp=2)),
+    (
+        1e-6,
+        Case("zero3", 1, 2, 3, True, extra=("parallel.reshard_min_params=3000", "parallel.forward_prefetch=1"), cp=2),
+    ),
     (1e-6, Case("zero3", 1, 2, 3, checkpointing="full", extra=("offload.activations=cpu",), cp=2)),
     (1e-6, Case("zero3", 1, 1, 1, extra=("parallel.wrap=size:20000",), cp=2)),
     (None, Case("zero3", 1, 2, 3, True, extra=("precision.params=bf16",), cp=2)),

@@ -106,7 +106,9 @@ def compare(params, reduce, bug=None, bucket=0):
             is_last = number == MICROS - 1
             with sharded.micro_batch(is_last):
                 loss = loss_of(model, ids, skips=ranks.rank == 1)
-                look = model.blocks[0][0].weight.register_hook(lambda _: seen.add(f"{len(begun)} sent before the first"))
+                look = model.blocks[0][0].weight.register_hook(
+                    lambda _: seen.add(f"{len(begun)} sent before the first")
+                )
                 loss.backward()
                 look.remove()
             if not is_last:

@@ -41,7 +41,10 @@ def test_a_run_goes_back_to_the_newest_whole_checkpoint(recipe, straight):
     begins = f"warning  checkpoint {run}/checkpoints/step-000004: damaged (rank-1.bin: bytes "
     assert len(said) == 1 and said[0].startswith(begins) and said[0].endswith("; went back to step-000002"), said
     assert "warning" not in second[1] and losses(run) == losses(straight)
-    assert [verify(each) for each in list_checkpoints(run / "checkpoints")] == [True, True]  # the damaged one is replaced
+    assert [verify(each) for each in list_checkpoints(run / "checkpoints")] == [
+        True,
+        True,
+    ]  # the damaged one is replaced
 
 
 def test_without_a_fallback_or_a_whole_one_it_is_refused(recipe, straight):
@@ -58,7 +61,9 @@ def test_without_a_fallback_or_a_whole_one_it_is_refused(recipe, straight):
 
 def test_the_disk_is_looked_at_before_the_first_step(recipe, straight):
     """What is predicted is what is written, but for each rank's random state."""
-    [(code, said, error)] = run_world(1, short_of_room, [str(recipe), "run.name=short", "train.save_total_limit=1", *SAVING])
+    [(code, said, error)] = run_world(
+        1, short_of_room, [str(recipe), "run.name=short", "train.save_total_limit=1", *SAVING]
+    )
     assert code == 2 and " GB are free there, and 2 checkpoints of 0.000" in error, error
     assert "warning  train.save_total_limit = 1: a damaged checkpoint leaves none to go back to; set it to 2\n" in said
     needed = float(said.rpartition("predicted ")[2])

@@ -266,7 +266,9 @@ def run_planted(name, *args):
     return run_cases(*args)
 
 
-@pytest.mark.parametrize("name", ["square", *(pytest.param(n, marks=pytest.mark.slow) for n in ("way", "trains_the_teacher"))])
+@pytest.mark.parametrize(
+    "name", ["square", *(pytest.param(n, marks=pytest.mark.slow) for n in ("way", "trains_the_teacher"))]
+)
 def test_a_planted_bug_turns_it_red(name, recipe, tiny, teachers, wanted_of, tmp_path):
     case = Case("zero3", 1, 2, extra=words_of(teachers / "untied"))
     assert run_world(2, run_planted, name, recipe, tiny, [case], tmp_path) == [[], []]
@@ -277,7 +279,7 @@ def test_a_planted_bug_turns_it_red(name, recipe, tiny, teachers, wanted_of, tmp
 @pytest.mark.parametrize("kernel", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("own", "theirs"), [(101, 101), (101, 90), (90, 101)])
 def test_the_head_is_autograd_of_whole_logits(own, theirs, kernel):
-    from shardbook.model.loss_head import TeacherOutput, LossHead
+    from shardbook.model.loss_head import LossHead, TeacherOutput
 
     torch.manual_seed(0)
     tokens, ratio, temperature = 37, 0.3, 1.7

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import shutil
 from functools import cache
 
 import numpy as np
@@ -14,7 +13,6 @@ from cases import (
     DECAY,
     MAX_NORM,
     RATE,
-    TOLERANCE,
     Case,
     assert_case,
     layouts,
@@ -154,12 +152,16 @@ def test_a_stop_during_the_reference_is_after_its_part(step, recipe, pairs, stra
     kept = np.load(run / "reference.npz")["train"]
     assert 0 < np.isfinite(kept).all(1).sum() < ROWS / 2
     # no step, no evaluation: as if the run had only begun
-    assert before == ((run / "metrics.jsonl").read_text() if step else "") and (step or not (run / "metrics.jsonl").exists())
+    assert before == ((run / "metrics.jsonl").read_text() if step else "") and (
+        step or not (run / "metrics.jsonl").exists()
+    )
     run_train(2, recipe, name, *words)
     assert all_but_speed(run) == all_but_speed(straight)
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], slow(lambda data: b"garbage"), slow(lambda data: b"")])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[: len(data) // 2], slow(lambda data: b"garbage"), slow(lambda data: b"")]
+)
 def test_a_damaged_reference_is_named(damage, recipe, pairs, straight):
     content = (straight / "reference.npz").read_bytes()
     name = f"damaged-{len(damage(content))}"
@@ -241,7 +243,9 @@ def test_a_checkpoint_of_a_run_with_another_reference_is_refused(recipe, pairs, 
     other = run_train(2, recipe, "simpo", *SAVING, *words_of("simpo", pairs), "train.steps=2")
     named = f"train.resume_from_checkpoint={other}/checkpoints/step-000002"
     said = refused(recipe, "from-another", named, *words)
-    assert f"{other}/reference.npz is not there; to begin with what that run learned set model.path={other}/export" in said
+    assert (
+        f"{other}/reference.npz is not there; to begin with what that run learned set model.path={other}/export" in said
+    )
     begun = run_train(2, recipe, "from-export", *words, f"model.path={other}/export")
     assert metrics(begun)[1]["train/loss"] == pytest.approx(math.log(2), rel=1e-6)
     named = f"train.resume_from_checkpoint={begun}/checkpoints/step-000002"

@@ -3,8 +3,21 @@
 import pytest
 import reference
 import torch
-from cases import Case, assert_case, documents_of_steps, outcomes_of, run_cases
-from cases import DECAY, MAX_NORM, RATE, TOLERANCE, assert_exact_bytes, assert_parity, assert_replicas_agree, same_bits
+from cases import (
+    DECAY,
+    MAX_NORM,
+    RATE,
+    TOLERANCE,
+    Case,
+    assert_case,
+    assert_exact_bytes,
+    assert_parity,
+    assert_replicas_agree,
+    documents_of_steps,
+    outcomes_of,
+    run_cases,
+    same_bits,
+)
 from families import write_family
 from tiny import config, write_model
 from world import run_train, run_world
@@ -22,7 +35,9 @@ def base(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("family", [*FAMILIES[3:], *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[:3] + KIN)])
+@pytest.mark.parametrize(
+    "family", [*FAMILIES[3:], *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[:3] + KIN)]
+)
 def test_stages_are_transformers_to_a_millionth(family, recipe, tiny, base, tmp_path):
     cases = [Case("zero3", 1, 2, 3, True, False, "selective"), Case("ddp", 2, 1, 3, True, True, "full")]
     assert run_world(2, run_cases, recipe, base / family, cases, tmp_path) == [[], []]
@@ -35,7 +50,18 @@ def test_stages_are_transformers_to_a_millionth(family, recipe, tiny, base, tmp_
 
 # One of each sort: windows and two rotations, caps, sinks and experts, chunks and experts, a scale, a head with a bias,
 # learned positions, alibi, latent attention with a buffer, experts by themselves; and what takes one document a row.
-SORTS = ["gemma3_text", "gemma2", "gpt_oss", "llama4_text", "cohere2", "phi", "gpt2", "bloom", "deepseek_v3", "qwen3_moe"]
+SORTS = [
+    "gemma3_text",
+    "gemma2",
+    "gpt_oss",
+    "llama4_text",
+    "cohere2",
+    "phi",
+    "gpt2",
+    "bloom",
+    "deepseek_v3",
+    "qwen3_moe",
+]
 ROWS = ["lfm2", "qwen3_next"]
 
 
@@ -85,14 +111,18 @@ def test_experts_under_every_stage_however_recomputed(family, recipe, tiny, tmp_
 def test_an_export_is_read_by_transformers(family, recipe, base, tmp_path):
     """With no step taken its logits are the source's; and adapters find the family's matrices."""
     folder = base / family / "untied"
-    run = run_train(1, recipe, family, f"model.path={folder}", "train.steps=1", "optim.learning_rate=1e-30", "train.export=true")
+    run = run_train(
+        1, recipe, family, f"model.path={folder}", "train.steps=1", "optim.learning_rate=1e-30", "train.export=true"
+    )
     theirs, ours = (
         reference.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)(torch.arange(3, 60)[None]).logits
         for where in (folder, run / "export")
     )
     assert torch.equal(theirs, ours)
     peft = pytest.importorskip("peft")
-    run = run_train(1, recipe, f"{family}-lora", f"model.path={folder}", "train.steps=2", "lora.r=4", "train.export=true")
+    run = run_train(
+        1, recipe, f"{family}-lora", f"model.path={folder}", "train.steps=2", "lora.r=4", "train.export=true"
+    )
     plain = reference.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(plain, run / "export")
     assert (adapted(input_ids=torch.arange(3, 60)[None]).logits - theirs).abs().max() > 1e-4
@@ -103,8 +133,13 @@ REFUSED = {
     "phi3  ": (
         {
             "original_max_position_embeddings": 32,
-            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
-                                "original_max_position_embeddings": 32},
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 32,
+            },
         },
         "beyond 32 tokens the rotation",
     ),

@@ -61,7 +61,9 @@ def run_all(recipe, runs):
             assert train.train(recipe_of_run, recipe, ranks) == 0
         finally:
             generate.Samples._continue, train.apply_stage = real, real_apply
-        said[name] = {key: seen[key] for key in ("tokens", "prompts", "stops", "gathers")} | {"weights": digest(seen["sharded"])}
+        said[name] = {key: seen[key] for key in ("tokens", "prompts", "stops", "gathers")} | {
+            "weights": digest(seen["sharded"])
+        }
     return said
 
 
@@ -129,7 +131,10 @@ FURTHER = {  # ranks, words
     "zero2": (2, ("parallel.stage=zero2", "activation.checkpointing=full")),
     "zero3": (2, (ZERO3, "model.attention=eager")),
     "ddp": (2, ("parallel.stage=ddp", "activation.checkpointing=full")),
-    "hsdp": (4, ("parallel.stage=hsdp", "parallel.dp_shard_size=2", "model.attention=eager", "activation.checkpointing=full")),
+    "hsdp": (
+        4,
+        ("parallel.stage=hsdp", "parallel.dp_shard_size=2", "model.attention=eager", "activation.checkpointing=full"),
+    ),
     "hpZ": (4, ("parallel.stage=zeropp", "parallel.secondary_shard=2")),
     "zero1": (3, ("parallel.stage=zero1", "activation.checkpointing=selective")),
     "whole": (2, (ZERO3, "parallel.wrap=none")),
@@ -194,7 +199,9 @@ def test_training_does_not_notice_elsewhere(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile on a CPU needs a C++ compiler")
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile on a CPU needs a C++ compiler"
+)
 def test_compiled_blocks_generate_uncompiled(recipe, tiny):
     compiled = ("train.compile=true", ZERO3, *GENERATES[3:])
     runs = {"compiled": (*compiled, *GENERATES[:3]), "compiled-without": compiled}
@@ -207,7 +214,14 @@ def test_compiled_blocks_generate_uncompiled(recipe, tiny):
 @pytest.mark.slow
 def test_any_number_of_ranks_draws_the_same(recipe):
     """Five samples on one, two and three ranks."""
-    words = ("train.steps=1", "data.eval_size=5", "generate.steps=1", "generate.temperature=1.5", "generate.samples=5", "generate.max_new_tokens=8")
+    words = (
+        "train.steps=1",
+        "data.eval_size=5",
+        "generate.steps=1",
+        "generate.temperature=1.5",
+        "generate.samples=5",
+        "generate.max_new_tokens=8",
+    )
     found = [run_world(n, run_all, recipe, {f"on-{n}": (*words, ZERO3)})[0][f"on-{n}"]["tokens"][0] for n in (1, 2, 3)]
     assert found[0] == found[1] == found[2] and len(set(map(tuple, found[0]))) == 5
 
@@ -234,7 +248,13 @@ def test_adapters_over_a_base(four, recipe, tmp_path):
             if "lora_B" in name:
                 parameter.normal_(0, 0.05)
     adapted.save_pretrained(tmp_path / "adapter")
-    words = (*GENERATES, "lora.r=4", "lora.lora_alpha=8", f"lora.adapter={tmp_path / 'adapter'}", f"model.path={source}")
+    words = (
+        *GENERATES,
+        "lora.r=4",
+        "lora.lora_alpha=8",
+        f"lora.adapter={tmp_path / 'adapter'}",
+        f"model.path={source}",
+    )
     words += ("model.load_in_4bit=true",) * four
     stages = ("zero3", "zero2", "ddp")
     runs = {f"{stage}-{four}": (*words, f"parallel.stage={stage}", "activation.checkpointing=full") for stage in stages}
@@ -260,7 +280,9 @@ def stale(recipe, runs):
     """Planted bug: what was gathered before a step stays."""
     from bugs import in_each_micro_batch
 
-    in_each_micro_batch(None, lambda units: [unit.handle.set_reshard_after_backward(False, recurse=False) for unit in units])
+    in_each_micro_batch(
+        None, lambda units: [unit.handle.set_reshard_after_backward(False, recurse=False) for unit in units]
+    )
     return run_all(recipe, runs)
 
 
@@ -301,7 +323,13 @@ def test_a_resumed_run_repeats_its_samples(recipe, tiny):
 
 def test_an_answer_ends_where_the_model_says(recipe, tiny, tmp_path):
     """At any of generation_config.json's ends, or the template's."""
-    words = ("train.steps=1", "train.export=false", "generate.steps=1", "generate.max_new_tokens=12", "generate.samples=2")
+    words = (
+        "train.steps=1",
+        "train.export=false",
+        "generate.steps=1",
+        "generate.max_new_tokens=12",
+        "generate.samples=2",
+    )
     free = run_world(1, run_all, recipe, {"free": words})[0]["free"]
     assert [len(tokens) for tokens in free["tokens"][0]] == [12, 12] and free["stops"] == [0, 258]
     end = free["tokens"][0][1][2]
@@ -312,7 +340,9 @@ def test_an_answer_ends_where_the_model_says(recipe, tiny, tmp_path):
     assert one["tokens"][0] == generated(plain(tiny / "model"), one["prompts"], one["stops"])
     assert one["tokens"][0][1] == free["tokens"][0][1][: free["tokens"][0][1].index(end) + 1]
     said = [sample for sample in samples_of(recipe.parent / "ends") if sample["step"] == 0][1]
-    assert said["completion"] == tokenizer().decode(one["tokens"][0][1][:-1]) and said["tokens"] == len(one["tokens"][0][1])
+    assert said["completion"] == tokenizer().decode(one["tokens"][0][1][:-1]) and said["tokens"] == len(
+        one["tokens"][0][1]
+    )
 
 
 @pytest.mark.slow
@@ -326,13 +356,17 @@ def test_prompts_of_ones_own(recipe, tiny, tmp_path):
     assert [tokenizer().decode(ids) for ids in one["prompts"]] == chat
     assert one["tokens"][0] == generated(plain(tiny / "model"), one["prompts"], one["stops"], 4)
     tokenizer(None).save_pretrained(tmp_path / "plain")
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"{text} {n}"}) + "\n" for n in range(8) for text in asked))
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"{text} {n}"}) + "\n" for n in range(8) for text in asked)
+    )
     words = (*words, f"model.tokenizer={tmp_path / 'plain'}", f"data.train={tmp_path / 'text.jsonl'}")
     one = run_world(1, run_all, recipe, {"text": (*words, given)})[0]["text"]
     assert one["prompts"] == [tokenizer()(text)["input_ids"] for text in asked]
     ((code, _, said),) = run_world(1, train_rank, [str(recipe), "run.name=none", *words])
     assert code == 2 and said.count("\n") == 1 and "generate.samples = 4: rows of text have no prompt" in said
-    ((code, _, said),) = run_world(1, train_rank, [str(recipe), "run.name=long", *words[:3], given, "generate.max_new_tokens=90"])
+    ((code, _, said),) = run_world(
+        1, train_rank, [str(recipe), "run.name=long", *words[:3], given, "generate.max_new_tokens=90"]
+    )
     assert code == 2 and "generate.max_new_tokens = 90 and data.max_length = 128: the prompt 'tell me more" in said
 
 
@@ -366,7 +400,9 @@ def measure(stages, words):
     dist.init_process_group("gloo")
     found = {}
     for stage in stages:
-        recipe = parse_recipe(PLAIN, "test", ["model.path=test", f"parallel.stage={stage}", "precision.params=bf16", *words])
+        recipe = parse_recipe(
+            PLAIN, "test", ["model.path=test", f"parallel.stage={stage}", "precision.params=bf16", *words]
+        )
         config = AutoConfig.for_model("llama", **SMOLLM2)
         model = build_model(config, recipe.at_rest)
         layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, 2, 2)
@@ -380,7 +416,15 @@ def measure(stages, words):
             live.most = {}
             # a row of padding, so that there is a mask
             prompts = [[1] * (length - new), [1] * (length - new - 5)]
-            decode(sharded, prompts, length - new, [], new, lambda logits, turn: pick(logits.float(), 0, None), torch.device("cpu"))
+            decode(
+                sharded,
+                prompts,
+                length - new,
+                [],
+                new,
+                lambda logits, turn: pick(logits.float(), 0, None),
+                torch.device("cpu"),
+            )
             del state
         found[stage] = max(live.most.values()), said.total
         assert predict_fullest(layout, config, recipe).total >= said.total
@@ -389,7 +433,13 @@ def measure(stages, words):
 
 @pytest.mark.slow
 def test_generating_takes_what_is_predicted():
-    words = ("generate.steps=1", "generate.samples=4", "generate.max_new_tokens=4", "data.max_length=64", "precision.master=fp32")
+    words = (
+        "generate.steps=1",
+        "generate.samples=4",
+        "generate.max_new_tokens=4",
+        "data.max_length=64",
+        "precision.master=fp32",
+    )
     for found in run_world(2, measure, ("zero3", "ddp", "zero2"), words):
         off = {stage: f"{said / made - 1:+.2%}" for stage, (made, said) in found.items()}
         assert all(abs(said / made - 1) < 0.01 for made, said in found.values()), (off, found)

@@ -89,7 +89,13 @@ CASES = [
     (rank_1_at_its_rows, 2, RANK_1, "at the rows of its next step", WAIT),
     # both have made the same marks: that rank 0 waits in a collective tells them apart
     (rank_1_in_the_clip, 2, RANK_1, "after its last micro-batch", WAIT),
-    (ranks_1_and_2_in_the_clip, 3, rf"ranks 1, 2 \(host {HOST}\) have", "after its last micro-batch", "; the others wait"),
+    (
+        ranks_1_and_2_in_the_clip,
+        3,
+        rf"ranks 1, 2 \(host {HOST}\) have",
+        "after its last micro-batch",
+        "; the others wait",
+    ),
     (all_at_the_loss, 2, "all 2 ranks have", "after its last micro-batch", ALL),
     (all_at_the_loss, 1, rf"rank 0 \(host {HOST}\) has", "after its last micro-batch", ""),
 ]

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 from cases import assert_parity
+from torch.distributed.fsdp import FSDPModule
 from toys import Scenario, Toy, train_toy
 from world import run_world
 

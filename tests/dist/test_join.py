@@ -38,7 +38,9 @@ def test_ranks_that_do_not_come(recipe):
 
 def test_rank_0_does_not_come(recipe):
     changes = {"0": {"RANK": "1"}}
-    said = r"127\.0\.0\.1:\d+: rank 1 on \S+ did not reach rank 0 there in \d+ s \(that machine answers, but rank 0 does"
+    said = (
+        r"127\.0\.0\.1:\d+: rank 1 on \S+ did not reach rank 0 there in \d+ s \(that machine answers, but rank 0 does"
+    )
     refused(recipe, 1, said, 1, changes, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"})
 
 
@@ -49,7 +51,9 @@ def test_two_that_claim_one_rank(recipe):
 
 @pytest.mark.slow
 def test_worlds_of_unlike_size(recipe):
-    said = r"WORLD_SIZE is (4 on rank 1 \(\S+\) and 2 on rank 0|2 on rank 0 \(\S+\) and 4 on rank 1) \(\S+\); start every"
+    said = (
+        r"WORLD_SIZE is (4 on rank 1 \(\S+\) and 2 on rank 0|2 on rank 0 \(\S+\) and 4 on rank 1) \(\S+\); start every"
+    )
     refused(recipe, 2, said, 20, {"1": {"WORLD_SIZE": "4"}})
 
 
@@ -206,5 +210,8 @@ def out_of_reach():
 @pytest.mark.slow
 def test_ranks_that_gloo_does_not_reach_are_said():
     (said,) = run_world(1, out_of_reach, environment={"GLOO_SOCKET_IFNAME": "lo"})
-    start, way_out = r"rank 0 on \S+: gloo does not reach the other ranks \(Gloo connectFullMesh failed", "; set GLOO_SOCKET"
+    start, way_out = (
+        r"rank 0 on \S+: gloo does not reach the other ranks \(Gloo connectFullMesh failed",
+        "; set GLOO_SOCKET",
+    )
     assert re.match(start, said) and way_out in said and "\n" not in said, said

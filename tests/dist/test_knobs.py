@@ -5,17 +5,25 @@ import re
 
 import pytest
 import torch
-from cases import Case, assert_events, assert_exact_bytes, assert_parity, groups_of_reductions, outcomes_of, reference_of, run_cases
-from tiny import config, write_recipe
-from toys import Scenario, Toy, train_toy
+from cases import (
+    Case,
+    assert_events,
+    assert_exact_bytes,
+    assert_parity,
+    groups_of_reductions,
+    outcomes_of,
+    run_cases,
+)
+from tiny import config
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
+from toys import Scenario, Toy, train_toy
 from transformers import AutoModelForCausalLM
 from world import metrics, run_world
 
-from shardbook.recipe import Parallel, RecipeError, check_parallel, find_stage
 from shardbook.parallel.units import choose_units
+from shardbook.recipe import Parallel, RecipeError, check_parallel, find_stage
 
 KNOBS = {
     "none": (),
@@ -255,13 +263,13 @@ def test_the_ledger_is_what_goes_to_the_wire(stage, precision, sent):
 def output_dtype(output):
     from tiny import config as tiny_config
 
-    from shardbook.ranks.distributed import start_distributed
-    from shardbook.parallel.batch import Batch
-    from shardbook.parallel.mesh import build_mesh
     from shardbook.model.causal_lm import build_model, materialize
-    from shardbook.recipe import Precision
+    from shardbook.parallel.batch import Batch
     from shardbook.parallel.layout import build_layout
+    from shardbook.parallel.mesh import build_mesh
     from shardbook.parallel.sharding import apply_stage
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.recipe import Precision
 
     start_distributed()
     model = build_model(tiny_config("llama", attn_implementation="sdpa"), "fp32")

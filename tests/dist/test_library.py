@@ -128,7 +128,12 @@ def train_all(ranks: int, folder: Path):
             said |= {("all_reduce", axis): left} if left.calls > 0 else {}
         kept = predict_resident(layout, rank)
         bytes_of[name] = (
-            (ledger.traffic, memory["memory/params_bytes"], memory["memory/grads_bytes"], memory["memory/optimizer_bytes"]),
+            (
+                ledger.traffic,
+                memory["memory/params_bytes"],
+                memory["memory/grads_bytes"],
+                memory["memory/optimizer_bytes"],
+            ),
             (said, kept.params_bytes, kept.grads_bytes, kept.optimizer_bytes),
         )
     return bytes_of
@@ -198,7 +203,9 @@ EVERY = {
     "hpZ": Parallel(stage="zeropp", secondary_shard=2),
 }
 BROKEN = {
-    "a backward": lambda block: block.register_forward_hook(lambda b, i, made: made.register_hook(lambda _: 1 / 0) and None),
+    "a backward": lambda block: block.register_forward_hook(
+        lambda b, i, made: made.register_hook(lambda _: 1 / 0) and None
+    ),
     "a forward": lambda block: block.register_forward_hook(lambda *_: 1 / 0),
 }
 
@@ -239,7 +246,9 @@ def test_no_stage_goes_on_after_an_error(ranks, stages):
             elif (name, what) == ("ddp", "a forward"):
                 assert heard == ""
             else:
-                assert heard == f"{what} of this model ended in an error, and its gradients are lost: build it anew", name
+                assert heard == f"{what} of this model ended in an error, and its gradients are lost: build it anew", (
+                    name
+                )
 
 
 # which block each of two micro-batches leaves out, step by step
@@ -305,7 +314,10 @@ class Shared(nn.Module):
 REFUSED = {
     "no module": (lambda m: {"blocks": "a"}, r"blocks\[0\], a str, is no module"),
     "a list of modules": (lambda m: {"blocks": [[m.a, m.b]]}, r"blocks\[0\], a list, is no module"),
-    "a container": (lambda m: {"blocks": [nn.ModuleList([m.a])]}, r"blocks\[0\], a ModuleList, is not inside the model"),
+    "a container": (
+        lambda m: {"blocks": [nn.ModuleList([m.a])]},
+        r"blocks\[0\], a ModuleList, is not inside the model",
+    ),
     "a container inside": (
         lambda m: setattr(m, "all", nn.ModuleList([m.a])) or {"blocks": [m.all]},
         r"blocks\[0\], a ModuleList, is never run itself; name the modules in it",
@@ -349,7 +361,10 @@ REFUSED = {
         )
     },
     "unknown stage": (lambda m: {"blocks": [m.a], "stage": "zero4"}, "parallel.stage = 'zero4': must be one of ddp"),
-    "no process group": (lambda m: {"blocks": [m.a, m.b]}, "no process group; call torch.distributed.init_process_group"),
+    "no process group": (
+        lambda m: {"blocks": [m.a, m.b]},
+        "no process group; call torch.distributed.init_process_group",
+    ),
 }
 
 

@@ -4,8 +4,8 @@ import time
 from datetime import timedelta
 from types import SimpleNamespace
 
-import torch
 import pytest
+import torch
 import torch.distributed as dist
 from world import run_world
 

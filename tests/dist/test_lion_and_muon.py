@@ -3,9 +3,8 @@
 import math
 
 import pytest
-import reference
 import torch
-from cases import Case, assert_exact_bytes, assert_parity, outcomes_of, run_cases, same_bits
+from cases import Case, assert_exact_bytes, outcomes_of, run_cases, same_bits
 from world import losses, run_train, run_world
 
 RATE, DECAY, STEPS = 0.01, 0.1, 6
@@ -164,8 +163,15 @@ def test_a_resumed_run_is_the_straight_one(name, recipe):
     run_train(2, recipe, f"{name}-parts", "train.steps=2", *words)
     resumed = run_train(2, recipe, f"{name}-parts", "train.steps=4", *words)
     assert losses(resumed) == losses(straight)
-    other = run_train(1, recipe, f"{name}-other", "train.steps=4", *words, "train.gradient_accumulation_steps=2",
-                      f"train.resume_from_checkpoint={resumed}/checkpoints/step-000002")
+    other = run_train(
+        1,
+        recipe,
+        f"{name}-other",
+        "train.steps=4",
+        *words,
+        "train.gradient_accumulation_steps=2",
+        f"train.resume_from_checkpoint={resumed}/checkpoints/step-000002",
+    )
     assert losses(other) == pytest.approx(losses(straight)[-2:], rel=1e-4 if name == "muon" else 1e-5)
 
 
@@ -186,7 +192,6 @@ def test_what_cannot_be_is_refused_in_one_line(words, recipe):
     with pytest.raises(RecipeError) as caught:
         load_recipe(recipe, words.split())
     assert REFUSED[words] in str(caught.value) and "\n" not in str(caught.value)
-
 
 
 def half_the_matrix():

@@ -19,17 +19,17 @@ def load(folder, *words):
     import gc
     from pathlib import Path
 
-    from shardbook.ranks.distributed import start_distributed
-    from shardbook.parallel.mesh import build_mesh
-    from shardbook.run.metrics import kept_bytes
     from shardbook.cli import PLAIN
-    from shardbook.model.laid_out import build_adapted
     from shardbook.model.causal_lm import materialize
     from shardbook.model.families import load_config
-    from shardbook.recipe import parse_recipe, resolve_precision
-    from shardbook.parallel.layout import build_layout
-    from shardbook.parallel.sharding import apply_stage
+    from shardbook.model.laid_out import build_adapted
     from shardbook.model.weights import load_weights
+    from shardbook.parallel.layout import build_layout
+    from shardbook.parallel.mesh import build_mesh
+    from shardbook.parallel.sharding import apply_stage
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.recipe import parse_recipe, resolve_precision
+    from shardbook.run.metrics import kept_bytes
 
     os.environ["MALLOC_MMAP_MAX_"] = "65536"  # the rank leaves glibc as it comes: what is freed is not resident
     ranks = start_distributed()
@@ -144,6 +144,7 @@ def load_columns(folder, bug):
 
 def whole_rows_at_once(kind):
     """Planted bug: columns are cut from all of the rows."""
+
     def read_part(stored, rows, columns=None):
         read = stored.read_rows(rows)
         return read if columns is None else read[:, columns]

@@ -30,7 +30,10 @@ KINDS = {  # peft's settings, and whether the model is tied
     "all": ({"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}, True),
     "rslora": ({"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj"], "use_rslora": True}, True),
     "dora": ({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "use_dora": True}, False),
-    "saved": ({"r": 4, "lora_alpha": 8, "target_modules": ["k_proj", "up_proj"], "modules_to_save": ["lm_head"]}, False),
+    "saved": (
+        {"r": 4, "lora_alpha": 8, "target_modules": ["k_proj", "up_proj"], "modules_to_save": ["lm_head"]},
+        False,
+    ),
 }
 
 
@@ -40,7 +43,9 @@ def slow(value):
 
 def words_of(kind: str, folder) -> tuple[str, ...]:
     settings, _ = KINDS[kind]
-    words = [f"lora.{key}={str(value).lower() if value is True else json.dumps(value)}" for key, value in settings.items()]
+    words = [
+        f"lora.{key}={str(value).lower() if value is True else json.dumps(value)}" for key, value in settings.items()
+    ]
     return (*(word.replace('"all-linear"', "all-linear") for word in words), f"lora.adapter={folder / kind}")
 
 

@@ -18,7 +18,12 @@ def of_each(calls):
         try:
             call()
         except RuntimeError as error:
-            taken = (is_lost_peer(error), bool(broken_connection(error)), is_closed_store(error), is_out_of_reach(error))
+            taken = (
+                is_lost_peer(error),
+                bool(broken_connection(error)),
+                is_closed_store(error),
+                is_out_of_reach(error),
+            )
             found.append((str(error), *taken))
         else:
             found.append(("nothing", False, False, False, False))
@@ -77,5 +82,9 @@ def test_what_torch_says_is_understood(ends):
 
 
 def test_what_is_not_a_peers_is_not_taken_for_one():
-    for ours in (RuntimeError("expected a tensor"), OSError("/data/gloo/rows"), torch.OutOfMemoryError("CUDA out of memory")):
+    for ours in (
+        RuntimeError("expected a tensor"),
+        OSError("/data/gloo/rows"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ):
         assert not is_lost_peer(ours) and not broken_connection(ours) and not is_out_of_reach(ours)

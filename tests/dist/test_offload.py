@@ -114,14 +114,25 @@ COMMON = ("train.steps=4", "train.eval_steps=2", "optim.weight_decay=0.1", "offl
 
 
 IN_MAKE_TEST = [("zero3", "three")]
-IN_SLOW = [("qgZ", "bf16"), ("zero1", "three"), ("zero2", "three"), ("hsdp", "free"), ("qwZ", "one"), ("zero3", "free"), ("zero3", "bf16"), ("zero1", "bf16")]
+IN_SLOW = [
+    ("qgZ", "bf16"),
+    ("zero1", "three"),
+    ("zero2", "three"),
+    ("hsdp", "free"),
+    ("qwZ", "one"),
+    ("zero3", "free"),
+    ("zero3", "bf16"),
+    ("zero1", "bf16"),
+]
 
 
 def pytest_generate_tests(metafunc):
     """With --everything each stage under each of RUNS; else a covering part."""
     if {"stage", "run"} <= set(metafunc.fixturenames):
         streams = metafunc.config.getoption("streams")  # there an exchange of bytes has streams of its own
-        slow = [pytest.param(*case, marks=[pytest.mark.slow] * (case != ("qgZ", "bf16") or not streams)) for case in IN_SLOW]
+        slow = [
+            pytest.param(*case, marks=[pytest.mark.slow] * (case != ("qgZ", "bf16") or not streams)) for case in IN_SLOW
+        ]
         everything = list(itertools.product(STAGES, RUNS))
         whole = metafunc.config.getoption("everything")
         metafunc.parametrize(("stage", "run"), everything if whole else IN_MAKE_TEST + slow)
@@ -157,7 +168,9 @@ def train_partly(recipe, runs):
         first.mlp.down_proj.weight.requires_grad_(False)
         weight = first.mlp.down_proj.weight
         if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # before torch 2.13 such a run is refused
-            second.register_parameter("unused", torch.nn.Parameter(torch.empty(5, 7, dtype=weight.dtype, device="meta")))
+            second.register_parameter(
+                "unused", torch.nn.Parameter(torch.empty(5, 7, dtype=weight.dtype, device="meta"))
+            )
         return model
 
     laid_out.build_adapted = build_model

@@ -1,17 +1,16 @@
 """Optimizers whose state is smaller, over ranks: the same bits in every stage and on every replica, exact bytes, a resume
 to the bit, and what a checkpoint of another optimizer does."""
 
-import shutil
-
 import importlib.util
+import shutil
 
 import pytest
 import torch
 from cases import Case, assert_exact_bytes, assert_replicas_agree, outcomes_of, relative_error, run_cases, same_bits
+from eight_bit import FOLDER, add_torchao
 from safetensors.torch import load_file
 from tiny import write_model
 from toys import Scenario, Toy, train_toy
-from eight_bit import FOLDER, add_torchao
 from world import losses, metrics, run_world, train_rank
 
 OURS, EIGHT = ("optim.name=adamw_bf16",), ("optim.name=adamw_8bit",)

@@ -49,7 +49,10 @@ ORDERS = {"gpipe": {"schedule": "gpipe"}, "1f1b": {}, "interleaved": {"schedule"
     [
         ("zero3", 1, ()),
         ("zero1", 1, LOW),
-        *(pytest.param(*more, marks=pytest.mark.slow) for more in (("zero2", 2, ()), ("ddp", 2, ()), ("zero3", 2, LOW))),
+        *(
+            pytest.param(*more, marks=pytest.mark.slow)
+            for more in (("zero2", 2, ()), ("ddp", 2, ()), ("zero3", 2, LOW))
+        ),
     ],
 )
 def test_every_schedule_has_the_bits_of_one_stage(stage, ranks, extra, recipe, models, tmp_path):
@@ -105,7 +108,9 @@ def a_backward_breaks():
 
 def test_what_broke_in_a_chunk_of_layers_broke_the_model(recipe, models):
     case = deep("zero1", 1, 1, 2, pp=2, chunks=2, schedule="interleaved")
-    for code, _, said in run_world(2, train_planted, a_backward_breaks, [str(recipe), *case.words(models), "run.name=broke"]):
+    for code, _, said in run_world(
+        2, train_planted, a_backward_breaks, [str(recipe), *case.words(models), "run.name=broke"]
+    ):
         assert code == 1 and "a backward of this model ended in an error" in said.splitlines()[-1], said
 
 
@@ -149,7 +154,10 @@ def test_an_evaluation_gone_wrong_turns_it_red(bug, recipe):
 
 
 KNOBS = [
-    (1e-6, Case("zero3", 1, 2, 3, True, extra=("parallel.reshard_min_params=3000", "parallel.forward_prefetch=1"), pp=2)),
+    (
+        1e-6,
+        Case("zero3", 1, 2, 3, True, extra=("parallel.reshard_min_params=3000", "parallel.forward_prefetch=1"), pp=2),
+    ),
     (None, Case("zero3", 1, 2, 3, True, extra=("precision.params=bf16",), pp=2)),
     (None, Case("zero1", 1, 1, 3, extra=("precision.params=bf16", "precision.reduce=bf16"), pp=2)),
     (None, Case("ddp", 2, 1, 3, extra=("precision.params=bf16",), pp=2)),

@@ -4,8 +4,7 @@ from itertools import groupby
 
 import pytest
 from bugs import BUGS, run_planted
-from cases import assert_case, outcomes_of, reference_of, run_cases
-from tiny import write_recipe
+from cases import assert_case, outcomes_of, run_cases
 from world import run_world
 
 

@@ -100,7 +100,11 @@ OPTIONS = [(1, False, "none"), (3, True, "full"), (1, True, "selective"), (3, Fa
 def cases_of(kind: str, adapters) -> list[Case]:
     options = itertools.cycle(OPTIONS if kind == "all" else OPTIONS[1:] + OPTIONS[:1])
     layouts = [*LAYOUTS, ("ddp", 1, 1), ("zero3", 1, 1)]
-    return [Case(*layout, *two, KINDS[kind][1], kept, words_of(kind, adapters)) for layout in layouts for *two, kept in [next(options)]]
+    return [
+        Case(*layout, *two, KINDS[kind][1], kept, words_of(kind, adapters))
+        for layout in layouts
+        for *two, kept in [next(options)]
+    ]
 
 
 def is_packed(name: str) -> bool:
@@ -124,7 +128,10 @@ def test_every_stage_is_peft_on_the_rounded_base(kind, recipe, tiny, base, adapt
         assert_replicas_agree(outcomes)
         assert_exact_bytes(outcomes)
         # four bits a number and an fp32 for each 64, in tensors of fp32
-        shapes = {n: torch.Size((w.shape[0], w.shape[1] // 8 + w.shape[1] // 64)) if is_packed(n) else w.shape for n, w in want.weights.items()}
+        shapes = {
+            n: torch.Size((w.shape[0], w.shape[1] // 8 + w.shape[1] // 64)) if is_packed(n) else w.shape
+            for n, w in want.weights.items()
+        }
         measured = {key: (volume.calls, volume.payload_bytes) for key, volume in outcomes[0].traffic[0].items()}
         assert measured == expected_traffic(case, shapes, set(want.gradients[0]))
         kept = outcomes[0].result.weights
@@ -134,7 +141,10 @@ def test_every_stage_is_peft_on_the_rounded_base(kind, recipe, tiny, base, adapt
 @pytest.mark.slow
 def test_two_ranks_bitwise(recipe, base, adapters, tmp_path):
     for micros, classes in ((1, [["ddp", "zero1", "zero2", "zero3"]]), (3, [["ddp", "zero1"], ["zero2", "zero3"]])):
-        cases = {s: Case(s, *((2, 1) if s == "ddp" else (1, 2)), micros, extra=words_of("all", adapters)) for s in sum(classes, [])}
+        cases = {
+            s: Case(s, *((2, 1) if s == "ddp" else (1, 2)), micros, extra=words_of("all", adapters))
+            for s in sum(classes, [])
+        }
         assert run_world(2, run_cases, recipe, base, list(cases.values()), tmp_path) == [[], []]
         for group in classes:
             first, *others = [outcomes_of(cases[stage], tmp_path)[0].result for stage in group]
@@ -255,14 +265,18 @@ def test_resume_is_bitwise_and_other_bits_are_another_base(recipe, base, tmp_pat
     shapes = json.loads((recipe.parent / "parts" / "checkpoints" / "step-000002" / "state.json").read_text())["shapes"]
     assert all("lora" in name for name in shapes)
     for change in ("model.load_in_4bit=false", "model.bnb_4bit_use_double_quant=true"):
-        assert "holds adapters of another base model" in refusal(recipe, "run.name=parts", "train.steps=5", *words, change)
+        assert "holds adapters of another base model" in refusal(
+            recipe, "run.name=parts", "train.steps=5", *words, change
+        )
 
 
 @pytest.mark.slow
 def test_random_weights_are_those_of_the_same_seed_rounded(recipe, base, tmp_path):
     """And what begins with B = 0 begins with the rounded base's loss."""
     words = ("lora.r=4", "model.init=random", f"model.path={base / 'model'}", "train.steps=1", "train.save_steps=0")
-    in_four, whole = (losses(run_train(1, recipe, name, *words, *more))[0] for name, more in (("four", (FOUR,)), ("all", ())))
+    in_four, whole = (
+        losses(run_train(1, recipe, name, *words, *more))[0] for name, more in (("four", (FOUR,)), ("all", ()))
+    )
     assert in_four != whole and in_four == pytest.approx(whole, rel=0.02)
 
 

@@ -8,9 +8,8 @@ from functools import partialmethod
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from old_checkpoints import make_old
-from tiny import write_recipe
+from safetensors.torch import load_file
 from world import losses, metrics, run_train, run_world, train_rank
 
 from shardbook.run.stored_items import MANIFEST, newest_checkpoint

@@ -90,7 +90,9 @@ def held_out_loss(model, recipe, tiny, words) -> float:
             document = held_out.encoded[number]
             ids, cut = document["input_ids"], document["lengths"][0]
             with torch.no_grad():
-                chosen, rejected = (model(input_ids=torch.tensor(side)[None]).logits[0, 0] for side in (ids[:cut], ids[cut:]))
+                chosen, rejected = (
+                    model(input_ids=torch.tensor(side)[None]).logits[0, 0] for side in (ids[:cut], ids[cut:])
+                )
             parts.append(torch.log1p(torch.exp(rejected - chosen)).item())
     return sum(parts) / len(parts)
 
@@ -128,5 +130,7 @@ def test_adapters_and_a_head_of_their_own(recipe, tiny, pairs, tmp_path):
     model = peft.PeftModel.from_pretrained(plain, run / "export").eval()
     assert metrics(run)[-1]["eval/loss"] == pytest.approx(held_out_loss(model, recipe, tiny, words), rel=TOLERANCE)
     shutil.rmtree(run / "export")
-    again = run_train(1, recipe, "adapted-ddp", "train.steps=3", "parallel.stage=ddp", *words, "train.gradient_accumulation_steps=2")
+    again = run_train(
+        1, recipe, "adapted-ddp", "train.steps=3", "parallel.stage=ddp", *words, "train.gradient_accumulation_steps=2"
+    )
     assert losses(again) == pytest.approx(losses(run), rel=DIFFERENCE)

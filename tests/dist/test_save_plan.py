@@ -201,6 +201,7 @@ def after_a_failure(folder):
     """How often rank 0 had planned after a save, one that failed on rank 1, and one more; and whether that resumes."""
     import torch
     import torch.distributed as dist
+
     from shardbook.ranks.distributed import start_distributed
     from shardbook.ranks.exits import RunFailed
     from shardbook.run import operations

@@ -13,7 +13,11 @@ from world import run_world
 
 AXES = ("cp_size", "tp_size", "pp_size")
 # A few of them; the slow test takes all.
-FEW = {"cp_size": ["gemma3_text", "llama4_text"], "tp_size": ["mistral", "cohere2"], "pp_size": ["gemma3_text", "gpt_oss"]}
+FEW = {
+    "cp_size": ["gemma3_text", "llama4_text"],
+    "tp_size": ["mistral", "cohere2"],
+    "pp_size": ["gemma3_text", "gpt_oss"],
+}
 # whose small models fp32 computes to 2e-6 in one process too
 ROUNDS = {"gemma4_text", "gemma3n_text", "helium", "nanochat"}
 

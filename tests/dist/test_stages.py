@@ -18,11 +18,9 @@ from cases import (
     every_case,
     layouts,
     outcomes_of,
-    reference_of,
     run_cases,
     same_bits,
 )
-from tiny import write_recipe
 from world import losses, run_train, run_world
 
 
@@ -86,7 +84,9 @@ def test_two_ranks_bitwise(micros, outcomes):
         assert all(same_bits(first, other) for other in others)
 
 
-@pytest.mark.parametrize("checkpointing", ["full", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("every:2", "selective"))])
+@pytest.mark.parametrize(
+    "checkpointing", ["full", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("every:2", "selective"))]
+)
 def test_checkpointing_changes_no_bit(checkpointing, recipe, tiny, tmp_path):
     cases = [Case("zero3", 1, 2, 3, checkpointing=kind) for kind in ("none", checkpointing)]
     assert run_world(2, run_cases, recipe, tiny, cases, tmp_path) == [[], []]

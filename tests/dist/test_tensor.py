@@ -1,6 +1,5 @@
 """Tensor parallel: beside every stage the numbers of one plain process, exact bytes, and files that know nothing of it."""
 
-
 import pytest
 import reference
 import tensor_cases
@@ -69,7 +68,10 @@ def exact(case: Case, *given) -> list:
 
 
 KNOBS = [
-    (1e-6, Case("zero3", 1, 2, 3, True, extra=("parallel.reshard_min_params=3000", "parallel.forward_prefetch=1"), tp=2)),
+    (
+        1e-6,
+        Case("zero3", 1, 2, 3, True, extra=("parallel.reshard_min_params=3000", "parallel.forward_prefetch=1"), tp=2),
+    ),
     (1e-6, Case("zero3", 1, 2, 3, checkpointing="full", extra=("offload.activations=cpu",), tp=2)),
     (1e-6, Case("zero2", 1, 2, 3, extra=("parallel.wrap=none",), tp=2)),
     (None, Case("zero3", 1, 2, 3, True, extra=("precision.params=bf16",), tp=2)),

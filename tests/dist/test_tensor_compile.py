@@ -55,7 +55,9 @@ def counts_while_it_traces(torch):
         Case("zero3", 1, 1, 3, True, checkpointing="full", extra=COMPILED, tp=2),
         Case("zero3", 1, 1, 3, True, checkpointing="full", extra=COMPILED, cp=2),
         pytest.param(Case("zero2", 1, 2, 1, tied=False, extra=COMPILED, tp=2), marks=pytest.mark.slow),
-        pytest.param(Case("zero2", 1, 1, 3, True, checkpointing="selective", extra=COMPILED, cp=4), marks=pytest.mark.slow),
+        pytest.param(
+            Case("zero2", 1, 1, 3, True, checkpointing="selective", extra=COMPILED, cp=4), marks=pytest.mark.slow
+        ),
         pytest.param(Case("zero1", 1, 1, 1, extra=COMPILED, cp=2, tp=2), marks=pytest.mark.slow),
         pytest.param(Case("ddp", 1, 1, 1, extra=COMPILED, tp=4), marks=pytest.mark.slow),
         pytest.param(Case("zero2", 1, 2, 3, True, checkpointing="full", extra=COMPILED, pp=2), marks=pytest.mark.slow),

@@ -22,7 +22,12 @@ LAYOUTS = {
     "tp4": (4, ["parallel.tp_size=4", "parallel.stage=zero1", "train.gradient_accumulation_steps=6"]),
     "hsdp, tp2": (
         4,
-        ["parallel.tp_size=2", "parallel.stage=hsdp", "parallel.dp_shard_size=1", "train.gradient_accumulation_steps=3"],
+        [
+            "parallel.tp_size=2",
+            "parallel.stage=hsdp",
+            "parallel.dp_shard_size=1",
+            "train.gradient_accumulation_steps=3",
+        ],
     ),
 }
 LAYOUTS |= {
@@ -63,8 +68,8 @@ def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 def move(words: list[str], recipe: Path, source: Path, out: Path) -> None:
     """On each rank: load a checkpoint and save what was loaded, to `out`."""
     from shardbook.memory.host_adamw import materialize_state
-    from shardbook.model.laid_out import build_adapted
     from shardbook.model.families import load_config
+    from shardbook.model.laid_out import build_adapted
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
     from shardbook.parallel.sharding import apply_stage
@@ -91,7 +96,10 @@ PAIRS = (
 )
 WAYS = [
     ["pp2 x tp2", "one"],
-    pytest.param(["cp2 x tp2", "dp3", "hsdp, tp2", "cp2 x dp2", "tp4", "ddp, pp2", "ddp, cp2", "pp3, gpipe", FIRST], marks=pytest.mark.slow),
+    pytest.param(
+        ["cp2 x tp2", "dp3", "hsdp, tp2", "cp2 x dp2", "tp4", "ddp, pp2", "ddp, cp2", "pp3, gpipe", FIRST],
+        marks=pytest.mark.slow,
+    ),
     pytest.param(PAIRS, marks=pytest.mark.slow),
 ]
 
@@ -164,7 +172,10 @@ def test_what_went_elsewhere_comes_back(recipe, straight, plain):
     ("name", "world", "words"),
     [
         pytest.param("looped", 2, [*LOOPED, "train.gradient_accumulation_steps=6"], marks=pytest.mark.slow),
-        *(pytest.param(name, *LAYOUTS[name], marks=pytest.mark.slow) for name in ("pp2 x dp2", "pp2 x tp2", "ddp, pp2")),
+        *(
+            pytest.param(name, *LAYOUTS[name], marks=pytest.mark.slow)
+            for name in ("pp2 x dp2", "pp2 x tp2", "ddp, pp2")
+        ),
     ],
 )
 def test_a_pipeline_goes_on_bitwise(name, world, words, recipe, models):

@@ -8,7 +8,6 @@ import pytest
 import quantized
 import reference
 import torch
-from safetensors.torch import load_file
 from cases import (
     Case,
     assert_exact_bytes,
@@ -19,14 +18,14 @@ from cases import (
     same_bits,
 )
 from old_checkpoints import make_old
-from tiny import write_recipe
+from safetensors.torch import load_file
 from toys import DECAY, RATE, Scenario, Toy, train_toy
 from world import losses, run_train, run_world, train_rank
 
 from shardbook.comm.ledger import sent_between_nodes
 from shardbook.parallel.mesh import axis_groups
-from shardbook.recipe import Parallel, RecipeError, check_parallel
 from shardbook.parallel.switches import read_switches
+from shardbook.recipe import Parallel, RecipeError, check_parallel
 
 STEPS, MAX_NORM = 4, 0.5
 SWITCHES = {
@@ -296,13 +295,19 @@ def test_nodes_that_do_not_fit_are_refused(shards, ranks_per_node):
 @pytest.mark.parametrize(
     "keys, words",
     [
-        ({"stage": "zero3", "quantize_weights": 8}, ["quantize_weights = 8", "zero3 does not have it", "zeropp or hsdp"]),
+        (
+            {"stage": "zero3", "quantize_weights": 8},
+            ["quantize_weights = 8", "zero3 does not have it", "zeropp or hsdp"],
+        ),
         ({"stage": "zeropp"}, ["none of its switches is zero3", "quantize_weights=8"]),
         ({"stage": "zeropp", "quantize_gradients": [8]}, ["quantize_gradients = [8]", "[8, 4]"]),
         ({"stage": "zeropp", "quantize_weights": 8, "quantize_error_feedback": True}, ["no gradient is quantised"]),
         ({"stage": "zeropp", "secondary_shard": 3}, ["secondary_shard = 3", "divide the 4 ranks"]),
         ({"stage": "zeropp", "secondary_shard": 1}, ["secondary_shard = 1", "more than 1", "stage=zero2"]),
-        ({"stage": "zeropp", "secondary_shard": 2, "quantize_min_params": 9}, ["quantize_min_params = 9", "nothing is"]),
+        (
+            {"stage": "zeropp", "secondary_shard": 2, "quantize_min_params": 9},
+            ["quantize_min_params = 9", "nothing is"],
+        ),
         ({"stage": "zero3", "quantize_block": 64}, ["quantize_block = 64", "nothing is quantised"]),
         ({"stage": "zeropp", "secondary_shard": 8}, ["secondary_shard = 8", "divide the 4 ranks"]),
     ],

@@ -15,7 +15,13 @@ from world import losses, run_train
 from shardbook.run.stored_items import list_checkpoints, verify
 
 STEPS = 6
-WORDS = (f"train.steps={STEPS}", "train.save_steps=1", "train.save_total_limit=2", "train.export=false", "data.eval_size=0")
+WORDS = (
+    f"train.steps={STEPS}",
+    "train.save_steps=1",
+    "train.save_total_limit=2",
+    "train.export=false",
+    "data.eval_size=0",
+)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +162,10 @@ def filled(rank, number, folder):
 
 @pytest.mark.parametrize(
     ("rank", "number", "mode"),
-    [(1, 7, "true"), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(0, 1, "true"), (0, 10, "false"), (1, 7, "false")])],
+    [
+        (1, 7, "true"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(0, 1, "true"), (0, 10, "false"), (1, 7, "false")]),
+    ],
 )
 def test_a_disk_that_fills_up_costs_no_number(recipe, straight, tmp_path, small_disk, rank, number, mode):
     words = [*WORDS, f"train.async_save={mode}", f"run.dir={small_disk}", "run.name=full"]
