@@ -1,4 +1,4 @@
-"""The matrix of an axis: a test module that names its cases (`AXIS`, a module) asks for `case`, `outcomes` and the rest."""
+"""An axis's matrix: a test module that names its cases (`AXIS`, a module) asks for `case`, `outcomes` and the rest."""
 
 from functools import cache
 

@@ -1,5 +1,5 @@
-"""A checkpoint that is written while steps go on is the one that a run would have waited for; one that fails is said, and tried
-again."""
+"""A checkpoint that is written while steps go on is the one that a run would have waited for; one that fails is said,
+and tried again."""
 
 import errno
 import json

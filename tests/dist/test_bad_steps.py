@@ -20,8 +20,8 @@ WORDS = ("train.steps=5", "train.gradient_accumulation_steps=2", "train.export=f
 
 def plant(kind, step):
     """In the step of that number, on rank 1: a NaN in the second micro-batch's loss (`loss`), in a gradient, wherever
-    that lies (`gradient`), or, once the norm is known, in a `weight` or a `moment`; or, on both ranks, no optimizer step
-    (`passed`). Returns a function that takes it back."""
+    that lies (`gradient`), or, once the norm is known, in a `weight` or a `moment`; or, on both ranks, no optimizer
+    step (`passed`). Returns a function that takes it back."""
     import torch.distributed as dist
 
     from shardbook import train

@@ -119,9 +119,10 @@ def compare(params, reduce, bug=None, bucket=0):
         for name, parameter in model.named_parameters():
             if not (parameter.requires_grad or parameter.grad is None):
                 seen.add(f"{name} is frozen and has a gradient")
-            if parameter.requires_grad and (parameter.grad is None or not torch.equal(parameter.grad, wanted[name])):
-                if parameter.grad is not None or wanted[name].any():
-                    seen.add(name)
+            if parameter.requires_grad and (
+                wanted[name].any() if parameter.grad is None else not torch.equal(parameter.grad, wanted[name])
+            ):
+                seen.add(name)
         seen.add(f"sent {begun}")
         if begun:  # beside them the loop's counts of 48 bytes, which this one has not
             said = predict_traffic(sharded.layout, MICROS)["all_reduce", "dp_replicate"]
@@ -220,7 +221,7 @@ def test_what_is_summed_is_not_sent_again(reduces):
 
 
 def backward_again(params):
-    """Parameters, by what was done, whose gradients are not the sums of those that one forward and one backward have."""
+    """Parameters, by what was done, whose gradients are not the sums of those of one forward and one backward."""
     from torch.utils.checkpoint import checkpoint
 
     from shardbook import Precision, shard_model

@@ -1,5 +1,5 @@
-"""Damage that one rank meets is every rank's verdict; a run goes back to the newest whole checkpoint by itself, and never
-begins again in silence; numbers that are not finite are not published."""
+"""Damage that one rank meets is every rank's verdict; a run goes back to the newest whole checkpoint by itself, and
+never begins again in silence; numbers that are not finite are not published."""
 
 import shutil
 from pathlib import Path
@@ -178,8 +178,8 @@ def test_a_random_state_that_is_another_ranks_turns_it_red(tmp_path):
 
 
 def broken(folder, bug=None):
-    """Saves with one number of rank 1 that is not finite, in each kind of tensor: what was said, and what was published;
-    then with numbers so large that their norm is infinite."""
+    """Saves with one number of rank 1 that is not finite, in each kind of tensor: what was said, and what was
+    published; then with numbers so large that their norm is infinite."""
     import torch.distributed as dist
 
     from shardbook.ranks.distributed import start_distributed

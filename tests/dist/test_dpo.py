@@ -1,4 +1,4 @@
-"""Preferences under every stage: the numbers of one plain process, packed or padded, in any split; resumed to the bit."""
+"""Preferences under every stage: one plain process's numbers, packed or padded, in any split; resumed to the bit."""
 
 import itertools
 import json
@@ -83,7 +83,9 @@ def test_every_stage_is_the_plain_process_to_a_millionth(kind, recipe, tiny, pai
 def test_two_ranks_bitwise(recipe, tiny, pairs, tmp_path):
     words = words_of("dpo:sigmoid", pairs)
     for micros, classes in ((1, [["ddp", "zero1", "zero2", "zero3"]]), (3, [["ddp", "zero1"], ["zero2", "zero3"]])):
-        cases = {s: Case(s, *((2, 1) if s == "ddp" else (1, 2)), micros, extra=words) for s in sum(classes, [])}
+        cases = {
+            s: Case(s, *((2, 1) if s == "ddp" else (1, 2)), micros, extra=words) for s in itertools.chain(*classes)
+        }
         assert run_world(2, run_cases, recipe, tiny, list(cases.values()), tmp_path) == [[], []]
         for group in classes:
             first, *others = [outcomes_of(cases[stage], tmp_path)[0].result for stage in group]

@@ -28,7 +28,7 @@ def export(folder, dtype, bug=None):
     apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
     materialize(model, ranks.device)
     weights.load_weights(model, folder)
-    # what a cast to bf16 may round in its own way: ties to even both ways, subnormals, zeros with a sign, what overflows
+    # what a cast to bf16 may round in its own way: ties to even both ways, subnormals, signed zeros, what overflows
     odd = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 2**-133, -(2**-149), -0.0, 3.4e38, -math.inf, 2**-126 * 1.999])
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Samples while training: tokens are those of transformers' generate on the same weights, and training does not notice."""
+"""Samples while training: the tokens of transformers' generate on the same weights, and training does not notice."""
 
 import hashlib
 import json

@@ -138,7 +138,7 @@ def test_a_stopped_rank_that_nobody_names_turns_it_red(recipe, tmp_path):
 
 
 def take_long():
-    """The first step, a checkpoint and the evaluations each take longer than the limit; no held-out micro-batch does."""
+    """The first step, a checkpoint and each evaluation take longer than the limit; no held-out micro-batch does."""
     import shardbook.run.checkpoint as checkpoint
     import shardbook.train as train
     from shardbook.run import prepare

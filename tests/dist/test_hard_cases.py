@@ -57,7 +57,7 @@ def assert_as_one_process(name, layouts, folder):
         assert_parity(result, expected)
 
 
-# everything at once under each stage; one thing alone, which says what it was, under two that have all the table's parts
+# everything at once under each stage; one thing alone, which says what it was, under two with all the table's parts
 IN_MAKE_TEST = {name: [LAYOUTS[1], LAYOUTS[4]] for name in SCENARIOS} | {list(SCENARIOS)[-1]: LAYOUTS}
 
 

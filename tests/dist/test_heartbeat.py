@@ -119,5 +119,8 @@ def test_a_refused_recipe_stays_one_line(recipe, tmp_path):
         rank.join(240)
     assert [rank.exitcode for rank in ranks] == [2, 2]
     for rank in range(2):
-        said = "mesh dp_replicate 1 x dp_shard 3 needs 3 ranks, the world has 2: start 3 ranks, or set parallel.dp_shard_size=-1"
+        said = (
+            "mesh dp_replicate 1 x dp_shard 3 needs 3 ranks, the world has 2: "
+            "start 3 ranks, or set parallel.dp_shard_size=-1"
+        )
         assert read(tmp_path / str(rank)) == f"shardbook: {said}\n"

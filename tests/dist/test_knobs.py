@@ -116,8 +116,8 @@ def test_gathered_bytes_of_each_knob(outcomes):
     assert gathers(outcomes, "none") == usual
     assert gathers(outcomes, "wrap-none") == (2, 2 * (3 * block + outer) * 4)
     assert gathers(outcomes, "wrap-rest-to-root") == (2, 2 * (3 * block + outer) * 4)
-    # q, o, gate, up and down have 1,000 elements or more; k and v 512 each, so their attention is a unit with 1,024; two
-    # norms of 32 are too few for their block and go to the root; the embedding is a unit with the last norm
+    # q, o, gate, up and down have 1,000 elements or more; k and v 512 each, so their attention is a unit with 1,024;
+    # two norms of 32 are too few for their block and go to the root; the embedding is a unit with the last norm
     assert gathers(outcomes, "wrap-matrices") == (
         4 * 3 * (5 + 1) + 2 * 2,
         (4 * (3 * block - norms) + 2 * (outer + norms)) * 4,
@@ -342,7 +342,7 @@ def train_with_own_reductions(words, separates):
     not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="torch before 2.13: one communicator for both"
 )
 def test_reductions_beside_gathers_are_the_same_bits_and_bytes(recipe, models):
-    """One group more, whatever is in a pipeline's chunks, though neighbours along pp are in unlike numbers of groups."""
+    """One group more, whatever a pipeline's chunks hold, though neighbours along pp are in unlike numbers of groups."""
     words = ["parallel.pp_size=2", "parallel.pipeline_schedule=interleaved", "parallel.pipeline_chunks=2"]
     words += ["train.gradient_accumulation_steps=2", f"model.path={models / 'deep-untied'}", "train.steps=2"]
     rows = []

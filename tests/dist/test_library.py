@@ -1,5 +1,5 @@
-"""`shard_model` in a loop of one's own: the page's example as it stands there, a transformers model, every stage, against
-one plain process; exact bytes; and what is refused."""
+"""`shard_model` in a loop of one's own: the page's example as it stands there, a transformers model, every stage,
+against one plain process; exact bytes; and what is refused."""
 
 import re
 from functools import cache
@@ -211,7 +211,8 @@ BROKEN = {
 
 
 def go_on_after_an_error(stages):
-    """What each stage says at an error and at the forward after it, by where that was and whether the loop uses `micro_batch`."""
+    """What each stage says at an error and at the forward after it, by where that was and whether the loop uses
+    `micro_batch`."""
     import contextlib
 
     import torch.distributed as dist
@@ -456,8 +457,8 @@ def test_refused_with_a_process_group():
 
 
 def train_halves():
-    """Two worlds of two ranks side by side, as pipeline stages would be: each a mesh of a part of the ranks. And a model
-    that lay on the meta device."""
+    """Two worlds of two ranks side by side, as pipeline stages would be: each a mesh of a part of the ranks. And a
+    model that lay on the meta device."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

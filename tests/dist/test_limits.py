@@ -42,7 +42,7 @@ def limits_of_a_watch(device_type):
 
     distributed.start_distributed()
     gloo = dist.group.WORLD._get_backend(torch.device("cpu"))
-    found, asked, real = [gloo.options._timeout], [], distributed.set_time_limit
+    found, asked = [gloo.options._timeout], []
     distributed.set_time_limit = lambda device, limit: asked.append((device, limit))
     with distributed.watch_steps(SimpleNamespace(device=torch.device(device_type)), 240) as finish:
         for step in (1, 2):

@@ -1,5 +1,5 @@
-"""What the installed torch says of a peer that is gone, provoked: other words than ranks/lost.py knows turn this red. (A
-peer that gloo does not reach: tests/dist/test_join.py.)"""
+"""What the installed torch says of a peer that is gone, provoked: other words than ranks/lost.py knows turn this red.
+(A peer that gloo does not reach: tests/dist/test_join.py.)"""
 
 import os
 from datetime import timedelta

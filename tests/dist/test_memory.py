@@ -107,7 +107,7 @@ def test_gathered_at_once(stage, parallel, blocks, watched):
 
 
 def everything_stays_gathered():
-    """The sharded module's own flag is set, and nothing is freed: numbers, traffic and persistent bytes are unharmed."""
+    """The sharded module's own flag is set and nothing is freed: numbers, traffic and persistent bytes are unharmed."""
     import toys
     from torch.distributed.fsdp import FSDPModule
 

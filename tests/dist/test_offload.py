@@ -238,7 +238,7 @@ def straight(recipe):
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_a_checkpoint_knows_no_tier(recipe, straight, disk, tier):
-    """From the device to a tier, from there to the device and to another world: the straight run's losses and weights."""
+    """From the device to a tier, from there to the device and another world: the straight run's losses and weights."""
     words = (f"offload.optimizer={tier}", f"offload.params={tier}", *[f"offload.path={disk}"] * (tier == "nvme"))
     run = cut_back(straight, f"to-{tier}", 2)
     run_train(2, recipe, run.name, *SAVING, *words, "train.steps=4")
@@ -285,7 +285,7 @@ def die_in_a_write():
 
 
 def test_the_gather_of_the_first_unit_waits_for_no_other(recipe):
-    """An event log: with clipping no step before the norm, and the next forward begins while later units are stepped."""
+    """An event log: with clipping no step before the norm; the next forward begins while later units are stepped."""
     words = ["train.steps=4", "optim.max_grad_norm=0.5", "train.export=false", *ON_HOST]
     events = run_world(1, logged, recipe, words)[0]
     norms = [at for at, event in enumerate(events) if event == "norm"]

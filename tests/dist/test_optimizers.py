@@ -1,5 +1,5 @@
-"""Optimizers whose state is smaller, over ranks: the same bits in every stage and on every replica, exact bytes, a resume
-to the bit, and what a checkpoint of another optimizer does."""
+"""Optimizers whose state is smaller, over ranks: the same bits in every stage and on every replica, exact bytes, a
+resume to the bit, and what a checkpoint of another optimizer does."""
 
 import importlib.util
 import shutil
@@ -108,7 +108,8 @@ def test_8_bits_in_every_stage(build, vocab, torchao):
 @pytest.fixture(scope="module")
 def large(tiny):
     """A model of which some state is quantised on two ranks."""
-    return f"model.path={write_model(tiny / 'large', vocab=320, hidden_size=64, intermediate_size=128, num_hidden_layers=1)}"
+    path = write_model(tiny / "large", vocab=320, hidden_size=64, intermediate_size=128, num_hidden_layers=1)
+    return f"model.path={path}"
 
 
 def train_eager(words):

@@ -1,4 +1,4 @@
-"""Every planted bug turns the parity suite red, and without it the same case is green. The score is printed at the end."""
+"""Every planted bug turns the parity suite red; without it the same case is green. The score is printed at the end."""
 
 from itertools import groupby
 

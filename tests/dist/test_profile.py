@@ -36,7 +36,7 @@ def test_steps_that_never_come_are_refused(recipe, steps):
 
 
 def write_late(folder, fails):
-    """Rank 1's file takes a second. Whether it is there when a rank goes on to its next step; or when one has failed."""
+    """Rank 1's file takes a second. Whether it is there when a rank begins its next step; or when one has failed."""
     import torch.distributed as dist
 
     from shardbook.run.profile import Profile

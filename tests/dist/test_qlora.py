@@ -1,5 +1,5 @@
-"""QLoRA on every stage: numbers against transformers + peft on a base that an independent NF4 rounded, bytes as predicted,
-shards, checkpoints and refusals."""
+"""QLoRA on every stage: numbers against transformers + peft on a base that an independent NF4 rounded, bytes as
+predicted, shards, checkpoints and refusals."""
 
 import dataclasses
 import hashlib
@@ -143,7 +143,7 @@ def test_two_ranks_bitwise(recipe, base, adapters, tmp_path):
     for micros, classes in ((1, [["ddp", "zero1", "zero2", "zero3"]]), (3, [["ddp", "zero1"], ["zero2", "zero3"]])):
         cases = {
             s: Case(s, *((2, 1) if s == "ddp" else (1, 2)), micros, extra=words_of("all", adapters))
-            for s in sum(classes, [])
+            for s in itertools.chain(*classes)
         }
         assert run_world(2, run_cases, recipe, base, list(cases.values()), tmp_path) == [[], []]
         for group in classes:

@@ -1,4 +1,4 @@
-"""A reward model under every stage: the numbers of transformers' own classifier in one plain process; files both ways."""
+"""A reward model under every stage: the numbers of transformers' classifier in one plain process; files both ways."""
 
 import itertools
 import shutil

@@ -3,7 +3,6 @@ planned anew."""
 
 import contextlib
 import dataclasses
-import os
 
 import pytest
 from world import run_world
@@ -222,7 +221,8 @@ def after_a_failure(folder):
             save(folder, 2, sharded, optimizer)
         operations.write = real
         dist.barrier()
-        assert os.listdir(folder) == ["step-000001"]  # what was half written went, so that a full disk is not kept full
+        # what was half written went, so that a full disk is not kept full
+        assert [each.name for each in folder.iterdir()] == ["step-000001"]
         path, wanted = save(folder, 2, sharded, optimizer), state_of(sharded, optimizer)
         sharded, optimizer, _ = start()
         load_checkpoint(path, sharded, optimizer)

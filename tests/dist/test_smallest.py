@@ -1,4 +1,4 @@
-"""The transformer of the teaching literature, 260 parameters, on two ranks: every byte by hand, by formula, measured."""
+"""The teaching literature's transformer, 260 parameters, on two ranks: every byte by hand, by formula, measured."""
 
 from pathlib import Path
 

@@ -1,7 +1,8 @@
 """Every stage computes the same numbers and sends and keeps exactly what was predicted: the parity matrix.
 
-Five optimizer steps of a tiny Llama through the whole of `train()`, an evaluation in between, against one plain process:
-losses, whole gradients, norms and weights to 1e-6; bit for bit among themselves where they add in the same order.
+Five optimizer steps of a tiny Llama through the whole of `train()`, an evaluation in between, against one plain
+process: losses, whole gradients, norms and weights to 1e-6; bit for bit among themselves where they add in the same
+order.
 """
 
 from functools import cache

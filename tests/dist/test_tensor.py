@@ -1,4 +1,4 @@
-"""Tensor parallel: beside every stage the numbers of one plain process, exact bytes, and files that know nothing of it."""
+"""Tensor parallel: beside every stage one plain process's numbers, exact bytes, and files that know nothing of it."""
 
 import pytest
 import reference
@@ -41,7 +41,7 @@ PREFERENCES = [("dpo", "zero3", 1, 3, "full"), ("orpo", "zero1", 1, 1, "none"), 
 
 @pytest.mark.parametrize("method, stage, ranks, micros, checkpointing", [PREFERENCES[0], *map(slow, PREFERENCES[1:])])
 def test_preferences(method, stage, ranks, micros, checkpointing, recipe, tiny, tmp_path):
-    """Where each answer's loss has a slope of its own, logits are made again in backward; and the reference is asked."""
+    """Where each answer's loss has a slope of its own, logits are made again in backward; the reference is asked."""
     file = write_pairs(tmp_path / "pairs.jsonl", 24)
     words = (f"method={method}", f"data.train={file}", "data.max_length=96", "train.loss_chunk_tokens=32")
     layout = (ranks, 1) if stage == "ddp" else (1, ranks)

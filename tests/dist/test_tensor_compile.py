@@ -69,8 +69,8 @@ def counts_while_it_traces(torch):
     ids=lambda case: case.name,
 )
 def test_one_graph_a_block_and_no_break(case, recipe, tiny, wanted, tmp_path):
-    """Every step after the first, which the ledger has eager where blocks hold collectives. What is recomputed is in the
-    graph of backward."""
+    """Every step after the first, which the ledger has eager where blocks hold collectives. What is recomputed is in
+    the graph of backward."""
     steps = STEPS - (case.tp * case.cp > 1)
     found = run_world(case.world, run_counting, None, recipe, tiny, case, tmp_path)
     for made, runs, breaks, blocks in found:

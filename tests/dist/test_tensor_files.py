@@ -1,5 +1,5 @@
-"""Files know nothing of the axes inside a model, or of a pipeline: what was saved, exported or drawn with them is what one
-process reads and writes."""
+"""Files know nothing of the axes inside a model, or of a pipeline: what was saved, exported or drawn with them is what
+one process reads and writes."""
 
 import shutil
 from pathlib import Path
@@ -219,7 +219,7 @@ def models(tiny):
     ],
 )
 def test_an_export_is_that_of_one_process_to_the_bit(world, words, model, start, recipe, models):
-    """Of weights that were loaded, or drawn: a rate of 1e-30 moves none of them. Drawn ones are the same in any layout."""
+    """Of weights loaded, or drawn: a rate of 1e-30 moves none of them. Drawn ones are the same in any layout."""
     more = (*LOADED, *start, f"model.path={models}/{model}")
     name = f"{model}-{world}-{len(start)}"
     ours = export_of(run_train(world, recipe, f"{name}-cut", *more, *words))

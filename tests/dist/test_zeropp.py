@@ -237,7 +237,8 @@ def test_nor_where_the_first_gathers_are_kept(other_outcomes):
 
 @pytest.mark.parametrize("dtype, most", [("", 0.14), (", bf16", 0.27)])
 def test_inter_node_bytes_against_zero3(dtype, most, outcomes):
-    """The paper has 0.75 M against 3 M with bf16 on the wire (section 3.4); scales come on top. Half of it against fp32."""
+    """The paper has 0.75 M against 3 M with bf16 on the wire (section 3.4); scales come on top. Half of it against
+    fp32."""
     ours, theirs = (sum(outcome.inter_node[0] for outcome in outcomes[name + dtype]) for name in ("all", "zero3"))
     assert 0 < ours / theirs < most
 

@@ -1,5 +1,5 @@
-"""A rank that was stopped (SIGSTOP), whose run was continued by others, and that then wakes up (SIGCONT) changes nothing;
-a disk that another program fills while a checkpoint is written costs no number."""
+"""A rank that was stopped (SIGSTOP), whose run was continued by others, and that then wakes up (SIGCONT) changes
+nothing; a disk that another program fills while a checkpoint is written costs no number."""
 
 import functools
 import hashlib
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from test_kills import SECONDS, count_rows, launch, plan_nothing
@@ -47,7 +48,7 @@ def asleep(rank, name, step, bug=None):
 
 def wait_stopped(process):
     began = time.monotonic()
-    while (state := open(f"/proc/{process.pid}/stat").read().rpartition(") ")[2][0]) != "T":
+    while (state := Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2][0]) != "T":
         assert process.is_alive() and time.monotonic() < began + SECONDS, state
         time.sleep(0.02)
 
@@ -149,7 +150,7 @@ def filled(rank, number, folder):
     def write(file, data):
         count.append(1)
         if len(count) == number and os.environ["RANK"] == str(rank):
-            with open(folder / "other", "wb", buffering=0) as other:
+            with (folder / "other").open("wb", buffering=0) as other:
                 try:
                     while other.write(bytes(4096)):
                         pass
