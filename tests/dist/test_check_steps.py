@@ -43,7 +43,7 @@ def plant(place):
                 out.register_hook(lambda gradient: flip(gradient))
         return out
 
-    CausalLM.hidden_states = hidden_states if place else real
+    CausalLM.hidden_states = hidden_states if place in ("forward", "backward") else real
     return lambda: setattr(CausalLM, "hidden_states", real)
 
 
