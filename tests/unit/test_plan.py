@@ -315,7 +315,7 @@ def test_the_page_draws_the_report(tmp_path, capsys):
     assert main(["plan", "llama8b-fsdp", "--gpus", "16", "--json", "--html", str(page)]) == 0
     report, text = json.loads(capsys.readouterr().out), page.read_text()
     figures = json.JSONDecoder().raw_decode(text, text.index('{"memory"'))[0]
-    assert list(figures) == ["memory", "memory-over-the-step", "traffic", "time", "scaling"]
+    assert list(figures) == ["memory", "memory-over-the-step", "traffic", "time", "timeline-of-a-step", "scaling"]
     for name, key, unit in (("memory", "peak", 1e9), ("time", "step", 1.0)):
         drawn = {
             (trace["name"], stage): x

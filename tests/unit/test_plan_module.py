@@ -83,7 +83,7 @@ def simulated(model, blocks, batch, stage, micros, precision):
     from torch.distributed.tensor import DTensor
 
     from shardbook.comm.torch_private import fake_store, fake_tensors
-    from shardbook.optim import state_bytes
+    from shardbook.optim.table import OPTIMIZERS
     from shardbook.parallel.copies import map_tensors
     from shardbook.plan.module import call_model
     from shardbook.plan.simulate import Followed
@@ -97,7 +97,7 @@ def simulated(model, blocks, batch, stage, micros, precision):
                 model.tie_weights()
             given = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="cpu"))
             local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-            state = [torch.empty(state_bytes("adamw", p.numel(), 4), dtype=torch.uint8) for p in local]
+            state = [torch.empty(OPTIMIZERS["adamw"].state_bytes(p.numel(), 4), dtype=torch.uint8) for p in local]
             for _ in range(2):
                 live.most = {}
                 for micro in range(micros):
@@ -147,11 +147,11 @@ def test_gradients_that_are_not_counted_are_seen(apart, monkeypatch):  # noqa: F
 
 
 def without_gradients():
-    real, Walk.arrived = Walk.arrived, lambda *given: None
+    real, Walk.take_gradient = Walk.take_gradient, lambda *given: None
     try:
         return both("conv", "zero3", 1)
     finally:
-        Walk.arrived = real
+        Walk.take_gradient = real
 
 
 def example():

@@ -37,9 +37,9 @@ def once_a_layout(function: Answer) -> Answer:
     """Makes `function` compute once what it returns of a layout and other arguments, which can be hashed."""
 
     @wraps(function)
-    def known(layout: Layout, *more: Any) -> Any:
-        if (key := (function, *more)) not in layout.known:
-            layout.known[key] = function(layout, *more)
+    def known(layout: Layout, *more: Any, **named: Any) -> Any:
+        if (key := (function, more, *named.items())) not in layout.known:
+            layout.known[key] = function(layout, *more, **named)
         return layout.known[key]
 
     return known  # type: ignore[return-value]
