@@ -146,10 +146,10 @@ class Walk(Timeline):
         self.turn = 0  # the first of `moments` that is backward's
         self.left: dict[int, Moment] = {}  # at the end of a block's backward; -1: of all
 
-    def arrived(self, owner: int, parameter: Tensor) -> None:
+    def take_gradient(self, owner: int, parameter: Tensor) -> None:
         self.grads.setdefault(owner, {})
         self.note()  # while it is beside its sum
-        super().arrived(owner, parameter)
+        super().take_gradient(owner, parameter)
 
     def reach(self, head: nn.Module, args: Any) -> None:
         """Does nothing: no part of any module is its head."""
