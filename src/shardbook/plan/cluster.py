@@ -70,11 +70,15 @@ class Candidate:
 
     @property
     def copied(self) -> int:
-        """The bytes of the host in which one rank holds its part of an asynchronous save, at most."""
+        """The bytes of the host in which one rank holds its part of an asynchronous save, at most; 0 where a node has
+        no room and it is left to the run (`auto`), which then does without."""
         if not (self.recipe.saves_behind and self.recipe.train.save_steps):
             return 0
         kept = predict_resident(self.layout, 0, self.recipe.optim.name)  # weights that are trained, as their gradients
-        return self.offloaded_bytes.get("host") or int(kept.grads_bytes + kept.optimizer_bytes)
+        away = self.offloaded_bytes.get("host", 0)
+        size = away or int(kept.grads_bytes + kept.optimizer_bytes)
+        is_asked = self.recipe.train.async_save != "auto"
+        return size if is_asked or (away + size) * self.cluster.a_node <= self.cluster.host_bytes else 0
 
     @property
     def largest(self) -> str:
