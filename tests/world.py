@@ -78,6 +78,14 @@ def run_world(size: int, fn, *args, environment: dict[str, str] | None = None, s
                     failed, results[rank] = True, f"died, exit code {processes[rank].exitcode}"
                 if failed:
                     errors.append(f"rank {rank}:\n{results[rank]}")
+        # One that another rank has ended says nothing itself: that rank answers now.
+        for rank in results.keys() ^ set(range(size)):
+            if any("died" in error for error in errors) and pipes[rank].poll(2):
+                with contextlib.suppress(EOFError):
+                    results[rank] = pipes[rank].recv()[1]
+        errors += [
+            f"rank {rank} answered {said}" for rank, said in results.items() if errors and isinstance(said, tuple)
+        ]
     finally:
         for pipe, process in zip(pipes, processes, strict=True):
             if len(results) < size or errors:
