@@ -13,13 +13,8 @@ from world import metrics, run_train, start_ranks
 from shardbook.run.stored_items import list_checkpoints, verify
 
 STEPS = 48
-WORDS = (
-    f"train.steps={STEPS}",
-    "train.save_steps=1",
-    "train.save_total_limit=2",
-    "train.export=false",
-    "data.eval_size=0",
-)
+SAVING = ("train.save_steps=1", "train.save_total_limit=2", "train.export=false", "data.eval_size=0")
+WORDS = (f"train.steps={STEPS}", *SAVING)
 MODES = {"async": "train.async_save=true", "sync": "train.async_save=false"}
 SECONDS = 120  # by which a rank must have ended whose peer was killed
 # of each phase: how many calls lie between the three moments at which it is met

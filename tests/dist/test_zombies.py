@@ -10,19 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from test_kills import SECONDS, count_rows, launch, plan_nothing
+from test_kills import SAVING, SECONDS, count_rows, launch, plan_nothing
 from world import losses, run_train
 
 from shardbook.run.stored_items import list_checkpoints, verify
 
 STEPS = 6
-WORDS = (
-    f"train.steps={STEPS}",
-    "train.save_steps=1",
-    "train.save_total_limit=2",
-    "train.export=false",
-    "data.eval_size=0",
-)
+WORDS = (f"train.steps={STEPS}", *SAVING)
 
 
 @pytest.fixture(scope="module")

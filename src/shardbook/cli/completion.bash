@@ -1,14 +1,5 @@
 # Completes shardbook in bash. In ~/.bashrc: eval "$(shardbook completion bash)"
-_shardbook_words() {
-    case $1 in
-@words@
-    esac
-}
-_shardbook_values() {
-    case $1 in
-@values@
-    esac
-}
+@tables@
 _shardbook() {
     local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD - 1]} found="" is_value=""
     # bash takes key=value for three words

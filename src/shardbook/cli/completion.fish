@@ -1,14 +1,5 @@
 # Completes shardbook in fish. In ~/.config/fish/config.fish: shardbook completion fish | source
-function _shardbook_words
-    switch "$argv[1]"
-@words@
-    end
-end
-function _shardbook_values
-    switch "$argv[1]"
-@values@
-    end
-end
+@tables@
 function _shardbook
     set -l given (commandline -opc)
     set -l word (commandline -ct)

@@ -11,6 +11,14 @@ from typing import Any, get_args
 from shardbook.gpus import GPUS
 from shardbook.recipe import STAGES, Recipe, describe_keys, list_recipes
 
+# of a function that prints a list of words: its beginning, the case of one argument, its end
+POSIX = "_shardbook_{}() {{\n    case $1 in\n", "    '{}') echo '{}' ;;\n", "    esac\n}\n"
+FISH = (
+    'function _shardbook_{}\n    switch "$argv[1]"\n',
+    "    case '{}'\n        string split ' ' -- '{}'\n",
+    "    end\nend\n",
+)
+
 
 def print_completion(shell: str, commands: dict[str, argparse.ArgumentParser]) -> int:
     """Prints the script that completes `shardbook` in `shell` (`bash`, `zsh`, `fish`)."""
@@ -29,7 +37,7 @@ def print_completion(shell: str, commands: dict[str, argparse.ArgumentParser]) -
         words[name] += recipes if re.search(r"[ \[]recipe\b", usage) else []
         words[name] += [f"{key}=" for key in keys] if "key=value" in usage else []
     frame = Path(__file__).with_name(f"completion.{shell}").read_text()
-    print(frame.replace("@words@", _cases(shell, words)).replace("@values@", _cases(shell, values)))
+    print(frame.replace("@tables@", _function(shell, "words", words) + _function(shell, "values", values).rstrip()))
     return 0
 
 
@@ -41,7 +49,8 @@ def _choices(annotation: Any) -> list[str]:
     return [each for part in parts for each in ([part] if isinstance(part, str) else _choices(part))]
 
 
-def _cases(shell: str, table: dict[str, list[str]]) -> str:
-    """Returns the table as the branches of a shell's `case`, or of fish's `switch`."""
-    form = "    case '{}'\n        string split ' ' -- '{}'" if shell == "fish" else "    '{}') echo '{}' ;;"
-    return "\n".join(form.format(name, " ".join(each)) for name, each in table.items() if each)
+def _function(shell: str, name: str, table: dict[str, list[str]]) -> str:
+    """Returns the shell's function `_shardbook_<name>`, which prints the words that `table` has for its argument."""
+    begin, form, end = FISH if shell == "fish" else POSIX
+    cases = (form.format(given, " ".join(found)) for given, found in table.items() if found)
+    return begin.format(name) + "".join(cases) + end

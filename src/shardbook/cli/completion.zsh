@@ -1,14 +1,5 @@
 # Completes shardbook in zsh. In ~/.zshrc, behind compinit: eval "$(shardbook completion zsh)"
-_shardbook_words() {
-    case $1 in
-@words@
-    esac
-}
-_shardbook_values() {
-    case $1 in
-@values@
-    esac
-}
+@tables@
 _shardbook() {
     local word=${words[CURRENT]} given
     local -a found

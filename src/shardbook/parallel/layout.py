@@ -4,11 +4,11 @@ Invariant: it is built without a process group, from a recipe's settings, a mode
 device) and a number of ranks, so a laptop has the layout of a cluster. A later axis is one more size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from math import prod
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,10 @@ from shardbook.recipe import Offload, Parallel, Precision, RecipeError, Stage, f
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by their names in a recipe
 ON_DEVICE, WHOLE_MODEL = Offload(), Pipeline()
 BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb: an all-reduce of less costs its latency, not its bytes
+
+
+Answer = TypeVar("Answer")
+More = ParamSpec("More")
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class Layout:
 
     @cached_property
     def known(self) -> dict[Any, Any]:
-        """Answers about it that plans ask for thousands of times (plan/events.py)."""
+        """What `once_a_layout` has computed of it."""
         return {}
 
     @cached_property
@@ -198,6 +202,19 @@ class Layout:
         groups = axis_groups(self.sizes, rank, self.switches.inside)
         groups |= {CP: ranks_along(self.mesh, CP, rank)} if self.cp_size > 1 else {}
         return groups | (pipeline_groups(groups[PP], rank) if PP in groups else {})
+
+
+def once_a_layout(function: Callable[Concatenate[Layout, More], Answer]) -> Callable[Concatenate[Layout, More], Answer]:
+    """Makes `function` compute once what it returns of a layout and other arguments, which can be hashed."""
+
+    @wraps(function)
+    def known(layout: Layout, /, *more: More.args, **named: More.kwargs) -> Answer:
+        if (key := (function, more, *named.items())) not in layout.known:
+            layout.known[key] = function(layout, *more, **named)
+        found: Answer = layout.known[key]
+        return found
+
+    return known
 
 
 def build_layout(

@@ -6,11 +6,10 @@ folds over this list. It is made without a process group; the units may lie on t
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from shardbook.arithmetic import ceil_div, round_up
 from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP, WORLD
@@ -19,7 +18,7 @@ from shardbook.comm.quantize import buffer_bytes
 from shardbook.memory.host_state import moved_bytes, plan_unit
 from shardbook.optim.muon import WIRE_BYTES
 from shardbook.optim.table import OPTIMIZERS
-from shardbook.parallel.layout import Layout
+from shardbook.parallel.layout import Layout, once_a_layout
 from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.schedule import Action
 from shardbook.parallel.units import Unit, shard_rows
@@ -28,21 +27,6 @@ COUNTS_BYTES = 6 * 8  # the step's counts and stop flags: six fp64 numbers summe
 NORM_BYTES = 8  # the squared gradient norm, one fp64 number
 
 Sends = tuple[tuple[str, str, int], ...]  # operation, mesh axis, payload bytes
-
-
-Answer = TypeVar("Answer", bound=Callable[..., Any])
-
-
-def once_a_layout(function: Answer) -> Answer:
-    """Makes `function` compute once what it returns of a layout and other arguments, which can be hashed."""
-
-    @wraps(function)
-    def known(layout: Layout, *more: Any, **named: Any) -> Any:
-        if (key := (function, more, *named.items())) not in layout.known:
-            layout.known[key] = function(layout, *more, **named)
-        return layout.known[key]
-
-    return known  # type: ignore[return-value]
 
 
 class Event(NamedTuple):

@@ -13,10 +13,10 @@ from shardbook.axes import DP_SHARD
 from shardbook.comm.ledger import Traffic
 from shardbook.memory.host_state import offloaded_bytes
 from shardbook.optim.table import OPTIMIZERS
-from shardbook.parallel.layout import Layout
+from shardbook.parallel.layout import Layout, once_a_layout
 from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.units import shard_rows
-from shardbook.plan.events import count_traffic, once_a_layout, step_bytes, step_events, step_passes
+from shardbook.plan.events import count_traffic, step_bytes, step_events, step_passes
 from shardbook.recipe import Stage
 
 

@@ -44,7 +44,7 @@ class Noted(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """What is done on one lane, without a pause by anything else there; `busy` seconds of it."""
+    """A bar of one lane: one kind of work, with nothing else of the lane in between; `busy` seconds of it."""
 
     lane: str
     what: str

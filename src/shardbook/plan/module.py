@@ -17,6 +17,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from shardbook.comm.ledger import Traffic
 from shardbook.comm.torch_private import fake_tensors, in_backward, probe
+from shardbook.model.selfcheck import raise_if_ours
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.copies import cast_floats, cast_inputs, map_tensors
 from shardbook.parallel.layout import Layout, build_layout
@@ -39,7 +40,7 @@ NODE = 8  # ranks that share a node, where nobody says
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """What a step of a module takes on the first of `layout.world_size` ranks."""
+    """Holds the planned memory and traffic of a module's step, on the first of `layout.world_size` ranks."""
 
     layout: Layout
     units: dict[str, Unit]  # by the name of the block, what is in no block under ""
@@ -224,6 +225,7 @@ def measure_module(
                 del found
                 walk.end(-1)
         except Exception as error:
+            raise_if_ours(error)
             place, number = walk.place
             block = f"block {names[blocks[number]]}, a {type(blocks[number]).__name__}," if place != "outside" else ""
             why = f"cannot run without memory ({first_line(error)}), {WITHOUT}"
