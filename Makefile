@@ -79,39 +79,44 @@ matrix: $(RUN)  ## what goes with what, into docs/matrix.md
 	@sed -i '/^```text/,/^```$$/{/^```/!d}' docs/matrix.md
 	@$(SHARDBOOK) recipes --matrix | sed -i '/^```text/r /dev/stdin' docs/matrix.md
 
-# Two files of tests at a time: worlds of ranks wait for each other more than they compute.
+# Files of tests at a time, on two cores: worlds of ranks wait for each other more than they compute. In the order that a
+# target names them, those with the longest files first: by itself xdist ends with files of one test, however long.
+WORKERS ?= 3
+BY_FILE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(DEV)  ## the tests of a change: every stage, every command, no GPU and no network
-	$(PYTEST) -n 2 --dist loadfile
+	$(PYTEST) $(BY_FILE)
 
 # SLOW names some of its files, and is all of them where it is empty.
 SLOW ?=
 test-slow: $(DEV)  ## what make test leaves out: signals, comparisons, other launchers, compiled code
-	$(PYTEST) -n 2 --dist loadfile -m slow $(SLOW)
+	$(PYTEST) $(BY_FILE) -m slow $(SLOW)
 
 # Ranks whose device is a stand-in that keeps CUDA's rules (tests/streams.py): its own tests, what a step moves, and these
 # files again; tests/gpu as far as it goes without a GPU.
 STREAMED = $(addprefix tests/dist/test_,$(addsuffix .py,offload qlora generate lora dpo zeropp resume)) tests/gpu/test_moves_cuda.py
 test-streams: $(DEV)  ## streams, threads, pinned memory and communicators by CUDA's rules, on a CPU
-	$(PYTEST) -n 2 --dist load tests/cuda
-	$(PYTEST) -n 2 --dist loadfile --streams $(STREAMED)
+	$(PYTEST) -n $(WORKERS) --dist load tests/cuda
+	$(PYTEST) $(BY_FILE) --streams $(STREAMED)
 
 test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and model (some ten minutes)
-	$(PYTEST) -n 2 --dist loadfile tests/dist --everything -m ""
+	$(PYTEST) $(BY_FILE) tests/dist --everything -m ""
 
 # Each promise of docs/reliability.md.
-RELIABLE = $(addprefix tests/unit/test_,$(addsuffix .py,stored_items checkpoint_errors restarts stop trackers)) \
-	$(addprefix tests/dist/test_,$(addsuffix .py,damage background resume save_plan bad_steps check_steps zombies kills))
+RELIABLE = $(addprefix tests/unit/test_,$(addsuffix .py,stored_items checkpoint_errors restarts stop trackers host_syncs)) \
+	$(addprefix tests/dist/test_,$(addsuffix .py,damage background resume save_plan bad_steps optimizers check_steps tensor_files zombies kills))
 test-reliability: $(DEV)  ## crash points, damage, full disks, 296 kills and what is planted against them, the long ones too
-	$(PYTEST) -n 2 --dist loadfile -m "" $(RELIABLE)
+	$(PYTEST) $(BY_FILE) -m "" $(RELIABLE)
 
 # The narrowest vectors that torch has stand for a machine unlike the one a change was made on. What computes with no vector
-# (plans, recipes, the house) is not asked again; of the real weights all is.
+# (plans, recipes, rows, files, the house) is not asked again; of the real weights all is.
 NARROW = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST)
-COUNTS_ALONE = house plan simulate translate recipe torch pipeline_peak settings offline bench peers page
+COUNTS_ALONE = house plan simulate translate recipe torch pipeline_peak settings offline bench peers page plan_assumed \
+	plan_module measured_blocks peak lanes schedule compose docs families_page ledger outcome look chat completion formats \
+	rows machines metric_rows progress push trackers exits mesh rendezvous restarts stop world checkpoint_errors stored_items
 test-cpu: $(DEV)  ## numbers on another processor: units, real weights and the parity matrix without wide vectors
-	$(NARROW) -n 2 --dist loadfile tests/unit $(COUNTS_ALONE:%=--ignore tests/unit/test_%.py) \
+	$(NARROW) $(BY_FILE) tests/unit $(COUNTS_ALONE:%=--ignore tests/unit/test_%.py) \
 		tests/dist/test_hard_cases.py tests/dist/test_zeropp.py
-	$(NARROW) -n 2 --dist loadfile -m "" tests/e2e/test_embedded.py tests/dist/test_stages.py
+	$(NARROW) $(BY_FILE) -m "" tests/e2e/test_embedded.py tests/dist/test_stages.py
 
 families: $(DEV)  ## ask a small model of every type of transformers, into docs/families.json and docs/families.md
 	$(PYTHON3) tests/families.py

@@ -40,6 +40,7 @@ def write_keys() -> str:
     """Returns the key reference: type, default, limits, help, other programs' words, recipes, and contradictions."""
     from shardbook.recipe import Recipe
     from shardbook.recipe.compose import RULES
+    from shardbook.recipe.stages import ALIASES, STAGES
 
     words = tomllib.loads((ROOT / "src/shardbook/recipe/words.toml").read_text())
     given = {path.stem: flat(tomllib.loads(path.read_text())) for path in sorted((ROOT / "recipes").glob("*.toml"))}
@@ -62,7 +63,8 @@ def write_keys() -> str:
         for name, facts in keys.items():
             key = f"{section}.{name}".lstrip(".")
             lines += [f"### {key}", "", facts.get("description", ""), ""]
-            lines += [f"- **Values:** {describe_type(facts)}"]
+            stages = {"enum": [*STAGES, *ALIASES]}  # a text to the schema, which imports no table of stages
+            lines += [f"- **Values:** {describe_type(stages if key == 'parallel.stage' else facts)}"]
             default = "must be given" if "default" not in facts else f"`{show(facts['default'])}`"
             lines += [f"- **Default:** {default}"]
             if others := [

@@ -51,6 +51,19 @@ else
     fi
 fi
 
+# A recipe or a mesh that does not fit so many ranks is said once, in a second: before torchrun starts any.
+fits='
+import sys
+from shardbook.parallel.mesh import resolve_sizes
+from shardbook.recipe import RecipeError, find_recipe, find_stage, load_recipe
+world, name, *words = sys.argv[1:]
+try:
+    parallel = load_recipe(find_recipe(name), words).parallel
+    resolve_sizes(parallel, find_stage(parallel.stage).axes, int(world))
+except RecipeError as error:
+    sys.exit(f"shardbook: {error}")'
+"$PYTHON" -c "$fits" $((NODES * NPROC)) "$@" || exit 2
+
 # torchrun keeps the store of all ranks, two connections each: the usual 1,024 end at some 500 ranks.
 ulimit -n "$(ulimit -Hn)"
 # Options by torchrun's own variables: a torch that does not know one of them ignores it. Without the first SIGUSR1

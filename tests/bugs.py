@@ -285,7 +285,7 @@ def gathered_tokens_sliced_in_backward(train):
         each = grad_output.shape[1] // ctx.axis.size
         return grad_output[:, ctx.axis.tp_rank * each :][:, :each].contiguous(), None
 
-    tensor._Gather.backward = staticmethod(backward)
+    tensor._AllGather.backward = staticmethod(backward)
 
 
 @planted_in("zero3", 1, 2, clips=True, tp=2)
@@ -342,8 +342,8 @@ def slopes_of_other_slices_lost(train):
     """What other slices made of this one's keys and values sends nothing back. Loss exact."""
     from shardbook.parallel import context
 
-    real = context._Exchange.backward
-    context._Exchange.backward = staticmethod(
+    real = context._AllToAll.backward
+    context._AllToAll.backward = staticmethod(
         lambda ctx, grad_output: (real(ctx, grad_output)[0] * 0, None, None, None)
     )
 
@@ -413,7 +413,7 @@ def slices_attend_alone(train):
     """The first slice's tokens stand for those of all: no exchange."""
     from shardbook.parallel import context
 
-    context.exchange = lambda sent, to, by, axis: sent.new_empty(sum(by)).copy_(sent.repeat(2)[: sum(by)])
+    context.all_to_all = lambda sent, _, splits, axis: sent.new_empty(sum(splits)).copy_(sent.repeat(2)[: sum(splits)])
 
 
 @planted_in("zero3", 1, 1, cp=2)

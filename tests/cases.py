@@ -1,6 +1,5 @@
 """The parity matrix: its cases, how one is run through the whole of `train()`, and what must hold afterwards."""
 
-import gc
 import hashlib
 import itertools
 import json
@@ -14,7 +13,7 @@ from pathlib import Path
 import reference
 import torch
 import torch.distributed as dist
-from recorded import Record, first_difference, planned
+from recorded import Record
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from world import train_rank
@@ -81,8 +80,8 @@ class Case:
         )
         words += (self.model or ("tied" if self.tied else "untied"), self.checkpointing, *self.extra)
         name = re.sub(r"[^\w.-]+", "_", "-".join(words))
-        # a folder's: with what pytest calls its own it may have 255 letters
-        return name if len(name) < 160 else f"{name[:140]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+        # a run has a name of at most 100 letters
+        return name if len(name) <= 100 else f"{name[:87]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
     def words(self, tiny: Path) -> list[str]:
         return [
@@ -176,7 +175,6 @@ def run_cases(recipe: Path, tiny: Path, cases: list[Case], results: Path) -> lis
 
     prepare.build_documents = build_documents
     for case in cases:
-        gc.freeze()  # a run ends with gc.unfreeze, and the next one's first collection would walk through all of torch
         try:
             settings = load_recipe(recipe, [*case.words(tiny), f"run.dir={results}"])
             outcome = run_case(train, settings, recipe, ranks, case)
@@ -199,7 +197,6 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
 
     def apply_stage(model, layout, mesh):
         seen.update(model=model, layout=layout, mesh=mesh)
-        record.layout = layout
         return real["apply_stage"](model, layout, mesh)
 
     def clip_gradients(parameters, max_norm):
@@ -212,7 +209,7 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
         seen["memory"] = tuple(found[f"memory/{kind}_bytes"] for kind in ("params", "grads", "optimizer"))
         return found
 
-    class Ledger(record.ledger(real["Ledger"])):
+    class Ledger(real["Ledger"]):
         def take_metrics(self, ranks_per_node, predicted, others):
             if self.traffic:  # whatever the machine is: as if every two ranks were a node
                 seen["inter_node"] = sent_between_nodes(self.traffic, self.groups, ranks.rank, 2)
@@ -225,15 +222,12 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
         def print(self, text):
             pass
 
-        def show_job(self, job):
-            seen["events"] = planned(job, ranks.rank)
-
     spies = {"apply_stage": apply_stage, "clip_gradients": clip_gradients}
     spies |= {"memory_metrics": memory_metrics, "Ledger": Ledger, "Console": Console}
     try:
         for name, spy in spies.items():
             setattr(spied[name], name, spy)
-        with record.watch():
+        with record.follow(ranks.rank):
             assert train.train(settings, recipe, ranks) == 0
     finally:
         for name, function in real.items():
@@ -265,8 +259,7 @@ def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
         result = reference.Result(losses, norms, [], {})
     digests = digest.hexdigest(), uncut.hexdigest()
     traffic, bytes_kept = (seen["inter_node"], inter_node), (seen["memory"], memory)
-    events = {name: first_difference(record.events, listed) for name, listed in seen["events"].items()}
-    return Outcome(coordinates, *digests, seen["traffic"], traffic, bytes_kept, events, result, parts)
+    return Outcome(coordinates, *digests, seen["traffic"], traffic, bytes_kept, record.differences(), result, parts)
 
 
 def part(tensor: Tensor) -> Part:

@@ -1,9 +1,13 @@
 """Every test runs offline, with caches of its own, and leaves nothing behind."""
 
+import faulthandler
 import gc
 import importlib.util
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,22 +21,10 @@ os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:9"  # a key of the user's, in ~
 os.environ.pop("WANDB_API_KEY", None)
 os.environ.pop("WANDB_MODE", None)
 
-if gc.isenabled():  # it would look through torch and transformers again and again while they are imported
-    gc.disable()
 import pytest
-import torch
-from tiny import write_all, write_recipe
 from world import STREAMS
 
-gc.freeze()
-gc.enable()
 pytest.register_assert_rewrite("cases")  # before a test imports it
-torch.set_num_threads(1)
-if importlib.util.find_spec("hypothesis"):  # tests/gpu does without: a GPU machine may have little but torch
-    from hypothesis import settings
-
-    settings.register_profile("same-every-time", deadline=None, derandomize=True)
-    settings.load_profile("same-every-time")
 
 
 def pytest_addoption(parser):
@@ -43,6 +35,42 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("streams"):
         os.environ[STREAMS] = "1"  # before the server is there that ranks are forked from
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # xdist's workers run the tests: this process needs no torch
+    gc.disable()  # it would look through all of torch again and again while tests are imported
+    import torch
+
+    torch.set_num_threads(1)
+    if importlib.util.find_spec("hypothesis"):  # tests/gpu does without: a GPU machine may have little but torch
+        from hypothesis import settings
+
+        settings.register_profile("same-every-time", deadline=None, derandomize=True)
+        settings.load_profile("same-every-time")
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
+
+SECONDS = 1200  # of one test, its fixtures among them: what waits for ever is red, and says where
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    def end(*_):
+        faulthandler.dump_traceback(sys.__stderr__)
+        processes = ["ps", "axwwfo", "pid,etimes,stat,wchan:24,args"]
+        print(subprocess.run(processes, capture_output=True, text=True).stdout)
+        pytest.fail(f"{item.nodeid} did not end in {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(SECONDS)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def pytest_unconfigure():
@@ -60,6 +88,8 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
+    from tiny import write_all
+
     folder = tmp_path_factory.mktemp("tiny")
     write_all(folder)
     return folder
@@ -68,6 +98,8 @@ def tiny(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def recipe(tiny, tmp_path_factory, request) -> Path:
     """A tiny recipe in a folder of the test module's own, where its runs go too."""
+    from tiny import write_recipe
+
     return write_recipe(tiny, tmp_path_factory.mktemp(request.module.__name__.rpartition(".")[2]))
 
 

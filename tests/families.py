@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 from tiny import tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
 
 from shardbook.model.families import text_config
@@ -25,6 +25,13 @@ ROTATION = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full
 RELEASED = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": ROTATION},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 5e5},
+        "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4},
+        "d_model": 6144,
+        "n_heads": 48,
+        "n_layers": 40,
+    },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "granitemoehybrid": {"layer_types": (["mamba"] * 3 + ["attention"]) * 8},
@@ -37,6 +44,16 @@ RELEASED = {
     "gemma2": {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
     "cohere2": {"logit_scale": 0.0625},
     "granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 128,
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "ple_layer_ids": [2, 3],
+        "eos_token_id": 248046,
+    },
     "nemotron": {"num_key_value_heads": 8},
 }
 KINDS = {
@@ -72,6 +89,35 @@ def write_family(folder: Path, family: str, vocabulary: int = 259) -> Path:
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
+VISION |= {"patch_size": 4}
+# what only some families' towers are told
+SEES = {
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "global_head_dim": 8,
+}
+SEES |= {"deepstack_visual_indexes": [], "num_position_embeddings": 4, "pixel_shuffle_ratio": 0.5, "num_channels": 3}
+SEES |= {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32}
+TEXTS = {"mistral3": "mistral"}  # of others: the family's own
+
+
+def write_seeing(folder: Path, family: str, vocabulary: int = 259) -> Path:
+    """A directory with a tiny model that sees too, as transformers saves it, and the byte-level tokenizer."""
+    small = small_config(TEXTS.get(family, f"{family}_text"))
+    small.vocab_size = vocabulary  # peft makes embeddings as long as the tokenizer is
+    words = {"vision_config": VISION | SEES, "tie_word_embeddings": small.tie_word_embeddings}
+    words |= {"mm_tokens_per_image": 4} if family == "gemma3" else {}
+    whole = AutoConfig.for_model(family, text_config=small.to_dict(), **words)
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(whole, dtype=torch.float32).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
 

@@ -48,6 +48,5 @@ def know_tiny_models() -> None:
 if not Path("/dev/nvidiactl").exists():  # with a GPU a backward starts threads, and a fork then can have no backward
     know_tiny_models()
 # else each rank's first collection writes to every object that is there, which copies its page: a fifth of a second
-gc.collect()
 gc.freeze()
 gc.enable()

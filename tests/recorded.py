@@ -18,6 +18,7 @@ class Record:
     """What happens while the ledger is open."""
 
     events: list[Happened] = field(default_factory=list)
+    listed: dict[str, list[Happened]] = field(default_factory=dict)  # by the plan
     layout: Any = None
     is_open: bool = False
 
@@ -54,6 +55,28 @@ class Record:
                 record.note(*key, tensor.numel() * tensor.element_size())
 
         return Noted
+
+    @contextlib.contextmanager
+    def follow(self, rank: int):
+        """Notes the first step of a run, and what its plan lists of the global `rank`."""
+        from shardbook import train
+        from shardbook.run import meter
+
+        class Console(train.Console):
+            def show_job(console, job: Any) -> None:
+                self.layout, self.listed = job.layout, planned(job, rank)
+
+        real = train.Console, meter.Ledger
+        train.Console, meter.Ledger = Console, self.ledger(meter.Ledger)
+        try:
+            with self.watch():
+                yield self
+        finally:
+            train.Console, meter.Ledger = real
+
+    def differences(self) -> dict[str, str]:
+        """Where what happened parts from the plan's list, and from one with a mistake, by its name."""
+        return {name: first_difference(self.events, listed) for name, listed in self.listed.items()}
 
     @contextlib.contextmanager
     def watch(self):

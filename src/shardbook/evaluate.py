@@ -52,14 +52,14 @@ def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, i
         sharded.upload_shards()
         reference = Reference(job, Path(folder), ranks, console, StopFlag())
         if not reference.read(sharded, job.folder, goes_on=False):
-            reference.ask(sharded)
+            reference.compute(sharded)
         if run and (checkpoint := newest_checkpoint(run / "checkpoints")):
             load_checkpoint(checkpoint, sharded, optimizer)
             source = str(checkpoint)
         elif run:
             source = _load_export(run, job, sharded)
         sharded.upload_shards()
-        held_out = reference.give()
+        held_out = reference.attach()
         assert held_out is not None
         metrics = evaluate(sharded, job.objective, held_out, job.batching, ranks)
     found: dict[str, Any] = {name.removeprefix("eval/"): value for name, value in metrics.items()}
@@ -80,7 +80,7 @@ def _load_export(run: Path, job: Job, sharded: ShardedModel) -> str:
     if not export.is_dir():
         raise RecipeError(f"{run}: has no checkpoint and no export; name a run with one, or a model")
     if job.recipe.lora.r:
-        load_adapter(job.model, export, job.recipe.lora)
+        load_adapter(job.model, export, job.recipe.lora, job.folder)
     else:
         load_weights(sharded.masters, export)
     return str(export)

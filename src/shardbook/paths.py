@@ -8,10 +8,24 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file. After a kill or on a full disk it is complete, or unchanged."""
+    """Writes a file. After a kill or on a full disk it is complete, or unchanged. Raises OSError, which names it."""
     side = path.with_suffix(".partial")
-    side.write_bytes(content.encode() if isinstance(content, str) else content)
-    side.replace(path)
+    try:
+        with naming(path):
+            side.write_bytes(content.encode() if isinstance(content, str) else content)
+            side.replace(path)
+    except OSError:
+        side.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives an OSError of its block the name of `path`: one of writing has only a reason."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 @contextmanager

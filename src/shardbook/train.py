@@ -47,7 +47,7 @@ from shardbook.run.prepare import Job, lay_out_run, prepare_job
 from shardbook.run.profile import Profile
 from shardbook.run.push import push_if_asked
 from shardbook.run.reference import Reference
-from shardbook.run.saver import Saver
+from shardbook.run.saver import Saver, predict_bytes
 from shardbook.run.start import start_from
 from shardbook.run.stored_items import newest_checkpoint
 
@@ -72,7 +72,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         more = f"raise train.steps above {run.finished_steps}, or " * run.is_saved(newest)
         console.print(f"done     this run has finished its {run.finished_steps} steps; {more}choose another run.name")
         return DONE
-    open_everywhere(run, job.steps, newest, recipe)
+    open_everywhere(run, job.steps, newest, recipe, predict_bytes(job))
     console.show_job(job)
 
     # Model and optimizer; then the start: the newest checkpoint, else the recipe's, else pretrained or random weights.
@@ -89,15 +89,15 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         run.record(recipe_path, recipe, {"world_size": ranks.world_size, "mesh": job.layout.mesh})
 
     meter = Meter(job, run, sharded, optimizer, state, ranks, console, stop)
-    observer = Observer(job, sharded, reference.give(), ranks, meter, console)
-    saver = Saver(run, recipe.train, sharded, optimizer, meter, state.step, recipe.optim.name, recipe.saves_behind)
+    observer = Observer(job, sharded, reference.attach(), ranks, meter, console)
+    saver = Saver(run, job, sharded, optimizer, meter, state.step)
     profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
     shown = console.start(state.step, job.steps)
     watch, gc_in_step = watch_steps(ranks, recipe.run.hang_seconds, meter.first_steps), synchronized_gc()
     with shown, profile, oom_guard, meter, watch as finish_step, gc_in_step as collect:
         if state.step == 0:
             observer.after(0)
-        batches = BatchPrefetcher(job.loader, stop, saver.say, saver.hear)
+        batches = BatchPrefetcher(job.loader, stop, saver.flags, saver.take_flag_sums)
         meter.start(batches.take_wait)
         while state.step < job.steps and (batch := batches.next_step()):
             step = state.step + 1

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 import time
 
 import pytest
@@ -22,10 +23,12 @@ def waited(recipe):
 
 
 def slowly(words, bug=None):
-    """A rank whose disk takes longer than a step."""
-    from shardbook.run import operations
+    """A rank whose disk takes longer than a step. It says when its buffer was made."""
+    from shardbook.run import background, operations
 
-    real = operations.write
+    real, make, begin, seen = operations.write, background.page_buffer, background.Background.begin, []
+    background.page_buffer = lambda size, pin: (seen.append("made"), make(size, pin))[1]
+    background.Background.begin = lambda *given: (seen.append("begun"), begin(*given))[1]
 
     def write(file, data):
         time.sleep(0.05)
@@ -33,7 +36,8 @@ def slowly(words, bug=None):
 
     operations.write = write
     bug and bug()
-    return train_rank(words)
+    code, said, error = train_rank(words)
+    return code, f"{said}{' '.join(seen)}", error
 
 
 def assert_equal(run, waited):
@@ -53,6 +57,7 @@ def timeless(state):
 def test_it_is_bit_for_bit_the_one_that_would_be_waited_for(recipe, waited):
     results = run_world(2, slowly, [str(recipe), "run.name=background", *SAVING, ASYNC])
     assert [code for code, _, _ in results] == [0, 0], results
+    assert all(said.endswith("made begun begun begun") for _, said, _ in results), results  # before a step waits for it
     run = recipe.parent / "background"
     assert_equal(run, waited)
     shutil.rmtree(run / "checkpoints" / "step-000006")
@@ -62,10 +67,21 @@ def test_it_is_bit_for_bit_the_one_that_would_be_waited_for(recipe, waited):
 
 
 def tensors_are_not_copied():
-    """Planted bug: what is on the host already is not copied."""
-    from shardbook.run import background
+    """Planted bug: what is on the host already is not copied. It is written once the next step, if any, is done."""
+    import torch
 
+    from shardbook.run import background, operations
+
+    write, step, begin, stepped = (
+        operations.write,
+        torch.optim.AdamW.step,
+        background.Background.begin,
+        threading.Event(),
+    )
     background._copy = lambda part, buffer, begin: part
+    background.Background.begin = lambda *given: (stepped.clear(), begin(*given))[1]
+    torch.optim.AdamW.step = lambda *given, **named: (step(*given, **named), stepped.set())[0]
+    operations.write = lambda *given: (stepped.wait(5), write(*given))[1]
 
 
 @pytest.mark.slow

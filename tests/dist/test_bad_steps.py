@@ -79,8 +79,8 @@ def plant(kind, step):
     return lambda: put(before)
 
 
-def train_planted(recipe, runs, kinds):
-    """On each rank, by run and kind: a digest of weights and moments after its end, and what was said."""
+def train_planted(recipe, runs, planted):
+    """On each rank, by run and kind: a digest of weights and moments at the end of each `planted`, and what it said."""
     from shardbook import train
     from shardbook.ranks.distributed import start_distributed
     from shardbook.ranks.exits import RunFailed
@@ -88,7 +88,7 @@ def train_planted(recipe, runs, kinds):
     from shardbook.run.console import Console
 
     ranks, settle, show, found = start_distributed(), train.materialize_state, Console.print, {}
-    for (name, words), kind in itertools.product(runs.items(), kinds):
+    for name, kind in planted:
         seen, said, undo = {}, [], plant(kind, 3)
 
         def settled(model, sharded, optim, device, seen=seen):
@@ -97,7 +97,7 @@ def train_planted(recipe, runs, kinds):
 
         train.materialize_state, Console.print = settled, lambda console, text, said=said: said.append(text)
         try:
-            train.train(load_recipe(recipe, [*WORDS, *words, f"run.name={name}-{kind}"]), recipe, ranks)
+            train.train(load_recipe(recipe, [*WORDS, *runs[name], f"run.name={name}-{kind}"]), recipe, ranks)
         except RunFailed as error:
             said.append(str(error))
         finally:
@@ -120,7 +120,7 @@ def test_a_run_goes_on_as_if_the_step_were_left_out(recipe, names):
     """Its rank and its rows are named, and all later losses, norms, weights and moments are those of a run that did not
     take the step."""
     runs = {name: (*RUNS[name], "train.max_bad_steps=1") for name in names}
-    ranks = run_world(2, train_planted, recipe, runs, ("passed", "loss", "gradient"))
+    ranks = run_world(2, train_planted, recipe, runs, list(itertools.product(runs, ("passed", "loss", "gradient"))))
     for name, kind in itertools.product(runs, ("loss", "gradient")):
         for rank in ranks:
             assert rank[name, kind][0] == rank[name, "passed"][0] and len(rank[name, kind][0]) > 20, (name, kind)
@@ -142,9 +142,10 @@ def test_a_run_goes_on_as_if_the_step_were_left_out(recipe, names):
 def test_the_first_ends_a_run_and_has_changed_nothing(recipe, names):
     runs = {f"first-{name}": RUNS[name] for name in names}
     short = {f"{name}-short": (*words, "train.steps=2") for name, words in runs.items()}
-    for rank in run_world(2, train_planted, recipe, runs | short, ("loss", "gradient")):
-        for name, kind in itertools.product(runs, ("loss", "gradient")):
-            (after, said), (before, _) = rank[name, kind], rank[f"{name}-short", kind]
+    bad = list(itertools.product(runs, ("loss", "gradient")))
+    for rank in run_world(2, train_planted, recipe, runs | short, [*bad, *((name, "passed") for name in short)]):
+        for name, kind in bad:
+            (after, said), (before, _) = rank[name, kind], rank[f"{name}-short", "passed"]
             assert before == after and len(before) > 20, (name, kind)
             assert said[-1].startswith("step 3: train/loss is ") and "train/grad_norm nan; lower" in said[-1], said
             assert f"look at {'rank 1: rows 11' if kind == 'loss' else 'rows 8 to 11'} " in said[-1], said
@@ -156,7 +157,7 @@ def test_what_broke_in_a_step_ends_a_run_on_all_ranks_at_once(recipe, quiet):
     are counted where nothing is logged."""
     words = ("train.max_bad_steps=1", *["train.logging_steps=0"] * quiet)
     runs = {f"broken-{name}-{quiet}": (*RUNS[name], *words) for name in ("device", "host")}
-    for rank in run_world(2, train_planted, recipe, runs, ("weight", "moment")):
+    for rank in run_world(2, train_planted, recipe, runs, list(itertools.product(runs, ("weight", "moment")))):
         for _, said in rank.values():
             assert said[-1].startswith("step 5: train/loss is nan and train/grad_norm nan; lower"), said
             assert ("step 4, the first whose norm was not finite: rank 0: rows 12" in said[-1]) == quiet
@@ -167,7 +168,7 @@ CARRIED = {"quantize_gradients": [8, 4], "quantize_error_feedback": True}
 OPTIMIZERS = ("adamw", "adamw_bf16", "lion", "ademamix", "muon")
 
 
-def train_toys(layouts, optimizers, kinds, step_if_finite=None):
+def train_toys(layouts, optimizers, kinds, step_if_finite=None, how=None):
     """On each rank, by stage, optimizer and kind: the losses of five steps, and weights, state and residuals after the
     third, which is a bad one, and after all."""
     import torch.distributed as dist
@@ -181,7 +182,7 @@ def train_toys(layouts, optimizers, kinds, step_if_finite=None):
 
     rank, found = start_distributed().rank, {}
     for (stage, *sizes), name, kind in itertools.product(layouts, optimizers, kinds):
-        scenario = Scenario(parallel=CARRIED if stage == "zeropp" else {})
+        scenario = Scenario(parallel=CARRIED if stage == "zeropp" else {}, **(how or {}))
         betas = [0.9, 0.99, 0.999][: 2 + (name == "ademamix")]
         model, settings = scenario.model(), Optim(name=name, learning_rate=RATE, weight_decay=DECAY, betas=betas)
         layout = scenario.layout(model, stage, *sizes)
@@ -204,6 +205,7 @@ def train_toys(layouts, optimizers, kinds, step_if_finite=None):
             optimizer.zero_grad()
             dist.all_reduce(loss)
             losses.append(loss.item())
+            optim.settle_counts(optimizer)
             if step in (1, 2, 4):
                 digests.append(bits_of(model, optimizer, sharded.residuals))
         found[stage, name, kind] = losses, digests
@@ -216,10 +218,13 @@ def local(tensor):
 
 def bits_of(model, optimizer, residuals):
     """Of this rank's weights, optimizer state and residuals, by name."""
+    from shardbook.optim.elementwise import parts_of
+
     tensors = dict(model.named_parameters()) | residuals
     for name, parameter in model.named_parameters():
         tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-    return {name: local(tensor).float().numpy().tobytes() for name, tensor in tensors.items()}
+    parts = {name: parts_of(local(tensor)) for name, tensor in tensors.items()}
+    return {name: [each.float().numpy().tobytes() for each in own] for name, own in parts.items()}
 
 
 @pytest.mark.parametrize("layouts", [LAYOUTS[-1:], pytest.param(LAYOUTS[:-1], marks=pytest.mark.slow)])
@@ -266,7 +271,7 @@ def test_a_bad_step_is_left_out_where_only_the_device_knows_it(recipe):
     """What goes on is, to the bit, what a run does that takes no such step, its host's step counts too."""
     words = ("precision.params=fp32", "train.max_bad_steps=1")
     runs = {name: (*words, f"optim.name={name}", f"optim.betas={OWN[name]}") for name in OWN}
-    for rank in run_world(2, on_cuda, train_planted, recipe, runs, ("passed", "loss")):
+    for rank in run_world(2, on_cuda, train_planted, recipe, runs, list(itertools.product(runs, ("passed", "loss")))):
         for name in OWN:
             assert rank[name, "loss"][0] == rank[name, "passed"][0], name
             assert any("left out step 3" in line for line in rank[name, "loss"][1])

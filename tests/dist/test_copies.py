@@ -167,11 +167,11 @@ def test_one_rank_has_its_own(params):
 
 
 def earlier_micros_are_lost(copies):
-    def add(part, number, gradient, dtype, real=copies.UnitCopy.add):
+    def add(part, number, gradient, dtype, real=copies.GradientBucket.add):
         part.in_flat.discard(number)
         real(part, number, gradient, dtype)
 
-    copies.UnitCopy.add = add
+    copies.GradientBucket.add = add
 
 
 def evaluation_stays(copies):

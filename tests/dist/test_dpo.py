@@ -132,7 +132,7 @@ def stop_in_the_reference(rank_that_is_told, words):
 
     from shardbook.run import reference
 
-    before, calls = reference._ask, []
+    before, calls = reference._compute, []
 
     def ask(*given):
         calls.append(1)
@@ -140,7 +140,7 @@ def stop_in_the_reference(rank_that_is_told, words):
             os.kill(os.getpid(), signal.SIGTERM)
         return before(*given)
 
-    reference._ask = ask
+    reference._compute = ask
     return *train_rank(words), len(calls)
 
 
@@ -171,7 +171,7 @@ def test_a_damaged_reference_is_named(damage, recipe, pairs, straight):
     (run / "reference.npz").write_bytes(damage(content))
     said = refused(recipe, name, *SAVING, *words_of("dpo:sigmoid", pairs))
     assert said.startswith(f"shardbook: {run}/reference.npz: damaged (")
-    assert said.endswith("); remove it, and the reference is asked again")
+    assert said.endswith("); remove it, and the reference is computed again")
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Each family through the whole of a run: numbers against plain transformers in one process, and files both ways."""
 
+import shutil
+
 import pytest
 import reference
 import torch
@@ -18,9 +20,13 @@ from cases import (
     run_cases,
     same_bits,
 )
-from families import write_family
-from tiny import config, write_model
-from world import run_train, run_world
+from families import write_family, write_seeing
+from safetensors.torch import load_file
+from tiny import config, tokenizer, write_model
+from world import losses, metrics, run_train, run_world
+
+from shardbook.data.tokenized import build_documents
+from shardbook.recipe import load_recipe
 
 FAMILIES = ["olmo2", "smollm3", "granite", "phi3"]  # beside llama, which every other test has, and its nearest kin
 KIN = ["mistral", "qwen2", "qwen3"]
@@ -126,6 +132,35 @@ def test_an_export_is_read_by_transformers(family, recipe, base, tmp_path):
     plain = reference.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(plain, run / "export")
     assert (adapted(input_ids=torch.arange(3, 60)[None]).logits - theirs).abs().max() > 1e-4
+
+
+# One of each sort of files: a head of another name, experts one by one, three tensors put together, buffers, a text
+# model's prefix, a tied head.
+FILES = ["gpt_neox", "qwen3_moe", "olmo_hybrid", "deepseek_v3", "gemma3", "gemma2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FILES)
+def test_each_sort_of_files_goes_on_to_the_bit_and_is_read_again(family, recipe, tmp_path):
+    """A run that stops after two of three steps; and what it exports, by transformers, has the run's last loss."""
+    write = write_seeing if family == "gemma3" else write_family
+    write(tmp_path / "model", family)
+    words = [f"model.path={tmp_path / 'model'}", "train.steps=3", "train.save_steps=1", "train.eval_steps=3"]
+    words += ["train.export=true", "train.export_dtype=fp32", *["data.packing=false"] * (family == "olmo_hybrid")]
+    run, again = run_train(2, recipe, f"{family}-straight", *words), recipe.parent / f"{family}-again"
+    shutil.copytree(run, again, ignore=shutil.ignore_patterns("export", "run.json", "step-000003"))
+    run_train(2, recipe, again.name, *words)
+    assert losses(again) == losses(run) and metrics(again)[-1]["eval/loss"] == metrics(run)[-1]["eval/loss"]
+    mine, theirs = (load_file(each / "export" / "model.safetensors") for each in (again, run))
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert len(set(losses(run))) == 3
+    model = reference.AutoModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32).eval()
+    _, held_out = build_documents(load_recipe(recipe).data, tokenizer(), tmp_path / "model")
+    with torch.no_grad():
+        rows = [held_out.encoded[number] for row in held_out.rows for number in row]
+        parts = [reference.document_loss(model, (row["input_ids"], row["mask"])) for row in rows]
+    wanted = sum(part.item() for part, _ in parts) / sum(count for _, count in parts)
+    assert metrics(run)[-1]["eval/loss"] == pytest.approx(wanted, rel=1e-5 if family == "olmo_hybrid" else TOLERANCE)
 
 
 REFUSED = {

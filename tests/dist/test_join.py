@@ -215,3 +215,21 @@ def test_ranks_that_gloo_does_not_reach_are_said():
         "; set GLOO_SOCKET",
     )
     assert re.match(start, said) and way_out in said and "\n" not in said, said
+
+
+def test_a_rank_0_that_ends_meanwhile_is_no_refusal(monkeypatch):
+    """Exit code 1, not 2: then --max-restarts starts the ranks again, on every node."""
+    import torch.distributed as dist
+
+    import shardbook.ranks.join as join
+    from shardbook.ranks.exits import RunFailed
+
+    class Gone:
+        def add(self, key, count):
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    monkeypatch.setattr(join, "_await_head", lambda place: None)
+    monkeypatch.setattr(join, "open_store", lambda *words: Gone())
+    said = "rank 0 at head:1 ended before all ranks had come, and said why where it ran; run the same command again"
+    with pytest.raises(RunFailed, match=said):
+        join.join_ranks(join.Rendezvous(1, 2, 1, 2, "head", 1))

@@ -12,7 +12,7 @@ from world import metrics, run_train, start_ranks
 
 from shardbook.run.stored_items import list_checkpoints, verify
 
-STEPS = 48
+STEPS = 64
 SAVING = ("train.save_steps=1", "train.save_total_limit=2", "train.export=false", "data.eval_size=0")
 WORDS = (f"train.steps={STEPS}", *SAVING)
 MODES = {"async": "train.async_save=true", "sync": "train.async_save=false"}
@@ -103,7 +103,9 @@ def killed_at(dice, run, processes):
     steps, later, victim = dice.randrange(5), dice.random(), dice.randrange(2)
     while count_rows(run) < rows + steps and time.monotonic() < began + SECONDS:
         time.sleep(0.003)
-    time.sleep(later * (0.1 if steps else 3))
+    soon, began = rows + steps + 1, time.monotonic()  # by then: a machine at rest would else run to its end meanwhile
+    while count_rows(run) < soon and time.monotonic() < began + later * (0.1 if steps else 3):
+        time.sleep(0.003)
     processes[victim].kill()
     if not steps:  # it may not have joined yet: a launcher ends who waits for it
         processes[1 - victim].join(10)

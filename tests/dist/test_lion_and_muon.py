@@ -177,7 +177,7 @@ def test_a_resumed_run_is_the_straight_one(name, recipe):
 
 REFUSED = {
     "optim.name=adafactor": "no rank has; set optim.name=adamw_8bit",
-    "optim.name=paged_adamw_8bit": "bitsandbytes' take no sharded tensors",
+    "optim.name=paged_adamw_8bit": "bitsandbytes takes no sharded tensors",
     "optim.name=schedule_free_adamw": "set optim.name=adamw",
     "optim.name=ademamix": "ademamix takes 3",
     "optim.momentum=0.5": "only muon has it",

@@ -16,6 +16,7 @@ from cases import (
     TOLERANCE,
     Case,
     assert_case,
+    assert_events,
     documents_of_steps,
     outcomes_of,
     run_cases,
@@ -128,6 +129,7 @@ def test_every_stage_is_peft_to_a_millionth(kind, adapters, outcomes, wanted_of)
             trained = set(found[0].result.gradients[0])
             assert any("lora_A" in word for word in trained) and not any("layernorm" in word for word in trained)
             assert_case(case, found, want)
+            assert_events(found)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from recorded import Record
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -61,10 +62,12 @@ def train_all(recipe, runs):
         train.materialize_state, meter.memory_metrics = materialize, memory_metrics
         settings = load_recipe(recipe, [*words, f"run.name={name}", "train.export=false"])
         try:
-            assert train.train(settings, recipe, ranks) == 0
+            with Record().follow(ranks.rank) as record:
+                assert train.train(settings, recipe, ranks) == 0
         finally:
             train.materialize_state, meter.memory_metrics = real
-        said[name] = digest(seen["sharded"], seen["optimizer"]), seen["memory"], predicted(seen["sharded"], ranks.rank)
+        digests = digest(seen["sharded"], seen["optimizer"])
+        said[name] = digests, seen["memory"], predicted(seen["sharded"], ranks.rank), record.differences()
     return said
 
 
@@ -148,6 +151,7 @@ def test_every_tier_gives_the_bits_of_none(recipe, disk, stage, run):
         for of_none, of_tier in zip(*([result[other] for result in results] for other in (none, name)), strict=True):
             assert of_tier[0] == of_none[0], f"{name}: masters or moments differ"
             assert {key: of_tier[1][key] for key in of_tier[2]} == of_tier[2], f"{name}: bytes"
+            assert not of_tier[3][""] and "happened" in of_tier[3]["an event forgotten"], f"{name}: {of_tier[3]['']}"
         assert rows(recipe, name) == rows(recipe, none), name
         if name != none:
             moved = {key: value for key, value in first(recipe, name).items() if key.startswith("offload/")}
@@ -351,9 +355,9 @@ REFUSED = {
     "missing": (["offload.optimizer=nvme", "offload.path=/no/such"], "offload.path = '/no/such': does not exist"),
     "a file": (["offload.optimizer=nvme", "offload.path=/etc/passwd"], "is a file"),
     "memory": (["offload.optimizer=nvme", "offload.path=/dev/shm"], "tmpfs, which is memory"),
-    "whole": ([*ON_HOST, "parallel.wrap=none"], "parallel.wrap = 'none': one unit is everything"),
+    "whole": ([*ON_HOST, "parallel.wrap=none"], "parallel.wrap = 'none': the one unit has all parameters"),
     "other": (["offload.optimizer=cpu", "optim.name=adamw_bf16"], "optim.name = 'adamw_bf16': the host runs AdamW"),
-    "nothing recomputed": (["offload.activations=cpu"], "inputs of recomputed blocks leave, and none is"),
+    "nothing recomputed": (["offload.activations=cpu"], "only recomputed blocks offload inputs"),
     "secondary": (
         ["parallel.stage=zeropp", "parallel.secondary_shard=1", "offload.optimizer=cpu"],
         "parallel.secondary_shard",

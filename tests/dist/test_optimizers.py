@@ -9,6 +9,7 @@ import torch
 from cases import Case, assert_exact_bytes, assert_replicas_agree, outcomes_of, relative_error, run_cases, same_bits
 from eight_bit import FOLDER, add_torchao
 from safetensors.torch import load_file
+from test_bad_steps import train_toys
 from tiny import write_model
 from toys import Scenario, Toy, train_toy
 from world import losses, metrics, run_world, train_rank
@@ -64,45 +65,97 @@ class Uneven(Large):
         super().__init__(vocab=127)
 
 
-def train_8bit(build, vocab, stage):
+def train_8bit(build, vocab):
+    """On each rank: what came of the toy, by stage."""
     add_torchao()
     from shardbook.plan.formulas import predict_resident
     from shardbook.ranks.distributed import start_distributed
     from shardbook.run.metrics import memory_metrics
 
-    rank, found = start_distributed().rank, {}
+    rank, by_stage = start_distributed().rank, {}
     torch.compiler.set_stance("force_eager")
+    for stage, *sizes in STAGES:
+        found = by_stage[stage] = {}
 
-    def note(sharded, optimizer):
-        memory = memory_metrics(sharded, optimizer)
-        kept = predict_resident(sharded.layout, rank, "adamw_8bit")
-        found["memory"] = [memory[f"memory/{kind}_bytes"] for kind in ("params", "grads", "optimizer")]
-        found["predicted"] = [kept.params_bytes, kept.grads_bytes, kept.optimizer_bytes]
+        def note(sharded, optimizer, found=found):
+            memory = memory_metrics(sharded, optimizer)
+            kept = predict_resident(sharded.layout, rank, "adamw_8bit")
+            found["memory"] = [memory[f"memory/{kind}_bytes"] for kind in ("params", "grads", "optimizer")]
+            found["predicted"] = [kept.params_bytes, kept.grads_bytes, kept.optimizer_bytes]
 
-    result, _ = train_toy(
-        Scenario(build=build, vocab=vocab, optimizer="adamw_8bit"),
-        stage,
-        *((2, 1) if stage == "ddp" else (1, 2)),
-        5,
-        0.0,
-        note=note,
-    )
-    # as lists: a tensor in a pipe is gone with its rank
-    return found | {"losses": result.losses, "weights": {name: w.tolist() for name, w in result.weights.items()}}
+        scenario = Scenario(build=build, vocab=vocab, optimizer="adamw_8bit")
+        result, _ = train_toy(scenario, stage, *sizes, 5, 0.0, note=note)
+        # as lists: a tensor in a pipe is gone with its rank
+        found |= {"losses": result.losses, "weights": {name: w.tolist() for name, w in result.weights.items()}}
+    return by_stage
 
 
 @pytest.mark.parametrize("build, vocab", [pytest.param(Large, 256, marks=pytest.mark.slow), (Uneven, 127)])
 def test_8_bits_in_every_stage(build, vocab, torchao):
     """Blocks are of shards, so layouts differ; each is near fp32's: a moment is off by 1/64 of its block's largest."""
     want = Scenario(build=build, vocab=vocab).reference(2, 5, 0.0)
+    both = run_world(2, train_8bit, build, vocab)
     for stage, *_ in STAGES:
-        ranks = run_world(2, train_8bit, build, vocab, stage)
+        ranks = [found[stage] for found in both]
         for rank in ranks:
             assert rank["memory"] == rank["predicted"]
             assert rank["losses"] == pytest.approx(want.losses, rel=1e-3) and rank["losses"] != want.losses
             weights = {name: torch.tensor(weight) for name, weight in rank["weights"].items()}
             assert max(relative_error(weights[name], want.weights[name]) for name in weights) < 2e-2
         assert ranks[0]["weights"] == ranks[1]["weights"] and ranks[0]["losses"] == ranks[1]["losses"]
+
+
+def on_a_device(optimizer, norm):
+    """As where only a device knows of the norm: each step is told by `found_inf`."""
+    from shardbook import optim
+
+    optim.settle_counts(optimizer)
+    optimizer.found_inf = (~torch.isfinite(norm)).float()
+    optimizer.step()
+    optimizer.unsettled, optimizer.found_inf = optimizer.found_inf.item, None
+
+
+def left_out(step_if_finite):
+    add_torchao()
+    torch.compiler.set_stance("force_eager")
+    return train_toys(
+        LEFT_OUT, ("adamw_8bit",), ("passed", "loss", "gradient"), step_if_finite, {"build": Large, "vocab": 256}
+    )
+
+
+LEFT_OUT = [("ddp", 2, 1), ("zero3", 1, 2)]
+
+
+def test_8_bits_leave_a_bad_step_out(torchao):
+    """Codes and scales to the bit, told by `found_inf` or not."""
+    told, known = run_world(2, left_out, on_a_device)[0], run_world(2, left_out, None)[0]
+    assert told == known
+    for stage, *_ in LEFT_OUT:
+        losses, wanted = told[stage, "adamw_8bit", "passed"]
+        assert [len(parts) for parts in wanted[0].values()].count(3) >= 2  # the embedding's moments are of eight bits
+        for kind in ("loss", "gradient"):
+            assert told[stage, "adamw_8bit", kind] == (losses, wanted) and wanted[0] == wanted[1] != wanted[2]
+
+
+def step_where_nothing_can_be_read():
+    add_torchao()
+    from shardbook import optim
+    from shardbook.recipe import Optim
+
+    torch.compiler.set_stance("force_eager")
+    optim.send_to_host = lambda flag: lambda: 0.0
+    device = torch.device("meta")  # has no numbers: what reads one raises
+    model = torch.nn.Linear(64, 64).to(device)
+    optimizer = optim.build_optimizer(model, Optim(name="adamw_8bit"))
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        optim.step_if_finite(optimizer, torch.empty((), device=device))
+    return [int(optimizer.state[parameter]["step"]) for parameter in model.parameters()]
+
+
+def test_8_bits_wait_for_no_norm(torchao):
+    assert run_world(1, step_where_nothing_can_be_read) == [[2, 2]]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from cases import (
     TOLERANCE,
     Case,
     assert_case,
+    assert_events,
     assert_exact_bytes,
     assert_parity,
     assert_replicas_agree,
@@ -25,6 +26,7 @@ AXIS = pipeline_cases
 
 def test_parity_and_exact_bytes(case, outcomes, wanted_of):
     worst = assert_case(case, outcomes(case), wanted_of(case))
+    assert_events(outcomes(case))
     print(f"\nworst {worst:.1e}  {case.name}")
 
 

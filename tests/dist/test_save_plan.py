@@ -10,8 +10,8 @@ from world import run_world
 ITEMS = 15 * 4 + 1  # of a rank: the toy's parameters with two moments and a step count each, and the random state
 
 
-def start():
-    """A toy under zero3, its optimizer, and `advance(step)`, one optimizer step."""
+def start(stage="zero3", shards=0, name="adamw", parallel=None):
+    """A toy under a stage, its optimizer, and `advance(step)`, one optimizer step."""
     import torch.distributed as dist
     from toys import DECAY, RATE, Scenario
 
@@ -20,11 +20,12 @@ def start():
     from shardbook.parallel.sharding import apply_stage
     from shardbook.recipe import Optim
 
-    scenario, ranks = Scenario(), dist.get_world_size()
-    model = scenario.model()
-    layout = scenario.layout(model, "zero3", 1, ranks)
+    scenario, ranks = Scenario(parallel=parallel or {}), dist.get_world_size()
+    model, shards = scenario.model(), shards or ranks
+    layout = scenario.layout(model, stage, ranks // shards, shards)
     sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
-    optimizer = build_optimizer(model, Optim(learning_rate=RATE, weight_decay=DECAY))
+    betas = [0.9, 0.99, 0.999][: 2 + (name == "ademamix")]
+    optimizer = build_optimizer(model, Optim(name=name, learning_rate=RATE, weight_decay=DECAY, betas=betas))
 
     def advance(step):
         for micro in range(scenario.micros):
@@ -232,3 +233,41 @@ def after_a_failure(folder):
 
 def test_a_save_that_failed_leaves_no_plan(tmp_path):
     assert run_world(2, after_a_failure, tmp_path) == [(2, True), (0, True)]
+
+
+COPIED = (
+    ("zero3", 0, "adamw", None),
+    ("zero1", 0, "adamw_bf16", None),
+    ("zero3", 0, "ademamix", None),
+    ("zero3", 0, "muon", None),
+    ("ddp", 1, "adamw", None),
+    ("zeropp", 0, "lion", {"quantize_gradients": [8, 4], "quantize_error_feedback": True}),
+)
+
+
+def copied(folder):
+    """For each of COPIED: the bytes of a save in a thread's buffer, and those that are planned."""
+    import torch.distributed as dist
+
+    from shardbook.plan.formulas import predict_copied
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.run.background import Background
+    from shardbook.run.checkpoint import TrainState, save_checkpoint
+
+    start_distributed()
+    found = []
+    for number, (stage, shards, name, parallel) in enumerate(COPIED):
+        (sharded, optimizer, advance), background = start(stage, shards, name, parallel), Background()
+        advance(1)
+        planned = predict_copied(sharded.layout, dist.get_rank(), name)
+        save_checkpoint(folder / f"{number}", sharded, optimizer, TrainState(1, 10, {}), 0, background=background)
+        background.finish()
+        found.append((len(background.buffer[0]), planned))
+    return found
+
+
+def test_what_a_save_in_a_thread_copies_is_planned(tmp_path):
+    """Never less than is copied, else it is allocated while a step waits; and hardly more."""
+    for rank in run_world(2, copied, tmp_path):
+        for case, (made, planned) in zip(COPIED, rank, strict=True):
+            assert made <= planned < made + 40_000 + 0.3 * made * (case[0] == "ddp"), (case, made, planned)

@@ -53,7 +53,7 @@ def counts_while_it_traces(torch):
     "case",
     [
         Case("zero3", 1, 1, 3, True, checkpointing="full", extra=COMPILED, tp=2),
-        Case("zero3", 1, 1, 3, True, checkpointing="full", extra=COMPILED, cp=2),
+        pytest.param(Case("zero3", 1, 1, 3, True, checkpointing="full", extra=COMPILED, cp=2), marks=pytest.mark.slow),
         pytest.param(Case("zero2", 1, 2, 1, tied=False, extra=COMPILED, tp=2), marks=pytest.mark.slow),
         pytest.param(
             Case("zero2", 1, 1, 3, True, checkpointing="selective", extra=COMPILED, cp=4), marks=pytest.mark.slow

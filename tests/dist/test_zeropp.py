@@ -10,6 +10,7 @@ import reference
 import torch
 from cases import (
     Case,
+    assert_events,
     assert_exact_bytes,
     assert_parity,
     assert_replicas_agree,
@@ -175,6 +176,7 @@ def other_outcomes(recipe, tiny, tmp_path_factory):
 def assert_exact_bytes_and_near_numbers(name, outcomes, wanted):
     exact = wanted(RUNS[name])
     assert_exact_bytes(outcomes[name])
+    assert_events(outcomes[name])
     assert_replicas_agree(outcomes[name])
     got = outcomes[name][0].result
     if name.startswith("hpZ") or name == "zero3":  # moves the same numbers by another way

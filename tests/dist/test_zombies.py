@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -48,8 +49,9 @@ def wait_stopped(process):
 
 
 def contents(run):
+    """And when each file was last written: a run is bitwise, so a file that is written anew may have its bytes."""
     return {
-        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
+        str(path.relative_to(run)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
         for path in sorted(run.rglob("*"))
         if path.is_file() and "hang" not in path.parts
     }
@@ -118,6 +120,37 @@ def published_files_are_written():
 def test_a_published_file_that_is_written_turns_it_red(recipe, tmp_path):
     found = wake_up(recipe, tmp_path, "written", *CASES["file"], published_files_are_written, keep=0)
     assert found[1] != found[2], found[3:]
+
+
+# -- a disk that never answers
+
+
+def unanswered():
+    """Rank 1's thread waits for its disk for ever."""
+    from shardbook.run import background, operations
+
+    plan_nothing()
+    background.WRITE_SECONDS = 3
+    real = operations.sync
+
+    def sync(file):
+        while os.environ["RANK"] == "1" and threading.current_thread().name.startswith("checkpoint"):
+            time.sleep(1)
+        real(file)
+
+    operations.sync = sync
+
+
+def test_a_disk_that_never_answers_is_named_and_ends_the_run(recipe, tmp_path):
+    """When the next save is due; and the run goes on from what was published before."""
+    words = [*WORDS, "train.async_save=true", "run.name=unanswered"]
+    processes = launch(recipe, words, tmp_path / "first", unanswered)
+    for process in processes:
+        process.join(SECONDS)
+    said = (tmp_path / "first" / "1").read_text()
+    assert [process.exitcode for process in processes] == [1, 1], said[-2000:]
+    assert "checkpoint of step 1: rank 1 has not written its part for 3 s; check its disk" in said, said[-2000:]
+    assert list_checkpoints(recipe.parent / "unanswered" / "checkpoints") == []
 
 
 # -- a disk that is full

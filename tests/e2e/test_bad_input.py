@@ -8,11 +8,13 @@ import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tiny import tokenizer, write_model, write_recipe
+from tiny import said_by, tokenizer, write_model, write_recipe
 from world import run_world, train_rank
 
 from shardbook.cli import main
-from shardbook.recipe import RecipeError, load_recipe
+from shardbook.model.families import load_config
+from shardbook.model.laid_out import check_recipe
+from shardbook.recipe import Model, Recipe, RecipeError, load_recipe
 from shardbook.run.directory import RunDirectory
 
 
@@ -63,7 +65,6 @@ CASES = {
     ),
     "budget": (["activation.checkpointing=budget:0.5"], ["budget:0.5", "train.compile=true"]),
     "stage": (["parallel.stage=zero5"], ["parallel.stage = 'zero5'", "ddp, zero1, zero2, zero3, hsdp, zeropp, fsdp"]),
-    "max_length": (["data.max_length=300"], ["data.max_length = 300", "sees at most 256 tokens"]),
     "dataset": (["data.train={out}/absent.jsonl"], ["data.train", "absent.jsonl", "no such file"]),
     "field": (["data.train={out}/fields.jsonl"], ["data.train: row 0", "question", "nearest to", "lacks prompt"]),
     "tools": (["data.train={out}/tools.jsonl"], ["data.train: row 0: tools = '[{': is not JSON"]),
@@ -80,7 +81,6 @@ CASES = {
     ),
     "empty": (["data.train={out}/empty.jsonl"], ["data.train", "empty.jsonl", "no rows"]),
     "mute": (["data.train={out}/mute.jsonl"], ["data.train: row 1", "no assistant text"]),
-    "truncated": (["model.path={out}/truncated"], ["truncated/model.safetensors", "truncated or not safetensors"]),
     "misshapen": (["model.path={out}/misshapen"], ["model.norm.weight has shape [7], the model wants [32]"]),
     "template": (
         ["model.path={out}/untemplated"],
@@ -91,7 +91,6 @@ CASES = {
     "hub-data": (["data.train=someone/something:train"], ["someone/something", "HF_TOKEN", "local file"]),
     "run-dir": (["run.dir={out}/a-file"], ["run directory", "a-file is a file", "run.dir"]),
     "teacher-absent": (["method=distill", "distill.teacher={out}/nowhere"], ["distill.teacher", "no such directory"]),
-    "teacher-short": (["method=distill", "distill.teacher={out}/short"], ["max_length = 128", "short sees at most 64"]),
     "teacher-few": (["method=distill", "distill.teacher={out}/few"], ["few", "has 200 embeddings, its tokenizer 259"]),
     "teacher-stranger": (
         ["method=distill", "distill.teacher={out}/stranger"],
@@ -104,6 +103,7 @@ CASES = {
 }
 
 
+RANDOM = ["model.init=random"]  # without weights
 EARLY = {  # what a launcher sees before torch is imported: the command's words, and parts of its last line
     "data-absent": (["data.train={out}/absent.jsonl"], ["data.train = ", "absent.jsonl': no such file"]),
     "data-directory": (["data.train={out}/absent"], ["no such directory, and not a hub id"]),
@@ -113,6 +113,10 @@ EARLY = {  # what a launcher sees before torch is imported: the command's words,
     "data-blank": (["data.train={out}/blank.jsonl"], ["blank.jsonl': holds no rows"]),
     "data-header": (["data.train={out}/header.csv"], ["header.csv': holds no rows"]),
     "data-broken": (["data.train={out}/broken.jsonl"], ["cannot be read as json (broken.jsonl: line 2: Expecting"]),
+    "data-semicolon": (
+        ["data.train={out}/semicolon.csv"],
+        ["(semicolon.csv: its first line, a;b, is separated by ';'"],
+    ),
     "data-list": (["data.train={out}/list.jsonl"], ["(list.jsonl: line 1: is no table of fields)"]),
     "data-cut": (["data.train={out}/cut.parquet"], ["cut.parquet': cannot be read as parquet (cut.parquet: "]),
     "data-latin": (["data.train={out}/latin.csv"], ["latin.csv': cannot be read as csv (not UTF-8: 'utf-8' codec"]),
@@ -145,12 +149,22 @@ EARLY = {  # what a launcher sees before torch is imported: the command's words,
     "template-file": (["data.chat_template={out}/absent.jinja"], ["data.chat_template", "absent.jinja", "cannot be"]),
     "model": (["model.path={out}/nowhere"], ["model.path = ", "nowhere': no such directory, and not a hub id"]),
     "model-hub": (["model.path=no/where"], ["model.path = 'no/where': the hub did not give it", "HF_TOKEN"]),
-    "model-config": (["model.path={out}/nothing"], ["model.path = ", "no usable config.json: No such file"]),
-    "model-json": (["model.path={out}/not-json"], ["model.path = ", "no usable config.json: Expecting"]),
-    "model-kind": (["model.path={out}/no-type"], ["model.path = ", "no usable config.json: it has no model_type"]),
+    "model-value": (["model.path={out}/wrong", *RANDOM], ["'{out}/wrong': no usable config.json: hidden_size = 30 ("]),
     "model-weights": (
         ["model.path={out}/no-weights"],
         ["no-weights: no model.safetensors and no model.safetensors.ind"],
+    ),
+    "model-truncated": (
+        ["model.path={out}/truncated"],
+        ["truncated/model.safetensors: truncated or not safetensors ("],
+    ),
+    "model-pointer": (
+        ["model.path={out}/pointer"],
+        ["pointer/model.safetensors: truncated or not safetensors (its he"],
+    ),
+    "model-adapter": (
+        ["model.path={out}/lora"],
+        ["lora: holds an adapter; set model.path to its base, and lora.adapte"],
     ),
     "model-part": (["model.path={out}/part"], ["part/model-2.safetensors: named in model.safetensors.index.json, but"]),
     "tokenizer": (["model.tokenizer={out}/nowhere"], ["model.tokenizer = ", "no such directory"]),
@@ -163,14 +177,57 @@ EARLY = {  # what a launcher sees before torch is imported: the command's words,
         ["report_to = 'clearml': its package is not installed; pip install clearml"],
     ),
 }
+ALSO = {  # of configs, in a process that has imported transformers without torch
+    "config-absent": (["model.path={out}/nothing", *RANDOM], ["no usable config.json: ", "No such file or directory"]),
+    "config-json": (["model.path={out}/not-json", *RANDOM], ["model.path = ", "no usable config.json: Expecting"]),
+    "config-list": (["model.path={out}/list", *RANDOM], ["no usable config.json: ", "dictionary update sequence"]),
+    "config-kind": (["model.path={out}/no-type", *RANDOM], ["no usable config.json: it has no model_type"]),
+    "config-unknown": (
+        ["model.path={out}/unknown", *RANDOM],
+        ["no usable config.json: transformers 5.", "no model_type 'llama99'; a newer one may"],
+    ),
+    "config-own-code": (
+        ["model.path={out}/own", *RANDOM],
+        ["has no model_type 'mine'; its own code (auto_map) is not run"],
+    ),
+    "config-quantised": (["model.path={out}/gptq", *RANDOM], ["holds quantised weights (gptq)", "a copy in bf16"]),
+    "config-short": (["data.max_length=300"], ["data.max_length = 300: ", "model sees at most 256 tokens"]),
+    "teacher-short": (
+        ["method=distill", "distill.teacher={out}/short"],
+        ["data.max_length = 128: {out}/short sees at most 64 tokens"],
+    ),
+}
+EARLY_TOO = {  # of other commands, all their words
+    "plan-recipe": (
+        ["plan", "llama8b-fspd"],
+        ["recipe 'llama8b-fspd': no such file or name; close to it: llama8b-fsdp"],
+    ),
+    "plan-gpu": (["plan", "--model", "qwen3-8b", "--gpu", "a100-40"], ["did you mean a100-40gb or a100-80gb?"]),
+    "plan-gpus": (["plan", "llama8b-fsdp", "--gpus", "-4"], ["--gpus -4: must be at least 1"]),
+    "plan-nodes": (["plan", "llama8b-fsdp", "--gpus", "12"], ["--gpus 12: must be whole nodes of 8; a multiple of 8"]),
+    "plan-key": (
+        ["plan", "--model", "qwen3-8b", "optim.lr=1"],
+        ["optim.lr is not a key of a recipe; here it is optim."],
+    ),
+    "compare-none": (["compare", "{out}/tiny.toml"], ["STAGES is empty: name some of ddp, zero1"]),
+    "compare-stage": (["compare", "{out}/tiny.toml", "--stages", "zero9"], ["variant zero9: parallel.stage = 'zero9'"]),
+    "push-absent": (["push", "{out}/nothing", "--repo", "me/mine"], ["nothing: not a run directory (no resolved"]),
+}
 COMMANDS = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys
 from shardbook.cli import main
+from shardbook.run.files import _leave_torch_out
 found = {}
-for name, words in json.load(sys.stdin).items():
-    with contextlib.redirect_stderr(io.StringIO()) as err:
-        found[name] = main(words), err.getvalue()
-print(json.dumps([found, sorted({"torch", "transformers", "datasets"} & sys.modules.keys())]))
+def run(words):
+    for name, words in words.items():
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            found[name] = main(words), err.getvalue()
+first, then = json.load(sys.stdin)
+run(first)
+large = sorted({"torch", "transformers", "datasets"} & sys.modules.keys())
+_leave_torch_out(os.getppid())  # as in the process that a launcher starts
+run(then)
+print(json.dumps([found, large]))
 """
 
 
@@ -185,6 +242,7 @@ def early(place):
         "broken.jsonl": b'\n{"text": \n',
         "list.jsonl": b"[1, 2]\n",
         "cut.parquet": b"PAR1 and no more",
+        "semicolon.csv": b"a;b\n1;2\n",
         "latin.csv": "prompt,completion\nü,a\n".encode("latin-1"),
         "excel.tsv": "prompt\tcompletion\na\tb\n".encode("utf-16"),
         "plain.jsonl.gz": json.dumps(good).encode(),
@@ -198,18 +256,29 @@ def early(place):
         ("not-json", "{"),
         ("no-type", "{}"),
         ("no-weights", '{"model_type": "llama"}'),
+        ("unknown", '{"model_type": "llama99"}'),
+        ("own", '{"model_type": "mine", "auto_map": {}}'),
+        ("list", "[1]"),
+        ("pointer", '{"model_type": "llama"}'),
+        ("lora", ""),
+        ("gptq", '{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}'),
+        ("wrong", '{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}'),
     ):
         (place / name).mkdir()
         if content:
             (place / name / "config.json").write_text(content)
+    (place / "pointer" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    (place / "lora" / "adapter_config.json").touch()
     (place / "part").mkdir()
     (place / "part" / "config.json").write_text('{"model_type": "llama"}')
     weight_map = {"weight_map": {"a": "model-2.safetensors"}}
     (place / "part" / "model.safetensors.index.json").write_text(json.dumps(weight_map))
     recipe = [str(place / "tiny.toml"), "run.name=early"]
-    words = {
-        name: ["train", *recipe, *(word.format(out=place) for word in words)] for name, (words, _) in EARLY.items()
-    }
+    words = [
+        {name: ["train", *recipe, *(word.format(out=place) for word in words)] for name, (words, _) in cases.items()}
+        for cases in (EARLY, ALSO)
+    ]
+    words[0] |= {name: [word.format(out=place) for word in words] for name, (words, _) in EARLY_TOO.items()}
     before = set(place.iterdir())
     done = subprocess.run([sys.executable, "-c", COMMANDS], input=json.dumps(words), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -217,11 +286,11 @@ def early(place):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", EARLY)
-def test_a_launcher_refuses_what_it_can_see(early, name):
+@pytest.mark.parametrize("name", [*EARLY, *ALSO, *EARLY_TOO])
+def test_a_launcher_refuses_what_it_can_see(early, place, name):
     code, said = early[0][name]
     assert code == 2 and said.count("\n") == 1 and said.startswith("shardbook: "), said
-    assert all(part in said for part in EARLY[name][1]), said
+    assert all(part.replace("{out}", str(place)) in said for part in (EARLY | ALSO | EARLY_TOO)[name][1]), said
 
 
 def test_a_launcher_refuses_before_torch_is_imported(early):
@@ -275,7 +344,69 @@ def test_refused_with_exit_code_2(place, name):
     words, parts = CASES[name]
     words = [str(place / "tiny.toml"), f"run.name={name}", *(word.format(out=place) for word in words)]
     check(run_world(1, train_rank, words if name != "no-recipe" else []), parts)
-    assert not (place / name).exists() or name in ("truncated", "misshapen")  # weights are read when the run has begun
+    assert not (place / name).exists() or name == "misshapen"  # weights are read when the run has begun
+
+
+REFUSED = {  # by transformers' checks of a config, or by ours; with words of the line
+    "type": ({"hidden_size": "32"}, "hidden_size = '32' (transformers' default is 4096): Field 'hidden_size' expected"),
+    "heads": (
+        {"num_attention_heads": 5},
+        "num_attention_heads = 5 (transformers' default is 32): The hidden size (32)",
+    ),
+    "no-heads": ({"num_attention_heads": 0}, "modulo by zero"),
+    "dtype": ({"dtype": "float17"}, "dtype = 'float17' (transformers' default is None): "),
+    "layers": ({"layer_types": ["slanted"]}, "got ['slanted']"),
+    "no-layers": ({"num_hidden_layers": 0}, "num_hidden_layers = 0; must be at least 1"),
+    "rotation": (
+        {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
+        "rope_type = 'spiral'; must be one of default, linear, dynamic, yarn, longrope, llama3, proportional",
+    ),
+}
+UNFIT = {  # what transformers takes, and no model runs with
+    "key-heads": (
+        {"num_key_value_heads": 3},
+        "num_key_value_heads = 3 (transformers' default is 4): transformers runs no small model of it (RuntimeError: ",
+    ),
+    "key-heads-beyond": (
+        {"num_key_value_heads": 8},
+        "num_attention_heads = 4 (transformers' default is 32) or num_key_value_heads = 8 (transformers' default is 4)",
+    ),
+    "activation": (
+        {"hidden_act": "swishy"},
+        "hidden_act = 'swishy' (transformers' default is 'silu'): transformers runs no small model of it (KeyError: ",
+    ),
+    "padding": ({"pad_token_id": 999}, "pad_token_id = 999 (transformers' default is None): "),
+    "theta": (
+        {"rope_theta": 0},
+        "is {'rope_theta': 10000.0, 'rope_type': 'default'}): the loss of its small model is ",
+    ),
+}
+
+
+def changed(tiny, folder, change):
+    """The config of the tiny model with `change`, as a run loads it."""
+    config = json.loads((tiny / "model" / "config.json").read_text())
+    if "rope_theta" in change:
+        change = {"rope_parameters": {"rope_type": "default", **change}}
+    (folder / "config.json").write_text(json.dumps(config | change))
+    return load_config(Model(path=str(folder)), folder, 64)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_config_that_transformers_refuses_is_no_bug_of_ours(tiny, name, tmp_path):
+    """It raises errors of a dozen kinds, and takes some numbers that no model has."""
+    change, said = REFUSED[name]
+    refused = said_by(changed, tiny, tmp_path, change)
+    assert refused.startswith(f"model.path = '{tmp_path}': no usable config.json: ") and said in refused
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_config_that_no_model_runs_with_names_its_key(tiny, name, tmp_path):
+    """The self-check's small model fails as the large one would."""
+    change, said = UNFIT[name]
+    recipe = Recipe.model_validate({"model": {"path": "there"}, "train": {"steps": 1}})
+    refused = said_by(check_recipe, recipe, changed(tiny, tmp_path, change))
+    assert refused.startswith("model.path = 'there': family 'llama' cannot be trained: ") and said in refused
 
 
 def test_fewer_steps_than_a_run_has_done_are_refused(place):

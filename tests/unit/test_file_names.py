@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from families import small_config
+from families import VISION, small_config
 from safetensors.torch import load_file, save_file
 from tiny import said_by, tokenizer
 from transformers import AutoModelForCausalLM
@@ -169,10 +169,6 @@ def test_random_vectors_are_the_familys_own():
         weights.init_weights(model, 1)
         norms = [parameter for name, parameter in model.named_parameters() if parameter.ndim == 1]
         assert norms and all((norm == first).all() for norm in norms)
-
-
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
-VISION |= {"patch_size": 4}
 
 
 @pytest.mark.parametrize(

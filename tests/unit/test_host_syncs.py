@@ -1,5 +1,6 @@
 """Nothing inside a step makes the host wait for the device: a forward and backward where numbers cannot be read."""
 
+import copy
 import dataclasses
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from test_model import FAMILIES, rows
 from tiny import config
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -204,6 +206,24 @@ def test_a_step_that_may_be_left_out(name, monkeypatch):
             parameter.grad = torch.empty_like(parameter)
         step_if_finite(optimizer, torch.empty((), device=DEVICE))
         assert len(waited) == (step if name != "muon" else 0)  # muon's counts are on the device
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_bf16", "lion", "ademamix", "muon"])
+def test_a_first_step_that_is_left_out_makes_the_state_that_a_checkpoint_asks_for(name):
+    """Else torch would make it, by a step that it counts."""
+    betas = [0.9, 0.99, 0.999][: 2 + (name == "ademamix")]
+    model = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+    model.blocks = list(model)
+    optimizer, before = build_optimizer(model, Optim(name=name, betas=betas)), copy.deepcopy(model.state_dict())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    step_if_finite(optimizer, torch.tensor(torch.nan))
+    optim.settle_counts(optimizer)
+    optimizer.zero_grad()
+    saved = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    state = {key: value for key, value in saved.items() if key.startswith("state.")}
+    assert all(not value.any() for value in state.values()) and len(state) >= 6
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
 def test_one_that_reads_the_norm_is_seen():

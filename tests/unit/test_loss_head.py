@@ -14,9 +14,9 @@ def logits_and_targets(dtype=torch.bfloat16):
     return (3 * torch.randn(ROWS, VOCABULARY)).to(dtype), torch.randint(0, VOCABULARY, (ROWS,))
 
 
-def grad_of_part(logits, targets):
-    grad_output, *_ = loss_head.begin_part(logits, targets, True)
-    return loss_head.grad_of_part(grad_output, torch.full((ROWS,), 0.3), targets)
+def local_grad_logits(logits, targets):
+    grad_output, *_ = loss_head.local_exponentials(logits, targets, True)
+    return loss_head.local_grad_logits(grad_output, torch.full((ROWS,), 0.3), targets)
 
 
 FUNCTIONS = {
@@ -24,7 +24,7 @@ FUNCTIONS = {
     "taught": lambda logits, targets: loss_head.score_distilled(
         logits, logits.flip(1)[:, :290], targets, 2.0, 0.3, True
     ),
-    "part": lambda logits, targets: grad_of_part(logits, targets - 100),  # of some rows the target is elsewhere
+    "part": lambda logits, targets: local_grad_logits(logits, targets - 100),  # of some rows the target is elsewhere
 }
 
 
@@ -61,7 +61,7 @@ def test_where_nothing_is_trained_nothing_of_the_logits_size_comes_back():
     logits, targets = logits_and_targets()
     assert loss_head.score_plain(logits, targets, False)[1] is logits
     assert loss_head.score_distilled(logits, logits, targets, 1.0, 0.5, False)[2] is logits
-    assert loss_head.begin_part(logits, targets, False)[0] is logits
+    assert loss_head.local_exponentials(logits, targets, False)[0] is logits
 
 
 def test_a_product_is_added_to_fp32_as_it_is_made_where_torch_has_it(monkeypatch):

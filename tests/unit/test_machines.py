@@ -1,6 +1,8 @@
 """Files for rented machines: each starts launch/torchrun.sh, again after 75 and not after 2, and fits its tool."""
 
+import os
 import re
+import subprocess
 import sys
 import types
 from importlib import import_module
@@ -58,6 +60,24 @@ def test_a_jobsets_nodes_agree():
     assert int(given["NPROC"]["value"]) == container["resources"]["limits"]["nvidia.com/gpu"]
     name = JOBSET["metadata"]["name"]
     assert given["HEAD"]["value"] == f"{name}-{job['name']}-0-0.{name}"  # the pod of index 0, by the set's own service
+
+
+def test_a_node_count_that_the_mesh_does_not_fit_is_said_before_a_rank_starts():
+    """One line of what every manifest starts; torchrun, which would wait for the other machines, is not reached."""
+    jobset = JOBSET["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    nproc = next(each["value"] for each in jobset["env"] if each["name"] == "NPROC")
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "NODES": "3",
+        "NPROC": nproc,
+        "HEAD": "nowhere",
+        "NODE_RANK": "0",
+    }
+    words = ["recipes/llama70b-hsdp.toml", "parallel.dp_shard_size=32"]
+    started = [str(LAUNCH / "torchrun.sh"), *words]
+    done = subprocess.run(started, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and not done.stdout
+    assert re.fullmatch(r"shardbook: mesh .* needs 64 ranks, the world has 24: .*\n", done.stderr), done.stderr
 
 
 def test_what_they_start_is_a_recipe_with_keys():

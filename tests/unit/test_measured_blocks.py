@@ -9,10 +9,13 @@ from tiny import config, said_by
 from transformers import Gemma3TextConfig, GptOssConfig, Qwen3NextConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from shardbook.comm.torch_private import fake_tensors
 from shardbook.model import causal_lm
+from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.selfcheck import check_family
 from shardbook.plan import blocks
 from shardbook.plan.blocks import kinds_of, measure_blocks
+from shardbook.plan.timeline import LiveBytes
 
 SIZES = {
     "vocab_size": 1024,
@@ -67,6 +70,33 @@ def test_products_of_a_block_are_counted():
     matrices = 2 * width * made.num_attention_heads * 16 + 2 * width * made.num_key_value_heads * 16 + 3 * width * inner
     assert (plain[0].token, plain[1].token) == (2 * matrices, 4 * matrices)
     assert full[1].token == 6 * matrices - 2 * width * inner
+
+
+class Unseen(LiveBytes):
+    def ran(self, *operation, is_larger):
+        """Is not asked."""
+
+
+def test_experts_in_fp32_keep_what_a_cpu_keeps():
+    """Torch's own product of groups on fake tensors takes bf16 alone."""
+    model = build_model(config("qwen3_moe", head_dim=16, vocab=266), "fp32")
+
+    def kept(hidden):
+        found = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.setdefault(id(t), t), lambda t: t):
+            model.blocks[0].mlp(hidden).sum().backward()
+        own = {p.untyped_storage()._cdata for p in model.parameters()}
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found.values()}
+        return sorted(size for key, size in storages.items() if key not in own)
+
+    with fake_tensors(), Unseen():
+        materialize(model, torch.device("cpu"))
+        fake = kept(torch.empty(2, 16, 32, requires_grad=True))
+    model = build_model(config("qwen3_moe", head_dim=16, vocab=266), "fp32")
+    materialize(model, torch.device("cpu"))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    assert kept(torch.randn(2, 16, 32, requires_grad=True)) == fake and len(fake) > 5
 
 
 def test_a_block_that_needs_values_is_named(monkeypatch):

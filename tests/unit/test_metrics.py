@@ -1,6 +1,7 @@
 """metrics.jsonl and trackers: nothing lost, nothing twice, and no tracker ends a run."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import shardbook.run.metrics as metrics
 from shardbook.gpus import gpu_of
 from shardbook.model.causal_lm import Flops
+from shardbook.paths import write_whole
 from shardbook.recipe import Run
 
 
@@ -32,6 +34,20 @@ def test_resuming_drops_what_will_be_written_again(tmp_path):
     recorder(tmp_path).log(0, {})
     assert steps(tmp_path) == [0]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    """/dev/full takes nothing: an error of writing has a reason and no name, and half a file may not stay."""
+    first = recorder(tmp_path)
+    first.file = Path("/dev/full").open("a")  # noqa: SIM115
+    for write in (lambda: first.log(1, {}), lambda: first.__exit__(None, None, None)):
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            write()
+        assert caught.value.filename == str(tmp_path / "metrics.jsonl")
+    (tmp_path / "page.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*page\.html'"):
+        write_whole(tmp_path / "page.html", "half")
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
 
 
 def test_resuming_keeps_samples_with_whatever_unicode_calls_a_line(tmp_path):

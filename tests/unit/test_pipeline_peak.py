@@ -62,9 +62,10 @@ def bytes_of_stage(words, stage):
         with FakeTensorMode(allow_non_fake_inputs=True), live:
             materialize(model, torch.device("cpu"))
             state = simulate._optimizer_state(model, recipe.optim.name)
-            for _ in range(2):
+            few = RANKS if layout.pipeline.chunks > 1 else 1  # enough for a first step, which makes what is there later
+            for count in (few, recipe.train.gradient_accumulation_steps):
                 live.most = {}
-                micros = [simulate.full_rows(recipe, 1) for _ in range(recipe.train.gradient_accumulation_steps)]
+                micros = [simulate.full_rows(recipe, 1) for _ in range(count)]
                 objective = build_objective("sft", recipe.preference, recipe.distill)
                 list(
                     run_step(

@@ -133,13 +133,14 @@ WRONG = {
     "parallel.tp_size=3": ["data.max_length = 1024 and parallel.tp_size = 3", "must be a multiple of 3"],
     "run.report_to=wandbb": ["report_to = 'wandbb'", "did you mean wandb?"],
     "run.name=a/b": [
-        "run.name = 'a/b': must be letters, digits, '_', '.' and '-', and begin with none of the last two"
+        "run.name = 'a/b': must be at most 100 letters, digits, '_', '.', '-', the first none of the last two"
     ],
+    "run.name=" + 101 * "x": ["must be at most 100 letters, digits"],
     "data.foo=1": ["data.foo is not a key of a recipe; data has train, weights, columns, eval, "],
     "data.max_lenght=1": ["data.max_lenght is not a key of a recipe; did you mean data.max_length?"],
     "optin.foo=1": ["optin.foo is not a key of a recipe; did you mean optim?"],
     "run.name=..": ["run.name = '..'"],
-    'run.report_to=["none", "wandb"]': ["none stands alone"],
+    'run.report_to=["none", "wandb"]': ["none must be the only one"],
     "data.train=3": ["data.train = 3", "string"],
     "train.seed.x=3": ["train.seed = {'x': 3}"],
     "optim.warmup_steps=2.5": ["warmup_steps = 2.5", "whole"],
@@ -208,7 +209,7 @@ PAIRS = {
         'lora.modules_to_save=["norm"]',
         "preference.precompute_ref_log_probs=false",
     ): "with lora.modules_to_save = ['norm'] the reference is gone",
-    ("method=reward", "generate.steps=1"): "a reward model writes nothing",
+    ("method=reward", "generate.steps=1"): "a reward model generates no text",
 }
 
 
@@ -349,7 +350,7 @@ def test_a_key_of_another_section_and_a_misspelt_one(file, word, meant):
 
 
 def test_a_teacher_that_is_not_heard_is_refused(file):
-    with pytest.raises(RecipeError, match=r"distill.kd_ratio = 0 and method = 'distill': .* not heard; set a share"):
+    with pytest.raises(RecipeError, match=r"distill.kd_ratio = 0 and method = 'distill': .* not used; set a share"):
         load_recipe(file, ["method=distill", "distill.teacher=x", "distill.kd_ratio=0"])
 
 

@@ -212,6 +212,7 @@ def test_what_is_refused_and_why():
         "model"
     )
     assert "its blocks share parameters" in said_by(check_recipe, recipe, small_config("zamba"))
+    assert "its forward in evaluation changes its weights" in said_by(check_recipe, recipe, small_config("rwkv"))
     split = Recipe.model_validate({"model": {"path": "there"}, "train": {"steps": 1}, "parallel": {"cp_size": 2}})
     assert "more than heads that ranks can share and softcap" in said_by(check_recipe, split, small_config("gemma2"))
 
@@ -234,6 +235,21 @@ def test_a_config_is_made_small_in_widths_and_not_in_switches():
     assert small.sliding_window == 4 and small.hidden_size == 32 and small.vocab_size == 128
     kept = ("hidden_activation", "rope_parameters", "query_pre_attn_scalar", "attn_logit_softcapping", "attention_bias")
     assert all(getattr(small, name) == getattr(large, name) for name in kept)
+
+
+def test_what_depends_on_each_other_is_made_small_together():
+    """A list of layers that counts from one; heads that are as wide as their two parts; heads inside a config of
+    their own; an indexer with so many heads that hardly any score is a tie at zero."""
+    small = small_config("qwen4_exp_text")
+    assert small.ple_layer_ids == [2, 3] and small.layer_types[:4] == ["linear_attention"] * 3 + ["indexed_attention"]
+    assert small.indexer_budget == 2 * small.indexer_compress_ratio == 4
+    small = small_config("dots3_note_text")
+    assert small.head_dim == small.qk_nope_head_dim + small.qk_rope_head_dim == 16
+    assert small_config("deepseek_v3").head_dim == 8  # of which all is rotated
+    assert small_config("dbrx").attn_config.kv_n_heads == 2 and small_config("dbrx").attn_config.rope_theta == 5e5
+    assert small_config("hy_v4").index_n_heads == 16
+    kinds = {family: check_family(small_config(family)).kind for family in ("dots3_note_text", "dbrx", "hy_v4")}
+    assert set(kinds.values()) == {"packed"}
 
 
 def test_todays_families_are_asked_in_a_second(tmp_path):

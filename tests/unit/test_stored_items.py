@@ -355,6 +355,27 @@ def test_who_lost_the_lock_publishes_nothing(tmp_path):
     assert judge(tmp_path) == 1 and len(remove_leftovers(tmp_path)) == 0 and names_in(tmp_path) == ["step-000001"]
 
 
+def test_two_launches_of_one_run(tmp_path, monkeypatch):
+    """The second is refused; where locks do not reach it, as on some disks of several nodes, the first gives up."""
+    from shardbook.recipe import Run
+    from shardbook.run import directory
+
+    run, recipe = Run(dir=str(tmp_path), name="mine", report_to="none"), tmp_path / "tiny.toml"
+    (tmp_path / "mine").mkdir()
+    first = directory.find_run(run, recipe)
+    first.check_held()
+    with pytest.raises(RecipeError, match=rf"mine: in use by pid {os.getpid()} on .*; wait until that has ended, or"):
+        directory.find_run(run, recipe)
+
+    def flock(*given):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(directory.fcntl, "flock", flock)
+    directory.find_run(run, recipe).check_held()
+    with pytest.raises(RunFailed, match=rf"mine: pid {os.getpid()} on .* has taken it; nothing more is written here"):
+        first.check_held()
+
+
 def wake_up(folder):
     """A rank of a dead run writes the file that it was about to, while its run, started again, saves the same step."""
     asleep = begin(folder, 1, needed=1)

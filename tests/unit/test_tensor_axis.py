@@ -5,7 +5,7 @@ import torch
 from tiny import config, said_by, write_recipe
 from transformers import AutoConfig
 
-from shardbook.model.loss_head import begin_part, end_part, grad_of_part
+from shardbook.model.loss_head import combine_ranks, local_exponentials, local_grad_logits
 from shardbook.model.tensor import check_tp_size, heads_of_rank
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import resolve_sizes
@@ -95,11 +95,11 @@ def test_the_loss_of_a_vocabulary_in_parts_is_that_of_the_whole(size, spread):
     want_losses = -shares.gather(1, targets[:, None])[:, 0].float()
     want_slope = (shares.exp() - torch.nn.functional.one_hot(targets, 37)).float()
     parts = [TensorAxis(size, place).share(37) for place in range(size)]
-    begun = [begin_part(logits[:, part].clone(), targets - part.start, True) for part in parts]
+    begun = [local_exponentials(logits[:, part].clone(), targets - part.start, True) for part in parts]
     told = torch.stack([torch.stack(own) for _, *own in begun])
     for part, (grad_output, *own) in zip(parts, begun, strict=True):
-        losses, share = end_part(told, own[0])
+        losses, share = combine_ranks(told, own[0])
         assert torch.allclose(losses, want_losses, rtol=0, atol=near)
-        assert torch.equal(losses, end_part(told, begun[0][1])[0])  # the same on every rank
-        got = grad_of_part(grad_output, share, targets - part.start)
+        assert torch.equal(losses, combine_ranks(told, begun[0][1])[0])  # the same on every rank
+        got = local_grad_logits(grad_output, share, targets - part.start)
         assert torch.allclose(got, want_slope[:, part], rtol=near, atol=near / 4)

@@ -5,10 +5,12 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import shardbook
 from shardbook.cli.files import run_export, run_init, run_push, show_recipes
+from shardbook.plan.hardware import build_cluster
 from shardbook.recipe import RecipeError, describe_keys, find_recipe, load_recipe, parse_recipe
 
 # The recipe that `plan --model` plans, with the settings that the shipped recipes have on GPUs.
@@ -46,15 +48,15 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     add("--nodes", type=int, default=1, help="machines that start this command, each once (default: 1)")
     add("--node-rank", type=int, default=0, help="which of them this is, from 0 (default: 0)")
     add("--head", default="", help="the first machine, host or host:port (default port: 29500)")
-    add("--max-restarts", type=int, default=0, help="times that ranks are started again after a failure (default: 0)")
-    add("--dry-run", action="store_true", help="check it at --nproc x --nodes ranks, and allocate nothing")
+    add("--max-restarts", type=int, default=0, help="how often to start ranks again after a failure (default: 0)")
+    add("--dry-run", action="store_true", help="check the recipe at --nproc x --nodes ranks, and allocate nothing")
     add = command("compare", "the same recipe under several stages, and a page that compares them")
-    add("recipe", help="a recipe, or the directory of a comparison: then only its report is made anew")
+    add("recipe", help="a recipe; or the directory of a comparison, to make only its report again")
     add("overrides", nargs="*", metavar="section.key=value", help="keys to change in every variant")
     example = '"zero2 zero3,activation.checkpointing=full"'
     add("--stages", default="", help=f"variants apart by spaces, each a stage and overrides: {example}")
     add("--nproc", type=int, help="ranks of every variant (default: as for train)")
-    add("--beside", default="", metavar="VARIANT", help="what the others are held against (default: the first)")
+    add("--beside", default="", metavar="VARIANT", help="variant to compare the others with (default: the first)")
     add("--publish", action="store_true", help="send runs, view and report to wandb (needs a key)")
     add = command("report", "a page of one run: losses, speed, memory, traffic, samples")
     add("run", type=Path, help="a run directory")
@@ -81,7 +83,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     add("--simulate", action="store_true", help="also run a step of the recipe's stage on fake tensors (half a minute)")
     add("--json", action="store_true", help="one JSON object on standard output, and nothing else there")
     add("--html", type=Path, help="page to write, with charts")
-    add("--write", type=Path, help="recipe to write as advised")
+    add("--write", type=Path, help="file for the advised recipe")
     add = command("data", "a recipe's data as it will be trained, token by token; needs a tokenizer")
     add("recipe", help="a name (see `shardbook recipes`) or a .toml file")
     add("overrides", nargs="*", metavar="section.key=value", help="keys to change")
@@ -92,7 +94,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     add("--checkpoint", type=Path, help="a checkpoint directory (default: the run's newest)")
     add("--out", type=Path, help="directory to write (default: export/ of the run)")
     add("--dtype", choices=("fp32", "bf16"), help="dtype of the weights (default: the recipe's train.export_dtype)")
-    add("--merge", action="store_true", help="of a run with LoRA: the whole model, adapters added to its weights")
+    add("--merge", action="store_true", help="for a run with LoRA: the whole model, with adapters added to its weights")
     add = command("verify", "read all checkpoints of a run, and say which are whole")
     add("run", type=Path, help="a run directory")
     add = command("push", "send a finished run's result and a model card to the Hugging Face Hub")
@@ -104,11 +106,11 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     add("file", type=Path, help="the .toml file to write")
     add("--of", default="smollm2-135m-fsdp", help="the recipe to copy (default: smollm2-135m-fsdp)")
     add = command("recipes", "list the recipes, or what goes with what")
-    add("--matrix", action="store_true", help="what goes with what in a recipe, and why not the rest")
+    add("--matrix", action="store_true", help="which keys work together, and why others do not")
     add = command("translate", "a recipe from a DeepSpeed JSON or an accelerate YAML, and what became of each key")
     add("file", type=Path, help="ds_config.json, or what accelerate config wrote (.yaml)")
     add("--out", type=Path, help="recipe to write (default: standard output)")
-    add("--without-refused", action="store_true", help="leave out what has no counterpart")
+    add("--without-refused", action="store_true", help="leave out keys without a counterpart")
     add = command("completion", "print the completion of a shell: recipes, keys, values")
     add("shell", choices=("bash", "zsh", "fish"), help='for bash, in ~/.bashrc: eval "$(shardbook completion bash)"')
     return parser, commands.choices
@@ -239,9 +241,11 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
     check_files(recipe)
     from shardbook.compare import compare
     from shardbook.ranks.machine import choose_nproc
-    from shardbook.run.rehearsal import check_memory
 
-    check_memory(recipe, path, nodes=1)
+    if recipe.hardware.memory_gb:
+        from shardbook.run.rehearsal import check_memory
+
+        check_memory(recipe, path, nodes=1)
     return compare(path, stages, overrides, choose_nproc(recipe.parallel, nproc), recipe.run, beside, publishes)
 
 
@@ -268,18 +272,21 @@ def run_plan(asked: argparse.Namespace, words: list[str]) -> int:
     for name in ("network", "per_node", "host_gb", "disk_gbps", "link_gbps"):
         if (number := getattr(asked, name)) < 0:
             option = f"--{name.replace('_', '-')}"
-            raise RecipeError(f"{option} {number:g}: must be above 0, or 0 for what is usual")
+            raise RecipeError(f"{option} {number:g}: must be above 0, or 0 for the usual value")
     check_new("--write", asked.write)
     check_new("--html", asked.html)
+    shipped = partial(parse_recipe, PLAIN, "--model")
+    read_recipe = partial(load_recipe, find_recipe(asked.recipe)) if asked.recipe else shipped
+    read_recipe(words)  # what needs no model is refused before torch is imported
+    cluster = (asked.gpu, asked.gpus, asked.network, asked.per_node)
+    build_cluster(*cluster)
     from shardbook.model.shapes import hub_id
     from shardbook.objectives import build_objective
     from shardbook.plan.advised import write_advised
     from shardbook.plan.report import make_report, show_report
     from shardbook.run.measured import read_sample
 
-    words += [f"model.path={hub_id(asked.model)}"] if asked.model else []
-    recipe = load_recipe(find_recipe(asked.recipe), words) if asked.recipe else parse_recipe(PLAIN, "--model", words)
-    cluster = (asked.gpu, asked.gpus, asked.network, asked.per_node)
+    recipe = read_recipe([*words, *([f"model.path={hub_id(asked.model)}"] if asked.model else [])])
     terms = build_objective(recipe.method, recipe.preference, recipe.distill).terms if asked.simulate else None
     read = (recipe.model.path, asked.gpu, asked.document_tokens)
     samples = [read_sample(run, *read) for run in asked.calibrate or ()]

@@ -8,8 +8,7 @@ from shardbook.recipe import RecipeError, find_recipe, list_recipes, load_recipe
 
 def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str | None, merges: bool = False) -> int:
     """Writes a checkpoint as a Hugging Face directory, one 5 GB file in memory at a time, without a process group."""
-    if not (run / "resolved.toml").is_file():
-        raise RecipeError(f"{run}: not a run directory (no resolved.toml in it)")
+    _check_run(run)
     recipe = load_recipe(run / "resolved.toml")
     from shardbook.run.export import export_run
 
@@ -19,6 +18,7 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
 
 def run_push(run: Path, repo: str, public: bool, export: Path | None) -> int:
     """Sends a finished run's result to the Hub, in one commit."""
+    _check_run(run)
     from shardbook.ranks.exits import RunFailed
     from shardbook.run.push import push_run
 
@@ -28,6 +28,11 @@ def run_push(run: Path, repo: str, public: bool, export: Path | None) -> int:
         print(f"shardbook: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _check_run(run: Path) -> None:
+    if not (run / "resolved.toml").is_file():
+        raise RecipeError(f"{run}: not a run directory (no resolved.toml in it)")
 
 
 def run_init(file: Path, of: str) -> int:

@@ -46,11 +46,6 @@ class Volume:
 Traffic = dict[tuple[str, str], Volume]  # (operation, mesh axis)
 
 
-def add_traffic(*parts: Traffic) -> Traffic:
-    keys = dict.fromkeys(key for part in parts for key in part)
-    return {key: sum((part[key] for part in parts if key in part), Volume()) for key in keys}
-
-
 def first_steps(compiles: bool, sizes: dict[str, int]) -> int:
     """Returns how many steps of a run compile or load something for the first time, with axes of these `sizes`: one, or
     two where the ledger kept the compiler off in the first."""

@@ -17,18 +17,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from shardbook.compare.compare_page import summary_rows, write_page
-from shardbook.compare.outcome import read_outcome, write_json
-from shardbook.compare.workspace import keep_workspace, publish
 from shardbook.parallel.mesh import resolve_sizes
 from shardbook.ranks.exits import DONE, FAILED, LAUNCHER, PREEMPTED
+from shardbook.ranks.machine import count_gpus
 from shardbook.recipe import Parallel, Recipe, RecipeError, Run, flatten_recipe, load_recipe, nearest, resolve_precision
 from shardbook.recipe.stages import OF_ANY, STAGES, SWITCHES, find_stage
-from shardbook.run.directory import read_facts
 from shardbook.run.trackers import check_installed
 from shardbook.terminal import LOG_WIDTH
 
@@ -156,8 +152,10 @@ def _check_same(run: Path, recipe: Recipe, nproc: int) -> None:
     """Raises RecipeError where the run exists with other settings: the report would show it under wrong ones."""
     if not (run / "resolved.toml").is_file():
         return
+    from shardbook.run.directory import read_facts
+
     before = load_recipe(run / "resolved.toml")
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = "cuda" if count_gpus() else "cpu"
     was, now = (flatten_recipe(resolve_precision(one, device_type)) for one in (before, recipe))
     was["ranks"], now["ranks"] = read_facts(run).get("world_size"), nproc
     if differ := [key for key, value in now.items() if value != was[key] and not key.startswith("run.")]:
@@ -202,6 +200,10 @@ def run_variant(words: list[str], log: Path, title: str, asked: list[int]) -> in
 def report(folder: Path, beside: str = "", publishes: bool = False) -> None:
     """Writes report.json, report.html and wandb-workspace.json of the runs in `folder`, and prints a table. The run
     named `beside`, else the first that finished, is the baseline of the others. Raises RecipeError where none did."""
+    from shardbook.compare.compare_page import summary_rows, write_page
+    from shardbook.compare.outcome import read_outcome, write_json
+    from shardbook.compare.workspace import keep_workspace, publish
+
     folder = folder.resolve()  # its name is the title, also where it is given as "."
     try:
         listed = dict(json.loads((folder / LISTED).read_text()))

@@ -16,6 +16,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
+from shardbook.paths import write_whole
+
 Figure = dict[str, Any]  # plotly's data and layout
 # Okabe and Ito's palette (Color Universal Design, 2008): color-blind readers can distinguish it, on white and black
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#f0e442")
@@ -109,7 +111,7 @@ def render(path: Path, title: str, about: list[str], panels: list[Panel]) -> Non
         figures={panel.id: draw[panel.kind](panel) for panel in panels if panel.kind in draw},
         library=Markup(LIBRARY.read_text()),
     )
-    path.write_text(page)
+    write_whole(path, page)
 
 
 def draw_lines(panel: Panel) -> Figure:

@@ -1,4 +1,4 @@
-"""Chat: one raw row becomes token ids and a mask of the tokens that are trained.
+"""Chat: one raw row becomes token ids and a loss mask, which marks the tokens that are trained.
 
 The text is rendered once by the tokenizer's own chat template and tokenized once. A token is trained if its characters
 lie inside an assistant's answer, its end-of-turn mark included; the generation prompt, and an empty thought that the

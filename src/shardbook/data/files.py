@@ -190,7 +190,10 @@ def _first_of_text(text: io.TextIOWrapper, files: Files) -> list[RawRow] | None:
     """Returns the first row, in a list that is empty where there is none; None where it may be one of another form.
     Raises ValueError where it is broken."""
     if files.reader == "csv":
-        return list(itertools.islice(csv.DictReader(text, delimiter=files.separator), 1))
+        rows = csv.DictReader(text, delimiter=files.separator)
+        if len(names := list(rows.fieldnames or ())) == 1 and ";" in names[0]:
+            raise ValueError(f"its first line, {names[0]}, is separated by ';'; only ',' separates columns")
+        return list(itertools.islice(rows, 1))
     if files.suffix == ".jsonl":
         number, line = next(((number, line) for number, line in enumerate(text, 1) if line.strip()), (0, ""))
         if why := odd_line(line):

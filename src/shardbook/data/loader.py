@@ -216,7 +216,8 @@ def _sequences(document: dict[str, Any]) -> Iterator[tuple[list[int], list[bool]
 def build_micro_batch(
     encoded: Dataset, rows: Sequence[Row], batching: Batching, reference: np.ndarray | None = None
 ) -> MicroBatch:
-    """Returns the tensors of `rows`; unpacked, each sequence is a row. Without rows: one row of padding, and no target.
+    """Packs `rows` into tensors, with position_ids and cu_seqlens (`boundaries`). Unpacked, each sequence is a row.
+    Without rows it makes one row of padding, and no target.
     `reference`: [documents, sequences] fp32, of all documents in `encoded`."""
     content = [[part for document in row for part in _sequences(encoded[document])] for row in rows] or [[]]
     if batching.row_length is None:
@@ -226,7 +227,7 @@ def build_micro_batch(
     shape = (len(content), length)
     starts, lengths, trained, ends = [], [], [], []
     ids, places = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-    targets = torch.full(shape, -1)
+    targets = torch.full(shape, -1)  # of what is not trained, as -100 is in labels of transformers
     for row, parts in enumerate(content):
         at = 0
         for part in parts:

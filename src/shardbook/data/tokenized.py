@@ -113,9 +113,9 @@ def build_documents(
         size, rows = data.eval_size, len(usable)
         count = int(size) if size >= 1 else max(1, round(size * rows))
         if count >= rows:
-            way_out = (
-                "set data.eval_size to a share, 0.1, or fewer, or data.eval to other rows" if rows > 1 else "add rows"
-            )
+            way_out = "add rows, or set data.eval_size=0"
+            if rows > 1:
+                way_out = "set data.eval_size to a share, 0.1, or fewer, or data.eval to other rows"
             raise RecipeError(f"data.eval_size = {size}: holds out all of the {rows} rows of data.train; {way_out}")
         order = np.random.RandomState(SPLIT_SEED).permutation(usable)
         usable = np.sort(order[count:])
@@ -221,14 +221,15 @@ def digest_rows(encoded: Dataset, documents: np.ndarray, *counts: np.ndarray) ->
     machine, and another for other data, unless only a few tokens differ. Cheap: nothing else is read."""
     digest = hashlib.sha256(b"".join(each.astype("<i8").tobytes() for each in counts))
     some = documents[np.linspace(0, len(documents) - 1, min(SAMPLED, len(documents)), dtype=np.int64)]
-    for ids in encoded.select_columns("input_ids").with_format("numpy")[some.tolist()]["input_ids"]:
+    for ids in encoded.with_format("numpy", columns=["input_ids"])[some.tolist()]["input_ids"]:
         digest.update(np.asarray(ids).astype("<i8").tobytes())
     return digest.hexdigest()[:16]
 
 
 def column(encoded: Dataset, name: str) -> np.ndarray:
     """Returns a column of numbers, [documents]; of `lengths`, [documents, sequences]."""
-    return np.asarray(encoded.select_columns(name).with_format("numpy")[:][name])
+    stored = encoded.data.column(name).to_numpy()  # a Dataset in another format is a copy, with a digest of its own
+    return np.stack(stored) if stored.dtype == object else stored
 
 
 def pack(documents: list[int], lengths: list[int], capacity: int) -> list[Row]:

@@ -62,6 +62,7 @@ def apply_checkpointing(
 
 
 def keep_saved_ops(context: Any, op: Any, *positional: Any, **named: Any) -> CheckpointPolicy:
+    """Returns the policy of selective activation checkpointing for one operation: SAVED_OPS without adapters'."""
     is_saved = str(op) in SAVED_OPS
     if is_saved and str(op) == "aten.mm.default":
         left, right = positional[:2]

@@ -22,6 +22,7 @@ from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import RecipeError
 
 PAGE, HUGE_PAGE = 4096, 2 * 2**20
+COPY_ALIGN = 64  # of a tensor among others in a buffer: any dtype may begin there
 PART = 4 * 2**20  # bytes of one transfer
 THREADS = 8
 MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}  # file systems by statfs's f_type: statfs(2)

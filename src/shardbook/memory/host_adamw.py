@@ -1,5 +1,5 @@
-"""AdamW on the host: master weights, moments and gradient sums lie in host memory or on a disk, and a thread steps them
-while the device goes on (ZeRO-Offload, arXiv 2101.06840, section 4; ZeRO-Infinity, arXiv 2104.07857, section 5).
+"""AdamW on the host (CPU offload): masters, moments and gradient sums lie in host memory or on a disk; a thread steps
+them while the device goes on (ZeRO-Offload, arXiv 2101.06840, section 4; ZeRO-Infinity, arXiv 2104.07857, section 5).
 
 Invariant: the bits of torch's fused AdamW over the same shards on a CPU: a tier changes where bytes lie and who waits
 for whom, never a number. No unit is stepped before the norm of all gradients is known to be finite; an all-gather,

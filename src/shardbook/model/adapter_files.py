@@ -4,7 +4,9 @@ Invariant: names and settings are peft's, so peft loads the adapters written her
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerBase
+from transformers.models.auto import modeling_auto as tables
 
 from shardbook.model.adapters import kept_parameters
+from shardbook.model.causal_lm import CausalLM
 from shardbook.model.weights import HIGH, LOW, MAGNITUDE, SCORE, local_rows
 from shardbook.paths import whole_directory
 from shardbook.recipe import Lora, RecipeError, first_line
@@ -23,8 +27,52 @@ from shardbook.recipe import Lora, RecipeError, first_line
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."  # peft's
 
 
-def load_adapter(model: nn.Module, folder: Path, lora: Lora) -> None:
-    """Fills the trained parameters from a directory as peft writes it. Raises RecipeError where the two do not fit."""
+@dataclass(frozen=True)
+class PeftNames:
+    """The names that a text model's parameters have in peft's files: those of the class in which transformers loads the
+    base model's files, which may see or hear too."""
+
+    kind: str  # the class
+    library: str  # its module, where no class of peft's finds it by the task; empty: one does
+    base: tuple[str, str]  # the name of the model's base model, here and there
+    blocks: str  # of its list of blocks, inside the base model
+
+    @property
+    def is_deeper(self) -> bool:
+        return len(set(self.base)) > 1
+
+    def there(self, name: str) -> str:
+        here, there = self.base
+        return there + name.removeprefix(here) if name.startswith(f"{here}.") else name
+
+    def targets(self, modules: Iterable[str]) -> list[str] | str:
+        """Returns peft's `target_modules` for adapters of these `modules`: their last names or, where other parts have
+        modules of these names too, a pattern of whole names."""
+        last = sorted({name.rpartition(".")[2] for name in modules})
+        inside = re.escape(f"{self.base[1]}.{self.blocks}.")
+        return rf"{inside}\d+\..*\b({'|'.join(last)})" if self.is_deeper else last
+
+
+def find_peft_names(model: CausalLM, folder: Path) -> PeftNames:
+    """Returns the names of `model` in peft's files, where `folder` has its config."""
+    here, blocks = model.names.base, model.names.blocks
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    is_seen = config.model_type not in tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known = tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | tables.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    auto: Any = AutoModelForImageTextToText if is_seen else AutoModelForCausalLM
+    plain = PeftNames("", "", (here, here), blocks)
+    if config.get_text_config() is config or model.scores or config.model_type not in known:
+        return plain
+    with torch.device("meta"):
+        whole = auto.from_config(config)
+    there = next((name for name, module in whole.named_modules() if type(module) is type(model.base)), None)
+    kind = type(whole).__name__, type(whole).__module__ * is_seen
+    return plain if there is None else PeftNames(*kind, (here, there), blocks)
+
+
+def load_adapter(model: CausalLM, folder: Path, lora: Lora, base: Path) -> None:
+    """Fills the trained parameters of a model, whose base `base` is the directory of, from a directory as peft writes
+    it. Raises RecipeError where the two do not fit."""
     try:
         settings = json.loads((folder / CONFIG).read_text())
         stored = load_file(folder / WEIGHTS)
@@ -36,7 +84,8 @@ def load_adapter(model: nn.Module, folder: Path, lora: Lora) -> None:
         here, there = getattr(lora, key), settings.get(key, Lora.model_fields[key].default)
         if here != there:
             raise RecipeError(f"lora.{key} = {here}: the adapter in {folder} has {there}; set lora.{key}={there}")
-    wanted = {PREFIX + name: parameter for name, parameter in kept_parameters(model).items()}
+    names = find_peft_names(model, base)
+    wanted = {PREFIX + names.there(name): parameter for name, parameter in kept_parameters(model).items()}
     problems = [f"missing {name}" for name in wanted.keys() - stored.keys()]
     problems += [f"unexpected {name}" for name in stored.keys() - wanted.keys()]
     shared = wanted.keys() & stored.keys()
@@ -52,20 +101,25 @@ def load_adapter(model: nn.Module, folder: Path, lora: Lora) -> None:
             local.copy_(stored[name][rows])
 
 
-def adapter_config(model_path: str, revision: str, lora: Lora, names: Iterable[str]) -> dict[str, Any]:
-    """Returns the contents of adapter_config.json for adapters whose parameters have these `names`."""
-    names = list(names)
-    scores = SCORE in names
-    targets = sorted({name.split(".")[-3] for name in names if name.endswith(f"{LOW}.weight")})
+def adapter_config(
+    model_path: str, revision: str, lora: Lora, parameters: Iterable[str], names: PeftNames
+) -> dict[str, Any]:
+    """Returns the contents of adapter_config.json for adapters whose `parameters` have these names in the model."""
+    parameters = list(parameters)
+    scores = SCORE in parameters
+    mapping = {"base_model_class": names.kind, "parent_library": names.library} if names.library else None
     return {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if scores else "CAUSAL_LM",
+        "task_type": ("SEQ_CLS" if scores else "CAUSAL_LM") if mapping is None else None,
+        "auto_mapping": mapping,
         "base_model_name_or_path": model_path,
         "revision": revision,
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
         "lora_dropout": lora.lora_dropout,
-        "target_modules": targets,
+        "target_modules": names.targets(
+            name.rsplit(".", 2)[0] for name in parameters if name.endswith(f"{LOW}.weight")
+        ),
         "modules_to_save": list(dict.fromkeys([*lora.modules_to_save, *["score"] * scores])) or None,
         "use_rslora": lora.use_rslora,
         "use_dora": lora.use_dora,
@@ -85,24 +139,28 @@ def merge(weight: Tensor, low: Tensor, high: Tensor, magnitude: Tensor | None, l
 
 
 def full_trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields `(peft's name, full tensor in fp32)` of each trained parameter, one at a time. Collective."""
+    """Yields `(name, full tensor in fp32)` of each trained parameter, one at a time. Collective."""
     for name, parameter in kept_parameters(model).items():
         value = parameter.detach().float()
-        yield PREFIX + name, value.full_tensor() if isinstance(value, DTensor) else value
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def save_adapter(
     out: Path,
     tensors: Iterable[tuple[str, Tensor]],
     settings: dict[str, Any],
+    names: PeftNames,
     tokenizer: PreTrainedTokenizerBase,
     write: bool = True,
 ) -> None:
-    """Writes a directory that `PeftModel.from_pretrained` loads: `tensors` by peft's names, in fp32, and `settings`
-    (adapter_config). With `write` False it only consumes `tensors` (the other ranks of a collective)."""
-    found = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors if write}
+    """Writes a directory that `PeftModel.from_pretrained` loads: `tensors` by the model's names, in fp32, and
+    `settings` (adapter_config). With `write` False it only consumes `tensors` (the other ranks of a collective)."""
+    every = ((PREFIX + names.there(name), tensor) for name, tensor in tensors)
+    found = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in every if write}
     if not write:
         return
+    if names.is_deeper:
+        print(f"export   an adapter of {names.kind}, whose text is under {names.base[1]}", flush=True)
     with whole_directory(out) as side:
         save_file(found, side / WEIGHTS, metadata={"format": "pt"})
         (side / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardbook.model.causal_lm import CausalLM
 from shardbook.model.nf4 import PackedLinear, pack_module, packed_product, unpacked_weight
+from shardbook.model.parts import copy_module
 from shardbook.model.stored import digest_share
 from shardbook.model.weights import MAGNITUDE, is_adapter, local_rows
 from shardbook.recipe import Lora, Model, RecipeError, nearest
@@ -91,7 +92,7 @@ class PackedLoraLinear(LoraLinear):
 def pack_blocks(model: CausalLM, dtype: torch.dtype, nested: bool) -> None:
     """Packs every frozen matrix of a block in four bits, stored as `dtype`; embedding, norms and head stay."""
     for name, module in list(_linear_maps(model)):
-        if ".layers." in f".{name}" and not is_adapter(name):
+        if not is_adapter(name):
             pack_module(module, name, dtype, nested)
             module.__class__ = PackedLoraLinear if isinstance(module, LoraLinear) else PackedLinear
 
@@ -129,13 +130,17 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def find_targets(model: CausalLM, lora: Lora) -> list[nn.Linear]:
     """Returns the linears inside blocks that `target_modules` names. Raises RecipeError where a name finds none."""
-    found = [(name, module) for name, module in _linear_maps(model) if ".layers." in f".{name}"]
+    found = list(_linear_maps(model))
     names = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in found))
     asked = names if lora.target_modules == "all-linear" else lora.target_modules
+    if not names:
+        kind = model.config.model_type
+        raise RecipeError(f"lora.r = {lora.r}: the blocks of family {kind!r} have no linear maps; set lora.r=0")
     for name in asked:
         if name not in names:
-            outside = name in ("lm_head", "embed_tokens")
-            said = "; train it whole with lora.modules_to_save" if outside else nearest(name, names)
+            said = nearest(name, names)
+            if name in _outer_modules(model):
+                said = "; train it whole with lora.modules_to_save"
             raise RecipeError(f"lora.target_modules: {name!r} is no linear map of a block; there are {names}{said}")
     return [module for name, module in found if name.rpartition(".")[2] in asked]
 
@@ -143,22 +148,44 @@ def find_targets(model: CausalLM, lora: Lora) -> list[nn.Linear]:
 def find_saved(model: CausalLM, lora: Lora) -> list[nn.Module]:
     """Returns the modules that `modules_to_save` names. Raises RecipeError where a name finds none, or one of two that
     are tied: peft would untie them."""
-    head = "score" if model.scores else "lm_head"
-    outer = {"embed_tokens": model.embedding, head: model.head, "norm": model.norm}
+    outer = _outer_modules(model)
     for name in lora.modules_to_save:
         if name not in outer:
             raise RecipeError(
                 f"lora.modules_to_save: {name!r} must be one of {list(outer)}{nearest(name, list(outer))}"
             )
-        if model.is_tied and name != "norm":
+        if model.is_tied and outer[name] is not model.norm:
             raise RecipeError(
                 f"lora.modules_to_save: {name!r} is tied to another in this model, and cannot be trained apart"
             )
     return [outer[name] for name in dict.fromkeys([*lora.modules_to_save, *["score"] * model.scores])]
 
 
-def _linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+def _outer_modules(model: CausalLM) -> dict[str, nn.Module]:
+    """Returns the modules beside the blocks that can be trained whole, by the last parts of their names."""
+    parts = (model.names.embedding, model.embedding), (model.names.head, model.head), (model.names.norm, model.norm)
+    return {name.rpartition(".")[2]: module for name, module in parts if module is not None}
+
+
+def _linear_maps(model: CausalLM) -> Iterator[tuple[str, nn.Linear]]:
+    """Yields the linear maps inside blocks, with their names."""
+    inside = {module for block in model.blocks for module in block.modules()}
+    named = model.named_modules()
+    return ((name, module) for name, module in named if module in inside and is_linear_map(module))
+
+
+def is_linear_map(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Returns whether `module` computes what a linear does. A family's own class is asked: routers return more."""
+    if not isinstance(module, nn.Linear) or type(module).forward in (nn.Linear.forward, LoraLinear.forward):
+        return isinstance(module, nn.Linear)
+    asked: Any = copy_module(module)
+    given = torch.linspace(0, 1, 3).view(1, 3, 1)
+    asked.weight, asked.bias = nn.Parameter(torch.linspace(-1, 1, module.out_features)[:, None], False), None
+    try:
+        made = asked(given)
+    except RuntimeError:  # it does more with its inputs, of which it wants another number
+        return False
+    return isinstance(made, Tensor) and torch.equal(made, F.linear(given, asked.weight))
 
 
 def kept_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,7 +1,8 @@
 """Experts: parameters that a family stacks, a matrix an expert, become the rows of one matrix.
 
 Invariant: the family's own code sees its shapes [E, out, in]; all else sees [E * out, in]. Shards then are rows, as of
-any matrix, and nothing is padded where there are more ranks than experts.
+any matrix, and nothing is padded where there are more ranks than experts. A stage shards experts as it shards all else:
+there is no expert parallel (`ep_size`), so no all-to-all dispatches tokens to the ranks of their experts.
 """
 
 from functools import cache

@@ -1,13 +1,21 @@
-"""The families: which configs are refused before weights are read. None is listed: a self-check asks a small model."""
+"""The families: which configs are refused before weights are read. None is listed: a self-check asks a small model.
+It can be imported without torch: a launcher asks too, before ranks are started.
+"""
 
+import json
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, __version__
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardbook.recipe import Model, RecipeError, first_line
 
 RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")  # in names of a config's shares of noise
+SIZES = ("hidden_size", "num_hidden_layers")  # transformers takes any number
 NOT_OURS = ("classifier_dropout", "summary_first_dropout")  # of heads that are not built
 
 
@@ -29,10 +37,18 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
 def load_config(model: Model, folder: Path, max_length: int, what: str = "model.path") -> PreTrainedConfig:
     """Returns the transformers config in `folder`, which the recipe key `what` names. Raises RecipeError for a family
     or length that cannot be trained."""
+    words: dict[str, Any] = {}
     try:
+        words = dict(json.loads((folder / "config.json").read_text()))
+        if not (family := words.get("model_type")):  # transformers would guess it from the folder's name
+            raise ValueError("it has no model_type")
+        if family not in CONFIG_MAPPING:
+            own = "its own code (auto_map) is not run" if "auto_map" in words else "a newer one may"
+            raise ValueError(f"transformers {__version__} has no model_type {family!r}; {own}")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{what} = {model.path!r}: no usable config.json: {first_line(error)}") from None
+    except Exception as error:  # of whatever kind: transformers' own checks raise a dozen, and the file is a stranger's
+        why = blame(words, lambda some: AutoConfig.for_model(**some)) + first_line(error.__cause__ or error)
+        raise RecipeError(f"{what} = {model.path!r}: no usable config.json: {why}") from None
     said = f"{what} = {model.path!r}"
     text = text_config(config)
     if text is None or text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -42,13 +58,18 @@ def load_config(model: Model, folder: Path, max_length: int, what: str = "model.
     if max_length > most:
         raise RecipeError(f"data.max_length = {max_length}: {model.path} sees at most {most} tokens")
     for name, value in config.to_dict().items():
-        if isinstance(value, float) and value > 0 and any(word in name for word in RANDOM) and name not in NOT_OURS:
+        if name in SIZES and isinstance(value, int) and value < 1:
+            raise RecipeError(f"{said}: no usable config.json: {name} = {value}; must be at least 1")
+        if type(value) in (int, float) and value != 0 and any(word in name for word in RANDOM) and name not in NOT_OURS:
             raise RecipeError(f"{said}: {name} = {value}; only 0 is supported")
     if getattr(config, "output_router_logits", False):
-        raise RecipeError(f"{said}: output_router_logits = true; only false is supported: a router has no loss here")
+        raise RecipeError(f"{said}: output_router_logits = true; only false is supported: there is no auxiliary loss")
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]:
-        short = kind.get("original_max_position_embeddings") or most
+        short, known = kind.get("original_max_position_embeddings") or most, ("default", *ROPE_INIT_FUNCTIONS)
+        if kind.get("rope_type", "default") not in known:
+            allowed = f"must be one of {', '.join(known)}"
+            raise RecipeError(f"{said}: no usable config.json: rope_type = {kind['rope_type']!r}; {allowed}")
         if kind.get("rope_type") in ("dynamic", "longrope") and max_length > short:
             raise RecipeError(
                 f"data.max_length = {max_length}: beyond {short} tokens the rotation of {model.path} "
@@ -61,3 +82,13 @@ def load_config(model: Model, folder: Path, max_length: int, what: str = "model.
             f"set {what} to a copy in bf16"
         )
     return config
+
+
+def blame(words: dict[str, Any], build: Callable[[dict[str, Any]], Any]) -> str:
+    """Returns words that name each key of a config that `build` refuses without which it takes the rest."""
+    found = []
+    for name, value in words.items():
+        with suppress(Exception):  # of whatever kind, as in load_config
+            built = build({other: kept for other, kept in words.items() if other != name})
+            found.append(f"{name} = {value!r} (transformers' default is {getattr(built, name, None)!r})")
+    return " or ".join(found) + ": " * bool(found)

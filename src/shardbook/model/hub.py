@@ -1,8 +1,11 @@
 """The directory of a model's files: a local one, a snapshot of the Hugging Face hub, or the embedded default."""
 
+import io
 import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError
 
@@ -13,6 +16,8 @@ from shardbook.recipe import Model, RecipeError, first_line
 INDEX = "model.safetensors.index.json"
 CONFIG_FILES = ["*.json", "*.jinja", "tokenizer*"]
 WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
+HEADER_BYTES = 100 * 10**6  # of a weights file; the library's own limit: a longer one is refused
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # tensors of other dtypes are never read
 
 
 def fetch_folder(path: str, revision: str, what: str, patterns: list[str]) -> Path:
@@ -50,7 +55,36 @@ def weights_files(folder: Path) -> list[Path]:
         return files
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
+    if (folder / "adapter_config.json").is_file():
+        raise RecipeError(f"{folder}: holds an adapter; set model.path to its base, and lora.adapter to it")
     raise RecipeError(f"{folder}: no model.safetensors and no {INDEX} (pickled weights are not read)")
+
+
+def read_header(path: Path, file: io.FileIO) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Returns the dtype, as the format writes it, the shape and the first byte of each tensor in an open weights file.
+    Raises RecipeError where their places are not exactly the rest of the file."""
+    length, size = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
+    if size < 8 + length or length > HEADER_BYTES:
+        raise damaged(path, f"its header would have {length:,} bytes, the file has {size:,}")
+    found, end = dict[str, tuple[str, tuple[int, ...], int]](), 0
+    try:
+        header: dict[str, Any] = json.loads(file.read(length))
+        entries = [(*entry["data_offsets"], name, entry) for name, entry in header.items() if name != "__metadata__"]
+        for start, stop, name, entry in sorted(entries, key=lambda each: each[:2]):
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            wanted = math.prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else stop - start
+            if start != end or stop - start != wanted or stop < start:
+                raise ValueError(f"{name} is said to be at bytes {start:,} to {stop:,}")
+            found[name], end = (dtype, shape, 8 + length + start), stop
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise damaged(path, f"its header cannot be read: {type(error).__name__}: {error}") from None
+    if size != 8 + length + end:
+        raise damaged(path, f"it has {size:,} bytes, its header says {8 + length + end:,}")
+    return found
+
+
+def damaged(path: Path, reason: str) -> RecipeError:
+    return RecipeError(f"weights file {path}: truncated or not safetensors ({reason})")
 
 
 def loadable(path: str) -> str:

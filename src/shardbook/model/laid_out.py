@@ -5,6 +5,7 @@ The model lies on the meta device, and no process group is needed.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -91,10 +92,10 @@ def check_recipe(recipe: Recipe, config: PreTrainedConfig) -> None:
         raise RecipeError(f"generate.steps: {said} reads the padding before a prompt; set generate.steps=0")
 
 
-def layout_of(recipe: Recipe, model: CausalLM, world: World) -> Layout:
-    """Returns the layout of a model that `build_adapted` made."""
-    ranks = (world.size, world.ranks_per_node)
-    return build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, *ranks, recipe.offload)
+def layout_of(recipe: Recipe, model: CausalLM, world: World, chosen: dict[Any, Any] | None = None) -> Layout:
+    """Returns the layout of a model that `build_adapted` made. `chosen`: build_layout's."""
+    given = recipe.parallel, recipe.precision, model, model.parts, model.blocks, world.size, world.ranks_per_node
+    return build_layout(*given, recipe.offload, chosen)
 
 
 def build_adapted(

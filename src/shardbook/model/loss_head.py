@@ -1,4 +1,5 @@
-"""The loss head: hidden states and targets become losses, never all logits at once."""
+"""The loss head: a chunked cross-entropy, fused with the head's linear, that never holds all logits at once. With
+tensor parallel each rank has its part of the vocabulary (vocabulary-parallel)."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardbook.parallel.tensor import TensorAxis, gather_plain, local_part
+from shardbook.parallel.tensor import TensorAxis, all_gather_plain, local_part
 
 PRODUCT_ROWS = 32_768  # rows of the head's gradient that one product makes
 # (a chunk's logits, the rows that it has, whether gradients are wanted) -> (losses, gradient of the logits)
@@ -52,7 +53,7 @@ class LossHead(nn.Linear):
             logits = F.linear(hidden, weight, self.bias)
             return self.finish(logits) if self.finish else logits
         rows = self.chunk_tokens or max(1, len(targets))
-        compare = partial(score_part, axis, targets - self.first) if axis else partial(score, targets)
+        compare = partial(score_sharded, axis, targets - self.first) if axis else partial(score, targets)
         total: Callable[[Tensor], Tensor] | None = torch.sum if summed else None
         if teacher:
             divergences = torch.zeros(len(targets), device=hidden.device)
@@ -291,20 +292,22 @@ def total_with_teacher(teacher: TeacherOutput, divergences: Tensor, losses: Tens
     return torch.stack([(1 - ratio) * likelihood + ratio * teacher.temperature**2 * divergence, likelihood, divergence])
 
 
-def score_part(axis: TensorAxis, targets: Tensor, logits: Tensor, here: slice, trains: bool) -> tuple[Tensor, Tensor]:
+def score_sharded(
+    axis: TensorAxis, targets: Tensor, logits: Tensor, here: slice, trains: bool
+) -> tuple[Tensor, Tensor]:
     """Returns `score` of the rows `here` where each tensor-parallel rank has the logits [n, V] of its own part of the
     vocabulary, and `targets` count from the first of these: with one all-gather of three numbers a row (Megatron-LM,
     arXiv 1909.08053, section 3, has two all-reduces). The losses are the same on every rank, the gradient is that of
     its own logits. Collective."""
-    grad_logits, *own = run_as_one(begin_part, logits.is_cuda)(logits, targets[here], trains)
-    gathered = gather_plain(torch.stack(own)[None], axis).view(axis.size, 3, -1)
-    losses, share = run_as_one(end_part, logits.is_cuda)(gathered, own[0])
+    grad_logits, *own = run_as_one(local_exponentials, logits.is_cuda)(logits, targets[here], trains)
+    gathered = all_gather_plain(torch.stack(own)[None], axis).view(axis.size, 3, -1)
+    losses, share = run_as_one(combine_ranks, logits.is_cuda)(gathered, own[0])
     if trains:
-        grad_logits = run_as_one(grad_of_part, logits.is_cuda)(grad_logits, share, targets[here]).to(logits.dtype)
+        grad_logits = run_as_one(local_grad_logits, logits.is_cuda)(grad_logits, share, targets[here]).to(logits.dtype)
     return losses, grad_logits
 
 
-def begin_part(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def local_exponentials(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns exp(logits - their largest) [n, V] (not `trains`: the logits); and, each fp32 [n], the largest logit, the
     sum of the exponentials, and the target's logit, or 0 where another rank has it."""
     grad_logits = logits.float()
@@ -315,7 +318,7 @@ def begin_part(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, T
     return grad_logits if trains else logits, largest[:, 0], grad_logits.sum(-1), picked
 
 
-def end_part(gathered: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+def combine_ranks(gathered: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
     """Returns, from the three numbers of each rank, `gathered` [ranks, 3, n], and this rank's `own` largest logit: the
     losses, and the factor that makes probabilities of this rank's exponentials; [n] both."""
     largest, sums, picked = gathered.unbind(1)
@@ -324,7 +327,7 @@ def end_part(gathered: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
     return peak + total.log() - picked.sum(0), (own - peak).exp() / total
 
 
-def grad_of_part(grad_logits: Tensor, share: Tensor, targets: Tensor) -> Tensor:
+def local_grad_logits(grad_logits: Tensor, share: Tensor, targets: Tensor) -> Tensor:
     grad_logits *= share[:, None]
     if torch.compiler.is_compiling():
         return subtract_one(grad_logits, targets[:, None])  # a target of another rank matches no column

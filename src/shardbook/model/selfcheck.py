@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from shardbook.model import attention
 from shardbook.model.causal_lm import CausalLM, materialize
+from shardbook.model.families import blame
 from shardbook.model.masks import make_mask, read_rule
 from shardbook.model.parts import Unfit, copy_module
 from shardbook.model.pipeline import keep_blocks
@@ -87,9 +88,22 @@ def _check(config: PreTrainedConfig) -> Verdict:
                 raise Unfit(f"its config cannot be made small ({said(error)})") from None
             return compare_with_transformers(small)
         except Unfit as reason:
-            return Verdict(refused=str(reason))
+            return Verdict(refused=_blame(config) + str(reason))
         finally:
             logging.set_verbosity(shown)
+
+
+def _blame(config: PreTrainedConfig) -> str:
+    """Returns the key of `config` with which transformers' own small model does not run, in the words of `blame`."""
+
+    def build(words: dict[str, Any]) -> PreTrainedConfig:
+        run_theirs(shrink_config(made := type(config).from_dict(dict(words))), [torch.arange(3, 3 + LENGTH)])
+        return made
+
+    with suppress(Exception):  # of whatever kind, as in compare_with_transformers
+        build(config.to_diff_dict())
+        return ""
+    return blame(config.to_diff_dict(), build)
 
 
 def remember(config: PreTrainedConfig, verdict: Verdict) -> None:
@@ -110,16 +124,7 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
     rows = [[torch.randint(3, VOCABULARY, (length,)) for length in row] for row in DOCUMENTS]
     documents = [document for row in rows for document in row]
     try:
-        with torch.device("meta"):
-            size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(small).parameters())
-        if size > MOST:
-            raise Unfit(f"its small model has {size:,} parameters, for it has parts beside the text")
-        theirs = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager")
-        with torch.no_grad():
-            theirs.eval()
-            for parameter in theirs.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        losses = [of_document(theirs(input_ids=each[None], use_cache=False).logits[0], each) for each in documents]
+        theirs, losses = run_theirs(small, documents)
         wanted = gradients_of(theirs, torch.stack(losses).sum())
         with torch.no_grad():
             longest = max(documents, key=len)
@@ -180,6 +185,26 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
     splits = splits and heeds_positions(ours, batch)
     together = run_in_halves(ours, batch, wanted)
     return Verdict("", apart, demands, splits, together, unreached(wanted[1]))
+
+
+def run_theirs(small: PreTrainedConfig, documents: list[Tensor]) -> tuple[nn.Module, list[Tensor]]:
+    """Returns transformers' own model of a small config, and its loss of each document. Raises Unfit."""
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(small).parameters())
+    if size > MOST:
+        raise Unfit(f"its small model has {size:,} parameters, for it has parts beside the text")
+    theirs = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        theirs.eval()
+        for parameter in theirs.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    before = [parameter.detach().clone() for parameter in theirs.parameters()]
+    losses = [of_document(theirs(input_ids=each[None], use_cache=False).logits[0], each) for each in documents]
+    if not torch.stack(losses).isfinite().all():
+        raise Unfit("the loss of its small model is not finite")
+    if not all(map(torch.equal, before, theirs.parameters())):  # a checkpoint would hold the change
+        raise Unfit("its forward in evaluation changes its weights")
+    return theirs, losses
 
 
 def heeds_positions(model: CausalLM, batch: Batch) -> bool:

@@ -5,13 +5,15 @@ Invariant: ratios stay (fewer key heads than heads, groups of experts, partial r
 """
 
 import copy
+import math
 from collections.abc import Iterable
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 VOCABULARY, LAYERS = 128, 4
-# The largest number that a width of a name may keep.
+# The largest number that a width of a name may keep. An indexer's heads stay many: where each has a score below zero,
+# tokens tie at zero, and the kernel chooses.
 _WIDTHS = """
 256: n_positions n_ctx max_seq_len context_length rel_extent
 128: vocab_size vocab_size_per_layer_input unpadded_vocab_size ngram_vocab_size_base
@@ -21,35 +23,28 @@ _WIDTHS = """
 16: moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size shared_intermediate_size
 16: moe_shared_expert_intermediate_size router_hidden_size shared_experts_intermediate_size
 16: hidden_size_per_layer_input ple_embed_dim kv_lora_rank q_lora_rank o_lora_rank adapter_rank attention_head_dim
-16: hc_lowrank
+16: hc_lowrank index_n_heads indexer_n_heads
 8: head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim kv_channels swa_head_dim linear_head_dim
 8: linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim mamba_headdim mamba_n_heads mamba_num_heads
 8: n_mamba_heads rotary_dim global_head_dim mamba_d_state state_size ssm_state_size laurel_rank gated_norm_rank
-8: d_rel index_head_dim index_block_size
+8: d_rel index_head_dim indexer_head_dim index_block_size
 4: num_attention_heads n_head n_heads attention_heads num_heads swa_num_attention_heads num_query_groups
-4: linear_num_value_heads linear_num_heads index_n_heads mamba_dt_rank time_step_rank num_experts num_local_experts
+4: linear_num_value_heads linear_num_heads indexer_budget mamba_dt_rank time_step_rank num_experts num_local_experts
 4: n_routed_experts moe_num_experts zero_expert_num sliding_window attention_window_size sliding_window_size
 4: window_size local_attention attention_chunk_size index_topk
 2: linear_num_key_heads n_groups mamba_n_groups mamba_ngroups o_groups heads_per_ngram num_experts_per_tok
 2: num_experts_per_token moe_topk moe_k n_group num_expert_group index_topk_blocks num_mem_blocks split_ngram_parts
-2: interleave_moe_layer_step attn_layer_period expert_layer_period layer_group_size
+2: rescale_every indexer_compress_ratio interleave_moe_layer_step attn_layer_period expert_layer_period layer_group_size
 1: topk_group first_k_dense_replace num_dense_layers attn_layer_offset
 """
 _LINES = [line.partition(":") for line in _WIDTHS.split("\n")]
 SIZES = {name: int(size) for size, _, names in _LINES for name in names.split()}
 LAYER_COUNTS = ["num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "num_layers_per_stack"]
 KEY_HEADS = dict.fromkeys(["num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"], "num_attention_heads")
-KEY_HEADS |= {"swa_num_key_value_heads": "swa_num_attention_heads"}
-# lists of numbers of layers
-INDEX_LISTS = [
-    "moe_layers",
-    "mlp_only_layers",
-    "hybrid_layer_ids",
-    "full_attn_idxs",
-    "attn_layer_indices",
-    "ple_layer_ids",
-]
-INDEX_LISTS += ["cross_attention_layers"]
+KEY_HEADS |= {"swa_num_key_value_heads": "swa_num_attention_heads", "kv_n_heads": "n_heads"}
+# lists of numbers of layers, and the first one's number
+INDEX_LISTS = dict.fromkeys(["moe_layers", "mlp_only_layers", "hybrid_layer_ids", "full_attn_idxs"], 0)
+INDEX_LISTS |= {"attn_layer_indices": 0, "cross_attention_layers": 0, "ple_layer_ids": 1}
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id")
 
 
@@ -70,20 +65,27 @@ def _shrunk(words: dict[str, Any], layers: int) -> dict[str, Any]:
     made = {name: _small(name, value, layers, kept) for name, value in copy.deepcopy(words).items()}
     for name, of_heads in KEY_HEADS.items():
         if value := words.get(name):
-            made[name] = 4 if value >= (words.get(of_heads) or words.get("n_head") or value + 1) else min(value, 2)
+            heads = words.get(of_heads) or words.get("n_head") or 2 * value
+            made[name] = 3 if heads % value else 4 if value == heads else min(value, 2)  # 3: as wrong as it was
     if words.get("qk_head_dim"):
         made["qk_head_dim"] = made["qk_nope_head_dim"] + made["qk_rope_head_dim"]
+    width, rotated, others = (words.get(f"{name}head_dim") or 0 for name in ("", "qk_rope_", "qk_nope_"))
+    if others and width > rotated > 0:  # a head is both of its parts, not the rotated one
+        made["head_dim"] = made["qk_nope_head_dim"] + made["qk_rope_head_dim"]
     if words.get("expand") and words.get("num_heads"):  # a mixer's heads are as wide as its state
         made["num_heads"] = made["hidden_size"] * words["expand"] // made["head_dim"]
     if isinstance(words.get("num_kv_shared_layers"), int):
         made["num_kv_shared_layers"] = min(words["num_kv_shared_layers"], len(kept) // 2)
+    if (words.get("pad_token_id") or 0) >= words.get("vocab_size", math.inf):
+        made["pad_token_id"] = VOCABULARY  # as wrong as it was
     _cut_rotations(made)
     return made
 
 
 def _small(name: str, value: Any, layers: int, kept: list[int]) -> Any:
     if name in INDEX_LISTS and isinstance(value, (list, tuple)):
-        return [kept.index(number) for number in value if number in kept]
+        first = INDEX_LISTS[name]
+        return [kept.index(number - first) + first for number in value if number - first in kept]
     if name == "per_layer_config" and isinstance(value, dict):
         inner = {int(number): each for number, each in value.items() if int(number) in kept}
         return {str(kept.index(number)): _shrunk(each, layers) for number, each in inner.items()}
@@ -105,7 +107,7 @@ def layers_of_each_kind(words: dict[str, Any], layers: int) -> list[int]:
     and at least LAYERS, or all where there are fewer."""
     listed = [(name, value) for name, value in words.items() if isinstance(value, (list, tuple))]
     by_number = [value for name, value in listed if len(value) == layers and name not in INDEX_LISTS]
-    indices = [set(value) for name, value in listed if name in INDEX_LISTS]
+    indices = [{number - INDEX_LISTS[name] for number in value} for name, value in listed if name in INDEX_LISTS]
     apart = {int(number): each for number, each in (words.get("per_layer_config") or {}).items()}
     kinds: dict[str, list[int]] = {}
     for number in range(layers):

@@ -10,24 +10,19 @@ header (JSON: dtype, shape and place of each tensor), the tensors, row by row, w
 import contextlib
 import hashlib
 import io
-import json
 import math
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardbook.model.hub import INDEX, weights_files
-from shardbook.recipe import RecipeError
+from shardbook.model.hub import damaged, read_header, weights_files
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PIECE = 32 * 2**20  # bytes of a file that are hashed at once, or read at once to take some columns
-HEADER_BYTES = 100 * 10**6  # the library's own limit: a longer header is refused
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,7 @@ class StoredTensor:
         left = read.flatten().view(torch.uint8).numpy().data
         while left:  # one call reads at most 2 GiB
             if not (count := self.file.readinto(left)):
-                raise _damaged(self.path, "it ended while it was read")
+                raise damaged(self.path, "it ended while it was read")
             left = left[count:]
         return read
 
@@ -87,36 +82,6 @@ def open_tensors(folder: Path) -> Iterator[dict[str, StoredTensor]]:
     found: dict[str, StoredTensor] = {}
     with contextlib.ExitStack() as files:
         for path in weights_files(folder):
-            try:
-                file = files.enter_context(path.open("rb", buffering=0))
-            except FileNotFoundError:
-                raise RecipeError(f"weights file {path}: named in {INDEX}, but not there") from None
-            found |= _read_header(path, file)
+            file = files.enter_context(path.open("rb", buffering=0))
+            found |= {name: StoredTensor(path, file, *said) for name, said in read_header(path, file).items()}
         yield found
-
-
-def _read_header(path: Path, file: io.FileIO) -> dict[str, StoredTensor]:
-    """Returns the tensors of one file. Raises RecipeError where their places are not exactly the rest of the file."""
-    length, size = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
-    if size < 8 + length or length > HEADER_BYTES:
-        raise _damaged(path, f"its header would have {length:,} bytes, the file has {size:,}")
-    found, end = dict[str, StoredTensor](), 0
-    try:
-        header: dict[str, Any] = json.loads(file.read(length))
-        entries = [(*entry["data_offsets"], name, entry) for name, entry in header.items() if name != "__metadata__"]
-        for start, stop, name, entry in sorted(entries, key=lambda each: each[:2]):
-            dtype, shape = entry["dtype"], tuple(entry["shape"])
-            # The size of other dtypes is not known here. Tensors of such a dtype are never read.
-            wanted = math.prod(shape) * FLOATS[dtype].itemsize if dtype in FLOATS else stop - start
-            if start != end or stop - start != wanted or stop < start:
-                raise ValueError(f"{name} is said to be at bytes {start:,} to {stop:,}")
-            found[name], end = StoredTensor(path, file, dtype, shape, 8 + length + start), stop
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _damaged(path, f"its header cannot be read: {type(error).__name__}: {error}") from None
-    if size != 8 + length + end:
-        raise _damaged(path, f"it has {size:,} bytes, its header says {8 + length + end:,}")
-    return found
-
-
-def _damaged(path: Path, reason: str) -> RecipeError:
-    return RecipeError(f"weights file {path}: truncated or not safetensors ({reason})")

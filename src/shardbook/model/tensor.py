@@ -42,7 +42,7 @@ def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:
     check_tp_size(config, size)
     if type(model.embedding).forward is not nn.Embedding.forward:
         said = f"parallel.tp_size = {size}: family {config.model_type!r}"
-        raise RecipeError(f"{said}: its embedding does more than to look up; set parallel.tp_size=1")
+        raise RecipeError(f"{said}: its embedding does more than look up rows; set parallel.tp_size=1")
     axis = TensorAxis(size, rank % size)
     make_vocabulary_parallel(model.embedding, axis)
     block: Any

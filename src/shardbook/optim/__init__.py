@@ -97,17 +97,18 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
     """Steps `optimizer` where the gradient `norm`, the same on every rank, is finite; else weights, moments and step
-    counts keep their bits. Nothing waits for this norm, but for torchao's optimizer and where it is on a CPU: others
-    take `found_inf`, which torch's GradScaler sets too. Collective where a step is."""
+    counts keep their bits. Nothing waits for a norm on a device: `found_inf`, which torch's GradScaler sets too, says
+    it there; others than torch's AdamW are told of bad steps alone where it is known. Collective where a step is."""
     settle_counts(optimizer)
     own: Any = optimizer
-    if isinstance(optimizer, torch.optim.AdamW) or (hasattr(optimizer, "found_inf") and not norm.is_cpu):
-        own.found_inf, own.grad_scale = found_inf, _ = (~torch.isfinite(norm)).float(), None
+    found_inf, is_fused = (~torch.isfinite(norm)).float(), isinstance(optimizer, torch.optim.AdamW)
+    if is_fused or hasattr(optimizer, "found_inf"):
+        own.found_inf, own.grad_scale = found_inf if is_fused or not norm.is_cpu or found_inf else None, None
         optimizer.step()
-        own.found_inf = None  # else a later step that is given none would be skipped too
-        if hasattr(optimizer, "counts_on_host"):
+        if hasattr(optimizer, "counts_on_host") and own.found_inf is not None:
             own.unsettled = send_to_host(found_inf)
-    elif torch.isfinite(norm):
+        own.found_inf = None  # else a later step that is given none would be skipped too
+    elif not found_inf:
         optimizer.step()
 
 

@@ -24,6 +24,13 @@ def local_values(tensor: Tensor) -> Tensor:
     return local_part(tensor).detach()
 
 
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Returns the plain tensors in this rank's part of `tensor`: of one of eight bits its codes, scales and table."""
+    tensor = local_part(tensor)
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
+    return [part for name in names for part in parts_of(getattr(tensor, name))] or [tensor]
+
+
 def step_adamw(tensors: Sequence[list[Tensor]], steps: list[Tensor], betas: Sequence[float], **rates: Any) -> None:
     """Runs torch's fused AdamW over plain tensors, in place. `tensors`: weights, both moments, gradients; `rates`: lr,
     eps, weight_decay. Adds one to each of `steps`."""

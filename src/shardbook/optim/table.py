@@ -48,7 +48,7 @@ def adamw_settings(optim: Optim) -> dict[str, Any]:
 
 
 def build_adamw_8bit(model: nn.Module, groups: Groups, optim: Optim) -> torch.optim.Optimizer:
-    from torchao.optim import AdamW8bit
+    from shardbook.optim.adamw_8bit import AdamW8bit
 
     return AdamW8bit(groups, **adamw_settings(optim))
 

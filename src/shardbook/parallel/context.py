@@ -44,9 +44,9 @@ class ContextAxis:
         parts = [query.transpose(1, 2).split(self.heads, 2)]
         parts += [pick_heads(whole, self.sent_key_heads).transpose(1, 2).split(counts, 2) for whole in (key, value)]
         own = [self.heads[self.cp_rank], counts[self.cp_rank], counts[self.cp_rank]]
-        to = [sum(part.numel() for part in each) for each in zip(*parts, strict=True)]
+        input_splits = [sum(part.numel() for part in each) for each in zip(*parts, strict=True)]
         sent = torch.cat([torch.cat(each, 2).flatten() for each in zip(*parts, strict=True)])
-        got = _Exchange.apply(sent, to, [to[self.cp_rank]] * self.size, self)
+        got = _AllToAll.apply(sent, input_splits, [input_splits[self.cp_rank]] * self.size, self)
         got = got.view(self.size, shape[0], shape[2], sum(own), shape[3]).transpose(0, 1).flatten(1, 2)
         return [part.transpose(1, 2) for part in got.split(own, 2)]
 
@@ -55,9 +55,9 @@ class ContextAxis:
         rows, length, own, dim = output.shape
         each = rows * length // self.size * dim
         sent = output.view(rows, self.size, -1, own, dim).transpose(0, 1).flatten()
-        by = [each * heads for heads in self.heads]
-        got = _Exchange.apply(sent, [each * own] * self.size, by, self)
-        return torch.cat([part.view(rows, length // self.size, -1, dim) for part in got.split(by)], 2)
+        output_splits = [each * heads for heads in self.heads]
+        got = _AllToAll.apply(sent, [each * own] * self.size, output_splits, self)
+        return torch.cat([part.view(rows, length // self.size, -1, dim) for part in got.split(output_splits)], 2)
 
 
 def pick_heads(whole: Tensor, heads: list[int]) -> Tensor:
@@ -67,28 +67,28 @@ def pick_heads(whole: Tensor, heads: list[int]) -> Tensor:
     return torch.cat([whole[:, head : head + 1] for head in heads], 1)
 
 
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of a flat [sum of `to`] into a flat [sum of `by`]: the elements sent to, and received from, each
-    rank. Backward sends gradients the other way."""
+class _AllToAll(torch.autograd.Function):
+    """An all-to-all of a flat [sum of `input_splits`] into a flat [sum of `output_splits`], which count the elements
+    that are sent to, and received from, each rank. Backward sends gradients the other way."""
 
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, to: list[int], by: list[int], axis: ContextAxis) -> Tensor:
-        ctx.to, ctx.by, ctx.axis = to, by, axis
-        return exchange(sent, to, by, axis)
+    def forward(ctx: Any, sent: Tensor, input_splits: list[int], output_splits: list[int], axis: ContextAxis) -> Tensor:
+        ctx.input_splits, ctx.output_splits, ctx.axis = input_splits, output_splits, axis
+        return all_to_all(sent, input_splits, output_splits, axis)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        return exchange(grad_output, ctx.by, ctx.to, ctx.axis), None, None, None
+        return all_to_all(grad_output, ctx.output_splits, ctx.input_splits, ctx.axis), None, None, None
 
 
-def exchange(sent: Tensor, to: list[int], by: list[int], axis: ContextAxis) -> Tensor:
+def all_to_all(sent: Tensor, input_splits: list[int], output_splits: list[int], axis: ContextAxis) -> Tensor:
     assert axis.group is not None, "the axis has no group yet"
-    received = sent.new_empty(1, sum(by))
-    dist.all_to_all_single(received[0], sent.contiguous(), by, to, group=axis.group)
+    received = sent.new_empty(1, sum(output_splits))
+    dist.all_to_all_single(received[0], sent.contiguous(), output_splits, input_splits, group=axis.group)
     return received.view(-1)  # a view: torch 2.11's compiler loses the gradient of the very tensor that was written
 
 
-def lend_group(model: nn.Module, layout: Layout) -> None:
+def set_cp_group(model: nn.Module, layout: Layout) -> None:
     """Makes the process groups along cp and sets this rank's in the attention modules of `model`. Collective."""
     if layout.cp_size == 1:
         return

@@ -1,4 +1,5 @@
-"""Copies: ranks that hold the whole model and share only gradients (DDP); every stage runs so where there is one shard.
+"""Replicated data parallel (DDP): bucketed all-reduces of gradients that overlap with backward. Every stage runs so
+where dp_shard is 1: a rank then holds the whole model.
 
 fully_shard would copy each unit into a buffer, out of it and back for a group of one, and wait for each sum across
 replicas. Here autograd sees the parameters themselves, and gradients are summed while backward goes on (Li et al.,
@@ -27,8 +28,8 @@ COPIED: WeakSet[nn.Module] = WeakSet()  # the models that `ReplicatedParameters`
 
 
 @dataclass(eq=False)
-class UnitCopy:
-    """A bucket: the trained parameters, at rest, of units that one all-reduce sums, and this rank's gradients."""
+class GradientBucket:
+    """A bucket: the masters of units whose gradients one all-reduce sums, and this rank's gradients of them."""
 
     masters: list[nn.Parameter]
     flat: Tensor | None = None  # this rank's gradients since the last reduction, in the layout's sum_dtype
@@ -95,7 +96,7 @@ class ReplicatedParameters:
     ):
         self.model, self.layout, self.replicas, self.watch = model, layout, replicas, watch
         self.is_last = True  # as with fully_shard: a loop that never sets it reduces after each backward
-        self.parts: list[UnitCopy] = []  # buckets in the order in which they are sent, the same on every rank
+        self.parts: list[GradientBucket] = []  # buckets in the order in which they are sent, the same on every rank
         # of each parameter at rest: itself, its copy in the dtype of compute, and the modules and names that have it
         self.copies: list[tuple[nn.Parameter, nn.Parameter, list[tuple[nn.Module, str]]]] = []
         self._versions: list[int] = []  # `steps` and versions of the parameters at rest when they were copied
@@ -183,7 +184,7 @@ class ReplicatedParameters:
             finalize(self, stepped.remove)
         own = dict(zip(self.layout.units, parameters_of_units(self.layout.units), strict=True))
         for bucket in self.layout.buckets:
-            part = UnitCopy([parameter for unit in bucket for parameter in own[unit] if parameter.requires_grad])
+            part = GradientBucket([parameter for unit in bucket for parameter in own[unit] if parameter.requires_grad])
             self.parts.append(part)
             for number, parameter in enumerate(part.masters):
                 leaf = leaves.get(parameter, parameter)
@@ -192,12 +193,12 @@ class ReplicatedParameters:
                     leaf.register_hook(partial(self._set_aside, part, number))
         self._found = True
 
-    def _set_aside(self, part: UnitCopy, number: int, gradient: Tensor) -> None:
+    def _set_aside(self, part: GradientBucket, number: int, gradient: Tensor) -> None:
         """Sets aside the .grad that a parameter at rest has: it is summed already, and must not be sent again."""
         master = part.masters[number]
         part.stashed[number], master.grad = master.grad, None
 
-    def _take(self, part: UnitCopy, number: int, leaf: Tensor) -> None:
+    def _take(self, part: GradientBucket, number: int, leaf: Tensor) -> None:
         """Takes a gradient that is complete in this backward; sends full buckets, in the same order on all ranks."""
         if not self._running:
             self.watch.begin_backward()  # for a backward that did not begin at the model's output
@@ -210,7 +211,7 @@ class ReplicatedParameters:
             while self._unsent < len(self.parts) and self._is_complete(self.parts[self._unsent]):
                 self._send_next()
 
-    def _is_complete(self, part: UnitCopy) -> bool:
+    def _is_complete(self, part: GradientBucket) -> bool:
         return len(part.ready) == len(part.masters)
 
     def _send_next(self) -> None:

@@ -31,6 +31,8 @@ from shardbook.recipe import Offload, Parallel, Precision, RecipeError, Stage, f
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by their names in a recipe
 ON_DEVICE, WHOLE_MODEL = Offload(), Pipeline()
+# what choose_units reads of [parallel]
+UNIT_KEYS = ("wrap", "reshard_min_params", "reshard_root", "forward_prefetch", "backward_prefetch", "pp_size")
 BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb: an all-reduce of less costs its latency, not its bytes
 
 
@@ -152,10 +154,11 @@ class Layout:
 
     def run_order(self, is_forward: bool) -> list[tuple[Unit, list[Unit]]]:
         """Returns the units in the order in which forward, or backward, reaches them, each with the units that are
-        prefetched when it runs."""
+        prefetched when it runs: none where one rank has all shards, since fully_shard then gathers nothing ahead."""
         *inner, root = self.units
         units = [root, *inner] if root.shapes else inner
         run, depth = (units, self.forward_prefetch) if is_forward else (backward_order(units), self.backward_prefetch)
+        depth *= self.shards > 1
         return [(unit, run[number + 1 : number + 1 + depth]) for number, unit in enumerate(run)]
 
     @property
@@ -226,9 +229,11 @@ def build_layout(
     world_size: int,
     ranks_per_node: int,
     offload: Offload = ON_DEVICE,
+    chosen: dict[Any, tuple[Unit, ...]] | None = None,
 ) -> Layout:
     """Returns the layout of `model` over `world_size` ranks, `ranks_per_node` of them on each node. `parts`: groups of
-    modules to gather together, in forward order; `blocks`: the blocks among them (see choose_units).
+    modules to gather together, in forward order; `blocks`: the blocks among them (see choose_units). `chosen`: the
+    units of other layouts of the same models, to which this one's are added.
 
     `parallel` comes from a recipe that loaded, or went through `check_parallel`. Raises RecipeError where the settings
     do not fit the ranks or the model.
@@ -238,9 +243,12 @@ def build_layout(
     switches = read_switches(parallel, sizes[DP_SHARD], ranks_per_node)
     views: Any = getattr(model, "chunks", None) or [model]
     own = [(parts, blocks)] if len(views) == 1 else [(view.parts, view.blocks) for view in views]
-    chunks = [
-        choose_units(view, *each, stage.reshard_after_forward, parallel) for view, each in zip(views, own, strict=True)
-    ]
+    frees, chosen, chunks = stage.reshard_after_forward, {} if chosen is None else chosen, list[tuple[Unit, ...]]()
+    for view, each in zip(views, own, strict=True):
+        key = view, frees, *(getattr(parallel, name) for name in UNIT_KEYS)
+        if key not in chosen:
+            chosen[key] = choose_units(view, *each, frees, parallel)
+        chunks.append(chosen[key])
     units = tuple(unit for chunk in chunks for unit in chunk)
     largest = max(unit.numel for unit in units)
     if (switches.weights_bits or switches.gradients_bits) and not switches.quantizes(largest):

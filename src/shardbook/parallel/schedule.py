@@ -83,14 +83,14 @@ def actions(schedule: Schedule, rank: int, ranks: int, micros: int, chunks: int 
     A single rank runs each micro-batch forward and backward, one after another, whatever the schedule.
     """
     total = micros * chunks
-    before = min(in_flight(schedule, rank, ranks, micros, chunks) - 1, total)
+    warmup = min(in_flight(schedule, rank, ranks, micros, chunks) - 1, total)
     if schedule == "gpipe" and ranks > 1:
-        before = total
+        warmup = total
     forwards = [_place(number, ranks, chunks, True) for number in range(total)]
     backwards = [_place(number, ranks, chunks, False) for number in range(total)]
-    order = forwards[:before]
+    order = forwards[:warmup]
     for number, backward in enumerate(backwards):
-        order += forwards[before + number : before + number + 1]
+        order += forwards[warmup + number : warmup + number + 1]
         order.append(backward)
     return order
 

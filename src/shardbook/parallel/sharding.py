@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardbook.axes import DP_REPLICATE, DP_SHARD
 from shardbook.comm.collectives import QuantizedAllGather, QuantizedReduceScatter, share_secondary_mesh
-from shardbook.parallel.context import lend_group
+from shardbook.parallel.context import set_cp_group
 from shardbook.parallel.copies import ReplicatedParameters
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import build_node_mesh, describe_sizes
@@ -146,7 +146,7 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
     of several chunks of layers has a root for each: after a backward of one nothing is done to the others. `ours`: the
     process is Shardbook's own, so nobody else has made process groups.
     """
-    lend_group(model, layout)
+    set_cp_group(model, layout)
     links = build_pipeline_links(layout, mesh)
     views: Any = getattr(model, "chunks", None) or [model]
     watch = Watch()  # one for all chunks: an error in one of them broke the whole model

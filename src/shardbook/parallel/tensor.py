@@ -3,8 +3,8 @@
 Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3) with its sequence parallel always on (Korthikanti et al.,
 arXiv 2205.05198, section 4.2.2): around a norm a rank has its share of the flat [B * L] tokens and all features; inside
 attention and MLP it has all tokens, and its share of heads and of the MLP's inner features. Invariant: every
-tensor-parallel rank has the same rows and the same loss; a parameter that is not sharded along tp has a summand of its
-gradient on each rank, which `sum_replicated_gradients` adds up. Applied on the meta device, before checkpointing,
+tensor-parallel rank has the same rows and the same loss; a parameter that is not sharded along tp has a partial sum of
+its gradient on each rank, which `sum_replicated_gradients` adds up. Applied on the meta device, before checkpointing,
 compile and stage.
 """
 
@@ -43,18 +43,18 @@ class TensorAxis:
         """Returns which of `count` heads (at least one a rank) are this rank's: numbers differ by at most one."""
         return range(self.tp_rank * count // self.size, (self.tp_rank + 1) * count // self.size)
 
-    def gather(self, part: Tensor) -> Tensor:
-        """Gathers the tokens [1, n, hidden] of each rank as [1, size * n, hidden]; backward reduce-scatters."""
-        return _Gather.apply(part, self)
+    def all_gather(self, part: Tensor) -> Tensor:
+        """All-gathers the tokens [1, n, hidden] of each rank as [1, size * n, hidden]; backward reduce-scatters."""
+        return _AllGather.apply(part, self)
 
-    def scatter(self, whole: Tensor) -> Tensor:
-        """Reduce-scatters size * n tokens [..., hidden], of which each rank has a summand, to [1, n, hidden], this
+    def reduce_scatter(self, whole: Tensor) -> Tensor:
+        """Reduce-scatters size * n tokens [..., hidden], of which each rank has a partial sum, to [1, n, hidden], this
         rank's part of the sum; backward all-gathers."""
-        part: Tensor = _Scatter.apply(whole, self)
+        part: Tensor = _ReduceScatter.apply(whole, self)
         return part
 
 
-def gather_plain(part: Tensor, axis: TensorAxis) -> Tensor:
+def all_gather_plain(part: Tensor, axis: TensorAxis) -> Tensor:
     """Gathers [1, n, ...] of each rank as [1, size * n, ...], without autograd. Collective."""
     assert axis.group is not None, "the axis has no mesh yet"
     whole = part.new_empty(1, axis.size * part.shape[1], *part.shape[2:])
@@ -62,7 +62,7 @@ def gather_plain(part: Tensor, axis: TensorAxis) -> Tensor:
     return whole
 
 
-def scatter_plain(whole: Tensor, axis: TensorAxis) -> Tensor:
+def reduce_scatter_plain(whole: Tensor, axis: TensorAxis) -> Tensor:
     assert axis.group is not None, "the axis has no mesh yet"
     tokens = whole.shape[:-1].numel()
     part = whole.new_empty(1, tokens // axis.size, whole.shape[-1])
@@ -70,26 +70,26 @@ def scatter_plain(whole: Tensor, axis: TensorAxis) -> Tensor:
     return part
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, axis: TensorAxis) -> Tensor:
         ctx.axis = axis
-        return gather_plain(part, axis)
+        return all_gather_plain(part, axis)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        return scatter_plain(grad_output, ctx.axis), None
+        return reduce_scatter_plain(grad_output, ctx.axis), None
 
 
-class _Scatter(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, axis: TensorAxis) -> Tensor:
         ctx.axis, ctx.shape = axis, whole.shape
-        return scatter_plain(whole, axis)
+        return reduce_scatter_plain(whole, axis)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        return gather_plain(grad_output, ctx.axis).view(ctx.shape), None
+        return all_gather_plain(grad_output, ctx.axis).view(ctx.shape), None
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -102,24 +102,24 @@ class ShardedLinear(nn.Linear):
     is the whole matrix, with its own `rows` (column-parallel) or `columns` (row-parallel).
 
     The gradient of a sharded weight is complete on its rank: only fully_shard reduces it, over the data axes. That of a
-    whole one is a summand (`sum_replicated_gradients`). Gradients of inputs are reduce-scattered over tokens
-    (`_Gather.backward`).
+    whole one is a partial sum (`sum_replicated_gradients`). Gradients of inputs are reduce-scattered over tokens
+    (`_AllGather.backward`).
     """
 
     axis: TensorAxis
     rows: tuple[slice, ...] = ()
     columns: slice | None = None
-    sums: bool = False  # row-parallel: the results of ranks are summands, which are reduce-scattered over tokens
-    held: tuple[Tensor, Tensor | None]  # this rank's weight and bias as plain tensors, set by hold_local_weights
+    is_row_parallel: bool = False  # the results of ranks are partial sums, which are reduce-scattered over tokens
+    local: tuple[Tensor, Tensor | None]  # this rank's weight and bias as plain tensors, set by hold_local_weights
 
-    def forward(self, given: Tensor) -> Tensor:
-        weight, bias = self.held
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.local
         if self.columns is not None:
             weight = weight[:, self.columns]
-        if self.sums:
-            made = self.axis.scatter(F.linear(given, weight))
-            return made if bias is None else made + bias
-        return F.linear(given, pick(weight, self.rows), None if bias is None else pick(bias, self.rows))
+        if self.is_row_parallel:
+            output = self.axis.reduce_scatter(F.linear(input, weight))
+            return output if bias is None else output + bias
+        return F.linear(input, pick(weight, self.rows), None if bias is None else pick(bias, self.rows))
 
 
 def pick(whole: Tensor, rows: tuple[slice, ...]) -> Tensor:
@@ -144,13 +144,13 @@ class ShardedEmbedding(nn.Embedding):
         if padding is not None:  # the row of padding_idx gets no gradient, on the rank that has it
             padding = padding - self.first if 0 <= padding - self.first < len(weight) else None
         found = F.embedding(here.masked_fill(outside, 0), weight, padding_idx=padding)
-        return self.axis.scatter(found.masked_fill(outside[..., None], 0.0))
+        return self.axis.reduce_scatter(found.masked_fill(outside[..., None], 0.0))
 
 
 def make_row_parallel(module: nn.Module, axis: TensorAxis) -> None:
-    """Makes a linear row-parallel: a rank takes its share of the input features, and the results are summands."""
+    """Makes a linear row-parallel: a rank takes its share of the input features, and the results are partial sums."""
     shard_parameter(module, "weight", 1, axis)
-    _become_sharded(module, axis, sums=True)
+    _become_sharded(module, axis, is_row_parallel=True)
 
 
 def make_column_parallel(module: nn.Module, axis: TensorAxis) -> None:
@@ -163,7 +163,7 @@ def make_column_parallel(module: nn.Module, axis: TensorAxis) -> None:
 
 def compute_row_parallel(module: nn.Module, columns: slice, axis: TensorAxis) -> None:
     """Makes a linear row-parallel as make_row_parallel does, but keeps the whole matrix on each rank."""
-    _become_sharded(module, axis, sums=True, columns=columns)
+    _become_sharded(module, axis, is_row_parallel=True, columns=columns)
 
 
 def compute_column_parallel(module: nn.Module, rows: Sequence[slice], axis: TensorAxis) -> None:
@@ -203,7 +203,7 @@ def hold_local_weights(block: nn.Module) -> None:
 
     def before(block: nn.Module, inputs: Any) -> None:
         for module in parts:
-            module.held = local_part(module.weight), None if module.bias is None else local_part(module.bias)
+            module.local = local_part(module.weight), None if module.bias is None else local_part(module.bias)
 
     block.register_forward_pre_hook(torch.compiler.disable(before))  # else the hook is compiled as a graph of its own
 
@@ -213,16 +213,16 @@ def gather_inputs(attention: nn.Module, mlp: nn.Module, axis: TensorAxis) -> Non
 
     def before_attention(module: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
         rows, length = named["position_embeddings"][0].shape[:2]
-        whole = axis.gather(named["hidden_states"]).view(rows, length, -1)
+        whole = axis.all_gather(named["hidden_states"]).view(rows, length, -1)
         return inputs, named | {"hidden_states": whole}
 
     attention.register_forward_pre_hook(before_attention, with_kwargs=True)
-    mlp.register_forward_pre_hook(lambda module, inputs: axis.gather(inputs[0]))
+    mlp.register_forward_pre_hook(lambda module, inputs: axis.all_gather(inputs[0]))
 
 
 def gather_outputs(norm: nn.Module, axis: TensorAxis) -> None:
     """Registers a hook that all-gathers the tokens after `norm`."""
-    norm.register_forward_hook(lambda module, inputs, output: axis.gather(output))
+    norm.register_forward_hook(lambda module, inputs, output: axis.all_gather(output))
 
 
 def place_on_mesh(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -1,6 +1,6 @@
-"""Closed formulas for the traffic along tp, cp and pp in a step: gathers of tokens, exchanges of heads, activations.
+"""Lists what a micro-batch sends along tp, cp and pp: all-gathers of tokens, all-to-alls of heads, activations.
 
-Invariant: as formulas.py, which has the collectives of a whole step (sums of tp-replicated gradients, the norm).
+Invariant: as events.py, whose list of a step has them between the all-gathers and reductions of units.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,13 +9,12 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from shardbook.axes import TP
-from shardbook.comm.ledger import Traffic, add_traffic
 from shardbook.data.loader import MicroBatch
 from shardbook.model.attention import head_size
 from shardbook.model.context import own_heads, partition_heads
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble, in_flight
-from shardbook.plan.events import Inside, Sends, count_traffic, step_passes
+from shardbook.plan.events import Inside, Sends
 from shardbook.recipe import Recipe
 
 LOSS_PART_BYTES = 3 * 4  # of each trained token, by each rank: three fp32 numbers of its part of the logits
@@ -23,25 +22,12 @@ LOSS_PART_BYTES = 3 * 4  # of each trained token, by each rank: three fp32 numbe
 Micros = Callable[[], Sequence[MicroBatch]]
 
 
-def axes_traffic(
-    layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int = 0, micros_of: Micros | None = None
-) -> Traffic:
-    """Returns the traffic along tp, cp and pp, but for sums, of the global `rank` in the step whose micro-batches
-    `micros_of` makes; None: rows are full, and every token but the first of each sequence is trained."""
-    inside = read_inside(layout, config, recipe, rank, micros_of)
-    passes = step_passes(layout, len(inside), recipe.forwards_per_micro, inside) if inside else []
-    once = {id(events): events for _, events in passes}  # passes that are alike are one object
-    sent = {
-        key: count_traffic(event for event in events if event.what in ("compute", "exchange", "send"))
-        for key, events in once.items()
-    }
-    return add_traffic(*(sent[id(events)] for _, events in passes))
-
-
 def read_inside(
     layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int = 0, micros_of: Micros | None = None
 ) -> list[Inside]:
-    """Returns what each micro-batch of the step of `axes_traffic` sends inside its passes; empty without tp, cp, pp."""
+    """Returns what the global `rank` sends along tp, cp and pp inside the passes of each micro-batch of the step that
+    `micros_of` makes; None: rows are full, and every token but the first of each sequence is trained. Empty without tp,
+    cp and pp."""
     if layout.tp_size == layout.cp_size == layout.pipeline.ranks == 1:
         return []
     if micros := micros_of() if micros_of else None:

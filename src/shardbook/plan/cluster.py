@@ -13,7 +13,6 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from shardbook.comm.ledger import add_traffic
 from shardbook.memory.host_state import offloaded_bytes
 from shardbook.model.attention import kernel_on_gpu
 from shardbook.model.causal_lm import CausalLM, Flops, count_flops
@@ -24,9 +23,9 @@ from shardbook.model.shapes import shape_config
 from shardbook.model.weights import student_parameters
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
-from shardbook.parallel.units import count_parameters
-from shardbook.plan.axes import axes_traffic
-from shardbook.plan.formulas import predict_resident, predict_traffic
+from shardbook.parallel.units import Unit, count_parameters
+from shardbook.plan.axes import read_inside
+from shardbook.plan.formulas import predict_copied, predict_traffic
 from shardbook.plan.hardware import Cluster
 from shardbook.plan.peak import Peak, predict_fullest
 from shardbook.plan.speed import StepTime, model_flops, predict_step
@@ -63,30 +62,25 @@ class Candidate:
         times = [predict_step(layout, *asked) for layout in self.layouts]
         return max(times, key=lambda each: each.seconds)
 
-    @property
+    @cached_property
     def offloaded_bytes(self) -> dict[str, int]:
         """The bytes that one rank offloads to its `host` and `disk`; empty where nothing is offloaded."""
         return offloaded_bytes(self.layout, 0) if self.layout.offload.optimizer != "none" else {}
 
     @property
     def copied(self) -> int:
-        """The bytes of the host in which one rank holds its part of an asynchronous save, at most; 0 where a node has
-        no room and it is left to the run (`auto`), which then does without."""
-        if not (self.recipe.saves_behind and self.recipe.train.save_steps):
-            return 0
-        kept = predict_resident(self.layout, 0, self.recipe.optim.name)  # weights that are trained, as their gradients
-        away = self.offloaded_bytes.get("host", 0)
-        size = away or int(kept.grads_bytes + kept.optimizer_bytes)
-        is_asked = self.recipe.train.async_save != "auto"
-        return size if is_asked or (away + size) * self.cluster.a_node <= self.cluster.host_bytes else 0
+        """The most bytes of the host for one rank's copy of an asynchronous save; 0 where `auto` finds no room."""
+        train, behind = self.recipe.train, self.recipe.saves_behind and self.recipe.train.save_steps
+        size, away = predict_copied(self.layout, 0, self.recipe.optim.name), self.offloaded_bytes.get("host", 0)
+        has_room = (away + size) * self.cluster.a_node <= self.cluster.host_bytes
+        return size if behind and (has_room or train.async_save != "auto") else 0
 
     @property
     def largest(self) -> str:
         """The name of the peak's largest term."""
-        terms = asdict(self.peak)
-        return max(terms, key=lambda name: terms[name])
+        return max(terms := asdict(self.peak), key=lambda name: terms[name])
 
-    @property
+    @cached_property
     def over_budget_gb(self) -> dict[str, float]:
         """The GB that are missing, by the name of the peak's largest term or `host`."""
         on_host = (self.offloaded_bytes.get("host", 0) + self.copied) * self.cluster.a_node - self.cluster.host_bytes
@@ -107,8 +101,9 @@ class Candidate:
         """The payload bytes of one rank's step, by `<op>_bytes`, over all axes."""
         sums: dict[str, int] = {}
         micros, optimizer = self.recipe.train.gradient_accumulation_steps, self.recipe.optim.name
-        sent = predict_traffic(self.layout, micros, optimizer, self.recipe.forwards_per_micro)
-        for (op, _), volume in add_traffic(sent, axes_traffic(self.layout, self.planner.config, self.recipe)).items():
+        inside = read_inside(self.layout, self.planner.config, self.recipe)
+        sent = predict_traffic(self.layout, micros, optimizer, self.recipe.forwards_per_micro, inside=inside)
+        for (op, _), volume in sent.items():
             sums[f"{op}_bytes"] = sums.get(f"{op}_bytes", 0) + volume.payload_bytes
         return sums
 
@@ -122,11 +117,6 @@ class Candidate:
     def speed(self) -> float:
         """The tokens a second of one GPU."""
         return self.tokens / self.time.seconds / self.cluster.gpus
-
-    @property
-    def gpu_hours(self) -> float:
-        """The GPU-hours of a billion tokens, padding among them."""
-        return 1e9 / self.speed / 3600
 
     def words(self) -> str:
         train, offload, mesh = self.recipe.train, self.recipe.offload, describe_sizes(self.layout.mesh)
@@ -149,6 +139,7 @@ class Planner:
     document_tokens: float = DOCUMENT_TOKENS
     teacher: PreTrainedConfig | None = None
     made: dict[tuple[str, str, int, int, int], Layout] = field(default_factory=dict)
+    units: dict[Any, tuple[Unit, ...]] = field(default_factory=dict)  # of layouts of the same part, chosen once
     # a rank's part of the model, by tp size, pipeline settings and pipeline stage
     cut: dict[tuple[Any, ...], CausalLM] = field(default_factory=dict)
 
@@ -174,10 +165,9 @@ class Planner:
         return self.cut[key]
 
     def layout_of(self, recipe: Recipe, cluster: Cluster, stage: int) -> Layout:
-        world = cluster.gpus, cluster.a_node
-        key = (recipe.parallel.model_dump_json(), recipe.offload.model_dump_json(), *world, stage)
+        key = (recipe.parallel.model_dump_json(), recipe.offload.model_dump_json(), cluster.gpus, cluster.a_node, stage)
         if key not in self.made:
-            self.made[key] = layout_of(recipe, self.model_of(recipe.parallel, stage), World(*world))
+            self.made[key] = layout_of(recipe, self.model_of(recipe.parallel, stage), World(*key[2:4]), self.units)
         return self.made[key]
 
     def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:

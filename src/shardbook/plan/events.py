@@ -24,6 +24,7 @@ from shardbook.parallel.schedule import Action
 from shardbook.parallel.units import Unit, shard_rows
 
 COUNTS_BYTES = 6 * 8  # the step's counts and stop flags: six fp64 numbers summed over all ranks
+Made = tuple[list["Event"], frozenset[Unit]]  # of a pass, and the units that are gathered at its end
 NORM_BYTES = 8  # the squared gradient norm, one fp64 number
 
 Sends = tuple[tuple[str, str, int], ...]  # operation, mesh axis, payload bytes
@@ -122,13 +123,12 @@ def tied_numel(layout: Layout, rank: int) -> int:
 
 
 class _Chunk:
-    """Makes the passes through one chunk of layers, one after the other."""
+    """Makes the passes through one chunk of layers."""
 
     def __init__(self, layout: Layout, number: int, own: Layout, layers: int):
         pipeline, self.layout = layout.pipeline, own
         self.is_first, self.is_last = pipeline.is_first(number), pipeline.is_last(number)
-        self.gathered: frozenset[Unit] = frozenset()  # by the passes so far
-        self.made: dict[tuple[object, ...], tuple[list[Event], frozenset[Unit]]] = {}
+        self.made: dict[tuple[object, ...], Made] = {}
         numbers = list(pipeline.own_layers(number)) if pipeline.layers else list(range(layers))
         units = [unit for unit in own.units if any(unit.hidden) and not unit.forward_only]
         self.first_block = units[0] if units else None
@@ -136,19 +136,19 @@ class _Chunk:
         shared = [[number] for number in numbers] if len(units) == len(numbers) else [numbers]
         self.blocks = dict(zip(units, shared, strict=False))
 
-    def run(self, is_forward: bool, is_last: bool, inside: Inside) -> list[Event]:
-        """Returns the events of the next pass; `is_last`: the backward is its step's last."""
-        key = is_forward, is_last, self.gathered, inside
+    def run(self, is_forward: bool, is_last: bool, gathered: frozenset[Unit], inside: Inside) -> Made:
+        """Returns the events of a pass that begins with the units `gathered`, and those with which it ends; `is_last`:
+        the backward is its step's last."""
+        key = is_forward, is_last, gathered, inside
         if key not in self.made:
-            now = set(self.gathered)
+            now = set(gathered)
             events = list(self._forward(now, inside) if is_forward else self._backward(now, is_last, inside))
             receives, sends = (self.is_first, self.is_last) if is_forward else (self.is_last, self.is_first)
             passed = (("p2p", PP_FORWARD if is_forward else PP_BACKWARD, inside.stream_bytes),)
             events[:0] = [] if receives else [Event("receive")]
             events += [] if sends else [Event("send", None, passed)]
             self.made[key] = events, frozenset(now)
-        events, self.gathered = self.made[key]
-        return events
+        return self.made[key]
 
     def _gather(self, units: Iterable[Unit], now: set[Unit], is_forward: bool) -> Iterator[Event]:
         volume = forward_gather if is_forward else backward_gather
@@ -258,14 +258,14 @@ def step_passes(layout: Layout, micros: int, forwards: int = 1, inside: Sequence
     forwards; it belongs to the last one. `inside`: the messages of each micro-batch inside its passes; empty: none."""
     chunks = _chunks(layout) if not inside else _make_chunks(layout, inside[0].layers)
     inside = inside or [Inside()] * micros
-    for chunk in chunks:
-        chunk.gathered = frozenset()
-    return [
-        Pass(action, chunks[action.chunk].run(action.is_forward, is_last, inside[action.micro]))
-        for action in layout.pipeline.actions(micros)
-        for is_last in [not action.is_forward and action.micro == micros - 1]
-        for _ in range(forwards if action.is_forward else 1)
-    ]
+    gathered, passes = [frozenset[Unit]()] * len(chunks), list[Pass]()
+    for action in layout.pipeline.actions(micros):
+        number, is_last = action.chunk, not action.is_forward and action.micro == micros - 1
+        for _ in range(forwards if action.is_forward else 1):
+            given = action.is_forward, is_last, gathered[number], inside[action.micro]
+            events, gathered[number] = chunks[number].run(*given)
+            passes.append(Pass(action, events))
+    return passes
 
 
 @once_a_layout

@@ -5,19 +5,21 @@ s rows over N ranks is split into N shards of ceil(s / N) rows. The ZeRO paper's
 Needs no process group and no memory: the units may lie on the meta device.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import compress
 from math import prod
 
 from shardbook.axes import DP_SHARD
 from shardbook.comm.ledger import Traffic
+from shardbook.memory.direct_io import COPY_ALIGN
 from shardbook.memory.host_state import offloaded_bytes
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout, once_a_layout
 from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.units import shard_rows
-from shardbook.plan.events import count_traffic, step_bytes, step_events, step_passes
-from shardbook.recipe import Stage
+from shardbook.plan.events import Inside, count_traffic, step_bytes, step_events, step_passes
+from shardbook.recipe import Offload, Stage
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,19 @@ class Resident:
 
 
 def predict_traffic(
-    layout: Layout, micros: int, optimizer_name: str = "adamw", forwards: int = 1, rank: int = 0
+    layout: Layout,
+    micros: int,
+    optimizer_name: str = "adamw",
+    forwards: int = 1,
+    rank: int = 0,
+    inside: Sequence[Inside] = (),
 ) -> Traffic:
     """Returns calls and payload bytes of one optimizer step of the global `rank`, by operation and mesh axis.
 
     A group of one rank gathers and reduces nothing. Every unit is taken to run forward and backward in each of the
-    step's `micros` micro-batches, after `forwards` - 1 forwards without a backward.
+    step's `micros` micro-batches, after `forwards` - 1 forwards without a backward. `inside`: of `read_inside`.
     """
-    return count_traffic(step_events(layout, micros, optimizer_name, forwards, rank))
+    return count_traffic(step_events(layout, micros, optimizer_name, forwards, rank, inside))
 
 
 @once_a_layout
@@ -60,6 +67,17 @@ def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -
             numel = shard_rows(shape[0], shards, shard) * prod(shape[1:])
             optimizer += OPTIMIZERS[optimizer_name].state_bytes(numel, master, is_matrix)
     return Resident(params, grads, optimizer)
+
+
+@once_a_layout
+def predict_copied(layout: Layout, rank: int, optimizer_name: str) -> int:
+    """Returns the most bytes of host memory for the global `rank`'s copy of a save that is written while steps go on.
+    Of replicas each writes a part, in whole tensors. (8 bits: 7 parts of a parameter; random states: 5 KB.)"""
+    shapes, on_device = [shape for unit in layout.units for shape in unit.shapes], replace(layout, offload=Offload())
+    kept = predict_resident(on_device, rank, optimizer_name)
+    most = max(map(prod, shapes)) * 4 // layout.shards * (layout.replicas > 1)
+    each = int(kept.grads_bytes + kept.optimizer_bytes) // layout.replicas + most + predict_residual(layout) // 2
+    return each + COPY_ALIGN * 8 * len(shapes) + 2**13
 
 
 def predict_secondary(layout: Layout) -> int:
@@ -90,8 +108,7 @@ def predict_memory_metrics(layout: Layout, optimizer_name: str, peak: dict[str, 
     """Returns the metrics `predicted/memory/<what>_bytes` of the first rank, `paper/memory/<what>_bytes` beside them,
     and `predicted/peak/<term>_bytes` of a step's `peak` (empty: not known); with offload also the bytes that a step of
     `micros` moves."""
-    count = sum(unit.parameters for unit in layout.units)
-    paper = asdict(paper_resident(layout.stage, count, layout.shards))
+    paper = asdict(paper_resident(layout.stage, sum(unit.parameters for unit in layout.units), layout.shards))
     kept = asdict(predict_resident(layout, 0, optimizer_name))
     metrics = {f"predicted/memory/{what}": value for what, value in kept.items()}
     metrics |= {f"paper/memory/{what}": value for what, value in paper.items()}

@@ -71,8 +71,9 @@ class ShardedBytes:
                 if is_alone:  # copied once more, when its own are gone
                     reducing, own, self.sums, waited = 2 * reducing, 0, self.sums - waited, 0
                 if unit in named:
-                    # the output comes when the input is filled and own gradients are gone, but for DTensors along tp
-                    gone = own if self.layout.tp_size == 1 else 0
+                    # the output comes when own gradients are gone, but for the last (a loop has it) and along tp
+                    held = prod(next(compress(reversed(unit.shapes), reversed(unit.trained)), (0,)))
+                    gone = own - held * self.compute * self.every if self.layout.tp_size == 1 else 0
                     yield "reduction", unit, now(own, max(0, shard * self.reduce - gone))
                 reducing = trained * self.reduce
                 self.sums += self._kept(shard, micro, is_last) - waited

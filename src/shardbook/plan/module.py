@@ -119,7 +119,7 @@ def plan_module(
     moments, unmeasured = dict[str, Peak](), ""
     try:
         visits, around = measure_module(model, blocks, batch, loss or call_model, layout)
-        moments = fold_moments(layout, micros, [visits], resident, lambda flying: around)
+        moments = fold_moments(layout, micros, [visits], resident, lambda chunk, flying: around)
     except Unmeasured as error:
         unmeasured = str(error)
     return ModulePlan(layout, units, resident, predict_traffic(layout, micros, optimizer), moments, unmeasured)

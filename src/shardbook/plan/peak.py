@@ -6,6 +6,7 @@ and tests hold the two together. Sources of the counts: tensors that autograd sa
 fully_shard holds; Korthikanti et al., arXiv 2205.05198, section 4, for the idea.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -65,9 +66,10 @@ def _visits(layout: Layout, chunk: int, own: Sequence[Unit], work: Work, vocabul
     blocks = [unit for unit in back if unit not in by_head and unit.read_in_backward]
     # waits for the embedding's
     tied = 0 if by_head or not pipeline.is_last(chunk) else work.head_gradient
-    # the received gradient; but for the last block, whose own it is, what comes next is there too
-    recv = work.stream * (pipeline.ranks > 1)
-    visits: Visits = {("end of backward", None): ("end, sums", 2 * recv, 0)} if layout.copies else {}
+    # the buffer of the next receive, and the gradient that was received, which is the last block's own
+    ahead = work.stream * (pipeline.ranks > 1 and not (pipeline.is_last(chunk) and pipeline.schedule == "gpipe"))
+    recv = ahead + work.stream * (pipeline.ranks > 1 and not pipeline.is_last(chunk))
+    visits: Visits = {("end of backward", None): ("end, sums", recv, 0)} if layout.copies else {}
     if pipeline.is_last(chunk):
         visits["end of forward", None] = "loss", work.held(chunk), work.loss
         if not by_head:
@@ -75,10 +77,10 @@ def _visits(layout: Layout, chunk: int, own: Sequence[Unit], work: Work, vocabul
     for unit in sorted((unit for unit in order if unit.forward_only), key=lambda unit: unit.numel)[-1:]:
         visits["forward", unit] = "teacher", 0, work.teacher
     for unit in by_head:
-        visits["reduction", unit] = "head", work.held(chunk) + 2 * recv, 0
+        visits["reduction", unit] = "head", work.held(chunk) + recv, 0
     count = len(blocks)
     for number in work.looked_at(chunk, count):
-        unit, name, grads = blocks[count - 1 - number], f"block {number + 1}", recv * (1 + (number < count - 1))
+        unit, name, grads = blocks[count - 1 - number], f"block {number + 1}", recv if number < count - 1 else ahead
         held = work.held(chunk, number + 1, count) + grads
         block, before = work.block_of(chunk, number, count), work.held(chunk, number, count)
         visits["forward", unit] = f"{name}, forward", before, block.forward
@@ -86,7 +88,7 @@ def _visits(layout: Layout, chunk: int, own: Sequence[Unit], work: Work, vocabul
         visits["reduction", unit] = f"{name}, reduced", before + grads, tied
     for unit in [unit for unit in [*back, *spanning] if unit not in by_head and unit not in blocks][-1:]:
         # a tied weight's two gradients and, for a moment, their sum
-        visits["backward", unit], visits["reduction", unit] = ("end", 2 * recv, 3 * tied), ("end, reduced", 2 * recv, 0)
+        visits["backward", unit], visits["reduction", unit] = ("end", recv, 3 * tied), ("end, reduced", recv, 0)
     return visits
 
 
@@ -100,8 +102,9 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
         for number, chunk in enumerate(layout.chunks)
     ]
 
-    def around(flying: int) -> int:
-        return work.before_blocks + work.passing + (flying - 1) * work.of_a_pass(pipeline)
+    def around(chunk: int, flying: Counter[int]) -> int:
+        others = flying - Counter([chunk])
+        return work.around(pipeline, chunk) + sum(work.of_a_pass(pipeline, each) * others[each] for each in others)
 
     moments = fold_moments(layout, micros, visits, state, around)
     if tp_size > 1:  # after all else, their sums
@@ -112,20 +115,20 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
 
 
 def fold_moments(
-    layout: Layout, micros: int, visits: Sequence[Visits], state: Resident, around: Callable[[int], int]
+    layout: Layout, micros: int, visits: Sequence[Visits], state: Resident, around: Callable[[int, Counter[int]], int]
 ) -> dict[str, Peak]:
     """Returns the bytes at the moments of `visits` (of each chunk of layers) that `predict_moments` returns. `around`:
-    the bytes beside what blocks hold, by the number of micro-batches that are on their way."""
+    the bytes beside what a chunk's blocks hold, by the number of passes on their way through each chunk."""
     pipeline = layout.pipeline
     # more micro-batches bring nothing that these do not: but in gpipe all forwards are before the first backward
     few = micros if pipeline.schedule == "gpipe" else min(micros, 3 * pipeline.ranks)
     live = (CopiedBytes if layout.copies else ShardedBytes)(layout, few)
-    named, flying = {unit for chunk in visits for _, unit in chunk}, 0
+    named, flying = {unit for chunk in visits for _, unit in chunk}, Counter[int]()
     constants = {"params": int(state.params_bytes), "optimizer": int(state.optimizer_bytes)}
     residual, secondary = predict_residual(layout), predict_secondary(layout)
     found = list[tuple[int, str, Peak]]()
     for action, events in step_passes(layout, few):
-        flying += action.is_forward
+        flying[action.chunk] += action.is_forward
         for moment, unit, (sums, gathered, buffers, own) in live.follow(action, events, named):
             if (moment, unit) in visits[action.chunk]:
                 name, held, working = visits[action.chunk][moment, unit]
@@ -134,13 +137,13 @@ def fold_moments(
                     grads=sums + residual,
                     gathered=gathered + secondary,
                     buffers=buffers,
-                    activations=held + around(flying),
+                    activations=held + around(action.chunk, flying),
                     working=working + own,
                 )
                 number = micros if action.micro == few - 1 else action.micro + 1
                 of_chunk = f", chunk {action.chunk + 1}" * (pipeline.chunks > 1)
                 found.append((number, f"micro-batch {number}{of_chunk}, {name}", peak))
-        flying -= not action.is_forward
+        flying[action.chunk] -= not action.is_forward
     fullest = max(found, key=lambda each: each[2].total)
     return {name: peak for number, name, peak in found if number in (1, 2, micros) or name == fullest[1]}
 

@@ -179,7 +179,7 @@ def facts(planner: Planner, candidate: Candidate) -> dict[str, Fact]:
         "waiting_share": Fact("waits", time.exposed / time.seconds, "share"),
         "tokens_per_second_per_device": Fact("tok/s/GPU", candidate.speed, "tokens/s"),
         "mfu": Fact("MFU", planner.mfu(candidate), "ratio"),
-        "gpu_hours_per_billion_tokens": Fact("GPU-h/B", candidate.gpu_hours, "hours"),
+        "gpu_hours_per_billion_tokens": Fact("GPU-h/B", 1e9 / candidate.speed / 3600, "hours"),
     }
 
 

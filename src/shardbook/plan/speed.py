@@ -22,9 +22,9 @@ from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble
 from shardbook.parallel.units import Unit
-from shardbook.plan.axes import axes_traffic
+from shardbook.plan.axes import read_inside
 from shardbook.plan.blocks import kinds_of, measure_blocks
-from shardbook.plan.events import Sends, count_moves, muon_exchanges, step_passes
+from shardbook.plan.events import Sends, count_moves, count_traffic, muon_exchanges, step_passes
 from shardbook.plan.hardware import ATTENTION, MEMORY, PCIE_SHARE, PRODUCTS, Cluster
 from shardbook.plan.work import without_adapters
 from shardbook.recipe import Recipe
@@ -158,12 +158,14 @@ def inside_seconds(layout: Layout, config: PreTrainedConfig, recipe: Recipe, clu
     if layout.tp_size == layout.cp_size == 1:
         return 0.0
     cluster, groups = cluster or Cluster(H100, layout.world_size, layout.ranks_per_node, H100.nics), layout.groups(0)
-    seconds = 0.0
-    for (op, axis), moved in axes_traffic(layout, config, recipe).items():
-        if op == "p2p":  # while others compute
-            continue
-        ranks = groups[axis if axis == TP else CP]
-        seconds += moved.calls * cluster.ring_seconds(moved.payload_bytes / moved.calls, ranks)
+    inside = read_inside(layout, config, recipe)
+    few = inside[: layout.pipeline.ranks]  # one micro-batch sends what another does
+    passes = step_passes(layout, len(few), recipe.forwards_per_micro, few)
+    events = (event for each in passes for event in each.events if event.what in ("compute", "exchange"))
+    sent, seconds = count_traffic(events), 0.0
+    for (_, axis), moved in sent.items():
+        ring = cluster.ring_seconds(moved.payload_bytes / moved.calls, groups[axis if axis == TP else CP])
+        seconds += len(inside) / len(few) * moved.calls * ring
     if layout.tp_size > 1:
         seconds += 2 * cluster.ring_seconds(layout.replicated_numel * layout.dtype("master").itemsize, groups[TP])
     return seconds

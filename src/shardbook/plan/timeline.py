@@ -29,7 +29,13 @@ class LiveBytes(dispatch_base()):
         self.known: set[int] = set()  # storages that do not count
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # torch's form of experts' products for tensors without values takes bf16 alone
+        dtype = args[0].dtype if function.overloadpacket.__name__ == "_grouped_mm" else None
+        if dtype:
+            args = (*(each.to(torch.bfloat16) for each in args[:2]), *args[2:])
         result = function(*args, **(kwargs or {}))
+        if dtype:
+            result = torch.empty_like(result, dtype=dtype)
         before = len(self.made)
         for key, reference in storages_in(result):
             if key not in self.known:

@@ -33,10 +33,10 @@ class Work:
     blocks: tuple[tuple[BlockWork, ...], ...]  # of each of the rank's chunks of layers, in order
     offloaded: int  # of each recomputed block its input, where activations are offloaded
     stream: int  # what passes from block to block
-    passing: int  # what one pass through them takes and gives, which is there until its backward
+    keeps_input: bool  # a block's input is among what it keeps
     before_blocks: int  # the batch, rotation, a dense mask
     loss: int
-    loss_kept: int  # of that, until its backward
+    loss_kept: int  # of that, and of the last norm, until its backward
     head_gradient: int  # in the dtype of compute
     norm: int  # what the last norm needs in backward
     teacher: int  # what a block of the model beside needs in forward
@@ -62,11 +62,14 @@ class Work:
             alike.setdefault(self.block_of(chunk, number, of).kind, []).append(number)
         return sorted({number for own in alike.values() for number in own[:2] + own[-2:]}, reverse=True)
 
-    def of_a_pass(self, pipeline: Pipeline) -> int:
-        """Returns the bytes that a pass holds until its backward, while others run; in gpipe the loss's too."""
-        waits = pipeline.has_last_stage and pipeline.schedule == "gpipe"
-        held = sum(map(self.held, range(len(self.blocks)))) // len(self.blocks)
-        return held + self.before_blocks + self.passing + self.loss_kept * waits
+    def around(self, pipeline: Pipeline, chunk: int) -> int:
+        """Returns the bytes that a pass through a chunk holds until its backward, beside those of its blocks."""
+        takes, gives = not (pipeline.is_first(chunk) or self.keeps_input), not pipeline.is_last(chunk)
+        return self.before_blocks + self.stream * (takes + gives)
+
+    def of_a_pass(self, pipeline: Pipeline, chunk: int) -> int:
+        """Returns the bytes that a pass through a chunk holds while others run; of the last one the loss's too."""
+        return self.held(chunk) + self.around(pipeline, chunk) + self.loss_kept * pipeline.is_last(chunk)
 
 
 def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work:
@@ -108,19 +111,14 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     beside = layout.teacher
     teacher_sizes = (beside.vocab_size, beside.hidden_size) if beside else (0, 0)
     loss = loss_bytes(scored, chunk, outputs, hidden, itemsize, trains_head, teacher_sizes, layout.tp_size > 1)
-    interleaved = pipeline.chunks > 1  # then each rank has passes that neither begin nor end
-    passing = stream * (
-        (interleaved or not pipeline.has_first_stage) * (not first.keeps_input)
-        + (interleaved or not pipeline.has_last_stage)
-    )
     return Work(
         blocks=tuple(tuple(works[number] for number in run) for run in runs),
         offloaded=stream * (recipe.offload.activations != "none"),
         stream=stream,
-        passing=passing,
+        keeps_input=first.keeps_input,
         before_blocks=int(around.before.of(*size)) + BATCH * tokens,
         loss=int(around.after.of(*size)) + sum(loss),
-        loss_kept=loss[1],
+        loss_kept=int(around.after.of(*size)) + loss[1] - scored * hidden * itemsize,  # gradients replace hidden states
         head_gradient=outputs * hidden * itemsize * trains_head,
         norm=int(around.norm.of(*size)),
         teacher=forward_bytes(beside, recipe, layout.precision.params, size) if beside else 0,

@@ -1,6 +1,7 @@
 """Exits: a rank's exit code, its last line, and the file that keeps the code where a launcher does not."""
 
 import contextlib
+import errno
 import os
 import sys
 import threading
@@ -15,12 +16,10 @@ from shardbook.recipe import RecipeError
 DONE, FAILED, WRONG, PREEMPTED = 0, 1, 2, 75  # exit codes of a rank, and of a run
 EXIT_FILE = "SHARDBOOK_EXIT_FILE"
 LAUNCHER = "SHARDBOOK_LAUNCHER"  # pid of the process that started this one (a rank, or a run of a comparison)
-AGAIN = "run the same command again"
+RERUN_HINT = "run the same command again"
 LEAVING = threading.Event()  # set when this rank knows that it ends: its heartbeat stops and watches no rank
-LEAVE_NOTICE: list[
-    Callable[[str], None]
-] = []  # called with the reason why this rank failed: the heartbeat passes it on
-GOODBYES: list[Callable[[], None]] = []  # called where all ranks leave: the heartbeat says that this one does
+ON_FAILURE: list[Callable[[str], None]] = []  # called with the reason why this rank failed: the heartbeat passes it on
+ON_EXIT: list[Callable[[], None]] = []  # called where all ranks leave: the heartbeat says that this one does
 PEER_SECONDS = 5.0  # for which a rank that lost its peer waits for the reason
 
 
@@ -47,7 +46,9 @@ def report_error(error: BaseException, code: int) -> int:
         post_leave_notice()  # rank 0 waits for that, since the store may end with it
     time.sleep(0 if lost_peer else (0, 2, 3)[turn])
     if lost_peer and (broke := broken_connection(error)):
-        error = RunFailed(f"another rank ended, and said why where it ran ({broke}); {AGAIN}")
+        error = RunFailed(f"another rank ended, and said why where it ran ({broke}); {RERUN_HINT}")
+    if isinstance(error, OSError) and error.filename and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        error = RunFailed(f"{error.filename}: {error.strerror}; free some of that disk, and {RERUN_HINT}")
     ours = not isinstance(error, (RecipeError, RunFailed))
     if ours:
         traceback.print_exception(error)
@@ -62,12 +63,12 @@ def report_error(error: BaseException, code: int) -> int:
 
 def tell_others(reason: str) -> None:
     """Passes the reason why this rank ends on to the last line of every other rank."""
-    for tell in LEAVE_NOTICE:
+    for tell in ON_FAILURE:
         tell(reason)
 
 
 def post_leave_notice() -> None:
-    for say in GOODBYES:
+    for say in ON_EXIT:
         say()
 
 
@@ -80,7 +81,7 @@ def watch_launcher() -> None:
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(0.5)
-        reason = f"what started this process was killed; {AGAIN}"
+        reason = f"what started this process was killed; {RERUN_HINT}"
         tell_others(reason)
         end_run(reason)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but mypy does not see it
 
 from shardbook.comm.torch_private import collectives_record
-from shardbook.ranks.exits import AGAIN, GOODBYES, LEAVE_NOTICE, LEAVING, end_run
+from shardbook.ranks.exits import LEAVING, ON_EXIT, ON_FAILURE, RERUN_HINT, end_run
 from shardbook.ranks.join import Rendezvous, Store, name_ranks, open_store, read_member
 from shardbook.ranks.lost import is_closed_store
 from shardbook.ranks.progress import PROGRESS, RankProgress, find_stragglers
@@ -52,8 +52,8 @@ class Heartbeat:
         self.store = open_store(place) if place.world_size > 1 else HashStore()
         self.unanswered = 0.0
         self.ending = threading.Lock()
-        LEAVE_NOTICE[:] = [self.pass_on]
-        GOODBYES[:] = [lambda: self.leave(REFUSED_SECONDS)]
+        ON_FAILURE[:] = [self.pass_on]
+        ON_EXIT[:] = [lambda: self.leave(REFUSED_SECONDS)]
         self.beating = _start(self._beat)
         _start(self._count_unanswered)
 
@@ -61,7 +61,7 @@ class Heartbeat:
         """Announces that this rank ends, so that no other ends for it, and stops watching the others. Rank 0 waits up
         to `seconds` for ranks that are not so far, since the store may end with it."""
         LEAVING.set()
-        LEAVE_NOTICE.clear()
+        ON_FAILURE.clear()
         self.beating.join(min(seconds, self.seconds))
         if self.beating.is_alive():
             return
@@ -127,7 +127,7 @@ class Heartbeat:
         error is silence, which the other thread counts."""
         if is_closed_store(error) and not left and self.place.rank and not LEAVING.wait(GONE_SECONDS):
             who = f"the launcher at {self.place.address}" if self.place.hosted else f"rank 0 (host {self.hosts[0]})"
-            self._end(f"{who} ended, and said why where it ran; {AGAIN}")
+            self._end(f"{who} ended, and said why where it ran; {RERUN_HINT}")
 
     def _count_unanswered(self) -> None:
         before = time.monotonic()
@@ -142,7 +142,7 @@ class Heartbeat:
         """Returns the reason for `lost` ranks: [0] on rank 0 is the launcher's agent, which hosts the store."""
         agent = lost == [0] and self.place.rank == 0
         who_has = f"the launcher at {self.place.address} has" if agent else self._who_has(lost)
-        return f"{who_has} not been heard of for {self.seconds:g} s; {AGAIN}"
+        return f"{who_has} not been heard of for {self.seconds:g} s; {RERUN_HINT}"
 
     def _explain_hang(self, there: dict[int, RankProgress], behind: list[int]) -> str:
         first = there[behind[0]]
@@ -152,7 +152,7 @@ class Heartbeat:
         others = ("; the others wait" + " for it" * (len(behind) == 1)) * (len(behind) < len(there))
         device = ": a collective on the device that does not end, or a disk that does not answer" * everyone
         where = f"; stacks and records of collectives are in {PROGRESS.folder}" * bool(PROGRESS.folder)
-        return f"{who_has} stood still for {first.seconds:.0f} s at {at}{device}{others}{where}; {AGAIN}"
+        return f"{who_has} stood still for {first.seconds:.0f} s at {at}{device}{others}{where}; {RERUN_HINT}"
 
     def _who_has(self, ranks: list[int]) -> str:
         hosts = " and ".join(dict.fromkeys(self.hosts[rank] for rank in ranks))

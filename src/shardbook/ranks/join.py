@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import Store as Store  # type: ignore[attr-defined]
 
+from shardbook.ranks.exits import RERUN_HINT, RunFailed
 from shardbook.recipe import RecipeError
 
 SILENT_SECONDS = 15  # for a head that does not answer at all, or a name that is not known (yet)
@@ -93,7 +94,7 @@ def join_ranks(place: Rendezvous) -> Store:
     """Returns the store of all ranks, once all have joined; `read_member` reads what each wrote of itself there.
 
     Raises RecipeError, on each rank that joined, where a rank has not after JOIN_SECONDS, two claim the same number,
-    the head cannot be reached or its port is taken.
+    the head cannot be reached or its port is taken; RunFailed where rank 0 ends meanwhile.
     """
     is_host = place.rank == 0 and not place.hosted
     if not is_host:
@@ -113,8 +114,9 @@ def join_ranks(place: Rendezvous) -> Store:
         store.set(f"beat/{place.rank}", "0")
         store.set(f"member/{place.rank}", json.dumps(member))
         verdict = _await_ranks(store, place) if place.rank == 0 else _await_verdict(store, place)
-    except dist.DistNetworkError:
-        verdict = f"rank 0 at {place.address} ended before all ranks had come; it says why"
+    except dist.DistNetworkError:  # no refusal, which it would have written: ranks may be started again
+        said = f"rank 0 at {place.address} ended before all ranks had come, and said why where it ran"
+        raise RunFailed(f"{said}; {RERUN_HINT}") from None
     if verdict != ALL_CAME:
         raise RecipeError(verdict)
     return store

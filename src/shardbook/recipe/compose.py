@@ -128,8 +128,8 @@ GATHERED = f"parallel.stage={stages_where(lambda row: not row.reshard_after_forw
 UNSHARDED = f"parallel.stage={stages_where(lambda row: not row.shards)}"
 WITHOUT_SWITCHES = f"parallel.stage={stages_where(lambda row: row.switches == 'no')}"
 RESHARDING = " or ".join(name for name, row in STAGES.items() if row.reshard_after_forward)
-APART = "they do not compose, "
-NOT_YET = f"{APART}one is not made for the other yet"
+APART = "they do not compose, because "
+NOT_YET = f"{APART}this pair is not supported yet"
 INTERLEAVED = "parallel.pipeline_schedule=interleaved"
 
 OF_ONE_METHOD = (("preference", "dpo", Preference.model_fields), ("distill", "distill", Distill.model_fields))
@@ -166,12 +166,12 @@ RULES = (
     # the pipeline schedule
     Rule("parallel.pipeline_chunks!=1 parallel.pipeline_schedule!=1f1b", "", "there is no pipeline",
          "set parallel.pp_size, or leave it out", given="parallel.pp_size=1"),
-    Rule(INTERLEAVED, "parallel.pipeline_chunks=1", "each rank has several runs of layers",
+    Rule(INTERLEAVED, "parallel.pipeline_chunks=1", "it needs several chunks of layers on each rank",
          "set parallel.pipeline_chunks=2, or leave both out", given=PP),
-    Rule("parallel.pipeline_schedule!=interleaved", "parallel.pipeline_chunks!=1", "each rank has one run of layers",
+    Rule("parallel.pipeline_schedule!=interleaved", "parallel.pipeline_chunks!=1", "only interleaved has chunks",
          "set parallel.pipeline_schedule=interleaved, or leave both out", given=PP),
     Rule(f"{INTERLEAVED} {PP}", "train.gradient_accumulation_steps=*",
-         "micro-batches come in groups of as many as there are ranks", "must be a multiple of {parallel.pp_size}",
+         "micro-batches come in groups of pp_size", "must be a multiple of {parallel.pp_size}",
          f"{INTERLEAVED} {PP}", lambda recipe: recipe.train.gradient_accumulation_steps % recipe.parallel.pp_size),
     # tensor, context and pipeline parallel
     Rule("data.max_length=*", f"{TP} {CP}", "the ranks along tp and cp share a row's tokens evenly",
@@ -181,13 +181,13 @@ RULES = (
     Rule(AXES, f"{QWZ} {QGZ} {HPZ}", f"{APART}a switch of ZeRO++ has groups inside a part of the mesh",
          f"leave parallel.{', '.join(SWITCHES)} out", given="parallel.stage!=zeropp"),
     Rule(TP, "parallel.wrap=size:*", f"{APART}a block's halves gather tokens for all of it", "set parallel.wrap=block"),
-    Rule(PP, "parallel.wrap!=block", f"{APART}units lie across what is handed on", "set parallel.wrap=block"),
+    Rule(PP, "parallel.wrap!=block", f"{APART}a unit may reach into two pipeline stages", "set parallel.wrap=block"),
     Rule(f"{TP} {PP}", LORA, NOT_YET, "leave one of the two out"),
     Rule(TP, "method=reward|distill", NOT_YET, "leave parallel.tp_size out"),
     Rule(CP, "method!=sft", NOT_YET, "leave parallel.cp_size out"),
     Rule(PP, "method!=sft", NOT_YET, "leave parallel.pp_size out"),
     Rule(AXES, "generate.steps!=0", NOT_YET, "set generate.steps=0"),
-    Rule(CP, "model.attention=eager", f"{APART}it makes all scores of a row", "set model.attention=sdpa"),
+    Rule(CP, "model.attention=eager", f"{APART}it computes all scores of a row at once", "set model.attention=sdpa"),
     Rule(TP, STATE, NOT_YET, "set offload.optimizer=none and offload.params=none"),
     Rule(PP, f"{STATE} offload.activations!=none", NOT_YET, "leave [offload] out"),
     Rule(TP, f"optim.name={'|'.join(WHOLE_MATRICES)}|adamw_8bit|adamw_bf16",
@@ -208,12 +208,12 @@ RULES = (
          "with lora.modules_to_save = {lora.modules_to_save} the reference is gone after the first step",
          "leave it out", f"method=dpo {LORA} lora.modules_to_save!=[]"),
     Rule("method=distill", "", "needs distill.teacher", "", "distill.teacher="),
-    Rule("distill.kd_ratio=0.0", "method=distill", "the teacher would be loaded and not heard",
+    Rule("distill.kd_ratio=0.0", "method=distill", "the teacher would be loaded and not used",
          "set a share above 0, or method=sft and leave [distill] out"),
     *(Rule("method=distill", f"offload.{what}!=none",
-           "a teacher stays on the device, and what is offloaded beside it was not tried", f"set offload.{what}=none")
+           "a teacher stays on the device, and offload beside one is not tested", f"set offload.{what}=none")
       for what in ("optimizer", "params", "activations")),
-    Rule("generate.steps!=0", "method=reward", "a reward model writes nothing", "set generate.steps=0"),
+    Rule("generate.steps!=0", "method=reward", "a reward model generates no text", "set generate.steps=0"),
     Rule("train.eval_steps!=0", "", "needs data.eval or data.eval_size", "", "data.eval=|[] data.eval_size=0|0.0"),
     # frozen weights and dtypes
     Rule("precision.master=bf16", "optim.name!=adamw_bf16",
@@ -222,7 +222,7 @@ RULES = (
     Rule("precision.frozen!=auto", "", "nothing is frozen", "set lora.r, or leave it out", "lora.r=0 method!=distill",
          lambda recipe: recipe.precision.frozen != recipe.precision.params),
     Rule("model.load_in_4bit=True", "", "four bits cannot be trained", "set lora.r=16, or leave it out", "lora.r=0"),
-    Rule("model.load_in_4bit=True", QWZ, "the base travels in four bits already, and bytes cannot be rounded",
+    Rule("model.load_in_4bit=True", QWZ, "the base is sent in four bits already, and bytes cannot be rounded",
          "leave parallel.quantize_weights out"),
     Rule("model.load_in_4bit=True", HPZ, "torch keeps no secondary shard of bytes",
          "leave parallel.secondary_shard out"),
@@ -231,22 +231,22 @@ RULES = (
          "set offload.optimizer=none and offload.params=none"),
     Rule(STATE, f"optim.name!={'|'.join(HOST_OPTIMIZERS)}", "the host runs AdamW on fp32 masters and moments",
          "set optim.name=adamw and precision.master=fp32"),
-    Rule(STATE, UNSHARDED, "every rank would step all of it on the host", "set parallel.stage=zero1"),
+    Rule(STATE, UNSHARDED, "every rank would step the whole model on the host", "set parallel.stage=zero1"),
     Rule("offload.params!=none", GATHERED, "{stage.name} keeps every parameter gathered through a step",
          "set parallel.stage=zero3, or offload.params=none"),
     Rule("train.async_save=True", "offload.optimizer=nvme",
-         "what lies on the disk would be copied to the host's memory", "leave train.async_save out"),
+         "state on the disk would be copied to the host's memory", "leave train.async_save out"),
     Rule(STATE, HPZ, "secondary shards stay on the device", "leave one of the two out"),
-    Rule("offload.params!=none", "parallel.wrap=none", "one unit is everything, and nothing could be away",
+    Rule("offload.params!=none", "parallel.wrap=none", "the one unit has all parameters, so none could be offloaded",
          "set parallel.wrap=block"),
     # what is computed twice
-    Rule("train.check_steps!=0", "", "kernels that are not deterministic differ by themselves",
+    Rule("train.check_steps!=0", "", "without deterministic kernels bits may differ anyway",
          "set train.deterministic=true", given="train.deterministic=False"),
     Rule("train.check_steps!=0", f"{STATE} {PP}", NOT_YET, "leave train.check_steps out"),
     # recompute and compile
     Rule("offload.activations!=none", "activation.checkpointing=none|budget:*",
-         "inputs of recomputed blocks leave, and none is", "set activation.checkpointing=full, selective or every:<n>"),
-    Rule("activation.checkpointing=budget:*", "", "a budget is met by the compiler",
+         "only recomputed blocks offload inputs", "set activation.checkpointing=full, selective or every:<n>"),
+    Rule("activation.checkpointing=budget:*", "", "only the compiler can keep a budget",
          "set train.compile=true, or choose selective or every:<n>", "train.compile=False"),
     Rule("parallel.wrap=size:*", "activation.checkpointing!=none train.compile=True",
          "blocks are recomputed and compiled whole, a unit inside one would be gathered again or break its graph",

@@ -202,7 +202,9 @@ def _explain(error: Any) -> str:
     if error["type"] == "model_type":
         message = f"is a section; set a key of it, {name}.<key>"
     if error.get("ctx", {}).get("pattern") == NAMES:
-        message = "must be letters, digits, '_', '.' and '-', and begin with none of the last two (run.dir may have /)"
+        message = (
+            "must be at most 100 letters, digits, '_', '.', '-', the first none of the last two (run.dir may have /)"
+        )
     if forms := FORMS.get(error.get("ctx", {}).get("pattern", "")):
         message = f"must be one of {', '.join(forms)}"
         heads = [form.split(":")[0] for form in forms]

@@ -19,16 +19,16 @@ class Lora(Section):
         validation_alias=AliasChoices("r", "lora_r"),
     )
     lora_alpha: int | float = key(16, "Updates are scaled by lora_alpha / r.", gt=0)
-    lora_dropout: float = key(0.0, "Share of an update's inputs that is dropped; layouts then differ.", ge=0, lt=1)
+    lora_dropout: float = key(0.0, "Dropout of the adapters' inputs; other layouts draw other masks.", ge=0, lt=1)
     target_modules: Literal["all-linear"] | list[str] = Field(
         default="all-linear",
-        description="What is adapted: all-linear (every matrix of a block), or last names: [q_proj, v_proj].",
+        description="The adapted matrices: all-linear (every matrix of a block), or last names: [q_proj, v_proj].",
         validation_alias=AliasChoices("target_modules", "lora_target_modules"),
     )
     use_rslora: bool = key(False, "Scale by lora_alpha / sqrt(r).")
-    use_dora: bool = key(False, "Train the length of each row of a matrix beside its direction (DoRA).")
-    modules_to_save: list[str] = key([], "What is trained whole beside: embed_tokens, lm_head, norm.")
-    adapter: str = key("", "A directory, as peft writes it, whose adapter is gone on with.")
+    use_dora: bool = key(False, "Also train the magnitude of each row of a matrix (DoRA).")
+    modules_to_save: list[str] = key([], "Modules to train in full, beside adapters: embed_tokens, lm_head, norm.")
+    adapter: str = key("", "A directory, as peft writes it, with the adapter to continue from.")
 
     @property
     def scaling(self) -> float:
@@ -46,34 +46,34 @@ class Lora(Section):
 
 
 class Preference(Section):
-    beta: float = key(0.1, "How closely the model is held to its reference (orpo: the weight of the odds).", gt=0)
+    beta: float = key(0.1, "How closely the model is held to its reference (orpo: the weight of the odds ratio).", gt=0)
     loss_type: Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "apo_zero", "apo_down"] = key(
         "sigmoid", "DPO's loss of a pair: sigmoid, hinge, ipo, sigmoid_norm, robust, apo_zero or apo_down."
     )
-    label_smoothing: float = key(0.0, "Share of pairs that are labelled the wrong way round; loss_type robust.", ge=0)
-    rpo_alpha: float = key(0.0, "Weight of the chosen answers' own likelihood beside DPO's loss (0: off).", ge=0)
+    label_smoothing: float = key(0.0, "With loss_type robust: assumed share of pairs whose labels are swapped.", ge=0)
+    rpo_alpha: float = key(0.0, "Weight of the chosen answers' likelihood, added to DPO's loss (0: off).", ge=0)
     simpo_gamma: float = key(0.5, "Margin that SimPO wants between a pair's rewards.", ge=0)
     precompute_ref_log_probs: bool = key(
         True,
-        "Ask the reference once, before the first step (false: in each step, of the base without its adapters).",
+        "Compute the reference once, before the first step (false: in each step, by the base without adapters).",
     )
 
 
 class Distill(Section):
-    teacher: str = key("", "Whose distributions are learned: a hub id, local directory, or smollm2-135m.")
-    temperature: float = key(1.0, "Both distributions are softened by it.", gt=0)
-    kd_ratio: float = key(0.5, "Share of the teacher in the loss; the rest is the likelihood of the data.", ge=0, le=1)
+    teacher: str = key("", "The model to learn from: a hub id, local directory, or smollm2-135m.")
+    temperature: float = key(1.0, "The temperature of both distributions; above 1 it softens them.", gt=0)
+    kd_ratio: float = key(0.5, "Weight of the teacher's term in the loss; the data's has the rest.", ge=0, le=1)
 
 
 PAIRED = ("dpo", "orpo", "simpo")  # methods whose examples are pairs
 
 # pattern of the names of known optimizers that failed on sharded tensors (torch 2.13) -> why
 REFUSED_OPTIMIZERS = {
-    "adafactor": "its factors are means of whole rows and columns, which no rank has; set optim.name=adamw_8bit",
-    "bnb|paged|lion_8bit|ademamix_8bit": "bitsandbytes' take no sharded tensors; set optim.name=adamw_8bit or lion",
-    "4bit": "torchao's takes no shards of unlike length; set optim.name=adamw_8bit",
+    "adafactor": "it needs means of whole rows and columns, which no rank has; set optim.name=adamw_8bit",
+    "bnb|paged|lion_8bit|ademamix_8bit": "bitsandbytes takes no sharded tensors; set optim.name=adamw_8bit or lion",
+    "4bit": "torchao's 4-bit state takes no shards of unequal length; set optim.name=adamw_8bit",
     "schedule_free": "it has other weights for evaluation than for a step; set optim.name=adamw",
-    "optimi|galore|apollo": "its state or its projections are of whole matrices; set optim.name=adamw_8bit or muon",
+    "optimi|galore|apollo": "its state or its projections need whole matrices; set optim.name=adamw_8bit or muon",
 }
 
 # optimizers that look at whole matrices, and that the host runs: rules need no torch (all else: optim/table.py)
@@ -90,8 +90,8 @@ class Optim(Section):
     betas: list[float] = key(
         [0.9, 0.999], "Decay rates of the moments; ademamix: a third, [0.9, 0.999, 0.9999].", min_length=2, max_length=3
     )
-    momentum: float = key(0.95, "Muon's.", ge=0, lt=1)
-    alpha: float = key(5.0, "Share of AdEMAMix's slow average.", ge=0)
+    momentum: float = key(0.95, "Muon's momentum.", ge=0, lt=1)
+    alpha: float = key(5.0, "Weight of AdEMAMix's slow average.", ge=0)
     alpha_warmup_steps: int = key(0, "Steps over which alpha and the third beta rise (0: at once).", ge=0)
     eps: float = key(1e-8, "AdamW's epsilon.", gt=0)
     max_grad_norm: float = key(1.0, "Clip the norm of the full gradient to this (0: off).", ge=0)

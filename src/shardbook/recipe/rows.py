@@ -18,28 +18,28 @@ class Data(Section):
         "Hub id with an optional :split, directory, .jsonl, .csv, .parquet, chitchat(-pairs); a list joins several.",
     )
     weights: list[int | float] = key(
-        [], "Share of an epoch's documents for each source of a list in train, [3, 1]; []: each of them once."
+        [], "Share of an epoch's documents for each source of a list in train, [3, 1]; []: each document once."
     )
     columns: dict[str, str] = key(
-        {}, 'Columns of other names, by the field they are: {prompt = "question", completion = "answer"}.'
+        {}, 'The column that holds a field, where names differ: {prompt = "question", completion = "answer"}.'
     )
     eval: str | list[str] = key("", "Held-out data, named as in train; empty: see eval_size.")
     eval_size: int | float = key(
         0, "Without eval: rows of train to hold out, a count, or a share below 1 (0: none).", ge=0
     )
     train_on: Literal["assistant", "last", "all"] = key(
-        "assistant", "What of a row is trained: assistant (all answers), last (the last answer), all (every token)."
+        "assistant", "Tokens to train: assistant (all answers), last (the last answer), all (every token)."
     )
     system: str = key("", "System prompt of conversations that have none.")
     chat_template: str = key("", "File of a Jinja chat template, which is exported too; empty: the tokenizer's own.")
-    chat_template_kwargs: dict[str, Any] = key({}, "What the chat template is given, {enable_thinking = false}.")
-    max_length: int = key(1024, "Longest sequence in tokens; longer ones are cut, and how many is printed.", ge=2)
+    chat_template_kwargs: dict[str, Any] = key({}, "Arguments of the chat template, {enable_thinking = false}.")
+    max_length: int = key(1024, "Longest sequence in tokens; longer ones are truncated and counted.", ge=2)
     packing: bool = key(
         True, "Put several documents in one row of max_length; attention never crosses from one to another."
     )
     skip_untrainable: bool = key(
         False,
-        "Drop rows that max_length leaves without a trained token, or pairs with equal answers, and print how many.",
+        "Drop rows left without a trained token by max_length, and pairs with equal answers; print their number.",
     )
     num_proc: int = key(1, "Processes that tokenise.", ge=1)
 
@@ -54,7 +54,7 @@ class Data(Section):
             said = f"{len(sources)} source{'s' * (len(sources) != 1)}"
             raise ValueError(f"weights = {self.weights}: needs one for each source of a list in train; it has {said}")
         if unknown := [field for field in self.columns if field not in FIELDS]:
-            said = f"{unknown[0]} is not a field of a row, which stands on the left; {', '.join(FIELDS)} are"
+            said = f"{unknown[0]} is not a field of a row (the name on the left); {', '.join(FIELDS)} are"
             raise ValueError(f"columns = {self.columns}: {said}{nearest(unknown[0], FIELDS)}")
         if len(set(self.columns.values())) < len(self.columns):
             raise ValueError(f"columns = {self.columns}: each column can be one field only")

@@ -29,7 +29,7 @@ from shardbook.recipe.sections import (
 class Recipe(Section):
     method: Literal["sft", "dpo", "orpo", "simpo", "reward", "distill"] = key(
         "sft",
-        "What is minimised: sft; distill, beside a teacher; of pairs dpo, orpo, simpo, or reward: a score of answers.",
+        "The loss: sft; distill (with a teacher); for pairs dpo, orpo, simpo, or reward (a score of answers).",
     )
     model: Model = Model()
     lora: Lora = Lora()
@@ -87,7 +87,7 @@ class Recipe(Section):
     def refuse_kto(cls, given: Any) -> Any:
         if isinstance(given, dict) and given.get("method") == "kto":
             raise ValueError(
-                "method = 'kto': its loss is of a whole batch, so every layout would train another model; "
+                "method = 'kto': its loss depends on the whole batch, so every layout would train another model; "
                 "with pairs set method=dpo and preference.loss_type=apo_zero"
             )
         return given

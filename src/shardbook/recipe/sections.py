@@ -22,7 +22,7 @@ def nearest(word: str, known: list[str]) -> str:
 
 WRAPS = r"^(block|none|size:[1-9]\d*)$"
 CHECKPOINTINGS = r"^(none|full|selective|every:[1-9]\d*|budget:(0(\.\d+)?|1(\.0+)?))$"
-NAMES = r"^(\w[\w.-]*)?$"
+NAMES = r"^(\w[\w.-]{0,99})?$"
 FORMS = {  # the values that a pattern allows, for people
     WRAPS: ["block", "none", "size:<whole number>"],
     CHECKPOINTINGS: ["none", "full", "selective", "every:<whole number>", "budget:<0.0 to 1.0>"],
@@ -56,10 +56,10 @@ class Model(Section):
         "Attention kernel: varlen or flex (GPU, without dense masks), sdpa or eager; auto: the first that can run.",
     )
     load_in_4bit: bool = key(False, "Keep the matrices of blocks, frozen under lora.r, in four bits (QLoRA).")
-    bnb_4bit_quant_type: Literal["nf4"] = key("nf4", "Which four bits: nf4, quantiles of a normal distribution.")
+    bnb_4bit_quant_type: Literal["nf4"] = key("nf4", "The four-bit format: nf4, quantiles of a normal distribution.")
     bnb_4bit_use_double_quant: bool = Field(
         default=False,
-        description="Scales of load_in_4bit in 8 bits with one fp32 a row, not fp32 a block of 64.",
+        description="Store load_in_4bit's scales in 8 bits and one fp32 a row, not in fp32 for each 64 numbers.",
         validation_alias=AliasChoices("bnb_4bit_use_double_quant", "use_bnb_nested_quant"),
     )
 
@@ -71,21 +71,21 @@ class Model(Section):
 
 
 class Parallel(Section):
-    stage: str = key("zero3", "What a data-parallel rank keeps: ddp, zero1, zero2, zero3 (or fsdp), hsdp, zeropp.")
+    stage: str = key("zero3", "The ZeRO stage, what a rank keeps: ddp, zero1, zero2, zero3 (or fsdp), hsdp, zeropp.")
     dp_replicate_size: int = key(
-        -1, "Ranks that hold copies of each other (ddp, hsdp); -1: what the other axis leaves.", ge=-1
+        -1, "Number of copies of the model (ddp, hsdp); -1: all ranks that the other axes leave.", ge=-1
     )
     dp_shard_size: int = key(
-        -1, "Ranks that split one copy (zero1, zero2, zero3, hsdp, zeropp); -1: what the other axis leaves.", ge=-1
+        -1, "Ranks that shard one copy (zero1, zero2, zero3, hsdp, zeropp); -1: all that the other axes leave.", ge=-1
     )
     cp_size: int = key(
-        1, "Neighbouring ranks that split each row's tokens (context parallel, Ulysses), for long rows; 1: off.", ge=1
+        1, "Context-parallel size (Ulysses): neighbouring ranks that split each row's tokens; 1: off.", ge=1
     )
     tp_size: int = key(
-        1, "Neighbouring ranks that split each matrix, and tokens between them (tensor parallel); 1: off.", ge=1
+        1, "Tensor-parallel size: neighbouring ranks that split matrices, and tokens between them; 1: off.", ge=1
     )
     pp_size: int = key(
-        1, "Groups of ranks that have a model's layers one after another (pipeline parallel); 1: off.", ge=1
+        1, "Pipeline-parallel size: the number of ranks over which a model's layers are split, in order; 1: off.", ge=1
     )
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved"] = key(
         "1f1b", "Order of micro-batches along pp: gpipe, 1f1b, or interleaved (pipeline_chunks)."
@@ -94,7 +94,7 @@ class Parallel(Section):
         1, "Chunks of layers on each rank along pp, with interleaved; N of them make the bubble N times smaller.", ge=1
     )
     wrap: str = key(
-        "block", "What is gathered together: block, none (everything at once), or size:<parameters>.", pattern=WRAPS
+        "block", "Units, which are gathered together: block, none (one unit), or size:<parameters>.", pattern=WRAPS
     )
     reshard_min_params: int = key(
         0, "With zero3, hsdp or zeropp: units of fewer parameters stay gathered through a step, as in zero2.", ge=0
@@ -118,10 +118,10 @@ class Parallel(Section):
         "ZeRO++ hpZ: backward gathers among N ranks (a node to quantize_gradients), or a node's (0: among all).",
     )
     quantize_error_feedback: bool = key(
-        False, "Add what qgZ's last exchange rounds off to the next reduction; costs memory, which is printed."
+        False, "Add the rounding error of qgZ's last exchange to the next reduction; prints the memory it takes."
     )
     quantize_block: Literal[64, 128, 256] = key(128, "Elements that share a scale.")
-    quantize_min_params: int = key(0, "Units of fewer parameters travel unquantised; which is printed.", ge=0)
+    quantize_min_params: int = key(0, "Units of fewer parameters are sent unquantised; prints which.", ge=0)
 
     @property
     def row_ranks(self) -> int:
@@ -139,13 +139,13 @@ class Precision(Section):
         "auto", "Compute and all-gather dtype; auto: bf16 on a GPU, fp32 on a CPU."
     )
     reduce: Literal["fp32", "bf16"] = key("fp32", "Dtype in which gradients are summed across ranks.")
-    output: Literal["fp32", "bf16"] = key("fp32", "Dtype of what the model returns: the loss of each trained token.")
+    output: Literal["fp32", "bf16"] = key("fp32", "Dtype of the model's result, the loss of each trained token.")
     master: Literal["fp32", "bf16"] = key(
         "fp32", "Dtype of the sharded weights and their gradients; bf16 needs optim.name=adamw_bf16."
     )
 
     frozen: Literal["auto", "fp32", "bf16"] = key(
-        "auto", "Dtype of weights at rest that are not trained (LoRA's base); auto: as params."
+        "auto", "Dtype in which weights that are not trained are stored (LoRA's base); auto: as params."
     )
 
     def on(self, device_type: str) -> "Precision":
@@ -183,13 +183,13 @@ class Activation(Section):
 
 class Offload(Section):
     optimizer: Literal["none", "cpu", "nvme"] = key(
-        "none", "Where masters and moments lie, and AdamW runs on the host: none (the device), cpu, or nvme (path)."
+        "none", "Where masters and moments are: none (the device); with cpu or nvme (path) AdamW runs on the host."
     )
     params: Literal["none", "cpu", "nvme"] = key(
-        "none", "Where a unit's shard lies while it is not needed: none (the device), cpu, or nvme; zero3 and its kin."
+        "none", "Where a unit's shard is while it is not needed (zero3, hsdp, zeropp): none (the device), cpu, or nvme."
     )
     activations: Literal["none", "cpu"] = key(
-        "none", "Where the inputs of recomputed blocks wait for backward: none (the device) or cpu."
+        "none", "Where inputs of recomputed blocks are kept for backward: none (the device) or cpu."
     )
     path: str = key("", "Directory on the disk that nvme uses; nothing is left in it.")
     threads: int = key(0, "Threads of the host's AdamW in each rank (0: its share of the cores).", ge=0)
@@ -200,8 +200,8 @@ class Offload(Section):
     def validate_tiers(self) -> "Offload":
         if TIERS.index(self.params) > TIERS.index(self.optimizer):
             raise ValueError(
-                f"params = {self.params!r}: lies further out than optimizer = {self.optimizer!r}, whose masters it is "
-                f"made of; set offload.optimizer={self.params}"
+                f"params = {self.params!r}: lies further out than optimizer = {self.optimizer!r}, from whose masters "
+                f"shards are made; set offload.optimizer={self.params}"
             )
         if ("nvme" in (self.optimizer, self.params)) != bool(self.path):
             why = "needs a directory on a disk" if not self.path else "no tier is nvme; leave it out, or choose one"
@@ -212,7 +212,7 @@ class Offload(Section):
 class Train(Section):
     steps: int = key(0, "Optimizer steps (0: by epochs).", ge=0)
     epochs: int | float = key(
-        0, "Passes over the training rows, the last step filled from the next pass (0: by steps).", ge=0
+        0, "Passes over the training rows; the next pass fills up the last step (0: by steps).", ge=0
     )
     per_device_train_batch_size: int = key(1, "Rows in a micro-batch of one rank.", ge=1)
     gradient_accumulation_steps: int = key(1, "Micro-batches of one rank in an optimizer step.", ge=1)
@@ -226,12 +226,12 @@ class Train(Section):
     logging_steps: int = key(1, "Log every N steps, each its own loss, not a mean (0: off).", ge=0)
     max_bad_steps: int = key(
         0,
-        "Steps in a row to leave out whose norm is not finite (0: the first ends the run, as a bug or a bad row).",
+        "Steps in a row that may be skipped because their norm is not finite (0: the first ends the run).",
         ge=0,
     )
     check_steps: int = key(
         0,
-        "Every so many steps run a micro-batch twice and compare bits, to find a GPU that computes wrongly (0: off).",
+        "Every N steps run a micro-batch twice and compare bits, to find a GPU that computes wrongly (0: off).",
         ge=0,
     )
     resume_from_checkpoint: str = key("", "A checkpoint directory to start from when this run has none of its own.")
@@ -243,9 +243,9 @@ class Train(Section):
     compile: bool = key(False, "torch.compile each block in place.")
     deterministic: bool = key(
         False,
-        "On a GPU: kernels that give the same bits each time, as a CPU's do. Slower; how much is not yet measured.",
+        "On a GPU: use kernels that give the same bits each time, as on a CPU. Slower; how much is not yet measured.",
     )
-    loss_chunk_tokens: int = key(1024, "Most trained tokens whose logits exist at once (0: all of them).", ge=0)
+    loss_chunk_tokens: int = key(1024, "Largest number of trained tokens whose logits exist at once (0: all).", ge=0)
     export: bool = key(True, "At the end write Hugging Face safetensors to export/ of the run directory.")
     export_dtype: Literal["fp32", "bf16"] = key("fp32", "Dtype of the exported weights.")
     push_to_hub: bool = key(False, "At the end push the export and a model card to train.hub_model_id; needs a token.")
@@ -270,8 +270,8 @@ class Generate(Section):
     steps: int = key(0, "Generate samples every N steps, before the first and after the last (0: off).", ge=0)
     samples: int = key(4, "Prompts: held-out rows (else training rows) up to their first trained answer.", ge=1)
     max_new_tokens: int = key(64, "Longest continuation in tokens; prompt and continuation fit data.max_length.", ge=1)
-    temperature: float = key(0.0, "Sharpness of what is drawn (0: greedy, the likeliest token).", ge=0)
-    prompts: list[str] = key([], "Own user messages in place of rows; continued as text without a chat template.")
+    temperature: float = key(0.0, "Sampling temperature (0: greedy, the likeliest token).", ge=0)
+    prompts: list[str] = key([], "Your own user messages instead of rows; plain text without a chat template.")
 
     @model_validator(mode="after")
     def validate_generate(self) -> "Generate":
@@ -295,7 +295,7 @@ class Generate(Section):
 
 class Hardware(Section):
     memory_gb: int | float = key(
-        0, "GB (10^9 bytes) that weights, gradients and optimizer state take, all ranks together (0: not said).", ge=0
+        0, "GB (10^9 bytes) of weights, gradients and optimizer state, all ranks together (0: not known).", ge=0
     )
 
 
@@ -306,21 +306,21 @@ class Run(Section):
         "wandb", "Trackers: wandb (offline without a key), another that accelerate knows (tensorboard, ...), or none."
     )
     project: str = key("shardbook", "The trackers' project name.")
-    group: str = key("", "What the run belongs to in the trackers: a comparison's name, or your own.")
+    group: str = key("", "Group of the run in the trackers: a comparison's name, or your own.")
     checkpoint_fallback: bool = key(
         True, "Where the newest checkpoint is damaged, go on from the newest whole one (false: end with 2)."
     )
     lost_seconds: int | float = key(
-        120, "End the run when a rank has not been heard of for so long (0: off, and a lost node is waited for).", ge=0
+        120, "End the run when a rank sends no heartbeat for this time (0: off, the run waits for a lost node).", ge=0
     )
     hang_seconds: int | float = key(
-        300, "End the run when a rank stands still for so long, after its first step and but for files (0: off).", ge=0
+        300, "End the run when a rank makes no progress for this time; first step and files apart (0: off).", ge=0
     )
 
     @model_validator(mode="after")
     def validate_trackers(self) -> "Run":
         if "none" in self.report_to and self.report_to not in ("none", ["none"]):
-            raise ValueError(f"report_to = {self.report_to!r}: none stands alone")
+            raise ValueError(f"report_to = {self.report_to!r}: none must be the only one")
         for tracker in [self.report_to] if isinstance(self.report_to, str) else self.report_to:
             if tracker not in TRACKERS:
                 raise ValueError(

@@ -22,17 +22,17 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from shardbook.arithmetic import round_up
-from shardbook.memory.direct_io import page_buffer
+from shardbook.memory.direct_io import COPY_ALIGN, page_buffer
+from shardbook.optim.elementwise import parts_of
 from shardbook.ranks.distributed import sum_over_ranks
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.progress import long_phase
 from shardbook.recipe import first_line
 from shardbook.run import operations
-from shardbook.run.item_storage import ItemWriter, bytes_of, items_of, parts_of
+from shardbook.run.item_storage import ItemWriter, bytes_of, done, items_of
 from shardbook.run.stored_items import Facts, facts_of_ranks, write_items
 
 WRITE_SECONDS = 1200  # for which a thread may write; below gloo's limit, by which the others would end unnamed
-ALIGN = 64  # of a tensor in the buffer: any dtype may begin there
 Publish = Callable[[dict[str, Facts]], None]
 
 
@@ -48,20 +48,16 @@ class StagingWriter(ItemWriter):
         if self.device:
             self.ready, self.copied = torch.cuda.Event(), torch.cuda.Event()
             self.ready.record(torch.cuda.current_stream(self.device))
-        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        done.set_result([WriteResult(MetadataIndex(f"rank-{self.rank}"), 0, {})])
-        return done
+        return done([WriteResult(MetadataIndex(f"rank-{self.rank}"), 0, {})])
 
     def copy(self, buffer: list[Tensor]) -> None:
         """Launches the copies of all tensors, of those on the host too, into the one `buffer`, which is made anew where
-        its size is another. On a GPU in a stream of its own, whose `copied` says when they are done."""
+        it is too small. On a GPU in a stream of its own, whose `copied` says when they are done."""
         parts = [part for _, parts in self.items for part in parts]
-        begins = [0, *accumulate(round_up(part.nbytes, ALIGN) for part in parts)]
-        if self.device:
-            torch.cuda.set_device(self.device)  # a thread has its own
-        if not buffer or len(buffer[0]) != begins[-1]:
+        begins = [0, *accumulate(round_up(part.nbytes, COPY_ALIGN) for part in parts)]
+        if not buffer or len(buffer[0]) < begins[-1]:
             buffer.clear()  # before the new one is made
-            buffer.append(page_buffer(begins[-1], pin=self.device is not None))
+        _reserve(buffer, begins[-1], self.device)
         made = dict[int, Tensor]()
         with self._stream():
             for number in sorted(range(len(parts)), key=lambda number: parts[number].is_cuda):  # the host's first
@@ -83,14 +79,23 @@ class StagingWriter(ItemWriter):
             finally:
                 self.copied.record()
 
-    def write(self) -> None:
+    def write(self, copying: Future[None]) -> None:
         """Writes the copies, once they are there and none has a number that is not finite."""
+        copying.result()
         if self.device:
             self.copied.synchronize()
         self.items.clear()  # random states and the like, kept until they were copied
         self.check_finite(self.copies)
         assert self.side
         write_items(self.side, self.rank, ((facts, [*map(bytes_of, parts)]) for facts, parts in self.copies))
+
+
+def _reserve(buffer: list[Tensor], size: int, device: torch.device | None) -> None:
+    """Makes the one `buffer`, if it is not there, with its pages: else the first copy would take 20 times as long."""
+    if pin := device is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # a thread has its own
+    if not buffer:
+        buffer.append(page_buffer(size, pin).zero_())
 
 
 def _copy(part: Tensor, buffer: Tensor, begin: int) -> Tensor:
@@ -100,8 +105,11 @@ def _copy(part: Tensor, buffer: Tensor, begin: int) -> Tensor:
 
 @dataclass
 class Background:
-    """The save that is under way, if one is. All ranks make the same calls."""
+    """The save that is under way, if one is. All ranks make the same calls. Its buffer, of `size` bytes for tensors of
+    `device`, is made beside the first steps; where that fails the first save tries again."""
 
+    size: int = 0
+    device: torch.device | None = None
     failures: int = 0  # saves in a row that failed
     published: int = -1  # the step of the last that was published
     step: int = -1  # the step of the save that is under way; -1: none is
@@ -109,8 +117,9 @@ class Background:
     def __post_init__(self) -> None:
         self.buffer = list[Tensor]()  # none, or one
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._thread.submit(_reserve, self.buffer, self.size, self.device)
         self._publish: Publish | None = None  # on rank 0
-        self._publishing, self._said = False, (-1, False)
+        self._publishing, self._flagged = False, (-1, False)
         self._copied: tuple[StagingWriter, Future[None]] | None = None
         self._work: Future[Any]
         self._side: Path
@@ -121,7 +130,7 @@ class Background:
         self.step, self._side, self._publish, self._publishing = step, writer.side, publish, False
         copying = self._thread.submit(writer.copy, self.buffer)
         self._copied = writer, copying
-        self._work = self._thread.submit(_write, writer, copying)
+        self._work = self._thread.submit(writer.write, copying)
 
     def wait_copied(self, *of_hook: Any) -> None:
         """Waits until nothing of the save is read any more: on a GPU the device does, the host for launches alone. Call
@@ -132,18 +141,18 @@ class Background:
             if writer.device:
                 torch.cuda.current_stream(writer.device).wait_event(writer.copied)
 
-    def say(self) -> list[float]:
+    def flags(self) -> list[float]:
         """Returns whether this rank's thread is done, has failed, and in a way that no other try helps."""
-        self._said = self.step, self._publishing
+        self._flagged = self.step, self._publishing
         if self.step < 0 or not self._work.done():
             return [False, False, False]
         error = self._work.exception()
         return [not error, bool(error), isinstance(error, RunFailed)]
 
-    def hear(self, told: list[float]) -> None:
-        """Acts on the sums over ranks of what they said, which all hear alike."""
-        done, failed, hopeless = told
-        if self.step < 0 or self._said != (self.step, self._publishing):
+    def take_flag_sums(self, sums: list[float]) -> None:
+        """Acts on the sums over ranks of their flags, which are the same on all."""
+        done, failed, hopeless = sums
+        if self.step < 0 or self._flagged != (self.step, self._publishing):
             return  # of a save that was waited for since
         if failed and done + failed == dist.get_world_size():  # else one still writes into what is removed
             self._fail(hopeless > 0)
@@ -152,7 +161,7 @@ class Background:
         elif done == dist.get_world_size():
             self._publishing = True
             if publish := self._publish:
-                self._work = self._thread.submit(_publish, publish, self._side, dist.get_world_size())
+                self._work = self._thread.submit(lambda: publish(facts_of_ranks(self._side, dist.get_world_size())))
 
     @long_phase("a checkpoint")
     def finish(self) -> None:
@@ -160,8 +169,8 @@ class Background:
         while self.step >= 0:
             if not wait([self._work], WRITE_SECONDS).done:
                 said = f"rank {dist.get_rank()} has not written its part for {WRITE_SECONDS} s"
-                raise RunFailed(f"checkpoint of step {self.step}: {said}; see what its disk does")
-            self.hear(sum_over_ranks(*self.say()))
+                raise RunFailed(f"checkpoint of step {self.step}: {said}; check its disk")
+            self.take_flag_sums(sum_over_ranks(*self.flags()))
 
     def _fail(self, is_hopeless: bool) -> None:
         step, self.step = self.step, -1
@@ -177,12 +186,3 @@ class Background:
             raise RunFailed(f"{said}, the second in a row")
         if error:
             print(f"warning  {said}; it is tried again when the next is due", flush=True)
-
-
-def _write(writer: StagingWriter, copying: Future[None]) -> None:
-    copying.result()
-    writer.write()
-
-
-def _publish(publish: Publish, side: Path, ranks: int) -> None:
-    publish(facts_of_ranks(side, ranks))

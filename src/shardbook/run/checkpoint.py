@@ -1,8 +1,8 @@
 """Checkpoints: model, optimizer, loader position, and each rank's random state and residuals of error feedback.
 
 torch's distributed checkpoint (DCP) plans who writes and reads what, item_storage.py moves the bytes, stored_items.py
-says what a whole checkpoint is. Tensors are stored with their global shapes, so another world size or stage can read
-them. The learning rate needs no state: it is a function of the step.
+says what a whole checkpoint is. Tensors are stored with their global shapes, so a load reshards them for another world
+size or stage. The learning rate needs no state: it is a function of the step.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from shardbook.model.adapters import base_identity, kept_parameters
 from shardbook.model.teacher import teacher_identity
 from shardbook.optim import settle_counts, state_kind
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.parallel.units import GLOBAL_SHAPES
+from shardbook.parallel.units import GLOBAL_SHAPES, TP_SHARDED
 from shardbook.ranks.distributed import agree, broadcast_from_main
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.lost import is_lost_peer
@@ -186,7 +186,9 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
     with _readable(path):
         state_dict_loader.load(read, storage_reader=reader, planner=planner)
     if same_world:
-        _set_rng_state(read[_own_key()])
+        torch.set_rng_state(read[_own_key()]["cpu"])
+        if "cuda" in read[_own_key()]:
+            torch.cuda.set_rng_state(read[_own_key()]["cuda"])
     lost = [] if same_world else ["random state: other ranks"]
     if not same_kind:
         lost.append(f"optimizer state: of {there_kind}, here {kind}")
@@ -279,8 +281,8 @@ def _saved(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole_shapes(model: nn.Module) -> dict[str, list[int]]:
-    """Returns the full shape of each parameter that a checkpoint of the model holds."""
-    own = {name: parameter.shape for name, parameter in kept_parameters(model).items()}
+    """Returns the full shape of each parameter that a checkpoint of the model holds; also before a stage is applied."""
+    own = {name: getattr(kept, TP_SHARDED, (0, kept.shape))[1] for name, kept in kept_parameters(model).items()}
     whole = getattr(model, GLOBAL_SHAPES, None) or own  # with layers on other ranks
     return {name: list(shape) for name, shape in whole.items()}
 
@@ -303,9 +305,3 @@ def _rng_state() -> dict[str, Tensor]:
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
-
-
-def _set_rng_state(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])

@@ -32,7 +32,7 @@ from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe, first_line, flatten_recipe
 from shardbook.run.files import check_push, check_run_directory, unwritable
 from shardbook.run.operations import sync_directory
-from shardbook.run.stored_items import newest_checkpoint, remove_leftovers, step_of
+from shardbook.run.stored_items import in_gb, list_checkpoints, newest_checkpoint, remove_leftovers, step_of
 from shardbook.run.trackers import check_installed
 
 PACKAGES = ("transformers", "datasets", "accelerate", "safetensors")
@@ -54,9 +54,13 @@ class RunDirectory:
     def export(self) -> Path:
         return self.path / "export"
 
-    def open(self) -> None:
-        """Makes the directory, locks it until this process ends, tries to write into it, and removes what dead saves
-        left. Raises RecipeError."""
+    def open(self, keep: int, saved: int) -> None:
+        """Removes what dead saves left, looks for room for checkpoints of `saved` bytes (0: for none), makes the
+        directory, locks it until this process ends, and tries to write into it. Raises RecipeError."""
+        for said in remove_leftovers(self.checkpoints) if self.is_held else ():
+            print(said, flush=True)
+        if saved:
+            self._check_room(keep, saved)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             sync_directory(self.path.parent)  # else a power loss takes the run with all its checkpoints
@@ -65,8 +69,19 @@ class RunDirectory:
             tempfile.TemporaryFile(dir=self.path).close()
         except OSError as error:
             raise unwritable(self.path, error.strerror or first_line(error)) from None
-        for said in remove_leftovers(self.checkpoints):
-            print(said, flush=True)
+
+    def _check_room(self, keep: int, saved: int) -> None:
+        """Looks at the disk: there must be one checkpoint to go back to beside the one that is written."""
+        if keep == 1:
+            said = "a damaged checkpoint leaves none to go back to; set it to 2"
+            print(f"warning  train.save_total_limit = 1: {said}", flush=True)
+        count = max(1, 2 - len(list_checkpoints(self.checkpoints)))
+        there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        if (free := shutil.disk_usage(there).free) < count * saved:
+            raise RecipeError(
+                f"run directory {self.path}: {in_gb(free)} are free there, and {count} checkpoints of "
+                f"{in_gb(saved)} will be written; free some, set run.dir to another disk, or train.save_steps=0"
+            )
 
     def record(self, recipe_path: Path, recipe: Recipe, facts: dict[str, Any]) -> None:
         """Writes the recipe and `facts` just before the first step: a refused continuation changes nothing."""
@@ -80,7 +95,7 @@ class RunDirectory:
         a process that slept may wake up after it."""
         holder = _read_lock(self.path)
         if self.token and holder and holder[-1] != self.token:
-            raise RunFailed(f"run directory {self.path}: {holder[0]} has it by now; nothing more is written here")
+            raise RunFailed(f"run directory {self.path}: {holder[0]} has taken it; nothing more is written here")
 
     def is_saved(self, newest: Path | None) -> bool:
         """Returns whether the `newest` checkpoint has all steps that the run finished."""
@@ -118,13 +133,13 @@ def find_everywhere(run: Run, recipe_path: Path) -> tuple[RunDirectory, Path | N
     return found, broadcast_from_main(lambda: newest_checkpoint(found.checkpoints))
 
 
-def open_everywhere(run: RunDirectory, steps: int, newest: Path | None, recipe: Recipe) -> None:
+def open_everywhere(run: RunDirectory, steps: int, newest: Path | None, recipe: Recipe, saved: int) -> None:
     """Makes the directory of a run that begins, on rank 0. Raises RecipeError where the run cannot go on to `steps`,
-    the directory cannot be written, or a rank does not see it: a checkpoint's files would be on several disks.
-    Collective."""
+    the directory cannot be written or its disk has no room for checkpoints of `saved` bytes, or a rank does not see it:
+    a checkpoint's files would be on several disks. Collective."""
     run.check_goes_on(steps, newest, recipe)
     broadcast_from_main(lambda: check_push(recipe.train))
-    broadcast_from_main(run.open)
+    broadcast_from_main(lambda: run.open(recipe.train.save_total_limit, saved))
     if not run.path.is_dir():
         raise RecipeError(
             f"run directory {run.path}: not seen by every rank; set run.dir to a disk that all nodes share"

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.data.tokenized import load_tokenizer
-from shardbook.model.adapter_files import PREFIX, adapter_config, full_trained, merged_tensors, save_adapter
+from shardbook.model.adapter_files import adapter_config, find_peft_names, full_trained, merged_tensors, save_adapter
 from shardbook.model.adapters import kept_parameters
 from shardbook.model.causal_lm import build_model
 from shardbook.model.families import load_config
@@ -32,15 +32,14 @@ def export_result(
 ) -> None:
     """Writes a finished run's result to `out`: a model that transformers loads, or an adapter that peft loads.
     Collective; the rank with `write` writes."""
-    if recipe.lora.r:
-        settings = adapter_config(
-            loadable(recipe.model.path), recipe.model.revision, recipe.lora, kept_parameters(sharded.model)
-        )
-        save_adapter(out, full_trained(sharded.model), settings, tokenizer, write)
-        return
-    shapes = global_shapes(sharded.model)
-    dtype = recipe.train.export_dtype
     model: Any = sharded.model
+    if recipe.lora.r:
+        names, trained = find_peft_names(model, folder), kept_parameters(model)
+        settings = adapter_config(loadable(recipe.model.path), recipe.model.revision, recipe.lora, trained, names)
+        save_adapter(out, full_trained(model), settings, names, tokenizer, write)
+        return
+    shapes = global_shapes(model)
+    dtype = recipe.train.export_dtype
     tensors, beside = full_tensors(sharded.masters, dtype), (model.files, stored_buffers(model))
     save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, write, *beside)
     if write and recipe.model.init == "pretrained":
@@ -102,11 +101,12 @@ def export_checkpoint(
             _say_rest(model.files, folder)
         return
     trained = dict(read_parameters(source, shapes))
-    if not merges:
-        settings = adapter_config(loadable(recipe.model.path), recipe.model.revision, recipe.lora, trained)
-        save_adapter(out, ((PREFIX + name, tensor) for name, tensor in trained.items()), settings, tokenizer)
-        return
     model = build_model(config, "fp32", scores=recipe.method == "reward")
+    if not merges:
+        names = find_peft_names(model, folder)
+        settings = adapter_config(loadable(recipe.model.path), recipe.model.revision, recipe.lora, trained, names)
+        save_adapter(out, trained.items(), settings, names, tokenizer)
+        return
     whole = {name: parameter.shape for name, parameter in model.named_parameters()}
     load_buffers(model, folder)
     with open_tensors(folder) as opened:

@@ -3,33 +3,43 @@
 Invariant: nothing is made, and nothing but a model's small files is fetched; ranks would refuse the same.
 """
 
-import json
 import os
 import re
+import signal
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 from shardbook.data.files import check_first_rows, read_template
 from shardbook.model import embedded
-from shardbook.model.hub import CONFIG_FILES, fetch_folder, weights_files
-from shardbook.recipe import Recipe, RecipeError, Run, Train, first_line
+from shardbook.model.hub import CONFIG_FILES, fetch_folder, read_header, weights_files
+from shardbook.ranks.exits import LAUNCHER, watch_launcher
+from shardbook.recipe import Model, Recipe, RecipeError, Run, Train
 from shardbook.run.trackers import check_installed
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # on the Hub
 
 
 def check_files(recipe: Recipe) -> None:
-    """Raises RecipeError where something that the recipe names is missing, of another kind, or broken at its
-    beginning: a tracker's package, run.dir, the template, directories of models and checkpoints, sources of data."""
-    model, teacher, sequences = recipe.model, recipe.distill.teacher, recipe.sequences
+    """Raises RecipeError where something that the recipe names is missing, of another kind, or broken at its beginning:
+    a tracker's package, run.dir, the template, models and their configs, checkpoints, sources of data."""
+    model, teacher, sequences, configs = recipe.model, recipe.distill.teacher, recipe.sequences, []
     check_installed(recipe.run)
     check_run_directory(recipe.run)
     check_push(recipe.train)
     read_template(recipe.data.chat_template)
-    _check_model(model.path, model.revision, "model.path", model.init == "pretrained")
+    models = {"model.path": model} | ({"distill.teacher": Model(path=teacher)} if teacher else {})
+    for what, each in models.items():
+        if each.path not in embedded.MODELS:  # it is converted once, with torch
+            folder = fetch_folder(each.path, each.revision, what, CONFIG_FILES)
+            if each.init == "pretrained" and Path(each.path).is_dir():
+                for weights in weights_files(folder):
+                    with weights.open("rb", buffering=0) as file:
+                        read_header(weights, file)
+            configs.append((each, folder, recipe.data.max_length, what))
     if model.tokenizer:
         fetch_folder(model.tokenizer, "main", "model.tokenizer", CONFIG_FILES)
-    if teacher:
-        _check_model(teacher, "main", "distill.teacher", True)
     beside = {"lora.adapter": recipe.lora.adapter, "train.resume_from_checkpoint": recipe.train.resume_from_checkpoint}
     for key, path in beside.items():
         if path and not Path(path).expanduser().is_dir():
@@ -37,6 +47,26 @@ def check_files(recipe: Recipe) -> None:
     check_first_rows(recipe.data, recipe.data.train, "data.train", sequences)
     if recipe.data.eval:
         check_first_rows(recipe.data, recipe.data.eval, "data.eval", sequences)
+    if "torch" in sys.modules:
+        _load_configs(configs)
+    elif configs:  # in a process that believes there is no torch, whose import takes a second more
+        with ProcessPoolExecutor(1, get_context("fork"), _leave_torch_out, (os.getpid(),)) as process:
+            process.submit(_load_configs, configs).result()
+
+
+def _leave_torch_out(launcher: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the launcher's to hear
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", LAUNCHER: str(launcher)}  # ranks show what it remarks
+    watch_launcher()  # a pool's process waits for more work, whoever was killed
+
+
+def _load_configs(configs: list[tuple[Model, Path, int, str]]) -> None:
+    """Raises RecipeError where transformers refuses a config, or no run takes it."""
+    from shardbook.model.families import load_config
+
+    for each in configs:
+        load_config(*each)
 
 
 def check_run_directory(run: Run) -> None:
@@ -73,19 +103,3 @@ def check_repo(repo: str) -> None:
 
 def unwritable(folder: Path, why: str) -> RecipeError:
     return RecipeError(f"run directory {folder}: cannot be written ({why}); set run.dir to a place that can")
-
-
-def _check_model(path: str, revision: str, what: str, is_pretrained: bool) -> None:
-    """Raises RecipeError where there is no model at `path`, or its config.json or list of weights is damaged."""
-    if path in embedded.MODELS:  # it is converted once, with torch
-        return
-    folder = fetch_folder(path, revision, what, CONFIG_FILES)
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        why = "" if isinstance(config, dict) and config.get("model_type") else "it has no model_type"
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-    if why:
-        raise RecipeError(f"{what} = {path!r}: no usable config.json: {why}")
-    if is_pretrained and Path(path).is_dir():
-        weights_files(folder)

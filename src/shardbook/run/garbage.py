@@ -11,7 +11,7 @@ EVERY = 100  # steps
 def synchronized_gc() -> Iterator[Callable[[int], None]]:
     """Yields a function to call in each step, when its work is launched. Objects alive at the first call are never
     scanned again: modules, parameters and hooks of a 70B take a second."""
-    was_on, first = gc.isenabled(), [True]
+    was_on, frozen, first = gc.isenabled(), gc.get_freeze_count(), [True]
 
     def after(step: int) -> None:
         if first:
@@ -25,6 +25,7 @@ def synchronized_gc() -> Iterator[Callable[[int], None]]:
     try:
         yield after
     finally:
-        gc.unfreeze()
+        if not frozen:  # else whoever forked this process had frozen all that it shares, and a scan copies its pages
+            gc.unfreeze()
         if was_on:
             gc.enable()

@@ -15,26 +15,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from shardbook.comm.torch_private import norms_of
+from shardbook.optim.elementwise import parts_of
 from shardbook.ranks.exits import RunFailed
-from shardbook.run.stored_items import Facts, Item, damaged, read_item, write_items
+from shardbook.run.stored_items import Facts, Item, damaged, open_data, read_item, write_items
 
-AHEAD = 64 << 20  # bytes that are read ahead of what is verified
 NORMED = (torch.float32, torch.bfloat16, torch.float16)  # their norms are added up in fp32
 
 
-class ItemWriter(StorageWriter):
+class _AsPlanned:
+    """Passes plans on unchanged, where DCP lets a storage change them."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class ItemWriter(_AsPlanned, StorageWriter):
     """Writes rank `rank`'s items of one checkpoint. On rank 0 `begin` makes the directory for it, and `publish` takes
     that and what all ranks wrote."""
 
@@ -44,12 +54,7 @@ class ItemWriter(StorageWriter):
         self.path, self.rank, self.begin, self.publish = path, rank, begin, publish
         self.side: Path | None = None  # the directory, on rank 0
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
     def set_up_storage_writer(self, is_coordinator: bool, *positional: Any, **named: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.side = self.begin()
@@ -61,17 +66,11 @@ class ItemWriter(StorageWriter):
         written = write_items(
             plan.storage_data, self.rank, ((facts, [*map(bytes_of, parts)]) for facts, parts in items)
         )
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(MetadataIndex(f"rank-{self.rank}"), 0, written)])
-        return done
+        return done([WriteResult(dcp.MetadataIndex(f"rank-{self.rank}"), 0, written)])
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         assert self.side
         self.publish(self.side, {name: facts for each in results for name, facts in each[0].storage_data.items()})
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
     def check_finite(self, items: list[tuple[Facts, list[Tensor]]]) -> None:
         """Raises RunFailed where a number of this rank's is not finite, so that no rank's is published."""
@@ -84,37 +83,29 @@ class ItemWriter(StorageWriter):
             )
 
 
-class ItemReader(StorageReader):
+class ItemReader(_AsPlanned, StorageReader):
     """Reads the items of a checkpoint that a plan asks for, and verifies each before it is copied into a tensor."""
 
     def __init__(self, path: Path, items: dict[str, list[Item]]):
         self.path = path
         self.places = {
-            MetadataIndex(item.name, torch.Size(item.offsets)): (file, item)
+            dcp.MetadataIndex(item.name, torch.Size(item.offsets)): (file, item)
             for file, rows in items.items()
             for item in rows
         }
-        known = dict[str, TensorStorageMetadata]()
+        known = dict[str, dcp.TensorStorageMetadata]()
         for index, (_, item) in self.places.items():
-            chunk = ChunkStorageMetadata(index.offset or torch.Size(), torch.Size(item.sizes))
+            chunk = dcp.ChunkStorageMetadata(index.offset or torch.Size(), torch.Size(item.sizes))
             if item.name not in known:
-                properties = TensorProperties(dtype=getattr(torch, item.dtype))
-                known[item.name] = TensorStorageMetadata(properties, torch.Size(item.shape), [])
+                properties = dcp.TensorProperties(dtype=getattr(torch, item.dtype))
+                known[item.name] = dcp.TensorStorageMetadata(properties, torch.Size(item.shape), [])
             known[item.name].chunks.append(chunk)
-        self.metadata = Metadata(dict(known))
+        self.metadata = dcp.Metadata(dict(known))
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
-    def read_metadata(self, *positional: Any, **named: Any) -> Metadata:
+    def read_metadata(self, *positional: Any, **named: Any) -> dcp.Metadata:
         return self.metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *more: Any, **named: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *more: Any, **named: Any) -> None: ...
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         def place(asked: ReadItem) -> tuple[str, int, str]:
@@ -122,25 +113,15 @@ class ItemReader(StorageReader):
             return file, item.begin, item.name  # items without bytes begin where the next one does
 
         asked = sorted(plan.items, key=place)
-        buffer = bytearray(max((self.places[each.storage_index][1].length for each in asked), default=0))
+        buffer = memoryview(bytearray(max((self.places[each.storage_index][1].length for each in asked), default=0)))
         with ExitStack() as stack:
             for file, of_file in groupby(asked, lambda each: place(each)[0]):
-                try:
-                    opened = stack.enter_context((self.path / file).open("rb"))
-                except OSError as error:
-                    raise damaged(self.path, file, error.strerror or "") from error
-                ahead = 0  # up to here the kernel was asked to read
-                for (_, begin, _), parts in groupby(of_file, place):
-                    if begin + AHEAD // 2 >= ahead:  # it reads on while what is there is hashed and copied
-                        ahead = max(ahead, begin)
-                        os.posix_fadvise(opened.fileno(), ahead, AHEAD, os.POSIX_FADV_WILLNEED)
-                        ahead += AHEAD
+                opened = stack.enter_context(open_data(self.path, file))
+                for _, parts in groupby(of_file, place):
                     self._read(file, opened, list(parts), planner, buffer)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return done(None)
 
-    def _read(self, file: str, opened: Any, parts: list[ReadItem], planner: LoadPlanner, buffer: bytearray) -> None:
+    def _read(self, file: str, opened: Any, parts: list[ReadItem], planner: LoadPlanner, buffer: memoryview) -> None:
         """Reads one item, and copies each of the `parts` of it that were asked for."""
         _, item = self.places[parts[0].storage_index]
         stored = read_item(self.path, file, opened, item, buffer)
@@ -160,9 +141,12 @@ class ItemReader(StorageReader):
                 target.copy_(whole)
             planner.commit_tensor(part, target)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+
+def done(result: Any) -> Future[Any]:
+    """Returns a future that has its `result`."""
+    future = Future[Any]()
+    future.set_result(result)
+    return future
 
 
 def items_of(plan: SavePlan, planner: SavePlanner) -> Iterator[tuple[Facts, Tensor]]:
@@ -173,14 +157,6 @@ def items_of(plan: SavePlan, planner: SavePlanner) -> Iterator[tuple[Facts, Tens
         dtype = str(data.properties.dtype).removeprefix("torch.")
         facts = [item.index.fqn, *map(list, (data.chunk.offsets, data.chunk.sizes, data.size)), dtype]
         yield facts, tensor.detach()
-
-
-def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Returns the plain tensors that make up a tensor: torchao's tensor of eight bits has codes, scales and a table."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [getattr(tensor, name) for name in names]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

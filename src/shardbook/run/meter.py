@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from shardbook.comm.ledger import Ledger, add_traffic, first_steps
+from shardbook.comm.ledger import Ledger, first_steps
 from shardbook.data.loader import MicroBatch
 from shardbook.parallel.pipeline import LossFunction
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.plan.axes import axes_traffic
+from shardbook.plan.axes import read_inside
+from shardbook.plan.formulas import predict_traffic
 from shardbook.ranks.distributed import Ranks
 from shardbook.ranks.progress import mark_each
 from shardbook.ranks.signals import StopFlag
@@ -60,8 +61,9 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
         self.bad.go_on(state.log.get("bad_steps", 0))
         self.rows = Rows(self.recorder, console, job.objective.names("train"), self.pace, stop, self.bad)
         self.ledger = Ledger(layout.groups(ranks.rank))
-        beside = axes_traffic(layout, job.config, recipe, ranks.rank, job.loader.peek)
-        self.predicted = add_traffic(job.traffic, beside)
+        inside = read_inside(layout, job.config, recipe, ranks.rank, job.loader.peek)
+        how = recipe.train.gradient_accumulation_steps, recipe.optim.name, recipe.forwards_per_micro, ranks.rank
+        self.predicted = predict_traffic(layout, *how, inside)
         self.paused = self.rows.paused
         self._row, self._kept = list[RowPart](), Metrics()
         self._open = contextlib.ExitStack()

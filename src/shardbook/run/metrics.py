@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardbook.gpus import gpu_of
 from shardbook.model.causal_lm import Flops
+from shardbook.optim.elementwise import parts_of
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.paths import write_whole
+from shardbook.paths import naming, write_whole
 from shardbook.recipe import Run
 from shardbook.run.trackers import Trackers
 
@@ -61,8 +61,9 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         """Appends one object. `step` 0 is before the first step."""
         if self.file is None:
             return
-        self.file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self.file.flush()
+        with naming(self.path):
+            self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+            self.file.flush()
         self.trackers.log(step, metrics)
 
     def sync(self) -> int:
@@ -77,14 +78,15 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         """Appends one object for each sample: `step`, `prompt`, `completion`, and its length in `tokens`."""
         if self.file is None:
             return
-        with self.samples.open("a") as file:
+        with naming(self.samples), self.samples.open("a") as file:
             file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
         self.trackers.log_samples(samples)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Closes the file and the trackers, and passes on to trackers whether the run failed."""
         if self.file is not None:
-            self.file.close()
+            with naming(self.path):
+                self.file.close()
             self.trackers.finish(failed=error is not None)
 
 
@@ -99,21 +101,9 @@ def kept_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Returns the resident bytes of `tensors` on this rank: of its own shards, padding included, each storage once."""
     storages = {}
     for tensor in tensors:
-        for part in _plain(tensor) if tensor is not None else ():
+        for part in parts_of(tensor) if tensor is not None else ():
             storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     return sum(storages.values())
-
-
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields the plain tensors inside `tensor`: a DTensor's shard, codes and scales of a quantized one. Uses torch's
-    protocol for wrapper tensors, as torch.compile does, since the wrapper's own storage is empty."""
-    if isinstance(tensor, DTensor):
-        yield from _plain(tensor.to_local())
-    elif hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
-    else:
-        yield tensor
 
 
 def memory_metrics(sharded: ShardedModel, optimizer: torch.optim.Optimizer | None) -> Metrics:

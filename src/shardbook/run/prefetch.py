@@ -27,16 +27,16 @@ class StepBatch(NamedTuple):
 
 class BatchPrefetcher:
     """Prefetches the steps of `loader`, from its position on. All ranks call `prefetch` and `next_step` in the same
-    order. The flags that `say` returns, up to three, are summed with the counts; `hear` takes their sums."""
+    order. What `flags` returns, up to three, is summed with the counts; `take_flag_sums` takes the sums."""
 
     def __init__(
         self,
         loader: Loader,
         stop: StopFlag,
-        say: Callable[[], list[float]] = list,
-        hear: Callable[[list[float]], object] = len,
+        flags: Callable[[], list[float]] = list,
+        take_flag_sums: Callable[[list[float]], object] = len,
     ):
-        self.loader, self.stop, self.say, self.hear = loader, stop, say, hear
+        self.loader, self.stop, self.flags, self.take_flag_sums = loader, stop, flags, take_flag_sums
         self.next_row = loader.consumed_rows
         self.waited_seconds, self.steps = 0.0, 0
         self._thread = ThreadPoolExecutor(1, "loader")
@@ -60,7 +60,7 @@ class BatchPrefetcher:
         counts = count_totals(micros, self.loader.batching.sequences)
         self._counted: tuple[list[MicroBatch], Callable[[], list[float]]] = (
             micros,
-            begin_sum(*counts, pack([self.stop.asked, *self.say()]), *count_work(micros)),
+            begin_sum(*counts, pack([self.stop.asked, *self.flags()]), *count_work(micros)),
         )
 
     def next_step(self) -> StepBatch | None:
@@ -70,8 +70,8 @@ class BatchPrefetcher:
         same = self.loader.batching.tp_size * self.loader.batching.pp_size  # ranks that count the same tokens
         sums = wait()
         tokens, examples, chosen, _, *work = (count / same for count in sums)
-        stops, *told = unpack(sums[3])
-        self.hear(told)
+        stops, *flag_sums = unpack(sums[3])
+        self.take_flag_sums(flag_sums)
         if self.stop.again:
             self.stop.again = False
             stops += begin_sum(self.stop.asked)()[0]

@@ -15,7 +15,6 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from shardbook.comm.ledger import Traffic
 from shardbook.data.loader import Batching, Loader, choose_batching
 from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, column, load_tokenizer
 from shardbook.memory.host_state import available_memory
@@ -28,7 +27,7 @@ from shardbook.objectives import Objective, build_objective
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.plan.blocks import KNOWN_BLOCKS, Unmeasured
 from shardbook.plan.change import NONE_FITS, smallest_change
-from shardbook.plan.formulas import predict_memory_metrics, predict_traffic
+from shardbook.plan.formulas import predict_memory_metrics
 from shardbook.plan.hardware import HOST_ROOM
 from shardbook.plan.peak import GB, Peak, predict_fullest, predict_peak
 from shardbook.plan.speed import predict_perf_metrics
@@ -56,7 +55,6 @@ class Job(LaidOut):
     flops: Flops
     peak: Peak | None
     unplanned: str  # the reason why there is no peak
-    traffic: Traffic  # of a step along the data axes, predicted
     forecast: dict[str, float | int]  # predicted metrics
 
     @property
@@ -97,7 +95,6 @@ def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext) -> Job:
     loader = Loader(documents, batching, micros, recipe.train.seed)
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
     flops, peak, unplanned = count_flops(laid.model), None, ""
-    traffic = predict_traffic(layout, micros, recipe.optim.name, recipe.forwards_per_micro, world.rank)
     forecast: dict[str, float | int] = {}
 
     def look_ahead() -> tuple[Peak, dict[str, float | int]]:
@@ -117,7 +114,7 @@ def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext) -> Job:
     objective = build_objective(recipe.method, recipe.preference, recipe.distill)
     data = {"folder": folder, "tokenizer": tokenizer, "documents": documents, "held_out": held_out, "prompts": prompts}
     how: dict[str, Any] = data | {"objective": objective, "batching": batching, "loader": loader, "steps": steps}
-    said: dict[str, Any] = {"peak": peak, "unplanned": unplanned, "traffic": traffic, "forecast": forecast}
+    said: dict[str, Any] = {"peak": peak, "unplanned": unplanned, "forecast": forecast}
     return Job(**vars(laid), **how, **said, flops=flops)
 
 

@@ -49,8 +49,6 @@ def push_run(run: Path, repo: str, public: bool = False, export: Path | None = N
 
 def stage_push(run: Path, repo: str, export: Path) -> Path:
     """Makes push/ of a run: links to the export's files, README.md, losses.svg and recipe.toml. Returns it."""
-    if not (run / "resolved.toml").is_file():
-        raise RecipeError(f"{run}: not a run directory (no resolved.toml in it)")
     if not read_facts(run).get("finished_steps"):
         raise RecipeError(f"{run}: has not finished; run its command again to its end, then push")
     if not export.is_dir() or not any(export.glob("*.safetensors")):

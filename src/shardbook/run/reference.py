@@ -1,5 +1,5 @@
-"""The reference of preferences: the policy's log-probabilities of every pair before the first step, computed once and
-kept in the run directory. The sharded policy itself computes them: there is no second model.
+"""Reference log-probabilities (of DPO's reference model): the policy's, of every pair, before the first step. They are
+computed once and kept in the run directory. The sharded policy itself computes them: there is no second model.
 
 Invariant: they are computed with the weights that a run begins with, never with weights that a step has changed:
 start.py loads those first, also where a run goes on whose file is gone, or holds too few rows for more steps.
@@ -86,7 +86,7 @@ class Reference:
         unknown = np.isinf(self.found[name]).any(1)
         return [row for row in self.rows[name][1] if unknown[list(row)].any()]
 
-    def ask(self, sharded: ShardedModel) -> None:
+    def compute(self, sharded: ShardedModel) -> None:
         """Computes the missing rows with the loaded weights, and saves them a part at a time: a kill loses one part,
         and the micro-batches of the others stay the same. Where a rank is asked to stop, all stop after the same part.
         Collective."""
@@ -96,18 +96,18 @@ class Reference:
             part = ceil_div(len(rows), PARTS * here.dp_size * here.batch_size) * here.dp_size * here.batch_size
             for first in range(0, len(missing), part):
                 some = replace(documents, rows=missing[first : first + part])
-                self.found[name] = np.minimum(self.found[name], _ask(some, here, sharded, self.ranks))
+                self.found[name] = np.minimum(self.found[name], _compute(some, here, sharded, self.ranks))
                 if self.ranks.is_main:
                     content = io.BytesIO()
                     np.savez(content, **(self.found | {"digest": self.digest}))
                     write_whole(self.file, content.getvalue())
                 done = len(rows) - len(missing) + min(first + part, len(missing))
-                self.console.print(f"reference {done:,} of {len(rows):,} rows of data.{name} asked")
+                self.console.print(f"reference {done:,} of {len(rows):,} rows of data.{name} computed")
                 self.stopped = sum_over_ranks(self.stop.asked)[0] > 0
                 if self.stopped:
                     return
 
-    def give(self) -> Documents | None:
+    def attach(self) -> Documents | None:
         """Gives the loader's documents their reference, and returns the held-out documents with theirs."""
         if not self.is_wanted:
             return self.held_out
@@ -116,7 +116,7 @@ class Reference:
 
 
 @torch.no_grad()
-def _ask(documents: Documents, batching: Batching, sharded: ShardedModel, ranks: Ranks) -> np.ndarray:
+def _compute(documents: Documents, batching: Batching, sharded: ShardedModel, ranks: Ranks) -> np.ndarray:
     """Returns log-probabilities, fp32 [encoded, sequences]; infinite for a document in no row. Collective."""
     found = torch.full((len(documents.encoded), batching.sequences), torch.inf)
     model, every = sharded.model.eval(), eval_rows(documents, batching)
@@ -138,7 +138,7 @@ def _read(file: Path) -> dict[str, Any]:
             return dict(kept) | {"digest": str(kept["digest"])}
     except Exception as error:  # zip, zlib and numpy each have their own
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise RecipeError(f"{file}: damaged ({why}); remove it, and the reference is asked again") from None
+        raise RecipeError(f"{file}: damaged ({why}); remove it, and the reference is computed again") from None
 
 
 def _digest(documents: Documents) -> str:

@@ -43,7 +43,8 @@ class PlanOnce(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if not self.last:
             all_plans, _ = super().create_global_plan(all_plans)
-            self.total_bytes = sum(map(bytes_in, all_plans))
+            facts = [item.tensor_data for plan in all_plans for item in plan.items if item.tensor_data]
+            self.total_bytes = sum(each.chunk.sizes.numel() * each.properties.dtype.itemsize for each in facts)
         return all_plans, Metadata({})  # each rank writes what its own items are: DCP would send it all to all
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -55,9 +56,3 @@ class PlanOnce(DefaultSavePlanner):
     def planned(self) -> Planned:
         """Returns the plan to reuse. Call it when the save has succeeded."""
         return Planned(self.asked, self.given, self.total_bytes)
-
-
-def bytes_in(plan: SavePlan) -> int:
-    """Returns the bytes of a plan's tensors."""
-    facts = [item.tensor_data for item in plan.items if item.tensor_data]
-    return sum(each.chunk.sizes.numel() * each.properties.dtype.itemsize for each in facts)

@@ -60,7 +60,7 @@ def start_from(
         source = source or load_base(recipe, sharded, folder)
         sharded.upload_shards()
         loaded = time.perf_counter()
-        reference.ask(sharded)
+        reference.compute(sharded)
         if reference.stopped:
             return state, source
         began += time.perf_counter() - loaded
@@ -121,5 +121,5 @@ def load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:
         model.identity = weights_identity(recipe.model, seed, folder)
     init_adapters(model, seed)
     if recipe.lora.adapter:
-        load_adapter(model, Path(recipe.lora.adapter).expanduser(), recipe.lora)
+        load_adapter(model, Path(recipe.lora.adapter).expanduser(), recipe.lora, folder)
     return ("random" if is_random else str(folder)) + f" and {recipe.lora.adapter}" * bool(recipe.lora.adapter)

@@ -208,10 +208,21 @@ def read_stored(path: Path) -> StoredCheckpoint:
     return StoredCheckpoint(state, items, True)
 
 
-def read_item(path: Path, name: str, file: io.BufferedReader, item: Item, buffer: bytearray) -> memoryview:
+def open_data(path: Path, name: str) -> io.BufferedReader:
+    """Opens a .bin file whose items will be read in order. Raises Damaged where that cannot be."""
+    try:
+        file = (path / name).open("rb")
+    except OSError as error:
+        raise damaged(path, name, error.strerror or "") from error
+    # the kernel reads on while what is there is hashed; asked for what lies ahead (WILLNEED), it takes twice as long
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    return file
+
+
+def read_item(path: Path, name: str, file: io.BufferedReader, item: Item, buffer: memoryview) -> memoryview:
     """Returns an item's bytes, read from the open .bin file `name` into `buffer`, which has room for them. Raises
     Damaged where they are not those that were written."""
-    view, digest, at = memoryview(buffer)[: item.length], xxh3_128(), 0
+    view, digest, at = buffer[: item.length], xxh3_128(), 0
     try:
         file.seek(item.begin)
         while at < item.length and (count := file.readinto(view[at : at + PIECE])):
@@ -227,9 +238,9 @@ def read_item(path: Path, name: str, file: io.BufferedReader, item: Item, buffer
 def verify(path: Path) -> bool:
     """Reads all of a checkpoint. Returns whether it has hashes; raises Damaged where a byte is not what was written."""
     stored = read_stored(path)
-    buffer = bytearray(max((item.length for items in stored.items.values() for item in items), default=0))
+    buffer = memoryview(bytearray(max((item.length for items in stored.items.values() for item in items), default=0)))
     for name, items in stored.items.items():
-        with (path / name).open("rb") as file:
+        with open_data(path, name) as file:
             for item in items:
                 read_item(path, name, file, item, buffer)
     return stored.verified

@@ -31,11 +31,6 @@ NAMES = {
 }
 
 
-def _member(kind: type[Enum], name: str) -> Enum:
-    """Returns a member of an enum, which early Pythons 3.11 pickle as a call of getattr; no other attributes."""
-    return kind[name]
-
-
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BufferedReader, checkpoint: Path):
         super().__init__(file)
@@ -45,7 +40,7 @@ class _Unpickler(pickle.Unpickler):
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
             return Path  # the path at which it was written; it is not used
         if (module, name) == ("builtins", "getattr"):
-            return _member
+            return type(Enum).__getitem__  # early Pythons 3.11 pickle an enum's member so; no other attributes
         if name not in NAMES.get(module, ()):
             raise RecipeError(
                 f"checkpoint {self.checkpoint}: its {METADATA} asks for {module}.{name}, which is not called: a "
