@@ -39,8 +39,12 @@ SECONDS = 600  # for a step, or for everything before the second one
 OPTIM = {"learning_rate": 2e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0}
 PACKAGES = ("transformers", "accelerate")
 COUNTS = ("launches", "rounds", "warmup", "batch", "length")  # without which ratios are not of one kind
-# What shardbook.ranks.settings.keep_freed_memory asks of malloc, as variables; ours leaves it alone where they are set.
-SAME_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+# What shardbook.ranks.settings.tune_malloc asks of malloc, as variables; ours leaves it alone where they are set.
+SAME_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
 
 
 class LeftOut(Exception):

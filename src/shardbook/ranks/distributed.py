@@ -24,7 +24,7 @@ from shardbook.ranks.heartbeat import Heartbeat
 from shardbook.ranks.join import INTERFACE, Rendezvous, Store, join_ranks, read_member, read_rendezvous
 from shardbook.ranks.lost import is_out_of_reach
 from shardbook.ranks.progress import PROGRESS
-from shardbook.ranks.settings import allocator_default, keep_freed_memory, raise_descriptors, record_in, start_recorder
+from shardbook.ranks.settings import allocator_default, raise_descriptors, record_in, start_recorder, tune_malloc
 from shardbook.recipe import RecipeError, first_line
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def start_distributed(lost_seconds: float = 0, hang_seconds: float = 0) -> Ranks
         torch.cuda.set_device(device)
         start_recorder()
     else:
-        keep_freed_memory()
+        tune_malloc()
     PROGRESS.blocks = device.type == "cpu"
     store = join_ranks(place)
     _share_cores(place, store)

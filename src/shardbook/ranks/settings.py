@@ -18,7 +18,7 @@ RECORDER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORDER_DUMPS = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 RECORDER_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 MALLOC = ("MALLOC_MMAP", "MALLOC_TRIM", "MALLOC_TOP")  # the beginnings of glibc's own variables
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 REPEATABLE = (":4096:8", ":16:8")  # only with these two are cuBLAS's results reproducible
 
@@ -30,18 +30,18 @@ def raise_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def keep_freed_memory() -> None:
-    """Makes glibc's malloc keep memory that the main thread frees. For ranks that compute on a CPU: a step makes and
-    frees gigabytes, and glibc returns each tensor above 32 MiB, and a large free end of its heap, to the system, so
-    that their pages are faulted in and zeroed in each step (docs/benchmarks/log.md). Resident bytes stay at their peak.
-
-    Other C libraries have no `mallopt`, other allocators ignore it; the user's settings of malloc stay.
+def tune_malloc() -> None:
+    """Makes glibc's malloc keep what the main thread frees below 32 MiB, and torch put larger tensors on huge pages.
+    For ranks that compute on a CPU: a step makes and frees gigabytes, and pages that go back to the system are faulted
+    in and zeroed again (docs/benchmarks/log.md). Larger tensors, kept, would leave holes that the next of their size
+    does not fit in, since torch asks for aligned memory. Call it before the first tensor. The user's settings stay.
     """
     library = ctypes.CDLL(None)
     said = any(name.startswith(MALLOC) for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if not said and hasattr(library, "mallopt"):
-        library.mallopt(M_MMAP_MAX, 0)
+        library.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the largest that it takes
         library.mallopt(M_TRIM_THRESHOLD, -1)  # never: mallopt(3)
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it at the first tensor
 
 
 def allocator_default(variables: Mapping[str, str]) -> dict[str, str]:
