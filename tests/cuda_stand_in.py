@@ -133,9 +133,10 @@ class StandIn(Machine):
 
     def synchronize(self, *_) -> None:
         self.check_thread("synchronize")
-        for party in [self.default, *{s for kept in self.memory.values() for s in (kept.stream,) if s}]:
+        # of lists: other threads add to both meanwhile
+        for party in [self.default, *{s for kept in list(self.memory.values()) for s in (kept.stream,) if s}]:
             self.wait_for(party.clock)
-        for held in self.works.values():
+        for held in list(self.works.values()):
             if held.of_device:
                 self.wait_for(held.clock)
 

@@ -258,7 +258,9 @@ class Machine:
 
     def is_pinned(self, tensor) -> bool:
         begin = tensor.untyped_storage().data_ptr()
-        return self.of(tensor).pinned or any(start <= begin < start + size for start, size in self.registered.items())
+        return self.of(tensor).pinned or any(
+            start <= begin < start + size for start, size in list(self.registered.items())
+        )
 
     def device_of(self, tensor) -> torch.device:
         if isinstance(tensor, DTensor):
@@ -490,7 +492,7 @@ class Machine:
     def drain(self) -> None:
         """A launch may wait for the device (a kernel's first load, the allocator's retry), and a receive that was asked
         for before spins there until its message comes."""
-        for held in [held for held in self.works.values() if held.work is not None and not held.done]:
+        for held in [held for held in list(self.works.values()) if held.work is not None and not held.done]:
             try:
                 with outside():
                     held.real_wait(held.work, timedelta(seconds=CONNECT_SECONDS))
