@@ -59,6 +59,26 @@ def test_without_a_fallback_or_a_whole_one_it_is_refused(recipe, straight):
         assert (run / "metrics.jsonl").read_text() == before
 
 
+def of_two_kinds(words):
+    from shardbook.run import checkpoint
+
+    real, asked = checkpoint.state_kind, []
+
+    def state_kind(*given):
+        asked.append(real(*given))
+        return asked[0] if len(asked) == 1 else "Lion"
+
+    checkpoint.state_kind = state_kind
+    return train_rank(words)
+
+
+def test_moments_that_a_damaged_load_began_to_fill_are_not_begun_anew(recipe, straight):
+    damaged_run(straight, "kinds", 4)
+    results = run_world(2, of_two_kinds, [str(recipe), "run.name=kinds", *SAVING])
+    said = "step-000002 cannot follow the load of a damaged one (optimizer state: of AdamW, here Lion); remove the damaged"
+    assert [code for code, _, _ in results] == [2, 2] and said in results[0][2], results
+
+
 def test_the_disk_is_looked_at_before_weights_are_read(recipe, straight):
     """What is predicted is what is written, but for each rank's random state."""
     [(code, said, error)] = run_world(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from families import released_config, small_config
 from tiny import write_model
 from transformers import AutoModelForCausalLM
 
@@ -46,6 +47,20 @@ COUNTED = {
         28_311_552 + 30 * (884_736 + 2 * 2_654_208 + 8 * 576),
     ),
 }
+
+
+def test_flops_of_stacks_are_those_that_a_token_meets():
+    """By hand: DBRX's experts are rows of one matrix in its own code (36B of 132B are active), Recurrent
+    Gemma stacks gates and has no router, and Inkling's shared experts serve every token."""
+    dbrx = released_config("dbrx")
+    dbrx.ffn_config.ffn_hidden_size, dbrx.vocab_size, hidden = 10752, 100352, 6144
+    block = hidden * (hidden + 2 * 8 * 128) + hidden**2 + 16 * hidden + 4 * 3 * 10752 * hidden
+    assert count_flops(build_model(dbrx, "fp32")).per_token == 6 * (40 * block + 100352 * hidden)
+    for family in ("recurrent_gemma", "inkling_text"):
+        model = build_model(small_config(family), "fp32")
+        blocks = [(name, p.numel()) for block in model.blocks for name, p in block.named_parameters() if p.ndim == 2]
+        met = sum(count // (2 if ".experts." in f".{name}" else 1) for name, count in blocks)
+        assert count_flops(model).block == met
 
 
 @pytest.mark.parametrize("name", COUNTED)

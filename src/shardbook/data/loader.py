@@ -93,12 +93,7 @@ class Batching:
 
 
 def choose_batching(
-    data: Data,
-    train: Train,
-    at: DataRank,
-    device_type: str,
-    *parts: Documents | None,
-    sequences: int = 1,
+    data: Data, train: Train, at: DataRank, device_type: str, *parts: Documents | None, sequences: int = 1
 ) -> Batching:
     """Returns the batching of the rank `at` for the rows of `parts` on a device of `device_type`."""
     row_length = data.max_length * sequences if data.packing else None

@@ -9,16 +9,7 @@ import numpy as np
 from datasets import Dataset, Features, Value, disable_progress_bars, load_dataset, load_from_disk
 from datasets.config import HF_DATASETS_CACHE as CACHE
 
-from shardbook.data.files import (
-    HUB,
-    SAVED,
-    Files,
-    csv_columns,
-    find_files,
-    odd_line,
-    source_names,
-    taken_columns,
-)
+from shardbook.data.files import HUB, SAVED, Files, csv_columns, find_files, odd_line, source_names, taken_columns
 from shardbook.recipe import RecipeError, first_line
 
 

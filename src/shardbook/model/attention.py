@@ -254,10 +254,7 @@ def _has_varlen(context: KernelContext) -> bool:
 
 _AMPERE = ("a CUDA device of compute capability 8.0 or later", lambda context: context.is_ampere)
 _BF16 = ("precision.params=bf16", lambda context: context.dtype == torch.bfloat16)
-_MASKED = (
-    "an attention of queries, keys, values, windows and chunks alone",
-    lambda at: at.demands == PLAIN,
-)
+_MASKED = ("an attention of queries, keys, values, windows and chunks alone", lambda at: at.demands == PLAIN)
 _CALLED = (
     "an attention of queries, keys, values and a mask alone",
     lambda at: not at.demands.arguments and not at.demands.own,

@@ -229,9 +229,10 @@ class Flops:
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
-    """Returns to how many experts a router sends a token; 1 where there is none."""
-    names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
-    found = next((value for name in names if (value := getattr(config, name, None))), 1)
+    """Returns to how many experts a router sends a token, at most; 0 where there is no router."""
+    names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
+    places = [config, *(getattr(config, part, None) for part in config.sub_configs)]
+    found = next((value for place in places for name in names if (value := getattr(place, name, None))), 0)
     return max(found) if isinstance(found, list) else int(found)
 
 
@@ -248,11 +249,10 @@ def count_flops(model: CausalLM) -> Flops:
     config = model.config
     matrices = matrices_of(model.blocks)
     stacked = {p: experts for block in model.blocks for p, experts in stacked_parameters(block).items()}
-    share = experts_per_token(config) / max(stacked.values(), default=1)  # of the experts that a token reaches
-    block, trained = (
-        count_parameters(p for p in matrices if keep(p)) + int(share * count_parameters(p for p in stacked if keep(p)))
-        for keep in (lambda p: True, lambda p: p.requires_grad)
-    )
+    chosen = experts_per_token(config) or max(stacked.values(), default=0)  # without a router a token meets all
+    share = {p: min(chosen, of) / of for p, of in stacked.items()}
+    met = {p: int(share.get(p, 1) * count_parameters([p])) for p in [*matrices, *stacked]}
+    block, trained = sum(met.values()), sum(count for p, count in met.items() if p.requires_grad)
     head = count_parameters(model.head.parameters())
     per_token = 4 * (block + head) + 2 * (trained + head * model.head.weight.requires_grad)
     per_pair = 6 * config.num_hidden_layers * heads_of(config)[0] * head_size(config)

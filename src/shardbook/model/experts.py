@@ -21,7 +21,10 @@ def stack_rows(model: nn.Module) -> dict[str, torch.Size]:
     found: dict[str, torch.Size] = {}
     for stem, module in model.named_modules():
         own = {name: each for name, each in module.named_parameters(recurse=False) if each.ndim == 3}
-        if not own or type(module).__module__.startswith("torch."):  # a convolution's weight is no stack
+        if type(module).__module__.startswith("torch."):  # a convolution's weight is no stack
+            continue
+        if not own:
+            _name_stacks(module)
             continue
         for name, parameter in own.items():
             slots_of(module)[name] = nn.Parameter(parameter.detach().flatten(0, 1), parameter.requires_grad)
@@ -31,6 +34,14 @@ def stack_rows(model: nn.Module) -> dict[str, torch.Size]:
         module.register_load_state_dict_pre_hook(_flatten)
         found |= {f"{stem}.{name}": shape for name, shape in shapes.items()}
     return found
+
+
+def _name_stacks(module: nn.Module) -> None:
+    """Says which of a module's own matrices have an expert after another as their rows, as DBRX's have."""
+    for experts in [count for name, count in vars(module).items() if name.endswith("num_experts")]:
+        matrices = [(n, p) for n, p in module.named_parameters(recurse=False) if p.ndim == 2]
+        stacks = {n: (experts, len(p) // experts, p.shape[1]) for n, p in matrices if len(p) % experts == 0}
+        setattr(module, STACKED, {n: shape for n, shape in stacks.items() if shape[1] > 1})  # a router has one row each
 
 
 @cache

@@ -59,10 +59,7 @@ def pack_module(module: nn.Linear, name: str, dtype: torch.dtype, nested: bool) 
     slots = slots_of(module)
     others = {key: value for key, value in slots.items() if key != "weight"}
     slots.clear()  # the weight stays first: random weights are numbered in this order
-    for key, size, count in (
-        (PACKED, width // 2, out * width),
-        (ABSMAX, absmax_bytes(width, nested), 0),
-    ):
+    for key, size, count in ((PACKED, width // 2, out * width), (ABSMAX, absmax_bytes(width, nested), 0)):
         empty = torch.empty(out, size // dtype.itemsize, dtype=dtype, device="meta")
         parameter = nn.Parameter(empty, requires_grad=False)
         setattr(parameter, GLOBAL_NUMEL, count)

@@ -54,8 +54,7 @@ class Preference(Section):
     rpo_alpha: float = key(0.0, "Weight of the chosen answers' likelihood, added to DPO's loss (0: off).", ge=0)
     simpo_gamma: float = key(0.5, "Margin that SimPO wants between a pair's rewards.", ge=0)
     precompute_ref_log_probs: bool = key(
-        True,
-        "Compute the reference once, before the first step (false: in each step, by the base without adapters).",
+        True, "Compute the reference once, before the first step (false: in each step, by the base without adapters)."
     )
 
 

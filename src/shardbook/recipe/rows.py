@@ -38,8 +38,7 @@ class Data(Section):
         True, "Put several documents in one row of max_length; attention never crosses from one to another."
     )
     skip_untrainable: bool = key(
-        False,
-        "Drop rows left without a trained token by max_length, and pairs with equal answers; print their number.",
+        False, "Drop rows left without a trained token by max_length, and pairs with equal answers; print their number."
     )
     num_proc: int = key(1, "Processes that tokenise.", ge=1)
 

@@ -28,8 +28,7 @@ from shardbook.recipe.sections import (
 
 class Recipe(Section):
     method: Literal["sft", "dpo", "orpo", "simpo", "reward", "distill"] = key(
-        "sft",
-        "The loss: sft; distill (with a teacher); for pairs dpo, orpo, simpo, or reward (a score of answers).",
+        "sft", "The loss: sft; distill (with a teacher); for pairs dpo, orpo, simpo, or reward (a score of answers)."
     )
     model: Model = Model()
     lora: Lora = Lora()

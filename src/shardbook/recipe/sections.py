@@ -100,8 +100,7 @@ class Parallel(Section):
         0, "With zero3, hsdp or zeropp: units of fewer parameters stay gathered through a step, as in zero2.", ge=0
     )
     reshard_root: bool = key(
-        True,
-        "With zero3, hsdp or zeropp: free embedding, norm and head after each backward (false: each step).",
+        True, "With zero3, hsdp or zeropp: free embedding, norm and head after each backward (false: each step)."
     )
     forward_prefetch: int = key(
         -1, "Units gathered ahead of the running one in forward; -1: each as it is reached.", ge=-1
@@ -114,8 +113,7 @@ class Parallel(Section):
         [], "ZeRO++ qgZ: bits of gradients on the wire, inside a node and across; [8, 4] ([]: off)."
     )
     secondary_shard: Annotated[int, Field(ge=0)] | Literal["node"] = key(
-        0,
-        "ZeRO++ hpZ: backward gathers among N ranks (a node to quantize_gradients), or a node's (0: among all).",
+        0, "ZeRO++ hpZ: backward gathers among N ranks (a node to quantize_gradients), or a node's (0: among all)."
     )
     quantize_error_feedback: bool = key(
         False, "Add the rounding error of qgZ's last exchange to the next reduction; prints the memory it takes."
@@ -225,14 +223,10 @@ class Train(Section):
     save_total_limit: int = key(0, "Keep this many newest checkpoints (0: all).", ge=0)
     logging_steps: int = key(1, "Log every N steps, each its own loss, not a mean (0: off).", ge=0)
     max_bad_steps: int = key(
-        0,
-        "Steps in a row that may be skipped because their norm is not finite (0: the first ends the run).",
-        ge=0,
+        0, "Steps in a row that may be skipped because their norm is not finite (0: the first ends the run).", ge=0
     )
     check_steps: int = key(
-        0,
-        "Every N steps run a micro-batch twice and compare bits, to find a GPU that computes wrongly (0: off).",
-        ge=0,
+        0, "Every N steps run a micro-batch twice and compare bits, to find a GPU that computes wrongly (0: off).", ge=0
     )
     resume_from_checkpoint: str = key("", "A checkpoint directory to start from when this run has none of its own.")
     seed: int = key(42, "Seed of data order and random weights.", ge=0, lt=2**63)

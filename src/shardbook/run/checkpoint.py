@@ -164,12 +164,15 @@ def _check(path: Path, sharded: ShardedModel) -> tuple[StoredCheckpoint, TrainSt
     return stored, stands
 
 
-def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> tuple[TrainState, str]:
+def load_checkpoint(
+    path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, is_clean: bool = True
+) -> tuple[TrainState, str]:
     """Loads the model from a whole checkpoint, the optimizer where its stored state is of the same kind, and, where
     the ranks are the same, this rank's random state and its residuals, if they belong to the same exchanges.
 
     Returns the run's state, and a list for people of the parts that were not loaded, empty where all were. Raises
-    RecipeError as check_checkpoint does. Collective.
+    RecipeError as check_checkpoint does, and, unless `is_clean`, where state that a load of a damaged checkpoint has
+    changed would not be loaded. Collective.
     """
     model, residuals = sharded.masters, sharded.residuals
     stored, stands = _check(path, sharded)
@@ -189,12 +192,13 @@ def load_checkpoint(path: Path, sharded: ShardedModel, optimizer: torch.optim.Op
         torch.set_rng_state(read[_own_key()]["cpu"])
         if "cuda" in read[_own_key()]:
             torch.cuda.set_rng_state(read[_own_key()]["cuda"])
-    lost = [] if same_world else ["random state: other ranks"]
-    if not same_kind:
-        lost.append(f"optimizer state: of {there_kind}, here {kind}")
+    lost = [] if same_kind else [f"optimizer state: of {there_kind}, here {kind}"]
     if (there_kept or residuals) and not (same_world and same_exchanges):
         lost.append("residuals of error feedback: other exchanges")
-    return stands, "; ".join(lost)
+    if lost and not is_clean:
+        said = f"checkpoint {path} cannot follow the load of a damaged one ({lost[0]})"
+        raise RecipeError(f"{said}; remove the damaged one, and start again")
+    return stands, "; ".join([*["random state: other ranks"] * (not same_world), *lost])
 
 
 def checkpoint_shapes(path: Path) -> dict[str, torch.Size]:

@@ -22,13 +22,7 @@ class Observer:
     """Evaluates, logs and takes samples after steps; step 0 is before the first. All ranks make the same calls."""
 
     def __init__(
-        self,
-        job: Job,
-        sharded: ShardedModel,
-        held_out: Documents | None,
-        ranks: Ranks,
-        meter: Meter,
-        console: Console,
+        self, job: Job, sharded: ShardedModel, held_out: Documents | None, ranks: Ranks, meter: Meter, console: Console
     ):
         self.job, self.sharded, self.held_out, self.ranks, self.meter = job, sharded, held_out, ranks, meter
         self.samples = Samples(job, sharded, ranks, meter.recorder, console)

@@ -1,8 +1,9 @@
 """Items: moves tensors to and from the files of a checkpoint, by the storage interfaces of torch's distributed
 checkpoint (DCP).
 
-DCP plans who writes and reads which rows, and an error on one rank is raised on every rank. Invariant: a damaged byte
-reaches no tensor, and a number that is not finite reaches no published checkpoint.
+DCP plans who writes and reads which rows, and an error on one rank is raised on every rank. Invariant: a load that
+returns has verified each byte, and a number that is not finite reaches no published checkpoint. A load that raises
+leaves behind what it had read until then: who goes on loads all of it again, or begins it anew.
 """
 
 import os
@@ -84,10 +85,11 @@ class ItemWriter(_AsPlanned, StorageWriter):
 
 
 class ItemReader(_AsPlanned, StorageReader):
-    """Reads the items of a checkpoint that a plan asks for, and verifies each before it is copied into a tensor."""
+    """Reads and verifies the items of a checkpoint that a plan asks for: one that is a whole tensor on the host goes
+    straight into it, each other through a buffer."""
 
     def __init__(self, path: Path, items: dict[str, list[Item]]):
-        self.path = path
+        self.path, self.buffer = path, memoryview(bytearray())
         self.places = {
             dcp.MetadataIndex(item.name, torch.Size(item.offsets)): (file, item)
             for file, rows in items.items()
@@ -112,22 +114,26 @@ class ItemReader(_AsPlanned, StorageReader):
             file, item = self.places[asked.storage_index]
             return file, item.begin, item.name  # items without bytes begin where the next one does
 
-        asked = sorted(plan.items, key=place)
-        buffer = memoryview(bytearray(max((self.places[each.storage_index][1].length for each in asked), default=0)))
         with ExitStack() as stack:
-            for file, of_file in groupby(asked, lambda each: place(each)[0]):
+            for file, of_file in groupby(sorted(plan.items, key=place), lambda each: place(each)[0]):
                 opened = stack.enter_context(open_data(self.path, file))
                 for _, parts in groupby(of_file, place):
-                    self._read(file, opened, list(parts), planner, buffer)
+                    self._read(file, opened, list(parts), planner)
         return done(None)
 
-    def _read(self, file: str, opened: Any, parts: list[ReadItem], planner: LoadPlanner, buffer: memoryview) -> None:
+    def _read(self, file: str, opened: Any, parts: list[ReadItem], planner: LoadPlanner) -> None:
         """Reads one item, and copies each of the `parts` of it that were asked for."""
         _, item = self.places[parts[0].storage_index]
+        targets = [planner.resolve_tensor(part).detach() for part in parts]
+        if is_direct := len(parts) == 1 and _has_layout(targets[0], item):
+            buffer = bytes_of(targets[0])
+        elif len(buffer := self.buffer) < item.length:
+            buffer = self.buffer = memoryview(bytearray(item.length))
         stored = read_item(self.path, file, opened, item, buffer)
-        for part in parts:
-            target = planner.resolve_tensor(part).detach()
-            if hasattr(target, "__tensor_flatten__"):
+        for part, target in zip(parts, targets, strict=True):
+            if is_direct:
+                pass
+            elif hasattr(target, "__tensor_flatten__"):
                 if list(part.lengths) != item.sizes:
                     raise damaged(self.path, file, f"{item.name}: a part of a quantised tensor was asked for")
                 at = 0
@@ -163,6 +169,12 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """Returns a tensor's bytes, on the host."""
     array: Any = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
+
+
+def _has_layout(tensor: Tensor, item: Item) -> bool:
+    """Returns whether an item's bytes are those of `tensor` in host memory, in order."""
+    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not hasattr(tensor, "__tensor_flatten__")
+    return is_plain and [*tensor.shape] == item.sizes and tensor.dtype == getattr(torch, item.dtype)
 
 
 def _view(data: memoryview, dtype: torch.dtype, shape: list[int]) -> Tensor:

@@ -65,7 +65,8 @@ def start_from(
             return state, source
         began += time.perf_counter() - loaded
     if earlier:
-        state, lost = _first_whole(earlier, lambda path: load_checkpoint(path, sharded, optimizer))
+        first = earlier[0]
+        state, lost = _first_whole(earlier, lambda path: load_checkpoint(path, sharded, optimizer, path == first))
         loader.load_state_dict(state.loader)
         if named:  # its log is another run's
             state = replace(state, log={})
