@@ -76,9 +76,10 @@ def _words(config: PreTrainedConfig) -> str:
 
 
 def _check(config: PreTrainedConfig) -> Verdict:
-    shown = logging.get_verbosity()
+    shown, threads = logging.get_verbosity(), torch.get_num_threads()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        torch.set_num_threads(1)  # of several, small products wait for each other on a busy machine
         logging.set_verbosity_error()  # what transformers remarks of small widths is not of the user's config
         torch.manual_seed(0)
         try:
@@ -91,6 +92,7 @@ def _check(config: PreTrainedConfig) -> Verdict:
             return Verdict(refused=_blame(config) + str(reason))
         finally:
             logging.set_verbosity(shown)
+            torch.set_num_threads(threads)
 
 
 def _blame(config: PreTrainedConfig) -> str:
