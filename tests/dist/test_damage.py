@@ -75,7 +75,7 @@ def of_two_kinds(words):
 def test_moments_that_a_damaged_load_began_to_fill_are_not_begun_anew(recipe, straight):
     damaged_run(straight, "kinds", 4)
     results = run_world(2, of_two_kinds, [str(recipe), "run.name=kinds", *SAVING])
-    said = "step-000002 cannot follow the load of a damaged one (optimizer state: of AdamW, here Lion); remove the damaged"
+    said = "step-000002 cannot follow the load of a damaged one (optimizer state: of AdamW, here Lion); remove the"
     assert [code for code, _, _ in results] == [2, 2] and said in results[0][2], results
 
 

@@ -420,6 +420,15 @@ def test_ranks_of_a_fixed_mesh(recipe):
         chosen("parallel.stage=hsdp", "parallel.dp_replicate_size=64", "parallel.dp_shard_size=64")
 
 
+def test_more_ranks_than_fit_into_memory_are_refused_before_one_is_started(recipe, capsys, monkeypatch):
+    monkeypatch.setattr("shardbook.ranks.launch.launch_ranks", lambda *_: pytest.fail("ranks were started"))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for words in (["train", str(recipe)], ["compare", str(recipe), "--stages", "ddp"]):
+        assert cli.main([*words, "--nproc", str(memory // (300 << 20) + 1)]) == 2
+        said = capsys.readouterr().err
+        assert re.search(r"^shardbook: --nproc \d+: must be at most \d+ here: so many fill \d+ GB before", said)
+
+
 def test_a_machine_that_cannot_run_it_says_so_in_four_lines(capsys):
     assert cli.main(["train", "llama70b-fsdp", "hardware.memory_gb=1129000000"]) == 2
     result = capsys.readouterr()

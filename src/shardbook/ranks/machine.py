@@ -8,6 +8,7 @@ from shardbook.parallel.mesh import describe_sizes, resolve_sizes
 from shardbook.recipe import Parallel, RecipeError, find_stage
 
 DRIVERS = ("nvidiactl", "nvidia0", "kfd", "dxg", "nvhost-gpu")  # in /dev: CUDA, ROCm, WSL, Jetson
+RANK_BYTES = 300 << 20  # at least, of a rank that has imported torch and has no model yet
 
 
 def count_gpus() -> int:
@@ -25,6 +26,10 @@ def choose_nproc(parallel: Parallel, asked: int | None = None, nodes: int = 1) -
     gpus = count_gpus()
     sizes = resolve_sizes(parallel, find_stage(parallel.stage).axes, world_size=asked and asked * nodes)
     if asked is not None:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if asked > (most := memory // RANK_BYTES):
+            said = f"must be at most {most} here: so many fill {memory / 1e9:.0f} GB before they have a model"
+            raise RecipeError(f"--nproc {asked}: {said}")
         return asked
     needed = prod(sizes.values())
     if needed < 0:  # a free axis takes all GPUs; without GPUs 2 ranks, or the product of the fixed axes
