@@ -185,6 +185,12 @@ def load_checkpoint(
     same_world, same_exchanges = state["ranks"] == _ranks(sharded), there_kept == list(residuals)
     if same_world:
         read[_own_key()] = _rng_state() | (_numbered(residuals, key) if same_exchanges else {})
+    lost = [] if same_kind else [f"optimizer state: of {there_kind}, here {kind}"]
+    if (there_kept or residuals) and not (same_world and same_exchanges):
+        lost.append("residuals of error feedback: other exchanges")
+    if lost and not is_clean:
+        said = f"checkpoint {path} cannot follow the load of a damaged one ({lost[0]})"
+        raise RecipeError(f"{said}; remove the damaged one, and start again")
     reader, planner = agree(lambda: _reader(path, stored))
     with _readable(path):
         state_dict_loader.load(read, storage_reader=reader, planner=planner)
@@ -192,12 +198,6 @@ def load_checkpoint(
         torch.set_rng_state(read[_own_key()]["cpu"])
         if "cuda" in read[_own_key()]:
             torch.cuda.set_rng_state(read[_own_key()]["cuda"])
-    lost = [] if same_kind else [f"optimizer state: of {there_kind}, here {kind}"]
-    if (there_kept or residuals) and not (same_world and same_exchanges):
-        lost.append("residuals of error feedback: other exchanges")
-    if lost and not is_clean:
-        said = f"checkpoint {path} cannot follow the load of a damaged one ({lost[0]})"
-        raise RecipeError(f"{said}; remove the damaged one, and start again")
     return stands, "; ".join([*["random state: other ranks"] * (not same_world), *lost])
 
 

@@ -125,15 +125,15 @@ class ItemReader(_AsPlanned, StorageReader):
         """Reads one item, and copies each of the `parts` of it that were asked for."""
         _, item = self.places[parts[0].storage_index]
         targets = [planner.resolve_tensor(part).detach() for part in parts]
-        if is_direct := len(parts) == 1 and _has_layout(targets[0], item):
-            buffer = bytes_of(targets[0])
-        elif len(buffer := self.buffer) < item.length:
-            buffer = self.buffer = memoryview(bytearray(item.length))
-        stored = read_item(self.path, file, opened, item, buffer)
+        if len(parts) == 1 and _has_layout(targets[0], item):
+            read_item(self.path, file, opened, item, bytes_of(targets[0]))
+            planner.commit_tensor(parts[0], targets[0])
+            return
+        if len(self.buffer) < item.length:
+            self.buffer = memoryview(bytearray(item.length))
+        stored = read_item(self.path, file, opened, item, self.buffer)
         for part, target in zip(parts, targets, strict=True):
-            if is_direct:
-                pass
-            elif hasattr(target, "__tensor_flatten__"):
+            if hasattr(target, "__tensor_flatten__"):
                 if list(part.lengths) != item.sizes:
                     raise damaged(self.path, file, f"{item.name}: a part of a quantised tensor was asked for")
                 at = 0
