@@ -80,9 +80,11 @@ matrix: $(RUN)  ## what goes with what, into docs/matrix.md
 	@$(SHARDBOOK) recipes --matrix | sed -i '/^```text/r /dev/stdin' docs/matrix.md
 
 # Files of tests at a time, on two cores: worlds of ranks wait for each other more than they compute. In the order that a
-# target names them, those with the longest files first: by itself xdist ends with files of one test, however long.
+# target names them, those with the longest files first: by itself xdist ends with files of one test, however long. A worker
+# that dies has said which test it was: another one in its place would begin that test again.
 WORKERS ?= 3
-BY_FILE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE = -n $(WORKERS) --max-worker-restart 0
+BY_FILE = $(SIDE_BY_SIDE) --dist loadfile --no-loadscope-reorder
 test: $(DEV)  ## the tests of a change: every stage, every command, no GPU and no network
 	$(PYTEST) $(BY_FILE)
 
@@ -95,7 +97,7 @@ test-slow: $(DEV)  ## what make test leaves out: signals, comparisons, other lau
 # files again; tests/gpu as far as it goes without a GPU.
 STREAMED = $(addprefix tests/dist/test_,$(addsuffix .py,offload qlora generate lora dpo zeropp resume)) tests/gpu/test_moves_cuda.py
 test-streams: $(DEV)  ## streams, threads, pinned memory and communicators by CUDA's rules, on a CPU
-	$(PYTEST) -n $(WORKERS) --dist load tests/cuda
+	$(PYTEST) $(SIDE_BY_SIDE) --dist load tests/cuda
 	$(PYTEST) $(BY_FILE) --streams $(STREAMED)
 
 test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and model (some ten minutes)
