@@ -34,6 +34,26 @@ def test_a_generated_page_is_what_the_code_says(page, monkeypatch):
     assert (DOCS / "reference" / page).read_text() == build.pages()[page], "make reference"
 
 
+def odd_rows(text):
+    """The rows of tables with more or fewer cells than their header, whose last cells no reader would see."""
+    header, is_code = 0, False
+    for line in text.splitlines():
+        is_code ^= line.startswith("```")
+        if is_code or not line.startswith("|"):
+            header = 0
+            continue
+        cells = re.sub(r"`[^`]*`|\\\\\|", "", line).strip().count("|")
+        header = header or cells
+        if cells != header:
+            yield line
+
+
+def test_a_row_of_a_table_has_the_cells_of_its_header():
+    pages = [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]
+    assert not [(page.name, row) for page in pages for row in odd_rows(page.read_text())]
+    assert [*odd_rows("| a | b |\n|---|---|\n| `x|y` | 1 |\n| 2 | 3 | | 4 | 5 |\n")] == ["| 2 | 3 | | 4 | 5 |"]
+
+
 def test_every_key_and_every_recipe_has_its_entry():
     keys, recipes = (build.pages()[page] for page in ("keys.md", "recipes.md"))
     for name, _, help in describe_keys():
