@@ -8,11 +8,15 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file. After a kill or on a full disk it is complete, or unchanged. Raises OSError, which names it."""
+    """Writes a file. After a kill, a power loss or on a full disk it is complete, or unchanged. Raises OSError, which
+    names it."""
     side = path.with_suffix(".partial")
     try:
         with naming(path):
-            side.write_bytes(content.encode() if isinstance(content, str) else content)
+            with side.open("wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
             side.replace(path)
     except OSError:
         side.unlink(missing_ok=True)

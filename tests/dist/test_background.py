@@ -110,6 +110,43 @@ def failing(times, words, bug=None):
     return train_rank(words)
 
 
+def full_when_it_begins(times, words):
+    """The disk has no room when the first `times` saves begin: they are not even planned."""
+    from shardbook.run import stored_items
+
+    calls, real = [], stored_items.shutil.disk_usage
+
+    def disk_usage(path):
+        calls.append(1)
+        return real(path)._replace(free=0) if len(calls) <= times else real(path)
+
+    begin = stored_items.begin
+
+    def begins(*given):
+        stored_items.shutil.disk_usage = disk_usage
+        try:
+            return begin(*given)
+        finally:
+            stored_items.shutil.disk_usage = real
+
+    from shardbook.run import checkpoint
+
+    checkpoint.begin = begins
+    return train_rank(words)
+
+
+def test_a_save_that_has_no_room_to_begin_is_tried_again_too(recipe):
+    words = [str(recipe), "run.name=no-room", *SAVING, ASYNC]
+    first, second = run_world(2, full_when_it_begins, 1, words)
+    said = "step-000002: cannot be written (OSError: [Errno 28] No space left on device: "
+    assert (first[0], second[0]) == (0, 0) and said in first[1] and "tried again" not in second[1], (first, second)
+    found = list_checkpoints(recipe.parent / "no-room" / "checkpoints")
+    assert [each.name for each in found] == ["step-000006", "step-000004"] and all(map(verify, found))
+    results = run_world(2, full_when_it_begins, 2, [*words, "run.name=no-room-twice"])
+    assert [code for code, _, _ in results] == [1, 1] and "the second in a row" in results[0][2], results
+    assert not [*(recipe.parent / "no-room-twice" / "checkpoints").iterdir()]
+
+
 SAID = "checkpoint of step {}: cannot be written (OSError: [Errno 28] No space left on device)"
 
 

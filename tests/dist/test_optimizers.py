@@ -14,6 +14,8 @@ from tiny import write_model
 from toys import Scenario, Toy, train_toy
 from world import losses, metrics, run_world, train_rank
 
+from shardbook.run.stored_items import read_stored
+
 OURS, EIGHT = ("optim.name=adamw_bf16",), ("optim.name=adamw_8bit",)
 LOW = (*OURS, "precision.master=bf16")
 STAGES = [("ddp", 2, 1), ("zero1", 1, 2), ("zero2", 1, 2), ("zero3", 1, 2)]
@@ -172,8 +174,27 @@ def train_eager(words):
     return train_rank(words)
 
 
-def run(size, recipe, name, *words):
-    results = run_world(size, train_eager, [str(recipe), f"run.name={name}", *words])
+def saying_its_room(words):
+    """What a run predicts of a checkpoint before it begins, and what each save asks the disk for."""
+    from shardbook import train
+    from shardbook.run import checkpoint
+
+    def says(owner, name, count):
+        real = getattr(owner, name)
+
+        def said(*given):
+            print(name, count(*given, real))
+            return real(*given)
+
+        setattr(owner, name, said)
+
+    says(train, "predict_bytes", lambda job, real: real(job))
+    says(checkpoint, "begin", lambda folder, step, needed, real: needed)
+    return train_eager(words)
+
+
+def run(size, recipe, name, *words, how=train_eager):
+    results = run_world(size, how, [str(recipe), f"run.name={name}", *words])
     assert [code for code, _, _ in results] == [0] * size, results
     return recipe.parent / name, results[0][1]
 
@@ -196,6 +217,24 @@ def resumed(trained, extra, recipe, name, size, *words):
     folder = recipe.parent / name
     shutil.copytree(trained(extra), folder, ignore=shutil.ignore_patterns("export", "step-000004", "run.json"))
     return run(size, recipe, name, *SAVING, *words)
+
+
+CARRIED = ("parallel.stage=zeropp", "parallel.quantize_gradients=[8,4]", "parallel.quantize_error_feedback=true")
+
+
+@pytest.mark.parametrize("extra", [LOW, EIGHT, CARRIED], ids=["moments", "8-bit", "carried"])
+def test_room_is_asked_for_what_is_written(extra, recipe, large, request):
+    """Predicted before a run: all but random states, and up to a part of eight bits' blocks; asked at a save: all."""
+    if extra is EIGHT:
+        request.getfixturevalue("torchao")
+    words = ("train.steps=2", "train.save_steps=2", large, *extra)
+    folder, said = run(2, recipe, f"room-{len(extra)}-{extra[0][-4:]}", *words, how=saying_its_room)
+    predicted, asked = (int(said.rpartition(f"{name} ")[2].split()[0]) for name in ("predict_bytes", "begin"))
+    items = [each for rows in read_stored(folder / "checkpoints" / "step-000002").items.values() for each in rows]
+    random = sum(each.length for each in items if each.name.endswith("cpu"))
+    written = sum(each.length for each in items)
+    assert asked == written and random == 2 * 5056
+    assert predicted == written - random or (extra is EIGHT and predicted == pytest.approx(written - random, rel=0.03))
 
 
 @pytest.mark.parametrize("extra", [OURS, LOW, EIGHT], ids=["moments", "weights-too", "8-bit"])

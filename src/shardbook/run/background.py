@@ -174,7 +174,6 @@ class Background:
 
     def _fail(self, is_hopeless: bool) -> None:
         step, self.step = self.step, -1
-        self.failures += 1
         error = self._work.exception()
         reason = f"{type(error).__name__}: {first_line(error)}" if error else "another rank said why"
         said = f"checkpoint of step {step}: cannot be written ({reason})"
@@ -182,7 +181,12 @@ class Background:
             operations.remove_tree(self._side)
         if is_hopeless:
             raise error if isinstance(error, RunFailed) else RunFailed(said)
+        self.fail(said, bool(error))
+
+    def fail(self, said: str, is_here: bool) -> None:
+        """Says, where it `is_here`, that a save failed. Raises RunFailed where the one before failed too."""
+        self.failures += 1
         if self.failures > 1:
             raise RunFailed(f"{said}, the second in a row")
-        if error:
+        if is_here:
             print(f"warning  {said}; it is tried again when the next is due", flush=True)

@@ -126,18 +126,14 @@ def _facts(sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: Train
     return facts | {name: digest for name, digest in frozen.items() if digest} | {"shapes": whole_shapes(sharded.model)}
 
 
-def check_checkpoint(path: Path, sharded: ShardedModel) -> TrainState:
-    """Returns a checkpoint's TrainState. Raises Damaged, or RecipeError where it is incomplete or of another model.
-    Collective."""
-    return _check(path, sharded)[1]
-
-
 def _read(path: Path) -> StoredCheckpoint:
     with _readable(path):
         return read_stored(path)
 
 
-def _check(path: Path, sharded: ShardedModel) -> tuple[StoredCheckpoint, TrainState]:
+def check_checkpoint(path: Path, sharded: ShardedModel) -> tuple[StoredCheckpoint, TrainState]:
+    """Returns a checkpoint but for its tensors, and its TrainState. Raises Damaged, or RecipeError where it is
+    incomplete or of another model. Collective."""
     stored = broadcast_from_main(lambda: _read(path))  # by one rank: each file has a line for each tensor
     with _readable(path):
         state = stored.state
@@ -175,7 +171,7 @@ def load_checkpoint(
     changed would not be loaded. Collective.
     """
     model, residuals = sharded.masters, sharded.residuals
-    stored, stands = _check(path, sharded)
+    stored, stands = check_checkpoint(path, sharded)
     state = stored.state
     kind, there_kind = state_kind(optimizer, sharded.layout.shards), state.get(OPTIMIZER, "AdamW")
     same_kind = kind == there_kind

@@ -46,8 +46,8 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         kept = dict[Path, list[str]]()
         for each in [path, *[self.samples] * self.samples.exists()]:
             # A run that died after its last checkpoint repeats steps: their old lines go, so that steps stay unique.
-            # not splitlines: a sample may contain Unicode's other line ends
-            lines = each.read_text().split("\n")[:-1] if done_steps and each.exists() else []
+            # not splitlines: a sample may contain Unicode's other line ends. The last line may end inside a character
+            lines = each.read_text(errors="replace").split("\n")[:-1] if done_steps and each.exists() else []
             kept[each] = [line for line in lines if _step_of(line) <= done_steps]
             write_whole(each, "".join(line + "\n" for line in kept[each]))
         if (there := path.stat().st_size) < saved_bytes:

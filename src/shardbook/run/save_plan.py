@@ -11,8 +11,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import BytesIOWriteData, SavePlan, WriteItem
 
+from shardbook.optim.elementwise import parts_of
 from shardbook.ranks.distributed import sum_over_ranks
 
 
@@ -31,11 +32,17 @@ class PlanOnce(DefaultSavePlanner):
     def __init__(self, tensors: dict[str, Any], last: Planned | None):
         super().__init__()
         self.set_up_planner(tensors)
-        self.asked = super().create_local_plan()
+        asked = super().create_local_plan()
+        self.asked = replace(asked, items=[self._with_bytes(item) for item in asked.items])
         # all ranks must agree: one that sent no plan while another sent a new one would lose its part of the checkpoint
         anew = sum_over_ranks(last is None or last.asked != self.asked)[0] > 0
         self.last = None if anew else last
         self.total_bytes = self.last.total_bytes if self.last else 0
+
+    def _with_bytes(self, item: WriteItem) -> WriteItem:
+        """Returns `item` with the bytes that are written: a tensor of eight bits says that its dtype is fp32."""
+        parts = parts_of(self.lookup_object(item.index))
+        return replace(item, bytes_io_data=BytesIOWriteData(sum(part.nbytes for part in parts)))
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([]) if self.last else self.asked
@@ -43,8 +50,8 @@ class PlanOnce(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if not self.last:
             all_plans, _ = super().create_global_plan(all_plans)
-            facts = [item.tensor_data for plan in all_plans for item in plan.items if item.tensor_data]
-            self.total_bytes = sum(each.chunk.sizes.numel() * each.properties.dtype.itemsize for each in facts)
+            facts = [item.bytes_io_data for plan in all_plans for item in plan.items]
+            self.total_bytes = sum(each.nbytes for each in facts if each)
         return all_plans, Metadata({})  # each rank writes what its own items are: DCP would send it all to all
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:

@@ -8,8 +8,9 @@ import torch
 from shardbook.memory.host_state import available_memory
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.plan.formulas import predict_copied
+from shardbook.plan.formulas import predict_copied, predict_residual
 from shardbook.ranks.distributed import sum_over_ranks
+from shardbook.ranks.exits import RunFailed
 from shardbook.run.background import Background
 from shardbook.run.checkpoint import TrainState, save_checkpoint, whole_shapes
 from shardbook.run.directory import RunDirectory
@@ -83,13 +84,21 @@ class Saver:
         state = replace(state, log=self.meter.mark())
         if background:
             background.finish()  # the one before: its buffer is taken again
-        save_checkpoint(run.checkpoints, self.sharded, self.optimizer, state, keep, run.check_held, background)
+        try:
+            save_checkpoint(run.checkpoints, self.sharded, self.optimizer, state, keep, run.check_held, background)
+        except RunFailed as error:
+            if not (background and error.__cause__):  # without a cause of the disk's no other try helps
+                raise
+            background.fail(str(error), self.meter.ranks.is_main)
         self.saved = self.saved if background else state.step
 
 
 def predict_bytes(job: Job) -> int:
-    """Returns the bytes of a checkpoint's parameters and optimizer state, of all ranks; Muon's matrices take less. 0
-    where a run saves nothing."""
+    """Returns the bytes of a checkpoint's parameters, optimizer state and residuals, of all ranks; Muon's matrices take
+    less. 0 where a run saves nothing."""
+    if not job.recipe.train.save_steps:
+        return 0
     row, itemsize = OPTIMIZERS[job.recipe.optim.name], job.layout.dtype("master").itemsize
-    counts = [prod(shape) for shape in whole_shapes(job.model).values()] if job.recipe.train.save_steps else []
-    return sum(count * itemsize + row.state_bytes(count, itemsize) for count in counts)
+    counts = [prod(shape) for shape in whole_shapes(job.model).values()]
+    residuals = predict_residual(job.layout) // 2 * job.layout.world_size  # not those of before the step
+    return residuals + sum(count * itemsize + row.state_bytes(count, itemsize) for count in counts)

@@ -39,7 +39,8 @@ def start_from(
     """
     began, recipe, loader, folder = time.perf_counter(), job.recipe, job.loader, job.folder
     state = TrainState(step=0, tokens=0, loader=loader.state_dict())
-    named = "" if newest else recipe.train.resume_from_checkpoint
+    given = "" if newest else recipe.train.resume_from_checkpoint
+    named = str(Path(given).expanduser()) if given else ""
     earlier = _candidates(newest, named, recipe.run.checkpoint_fallback)
     source = load_base(recipe, sharded, folder) if recipe.lora.r or not earlier else ""
     if not source and recipe.model.init == "pretrained":
@@ -47,7 +48,7 @@ def start_from(
     fill_teacher(sharded, recipe)
 
     def check(path: Path) -> TrainState:
-        found = check_checkpoint(path, sharded)
+        _, found = check_checkpoint(path, sharded)
         loader.load_state_dict(found.loader)
         if found.step > job.steps:
             said = f"checkpoint {path} is at step {found.step}, the recipe ends at step {job.steps}"
@@ -55,7 +56,7 @@ def start_from(
         return found
 
     if earlier:  # check it before the reference is computed, which takes long
-        state = _first_whole(earlier, check)
+        state = _first_whole(earlier, check, named)
     if not reference.read(sharded, folder, bool(newest), named):
         source = source or load_base(recipe, sharded, folder)
         sharded.upload_shards()
@@ -66,7 +67,9 @@ def start_from(
         began += time.perf_counter() - loaded
     if earlier:
         first = earlier[0]
-        state, lost = _first_whole(earlier, lambda path: load_checkpoint(path, sharded, optimizer, path == first))
+        state, lost = _first_whole(
+            earlier, lambda path: load_checkpoint(path, sharded, optimizer, path == first), named
+        )
         loader.load_state_dict(state.loader)
         if named:  # its log is another run's
             state = replace(state, log={})
@@ -86,9 +89,10 @@ def _candidates(newest: Path | None, named: str, falls_back: bool) -> list[Path]
     return [newest] if newest else [Path(named)] if named else []
 
 
-def _first_whole(paths: list[Path], load: Callable[[Path], T]) -> T:
+def _first_whole(paths: list[Path], load: Callable[[Path], T], named: str) -> T:
     """Returns the result of `load` for the first of `paths` that is not damaged, and removes those before it from the
-    list. All ranks meet the same error. Raises RecipeError where none is whole."""
+    list. All ranks meet the same error. Raises RecipeError where none is whole: the recipe `named` it, or it is one of
+    the run's own."""
     went_back = False
     while True:
         try:
@@ -96,9 +100,10 @@ def _first_whole(paths: list[Path], load: Callable[[Path], T]) -> T:
         except Damaged as error:
             said = str(error).removesuffix(WAY_OUT)
             if not paths[1:]:
-                if not went_back:
+                if str(error) != said and not (named or went_back):
                     raise
-                raise RecipeError(f"{said}; no other is whole: choose another run.name") from None
+                way_out = "name another one" if named else "no other is whole: choose another run.name"
+                raise RecipeError(f"{said}; {way_out}") from None
             del paths[0]
             went_back = True
             _say(f"warning  {said}; went back to {paths[0].name}")

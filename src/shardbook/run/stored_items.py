@@ -24,7 +24,7 @@ from shardbook.recipe import RecipeError, first_line
 from shardbook.run import operations
 
 MANIFEST, STATE = "manifest.json", "state.json"
-MARKER = "COMPLETE"  # of a checkpoint of versions before 0.3, which has no hashes
+MARKER = "COMPLETE"  # of a checkpoint of earlier versions, which has no hashes
 PIECE = 4 << 20  # bytes that are hashed and written at once, so that they are read from memory once
 JOINED = 64 << 10  # smaller pieces are joined to this; larger ones are not copied, which would double the CPU's work
 WAY_OUT = "; remove it, and the run goes on from the one before"
@@ -146,13 +146,13 @@ def publish(
     operations.write_file(side / MANIFEST, _first_line(body) + body)
     operations.sync_directory(side)
     check_held()
-    if path.exists():  # a damaged one, from before which the run went on
-        _unpublish(path, side.name)
+    # a damaged one, from before which the run went on
+    removed = [_unpublish(path, side.name)] if path.exists() else []
     operations.rename(side, path)
     operations.sync_directory(folder)
     # those of later steps are damaged ones that were gone back from, and will be replaced
     older = [each for each in list_checkpoints(folder) if step_of(each) <= step]
-    removed = [_unpublish(each, side.name) for each in older[keep:]] if keep else []
+    removed += [_unpublish(each, side.name) for each in older[keep:]] if keep else []
     if removed:
         operations.sync_directory(folder)
     for each in removed:
@@ -175,7 +175,7 @@ def remove_leftovers(folder: Path) -> list[str]:
 
 
 def has_hashes(path: Path) -> bool:
-    """Returns whether a checkpoint can be verified; those of versions before 0.3 cannot."""
+    """Returns whether a checkpoint can be verified; those of earlier versions cannot."""
     return (path / MANIFEST).exists() or not (path / MARKER).exists()
 
 
@@ -248,7 +248,8 @@ def verify(path: Path) -> bool:
 
 def damaged(path: Path, name: str, what: str) -> Damaged:
     """Returns the error of a checkpoint whose file `name` is damaged, or empty where that is not known."""
-    return Damaged(f"checkpoint {path}: damaged ({f'{name}: ' * bool(name)}{what}){WAY_OUT}")
+    way_out = WAY_OUT * (path in list_checkpoints(path.parent)[:-1])
+    return Damaged(f"checkpoint {path}: damaged ({f'{name}: ' * bool(name)}{what}){way_out}")
 
 
 def in_gb(count: int) -> str:

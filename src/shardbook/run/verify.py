@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from shardbook.recipe import RecipeError
-from shardbook.run.stored_items import Damaged, in_gb, list_checkpoints, verify
+from shardbook.run.stored_items import in_gb, list_checkpoints, verify
 
 
 def verify_run(run: Path) -> int:
@@ -17,7 +17,8 @@ def verify_run(run: Path) -> int:
             said = "whole" if verify(path) else "of an earlier version, without hashes: it cannot be verified"
             size = in_gb(sum(each.stat().st_size for each in path.iterdir()))
             print(f"checkpoint {path}: {said}, {size}", flush=True)
-        except Damaged as error:
-            code = 1
-            print(error, flush=True)
+        except (RecipeError, OSError) as error:
+            there = path.exists()
+            code = max(code, int(there))
+            print(error if there else f"checkpoint {path}: its run has removed it meanwhile", flush=True)
     return code
