@@ -15,14 +15,14 @@ from shardbook.recipe import find_recipe, load_recipe
 
 def planned(*overrides, gpus=16):
     planner = build_planner(load_recipe(find_recipe("llama8b-fsdp"), list(overrides)))
-    return planner, planner.lay_out(planner.recipe, build_cluster("h100-80gb", gpus))
+    return planner.lay_out(planner.recipe, build_cluster("h100-80gb", gpus))
 
 
 @pytest.mark.parametrize("micros", [1, 4])
 @pytest.mark.parametrize("stage", ["ddp", "zero1", "zero3"])
 def test_a_step_ends_where_the_plan_says(stage, micros):
-    planner, found = planned(f"parallel.stage={stage}", f"train.gradient_accumulation_steps={micros}")
-    spans, cut = lay_in_time(planner, found)
+    found = planned(f"parallel.stage={stage}", f"train.gradient_accumulation_steps={micros}")
+    spans, cut = lay_in_time(found)
     assert max(span.ends for span in spans) + cut == pytest.approx(found.time.seconds, rel=1e-9)
     assert (cut > 0) == (micros > 2)
     for lane in {span.lane for span in spans}:  # on a lane one thing after the other
@@ -37,22 +37,19 @@ def test_a_step_ends_where_the_plan_says(stage, micros):
 
 
 def test_a_model_of_many_blocks_stays_readable():
-    planner, found = planned("train.gradient_accumulation_steps=8")
-    spans, _ = lay_in_time(planner, found)
+    spans, _ = lay_in_time(planned("train.gradient_accumulation_steps=8"))
     names = [span.of for span in spans if span.what == "computes forward"]
     assert names[:5] == ["block 1", "block 2", "blocks 3 to 30", "block 31", "block 32"]
     assert len(spans) < 80
 
 
 def test_transfers_have_a_lane_of_their_own():
-    planner, found = planned("offload.optimizer=cpu", "offload.params=cpu", "precision.master=fp32")
-    spans, _ = lay_in_time(planner, found)
+    spans, _ = lay_in_time(planned("offload.optimizer=cpu", "offload.params=cpu", "precision.master=fp32"))
     assert {span.what for span in spans if span.lane == "host"} >= {"moves parameters or gradients"}
 
 
 def test_the_figure_has_the_numbers_of_the_table():
-    planner, found = planned()
-    panel = timeline_of(SimpleNamespace(planner=planner, stages={"zero3": found}), "zero3")
+    panel = timeline_of(SimpleNamespace(stages={"zero3": planned()}), "zero3")
     drawn = draw_lanes(panel)["data"]
     bars = {pair for trace in drawn for pair in zip(trace["base"], trace["x"], strict=True)}
     assert bars == {(cells["from"], cells["to"] - cells["from"]) for _, cells in panel.rows}

@@ -61,7 +61,7 @@ def _gigabytes(peaks: dict[str, Peak]) -> list[tuple[str, dict[str, float]]]:
 
 
 def timeline_of(report: Report, stage: str) -> Panel:
-    spans, left_out = lay_in_time(report.planner, report.stages[stage])
+    spans, left_out = lay_in_time(report.stages[stage])
     rows = [
         (
             (span.lane, span.what, span.of),

@@ -180,16 +180,18 @@ def fetched_bytes(layout: Layout) -> int:
     return largest_bytes(layout, layout.dtype("params")) * times
 
 
-def moved_bytes(layout: Layout, plan: UnitPlan, gathers: int = 0, steps: int = 0) -> dict[str, int]:
-    """Returns the bytes that all-gathers and steps of one unit move: `to_host` and `to_device` (over PCIe, on a GPU; a
-    step sends fp32 masters there where the shards are there), `disk_read` and `disk_written`."""
+def moved_bytes(layout: Layout, plan: UnitPlan, gathers: int = 0, steps: int = 0, sums: int = 0) -> dict[str, int]:
+    """Returns the bytes that all-gathers, steps and reduced gradients (`sums`) of one unit move: `to_host` and
+    `to_device` (over PCIe, on a GPU; a step sends fp32 masters there where the shards are there), `disk_read` and
+    `disk_written`."""
     offload, (shards, params) = layout.offload, plan.buffers["shards"]
     uploaded = sum(slot.numel for slot in plan.slots if slot.reduced >= 0) * FP32 * (params == "none")
     from_disk = shards * (params == "nvme")
     state = len(STATE) * plan.trained * FP32 * (offload.optimizer == "nvme")
     written = steps * (from_disk + state)
     read = gathers * from_disk + written
-    return {"to_host": 0, "to_device": gathers * shards + steps * uploaded, "disk_read": read, "disk_written": written}
+    up, down = sums * plan.reduced * layout.dtype("reduce").itemsize, gathers * shards + steps * uploaded
+    return {"to_host": up, "to_device": down, "disk_read": read, "disk_written": written}
 
 
 def threads_here(ranks_here: int, device_type: str) -> int:

@@ -73,13 +73,12 @@ def find_peft_names(model: CausalLM, folder: Path) -> PeftNames:
 def load_adapter(model: CausalLM, folder: Path, lora: Lora, base: Path) -> None:
     """Fills the trained parameters of a model, whose base `base` is the directory of, from a directory as peft writes
     it. Raises RecipeError where the two do not fit."""
+    said = f"lora.adapter = {str(folder)!r}"
     try:
         settings = json.loads((folder / CONFIG).read_text())
         stored = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
-        raise RecipeError(
-            f"lora.adapter = {str(folder)!r}: no adapter can be read there ({first_line(error)})"
-        ) from None
+        raise RecipeError(f"{said}: no adapter can be read there ({first_line(error)})") from None
     for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
         here, there = getattr(lora, key), settings.get(key, Lora.model_fields[key].default)
         if here != there:
@@ -88,13 +87,10 @@ def load_adapter(model: CausalLM, folder: Path, lora: Lora, base: Path) -> None:
     wanted = {PREFIX + names.there(name): parameter for name, parameter in kept_parameters(model).items()}
     problems = [f"missing {name}" for name in wanted.keys() - stored.keys()]
     problems += [f"unexpected {name}" for name in stored.keys() - wanted.keys()]
-    shared = wanted.keys() & stored.keys()
-    problems += [
-        f"{name} has shape {list(stored[name].shape)}" for name in shared if stored[name].shape != wanted[name].shape
-    ]
+    both = ((name, stored[name].shape, wanted[name].shape) for name in wanted.keys() & stored.keys())
+    problems += [f"{name} has shape {list(there)}" for name, there, here in both if there != here]
     if problems:
-        said = "; ".join(sorted(problems)[:3])
-        raise RecipeError(f"lora.adapter = {str(folder)!r}: does not fit ({len(problems)} tensors: {said})")
+        raise RecipeError(f"{said}: does not fit ({len(problems)} tensors: {'; '.join(sorted(problems)[:3])})")
     for name, parameter in wanted.items():
         local, rows = local_rows(parameter)
         with torch.no_grad():

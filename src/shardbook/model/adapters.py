@@ -150,14 +150,11 @@ def find_saved(model: CausalLM, lora: Lora) -> list[nn.Module]:
     are tied: peft would untie them."""
     outer = _outer_modules(model)
     for name in lora.modules_to_save:
+        said = f"lora.modules_to_save: {name!r}"
         if name not in outer:
-            raise RecipeError(
-                f"lora.modules_to_save: {name!r} must be one of {list(outer)}{nearest(name, list(outer))}"
-            )
+            raise RecipeError(f"{said} must be one of {list(outer)}{nearest(name, list(outer))}")
         if model.is_tied and outer[name] is not model.norm:
-            raise RecipeError(
-                f"lora.modules_to_save: {name!r} is tied to another in this model, and cannot be trained apart"
-            )
+            raise RecipeError(f"{said} is tied to another in this model, and cannot be trained apart")
     return [outer[name] for name in dict.fromkeys([*lora.modules_to_save, *["score"] * model.scores])]
 
 

@@ -248,45 +248,26 @@ def make_flex() -> Attention:
     return attend
 
 
-def _has_varlen(context: KernelContext) -> bool:
-    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
+def _has(module: str) -> Callable[[KernelContext], bool]:
+    return lambda _: importlib.util.find_spec(module) is not None
 
 
 _AMPERE = ("a CUDA device of compute capability 8.0 or later", lambda context: context.is_ampere)
 _BF16 = ("precision.params=bf16", lambda context: context.dtype == torch.bfloat16)
+_HEADS_OF_8 = ("heads of a multiple of 8, at most 256", lambda at: at.head_dim % 8 == 0 and at.head_dim <= 256)
+_HEADS_OF_16 = ("heads of 16 or more", lambda at: at.head_dim >= 16)
+_VARLEN = ("a torch that has torch.nn.attention.varlen", _has("torch.nn.attention.varlen"))
+_TRITON = ("the package triton", _has("triton"))
 _MASKED = ("an attention of queries, keys, values, windows and chunks alone", lambda at: at.demands == PLAIN)
 _CALLED = (
     "an attention of queries, keys, values and a mask alone",
     lambda at: not at.demands.arguments and not at.demands.own,
 )
 # In the order in which `auto` tries them. Source of head sizes: torch's flash_api.cpp, and _inductor/kernel/flex.
-KERNELS = {
-    kernel.name: kernel
-    for kernel in (
-        Kernel(
-            "varlen",
-            "document boundaries",
-            (
-                _AMPERE,
-                _BF16,
-                ("heads of a multiple of 8, at most 256", lambda at: at.head_dim % 8 == 0 and at.head_dim <= 256),
-                ("a torch that has torch.nn.attention.varlen", _has_varlen),
-                _MASKED,
-            ),
-            make_varlen,
-        ),
-        Kernel(
-            "flex",
-            "blocks inside documents",
-            (
-                _AMPERE,
-                ("heads of 16 or more", lambda at: at.head_dim >= 16),
-                ("the package triton", lambda at: importlib.util.find_spec("triton") is not None),
-                _MASKED,
-            ),
-            make_flex,
-        ),
-        Kernel("sdpa", DENSE, (_CALLED,)),
-        Kernel("eager", DENSE),
-    )
-}
+_ALL = (
+    Kernel("varlen", "document boundaries", (_AMPERE, _BF16, _HEADS_OF_8, _VARLEN, _MASKED), make_varlen),
+    Kernel("flex", "blocks inside documents", (_AMPERE, _HEADS_OF_16, _TRITON, _MASKED), make_flex),
+    Kernel("sdpa", DENSE, (_CALLED,)),
+    Kernel("eager", DENSE),
+)
+KERNELS = {kernel.name: kernel for kernel in _ALL}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
 
 from shardbook.model.attention import KERNELS, Kernel, head_size, heads_of, use_attention
-from shardbook.model.blocks import AroundBlock, Blocks, ForwardPass, LastBlockDone, passing
+from shardbook.model.blocks import AroundBlock, ForwardPass, LastBlockDone, passing
 from shardbook.model.file_names import FileNames
 from shardbook.model.loss_head import LossHead, ScoreHead, TeacherOutput
 from shardbook.model.parts import at, find_finish, take_apart
@@ -100,8 +100,7 @@ class CausalLM(nn.Module):
     @property
     def all_blocks(self) -> list[nn.Module | None]:
         """The blocks by their numbers; None for those of other ranks."""
-        found: Blocks = at(self.base, self.names.blocks)
-        return found.all
+        return at(self.base, self.names.blocks).all
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -114,12 +113,8 @@ class CausalLM(nn.Module):
         first = self.teacher.parts if self.teacher else []
         if self.is_tied and self.has_first_stage and self.has_last_stage:
             return [*first, [*norm, self.embedding, self.head], *blocks]
-        return [
-            *first,
-            *[[self.embedding]] * self.has_first_stage,
-            *blocks,
-            *[[*norm, self.head]] * self.has_last_stage,
-        ]
+        embedding, head = [[self.embedding]] * self.has_first_stage, [[*norm, self.head]] * self.has_last_stage
+        return [*first, *embedding, *blocks, *head]
 
     def forward(self, *inputs: Any, cache: Cache | None = None, **named: Any) -> Tensor:
         """Returns `losses` of a Batch or, with a `cache`, `next_logits`. Both go through forward: only a forward of the
@@ -138,15 +133,13 @@ class CausalLM(nn.Module):
         """
         if distill is None:
             made = self.hidden_states(batch, hidden)
-            found: Tensor = self.head(made, batch.targets, summed) if self.has_last_stage else made
-            return found
+            return self.head(made, batch.targets, summed) if self.has_last_stage else made
         assert self.teacher is not None, "nobody teaches"
         with torch.no_grad():
             teacher_hidden, weight, bias = self.teacher.head(self.teacher.hidden_states(batch))
         asked = distill.temperature, distill.kd_ratio
         teacher = TeacherOutput(teacher_hidden, weight, *asked, bias, self.teacher.head.finish)
-        found = self.head(self.hidden_states(batch), batch.targets, teacher=teacher)
-        return found
+        return self.head(self.hidden_states(batch), batch.targets, teacher=teacher)
 
     def hidden_states(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """Returns the head's input at the batch's positions, [n, hidden]; of a pipeline stage before the last, its
@@ -170,15 +163,9 @@ class CausalLM(nn.Module):
     def next_logits(self, input_ids: Tensor, position_ids: Tensor, attended: Tensor, cache: Cache) -> Tensor:
         """Returns the logits [B, vocabulary] of the token that follows input_ids [B, l], the last l of the L tokens
         that `cache` then holds. `attended` [B, L]: 0 for padding, which is on the left. Runs transformers' forward."""
-        hidden = self.base(
-            input_ids=input_ids,
-            attention_mask=attended,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state[:, -1]
-        logits: Tensor = self.head(self.scale_hidden(hidden) if self.scale_hidden else hidden)
-        return logits
+        given = {"input_ids": input_ids, "attention_mask": attended, "position_ids": position_ids}
+        hidden = self.base(**given, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+        return self.head(self.scale_hidden(hidden) if self.scale_hidden else hidden)
 
 
 def build_model(

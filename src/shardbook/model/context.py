@@ -18,8 +18,7 @@ def split_rows(model: CausalLM, parallel: Parallel, rank: int) -> None:
         return
     config: Any = model.config
     check_heads(config, parallel)
-    heads, key_heads = own_heads(config, tp_size, rank % tp_size)
-    shares = partition_heads(heads, key_heads, size)
+    shares = partition_heads(*own_heads(config, tp_size, rank % tp_size), size)
     axis = ContextAxis(rank // tp_size % size, [own for own, _ in shares], [keys for _, keys in shares])
     if not all(hasattr(block, "self_attn") for block in model.blocks):
         said = f"parallel.cp_size = {size}: family {config.model_type!r}"
@@ -33,17 +32,11 @@ def split_rows(model: CausalLM, parallel: Parallel, rank: int) -> None:
 
 def check_heads(config: Any, parallel: Parallel) -> None:
     """Raises RecipeError where a rank would have no head."""
-    size, tp_size = parallel.cp_size, parallel.tp_size
-    if heads_of(config)[0] // tp_size < size:
-        said = (
-            f"each of {tp_size} ranks along tp has {config.num_attention_heads // tp_size} of"
-            if tp_size > 1
-            else "it has"
-        )
-        raise RecipeError(
-            f"parallel.cp_size = {size}: ranks share a model's heads inside attention, and {said} "
-            f"{config.num_attention_heads}; must be at most {config.num_attention_heads // tp_size}"
-        )
+    size, tp_size, (heads, _) = parallel.cp_size, parallel.tp_size, heads_of(config)
+    if (most := heads // tp_size) < size:
+        said = f"each of {tp_size} ranks along tp has {most} of" if tp_size > 1 else "it has"
+        why = f"ranks share a model's heads inside attention, and {said} {heads}"
+        raise RecipeError(f"parallel.cp_size = {size}: {why}; must be at most {most}")
 
 
 def own_heads(config: Any, tp_size: int, tp_rank: int) -> tuple[int, int]:

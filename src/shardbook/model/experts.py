@@ -53,8 +53,7 @@ def _viewed(family: Any, shapes: tuple[tuple[str, torch.Size], ...]) -> Any:
         def get(module: nn.Module) -> Tensor:
             parameter: Any = slots_of(module)[name]
             # fully_shard looks up its own shard by this name; a forward meets gathered parameters
-            found: Tensor = parameter if isinstance(parameter, DTensor) else parameter.view(shape)
-            return found
+            return parameter if isinstance(parameter, DTensor) else parameter.view(shape)
 
         return property(get)
 

@@ -34,9 +34,8 @@ class FileNames:
     embedding: str  # the embedding's weight
     head: str  # the head's weight
     is_tied: bool
-    stacked: dict[
-        str, torch.Size
-    ]  # of the model: the files' shapes of parameters that are stacks, which it has as rows
+    # of the model: the files' shapes of parameters that are stacks, which it has as rows
+    stacked: dict[str, torch.Size]
     conversions: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:

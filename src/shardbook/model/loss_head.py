@@ -249,8 +249,7 @@ def run_as_one(function: Any, is_cuda: bool) -> Any:
 
 
 def score(targets: Tensor, logits: Tensor, here: slice, trains: bool) -> tuple[Tensor, Tensor]:
-    scored: tuple[Tensor, Tensor] = run_as_one(score_plain, logits.is_cuda)(logits, targets[here], trains)
-    return scored
+    return run_as_one(score_plain, logits.is_cuda)(logits, targets[here], trains)
 
 
 def compare_finished(

@@ -106,8 +106,8 @@ def at(module: nn.Module, name: str) -> Any:
     return module
 
 
-def put(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Sets the module inside `module` of a dotted `name`."""
+def put(module: nn.Module, name: str, child: nn.Module | nn.Parameter | None) -> None:
+    """Sets the module, or parameter, inside `module` of a dotted `name`."""
     owner, _, last = name.rpartition(".")
     setattr(at(module, owner) if owner else module, last, child)
 
@@ -142,8 +142,7 @@ def fill_buffers(base: PreTrainedModel) -> dict[str, Tensor]:
     for name, parameter in on_meta.items():
         if parameter.ndim == 1:
             vectors[name] = base.get_parameter(name).detach()
-            owner, _, last = name.rpartition(".")
-            setattr(base.get_submodule(owner), last, parameter)
+            put(base, name, parameter)
     for module in base.modules():
         # The numbers hold for every row that load_config lets in. Without this, transformers would read the longest
         # row of "dynamic" and "longrope" from the device (a host sync) in every forward.

@@ -6,6 +6,7 @@ parallel.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 from shardbook.model.causal_lm import CausalLM, count_flops
 from shardbook.model.parts import at, copy_module, put
@@ -25,18 +26,13 @@ def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int
         way_out = f"there may be {len(blocks)} at most; set {'one of them' if chunks > 1 else 'it'} lower"
         raise RecipeError(f"{said}: {ranks * chunks} stages of a model that has {len(blocks)} blocks; {way_out}")
     model.flops = count_flops(model)
-    setattr(
-        model,
-        GLOBAL_SHAPES,
-        {name: getattr(own, TP_SHARDED, (0, own.shape))[1] for name, own in model.named_parameters()},
-    )
+    shapes = {name: getattr(own, TP_SHARDED, (0, own.shape))[1] for name, own in model.named_parameters()}
+    setattr(model, GLOBAL_SHAPES, shapes)
     place = rank * ranks // world_size
     layers = layers_per_stage(len(blocks), ranks * chunks)
     pipeline = model.pipeline = Pipeline(parallel.pipeline_schedule, place, ranks, layers, model.is_tied)
     own = [pipeline.own_layers(chunk) for chunk in range(chunks)]
-    keep_blocks(
-        model, [number for numbers in own for number in numbers], pipeline.is_first(0), pipeline.is_last(chunks - 1)
-    )
+    keep_blocks(model, [*chain(*own)], pipeline.is_first(0), pipeline.is_last(chunks - 1))
     if chunks > 1:
         model.chunks = [_view(model) for _ in own]
         for chunk, view in enumerate(model.chunks):

@@ -157,13 +157,11 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
         return nullcontext()
 
     ours.around_block = around
-    found = list[str]()
-    for packed in (True, False):
+    found, alone = list[str](), batch_of([[each] for each in documents], packed=False)
+    for batch in (batch_of(rows, packed=True), alone):
         order.clear()
         try:
-            made = gradients_of(
-                ours, ours(batch_of(rows if packed else [[each] for each in documents], packed), summed=True)
-            )
+            made = gradients_of(ours, ours(batch, summed=True))
         except Unfit:
             raise
         except Exception as error:
@@ -183,9 +181,8 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
     demands = attention.Demands(tuple(sorted(listening.arguments)), not has_kernels, listening.is_dense)
     text = config.get_text_config()
     splits = demands == attention.PLAIN and not apart and listening.heads == {attention.heads_of(text)}
-    batch = batch_of([[each] for each in documents], packed=False)
-    splits = splits and heeds_positions(ours, batch)
-    together = run_in_halves(ours, batch, wanted)
+    splits = splits and heeds_positions(ours, alone)
+    together = run_in_halves(ours, alone, wanted)
     return Verdict("", apart, demands, splits, together, unreached(wanted[1]))
 
 
@@ -201,7 +198,8 @@ def run_theirs(small: PreTrainedConfig, documents: list[Tensor]) -> tuple[nn.Mod
         for parameter in theirs.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     before = [parameter.detach().clone() for parameter in theirs.parameters()]
-    losses = [of_document(theirs(input_ids=each[None], use_cache=False).logits[0], each) for each in documents]
+    logits = (theirs(input_ids=each[None], use_cache=False).logits[0, :-1].float() for each in documents)
+    losses = [F.cross_entropy(made, each[1:], reduction="sum") for made, each in zip(logits, documents, strict=True)]
     if not torch.stack(losses).isfinite().all():
         raise Unfit("the loss of its small model is not finite")
     if not all(map(torch.equal, before, theirs.parameters())):  # a checkpoint would hold the change
@@ -288,10 +286,6 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def of_document(logits: Tensor, ids: Tensor) -> Tensor:
-    return F.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum")
-
-
 def gradients_of(model: nn.Module, loss: Tensor) -> Found:
     """Returns a loss and its gradients by name."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -319,10 +313,8 @@ def kind_of(name: str) -> str:
 def unreached(gradients: dict[str, Tensor | None]) -> tuple[str, ...]:
     """Returns the names of parameters without a gradient, `*` for any number in them: where one of that name has a
     gradient, all count as reached."""
-    kinds: dict[str, bool] = {}
-    for name, gradient in gradients.items():
-        kinds[kind_of(name)] = kinds.get(kind_of(name), False) or gradient is not None
-    return tuple(kind for kind, is_reached in kinds.items() if not is_reached)
+    reached = {kind_of(name) for name, gradient in gradients.items() if gradient is not None}
+    return tuple(kind for kind in dict.fromkeys(map(kind_of, gradients)) if kind not in reached)
 
 
 def batch_of(rows: Sequence[Sequence[Tensor]], packed: bool) -> Batch:

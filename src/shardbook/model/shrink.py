@@ -114,10 +114,8 @@ def layers_of_each_kind(words: dict[str, Any], layers: int) -> list[int]:
         kind = [value[number] for value in by_number], [number in each for each in indices], apart.get(number)
         kinds.setdefault(repr(kind), []).append(number)
     kept = {number for numbers in kinds.values() for number in numbers[:2]}
-    for number in range(layers):
-        if len(kept) < LAYERS:
-            kept.add(number)
-    return sorted(kept)
+    others = [number for number in range(layers) if number not in kept]
+    return sorted([*kept, *others[: max(0, LAYERS - len(kept))]])
 
 
 def _cut_rotations(words: dict[str, Any]) -> None:

@@ -13,10 +13,7 @@ from shardbook.model.causal_lm import CausalLM
 from shardbook.model.loss_head import LossHead
 from shardbook.parallel.tensor import (
     TensorAxis,
-    compute_column_parallel,
-    compute_row_parallel,
     gather_inputs,
-    gather_outputs,
     hold_local_weights,
     make_column_parallel,
     make_row_parallel,
@@ -53,7 +50,7 @@ def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:
         make_row_parallel(block.mlp.down_proj, axis)
         hold_local_weights(block)
         gather_inputs(block.self_attn, block.mlp, axis)
-    gather_outputs(model.norm, axis)
+    model.norm.register_forward_hook(lambda module, inputs, output: axis.all_gather(output))
     head = model.head
     assert isinstance(head, LossHead)
     head.axis, head.first = axis, axis.share(head.out_features).start
@@ -75,12 +72,9 @@ def check_tp_size(config: Any, size: int) -> None:
         )
     if size > config.num_attention_heads:
         raise RecipeError(f"{said}: the model has {config.num_attention_heads} heads; must be at most that")
-    if config.intermediate_size % size:
-        fits = [str(n) for n in range(1, config.num_attention_heads + 1) if config.intermediate_size % n == 0]
-        raise RecipeError(
-            f"{said}: does not divide the model's intermediate_size = {config.intermediate_size}; it may be "
-            f"{', '.join(fits)}"
-        )
+    if (width := config.intermediate_size) % size:
+        fits = ", ".join(str(n) for n in range(1, config.num_attention_heads + 1) if width % n == 0)
+        raise RecipeError(f"{said}: does not divide the model's intermediate_size = {width}; it may be {fits}")
     if ceil_div(config.vocab_size, size) * (size - 1) >= config.vocab_size:
         raise RecipeError(f"{said}: leaves a rank without any of the {config.vocab_size} tokens; set it lower")
 
@@ -90,21 +84,18 @@ def shard_attention(attention: nn.Module, config: Any, axis: TensorAxis) -> None
     made: Any = attention
     heads, key_heads, dim = config.num_attention_heads, config.num_key_value_heads, made.head_dim
     own, own_keys = heads_of_rank(heads, key_heads, axis)
-    if heads % axis.size == 0:
-        make_column_parallel(made.q_proj, axis)
-        make_row_parallel(made.o_proj, axis)
-    else:
-        of_heads = slice(own.start * dim, own.stop * dim)
-        compute_column_parallel(made.q_proj, [of_heads], axis)
-        compute_row_parallel(made.o_proj, of_heads, axis)
+    rows, key_rows = list[slice](), list[slice]()  # none: of a matrix that is cut
+    if heads % axis.size:
+        rows = [slice(own.start * dim, own.stop * dim)]
+    if heads % axis.size or key_heads % axis.size:
+        first, count = own_keys[0], len(own_keys)
+        together = own_keys == list(range(first, first + count))
+        pieces = [(first, first + count)] if together else [(head, head + 1) for head in own_keys]
+        key_rows = [slice(start * dim, stop * dim) for start, stop in pieces]
+    make_column_parallel(made.q_proj, axis, rows)
+    make_row_parallel(made.o_proj, axis, *rows)
     for projection in (made.k_proj, made.v_proj):
-        if heads % axis.size == 0 and key_heads % axis.size == 0:
-            make_column_parallel(projection, axis)
-        else:
-            first, count = own_keys[0], len(own_keys)
-            together = own_keys == list(range(first, first + count))
-            pieces = [(first, first + count)] if together else [(head, head + 1) for head in own_keys]
-            compute_column_parallel(projection, [slice(start * dim, stop * dim) for start, stop in pieces], axis)
+        make_column_parallel(projection, axis, key_rows)
     made.num_key_value_groups = len(own) // len(own_keys)
 
 

@@ -67,14 +67,9 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         if SCORE in wanted:
             wanted = {name: shape for name, shape in wanted.items() if name != SCORE or name in stored}
         problems = [f"missing {name}" for name in wanted if name not in stored]
-        problems += [
-            f"unexpected {name}"
-            for name in stored
-            if name not in wanted
-            and name not in unread
-            and not name.endswith(MEANINGLESS)
-            and not files.may_be_left(name)
-        ]
+        others = (name for name in stored if name not in wanted and name not in unread)
+        left = (name for name in others if not name.endswith(MEANINGLESS) and not files.may_be_left(name))
+        problems += [f"unexpected {name}" for name in left]
         for name in (name for name in wanted if name in stored):
             shape, dtype = list(stored[name].shape), stored[name].dtype
             if shape != list(wanted[name]):
@@ -214,15 +209,14 @@ def full_tensors(model: nn.Module, dtype: str) -> Iterator[tuple[str, Tensor]]:
     fp32 masters exported in bf16 cost half the bytes on the network and half the memory.
     """
     own, device = dict(student_parameters(model)), next(model.parameters()).device
-    for name, shape in (
-        global_shapes(model).items() if hasattr(model, GLOBAL_SHAPES) else ((name, None) for name in own)
-    ):
+    whole: dict[str, torch.Size] = getattr(model, GLOBAL_SHAPES, {})  # of a model that lies on several pipeline stages
+    for name in whole or own:
         tensor = torch.empty(0, device=device)
         if name in own:
             cast = own[name].detach().to(DTYPES[dtype])
             tensor = whole_tensor(cast) if isinstance(cast, DTensor) else cast
-        if shape is not None:
-            tensor = bring_to_main(tensor, shape, DTYPES[dtype], name in own)
+        if whole:
+            tensor = bring_to_main(tensor, whole[name], DTYPES[dtype], name in own)
         yield name, tensor
 
 

@@ -8,8 +8,7 @@ from shardbook.data.tokenized import Totals
 
 def sft_loss(model: nn.Module, micro: MicroBatch) -> Tensor:
     """Returns the loss as a SUM over the micro-batch's trained tokens, an fp32 scalar."""
-    total: Tensor = model(micro, summed=True)
-    return total
+    return model(micro, summed=True)
 
 
 def sft_terms(model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:

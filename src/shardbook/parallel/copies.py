@@ -102,7 +102,7 @@ class ReplicatedParameters:
         self._versions: list[int] = []  # `steps` and versions of the parameters at rest when they were copied
         self.steps = 0  # optimizer steps over any of them: fused optimizers change no tensor's version
         self.gathered = self._found = self._running = False
-        self._unsent = 0  # index of the first of `parts` that is not sent in this backward
+        self._unsent: list[GradientBucket] = []  # those of `parts` that are not sent in this backward
         compute = layout.dtype("params")
         COPIED.add(model)
         model.register_forward_hook(lambda module, inputs, made: cast_floats(made, output))
@@ -167,17 +167,13 @@ class ReplicatedParameters:
         """Finds the parameters at rest, and registers hooks that take their gradients."""
         leaves: dict[nn.Parameter, nn.Parameter] = {}
         if self.layout.casts:
-            places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+            places, compute = dict[nn.Parameter, list[tuple[nn.Module, str]]](), self.layout.dtype("params")
             for module in self.model.modules():
                 for name, parameter in module.named_parameters(recurse=False):
-                    if parameter.dtype == self.layout.dtype("params"):
-                        continue  # frozen, and at rest in the dtype of compute: it needs no copy
-                    places.setdefault(parameter, []).append((module, name))
+                    if parameter.dtype != compute:  # else it is frozen, and at rest in it: it needs no copy
+                        places.setdefault(parameter, []).append((module, name))
             for parameter, found in places.items():
-                copy = nn.Parameter(
-                    torch.empty_like(parameter, dtype=self.layout.dtype("params")),
-                    requires_grad=parameter.requires_grad,
-                )
+                copy = nn.Parameter(torch.empty_like(parameter, dtype=compute), requires_grad=parameter.requires_grad)
                 leaves[parameter] = copy
                 self.copies.append((parameter, copy, found))
             stepped = register_optimizer_step_post_hook(partial(_note_step, ref(self), {*places}))
@@ -203,26 +199,22 @@ class ReplicatedParameters:
         if not self._running:
             self.watch.begin_backward()  # for a backward that did not begin at the model's output
             call_after_backward(self._finish)
-            self._running, self._unsent = True, 0
+            self._running, self._unsent = True, [*self.parts]
         gradient, leaf.grad = leaf.grad, part.stashed.pop(number, None)
         assert gradient is not None
         part.add(number, gradient, self.layout.sum_dtype)
         if self.is_last:
-            while self._unsent < len(self.parts) and self._is_complete(self.parts[self._unsent]):
+            while self._unsent and len(self._unsent[0].ready) == len(self._unsent[0].masters):
                 self._send_next()
 
-    def _is_complete(self, part: GradientBucket) -> bool:
-        return len(part.ready) == len(part.masters)
-
     def _send_next(self) -> None:
-        self.parts[self._unsent].send(self.replicas, self.layout.sum_dtype)
-        self._unsent += 1
+        self._unsent.pop(0).send(self.replicas, self.layout.sum_dtype)
 
     def _finish(self) -> None:
         """Ends a backward: after a step's last one sends the buckets that are left, and receives all sums."""
         self._running = False
         if self.is_last:
-            while self._unsent < len(self.parts):
+            while self._unsent:
                 self._send_next()
             self.free()  # before `receive`, which holds a sum and its cast at once: else the peak is higher
             for part in self.parts:

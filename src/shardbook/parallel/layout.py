@@ -214,8 +214,7 @@ def once_a_layout(function: Callable[Concatenate[Layout, More], Answer]) -> Call
     def known(layout: Layout, /, *more: More.args, **named: More.kwargs) -> Answer:
         if (key := (function, more, *named.items())) not in layout.known:
             layout.known[key] = function(layout, *more, **named)
-        found: Answer = layout.known[key]
-        return found
+        return layout.known[key]
 
     return known
 

@@ -23,7 +23,7 @@ from shardbook.parallel.mesh import axis_sizes, build_mesh
 from shardbook.parallel.sharding import ShardedModel, apply_stage
 from shardbook.recipe import Parallel, Precision, RecipeError, check_parallel, find_stage
 
-CHUNK = 2**22  # elements of a weight whose bits are summed at a time
+PIECE = 2**22  # numbers that are widened to int64 at once
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # nobody calls their forward
 
 
@@ -163,7 +163,7 @@ def check_same_weights(model: nn.Module, mesh: DeviceMesh) -> None:
             "the meta device); make it alike everywhere"
         )
     real = [name for name, parameter in named.items() if not parameter.is_meta]
-    sums = torch.tensor([_sum_of_bits(named[name]) for name in real], dtype=torch.int64)
+    sums = torch.tensor([int(sum_bits(named[name])) for name in real], dtype=torch.int64)
     if differ := [real[number] for number in _differing(sums, mesh)]:
         raise RecipeError(
             f"shard_model: {len(differ)} of {len(real)} parameters are not the same on every rank, {differ[0]} first; "
@@ -180,10 +180,12 @@ def _differing(values: Tensor, mesh: DeviceMesh) -> list[int]:
     return (least != most).nonzero().flatten().tolist()
 
 
-def _sum_of_bits(parameter: Tensor) -> int:
-    """Returns the sum of the parameter's bits as whole numbers: exact, in any order."""
-    whole = parameter.detach().flatten().view({2: torch.int16, 4: torch.int32}[parameter.element_size()])
-    return sum(int(part.sum(dtype=torch.int64)) for part in whole.split(CHUNK))
+def sum_bits(tensor: Tensor) -> Tensor:
+    """Returns a sum, int64, over a tensor's numbers taken as integers of its itemsize. With their squares: alone, one
+    that is rounded up and one that is rounded down would cancel."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
+    pieces = (piece.long() for piece in tensor.detach().contiguous().view(-1).view(integer).split(PIECE))
+    return torch.stack([(words * words + words).sum() for words in pieces]).sum()
 
 
 def _ranks_of_this_node(ranks: list[int], parallel: Parallel) -> int:

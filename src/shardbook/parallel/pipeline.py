@@ -113,8 +113,7 @@ class StageParameters:
 
 def tied_weight(model: Any) -> nn.Parameter:
     """Returns the weight that is the embedding of the first stage and the head of the last."""
-    weight: nn.Parameter = model.embedding.weight
-    return weight
+    return model.embedding.weight
 
 
 def build_pipeline_links(layout: Layout, mesh: DeviceMesh) -> PipelineLinks | None:

@@ -151,6 +151,8 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
     views: Any = getattr(model, "chunks", None) or [model]
     watch = Watch()  # one for all chunks: an error in one of them broke the whole model
     parts = [_apply(view, own, mesh, watch) for view, own in zip(views, layout.chunks, strict=True)]
+    for part in parts:
+        watch.follow(part.model, gathers=not part.copies, end=part.fill_gradients)
     if ours and layout.shards > 1 and mesh.device_type == "cuda":
         separate_reductions(views)
     if len(parts) == 1:
@@ -166,9 +168,7 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, watch: Watch) -> 
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(mesh.device_type)
         replicas = mesh.get_group(DP_REPLICATE) if layout.replicas > 1 else None  # ranks with the same parameters
-        return _watched(
-            ShardedModel(model, layout, {}, ReplicatedParameters(model, layout, replicas, output, watch)), watch
-        )
+        return ShardedModel(model, layout, {}, ReplicatedParameters(model, layout, replicas, output, watch))
     whole = mesh if layout.tp_size > 1 else None
     if whole:
         place_on_mesh(model, whole)
@@ -207,12 +207,7 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, watch: Watch) -> 
                     residual = residuals[name] = torch.zeros(kept, device=mesh.device_type)
                 unit.handle.set_custom_reduce_scatter(QuantizedReduceScatter(hops, switches.block, residual))
     apply_prefetch(layout)
-    return _watched(ShardedModel(model, layout, residuals, mesh=whole), watch)
-
-
-def _watched(sharded: ShardedModel, watch: Watch) -> ShardedModel:
-    watch.follow(sharded.model, gathers=not sharded.copies, end=sharded.fill_gradients)
-    return sharded
+    return ShardedModel(model, layout, residuals, mesh=whole)
 
 
 def separate_reductions(roots: list[nn.Module]) -> None:

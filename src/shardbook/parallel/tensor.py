@@ -50,8 +50,7 @@ class TensorAxis:
     def reduce_scatter(self, whole: Tensor) -> Tensor:
         """Reduce-scatters size * n tokens [..., hidden], of which each rank has a partial sum, to [1, n, hidden], this
         rank's part of the sum; backward all-gathers."""
-        part: Tensor = _ReduceScatter.apply(whole, self)
-        return part
+        return _ReduceScatter.apply(whole, self)
 
 
 def all_gather_plain(part: Tensor, axis: TensorAxis) -> Tensor:
@@ -147,27 +146,20 @@ class ShardedEmbedding(nn.Embedding):
         return self.axis.reduce_scatter(found.masked_fill(outside[..., None], 0.0))
 
 
-def make_row_parallel(module: nn.Module, axis: TensorAxis) -> None:
-    """Makes a linear row-parallel: a rank takes its share of the input features, and the results are partial sums."""
-    shard_parameter(module, "weight", 1, axis)
-    _become_sharded(module, axis, is_row_parallel=True)
-
-
-def make_column_parallel(module: nn.Module, axis: TensorAxis) -> None:
-    """Makes a linear column-parallel: a rank computes its share of the output features."""
-    for name in ("weight", "bias"):
-        if getattr(module, name) is not None:
-            shard_parameter(module, name, 0, axis)
-    _become_sharded(module, axis)
-
-
-def compute_row_parallel(module: nn.Module, columns: slice, axis: TensorAxis) -> None:
-    """Makes a linear row-parallel as make_row_parallel does, but keeps the whole matrix on each rank."""
+def make_row_parallel(module: nn.Module, axis: TensorAxis, columns: slice | None = None) -> None:
+    """Makes a linear row-parallel: a rank takes its share of the input features, and the results are partial sums. Its
+    `columns` where each rank keeps the whole matrix."""
+    if columns is None:
+        shard_parameter(module, "weight", 1, axis)
     _become_sharded(module, axis, is_row_parallel=True, columns=columns)
 
 
-def compute_column_parallel(module: nn.Module, rows: Sequence[slice], axis: TensorAxis) -> None:
-    """Makes a linear column-parallel as make_column_parallel does, but keeps the whole matrix on each rank."""
+def make_column_parallel(module: nn.Module, axis: TensorAxis, rows: Sequence[slice] = ()) -> None:
+    """Makes a linear column-parallel: a rank computes its share of the output features. Its `rows` where each rank
+    keeps the whole matrix."""
+    for name in () if rows else ("weight", "bias"):
+        if getattr(module, name) is not None:
+            shard_parameter(module, name, 0, axis)
     _become_sharded(module, axis, rows=tuple(rows))
 
 
@@ -218,11 +210,6 @@ def gather_inputs(attention: nn.Module, mlp: nn.Module, axis: TensorAxis) -> Non
 
     attention.register_forward_pre_hook(before_attention, with_kwargs=True)
     mlp.register_forward_pre_hook(lambda module, inputs: axis.all_gather(inputs[0]))
-
-
-def gather_outputs(norm: nn.Module, axis: TensorAxis) -> None:
-    """Registers a hook that all-gathers the tokens after `norm`."""
-    norm.register_forward_hook(lambda module, inputs, output: axis.all_gather(output))
 
 
 def place_on_mesh(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -20,9 +20,8 @@ from shardbook.recipe import Parallel, RecipeError
 FORWARD_ONLY = "forward_only"  # on a module that no backward reaches: FREED after its forward, HELD until a pass ends
 FREED, HELD = "freed", "held"
 GLOBAL_NUMEL = "stands_for"  # on a packed or tensor-parallel parameter: its number of elements in the whole model
-GLOBAL_SHAPES = (
-    "whole_shapes"  # on one pipeline stage of a model: the shape of every parameter of the whole model, by name
-)
+# on one pipeline stage of a model: the shape of every parameter of the whole model, by name
+GLOBAL_SHAPES = "whole_shapes"
 STACKED = "stacked"  # on a module: the shapes of parameters that are stacks of matrices, by name (model/experts.py)
 TP_SHARDED = "cut"  # on a parameter that is sharded along tp: the dim, and its whole shape
 
@@ -71,12 +70,10 @@ class Unit:
 
     def padded_numel(self, shards: int, trained_only: bool = False) -> int:
         """Returns the elements of all `shards` shards together, each tensor's shards padded to its longest."""
-        if (found := self._padded.get((shards, trained_only))) is None:
-            counted = (row for row in self._rows if row[2]) if trained_only else self._rows
-            found = self._padded[shards, trained_only] = sum(
-                round_up(rows, shards) * width for rows, width, _ in counted
-            )
-        return found
+        if (key := (shards, trained_only)) not in self._padded:
+            counted = (row for row in self._rows if row[2] or not trained_only)
+            self._padded[key] = sum(round_up(rows, shards) * width for rows, width, _ in counted)
+        return self._padded[key]
 
     def replicated_numel(self, shards: int) -> int:
         """Returns the elements of one shard, padded, of trained parameters that are the same along tp."""
@@ -85,11 +82,8 @@ class Unit:
 
     def rest_bytes(self, shards: int, master: int) -> int:
         """Returns the bytes of one shard at rest, padded: `master` bytes a trained element, a frozen one's own."""
-        each = zip(self.shapes, self.trained, self.itemsizes, strict=True)
-        return sum(
-            ceil_div(shape[0], shards) * prod(shape[1:]) * (master if trained else size)
-            for shape, trained, size in each
-        )
+        each = zip(self._rows, self.itemsizes, strict=True)
+        return sum(ceil_div(n, shards) * width * (master if trained else size) for (n, width, trained), size in each)
 
     def cast_numel(self, compute: int) -> int:
         """Returns the elements of parameters whose dtype at rest is not one of `compute` bytes an element."""
@@ -155,9 +149,9 @@ def choose_units(
     for modules in [*chosen[::-1], [model]]:  # inner before outer: an inner unit's parameters are its own
         own = [p for p in _parameters(modules) if p not in taken]
         taken |= set(own)
-        is_kept = sum(p.numel() for p in own) < parallel.reshard_min_params
         fate = getattr(modules[0], FORWARD_ONLY, "")
-        is_kept |= modules[0] not in in_blocks and fate != FREED and not parallel.reshard_root
+        is_freed = modules[0] in in_blocks or fate == FREED or parallel.reshard_root
+        is_freed &= frees and sum(p.numel() for p in own) >= parallel.reshard_min_params
         is_lookup = all(isinstance(module, nn.Embedding) for module in modules)
         # embedding and head in one unit, around all blocks; not the only end that a pipeline stage has
         is_around = outer == [modules] and not is_lookup and modules != parts[-1]
@@ -171,11 +165,8 @@ def choose_units(
                 hidden=tuple(p in hidden for p in own),
                 cut=tuple(hasattr(p, TP_SHARDED) for p in own),
                 parameters=count_parameters(own),
-                frees=frees and not is_kept,
-                reshard_after_forward=frees
-                and not is_kept
-                and not spans
-                and not (modules in outer[-1:] and modules == parts[-1]),
+                frees=is_freed,
+                reshard_after_forward=is_freed and not spans and not (modules in outer[-1:] and modules == parts[-1]),
                 read_in_backward=not (fate or is_lookup),
                 spans=spans,
                 forward_only=bool(fate),

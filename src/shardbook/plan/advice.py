@@ -75,9 +75,8 @@ def _sharing(planner: Planner, cluster: Cluster) -> list[Candidate]:
     """Returns candidates with another tp, cp or pp size; where none of them fits, also with two of the three."""
     found = list[Candidate]()
     for both in (False, True):
-        found += [
-            each for sizes in planner.parallel_sizes(cluster, both) for each in planner.candidates(cluster, sizes=sizes)
-        ]
+        for sizes in planner.parallel_sizes(cluster, both):
+            found += planner.candidates(cluster, sizes=sizes)
         if _fastest(found):
             break
     return found

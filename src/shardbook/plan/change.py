@@ -9,7 +9,7 @@ from shardbook.arithmetic import ceil_div
 from shardbook.axes import DATA_AXES, DP_SHARD
 from shardbook.parallel.layout import Layout
 from shardbook.plan.peak import predict_fullest
-from shardbook.recipe import Generate, Recipe, conflicts, find_stage
+from shardbook.recipe import Generate, Recipe, conflicts, find_stage, with_settings
 
 NONE_FITS = "no single change would fit; shardbook plan also tries parallel.tp_size, cp_size and pp_size"
 
@@ -31,14 +31,13 @@ def _changes(layout: Layout, recipe: Recipe, has_more: bool) -> Iterator[tuple[s
     batch, steps = recipe.train.per_device_train_batch_size, recipe.train.gradient_accumulation_steps
     while batch > 1:
         batch, steps = ceil_div(batch, 2), steps * 2
-        keys = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
-        words = " ".join(f"train.{key}={value}" for key, value in keys.items())
-        yield words, layout, recipe.model_copy(update={"train": recipe.train.model_copy(update=keys)})
+        keys = {"train.per_device_train_batch_size": batch, "train.gradient_accumulation_steps": steps}
+        words = " ".join(f"{key}={value}" for key, value in keys.items())
+        yield words, layout, with_settings(recipe, keys)
     kinds = ["none", "selective", "full"]
     now = recipe.activation.checkpointing
     for kind in kinds[kinds.index(now) + 1 if now in kinds else 1 :]:
-        activation = recipe.activation.model_copy(update={"checkpointing": kind})
-        yield f"activation.checkpointing={kind}", layout, recipe.model_copy(update={"activation": activation})
+        yield f"activation.checkpointing={kind}", layout, with_settings(recipe, {"activation.checkpointing": kind})
     data_ranks = layout.replicas * layout.shards
     if not layout.stage.reshard_after_forward and data_ranks > 1:
         units = tuple(replace(unit, frees=True, reshard_after_forward=not unit.spans) for unit in layout.units)

@@ -28,7 +28,7 @@ from shardbook.plan.axes import read_inside
 from shardbook.plan.formulas import predict_copied, predict_traffic
 from shardbook.plan.hardware import Cluster
 from shardbook.plan.peak import Peak, predict_fullest
-from shardbook.plan.speed import StepTime, model_flops, predict_step
+from shardbook.plan.speed import Note, StepTime, model_flops, predict_step
 from shardbook.recipe import Offload, Parallel, Recipe, RecipeError, conflicts, resolve_precision, with_settings
 from shardbook.recipe.stages import OF_ANY, STAGES, SWITCHES, find_stage
 
@@ -58,9 +58,12 @@ class Candidate:
     @cached_property
     def time(self) -> StepTime:
         """The time of its step: the slowest pipeline stage's. Most candidates do not fit, and are never asked."""
+        return max(map(self.time_of, self.layouts), key=lambda each: each.seconds)
+
+    def time_of(self, layout: Layout, note: Note | None = None) -> StepTime:
+        """Returns the time of a step of the pipeline stage with `layout`. `note`: as predict_step takes it."""
         asked = self.planner.config, self.recipe, self.planner.flops, self.planner.document_tokens, self.cluster
-        times = [predict_step(layout, *asked) for layout in self.layouts]
-        return max(times, key=lambda each: each.seconds)
+        return predict_step(layout, *asked, note)
 
     @cached_property
     def offloaded_bytes(self) -> dict[str, int]:
@@ -248,10 +251,8 @@ class Planner:
     def interleaved(self, found: Candidate) -> Candidate | None:
         """Returns `found` with two interleaved chunks of layers a rank: half the bubble, and more activations held.
         None where it has no pipeline, or chunks already, or too few blocks or micro-batches."""
-        interleaved = found.recipe.parallel.model_copy(
-            update={"pipeline_schedule": "interleaved", "pipeline_chunks": 2}
-        )
-        recipe = found.recipe.model_copy(update={"parallel": interleaved})
+        settings = {"parallel.pipeline_schedule": "interleaved", "parallel.pipeline_chunks": 2}
+        recipe = with_settings(found.recipe, settings)
         if found.recipe.parallel.pipeline_chunks > 1 or conflicts(recipe):
             return None
         try:
@@ -275,13 +276,8 @@ class Planner:
             if not (recipe := self.under(name, cluster, own)):
                 continue
             for kind, batch, offload in product(KINDS, batch_sizes, _tiers(recipe.offload, tier)):
-                steps = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": rows // batch}
-                changes = {
-                    "offload": offload,
-                    "activation": recipe.activation.model_copy(update={"checkpointing": kind}),
-                    "train": train.model_copy(update=steps),
-                }
-                candidate = recipe.model_copy(update=changes)
+                how = {"train.per_device_train_batch_size": batch, "train.gradient_accumulation_steps": rows // batch}
+                candidate = with_settings(recipe, how | {"activation.checkpointing": kind, "offload": offload})
                 if not conflicts(candidate):
                     yield self.lay_out(candidate, cluster)
 
@@ -330,8 +326,7 @@ def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> P
     config = shape_config(recipe.model.path, recipe.data.max_length)
     path, longest = recipe.distill.teacher, recipe.data.max_length
     teacher = shape_config(path, longest, "distill.teacher") if path else None
-    alone = recipe.parallel.model_copy(update=pipeline_settings(Parallel()))
-    whole = recipe.model_copy(update={"parallel": alone})
+    whole = with_settings(recipe, {f"parallel.{key}": own for key, own in pipeline_settings(Parallel()).items()})
     attention = kernel_on_gpu(recipe.model.attention, check_family(config).demands)
     model = build_adapted(whole, config, attention, teacher)
     return Planner(recipe, config, model, min(document_tokens, longest), teacher)

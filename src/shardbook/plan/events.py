@@ -317,12 +317,8 @@ def count_moves(layout: Layout, rank: int, micros: int) -> dict[str, Counter[str
     plans = {unit: plan_unit(layout, unit, rank) for unit in layout.units}
     moves = {what: Counter[str]() for what in ("fetch", "arrive", "update")}
     for what, unit, _ in step_events(layout, micros):
-        if what == "fetch" and unit:
-            moves[what].update(moved_bytes(layout, plans[unit], gathers=1))
-        elif what == "arrive" and unit:
-            moves[what]["to_host"] += plans[unit].reduced * layout.dtype("reduce").itemsize
-        elif what == "update" and unit:
-            moves[what].update(moved_bytes(layout, plans[unit], steps=1))
+        if unit and what in moves:
+            moves[what].update(moved_bytes(layout, plans[unit], what == "fetch", what == "update", what == "arrive"))
     return moves
 
 

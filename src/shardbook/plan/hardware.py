@@ -84,8 +84,6 @@ class Cluster:
         share that cross between the same nodes. A hop adds its latency (the alpha of alpha-beta).
         """
         count, nodes = len(ranks), len({rank // self.a_node for rank in ranks})
-        if count == 1:
-            return 0.0
         sent = payload_bytes * (count - 1) / count
         inside = sent / (INSIDE * self.gpu.link) if count > nodes else 0.0
         groups = self.a_node * nodes / count  # groups that cross between the same nodes at once

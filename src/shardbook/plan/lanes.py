@@ -5,7 +5,6 @@ optimizer and the host that it counts; nothing is counted here. Blocks that repe
 micro-batches the middle ones are left out.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,10 +14,9 @@ from torch import nn
 from shardbook.memory.host_state import moved_bytes, plan_unit
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import Unit
-from shardbook.plan.cluster import Candidate, Planner
+from shardbook.plan.cluster import Candidate
 from shardbook.plan.events import step_passes
 from shardbook.plan.hardware import PCIE_SHARE
-from shardbook.plan.speed import predict_step
 
 SHOWN = 2  # passes at the beginning, and at the end, that are drawn; blocks at either end of a pass that are
 WORDS = {
@@ -68,19 +66,11 @@ def name_units(layout: Layout) -> dict[Unit | None, tuple[int, str]]:
     return names
 
 
-def lay_in_time(planner: Planner, candidate: Candidate) -> tuple[list[Span], float]:
+def lay_in_time(candidate: Candidate) -> tuple[list[Span], float]:
     """Returns the spans of a step in order, and the seconds of passes that are left out in its middle."""
     layout, recipe, cluster = candidate.layout, candidate.recipe, candidate.cluster
     found, micros = list[Noted](), recipe.train.gradient_accumulation_steps
-    time = predict_step(
-        layout,
-        candidate.planner.config,
-        recipe,
-        planner.flops,
-        planner.document_tokens,
-        cluster,
-        lambda *noted: found.append(Noted(*noted)),
-    )
+    time = candidate.time_of(layout, lambda *noted: found.append(Noted(*noted)))
     end = max(each.ends for each in found)
     found += moves_of(layout, found, PCIE_SHARE * cluster.gpu.pcie, micros * recipe.forwards_per_micro)
     passes = max(each.number for each in found) + 1
@@ -111,12 +101,7 @@ def moves_of(layout: Layout, found: list[Noted], rate: float, count: int) -> lis
     for number, (_, events) in enumerate(step_passes(layout, count)):
         for what, unit, _ in events:
             if what in ("fetch", "arrive") and unit:
-                plan = plan_unit(layout, unit, 0)
-                moved: Counter[str] = Counter()
-                if what == "fetch":
-                    moved.update(moved_bytes(layout, plan, gathers=1))
-                else:
-                    moved["to_host"] = plan.reduced * layout.dtype("reduce").itemsize
+                moved = moved_bytes(layout, plan_unit(layout, unit, 0), what == "fetch", sums=what == "arrive")
                 begins = max(free, began.get((number, unit), free))
                 free = begins + max(moved["to_host"], moved["to_device"]) / rate
                 moves.append(Noted(number, "move", unit, begins, free))

@@ -17,7 +17,7 @@ from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SIZE_KEYS, Candidate, 
 from shardbook.plan.events import step_bytes
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
-from shardbook.recipe import Precision, Recipe, RecipeError, find_stage
+from shardbook.recipe import Precision, Recipe, RecipeError, find_stage, with_settings
 from shardbook.terminal import build_console
 
 if TYPE_CHECKING:
@@ -276,10 +276,8 @@ def describe_offload(report: Report, candidate: Candidate) -> list[str]:
     said = ", ".join(f"{what.replace('_', ' ')} {size / GB:,.1f}" for what, size in moved.items() if size)
     time, larger = candidate.time, candidate
     while larger.time.offload > 0 and larger.tokens < 1000 * candidate.tokens:  # larger micro-batches hide more
-        train = larger.recipe.train
-        batch = {"per_device_train_batch_size": 2 * train.per_device_train_batch_size}
-        recipe = larger.recipe.model_copy(update={"train": train.model_copy(update=batch)})
-        larger = report.planner.lay_out(recipe, report.cluster)
+        batch = {"train.per_device_train_batch_size": 2 * larger.recipe.train.per_device_train_batch_size}
+        larger = report.planner.lay_out(with_settings(larger.recipe, batch), report.cluster)
     hidden = f"{time.offload:.1f} s of {time.seconds:.1f} nothing hides"
     if time.offload > 0 and larger.time.offload == 0:
         hidden += f"; from {larger.tokens:,} tokens a step on all of it is hidden"

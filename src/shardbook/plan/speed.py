@@ -127,30 +127,20 @@ def predict_step(
     link = LINK_SHARE * (products + attention) * (layout.world_size > 1)
     exposed = inside = inside_seconds(layout, config, recipe, cluster)
     offload_time = 0.0
+    micro = products + attention + memory + copies + link + inside / micros
     if cluster:
-        micro = products + attention + memory + copies + link + inside / micros
         forward = (micro - teacher_seconds) / (3 + again + more)
         both = forward + teacher_seconds, micro - teacher_seconds - (1 + more) * forward
         exposed += exposed_seconds(layout, cluster, micros, *both, more, note)
         if row.whole_matrices:
-            exposed += sum(
-                cluster.ring_seconds(size, layout.groups(0)[axis]) for _, axis, size in muon_exchanges(layout)
-            )
+            groups = layout.groups(0)
+            exposed += sum(cluster.ring_seconds(size, groups[axis]) for _, axis, size in muon_exchanges(layout))
         if pipeline.ranks > 1:
             exposed += passing_seconds(layout, config, tokens, cluster)
         offload_time = offload_seconds(layout, cluster, micros, *both)
-    computing = products + attention + memory + copies + link + inside / micros
-    waits = bubble(pipeline.ranks, micros, pipeline.chunks) * micros * computing
-    return StepTime(
-        micros * products,
-        micros * attention,
-        micros * (memory + copies),
-        micros * link,
-        optimizer,
-        exposed,
-        offload_time,
-        waits,
-    )
+    waits = bubble(pipeline.ranks, micros, pipeline.chunks) * micros * micro
+    computing = micros * products, micros * attention, micros * (memory + copies), micros * link
+    return StepTime(*computing, optimizer, exposed, offload_time, waits)
 
 
 def inside_seconds(layout: Layout, config: PreTrainedConfig, recipe: Recipe, cluster: Cluster | None) -> float:

@@ -110,9 +110,8 @@ class Timeline(LiveBytes):
 
     def take_gradient(self, owner: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self.grads.setdefault(owner, {}).update(
-            (key, size_of(parameter.grad)) for key, _ in storages_in(parameter.grad)
-        )
+        own = self.grads.setdefault(owner, {})
+        own |= {key: size_of(parameter.grad) for key, _ in storages_in(parameter.grad)}
 
     def enter(self, number: int, block: nn.Module, args: Any, named: Any) -> None:
         given = first_tensor([*args, *named.values()])

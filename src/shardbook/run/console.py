@@ -14,7 +14,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 
 from shardbook.comm.ledger import Traffic
-from shardbook.data.tokenized import Documents
 from shardbook.memory.host_state import offloaded_bytes
 from shardbook.model.attention import PLAIN
 from shardbook.model.selfcheck import check_family
@@ -60,11 +59,6 @@ class Console:
     def print(self, text: str) -> None:
         self.output.print(text, markup=False)
 
-    def show_data(self, documents: Documents, held_out: Documents | None) -> None:
-        self.print(f"train    {documents.summary}")
-        if held_out:
-            self.print(f"eval     {held_out.summary}")
-
     def show_stopped(self, name: str, newest: Path | None, step: int, steps: int) -> int:
         """Shows the step at which a run stopped on request, and how to continue it: from its own `newest`
         checkpoint or, without one, from its beginning. Returns the exit code."""
@@ -74,7 +68,9 @@ class Console:
 
     def show_job(self, job: Job) -> None:
         """Shows the data, the effective layout and the forecast of a step: once, before anything is built."""
-        self.show_data(job.documents, job.held_out)
+        self.print(f"train    {job.documents.summary}")
+        if job.held_out:
+            self.print(f"eval     {job.held_out.summary}")
         self.output.print(describe_layout(job))
         if seconds := job.forecast.get("predicted/perf/step_seconds"):
             self.print(f"forecast {seconds:.2f} s a step of full rows (arithmetic: docs/planning.md)")
@@ -104,13 +100,10 @@ class Console:
 
     def show_step(self, step: int, metrics: Metrics) -> None:
         """Shows a finished step; without its metrics (not a logging step) only a progress bar moves."""
-        parts = []
         if said := describe_peak(metrics):
             self.print(said)
-        if "train/loss" in metrics:
-            parts.append(f"loss {metrics['train/loss']:.4f}")
-        if "eval/loss" in metrics:
-            parts.append(f"eval {metrics['eval/loss']:.4f}")
+        losses = {"train/loss": "loss", "eval/loss": "eval"}
+        parts = [f"{word} {metrics[name]:.4f}" for name, word in losses.items() if name in metrics]
         for name, (word, form) in WATCHED.items():
             if (value := metrics.get(f"train/{name}", metrics.get(f"eval/{name}"))) is not None:
                 parts.append(f"{word} {value:{form}}")

@@ -1,5 +1,6 @@
 """A run's result as files: the whole model, or the trained adapters."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -88,30 +89,23 @@ def export_checkpoint(
 ) -> None:
     """Writes a checkpoint's model or adapter to `out`, one 5 GB file in memory at a time and without a process group.
     `merges`: adds adapters to the base weights in `folder`, as they are stored there; RecipeError without adapters."""
-    shapes = checkpoint_shapes(source)
-    if not recipe.lora.r:
-        if merges:
-            raise RecipeError("--merge: this run trained the whole model; nothing to merge; leave it out")
-        model = build_model(config, "fp32", scores=recipe.method == "reward")
-        if recipe.model.init == "pretrained":
-            load_buffers(model, folder)
-        tensors, beside = read_parameters(source, shapes), (model.files, stored_buffers(model))
-        save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, True, *beside)
-        if recipe.model.init == "pretrained":
-            _say_rest(model.files, folder)
-        return
-    trained = dict(read_parameters(source, shapes))
-    model = build_model(config, "fp32", scores=recipe.method == "reward")
-    if not merges:
+    shapes, has_base = checkpoint_shapes(source), merges or recipe.model.init == "pretrained"
+    if merges and not recipe.lora.r:
+        raise RecipeError("--merge: this run trained the whole model; nothing to merge; leave it out")
+    tensors, model = read_parameters(source, shapes), build_model(config, "fp32", scores=recipe.method == "reward")
+    if recipe.lora.r and not merges:
         names = find_peft_names(model, folder)
-        settings = adapter_config(loadable(recipe.model.path), recipe.model.revision, recipe.lora, trained, names)
-        save_adapter(out, trained.items(), settings, names, tokenizer)
+        settings = adapter_config(loadable(recipe.model.path), recipe.model.revision, recipe.lora, shapes, names)
+        save_adapter(out, tensors, settings, names, tokenizer)
         return
-    whole = {name: parameter.shape for name, parameter in model.named_parameters()}
-    load_buffers(model, folder)
-    with open_tensors(folder) as opened:
-        base = model.files.by_model_names(opened)
-        tensors = merged_tensors(base, trained, whole, recipe.lora)
-        beside = model.files, stored_buffers(model)
-        save_weights(out, tensors, whole, config, tokenizer, folder, dtype, True, *beside)
-    _say_rest(model.files, folder)
+    if has_base:
+        load_buffers(model, folder)
+    beside = model.files, stored_buffers(model)
+    with ExitStack() as opened:
+        if merges:
+            base = model.files.by_model_names(opened.enter_context(open_tensors(folder)))
+            shapes, trained = {name: each.shape for name, each in model.named_parameters()}, dict(tensors)
+            tensors = merged_tensors(base, trained, shapes, recipe.lora)
+        save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, True, *beside)
+    if has_base:
+        _say_rest(model.files, folder)

@@ -45,14 +45,10 @@ class Samples:
             return
         with pause():
             found = self._continue(step)
+            text_of, stops = self.job.tokenizer.decode, self.job.prompts.stops
             samples = [
-                {
-                    "step": step,
-                    "prompt": self.job.tokenizer.decode(ids),
-                    "completion": self.job.tokenizer.decode(without(found[number], self.job.prompts.stops)),
-                    "tokens": len(found[number]),
-                }
-                for number, ids in enumerate(self.job.prompts.ids)
+                {"step": step, "prompt": text_of(ids), "completion": text_of(without(own, stops)), "tokens": len(own)}
+                for ids, own in zip(self.job.prompts.ids, found, strict=True)
             ]
             self.recorder.log_samples(samples)
             texts = self.job.recipe.generate.prompts or [sample["prompt"] for sample in samples]

@@ -90,18 +90,14 @@ class ItemReader(_AsPlanned, StorageReader):
 
     def __init__(self, path: Path, items: dict[str, list[Item]]):
         self.path, self.buffer = path, memoryview(bytearray())
-        self.places = {
-            dcp.MetadataIndex(item.name, torch.Size(item.offsets)): (file, item)
-            for file, rows in items.items()
-            for item in rows
-        }
-        known = dict[str, dcp.TensorStorageMetadata]()
-        for index, (_, item) in self.places.items():
-            chunk = dcp.ChunkStorageMetadata(index.offset or torch.Size(), torch.Size(item.sizes))
+        self.places, known = dict[dcp.MetadataIndex, tuple[str, Item]](), dict[str, dcp.TensorStorageMetadata]()
+        for file, item in ((file, item) for file, rows in items.items() for item in rows):
+            offsets, sizes, shape = map(torch.Size, (item.offsets, item.sizes, item.shape))
+            self.places[dcp.MetadataIndex(item.name, offsets)] = file, item
             if item.name not in known:
                 properties = dcp.TensorProperties(dtype=getattr(torch, item.dtype))
-                known[item.name] = dcp.TensorStorageMetadata(properties, torch.Size(item.shape), [])
-            known[item.name].chunks.append(chunk)
+                known[item.name] = dcp.TensorStorageMetadata(properties, shape, [])
+            known[item.name].chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
         self.metadata = dcp.Metadata(dict(known))
 
     def read_metadata(self, *positional: Any, **named: Any) -> dcp.Metadata:

@@ -1,16 +1,14 @@
 """Measured steps of runs, for a plan's calibration."""
 
 import json
-import statistics
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from shardbook.gpus import find_gpu, gpu_of
-from shardbook.model.causal_lm import count_flops
 from shardbook.plan.calibrate import Sample
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import Cluster
-from shardbook.plan.speed import predict_step
 from shardbook.recipe import RecipeError, first_line, load_recipe
 from shardbook.run.directory import read_facts
 
@@ -38,6 +36,5 @@ def read_sample(run: Path, model_path: str, gpu_name: str, document_tokens: floa
         raise RecipeError(f"{said}: needs more than {SKIPPED} logged steps")
     planner, gpu, world = build_planner(recipe, document_tokens), find_gpu(gpu_name), facts["world_size"]
     size = {"gpus": world, "a_node": min(gpu.a_node, world)}
-    layout = planner.lay_out(planner.recipe, Cluster(gpu, nics=gpu.nics, **size)).layout
-    step = (layout, planner.config, planner.recipe, count_flops(planner.model), planner.document_tokens)
-    return Sample(statistics.median(seconds), lambda cluster: predict_step(*step, replace(cluster, **size)).seconds)
+    found = planner.lay_out(planner.recipe, Cluster(gpu, nics=gpu.nics, **size))
+    return Sample(median(seconds), lambda cluster: replace(found, cluster=replace(cluster, **size)).time.seconds)

@@ -41,9 +41,8 @@ class OomGuard(AbstractContextManager["OomGuard"]):
         else:
             here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             room = HOST_ROOM * here / self.job.layout.ranks_per_node
-        measured = dict[str, float]()
-        for name, count in (memory_metrics(self.sharded, self.optimizer) | peak_metrics()).items():
-            measured[name.removeprefix("memory/").removesuffix("_bytes")] = count
+        kept = memory_metrics(self.sharded, self.optimizer) | peak_metrics()
+        measured = {name.removeprefix("memory/").removesuffix("_bytes"): count for name, count in kept.items()}
         shown = ", ".join(f"{name} {count / GB:.1f}" for name, count in measured.items() if name != "alloc_retries")
         if self.job.unplanned:
             return f"out of memory: {said} Measured in GB: {shown}. Not predicted: {self.job.unplanned}"

@@ -58,10 +58,8 @@ class BatchPrefetcher:
         self.waited_seconds += time.perf_counter() - began
         self._made = self._make()
         counts = count_totals(micros, self.loader.batching.sequences)
-        self._counted: tuple[list[MicroBatch], Callable[[], list[float]]] = (
-            micros,
-            begin_sum(*counts, pack([self.stop.asked, *self.flags()]), *count_work(micros)),
-        )
+        flags = pack([self.stop.asked, *self.flags()])
+        self._counted = micros, begin_sum(*counts, flags, *count_work(micros))
 
     def next_step(self) -> StepBatch | None:
         """Returns the next step, and moves the loader's position past it; None where a rank was asked to stop. Raises

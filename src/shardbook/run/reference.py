@@ -42,12 +42,10 @@ class Reference:
         self.loader, self.held_out = job.loader, job.held_out
         self.file, self.ranks, self.console, self.stop = run / FILE, ranks, console, stop
         self.stopped = False  # before all was computed, or just after
-        documents, held_out = job.documents, job.held_out
-        reached = min(job.steps * self.loader.rows_per_step, len(documents.rows))
-        self.rows: dict[str, tuple[Documents, list[Row]]] = {
-            "train": (documents, [self.loader.row_at(index) for index in range(reached)])
-        }
-        self.rows |= {"eval": (held_out, held_out.rows)} if held_out else {}
+        reached = range(min(job.steps * self.loader.rows_per_step, len(job.documents.rows)))
+        trained = job.documents, [*map(self.loader.row_at, reached)]
+        self.rows: dict[str, tuple[Documents, list[Row]]] = {"train": trained}
+        self.rows |= {"eval": (job.held_out, job.held_out.rows)} if job.held_out else {}
 
     def read(self, sharded: ShardedModel, weights: Path, goes_on: bool, named: str = "") -> bool:
         """Reads the run directory's file, and returns whether it has all rows. Raises RecipeError where a run `goes_on`

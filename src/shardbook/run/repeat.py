@@ -12,12 +12,11 @@ from torch import Tensor
 from shardbook.comm.ledger import Ledger
 from shardbook.data.loader import MicroBatch
 from shardbook.optim.elementwise import local_values
+from shardbook.parallel.library import sum_bits
 from shardbook.parallel.pipeline import LossFunction, run_step
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import Ranks, sum_over_ranks
 from shardbook.ranks.exits import RunFailed
-
-PIECE = 2**24  # numbers that are widened to int64 at once
 
 
 class Handed(Ledger):
@@ -30,18 +29,6 @@ class Handed(Ledger):
     def _count(self, op: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
         if op != "all_gather":
             self.sums.append(sum_bits(tensor))
-
-
-def sum_bits(tensor: Tensor) -> Tensor:
-    """Returns a sum, int64, over a tensor's numbers taken as integers of its itemsize. With their squares: alone, one
-    that is rounded up and one that is rounded down would cancel."""
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
-    pieces = tensor.detach().contiguous().view(-1).view(integer).split(PIECE)
-    return torch.stack([_mix(piece.long()) for piece in pieces]).sum()
-
-
-def _mix(words: Tensor) -> Tensor:
-    return (words * words + words).sum()
 
 
 def check_results(
