@@ -34,6 +34,9 @@ def place(tiny, tmp_path_factory):
     write_model(out / "untemplated")
     tokenizer(None).save_pretrained(out / "untemplated")
     (out / "untemplated" / "chat_template.jinja").unlink(missing_ok=True)
+    write_model(out / "speechless")
+    for file in (out / "speechless").glob("tokenizer*"):
+        file.unlink()
     write_model(out / "short", max_position_embeddings=64)
     write_model(out / "few", vocab=200)
     write_model(out / "stranger")
@@ -87,6 +90,7 @@ CASES = {
         ["untemplated has no chat template", "model.tokenizer", "data.chat_template"],
     ),
     "model": (["model.path={out}/nowhere"], ["model.path", "nowhere", "no such directory"]),
+    "tokenizer-none": (["model.path={out}/speechless"], ["speechless (it has no tokenizer.json); set model.tokenizer"]),
     "hub": (["model.path=meta-llama/Llama-3.1-8B"], ["meta-llama/Llama-3.1-8B", "HF_TOKEN", "local directory"]),
     "hub-data": (["data.train=someone/something:train"], ["someone/something", "HF_TOKEN", "local file"]),
     "run-dir": (["run.dir={out}/a-file"], ["run directory", "a-file is a file", "run.dir"]),
@@ -107,7 +111,12 @@ RANDOM = ["model.init=random"]  # without weights
 EARLY = {  # what a launcher sees before torch is imported: the command's words, and parts of its last line
     "data-absent": (["data.train={out}/absent.jsonl"], ["data.train = ", "absent.jsonl': no such file"]),
     "data-directory": (["data.train={out}/absent"], ["no such directory, and not a hub id"]),
-    "data-nothing": (["data.train={out}/nothing"], ["nothing': the directory has no .jsonl, .json, .parquet, .csv"]),
+    "data-nothing": (
+        ["data.train={out}/nothing"],
+        ["nothing': has no saved dataset, and no file that ends with .jsonl, .json"],
+    ),
+    "data-pattern": (["data.train={out}/no*.jsonl"], ["no*.jsonl': no file matches it that ends with .jsonl, .json"]),
+    "data-none": (["data.train=[]"], ["data.train = '': needs a file, a pattern of files (rows/*.jsonl), a directory"]),
     "data-kind": (["data.train={out}/table.xlsx"], ["table.xlsx': this kind of file is not read; .jsonl, .json"]),
     "data-empty": (["data.train={out}/empty.jsonl"], ["empty.jsonl': holds no rows"]),
     "data-blank": (["data.train={out}/blank.jsonl"], ["blank.jsonl': holds no rows"]),

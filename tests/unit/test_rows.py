@@ -49,7 +49,7 @@ def test_every_local_kind_of_source_gives_the_same_rows(folder):
     Dataset.from_list(rows[:4]).to_parquet(folder / "shards" / "0.parquet")
     Dataset.from_list(rows[4:]).to_parquet(folder / "shards" / "1.parquet")
     Dataset.from_list(rows).save_to_disk(folder / "saved")
-    for name in ("shards", "saved"):
+    for name in ("shards", "saved", "shards/*.parquet", "**/[01].parquet"):
         assert load_sources(str(folder / name), "data.train")[0].to_list() == rows
     both = load_sources([str(folder / "a.jsonl"), str(folder / "saved")], "data.train")
     assert [part.to_list() for part in both] == [rows, rows]
@@ -75,7 +75,7 @@ def test_unusable_sources_are_named(folder):
         str(folder / "cut.parquet"): r"cannot be read as parquet \(.+; where the file is whole, delete its copy in /",
         str(folder / "blank.jsonl"): "holds no rows",
         str(folder / "list.jsonl"): r"cannot be read as json \(line 3 of list.jsonl: is no table of fields\)",
-        str(folder / "nothing"): "has no .jsonl, .json, .parquet, .csv, .tsv file",
+        str(folder / "nothing"): "no file that ends with .jsonl, .json, .parquet, .csv, .tsv",
     }
     for name, message in cases.items():
         with pytest.raises(RecipeError, match=r"data.train = .*" + message):

@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,7 +40,7 @@ class Files:
 
 
 def source_names(spec: str | list[str]) -> list[str]:
-    return [spec] if isinstance(spec, str) else spec
+    return [spec] if isinstance(spec, str) else spec or [""]
 
 
 def source_keys(spec: str | list[str], what: str) -> list[tuple[str, str]]:
@@ -52,9 +53,11 @@ def find_files(name: str, what: str) -> Files:
     """Returns the files of the source `name`. `what` is the recipe key, for errors. Raises RecipeError where there are
     none, or none that is read."""
     if not name:
-        raise RecipeError(f"{what} = '': needs a file, a directory, a hub id or {' or '.join(DATASETS)}")
+        said = f"needs a file, a pattern of files (rows/*.jsonl), a directory, a hub id or {' or '.join(DATASETS)}"
+        raise RecipeError(f"{what} = '': {said}")
     path = chitchat_file(name) if name in DATASETS else Path(name).expanduser()
-    kind = _kind(path)
+    is_pattern = bool(set(name) & set("*?[")) and not path.exists()
+    kind = "" if is_pattern else _kind(path)
     if path.is_file() and not kind:
         said = f"this kind of file is not read; {', '.join(READERS)} are, also with {' or '.join(PACKED)} behind"
         raise RecipeError(f"{what} = {name!r}: {said}")
@@ -62,14 +65,17 @@ def find_files(name: str, what: str) -> Files:
         if not path.is_file():
             raise RecipeError(f"{what} = {name!r}: no such file")
         return _readable(Files(READERS[kind], [path], kind), name, what)
-    if path.is_dir():
+    if is_pattern or path.is_dir():
         if (path / "state.json").is_file():
             return Files(SAVED, [path])
-        there = [(_kind(file), file) for file in sorted(path.iterdir()) if file.is_file()]
+        # Path.glob refuses some patterns
+        listed = map(Path, glob(str(path), recursive=True)) if is_pattern else path.iterdir()  # noqa: PTH207
+        there = [(_kind(file), file) for file in sorted(listed) if file.is_file()]
         for suffix, reader in READERS.items():
             if files := [file for kind, file in there if kind == suffix]:
                 return _readable(Files(reader, files, suffix), name, what)
-        raise RecipeError(f"{what} = {name!r}: the directory has no {', '.join(READERS)} file and no saved dataset")
+        said = "no file matches it that ends with" if is_pattern else "has no saved dataset, and no file that ends with"
+        raise RecipeError(f"{what} = {name!r}: {said} {', '.join(READERS)}")
     if not is_hub_id(name):
         raise RecipeError(f"{what} = {name!r}: no such directory, and not a hub id (owner/name or owner/name:split)")
     return Files(HUB, [])

@@ -81,7 +81,8 @@ def load_tokenizer(folder: Path, what: str, chat_template: str = "") -> PreTrain
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception on a malformed file
-        raise RecipeError(f"{what}: no usable tokenizer in {folder} ({first_line(error)})") from None
+        why = first_line(error) if (folder / "tokenizer.json").exists() else "it has no tokenizer.json"
+        raise RecipeError(f"{what}: no usable tokenizer in {folder} ({why}); set model.tokenizer") from None
     if not tokenizer.is_fast:
         needed = "a fast one (tokenizer.json), which the loss mask needs"
         raise RecipeError(f"{what}: the tokenizer in {folder} is not {needed}")

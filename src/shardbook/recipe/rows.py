@@ -15,7 +15,7 @@ OURS += ["conversation", "messages", "return_dict", "return_tensors", "padding",
 class Data(Section):
     train: str | list[str] = key(
         "chitchat",
-        "Hub id with an optional :split, directory, .jsonl, .csv, .parquet, chitchat(-pairs); a list joins several.",
+        "Hub id with an optional :split, directory, .jsonl, .csv, .parquet, rows/*.jsonl, chitchat(-pairs); or a list.",
     )
     weights: list[int | float] = key(
         [], "Share of an epoch's documents for each source of a list in train, [3, 1]; []: each document once."
