@@ -23,13 +23,14 @@ from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint import load_checkpoint
 from shardbook.run.console import Console
+from shardbook.run.directory import read_facts
 from shardbook.run.evaluated import evaluation_recipe
 from shardbook.run.evaluation import evaluate
 from shardbook.run.out_of_memory import OomGuard
 from shardbook.run.prepare import Job, lay_out_run, prepare_job
 from shardbook.run.reference import Reference
 from shardbook.run.start import load_base
-from shardbook.run.stored_items import newest_checkpoint
+from shardbook.run.stored_items import newest_checkpoint, step_of
 from shardbook.run.teacher import fill_teacher
 from shardbook.train import build, guard
 
@@ -53,7 +54,9 @@ def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, i
         reference = Reference(job, Path(folder), ranks, console, StopFlag())
         if not reference.read(sharded, job.folder, goes_on=False):
             reference.compute(sharded)
-        if run and (checkpoint := newest_checkpoint(run / "checkpoints")):
+        checkpoint = newest_checkpoint(run / "checkpoints") if run else None
+        finished = read_facts(run).get("finished_steps", 0) if run else 0
+        if checkpoint and step_of(checkpoint) >= finished:  # else the result is not in a checkpoint
             load_checkpoint(checkpoint, sharded, optimizer)
             source = str(checkpoint)
         elif run:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shutil
 
 import pytest
 from tiny import write_pairs
@@ -45,6 +46,14 @@ def test_a_run_s_export_has_the_loss_that_its_run_logged(recipe, tiny):
     rows = f"data={tiny}/chats.jsonl"
     own, plain = evaluated(1, run, rows), evaluated(1, run / "export", rows, "data.max_length=128")
     assert own["loss"] == pytest.approx(plain["loss"], rel=1e-6) and own["examples"] == plain["examples"] > 6
+
+
+def test_a_result_that_is_in_no_checkpoint_is_read_from_the_export(recipe):
+    words = ["optim.learning_rate=1e-2", "data.eval_size=6", "train.steps=3", "train.save_steps=2"]
+    run = run_train(2, recipe, "beyond", *words)
+    shutil.rmtree(run / "checkpoints" / "step-000003", ignore_errors=True)  # as save_steps=2 of a longer run leaves it
+    found = evaluated(1, run)
+    assert found["weights"] == str(run / "export") and found["loss"] == pytest.approx(last(run)["loss"], rel=1e-6)
 
 
 def test_a_preference_has_accuracy_and_margin_against_its_reference(recipe, tmp_path):

@@ -424,6 +424,10 @@ def test_a_checkpoint_past_the_end_or_of_other_rows_is_refused(recipe, straight)
     assert "is at step 4, the recipe ends at step 3" in refused(recipe, 2, "no-3", named, "train.steps=3")
     assert "rows and seed 42, this recipe has" in refused(recipe, 2, "no-4", named, "data.max_length=100")
     assert "seed 42, this recipe has" in refused(recipe, 2, "no-5", named, "train.seed=1")
+    # epochs count steps, which were of other rows
+    wider = "train.gradient_accumulation_steps=3"
+    error = refused(recipe, 2, "no-6", named, "train.steps=0", "train.epochs=9", wider)
+    assert "so epochs are other steps; change train.gradient_accumulation_steps, or set train.steps" in error
 
 
 def test_other_data_of_as_many_rows_is_refused_and_an_older_checkpoint_is_not_asked(recipe, tiny, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from cases import DECAY, MAX_NORM, RATE, TOLERANCE, Case, assert_case, layouts, outcomes_of, run_cases
 from pairs import DIFFERENCE, all_but_speed, go_on_from, pairs_of_steps
 from tiny import tokenizer, write_pairs
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from world import losses, metrics, run_train, run_world, train_rank
 
 load = AutoModelForSequenceClassification.from_pretrained
@@ -77,8 +77,6 @@ def straight(recipe, tiny, pairs):
 
 
 def held_out_loss(model, recipe, tiny, words) -> float:
-    from transformers import AutoTokenizer
-
     from shardbook.data.tokenized import build_documents
     from shardbook.recipe import load_recipe
 
@@ -103,9 +101,14 @@ def test_the_export_is_a_classifier_of_transformers(recipe, tiny, pairs, straigh
     rows = metrics(straight)
     assert rows[-1]["eval/loss"] == pytest.approx(held_out_loss(model, recipe, tiny, words), rel=TOLERANCE)
     assert {"train/accuracy", "train/margin", "train/mean_reward"} <= rows[1].keys()
-    assert model.config.num_labels == 1 and model.config.pad_token_id is not None
-    together = model(input_ids=torch.arange(6).view(2, 3)).logits  # more than one row at once
-    assert together.shape == (2, 1)
+    assert model.config.num_labels == 1
+    # rows of several lengths at once, which end as those that were trained do
+    rows = [torch.tensor([*range(3, 3 + length), 258]) for length in (2, 5)]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
+    together = model(input_ids=padded, attention_mask=(padded != model.config.pad_token_id).long()).logits
+    apart = torch.cat([model(input_ids=row[None]).logits for row in rows])
+    assert together.shape == (2, 1) and torch.allclose(together, apart, rtol=1e-5, atol=1e-7)
+    assert AutoTokenizer.from_pretrained(straight / "export").pad_token_id == model.config.pad_token_id
 
 
 @pytest.mark.filterwarnings("default")

@@ -333,8 +333,8 @@ def train_on(source, words, forgets):
 
     if forgets:
         real = start.load_checkpoint
-        start.load_checkpoint = lambda path, sharded, optimizer: real(
-            path, dataclasses.replace(sharded, residuals={}), optimizer
+        start.load_checkpoint = lambda path, sharded, *more: real(
+            path, dataclasses.replace(sharded, residuals={}), *more
         )
     return train_rank([*words, f"train.resume_from_checkpoint={source}"])
 

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from families import write_seeing
-from tiny import tokenizer
+from tiny import said_by, tokenizer, write_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 
 from shardbook.model import adapter_files, adapters, weights
@@ -84,6 +84,25 @@ def test_peft_finds_each_adapter_of_a_models_text(family, tmp_path, capsys):
             parameter.data.zero_()
     adapter_files.load_adapter(other, tmp_path / "pefts", LORA, tmp_path / "model")
     assert torch.equal(last_logits(other), wanted)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("alpha_pattern", {"q_proj": 8}), ("rank_pattern", {"q_proj": 8}), ("fan_in_fan_out", True)]
+    + [("init_lora_weights", value) for value in ("pissa", "pissa_niter_4", "olora", "loftq", "corda")],
+)
+def test_what_would_load_as_another_model_is_refused(key, value, tmp_path):
+    write_model(tmp_path / "model")
+    model = adapted(tmp_path / "model")
+    save(model, tmp_path / "model", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    given = adapter_files.load_adapter, model, tmp_path / "adapter", LORA, tmp_path / "model"
+    for init in (True, False, "gaussian", "eva"):  # say how the training began, and change no weight of the base
+        file.write_text(json.dumps(settings | {"init_lora_weights": init}))
+        adapter_files.load_adapter(*given[1:])
+    file.write_text(json.dumps(settings | {key: value}))
+    assert f"has {key} = {value!r}, which is not read here; merge it into its base with peft" in said_by(*given)
 
 
 def test_names_of_the_text_alone_are_not_found_there(tmp_path, monkeypatch):

@@ -4,7 +4,9 @@ import random
 
 import pytest
 from tiny import CHATML, encode_row, tokenizer, trained_text
-from tokenizers import processors
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 import shardbook.data.chat
 from shardbook.data.chat import Encoder
@@ -153,6 +155,39 @@ def test_prompt_and_completion():
     assert trained_text({"prompt": "1+1=", "completion": "2"}) == ["2<|endoftext|>"]
     chat = {"prompt": CHAT[:3], "completion": CHAT[3:]}
     assert trained_text(chat) == ["ok, ünï 🙂<|im_end|>"]  # the answer inside the prompt is context
+
+
+@pytest.mark.parametrize("prompt", ["1+1 =", "1+1 = ", "1+1 =  "])
+@pytest.mark.parametrize("trims", [True, False])
+def test_a_space_before_a_completion_is_the_tokens_that_it_begins(prompt, trims):
+    """A token may hold the prompt's last space and the first word, and its offsets may leave the space out."""
+    coder = joining()
+    coder.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims)
+    ids, mask = encode_row({"prompt": prompt, "completion": "two"}, coder, "row 7")
+    taught = coder.decode([token for token, trained in zip(ids, mask, strict=True) if trained])
+    assert taught.strip() == "two<|endoftext|>" and coder.decode(ids) == prompt + "two<|endoftext|>"
+
+
+def joining():
+    """A tokenizer with one token for a space and the letter behind it, as large vocabularies have for words."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(BPE({**{letter: at for at, letter in enumerate(letters)}, "Ġt": len(letters)}, [("Ġ", "t")]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<|endoftext|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>")
+
+
+# Like Phi 3's: an end of sequence after the last answer alone. Like Llama 2's: one after each, behind a space.
+PHI = CHATML + "{% if not add_generation_prompt %}{{ '<|endoftext|>' }}{% endif %}"
+LLAMA2 = MISTRAL.replace("}}<|endoftext|>", "}} <|endoftext|>")
+
+
+@pytest.mark.parametrize(("template", "mark"), [(CHATML, "<|im_end|>"), (PHI, "<|im_end|>"), (LLAMA2, "<|endoftext|>")])
+def test_the_end_of_a_turn_is_what_every_answer_ends_with(template, mark):
+    assert Encoder(tokenizer(template)).end_of_turn() == mark
+    for taught in trained_text({"messages": CHAT}, template):
+        assert taught.rstrip().endswith(mark)
 
 
 def test_text():

@@ -83,6 +83,7 @@ ALONE = [  # settings that break one row each, in the table's order
     DPO | {"preference.label_smoothing": 0.5, "preference.loss_type": "robust"},
     DPO | {"preference.precompute_ref_log_probs": False},
     DPO | {"preference.precompute_ref_log_probs": False, "lora.r": 4, "lora.modules_to_save": ["norm"]},
+    DPO | {"preference.precompute_ref_log_probs": False, "lora.r": 4, "lora.adapter": "x"},
     {"method": "distill"},
     DISTILL | {"distill.kd_ratio": 0.0},
     DISTILL | HOST,

@@ -9,7 +9,7 @@ from kept_run import keep_run
 
 from shardbook import cli
 from shardbook.compare.compare_page import summary_rows
-from shardbook.compare.outcome import Outcome, differences, first_difference, judge, read_outcome
+from shardbook.compare.outcome import Outcome, differences, first_difference, judge, read_outcome, read_rows
 from shardbook.compare.page import LIBRARY, broken
 
 
@@ -111,6 +111,17 @@ def test_a_run_that_is_not_whole_is_said_and_the_rest_go_on(file, text, note, tm
             (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     found = read_outcome(tmp_path, "ddp")
     assert not found.finished and found.note.startswith(note), found.note
+
+
+def test_a_row_that_a_kill_tore_is_left_out(tmp_path):
+    """It may end within a character, and what a model writes may have marks that some take for the end of a line."""
+    rows = [{"text": "a\u2028b\x85c"}, {"text": "größer"}]
+    lines = [json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows]
+    for length in range(len(lines[1])):
+        (tmp_path / "samples.jsonl").write_bytes(lines[0] + lines[1][:length])
+        assert read_rows(tmp_path / "samples.jsonl") == rows[:1]
+    (tmp_path / "samples.jsonl").write_bytes(b"".join(lines))
+    assert read_rows(tmp_path / "samples.jsonl") == rows
 
 
 @pytest.mark.parametrize(

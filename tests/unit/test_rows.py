@@ -577,5 +577,6 @@ def test_evaluation_sees_every_row_once_and_ranks_agree_on_the_count(ranks, batc
     documents = fake_documents(11)
     every = [list(eval_micro_batches(documents, Batching(None, batch, rank, ranks))) for rank in range(ranks)]
     assert len({len(micros) for micros in every}) == 1
+    assert all(micro.ends.dtype == torch.int64 for micros in every for micro in micros)  # also where it has no row
     targets = torch.cat([micro.targets for micros in every for micro in micros])
     assert sorted(targets.tolist()) == sorted(list(range(11)) * 2)

@@ -37,7 +37,7 @@ DEEPSPEED = {
             "zero_optimization": True,
         },
         {"optim.learning_rate": 0.00015},
-        ["fp16", "zero_optimization"],
+        ["train_batch_size", "fp16", "zero_optimization"],
     ),
     "transformers, zero 2": (
         {
@@ -134,6 +134,29 @@ DEEPSPEED = {
             "optim.max_grad_norm": 0.5,
         },
         [],
+    ),
+    "defaults of its own": (
+        {
+            "scheduler": {"type": "WarmupLR"},
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-5}},
+            "bf16": {"enabled": False},
+        },
+        {
+            "precision.params": "fp32",
+            "optim.learning_rate": 1e-3,  # warmup_max_lr's; a scheduler's is the one that its steps have
+            "optim.warmup_steps": 1000,
+        },
+        [],
+    ),
+    "an optimizer's defaults": (
+        {"optimizer": {"type": "AdamW"}, "bf16": {"enabled": True}, "scheduler": {"type": "WarmupCosineLR"}},
+        {"precision.params": "bf16", "optim.learning_rate": 1e-3, "optim.warmup_steps": 1000},
+        [],
+    ),
+    "a batch of all ranks": (
+        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4},
+        {"train.per_device_train_batch_size": 4},
+        ["train_batch_size"],
     ),
     "zero 1": (
         {"zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8}, "bf16": {"enabled": True}},
@@ -941,7 +964,7 @@ def test_what_is_left_to_the_launcher_is_one_line(tmp_path, capsys):
 def test_bf16_warns_of_a_cpu(tmp_path):
     for enabled in (True, False):
         entries = said_of(written(tmp_path, "a.json", {"bf16": {"enabled": enabled}}))
-        assert ("(bf16)" in entries) == enabled
+        assert ("(bf16)" in entries and "on a CPU" in entries["(bf16)"].said) == enabled
     entries = said_of(written(tmp_path, "a.yaml", {"mixed_precision": "bf16"}))
     assert "there set precision.params=fp32" in entries["(bf16)"].said
 

@@ -48,6 +48,33 @@ def test_what_is_written_loads_in_transformers_with_bitwise_equal_logits(tmp_pat
     load(tmp_path / "out")  # and we read what we write
 
 
+@pytest.mark.parametrize(
+    ("source", "stops", "wanted"),
+    [
+        (None, [], None),
+        (None, [0], None),  # the config's own
+        (None, [0, 258], {"bos_token_id": 0, "pad_token_id": 0, "eos_token_id": [0, 258]}),
+        ({"eos_token_id": [0, 258], "top_p": 0.9}, [258], {"eos_token_id": [0, 258], "top_p": 0.9}),
+        ({"eos_token_id": 0, "top_p": 0.9}, [0, 258], {"eos_token_id": [0, 258], "top_p": 0.9}),
+        ({"top_p": 0.9}, [0], {"top_p": 0.9}),
+        ({"top_p": 0.9}, [0, 258], {"eos_token_id": [0, 258], "top_p": 0.9}),
+    ],
+)
+def test_what_was_learned_ends_what_is_generated(source, stops, wanted, tmp_path):
+    write_model(tmp_path / "in")
+    file, model = "generation_config.json", load(tmp_path / "in")
+    (tmp_path / "in" / file).unlink(missing_ok=True)
+    if source is not None:
+        (tmp_path / "in" / file).write_text(json.dumps(source))
+    shapes, tensors = {n: p.shape for n, p in model.named_parameters()}, weights.full_tensors(model, "fp32")
+    given = shapes, model.config, tokenizer(), tmp_path / "in", "fp32"
+    weights.save_weights(tmp_path / "out", tensors, *given, stops=stops)
+    written = tmp_path / "out" / file
+    assert (json.loads(written.read_text()) if written.is_file() else None) == wanted
+    if wanted and "eos_token_id" in wanted:
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [0, 258]
+
+
 def test_bf16_export(tmp_path):
     write_model(tmp_path / "in")
     model = load(tmp_path / "in")

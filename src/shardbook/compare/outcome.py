@@ -138,7 +138,8 @@ def _read_run(run: Path, name: str) -> Outcome:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a file of JSON lines; without the last one of a killed run, which is not whole."""
     rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    whole = path.read_bytes().rpartition(b"\n")[0].decode() if path.is_file() else ""
+    for line in whole.split("\n"):  # splitlines would end a line at what a sample may have in it
         try:
             rows.append(json.loads(line.replace("memory/unsent_bytes", "memory/residual_bytes")))  # its name before 0.2
         except ValueError:

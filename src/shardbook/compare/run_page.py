@@ -15,9 +15,10 @@ ELSEWHERE = {"train/loss", "train/tokens", *CURVES.values()}
 
 def write_run_page(path: Path, run: Path) -> Path:
     """Writes the page of the run in directory `run`. Raises RecipeError where it logged no step."""
-    outcome, rows = read_outcome(run, run.name), read_rows(run / "metrics.jsonl")
+    outcome = read_outcome(run, run.name)
     if not outcome.losses:
         raise RecipeError(f"{run}: {outcome.note}; there is nothing to show")
+    rows = read_rows(run / "metrics.jsonl")
     (((_, numbers)),) = summary_rows([outcome])
     numbers.pop("verdict")
     steps = f"{outcome.steps[-1]} steps" + ", not finished" * (not outcome.finished)

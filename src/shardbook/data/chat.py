@@ -80,8 +80,10 @@ class Encoder:
     def _render_row(self, row: dict[str, Any], where: str) -> "Rendered":
         example = read_row(row, where, self.system, self.train_on)
         if isinstance(example, Text):
-            text = example.prompt + example.completion + (self.tokenizer.eos_token or "")
-            return Rendered(text, [(len(example.prompt), len(text))], True)
+            text, begin = example.prompt + example.completion + (self.tokenizer.eos_token or ""), len(example.prompt)
+            if not example.completion[:1].isspace():  # a token may hold the prompt's last space and the first word
+                begin = len(example.prompt.rstrip(" "))
+            return Rendered(text, [(begin, len(text))], True)
         messages, trained, tools = example
         for number, message in enumerate(messages):
             if message["role"] not in self.roles:
@@ -234,9 +236,13 @@ class Encoder:
         return self._render([opening, *messages[1:]], where, tools).partition(PLACEHOLDER)[0]
 
     def _find_end_of_turn(self) -> str:
-        """Returns the template's text after an answer, without the newline that some add before the next header."""
+        """Returns the template's text after an answer, without white space around it, and without an end of sequence
+        that only a last answer has."""
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        return self._render(probe, "the chat template").rpartition("answer")[2].rstrip()
+        more = [{"role": "user", "content": "more"}, {"role": "assistant", "content": "last"}]
+        ends = [self._render(each, "the chat template").rpartition("answer")[2] for each in (probe, probe + more)]
+        mark, is_common = ends[0].strip(), ends[1].lstrip().startswith(ends[0].strip())
+        return mark if is_common else mark.removesuffix(self.tokenizer.eos_token or "").rstrip()
 
     def _render(
         self, messages: list[Message], where: str, tools: Tools = None, add_generation_prompt: bool = False

@@ -156,7 +156,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         rows, digest = len(self.documents.rows), self.documents.digest
-        return {"consumed_rows": self.consumed_rows, "rows": rows, "seed": self.seed, "data": digest}
+        facts = {"consumed_rows": self.consumed_rows, "rows": rows, "seed": self.seed, "data": digest}
+        return facts | {"rows_per_step": self.rows_per_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Seeks to a saved position. Raises RecipeError where that belongs to another stream of rows."""
@@ -249,7 +250,9 @@ def build_micro_batch(
     targets = targets.flatten()[positions]
     facts = packed, longest, sum(length**2 for length in lengths), tuple(trained)
     counts = torch.tensor(trained, dtype=torch.float32) if batching.sequences > 1 else None
-    whole = MicroBatch(ids, places, boundaries, positions, targets, *facts, counts, torch.tensor(ends), known)
+    whole = MicroBatch(
+        ids, places, boundaries, positions, targets, *facts, counts, torch.tensor(ends, dtype=torch.int64), known
+    )
     return slice_rows(whole, batching) if batching.cp_size > 1 else whole
 
 

@@ -83,6 +83,11 @@ def load_adapter(model: CausalLM, folder: Path, lora: Lora, base: Path) -> None:
         here, there = getattr(lora, key), settings.get(key, Lora.model_fields[key].default)
         if here != there:
             raise RecipeError(f"lora.{key} = {here}: the adapter in {folder} has {there}; set lora.{key}={there}")
+    changes = str(settings.get("init_lora_weights")).lower().startswith(("pissa", "olora", "loftq", "corda"))
+    for key in ("alpha_pattern", "rank_pattern", "fan_in_fan_out", *["init_lora_weights"] * changes):
+        if settings.get(key):
+            way_out = "merge it into its base with peft (merge_and_unload), and set model.path to that"
+            raise RecipeError(f"{said}: has {key} = {settings[key]!r}, which is not read here; {way_out}")
     names = find_peft_names(model, base)
     wanted = {PREFIX + names.there(name): parameter for name, parameter in kept_parameters(model).items()}
     problems = [f"missing {name}" for name in wanted.keys() - stored.keys()]

@@ -7,7 +7,7 @@ byte is copied. Writing: one stream of full tensors into files of 5 GB, in a sid
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -254,12 +254,13 @@ def save_weights(
     write: bool = True,
     files: FileNames | None = None,
     buffers: Mapping[str, Tensor] | None = None,
+    stops: Sequence[int] = (),
 ) -> None:
     """Writes a directory that `AutoModelForCausalLM.from_pretrained` loads. Holds at most one 5 GB file in memory.
 
     `tensors` yields every name of `shapes`, in its order, to be written by the names of `files`; `buffers` keep their
     dtype. With `write` False it only consumes them (the other ranks of a collective). The directory appears under its
-    name when complete.
+    name when complete. `stops`: the tokens that end what the model has learned to write.
     """
     if not write:
         for _ in tensors:
@@ -286,17 +287,38 @@ def save_weights(
         clean = type(config).from_dict(
             {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
         )
-        clean.architectures = config.architectures
+        clean.architectures = config.architectures or ([type(files.whole).__name__] if files else None)
         clean.dtype = DTYPES[dtype]
         if scores := SCORE in shapes:
             clean.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
             clean.num_labels = 1
-            if clean.pad_token_id is None:  # without one, transformers scores only one answer at a time
-                clean.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token else tokenizer.eos_token_id
+            _choose_padding(clean, tokenizer, {*stops, tokenizer.eos_token_id})
         clean.save_pretrained(side)
         tokenizer.save_pretrained(side)
-        if not scores and (source / "generation_config.json").is_file():
-            shutil.copy(source / "generation_config.json", side)
+        if not scores:
+            _write_generation(side, source / "generation_config.json", config, stops)
+
+
+def _choose_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> None:
+    """Sets, for both, a token for padding that ends no row: transformers reads the score at the last token that is no
+    padding, and without such a token scores only one answer at a time."""
+    special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
+    known = [tokenizer.pad_token_id if tokenizer.pad_token else None, config.pad_token_id, *special]
+    config.pad_token_id = next((token for token in known if token is not None and token not in ends), None)
+    if config.pad_token_id is not None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
+
+
+def _write_generation(out: Path, source: Path, config: PreTrainedConfig, stops: Sequence[int]) -> None:
+    """Writes the source's generation_config.json, with `stops` where it or the config lacks one: a chat template that
+    was learned may end answers with another token than the base model's."""
+    own = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    words = json.loads(source.read_text()) if source.is_file() else {k: v for k, v in own.items() if v is not None}
+    there = words.get("eos_token_id", own["eos_token_id"])
+    if not {*stops} <= {*(there if isinstance(there, list) else [there])}:
+        (out / source.name).write_text(json.dumps(words | {"eos_token_id": [*stops]}, indent=2) + "\n")
+    elif source.is_file():
+        shutil.copy(source, out)
 
 
 def _plan_files(shapes: dict[str, torch.Size], itemsize: int) -> dict[str, list[str]]:

@@ -45,7 +45,8 @@ class Data(Section):
     @model_validator(mode="after")
     def validate_keys(self) -> "Data":
         if self.eval and self.eval_size:
-            raise ValueError(f"eval = {self.eval!r} and eval_size = {self.eval_size}: set one of the two")
+            said = f"eval = {self.eval!r} and eval_size = {self.eval_size}"
+            raise ValueError(f"{said}: set one of the two, the other to data.eval_size=0 or data.eval=''")
         if self.eval_size != int(self.eval_size) and self.eval_size > 1:
             raise ValueError(f"eval_size = {self.eval_size}: a count of rows is a whole number, a share is below 1")
         sources = self.train if isinstance(self.train, list) else [self.train]

@@ -146,7 +146,7 @@ def check_checkpoint(path: Path, sharded: ShardedModel) -> tuple[StoredCheckpoin
     ]:
         raise RecipeError(
             f"checkpoint {path} is of another model ({len(differ)} parameters differ; {'; '.join(differ[:3])}); "
-            "set model.path to the model of its run"
+            "set model.path, method and [lora] to those of its run"
         )
     for key, ours, said, way_out in (
         (BASE, base_identity(sharded.model), "holds adapters of another base model", "[model]"),

@@ -19,6 +19,7 @@ from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint import checkpoint_shapes, read_parameters
 from shardbook.run.directory import read_facts
+from shardbook.run.prompts import find_learned_stops
 from shardbook.run.stored_items import newest_checkpoint
 
 
@@ -42,7 +43,8 @@ def export_result(
     shapes = global_shapes(model)
     dtype = recipe.train.export_dtype
     tensors, beside = full_tensors(sharded.masters, dtype), (model.files, stored_buffers(model))
-    save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, write, *beside)
+    stops = find_learned_stops(tokenizer, config, folder, recipe.data)
+    save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, write, *beside, stops)
     if write and recipe.model.init == "pretrained":
         _say_rest(model.files, folder)
 
@@ -106,6 +108,7 @@ def export_checkpoint(
             base = model.files.by_model_names(opened.enter_context(open_tensors(folder)))
             shapes, trained = {name: each.shape for name, each in model.named_parameters()}, dict(tensors)
             tensors = merged_tensors(base, trained, shapes, recipe.lora)
-        save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, True, *beside)
+        stops = find_learned_stops(tokenizer, config, folder, recipe.data)
+        save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, True, *beside, stops)
     if has_base:
         _say_rest(model.files, folder)

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.data.chat import Encoder
 from shardbook.data.tokenized import Documents
-from shardbook.recipe import Recipe, RecipeError
+from shardbook.recipe import Data, Recipe, RecipeError
 
 LOOKED_AT = 1000  # documents searched for prompts
 
@@ -30,7 +30,7 @@ def build_prompts(
     asked, room = recipe.generate, recipe.data.max_length - recipe.generate.max_new_tokens
     if not asked.steps:
         return Prompts([], [])
-    encoder = Encoder(tokenizer, recipe.data.system, recipe.data.train_on, recipe.data.chat_template_kwargs)
+    encoder = build_encoder(tokenizer, recipe.data)
     said = f"generate.max_new_tokens = {asked.max_new_tokens} and data.max_length = {recipe.data.max_length}"
     way_out = "lower the first, or raise the second"
     found = [encoder.prompt(text, f"generate.prompts: {text!r}") for text in asked.prompts]
@@ -52,12 +52,14 @@ def build_prompts(
                 f"generate.samples = {asked.samples}: {len(found)} rows have a prompt that leaves room for an answer "
                 f"({said}); ask for fewer, or set generate.prompts"
             )
-    return Prompts(found, find_stops(tokenizer, config, folder, encoder))
+    return Prompts(found, find_stops(tokenizer, config, folder, recipe.data))
 
 
-def find_stops(
-    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, folder: Path, encoder: Encoder
-) -> list[int]:
+def build_encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Encoder:
+    return Encoder(tokenizer, data.system, data.train_on, data.chat_template_kwargs)
+
+
+def find_stops(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, folder: Path, data: Data) -> list[int]:
     """Returns the tokens that end a sequence by generation_config.json, else by config and tokenizer, and the end of
     turn if it is one token: a model that learns the template writes it before its own config lists it."""
     file, ends = folder / "generation_config.json", list[Any]()
@@ -66,7 +68,17 @@ def find_stops(
     if ends in ([], [None]):
         ends = [config.eos_token_id, tokenizer.eos_token_id]
     if tokenizer.chat_template:
-        turn = tokenizer(encoder.end_of_turn(), add_special_tokens=False)["input_ids"]
+        turn = tokenizer(build_encoder(tokenizer, data).end_of_turn(), add_special_tokens=False)["input_ids"]
         ends += [turn] * (len(turn) == 1)
     flat = chain.from_iterable(end if isinstance(end, list) else [end] for end in ends)
     return sorted({end for end in flat if end is not None})
+
+
+def find_learned_stops(
+    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, folder: Path, data: Data
+) -> list[int]:
+    """Returns the stops of a model that was trained; none where the chat template, whatever it is of, refuses."""
+    try:
+        return find_stops(tokenizer, config, folder, data)
+    except RecipeError:
+        return []

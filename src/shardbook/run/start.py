@@ -53,6 +53,10 @@ def start_from(
         if found.step > job.steps:
             said = f"checkpoint {path} is at step {found.step}, the recipe ends at step {job.steps}"
             raise RecipeError(f"{said}; raise train.steps")
+        here = loader.rows_per_step
+        if not recipe.train.steps and (there := found.loader.get("rows_per_step", here)) != here:
+            said = f"checkpoint {path}: its steps have {there} rows, here they have {here}, so epochs are other steps"
+            raise RecipeError(f"{said}; change train.gradient_accumulation_steps, or set train.steps")
         return found
 
     if earlier:  # check it before the reference is computed, which takes long

@@ -95,6 +95,7 @@ def translate(path: Path) -> tuple[Settings, list[Entry]]:
         whole = inside | whole  # for the checks of several keys together
     elif is_deepspeed:
         entries += _assumed(whole)
+    entries.sort(key=lambda entry: entry.key == "scheduler")  # its rate is the one that DeepSpeed's steps have
     program = str(whole.get("distributed_type")).upper()
     if program == "DEEPSPEED":  # then accelerate ignores its data-parallel sizes
         for at, entry in enumerate(entries):
@@ -109,6 +110,12 @@ def translate(path: Path) -> tuple[Settings, list[Entry]]:
         switches = {"parallel.quantize_weights", "parallel.quantize_gradients", "parallel.secondary_shard"}
         said = f"goes with stage 3, not {number}; set zero_optimization.stage to 3, or leave it out"
         _refuse(entries, switches, said)
+    batch = {"train.per_device_train_batch_size", "train.gradient_accumulation_steps"}
+    is_whole = batch <= {key for entry in entries for key in entry.settings}
+    for at, entry in enumerate(entries):
+        if entry.key == "train_batch_size" and entry.value != "auto" and not is_whole:
+            said = "is of all ranks: write train_micro_batch_size_per_gpu and gradient_accumulation_steps beside it"
+            entries[at] = replace(entry, said=said, refused=True)
     settings: Settings = {}
     for entry in entries:
         for key, value in entry.settings.items():
@@ -192,8 +199,8 @@ def _assumed(whole: Settings) -> list[Entry]:
         absent.append(Entry("(gradient_clipping)", None, {"optim.max_grad_norm": 0.0}, "absent is off in DeepSpeed"))
     if "stage" not in _section(whole, "zero_optimization"):
         absent.append(Entry("(zero_optimization.stage)", None, {STAGE: "ddp"}, "absent is stage 0 in DeepSpeed"))
-    if "bf16" not in whole and "fp16" not in whole:
-        absent.append(Entry("(bf16)", None, {"precision.params": "fp32"}, "absent is fp32 in DeepSpeed"))
+    if not any(_section(whole, name).get("enabled") for name in ("bf16", "fp16")):
+        absent.append(Entry("(bf16)", None, {"precision.params": "fp32"}, "absent or off is fp32 in DeepSpeed"))
     return absent
 
 

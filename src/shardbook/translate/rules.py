@@ -112,9 +112,12 @@ def printed_of(value: Any) -> tuple[Settings, str]:
     return {"train.logging_steps": steps}, rare if steps > 10 else ""
 
 
-def params_of(section: Any, said: list[str]) -> Settings:
-    """Returns the `params` of an optimizer or scheduler; in the place of "auto", which `said` tells, its value."""
-    params = dict(section.get("params", {}))
+def params_of(section: Any, said: list[str], absent: Settings) -> Settings:
+    """Returns the `params` of an optimizer or scheduler; in the place of "auto" its value, and what DeepSpeed takes for
+    those that are `absent`, which `said` tells both."""
+    given = section.get("params", {})
+    said += [f"{name} is absent: {value} in DeepSpeed" for name, value in absent.items() if name not in given]
+    params = absent | given
     for name in [name for name, given in params.items() if given == "auto"]:
         if name in AUTO:
             params[name] = AUTO[name]
@@ -131,7 +134,7 @@ def optimizer_of(value: Any) -> tuple[Settings, str]:
     settings: Settings = {"optim.name": "adamw"}
     names = {"lr": "learning_rate", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
     same, said = (("adam_w_mode", True), ("bias_correction", True)), ["matrices decay, vectors (norms, biases) do not"]
-    for name, given in params_of(value, said).items():
+    for name, given in params_of(value, said, {"lr": 1e-3}).items():
         if name in names:
             settings[f"optim.{names[name]}"] = [float(x) for x in given] if name == "betas" else float(given)
         elif name not in ("torch_adam", "fused") and (name, given) not in same:
@@ -145,7 +148,8 @@ def scheduler_of(value: Any) -> tuple[Settings, str]:
         raise Refused(f"{value.get('type')} has no counterpart; what can be translated: {', '.join(shapes)}")
     settings: Settings = {"optim.lr_scheduler_type": shapes[value["type"]]}
     said: list[str] = []
-    params = params_of(value, said)
+    absent = {"warmup_num_steps": 1000} | ({"warmup_max_lr": 1e-3} if value["type"] != "WarmupCosineLR" else {})
+    params = params_of(value, said, absent)
     for name, given in params.items():
         if name == "warmup_num_steps":
             settings["optim.warmup_steps"] = whole_number(given)
