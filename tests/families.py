@@ -152,10 +152,10 @@ def write_page(found: dict[str, dict]) -> str:
     lines = [
         "# Families",
         "",
-        "Every causal language model of transformers is asked, none is listed in code: before a run a small model of",
-        "the very config is compared with transformers' own forward of each document alone (widths are made small,",
-        "switches never). `make families` asks all types with the defaults of their configs; a test holds this page.",
-        f"This one was made with transformers {transformers.__version__}.",
+        "Shardbook lists no model families in its code. Before a run it builds a small model from the model's config",
+        "(smaller widths, the same switches), and compares it with transformers' own forward of each document alone.",
+        "`make families` does this for every type of causal language model, with the default config, and writes this",
+        f"page; a test keeps it in step with its data. It was made with transformers {transformers.__version__}.",
     ]
     for kind, words in KINDS.items():
         own = {family: said for family, said in found.items() if said["kind"] == kind}
@@ -167,7 +167,8 @@ def write_page(found: dict[str, dict]) -> str:
             if together := said.get("together"):
                 remarks.append(f"one pipeline stage: {together}")
             if frozen := said.get("frozen"):
-                remarks.append(f"{frozen} kinds of parameters get no gradient, and are frozen")
+                kinds = f"{frozen} kinds of parameters get" if frozen > 1 else "one kind of parameters gets"
+                remarks.append(f"{kinds} no gradient: they stay frozen")
             lines.append(f"| {family} | {'; '.join(remarks)} |")
     return "\n".join(lines) + "\n"
 

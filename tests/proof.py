@@ -117,11 +117,12 @@ def parity(recipe: Path, tiny: Path, cases: list[Case]) -> str:
             said.append(f"{', '.join(stages)} with {micros} micro-batch{'es' * (micros > 1)}")
     return f"""## Parity
 
-A tiny Llama, fp32, five steps through the whole of `train()` with an evaluation in between, against one process of
-plain PyTorch (`tests/reference.py`): losses, gradient norms, the whole gradient of every step and the final weights. A
-row is the runs with 1 or 3 micro-batches, clipping or not, tied or untied (vocabulary 259 and 287), activation
-checkpointing or not; `worst` is the largest relative error of all of them, and must stay below 1e-6. In each run the
-traffic and memory of every rank were equal to the formulas' to the byte, and replicas equal to the bit.
+Each run trains a tiny Llama in fp32 for five steps through the whole of `train()`, with an evaluation in between.
+It is compared with one process of plain PyTorch (`tests/reference.py`): losses, gradient norms, the whole gradient
+of every step and the final weights. A row stands for the runs with 1 or 3 micro-batches, with and without clipping,
+with tied and untied embeddings (vocabulary 259 and 287), with and without activation checkpointing. `worst` is the
+largest relative error among them and must stay below 1e-6. In each run the traffic and memory of every rank were as
+predicted, to the byte, and replicas were equal to the bit.
 
 {rows(["ranks", "stage", "dp_replicate", "dp_shard", "runs", "worst"], lines)}
 
@@ -131,15 +132,15 @@ traffic and memory of every rank were equal to the formulas' to the byte, and re
 AXES = {  # beside a stage: the cases of each, what its section says
     "Tensor parallel": (
         tensor_cases,
-        "The same beside `parallel.tp_size`. What is not cut was equal to the bit along it",
+        "The same comparison with `parallel.tp_size`. Tensors that are not split were equal to the bit on all tp ranks",
     ),
     "Context parallel": (
         context_cases,
-        "The same beside `parallel.cp_size`, with rows of several documents, which its slices cut",
+        "The same comparison with `parallel.cp_size`, on rows of several documents, which the slices of ranks cut",
     ),
     "Pipeline parallel": (
         pipeline_cases,
-        "The same beside `parallel.pp_size`. Both copies of a tied weight were equal to the bit",
+        "The same comparison with `parallel.pp_size`. Both copies of a tied weight were equal to the bit",
     ),
 }
 
@@ -172,7 +173,7 @@ def axis(title: str, recipe: Path, tiny: Path, everything: bool) -> str:
             lines.append([said_of, sizes, ranks, stages, len(group), f"{worst:.1e}"])
     return f"""## {title}
 
-{said}. The worst of each row must stay below {TOLERANCE:.0e}; traffic was equal to the formulas' to the byte, on every
+{said}. The worst of each row must stay below {TOLERANCE:.0e}. Traffic was as predicted, to the byte, on every
 rank and axis.
 
 {rows(["model", "axes", "data-parallel ranks", "stages", "runs", "worst"], lines)}
@@ -196,7 +197,8 @@ def planted(recipe: Path, tiny: Path) -> str:
         lines.append([name.replace("_", " "), case.layout, seen])
     return f"""## Planted bugs: {len(lines)} of {len(lines)} turn the suite red
 
-Each is patched into the package in the processes of a run, which goes to its end; then everything is compared as above.
+Each bug is patched into the package in the processes of a run. The run goes to its end; then everything is compared
+as above.
 
 {rows(["bug", "planted in", "what goes red first"], lines)}"""
 
@@ -231,9 +233,10 @@ def ledger(recipe: Path, tiny: Path) -> str:
                 lines.append([f"`{case.layout}`", case.micros, op, axis, *numbers])
     return f"""## Ledger: predicted and measured
 
-Calls and payload of one optimizer step of a rank, from the stage table and the shapes, and counted on the run's first
-step. Padding of uneven shards included: 259 rows over two ranks count as 260. An all-reduce of 8 bytes is the gradient
-norm, of 24 the step's token counts; what goes over the same ranks is in one row.
+The calls and payload of one optimizer step of a rank: predicted from the stage table and the shapes, and counted in
+the first step of the run. The padding of uneven shards is included: 259 rows over two ranks count as 260. An
+all-reduce of 8 bytes is the gradient norm, one of 24 bytes the token counts of the step. Collectives of one
+operation over the same ranks are in one row.
 
 {rows(["stage", "micro-batches", "operation", "axis", "predicted", "measured"], lines)}"""
 
@@ -253,9 +256,9 @@ def memory(recipe: Path, tiny: Path) -> str:
             lines[-1].append(f"{theirs.total_bytes:,.0f}")
     return f"""## Memory: predicted and measured
 
-Persistent bytes of rank 0, predicted / measured. Weights, gradients and AdamW's two moments are fp32 and sharded as
-DTensors; a bf16 copy exists only while gathered. The ZeRO paper counts otherwise (2 + 2 + 12 bytes a parameter) and
-stands in the last column.
+The persistent bytes of rank 0, predicted / measured. Weights, gradients and AdamW's two moments are in fp32 and
+sharded as DTensors; a bf16 copy exists only while it is gathered. The ZeRO paper counts 2 + 2 + 12 bytes per
+parameter instead; its total stands in the last column.
 
 {rows(["stage", "parameters", "gradients", "optimizer", "the paper's total"], lines)}"""
 
@@ -276,8 +279,8 @@ def recomputation() -> str:
         lines.append([f"`{budget}`, compiled", "", f"{kept_bytes(budget, micro, compiled=True):,}", "to 1e-5"])
     return f"""## Activation checkpointing
 
-A step of {LAYERS} blocks: FLOPs computed a second time, bytes that lie between forward and backward, gradients against
-`none`.
+A step of {LAYERS} blocks: the FLOPs that are computed a second time, the bytes that are kept between forward and
+backward, and the gradients compared with those of `none`.
 
 {rows(["checkpointing", "FLOPs again", "bytes kept", "gradients"], lines)}"""
 
@@ -287,7 +290,7 @@ def smallest() -> str:
     measured = {stage: run_world(2, measure, stage, {})[0] for stage in STAGES}
     return f"""## The transformer of 260 parameters
 
-Two ranks, bytes; [walked through here](260-parameters.md).
+Bytes on two ranks; [a page explains each of them](260-parameters.md).
 
 {smallest_table(measured)}"""
 
