@@ -230,6 +230,7 @@ def write_exit_codes() -> str:
     """Returns the exit codes, and what to do after each."""
     from shardbook.ranks.exits import DONE, EXIT_FILE, FAILED, PREEMPTED, WRONG
 
+    stopped = "SIGTERM, SIGINT or SIGUSR1 came, and the run saved its step (after a second SIGTERM it did not)."
     return f"""# Exit codes
 
 | code | name | what it means, and what to do |
@@ -237,7 +238,7 @@ def write_exit_codes() -> str:
 | {DONE} | done | The last step is done, and its results are written. |
 | {FAILED} | failed | A rank, the machine or a disk failed. The last line says why. Run the same command again. |
 | {WRONG} | wrong | The last line names the key, the file or the argument that is wrong, and what is allowed. |
-| {PREEMPTED} | preempted | SIGTERM or SIGINT came, and the run saved its step. Run the same command again. |
+| {PREEMPTED} | preempted | {stopped} Run the same command again. |
 
 After 1 and 75 the same command continues from the newest checkpoint; after 2 it would say the same again.
 

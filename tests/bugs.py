@@ -403,8 +403,8 @@ def slices_attend_without_documents(train):
     from shardbook.model import masks
 
     real = masks.attention_mask
-    masks.attention_mask = lambda kernel, boundaries, shape, packed, *more: real(
-        kernel, boundaries, shape, packed and shape[1] != 256, *more
+    masks.attention_mask = lambda kernel, cu_seqlens, shape, packed, *more: real(
+        kernel, cu_seqlens, shape, packed and shape[1] != 256, *more
     )
 
 
@@ -540,7 +540,7 @@ def tied_ends_summed_in_one_alone(train):
         gradient = tied_weight(model).grad
         before = gradient.clone()
         real(links, model)
-        if links.pipeline.has_last_stage:
+        if links.pipeline.has_last_pp_stage:
             tied_weight(model).grad = before
 
     PipelineLinks.sum_tied = sum_tied

@@ -24,7 +24,7 @@ def plain_varlen_attn(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """query [T, heads, D], key and value [T, fewer heads, D], boundaries int32 [N + 1] from 0 to T."""
+    """query [T, heads, D], key and value [T, fewer heads, D], cu_seqlens int32 [N + 1] from 0 to T."""
     assert cu_seq_q.dtype == torch.int32 and cu_seq_q is cu_seq_k and cu_seq_q.is_contiguous()
     assert query.is_contiguous() or query.stride(-1) == 1
     assert window_size[1] == 0 and (return_aux, seqused_k, block_table, num_splits) == (None, None, None, None)

@@ -54,7 +54,7 @@ class PackedRow:
         encoded = [{"input_ids": [0] * size, "mask": [True] * size} for size in sizes]
         here = Batching(self.length, 1, 0, 1, documents=len(sizes), multiple=1)
         micro = build_micro_batch(encoded, [tuple(range(len(sizes)))], here)
-        return micro.boundaries.to(self.device), micro.input_ids.shape, True, self.dtype, micro.longest
+        return micro.cu_seqlens.to(self.device), micro.input_ids.shape, True, self.dtype, micro.max_seqlen
 
     def mask(self) -> Tensor:
         """bool [1, 1, length, length]: earlier tokens of one's own document."""

@@ -68,9 +68,9 @@ def shardbook_form(source, folder, weights, ids):
     causal_lm.materialize(model, torch.device("cpu"))
     model.load_state_dict(weights)
     places = torch.arange(LENGTH).expand(ROWS, -1).contiguous()
-    boundaries = torch.arange(0, ids.numel() + 1, LENGTH, dtype=torch.int32)
+    cu_seqlens = torch.arange(0, ids.numel() + 1, LENGTH, dtype=torch.int32)
     positions = torch.arange(ids.numel()).view(ROWS, LENGTH)[:, :-1].flatten()
-    batch = batches.Batch(ids, places, boundaries, positions, ids.flatten()[positions + 1], False, LENGTH)
+    batch = batches.Batch(ids, places, cu_seqlens, positions, ids.flatten()[positions + 1], False, LENGTH)
     return model, lambda: model(batch, summed=True) / len(positions)
 
 

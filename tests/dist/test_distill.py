@@ -226,7 +226,7 @@ def bug_of(name: str) -> None:
     from shardbook.memory import host_adamw
     from shardbook.model import loss_head
 
-    real, build = loss_head.score_distilled, host_adamw.build_optimizer
+    real, build = loss_head.distillation_loss, host_adamw.build_optimizer
 
     def forgets_the_square(logits, theirs, targets, temperature, ratio, trains):
         parts = [real(logits.clone(), theirs.clone(), targets, temperature, only, True)[2] for only in (0.0, 1.0)]
@@ -258,7 +258,7 @@ def bug_of(name: str) -> None:
     if name == "trains_the_teacher":
         host_adamw.build_optimizer = trains_the_teacher
     else:
-        loss_head.score_distilled = {"square": forgets_the_square, "way": the_wrong_way_round}[name]
+        loss_head.distillation_loss = {"square": forgets_the_square, "way": the_wrong_way_round}[name]
 
 
 def run_planted(name, *args):

@@ -336,7 +336,7 @@ def test_a_pair_is_never_split_over_rows(recipe, tiny, pairs):
     for row in documents.rows:
         micro = build_micro_batch(documents.encoded, [row], batching)
         assert len(micro.trained) == 2 * len(row) and micro.input_ids.shape[1] == 512
-        starts = micro.boundaries[: 2 * len(row)].tolist()
+        starts = micro.cu_seqlens[: 2 * len(row)].tolist()
         assert micro.position_ids[0, starts].tolist() == [0] * 2 * len(row)
 
 

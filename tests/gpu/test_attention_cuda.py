@@ -24,7 +24,7 @@ def by_kernel(name, batch, tensors):
     """Result and gradients of the real kernel, by transformers' interface; rows [B, heads, L, size]."""
     made = config(num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, head_dim=SIZE)
     attention.use_attention(made, KERNELS[name])
-    facts = batch.boundaries.to(DEVICE), batch.input_ids.shape, True, tensors[0].dtype, batch.longest
+    facts = batch.cu_seqlens.to(DEVICE), batch.input_ids.shape, True, tensors[0].dtype, batch.max_seqlen
     told = masks.attention_mask(name, *facts)
     function = attention.ALL_ATTENTION_FUNCTIONS[name]
     given = [tensor.detach().requires_grad_() for tensor in tensors]
@@ -39,7 +39,7 @@ def apart(batch, tensors):
     given = [tensor.detach().cpu().double().requires_grad_() for tensor in tensors]
     rows, length = batch.input_ids.shape
     out = torch.zeros(rows, length, HEADS, SIZE, dtype=torch.float64)
-    ends = batch.boundaries.tolist()
+    ends = batch.cu_seqlens.tolist()
     for start, end in pairwise(ends):
         if end > start:
             row, here = start // length, slice(start % length, start % length + end - start)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from varlen import plain_varlen_attn
 
 from shardbook.data.loader import ROUND_TO, Batching, build_micro_batch
-from shardbook.memory.activation import SAVED_OPS
+from shardbook.memory.activation import SAVED_OPS, choice_contexts
 from shardbook.model import attention, masks
 from shardbook.model.attention import KERNELS, choose_attention
 from shardbook.model.causal_lm import build_model, materialize
@@ -81,9 +81,9 @@ def test_a_kernel_without_groups_gets_whole_heads(folder, monkeypatch):
 
 def shifted(batch, by):
     """`batch` with every boundary but the first moved by `by`."""
-    moved = (batch.boundaries + by).clamp(max=batch.input_ids.numel())
+    moved = (batch.cu_seqlens + by).clamp(max=batch.input_ids.numel())
     moved[0], moved[-1] = 0, batch.input_ids.numel()
-    return dataclasses.replace(batch, boundaries=moved)
+    return dataclasses.replace(batch, cu_seqlens=moved)
 
 
 @pytest.mark.parametrize("kernel", ["varlen", "sdpa", "eager"])
@@ -92,7 +92,7 @@ def test_wrong_boundaries_would_be_seen(folder, plain_varlen, kernel, bug):
     batch = micro(packed=True)
     wrong = shifted(batch, 1)
     if bug == "across documents":
-        wrong = dataclasses.replace(batch, boundaries=torch.tensor([0, 64, 128], dtype=torch.int32))
+        wrong = dataclasses.replace(batch, cu_seqlens=torch.tensor([0, 64, 128], dtype=torch.int32))
     with pytest.raises(AssertionError):
         assert_close(gradients(load(folder, attention=kernel), wrong), gradients(load(folder), micro(packed=False)))
 
@@ -105,8 +105,8 @@ def test_flex_forward_is_sdpas(seed):
     dice = random.Random(seed)
     batch = many_documents(dice, rows=2, length=4 * BLOCK)
     shape = batch.input_ids.shape
-    dense = masks.attention_mask("sdpa", batch.boundaries, shape, True, torch.float32, batch.longest)
-    mask = masks.attention_mask("flex", batch.boundaries, shape, True, torch.float32, batch.longest)
+    dense = masks.attention_mask("sdpa", batch.cu_seqlens, shape, True, torch.float32, batch.max_seqlen)
+    mask = masks.attention_mask("flex", batch.cu_seqlens, shape, True, torch.float32, batch.max_seqlen)
     query, (key, value) = torch.randn(2, 4, shape[1], 16), torch.randn(2, 2, 2, shape[1], 16)
     with torch.no_grad():
         found = flex_attention(query, key, value, block_mask=mask, scale=0.25, enable_gqa=True)
@@ -119,6 +119,29 @@ def test_flex_forward_is_sdpas(seed):
     assert int(mask.full_kv_num_blocks.sum()) == int(whole.sum())
 
 
+@pytest.mark.parametrize(
+    "around",
+    [lambda: torch.compiler.set_stance("force_eager"), lambda: choice_contexts(None)[0]],
+    ids=["ledger", "router"],
+)
+def test_flex_stays_compiled_in_blocks_that_are_not(around, monkeypatch):
+    """Uncompiled it makes all scores. An open ledger keeps the blocks of tensor and context parallel from the compiler;
+    the mode that notes what a router chooses must let it through."""
+    compiled, real = [], torch.compile
+    made = lambda graph, inputs: compiled.append(graph) or graph.forward  # noqa: E731
+    monkeypatch.setattr(torch, "compile", lambda function: real(function, backend=made))
+    attend = attention.make_flex()
+    batch = many_documents(random.Random(1), rows=2, length=2 * BLOCK)
+    facts = batch.cu_seqlens, batch.input_ids.shape, True, torch.float32, batch.max_seqlen
+    query, (key, value) = torch.randn(2, 4, 2 * BLOCK, 16), torch.randn(2, 2, 2, 2 * BLOCK, 16)
+    torch._dynamo.reset()
+    with torch.no_grad(), around():
+        found, _ = attend(torch.nn.Identity(), query, key, value, masks.attention_mask("flex", *facts), 0.25)
+    dense = masks.attention_mask("sdpa", *facts)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, dense, scale=0.25, enable_gqa=True)
+    assert len(compiled) == 1 and torch.allclose(found.transpose(1, 2), wanted, atol=1e-5)
+
+
 # ---- shapes, memory
 
 
@@ -127,7 +150,7 @@ def test_shapes_never_change_over_50_packed_micro_batches(kernel):
     dice, seen = random.Random(0), set()
     for _ in range(50):
         batch = many_documents(dice, rows=2, length=1000)
-        facts = batch.boundaries, batch.input_ids.shape, True, torch.bfloat16, batch.longest
+        facts = batch.cu_seqlens, batch.input_ids.shape, True, torch.bfloat16, batch.max_seqlen
         told = masks.attention_mask(kernel, *facts)
         tensors = [told[0]] if kernel == "varlen" else [told.kv_indices, told.kv_num_blocks, told.full_kv_indices]
         seen.add((tuple(batch.input_ids.shape), *(tuple(tensor.shape) for tensor in tensors)))
@@ -147,14 +170,14 @@ def test_varlen_is_told_the_longest_document_of_the_micro_batch():
                 told.append(limits)
                 return q
 
-            facts = masks.attention_mask("varlen", batch.boundaries, shape, packed, torch.bfloat16, batch.longest)
+            facts = masks.attention_mask("varlen", batch.cu_seqlens, shape, packed, torch.bfloat16, batch.max_seqlen)
             attend = attention.make_varlen(kernel)
             attend(torch.nn.Module(), *[torch.zeros(shape[0], 1, shape[1], 8)] * 3, facts, 1.0)
             ((limit, same),) = told
-            longest = batch.boundaries.diff().max().item()
-            assert limit == same and longest <= limit <= shape[1]
+            max_seqlen = batch.cu_seqlens.diff().max().item()
+            assert limit == same and max_seqlen <= limit <= shape[1]
             assert limit in (128, 256, 512, shape[1])
-            assert limit < 2 * max(longest, 64) or limit == 128
+            assert limit < 2 * max(max_seqlen, 64) or limit == 128
             if packed and most == 40:
                 assert limit == 256 < shape[1] == 1024
 
@@ -178,12 +201,12 @@ def test_the_bench_makes_the_models_call(monkeypatch):
 
 
 @torch.library.custom_op("shardbook_tests::varlen", mutates_args=())
-def opaque_varlen(query: torch.Tensor, boundaries: torch.Tensor, longest: int) -> torch.Tensor:
-    LONGEST.append(longest)
+def opaque_varlen(query: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Tensor:
+    LONGEST.append(max_seqlen)
     return query.clone()
 
 
-opaque_varlen.register_fake(lambda query, boundaries, longest: torch.empty_like(query))
+opaque_varlen.register_fake(lambda query, cu_seqlens, max_seqlen: torch.empty_like(query))
 LONGEST: list[int] = []
 
 
@@ -205,8 +228,8 @@ def test_compiled_blocks_meet_two_graphs_whatever_the_longest_document(monkeypat
     batch = many_documents(random.Random(0), rows=1, length=1000)
     LONGEST.clear()
     with torch.no_grad():
-        for longest in (256, 128, 512, 1024, 128, 256):
-            model(dataclasses.replace(batch, longest=longest))
+        for max_seqlen in (256, 128, 512, 1024, 128, 256):
+            model(dataclasses.replace(batch, max_seqlen=max_seqlen))
     assert LONGEST[::2] == LONGEST[1::2] == [256, 128, 512, 1024, 128, 256]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
@@ -219,7 +242,7 @@ def test_rows_are_padded_to_128_on_a_gpu(row_length):
     # the bug that this must see: the CPU's multiple
     bug = build_micro_batch(rows(), [(0,), (1,)], Batching(row_length, 2, 0, 1, multiple=ROUND_TO["cpu"]))
     assert bug.input_ids.shape[1] % 128 == (0 if row_length == 1000 else 64)
-    assert batch.boundaries.tolist()[-1] == batch.input_ids.numel()
+    assert batch.cu_seqlens.tolist()[-1] == batch.input_ids.numel()
 
 
 class Sizes(TorchDispatchMode):
@@ -251,8 +274,8 @@ def run_without_memory(kernel, length, documents=64):
         model.tie()
         row = torch.zeros(1, length, dtype=torch.int64)
         few = torch.zeros(8, dtype=torch.int64)
-        boundaries = torch.zeros(documents + 1, dtype=torch.int32)
-        model(Batch(row, row, boundaries, few, few, True, length)).sum().backward()
+        cu_seqlens = torch.zeros(documents + 1, dtype=torch.int32)
+        model(Batch(row, row, cu_seqlens, few, few, True, length)).sum().backward()
     return seen
 
 
@@ -271,8 +294,8 @@ def test_no_dense_mask_where_a_kernel_exists():
 def test_the_block_mask_is_small():
     """A row of 131,072 tokens: 1,024 blocks squared, not tokens squared."""
     with Sizes() as seen:
-        boundaries = torch.arange(0, 131_073, 1024, dtype=torch.int32)
-        mask = masks.attention_mask("flex", boundaries, torch.Size([1, 131_072]), True, torch.bfloat16, 1024)
+        cu_seqlens = torch.arange(0, 131_073, 1024, dtype=torch.int32)
+        mask = masks.attention_mask("flex", cu_seqlens, torch.Size([1, 131_072]), True, torch.bfloat16, 1024)
     assert seen.largest <= 1025**2
     assert int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) == 128 * (8 * 9 // 2)
 

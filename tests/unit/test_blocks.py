@@ -109,20 +109,20 @@ def chunk(row, head, query, key):
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_familys_rule_is_asked_of_places_in_documents(rule, packed):
     batch = micro(packed)
-    shape, facts = batch.input_ids.shape, (batch.boundaries, batch.input_ids.shape, packed, torch.float32)
-    found = attention_mask("sdpa", *facts, batch.longest, rule, WINDOW)
+    shape, facts = batch.input_ids.shape, (batch.cu_seqlens, batch.input_ids.shape, packed, torch.float32)
+    found = attention_mask("sdpa", *facts, batch.max_seqlen, rule, WINDOW)
     wanted = torch.zeros(shape[0], 1, shape[1], shape[1], dtype=torch.bool)
-    ends = [*batch.boundaries.tolist(), shape.numel()]
+    ends = [*batch.cu_seqlens.tolist(), shape.numel()]
     for start, end in itertools.pairwise(ends):
         row, first = divmod(start, shape[1])
         for query in range(end - start):
             for key in range(query + 1):
                 wanted[row, 0, first + query, first + key] = bool(rule(row, 0, query, key))
     assert torch.equal(found, wanted)
-    added = attention_mask("eager", *facts, batch.longest, rule, WINDOW)
+    added = attention_mask("eager", *facts, batch.max_seqlen, rule, WINDOW)
     assert torch.equal(added == 0, wanted) and added.dtype == torch.float32
     # planted: places in rows, not in documents
-    numbers = number_documents(batch.boundaries, shape)
+    numbers = number_documents(batch.cu_seqlens, shape)
     alone = torch.tensor([row * shape[1] for row in range(shape[0] + 1)], dtype=torch.int32)
     of_rows = rule_on_positions(rule, alone, number_documents(alone, shape))
     assert torch.equal((of_rows & (numbers[:, :, None] == numbers[:, None, :]))[:, None], wanted) is (rule is window)
@@ -130,8 +130,8 @@ def test_a_familys_rule_is_asked_of_places_in_documents(rule, packed):
 
 def test_a_window_that_hides_nothing_is_no_window():
     batch = micro(False)
-    facts = batch.boundaries, batch.input_ids.shape, False, torch.float32, batch.longest
-    assert attention_mask("sdpa", *facts, window, batch.longest) is None
+    facts = batch.cu_seqlens, batch.input_ids.shape, False, torch.float32, batch.max_seqlen
+    assert attention_mask("sdpa", *facts, window, batch.max_seqlen) is None
     assert attention_mask("sdpa", *facts, window, 2) is not None
     assert attention_mask("sdpa", *facts, may_skip=False) is not None
 

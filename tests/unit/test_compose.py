@@ -55,6 +55,7 @@ ALONE = [  # settings that break one row each, in the table's order
     TWO | LOOPED | {"parallel.pipeline_chunks": 1, "train.gradient_accumulation_steps": 2},
     TWO | {"parallel.pipeline_chunks": 2},
     TWO | LOOPED | {"train.gradient_accumulation_steps": 3},
+    TWO | LOOPED | {"train.gradient_accumulation_steps": 4, "data.packing": False},
     {"parallel.cp_size": 3},
     {"parallel.cp_size": 2, "parallel.stage": "zeropp", "parallel.quantize_weights": 8},
     HSDP | {"parallel.cp_size": 2, "parallel.secondary_shard": 2},

@@ -184,8 +184,8 @@ def test_slices_have_every_target_once(name, slices):
     assert torch.equal(torch.cat([part.position_ids for part in parts], 1), whole.position_ids)
     found = {}
     for number, part in enumerate(parts):
-        assert (part.packed, part.longest) == (whole.packed, whole.longest)
-        assert torch.equal(part.boundaries, whole.boundaries)
+        assert (part.packed, part.max_seqlen) == (whole.packed, whole.max_seqlen)
+        assert torch.equal(part.cu_seqlens, whole.cu_seqlens)
         assert part.targets.dtype == part.positions.dtype == torch.int64
         for at, target in zip(part.positions.tolist(), part.targets.tolist(), strict=True):
             row, column = divmod(at, each)
@@ -202,7 +202,7 @@ def test_slices_count_what_is_trained_of_each_sequence(name, slices):
     assert tuple(map(sum, zip(*(part.trained for part in parts), strict=True))) == whole.trained
     assert all(sum(part.trained) == len(part.targets) for part in parts)
     length = whole.input_ids.shape[1]
-    starts = [at for at in whole.boundaries.tolist() if at < whole.input_ids.numel()]
+    starts = [at for at in whole.cu_seqlens.tolist() if at < whole.input_ids.numel()]
     for number, part in enumerate(parts):  # by where a document begins and ends, in the whole row
         each = length // slices
         places = [at // each * length + number * each + at % each for at in part.positions.tolist()]

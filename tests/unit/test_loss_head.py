@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardbook.model import loss_head
-from shardbook.model.loss_head import score_chunks
+from shardbook.model.loss_head import chunked_loss
 
 ROWS, VOCABULARY = 37, 300
 
@@ -20,8 +20,8 @@ def local_grad_logits(logits, targets):
 
 
 FUNCTIONS = {
-    "plain": lambda logits, targets: loss_head.score_plain(logits, targets, True),
-    "taught": lambda logits, targets: loss_head.score_distilled(
+    "plain": lambda logits, targets: loss_head.cross_entropy(logits, targets, True),
+    "taught": lambda logits, targets: loss_head.distillation_loss(
         logits, logits.flip(1)[:, :290], targets, 2.0, 0.3, True
     ),
     "part": lambda logits, targets: local_grad_logits(logits, targets - 100),  # of some rows the target is elsewhere
@@ -53,14 +53,14 @@ def test_compiled_the_loss_is_one_kernel():
 
     logits, targets = logits_and_targets()
     torch._dynamo.reset()
-    _, (code,) = run_and_get_code(torch.compile(loss_head.score_plain, dynamic=True), logits, targets, True)
+    _, (code,) = run_and_get_code(torch.compile(loss_head.cross_entropy, dynamic=True), logits, targets, True)
     assert code.count('extern "C"') == 1
 
 
 def test_where_nothing_is_trained_nothing_of_the_logits_size_comes_back():
     logits, targets = logits_and_targets()
-    assert loss_head.score_plain(logits, targets, False)[1] is logits
-    assert loss_head.score_distilled(logits, logits, targets, 1.0, 0.5, False)[2] is logits
+    assert loss_head.cross_entropy(logits, targets, False)[1] is logits
+    assert loss_head.distillation_loss(logits, logits, targets, 1.0, 0.5, False)[2] is logits
     assert loss_head.local_exponentials(logits, targets, False)[0] is logits
 
 
@@ -102,12 +102,12 @@ def test_on_a_cpu_chunks_add_up_as_ever():
     hidden, weight = torch.randn(ROWS, 16).bfloat16(), torch.randn(VOCABULARY, 16).bfloat16()
 
     def compare(chunk, here, trains):
-        return loss_head.score(targets, chunk, here, trains)
+        return loss_head.chunk_cross_entropy(targets, chunk, here, trains)
 
-    _, _, got, _ = score_chunks(hidden, weight, 10, [False, True, False], compare)
+    _, _, got, _ = chunked_loss(hidden, weight, 10, [False, True, False], compare)
     wanted = torch.zeros(VOCABULARY, 16)
     for first in range(0, ROWS, 10):
         here = slice(first, first + 10)
-        _, grad_output = loss_head.score_plain(hidden[here] @ weight.t(), targets[here], True)
+        _, grad_output = loss_head.cross_entropy(hidden[here] @ weight.t(), targets[here], True)
         wanted += grad_output.t() @ hidden[here]
     assert torch.equal(got, wanted)

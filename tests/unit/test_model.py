@@ -89,7 +89,7 @@ def test_packing_without_its_mask_would_not(folder):
     """The bug that the two tests above must see: attention that crosses documents."""
     batch = micro(packed=True)
     rows_alone = torch.tensor([0, 64, 128], dtype=torch.int32)
-    crossing = dataclasses.replace(batch, boundaries=rows_alone)
+    crossing = dataclasses.replace(batch, cu_seqlens=rows_alone)
     with pytest.raises(AssertionError):
         assert_close(gradients(load(folder), crossing), gradients(load(folder), micro(packed=False)))
 

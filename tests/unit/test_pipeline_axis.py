@@ -17,7 +17,7 @@ from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import DataRank, resolve_sizes
 from shardbook.parallel.pipeline import build_pipeline_links
-from shardbook.parallel.schedule import Pipeline, layers_per_stage
+from shardbook.parallel.schedule import Pipeline, layers_per_pp_stage
 from shardbook.recipe import STAGES, Optim, Parallel, Precision, load_recipe
 
 TWO, LOOPED = "parallel.pp_size=2", "parallel.pipeline_schedule=interleaved"
@@ -116,11 +116,11 @@ def test_more_stages_than_blocks_are_refused_on_each_rank(ranks, chunks, said):
 
 
 def test_layers_are_dealt_out_evenly_and_the_last_stage_has_more_last():
-    assert [layers_per_stage(layers, 3) for layers in (3, 4, 5, 6)] == [(1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2)]
-    assert layers_per_stage(126, 16) == (7, *[8] * 14, 7)  # Llama 3 405B
+    assert [layers_per_pp_stage(layers, 3) for layers in (3, 4, 5, 6)] == [(1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2)]
+    assert layers_per_pp_stage(126, 16) == (7, *[8] * 14, 7)  # Llama 3 405B
     for stages in range(1, 9):
         for layers in range(stages, 40):
-            dealt = layers_per_stage(layers, stages)
+            dealt = layers_per_pp_stage(layers, stages)
             assert sum(dealt) == layers and len(dealt) == stages and max(dealt) - min(dealt) <= 1
             assert dealt[-1] == min(dealt) and dealt[0] <= min(dealt[1:-1], default=layers)
 
@@ -129,7 +129,7 @@ def test_layers_are_dealt_out_evenly_and_the_last_stage_has_more_last():
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_each_layer_is_one_ranks(ranks, chunks):
     for layers in range(ranks * chunks, 30):
-        dealt = layers_per_stage(layers, ranks * chunks)
+        dealt = layers_per_pp_stage(layers, ranks * chunks)
         places = [Pipeline("interleaved", rank, ranks, dealt) for rank in range(ranks)]
         assert {place.chunks for place in places} == {chunks}
         # one chunk of every rank after another is the model, in order
@@ -153,7 +153,7 @@ def test_names_shapes_and_work_are_those_of_the_whole(ranks, chunks, tp_size, ti
         assert list(global_shapes(part).items()) == list(shapes.items())
         assert count_flops(part) == count_flops(whole)
         assert [name in part.state_dict() for name in ("model.norm.weight", "lm_head.weight")] == [
-            part.has_last_stage
+            part.has_last_pp_stage
         ] * 2
         own = [name for name, _ in student_parameters(part)]
         assert own == [name for name in shapes if name in own]  # in the whole model's order
@@ -225,7 +225,12 @@ def test_chunks_have_units_of_their_own():
 
 def test_nothing_is_split_off_one_rank():
     model = part_of(Parallel(), 0, 4)
-    assert model.chunks == [model] and model.has_first_stage and model.has_last_stage and model.pipeline == Pipeline()
+    assert (
+        model.chunks == [model]
+        and model.has_first_pp_stage
+        and model.has_last_pp_stage
+        and model.pipeline == Pipeline()
+    )
 
 
 def test_a_knob_that_does_nothing_to_blocks_every_rank_refuses():

@@ -566,7 +566,7 @@ def test_a_packed_micro_batch():
     assert micro.input_ids.tolist() == [[5, 6, 7, 8, 9, 0], [3, 4, 0, 0, 0, 0]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 0, 0]]
     # where documents begin, then padding, in either row, and the end as often as there is room for documents
-    assert micro.boundaries.tolist() == [0, 3, 5, 6, 8, 12, 12] and micro.boundaries.dtype == torch.int32
+    assert micro.cu_seqlens.tolist() == [0, 3, 5, 6, 8, 12, 12] and micro.cu_seqlens.dtype == torch.int32
     assert (micro.packed, micro.pairs) == (True, 9 + 4 + 4)
     # 7 does not predict 8: the first token of a document has no past, even where its mask is on
     assert (micro.positions.tolist(), micro.targets.tolist()) == ([0, 1, 3], [6, 7, 9])

@@ -258,7 +258,8 @@ def test_no_device_waits_for_what_is_not_launched_yet(shape, monkeypatch):
     """In the order in which the runner asks, whatever of it drains the device: a kernel's first use, memory.
 
     Left: where an interleaved step has several groups of micro-batches, two neighbours that each have a message for the
-    other and drain in the same action. Every kernel has been used by then.
+    other and drain in the same action. Packed rows have one length, so every kernel has been used by then; rows of
+    other lengths are refused there.
     """
     ranks = range(shape[1])
     asked = {rank: asked_by(monkeypatch, shape, rank) for rank in ranks}

@@ -109,11 +109,11 @@ def without_rule(patch):
 
 def documents_untold(patch):
     real = masks.number_documents
-    patch.setattr(masks, "number_documents", lambda boundaries, shape: real(boundaries, shape) * 0)
+    patch.setattr(masks, "number_documents", lambda cu_seqlens, shape: real(cu_seqlens, shape) * 0)
 
 
 def places_in_rows(patch):
-    def places(boundaries, numbers):
+    def places(cu_seqlens, numbers):
         return torch.arange(numbers.shape[1], dtype=torch.int32).expand_as(numbers)
 
     patch.setattr(masks, "positions_in_documents", places)

@@ -29,7 +29,7 @@ MASK64 = 2**64 - 1
 @dataclass(frozen=True)
 class MicroBatch(Batch):
     """One micro-batch of one rank. Where context-parallel ranks split rows it holds a slice of each, of length L;
-    boundaries and longest are of the whole rows, and only the first slice has pairs."""
+    cu_seqlens and max_seqlen are of the whole rows, and only the first slice has pairs."""
 
     pairs: int  # pairs of tokens of one document: the sum of each document's length squared
     trained: tuple[int, ...] = ()  # trained tokens of each sequence, in order: they sum to n
@@ -212,7 +212,7 @@ def _sequences(document: dict[str, Any]) -> Iterator[tuple[list[int], list[bool]
 def build_micro_batch(
     encoded: Dataset, rows: Sequence[Row], batching: Batching, reference: np.ndarray | None = None
 ) -> MicroBatch:
-    """Packs `rows` into tensors, with position_ids and cu_seqlens (`boundaries`). Unpacked, each sequence is a row.
+    """Packs `rows` into tensors, with position_ids and cu_seqlens. Unpacked, each sequence is a row.
     Without rows it makes one row of padding, and no target.
     `reference`: [documents, sequences] fp32, of all documents in `encoded`."""
     content = [[part for document in row for part in _sequences(encoded[document])] for row in rows] or [[]]
@@ -238,20 +238,20 @@ def build_micro_batch(
             ends.append(row * length + at - 1)
         if at < length:
             starts.append(row * length + at)
-    longest = max([*lengths, *(length - tokens for tokens in used)])
-    longest = min(length, max(ROUND_TO["cuda"], 1 << (longest - 1).bit_length()))
+    max_seqlen = max([*lengths, *(length - tokens for tokens in used)])
+    max_seqlen = min(length, max(ROUND_TO["cuda"], 1 << (max_seqlen - 1).bit_length()))
     most = batching.documents * batching.sequences if batching.row_length else 1
-    boundaries = torch.full((len(content) * (most + 1) + 1,), ids.numel(), dtype=torch.int32)
-    boundaries[: len(starts)] = torch.tensor(starts, dtype=torch.int32)
+    cu_seqlens = torch.full((len(content) * (most + 1) + 1,), ids.numel(), dtype=torch.int32)
+    cu_seqlens[: len(starts)] = torch.tensor(starts, dtype=torch.int32)
     positions = (targets.flatten() >= 0).nonzero().flatten()
     packed, known = batching.row_length is not None, None
     if reference is not None:
         known = torch.from_numpy(reference[[document for row in rows for document in row]].flatten())
     targets = targets.flatten()[positions]
-    facts = packed, longest, sum(length**2 for length in lengths), tuple(trained)
+    facts = packed, max_seqlen, sum(length**2 for length in lengths), tuple(trained)
     counts = torch.tensor(trained, dtype=torch.float32) if batching.sequences > 1 else None
     whole = MicroBatch(
-        ids, places, boundaries, positions, targets, *facts, counts, torch.tensor(ends, dtype=torch.int64), known
+        ids, places, cu_seqlens, positions, targets, *facts, counts, torch.tensor(ends, dtype=torch.int64), known
     )
     return slice_rows(whole, batching) if batching.cp_size > 1 else whole
 
@@ -269,5 +269,5 @@ def slice_rows(whole: MicroBatch, batching: Batching) -> MicroBatch:
     # the sequence of each trained token, in the order of positions
     owners = torch.arange(len(whole.trained)).repeat_interleave(torch.tensor(whole.trained, dtype=torch.int64))
     trained = tuple(torch.bincount(owners[here], minlength=len(whole.trained)).tolist())
-    facts = whole.packed, whole.longest, whole.pairs * (batching.cp_rank == 0), trained
-    return MicroBatch(ids, places, whole.boundaries, positions, whole.targets[here], *facts)
+    facts = whole.packed, whole.max_seqlen, whole.pairs * (batching.cp_rank == 0), trained
+    return MicroBatch(ids, places, whole.cu_seqlens, positions, whole.targets[here], *facts)

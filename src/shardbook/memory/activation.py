@@ -84,7 +84,14 @@ def keep_chosen(policy: Policy | None, context: Any, op: Any, *positional: Any, 
 
 class Choices(dispatch_base()):
     """Notes in `chosen` what each top-k of a forward chooses; `again`, each chooses what was noted. The chosen scores
-    are gathered both times: torch's selective contexts want the same operations."""
+    are gathered both times: torch's selective contexts want the same operations. What is compiled inside, as flex
+    attention, stays compiled."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __init__(self, chosen: list[Tensor], again: bool):
         super().__init__()

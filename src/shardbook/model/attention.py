@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -218,14 +218,14 @@ def make_varlen(kernel: Any = None) -> Attention:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, metadata: Any, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
         rows, heads, length, _dim = query.shape
-        boundaries, longest, *window = metadata
+        cu_seqlens, max_seqlen, *window = metadata
         shared = heads // key.shape[1]
         if shared > 1 and not grouped:
             key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
         more = {"enable_gqa": True} if shared > 1 and grouped else {}
         flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
         # the kernel launches as many blocks for each document as for the longest one, and most of them do nothing
-        limits = (boundaries, boundaries, longest, longest)
+        limits = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
         seen = (window[0] - 1 if window else -1, 0)  # earlier tokens, and later ones: causal, each in its own document
         out = kernel(*flat, *limits, scale=scaling, window_size=seen, **more)
         return out.unflatten(0, (rows, length)), None
@@ -243,7 +243,10 @@ def make_flex() -> Attention:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
         shares = query.shape[1] != key.shape[1]
-        return compiled(query, key, value, block_mask=mask, scale=scaling, enable_gqa=shares).transpose(1, 2), None
+        # a stance of the caller's, as the ledger's, is of the blocks around this
+        with nullcontext() if torch.compiler.is_compiling() else torch.compiler.set_stance("default"):
+            out = compiled(query, key, value, block_mask=mask, scale=scaling, enable_gqa=shares)
+        return out.transpose(1, 2), None
 
     return attend
 

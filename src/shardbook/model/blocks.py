@@ -21,10 +21,10 @@ AroundBlock = Callable[[int, Tensor], AbstractContextManager[Any]]
 class ForwardPass:
     """One forward of a base model: the facts that its masks and blocks need, and that its forward does not pass on."""
 
-    boundaries: Tensor  # of documents: int32 offsets into the flat [B * L]
+    cu_seqlens: Tensor  # of documents: int32 offsets into the flat [B * L]
     shape: torch.Size  # of the rows, whole, also where this rank has a slice of them
     packed: bool
-    longest: int  # tokens of the longest document
+    max_seqlen: int  # tokens of the longest document
     around: AroundBlock = lambda *_: nullcontext()
     received: Tensor | None = None  # the input of this pipeline stage's first block; None: what the forward has
     last: int = -1  # the block after which the forward ends; -1: it goes on to its own end

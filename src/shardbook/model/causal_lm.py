@@ -42,7 +42,7 @@ class CausalLM(nn.Module):
     # pipeline.py: it may be one pipeline stage, or several
     pipeline = Pipeline()
     chunks: "list[CausalLM]"  # the chunks of layers, each of which runs by itself
-    has_first_stage = has_last_stage = True  # it has the embedding; it has the head
+    has_first_pp_stage = has_last_pp_stage = True  # it has the embedding; it has the head
     flops: "Flops | None" = None  # of the whole model
 
     around_block: AroundBlock = staticmethod(lambda *_: nullcontext())
@@ -75,7 +75,7 @@ class CausalLM(nn.Module):
 
     def tie(self) -> None:
         """Makes head and embedding one parameter, where the config says so."""
-        if self.is_tied and self.has_first_stage and self.has_last_stage:
+        if self.is_tied and self.has_first_pp_stage and self.has_last_pp_stage:
             self.head.weight = self.embedding.weight
 
     @property
@@ -111,9 +111,9 @@ class CausalLM(nn.Module):
         """The groups of modules to shard and gather together, in forward order; tied weights share one group."""
         blocks, norm = [[block] for block in self.blocks], [self.norm] if self.norm is not None else []
         first = self.teacher.parts if self.teacher else []
-        if self.is_tied and self.has_first_stage and self.has_last_stage:
+        if self.is_tied and self.has_first_pp_stage and self.has_last_pp_stage:
             return [*first, [*norm, self.embedding, self.head], *blocks]
-        embedding, head = [[self.embedding]] * self.has_first_stage, [[*norm, self.head]] * self.has_last_stage
+        embedding, head = [[self.embedding]] * self.has_first_pp_stage, [[*norm, self.head]] * self.has_last_pp_stage
         return [*first, *embedding, *blocks, *head]
 
     def forward(self, *inputs: Any, cache: Cache | None = None, **named: Any) -> Tensor:
@@ -133,7 +133,7 @@ class CausalLM(nn.Module):
         """
         if distill is None:
             made = self.hidden_states(batch, hidden)
-            return self.head(made, batch.targets, summed) if self.has_last_stage else made
+            return self.head(made, batch.targets, summed) if self.has_last_pp_stage else made
         assert self.teacher is not None, "nobody teaches"
         with torch.no_grad():
             teacher_hidden, weight, bias = self.teacher.head(self.teacher.hidden_states(batch))
@@ -146,9 +146,9 @@ class CausalLM(nn.Module):
         hidden states."""
         ids, slices = batch.input_ids, self.context.size if self.context else 1
         numbers = [number for number, block in enumerate(self.all_blocks) if block is not None]
-        last = -1 if self.has_last_stage else numbers[-1]
+        last = -1 if self.has_last_pp_stage else numbers[-1]
         whole = torch.Size((len(ids), ids.shape[1] * slices))
-        now = ForwardPass(batch.boundaries, whole, batch.packed, batch.longest, self.around_block, hidden, last)
+        now = ForwardPass(batch.cu_seqlens, whole, batch.packed, batch.max_seqlen, self.around_block, hidden, last)
         # The base model is told that nothing is padding: with no mask it would read positions, to find documents.
         arguments = {"attention_mask": torch.ones_like(ids, dtype=torch.bool), "use_cache": False}
         arguments |= {"input_ids": ids} if hidden is None else {"inputs_embeds": hidden}

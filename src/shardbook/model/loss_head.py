@@ -14,7 +14,7 @@ from shardbook.parallel.tensor import TensorAxis, all_gather_plain, local_part
 
 PRODUCT_ROWS = 32_768  # rows of the head's gradient that one product makes
 # (a chunk's logits, the rows that it has, whether gradients are wanted) -> (losses, gradient of the logits)
-Compare = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]]
+ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]]
 Finish = Callable[[Tensor], Tensor]  # what a family's forward does with its head's logits [n, vocabulary]
 
 
@@ -53,15 +53,18 @@ class LossHead(nn.Linear):
             logits = F.linear(hidden, weight, self.bias)
             return self.finish(logits) if self.finish else logits
         rows = self.chunk_tokens or max(1, len(targets))
-        compare = partial(score_sharded, axis, targets - self.first) if axis else partial(score, targets)
+        chunk_loss = partial(chunk_cross_entropy, targets)
+        if axis:
+            chunk_loss = partial(vocab_parallel_cross_entropy, axis, targets - self.first)
         total: Callable[[Tensor], Tensor] | None = torch.sum if summed else None
         if teacher:
+            assert not axis, "a recipe with both is refused"
             divergences = torch.zeros(len(targets), device=hidden.device)
-            compare = partial(score_with_teacher, teacher, targets, divergences)
+            chunk_loss = partial(chunk_distillation_loss, teacher, targets, divergences)
             total = partial(total_with_teacher, teacher, divergences)
         if self.finish:
-            compare = partial(compare_finished, self.finish, compare)
-        return _ChunkedLoss.apply(hidden, weight, self.bias, rows, compare, total, torch.is_grad_enabled())
+            chunk_loss = partial(finished_chunk_loss, self.finish, chunk_loss)
+        return _ChunkedLoss.apply(hidden, weight, self.bias, rows, chunk_loss, total, torch.is_grad_enabled())
 
 
 class ScoreHead(nn.Linear):
@@ -88,27 +91,27 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         rows: int,
-        compare: Compare,
+        chunk_loss: ChunkLoss,
         total: Callable[[Tensor], Tensor] | None,
         trains: bool,
     ) -> Tensor:
         wanted = [trains and total is not None and needed for needed in ctx.needs_input_grad[:3]]
-        losses, *ctx.gradients = score_chunks(hidden, weight, rows, wanted, compare, None, bias)
+        losses, *ctx.gradients = chunked_loss(hidden, weight, rows, wanted, chunk_loss, None, bias)
         ctx.dtype, ctx.again = weight.dtype, None
         if total is not None:
             return total(losses)
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.again = rows, compare  # not with a total: it would keep a teacher's output until backward
+        ctx.again = rows, chunk_loss  # not with a total: it would keep a teacher's output until backward
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if ctx.again:
-            rows, compare = ctx.again
+            rows, chunk_loss = ctx.again
             hidden, weight, bias = ctx.saved_tensors
             wanted = ctx.needs_input_grad[:3]
-            _, *gradients = score_chunks(hidden, weight, rows, wanted, compare, grad_output, bias)
+            _, *gradients = chunked_loss(hidden, weight, rows, wanted, chunk_loss, grad_output, bias)
         elif ctx.gradients is None:
             raise RuntimeError("LossHead: this loss went backward already, and its gradients are gone")
         else:
@@ -120,16 +123,16 @@ class _ChunkedLoss(torch.autograd.Function):
         return of_hidden, *(None if each is None else each.to(ctx.dtype) for each in others), None, None, None, None
 
 
-def score_chunks(
+def chunked_loss(
     hidden: Tensor,
     weight: Tensor,
     rows: int,
     wanted: Sequence[bool],
-    compare: Compare,
+    chunk_loss: ChunkLoss,
     grad_outputs: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the loss of each target, fp32 [n], by `compare` of the logits of `rows` targets at a time; and, where
+    """Returns the loss of each target, fp32 [n], by `chunk_loss` of the logits of `rows` targets at a time; and, where
     `wanted`, the gradients of hidden states, of the weight and of the bias: of the sum of the losses, each times its
     `grad_outputs` [n] where given.
 
@@ -145,7 +148,7 @@ def score_chunks(
         of_bias = torch.zeros_like(bias, dtype=torch.float32)
     for first in range(0, len(hidden), rows):
         here = slice(first, first + rows)
-        losses[here], grad_logits = compare(F.linear(hidden[here], weight, bias), here, any(wanted))
+        losses[here], grad_logits = chunk_loss(F.linear(hidden[here], weight, bias), here, any(wanted))
         if grad_outputs is not None:
             grad_logits *= grad_outputs[here, None]
         if of_hidden is not None:
@@ -197,7 +200,7 @@ def subtract_one(grad_logits: Tensor, where: Tensor) -> Tensor:
     return grad_logits.scatter_add_(1, where, torch.full_like(where, -1, dtype=grad_logits.dtype))
 
 
-def score_plain(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
+def cross_entropy(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
     """Returns the losses of logits [n, V], fp32 [n], and the gradient of the losses' sum [n, V] in the logits' dtype
     (not `trains`: the logits). It makes one fp32 tensor of their size, or none: fp32 logits are overwritten."""
     grad_logits, where = logits.float(), targets[:, None]
@@ -211,12 +214,12 @@ def score_plain(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, 
     return losses, subtract_one(grad_logits, where).to(logits.dtype)
 
 
-def score_distilled(
+def distillation_loss(
     logits: Tensor, teacher_logits: Tensor, targets: Tensor, temperature: float, ratio: float, trains: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns, for logits [n, V] and teacher logits [n, W], W <= V: the losses and the divergences KL(teacher ||
-    student) over the first W tokens, both fp32 [n], and, as score_plain, the gradient of the weighted sum. At most four
-    fp32 tensors of that size exist at once."""
+    student) over the first W tokens (F.kl_div), both fp32 [n], and, as cross_entropy, the gradient of the weighted sum.
+    At most four fp32 tensors of that size exist at once."""
     grad_logits, where, both = logits.float(), targets[:, None], teacher_logits.shape[1]
     ours = grad_logits[:, :both] / temperature
     ours -= ours.logsumexp(-1, keepdim=True)
@@ -248,37 +251,37 @@ def run_as_one(function: Any, is_cuda: bool) -> Any:
     return torch.compile(function, dynamic=True) if is_cuda else function
 
 
-def score(targets: Tensor, logits: Tensor, here: slice, trains: bool) -> tuple[Tensor, Tensor]:
-    return run_as_one(score_plain, logits.is_cuda)(logits, targets[here], trains)
+def chunk_cross_entropy(targets: Tensor, logits: Tensor, here: slice, trains: bool) -> tuple[Tensor, Tensor]:
+    return run_as_one(cross_entropy, logits.is_cuda)(logits, targets[here], trains)
 
 
-def compare_finished(
-    finish: Finish, compare: Compare, logits: Tensor, here: slice, trains: bool
+def finished_chunk_loss(
+    finish: Finish, chunk_loss: ChunkLoss, logits: Tensor, here: slice, trains: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns what `compare` does of a chunk's logits after the family's own `finish`; the gradient is of the logits
+    """Returns what `chunk_loss` does of a chunk's logits after the family's own `finish`; the gradient is of the logits
     before it."""
     with torch.set_grad_enabled(trains):
         finished = finish(logits.requires_grad_(trains))
-    losses, grad_logits = compare(finished.detach(), here, trains)
+    losses, grad_logits = chunk_loss(finished.detach(), here, trains)
     if trains:
         (grad_logits,) = torch.autograd.grad(finished, logits, grad_logits)
     return losses, grad_logits
 
 
-def score_with_teacher(
+def chunk_distillation_loss(
     teacher: TeacherOutput, targets: Tensor, divergences: Tensor, logits: Tensor, here: slice, trains: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns `score` of the rows `here` beside a teacher, and writes their `divergences`. The logits of both models
-    exist for these rows only. Where one vocabulary is padded further than the other, the divergence is over the tokens
-    that both have."""
+    """Returns `chunk_cross_entropy` of the rows `here` beside a teacher, and writes their `divergences`. The logits of
+    both models exist for these rows only. Where one vocabulary is padded further than the other, the divergence is over
+    the tokens that both have."""
     both = slice(logits.shape[1])
     teacher_logits = F.linear(
         teacher.hidden[here], teacher.weight[both], None if teacher.bias is None else teacher.bias[both]
     )
     if teacher.finish:
         teacher_logits = teacher.finish(teacher_logits)
-    compare = run_as_one(score_distilled, logits.is_cuda)
-    losses, divergences[here], grad_logits = compare(
+    fused = run_as_one(distillation_loss, logits.is_cuda)
+    losses, divergences[here], grad_logits = fused(
         logits, teacher_logits, targets[here], teacher.temperature, teacher.ratio, trains
     )
     return losses, grad_logits
@@ -291,13 +294,13 @@ def total_with_teacher(teacher: TeacherOutput, divergences: Tensor, losses: Tens
     return torch.stack([(1 - ratio) * likelihood + ratio * teacher.temperature**2 * divergence, likelihood, divergence])
 
 
-def score_sharded(
+def vocab_parallel_cross_entropy(
     axis: TensorAxis, targets: Tensor, logits: Tensor, here: slice, trains: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns `score` of the rows `here` where each tensor-parallel rank has the logits [n, V] of its own part of the
-    vocabulary, and `targets` count from the first of these: with one all-gather of three numbers a row (Megatron-LM,
-    arXiv 1909.08053, section 3, has two all-reduces). The losses are the same on every rank, the gradient is that of
-    its own logits. Collective."""
+    """Returns `chunk_cross_entropy` of the rows `here` where each tensor-parallel rank has the logits [n, V] of its own
+    part of the vocabulary, and `targets` count from the first of these: with one all-gather of three numbers a row
+    (Megatron-LM, arXiv 1909.08053, section 3, has two all-reduces). The losses are the same on every rank, the gradient
+    is that of its own logits. Collective."""
     grad_logits, *own = run_as_one(local_exponentials, logits.is_cuda)(logits, targets[here], trains)
     gathered = all_gather_plain(torch.stack(own)[None], axis).view(axis.size, 3, -1)
     losses, share = run_as_one(combine_ranks, logits.is_cuda)(gathered, own[0])

@@ -1,7 +1,7 @@
 """Masks: make the attention mask of a micro-batch for each kernel, from its documents and a family's own rule.
 
 Invariant: they have the same shape in every micro-batch of packed rows, so that torch.compile makes one graph, and one
-more for each other number of tokens in the longest document. None is made with a host sync.
+more for each other number of tokens in the max_seqlen document. None is made with a host sync.
 """
 
 import inspect
@@ -28,46 +28,46 @@ def make_mask(kernel: str, *, mask_function: Rule = CAUSAL, allow_is_causal_skip
     if now is None:
         make = ALL_MASK_ATTENTION_FUNCTIONS["eager" if kernel == "eager" else "sdpa"]
         return make(mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **named)
-    facts = now.boundaries, now.shape, now.packed, named["dtype"], now.longest
+    facts = now.cu_seqlens, now.shape, now.packed, named["dtype"], now.max_seqlen
     return attention_mask(kernel, *facts, mask_function, named.get("local_size"), allow_is_causal_skip)
 
 
 def attention_mask(
     kernel: str,
-    boundaries: Tensor,
+    cu_seqlens: Tensor,
     shape: torch.Size,
     packed: bool,
     dtype: torch.dtype,
-    longest: int,
+    max_seqlen: int,
     rule: Rule = CAUSAL,
     local: int | None = None,
     may_skip: bool = True,
 ) -> Any:
     """Returns the mask, or its like, that `kernel` takes for a micro-batch of `shape` [B, L], whose documents lie
-    between `boundaries` [n], int32 offsets into the flat [B * L], and have at most `longest` tokens (see MicroBatch);
-    padding counts as a document. `rule`: which tokens of its document a token attends to, by their places in it;
-    `local`: the window, or chunk, that it has.
+    between `cu_seqlens` [n], int32 offsets into the flat [B * L], and have at most `max_seqlen` tokens (see
+    MicroBatch); padding counts as a document. `rule`: which tokens of its document a token attends to, by their
+    places in it; `local`: the window, or chunk, that it has.
 
-    varlen: `boundaries` and `longest`, of chunks where there are any; and a window, where it has one. flex: a
+    varlen: `cu_seqlens` and `max_seqlen`, of chunks where there are any; and a window, where it has one. flex: a
     BlockMask. sdpa: bool [B, 1, L, L], or None where rows are not `packed`: plain causal rows have a kernel of their
     own. eager: [B, 1, L, L] of `dtype`, to be added to scores.
     """
-    if local and local >= longest:  # it hides nothing
+    if local and local >= max_seqlen:  # it hides nothing
         rule, local = CAUSAL, None
     if kernel in ("varlen", "flex"):
         window, chunk = read_rule(rule)
         if chunk:
-            boundaries, longest = chunk_boundaries(boundaries, shape, chunk), min(longest, chunk)
+            cu_seqlens, max_seqlen = chunk_boundaries(cu_seqlens, shape, chunk), min(max_seqlen, chunk)
         if kernel == "varlen":
-            return (boundaries, longest, window) if window else (boundaries, longest)
-        return block_mask(number_documents(boundaries, shape), window)
+            return (cu_seqlens, max_seqlen, window) if window else (cu_seqlens, max_seqlen)
+        return block_mask(number_documents(cu_seqlens, shape), window)
     if kernel == "sdpa" and not packed and rule is CAUSAL and may_skip:
         return None
-    numbers = number_documents(boundaries, shape)
+    numbers = number_documents(cu_seqlens, shape)
     if rule is CAUSAL:
         allowed = torch.ones(shape[1], shape[1], dtype=torch.bool, device=numbers.device).tril()
     else:
-        allowed = rule_on_positions(rule, boundaries, numbers)
+        allowed = rule_on_positions(rule, cu_seqlens, numbers)
     allowed = (allowed & (numbers[:, :, None] == numbers[:, None, :]))[:, None]
     if kernel == "sdpa":
         return allowed
@@ -75,24 +75,24 @@ def attention_mask(
     return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
-def rule_on_positions(rule: Rule, boundaries: Tensor, numbers: Tensor) -> Tensor:
+def rule_on_positions(rule: Rule, cu_seqlens: Tensor, numbers: Tensor) -> Tensor:
     """Returns which tokens `rule` lets a token attend to, [B, L, L]. The rule gets positions in documents, not in rows:
     a chunk begins with its document."""
-    positions = positions_in_documents(boundaries, numbers)
+    positions = positions_in_documents(cu_seqlens, numbers)
     rows = torch.arange(len(numbers), device=numbers.device)[:, None, None]
     return rule(rows, 0, positions[:, :, None], positions[:, None, :])
 
 
-def positions_in_documents(boundaries: Tensor, numbers: Tensor) -> Tensor:
+def positions_in_documents(cu_seqlens: Tensor, numbers: Tensor) -> Tensor:
     """Returns the position of each token in its document, int32 [B, L]; `numbers`: number_documents."""
-    positions = torch.arange(numbers.numel(), dtype=boundaries.dtype, device=numbers.device).view(numbers.shape)
-    return positions - boundaries[numbers]
+    positions = torch.arange(numbers.numel(), dtype=cu_seqlens.dtype, device=numbers.device).view(numbers.shape)
+    return positions - cu_seqlens[numbers]
 
 
-def number_documents(boundaries: Tensor, shape: torch.Size) -> Tensor:
+def number_documents(cu_seqlens: Tensor, shape: torch.Size) -> Tensor:
     """Returns the number of each token's document, ascending along a row: int64 [B, L]. No host sync."""
-    positions = torch.arange(shape.numel(), dtype=boundaries.dtype, device=boundaries.device)
-    return torch.bucketize(positions, boundaries[1:], right=True).view(shape)
+    positions = torch.arange(shape.numel(), dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return torch.bucketize(positions, cu_seqlens[1:], right=True).view(shape)
 
 
 def read_rule(rule: Rule) -> tuple[int, int]:
@@ -112,14 +112,14 @@ def read_rule(rule: Rule) -> tuple[int, int]:
     return window, chunk
 
 
-def chunk_boundaries(boundaries: Tensor, shape: torch.Size, chunk: int) -> Tensor:
+def chunk_boundaries(cu_seqlens: Tensor, shape: torch.Size, chunk: int) -> Tensor:
     """Returns the boundaries of chunks of `chunk` tokens; a document's first chunk begins with it. The result has the
     greatest possible length, filled up with B * L. No host sync."""
     tokens = shape.numel()
-    positions = positions_in_documents(boundaries, number_documents(boundaries, shape)).flatten()
-    starts = torch.arange(tokens, dtype=boundaries.dtype, device=boundaries.device)
+    positions = positions_in_documents(cu_seqlens, number_documents(cu_seqlens, shape)).flatten()
+    starts = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     starts = starts.where(positions % chunk == 0, tokens).sort().values
-    most = min(tokens, len(boundaries) + tokens // chunk)
+    most = min(tokens, len(cu_seqlens) + tokens // chunk)
     return torch.cat([starts[:most], starts.new_full((1,), tokens)])
 
 

@@ -10,7 +10,7 @@ from itertools import chain
 
 from shardbook.model.causal_lm import CausalLM, count_flops
 from shardbook.model.parts import at, copy_module, put
-from shardbook.parallel.schedule import Pipeline, layers_per_stage
+from shardbook.parallel.schedule import Pipeline, layers_per_pp_stage
 from shardbook.parallel.units import GLOBAL_SHAPES, TP_SHARDED
 from shardbook.recipe import Parallel, RecipeError
 
@@ -29,7 +29,7 @@ def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int
     shapes = {name: getattr(own, TP_SHARDED, (0, own.shape))[1] for name, own in model.named_parameters()}
     setattr(model, GLOBAL_SHAPES, shapes)
     place = rank * ranks // world_size
-    layers = layers_per_stage(len(blocks), ranks * chunks)
+    layers = layers_per_pp_stage(len(blocks), ranks * chunks)
     pipeline = model.pipeline = Pipeline(parallel.pipeline_schedule, place, ranks, layers, model.is_tied)
     own = [pipeline.own_layers(chunk) for chunk in range(chunks)]
     keep_blocks(model, [*chain(*own)], pipeline.is_first(0), pipeline.is_last(chunks - 1))
@@ -39,18 +39,18 @@ def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int
             keep_blocks(view, own[chunk], pipeline.is_first(chunk), pipeline.is_last(chunk))
 
 
-def keep_blocks(model: CausalLM, numbers: Sequence[int], has_first_stage: bool, has_last_stage: bool) -> None:
+def keep_blocks(model: CausalLM, numbers: Sequence[int], has_first_pp_stage: bool, has_last_pp_stage: bool) -> None:
     """Keeps the blocks of these `numbers`, the embedding for the first stage, norm and head for the last.
     The other blocks become None, so that no name changes. A tied head on another stage than the embedding has the
     embedding's name there."""
     names, base = model.names, model.base
     put(base, names.blocks, at(base, names.blocks).only(numbers))
-    if not has_first_stage:
-        put(base, names.embedding, model.head if has_last_stage and model.is_tied else None)
-    if not has_last_stage:
+    if not has_first_pp_stage:
+        put(base, names.embedding, model.head if has_last_pp_stage and model.is_tied else None)
+    if not has_last_pp_stage:
         put(base, names.norm, None)
         setattr(model, names.head, None)
-    model.has_first_stage, model.has_last_stage = has_first_stage, has_last_stage
+    model.has_first_pp_stage, model.has_last_pp_stage = has_first_pp_stage, has_last_pp_stage
 
 
 def _view(model: CausalLM) -> CausalLM:

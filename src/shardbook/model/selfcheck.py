@@ -129,8 +129,8 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
         theirs, losses = run_theirs(small, documents)
         wanted = gradients_of(theirs, torch.stack(losses).sum())
         with torch.no_grad():
-            longest = max(documents, key=len)
-            both = [theirs(input_ids=each[None], use_cache=False).logits[0] for each in (longest, longest[:-2])]
+            max_seqlen = max(documents, key=len)
+            both = [theirs(input_ids=each[None], use_cache=False).logits[0] for each in (max_seqlen, max_seqlen[:-2])]
         if (both[0][:-2] - both[1]).abs().max() > 1e-3 * both[1].abs().max():
             raise Unfit("its tokens see later ones, so it is no causal language model")
     except Unfit:
@@ -332,6 +332,6 @@ def batch_of(rows: Sequence[Sequence[Tensor]], packed: bool) -> Batch:
             at += len(document)
         if at < LENGTH:
             starts.append(number * LENGTH + at)
-    boundaries = torch.tensor([*starts, ids.numel()], dtype=torch.int32)
+    cu_seqlens = torch.tensor([*starts, ids.numel()], dtype=torch.int32)
     positions = targets.flatten().nonzero().flatten()
-    return Batch(ids, places, boundaries, positions, targets.flatten()[positions], packed, LENGTH)
+    return Batch(ids, places, cu_seqlens, positions, targets.flatten()[positions], packed, LENGTH)

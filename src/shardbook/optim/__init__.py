@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardbook.comm.torch_private import norms_of, scale_together
 from shardbook.optim.elementwise import local_values
 from shardbook.optim.table import OPTIMIZERS
-from shardbook.parallel.pipeline import StageParameters
+from shardbook.parallel.pipeline import PipelineStageParameters
 from shardbook.recipe import Optim
 
 TINY_ROW, TINY_TOTAL = 1e-15, 1e-16  # a row's norm, and a sum of squares, below which squares lose digits in fp32
@@ -83,11 +83,11 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
     norm before, an fp32 scalar on their device, without a host sync. Collective."""
     if not isinstance(parameters, Iterable):
         return parameters.clip(max_norm)
-    stage = parameters if isinstance(parameters, StageParameters) else None
-    counted_elsewhere = set(stage.copies) if stage else ()
+    pp_stage = parameters if isinstance(parameters, PipelineStageParameters) else None
+    counted_elsewhere = set(pp_stage.tied) if pp_stage else ()
     parameters = [p for p in parameters if p.grad is not None]
     counted = [p.grad for p in parameters if p.grad is not None and p not in counted_elsewhere]
-    norm = gradient_norm(counted, group=stage.group if stage else None)
+    norm = gradient_norm(counted, group=pp_stage.group if pp_stage else None)
     # A norm on a CPU can be read without a host sync, so gradients that are not too large are not multiplied by one.
     if max_norm and not (norm.is_cpu and max_norm / (norm + 1e-6) >= 1):
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -16,12 +16,12 @@ class Batch:
 
     input_ids: Tensor  # [B, L]
     position_ids: Tensor  # [B, L], from 0 in every document
-    # FlashAttention's cu_seqlens: [m] int32, ascending offsets into the flat [B * L], the start of each document and of
+    # as FlashAttention's: [m] int32, ascending offsets into the flat [B * L], the start of each document and of
     # each row's padding; filled up with B * L, so that m is the same in every micro-batch
-    boundaries: Tensor
+    cu_seqlens: Tensor
     positions: Tensor  # [n] indices into the flat [B * L] that predict a trained token
     targets: Tensor  # [n] the trained tokens
     packed: bool  # whether a row may hold several documents; False: one a row, padding only at its end
-    # max_seqlen: no document has more tokens, nor a whole row's padding. It is a power of two from 128 on, or the row's
-    # length, so that there are few values
-    longest: int
+    # as FlashAttention's: no document has more tokens, nor a whole row's padding. It is a power of two from 128 on, or
+    # the row's length, so that there are few values
+    max_seqlen: int

@@ -1,12 +1,13 @@
 """Pipeline parallel: a model's layers on ranks one after another, with micro-batches passed from one to the next.
 
-A step runs the table of schedule.py action by action: receive, compute, send. Inside, every ZeRO stage gathers and
-reduces as without a pipeline, since each backward is told what it reduces and frees; with one pipeline stage the table
-is the plain loop. Invariant: ranks along pp see the same rows; only the last stage computes a loss, the others return
-zero. Activations and gradients pass each link in groups of their own: in one group, whose messages pass in order, they
-can wait for each other for ever (tests/unit/test_schedule.py). A rank posts a receive only when all work before it is
-launched: over NCCL a receive holds the device until its message comes, and work that is launched later may wait for
-the device (a kernel that is loaded, memory that is given back), so the message may be waiting for that very work.
+A step runs the table of schedule.py (gpipe, 1f1b, interleaved) action by action: receive, compute, send. Inside, every
+ZeRO stage gathers and reduces as without a pipeline, since each backward is told what it reduces and frees; with one
+pipeline stage the table is the plain loop. Invariant: ranks along pp see the same rows; only the last stage computes a
+loss, the others return zero. Activations and gradients pass each link in groups of their own: in one group, whose
+messages pass in order, they can wait for each other for ever (tests/unit/test_schedule.py). A rank posts a receive only
+when all work before it is launched: over NCCL a receive holds the device until its message comes, and work that is
+launched later may wait for the device (a kernel that is loaded, memory that is given back), so the message may be
+waiting for that very work.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -94,17 +95,17 @@ class PipelineLinks:
             if (part := local_part(gradient)).numel():
                 dist.all_reduce(part, group=self.ends)
 
-    def parameters(self, model: nn.Module) -> "StageParameters":
+    def parameters(self, model: nn.Module) -> "PipelineStageParameters":
         tied = [tied_weight(model)] if self.ends and self.pipeline.rank else []
-        return StageParameters(list(model.parameters()), tied, self.everyone)
+        return PipelineStageParameters(list(model.parameters()), tied, self.everyone)
 
 
 @dataclass(frozen=True)
-class StageParameters:
+class PipelineStageParameters:
     """The parameters of one pipeline stage."""
 
     own: list[nn.Parameter]  # all of this rank's
-    copies: list[nn.Parameter]  # those of `own` that another stage has too: the tied weight, on the last stage
+    tied: list[nn.Parameter]  # those of `own` that another stage has too: the tied weight, on the last stage
     group: dist.ProcessGroup  # the ranks along pp, which have the other layers
 
     def __iter__(self) -> Iterator[nn.Parameter]:

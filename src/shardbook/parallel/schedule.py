@@ -40,34 +40,34 @@ class Pipeline:
         return max(1, len(self.layers) // self.ranks)
 
     @property
-    def has_first_stage(self) -> bool:
+    def has_first_pp_stage(self) -> bool:
         """Returns whether this rank has the first stage."""
         return self.rank == 0
 
     @property
-    def has_last_stage(self) -> bool:
+    def has_last_pp_stage(self) -> bool:
         """Returns whether this rank has the last stage."""
         return self.rank == self.ranks - 1
 
-    def stage(self, chunk: int) -> int:
+    def pp_stage(self, chunk: int) -> int:
         return chunk * self.ranks + self.rank
 
     def is_first(self, chunk: int) -> bool:
-        return self.stage(chunk) == 0
+        return self.pp_stage(chunk) == 0
 
     def is_last(self, chunk: int) -> bool:
-        return self.stage(chunk) == self.chunks * self.ranks - 1
+        return self.pp_stage(chunk) == self.chunks * self.ranks - 1
 
     def own_layers(self, chunk: int) -> range:
         """Returns the numbers of the blocks of a chunk, in the whole model."""
-        before = sum(self.layers[: self.stage(chunk)])
-        return range(before, before + self.layers[self.stage(chunk)])
+        before = sum(self.layers[: self.pp_stage(chunk)])
+        return range(before, before + self.layers[self.pp_stage(chunk)])
 
     def actions(self, micros: int) -> "list[Action]":
         return actions(self.schedule, self.rank, self.ranks, micros, self.chunks)
 
 
-def layers_per_stage(layers: int, stages: int) -> tuple[int, ...]:
+def layers_per_pp_stage(layers: int, stages: int) -> tuple[int, ...]:
     """Returns how many of a model's `layers` each of `stages` pipeline stages has, in order. Numbers differ by at most
     one. The last stage, which has the head and the loss, is never the longer; the first, which holds most activations,
     only where all between them are (as for Llama 3 405B: arXiv 2407.21783, section 3.3.2)."""

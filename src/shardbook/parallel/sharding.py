@@ -162,7 +162,7 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
 
 
 def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, watch: Watch) -> ShardedModel:
-    output = layout.dtype("output") if getattr(model, "has_last_stage", True) else layout.dtype("params")
+    output = layout.dtype("output") if getattr(model, "has_last_pp_stage", True) else layout.dtype("params")
     if layout.copies:
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:

@@ -114,7 +114,7 @@ def muon_exchanges(layout: Layout) -> Sends:
 
 def tied_numel(layout: Layout, rank: int) -> int:
     """Returns the elements on the global `rank` of a weight tied over both ends of a pipeline: its unit's matrix."""
-    end = layout.chunks[0 if layout.pipeline.has_first_stage else -1]
+    end = layout.chunks[0 if layout.pipeline.has_first_pp_stage else -1]
     shape = max((shape for unit in end.units if not any(unit.hidden) for shape in unit.shapes), key=len)
     return shard_rows(shape[0], layout.shards, rank_along(layout.sizes, DP_SHARD, rank)) * prod(shape[1:])
 
@@ -289,7 +289,7 @@ def step_events(
     for each in step_passes(layout, micros, forwards, inside):
         yield from each.events
     pipeline = layout.pipeline
-    if pipeline.ranks > 1 and pipeline.is_tied and (pipeline.has_first_stage or pipeline.has_last_stage):
+    if pipeline.ranks > 1 and pipeline.is_tied and (pipeline.has_first_pp_stage or pipeline.has_last_pp_stage):
         tied = tied_numel(layout, rank) * layout.dtype("master").itemsize
         yield Event("sum", None, (("all_reduce", PP if pipeline.ranks == 2 else PP_ENDS, tied),))
     spread = {TP: layout.tp_size, DP_SHARD: layout.shards, PP: pipeline.ranks}  # parameters; along dp_replicate copies

@@ -85,7 +85,7 @@ def predict_step(
     pipeline, layers = layout.pipeline, len(numbers)
     part = layers / config.num_hidden_layers  # of the model's blocks that are this rank's
     blocks = part * (flops.block * (2 + again + more) + flops.block_trained) / tp_size
-    head, outputs = head * pipeline.has_last_stage, outputs * pipeline.has_last_stage
+    head, outputs = head * pipeline.has_last_pp_stage, outputs * pipeline.has_last_pp_stage
     own = [unit for unit in layout.units if not unit.forward_only]
     shapes = (shape for unit in own for shape in compress(unit.shapes, unit.trained))
     passes_of_head = 2 + recipe.recomputes_logits + more + any(shape[0] == outputs for shape in shapes)

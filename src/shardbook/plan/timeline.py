@@ -17,7 +17,7 @@ from shardbook.comm.torch_private import bytes_there, dispatch_base, storages_in
 from shardbook.data.loader import MicroBatch
 from shardbook.recipe import Recipe
 
-DOCUMENTS = 8  # boundaries of a row, which attention gets
+DOCUMENTS = 8  # cu_seqlens of a row, which attention gets
 
 
 class LiveBytes(dispatch_base()):
@@ -186,11 +186,11 @@ def full_rows(recipe: Recipe, slices: int) -> MicroBatch:
     """Returns a micro-batch of full rows: along cp the first of `slices` slices of each row."""
     rows, of_row, length = recipe.train.per_device_train_batch_size, recipe.sequences, recipe.data.max_length
     ids = torch.zeros(rows, of_row * length // slices, dtype=torch.int64)
-    boundaries = torch.zeros(rows * (DOCUMENTS + 1) + 1, dtype=torch.int32)
+    cu_seqlens = torch.zeros(rows * (DOCUMENTS + 1) + 1, dtype=torch.int32)
     trained = (length // slices - (slices == 1),) * (rows * of_row)
     positions = torch.zeros(sum(trained), dtype=torch.int64)
     ends = torch.zeros(len(trained), dtype=torch.int64)
     known = torch.zeros(len(trained)) if of_row > 1 and recipe.preference.precompute_ref_log_probs else None
     counts = torch.zeros(len(trained)) if of_row > 1 else None
     facts = recipe.data.packing, length, 0, trained
-    return MicroBatch(ids, ids.clone(), boundaries, positions, positions.clone(), *facts, counts, ends, known)
+    return MicroBatch(ids, ids.clone(), cu_seqlens, positions, positions.clone(), *facts, counts, ends, known)

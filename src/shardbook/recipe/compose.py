@@ -173,6 +173,10 @@ RULES = (
     Rule(f"{INTERLEAVED} {PP}", "train.gradient_accumulation_steps=*",
          "micro-batches come in groups of pp_size", "must be a multiple of {parallel.pp_size}",
          f"{INTERLEAVED} {PP}", lambda recipe: recipe.train.gradient_accumulation_steps % recipe.parallel.pp_size),
+    Rule(f"{INTERLEAVED} {PP}", "data.packing=False",
+         "rows of a new length may load a kernel in mid-step, and two stages can then wait for each other",
+         "set data.packing=true, or leave pipeline_schedule and pipeline_chunks out",
+         f"{INTERLEAVED} {PP}", lambda recipe: recipe.train.gradient_accumulation_steps > recipe.parallel.pp_size),
     # tensor, context and pipeline parallel
     Rule("data.max_length=*", f"{TP} {CP}", "the ranks along tp and cp share a row's tokens evenly",
          "data.max_length must be a multiple of {parallel.row_ranks}",

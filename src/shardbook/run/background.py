@@ -50,28 +50,30 @@ class StagingWriter(ItemWriter):
             self.ready.record(torch.cuda.current_stream(self.device))
         return done([WriteResult(MetadataIndex(f"rank-{self.rank}"), 0, {})])
 
-    def copy(self, buffer: list[Tensor]) -> None:
+    def copy(self, buffer: list[Tensor], streams: dict[torch.device, torch.cuda.Stream]) -> None:
         """Launches the copies of all tensors, of those on the host too, into the one `buffer`, which is made anew where
-        it is too small. On a GPU in a stream of its own, whose `copied` says when they are done."""
+        it is too small. On a GPU in a stream of its own, from `streams`; `copied` says when they are done."""
         parts = [part for _, parts in self.items for part in parts]
         begins = [0, *accumulate(round_up(part.nbytes, COPY_ALIGN) for part in parts)]
         if not buffer or len(buffer[0]) < begins[-1]:
             buffer.clear()  # before the new one is made
         _reserve(buffer, begins[-1], self.device)
         made = dict[int, Tensor]()
-        with self._stream():
+        with self._stream(streams):
             for number in sorted(range(len(parts)), key=lambda number: parts[number].is_cuda):  # the host's first
                 made[number] = _copy(parts[number], buffer[0], begins[number])
         numbers = count()
         self.copies = [(facts, [made[next(numbers)] for _ in parts]) for facts, parts in self.items]
 
     @contextlib.contextmanager
-    def _stream(self) -> Iterator[None]:
+    def _stream(self, streams: dict[torch.device, torch.cuda.Stream]) -> Iterator[None]:
         """Runs the body in a stream of its own, on a GPU; `copied` is the end of what it launched, even if it fails."""
         if not self.device:
             yield
             return
-        stream = torch.cuda.Stream(self.device)
+        if self.device not in streams:  # once: torch deals 32 out in turn, and others have some of them
+            streams[self.device] = torch.cuda.Stream(self.device)
+        stream = streams[self.device]
         stream.wait_event(self.ready)
         with torch.cuda.stream(stream):
             try:
@@ -116,6 +118,7 @@ class Background:
 
     def __post_init__(self) -> None:
         self.buffer = list[Tensor]()  # none, or one
+        self.streams = dict[torch.device, torch.cuda.Stream]()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._thread.submit(_reserve, self.buffer, self.size, self.device)
         self._publish: Publish | None = None  # on rank 0
@@ -128,7 +131,7 @@ class Background:
         """Begins to copy and write what `writer` has taken. `publish`, on rank 0, takes the facts of all files."""
         assert writer.side
         self.step, self._side, self._publish, self._publishing = step, writer.side, publish, False
-        copying = self._thread.submit(writer.copy, self.buffer)
+        copying = self._thread.submit(writer.copy, self.buffer, self.streams)
         self._copied = writer, copying
         self._work = self._thread.submit(writer.write, copying)
 

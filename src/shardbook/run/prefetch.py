@@ -1,4 +1,4 @@
-"""Prefetch: a thread makes the next step's micro-batches, and their counts are summed, while this step computes.
+"""Prefetch of data: a thread makes the next step's micro-batches, whose counts are summed while this step computes.
 
 Invariant: prefetched batches are no state. The loader's position counts only steps taken, so a run that is stopped or
 killed goes on with the first step that was not trained.
