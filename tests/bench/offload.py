@@ -166,7 +166,7 @@ def bench_hidden(rounds: int) -> dict:
     ids = torch.randint(512, (1, 32))
     place = torch.arange(31)
     told = torch.tensor([0, 32], dtype=torch.int32)
-    micro = MicroBatch(ids, torch.arange(32)[None], told, place, ids[0, 1:], packed=False, longest=32, pairs=0)
+    micro = MicroBatch(ids, torch.arange(32)[None], told, place, ids[0, 1:], packed=False, max_seqlen=32, pairs=0)
     found = {"hidden": [], "wait": [], "step": []}
     stepped = 0.05 * sum(bool(unit.shapes) for unit in layout.units)
     for number in range(rounds + 2):
