@@ -281,7 +281,7 @@ def output_dtype(output):
     seen = []
     model.blocks[0].register_forward_hook(lambda module, args, hidden: seen.append(hidden.dtype))
     whole = torch.tensor([0, 4], dtype=torch.int32)
-    loss = model(Batch(ids, torch.arange(4)[None], whole, torch.arange(3), ids[0, :3], packed=False, longest=4))
+    loss = model(Batch(ids, torch.arange(4)[None], whole, torch.arange(3), ids[0, :3], packed=False, max_seqlen=4))
     return str(loss.dtype), str(seen[0])
 
 
