@@ -561,7 +561,7 @@ def norm_counts_both_tied_ends(train):
     from shardbook.parallel.pipeline import PipelineLinks
 
     real = PipelineLinks.parameters
-    PipelineLinks.parameters = lambda links, model: dataclasses.replace(real(links, model), copies=[])
+    PipelineLinks.parameters = lambda links, model: dataclasses.replace(real(links, model), tied=[])
 
 
 @planted_in("zero3", 1, 1, pp=2)
