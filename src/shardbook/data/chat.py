@@ -240,9 +240,9 @@ class Encoder:
         that only a last answer has."""
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         more = [{"role": "user", "content": "more"}, {"role": "assistant", "content": "last"}]
-        ends = [self._render(each, "the chat template").rpartition("answer")[2] for each in (probe, probe + more)]
-        mark, is_common = ends[0].strip(), ends[1].lstrip().startswith(ends[0].strip())
-        return mark if is_common else mark.removesuffix(self.tokenizer.eos_token or "").rstrip()
+        texts = (self._render(each, "the chat template") for each in (probe, probe + more))
+        mark, earlier = (text.rpartition("answer")[2].strip() for text in texts)
+        return mark if earlier.startswith(mark) else mark.removesuffix(self.tokenizer.eos_token or "").rstrip()
 
     def _render(
         self, messages: list[Message], where: str, tools: Tools = None, add_generation_prompt: bool = False

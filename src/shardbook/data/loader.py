@@ -156,8 +156,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         rows, digest = len(self.documents.rows), self.documents.digest
-        facts = {"consumed_rows": self.consumed_rows, "rows": rows, "seed": self.seed, "data": digest}
-        return facts | {"rows_per_step": self.rows_per_step}
+        place = {"consumed_rows": self.consumed_rows, "rows_per_step": self.rows_per_step}
+        return place | {"rows": rows, "seed": self.seed, "data": digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Seeks to a saved position. Raises RecipeError where that belongs to another stream of rows."""

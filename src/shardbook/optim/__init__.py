@@ -83,11 +83,11 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
     norm before, an fp32 scalar on their device, without a host sync. Collective."""
     if not isinstance(parameters, Iterable):
         return parameters.clip(max_norm)
-    pp_stage = parameters if isinstance(parameters, PipelineStageParameters) else None
-    counted_elsewhere = set(pp_stage.tied) if pp_stage else ()
+    pipelined = parameters if isinstance(parameters, PipelineStageParameters) else None
+    counted_elsewhere = set(pipelined.tied) if pipelined else ()
     parameters = [p for p in parameters if p.grad is not None]
     counted = [p.grad for p in parameters if p.grad is not None and p not in counted_elsewhere]
-    norm = gradient_norm(counted, group=pp_stage.group if pp_stage else None)
+    norm = gradient_norm(counted, group=pipelined.group if pipelined else None)
     # A norm on a CPU can be read without a host sync, so gradients that are not too large are not multiplied by one.
     if max_norm and not (norm.is_cpu and max_norm / (norm + 1e-6) >= 1):
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

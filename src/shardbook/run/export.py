@@ -42,9 +42,9 @@ def export_result(
         return
     shapes = global_shapes(model)
     dtype = recipe.train.export_dtype
-    tensors, beside = full_tensors(sharded.masters, dtype), (model.files, stored_buffers(model))
     stops = find_learned_stops(tokenizer, config, folder, recipe.data)
-    save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, write, *beside, stops)
+    tensors, beside = full_tensors(sharded.masters, dtype), (model.files, stored_buffers(model), stops)
+    save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, write, *beside)
     if write and recipe.model.init == "pretrained":
         _say_rest(model.files, folder)
 
@@ -102,13 +102,12 @@ def export_checkpoint(
         return
     if has_base:
         load_buffers(model, folder)
-    beside = model.files, stored_buffers(model)
+    beside = model.files, stored_buffers(model), find_learned_stops(tokenizer, config, folder, recipe.data)
     with ExitStack() as opened:
         if merges:
             base = model.files.by_model_names(opened.enter_context(open_tensors(folder)))
             shapes, trained = {name: each.shape for name, each in model.named_parameters()}, dict(tensors)
             tensors = merged_tensors(base, trained, shapes, recipe.lora)
-        stops = find_learned_stops(tokenizer, config, folder, recipe.data)
-        save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, True, *beside, stops)
+        save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, True, *beside)
     if has_base:
         _say_rest(model.files, folder)

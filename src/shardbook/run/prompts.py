@@ -52,14 +52,16 @@ def build_prompts(
                 f"generate.samples = {asked.samples}: {len(found)} rows have a prompt that leaves room for an answer "
                 f"({said}); ask for fewer, or set generate.prompts"
             )
-    return Prompts(found, find_stops(tokenizer, config, folder, recipe.data))
+    return Prompts(found, find_stops(tokenizer, config, folder, encoder))
 
 
 def build_encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Encoder:
     return Encoder(tokenizer, data.system, data.train_on, data.chat_template_kwargs)
 
 
-def find_stops(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, folder: Path, data: Data) -> list[int]:
+def find_stops(
+    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, folder: Path, encoder: Encoder
+) -> list[int]:
     """Returns the tokens that end a sequence by generation_config.json, else by config and tokenizer, and the end of
     turn if it is one token: a model that learns the template writes it before its own config lists it."""
     file, ends = folder / "generation_config.json", list[Any]()
@@ -68,7 +70,7 @@ def find_stops(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, fol
     if ends in ([], [None]):
         ends = [config.eos_token_id, tokenizer.eos_token_id]
     if tokenizer.chat_template:
-        turn = tokenizer(build_encoder(tokenizer, data).end_of_turn(), add_special_tokens=False)["input_ids"]
+        turn = tokenizer(encoder.end_of_turn(), add_special_tokens=False)["input_ids"]
         ends += [turn] * (len(turn) == 1)
     flat = chain.from_iterable(end if isinstance(end, list) else [end] for end in ends)
     return sorted({end for end in flat if end is not None})
@@ -79,6 +81,6 @@ def find_learned_stops(
 ) -> list[int]:
     """Returns the stops of a model that was trained; none where the chat template, whatever it is of, refuses."""
     try:
-        return find_stops(tokenizer, config, folder, data)
+        return find_stops(tokenizer, config, folder, build_encoder(tokenizer, data))
     except RecipeError:
         return []
