@@ -39,7 +39,7 @@ def pages() -> dict[str, str]:
 def write_keys() -> str:
     """Returns the key reference: type, default, limits, help, other programs' words, recipes, and contradictions."""
     from shardbook.recipe import Recipe
-    from shardbook.recipe.compose import RULES
+    from shardbook.recipe.refusals import RULES
     from shardbook.recipe.stages import ALIASES, STAGES
 
     words = tomllib.loads((ROOT / "src/shardbook/recipe/words.toml").read_text())

@@ -581,7 +581,7 @@ def chunks_share_their_hooks(train):
     import copy
 
     from shardbook.model import pipeline
-    from shardbook.parallel.watch import Watch
+    from shardbook.parallel.pass_monitor import PassMonitor
 
     def _view(model):
         view, body = copy.copy(model), copy.copy(model.model)
@@ -591,7 +591,7 @@ def chunks_share_their_hooks(train):
         return view
 
     pipeline._view = _view
-    Watch.follow = lambda *given, **named: None  # its hooks too: it would refuse the second chunk's forward
+    PassMonitor.follow = lambda *given, **named: None  # its hooks too: it would refuse the second chunk's forward
 
 
 def after_applying(train, change):

@@ -30,9 +30,8 @@ class Record:
         from shardbook.comm.torch_private import sharded_parameters
 
         own = {id(param) for param in group.fsdp_params}
-        units = [
-            unit.shapes and not self.layout.copies and sharded_parameters(unit.handle) for unit in self.layout.units
-        ]
+        sharded = not self.layout.is_replicated
+        units = [unit.shapes and sharded and sharded_parameters(unit.handle) for unit in self.layout.units]
         return next((n for n, params in enumerate(units) if params and id(params[0]) in own), -1)
 
     def ledger(self, real: type) -> type:
@@ -135,7 +134,7 @@ def _as_it_happens(layout: Any, events: Any) -> list[Happened]:
     """A model that each rank holds whole frees no units."""
     numbers, found = {unit: number for number, unit in enumerate(layout.units)}, []
     for what, unit, sends in events:
-        if what in ("fetch", "arrive", "update") or (what == "free" and not layout.copies):
+        if what in ("fetch", "arrive", "update") or (what == "free" and not layout.is_replicated):
             found.append((what, numbers[unit]))
         found += [send for send in sends if send[2]]
     return found

@@ -69,7 +69,7 @@ def run_all(recipe, runs):
 
 def settings_of(sharded):
     """What fully_shard was told of each unit."""
-    if sharded.copies:
+    if sharded.replicated:
         return []
     found = []
     for unit in sharded.layout.units:
@@ -82,7 +82,7 @@ def settings_of(sharded):
 
 def parts_whole(sharded):
     """Whether each parameter lies as it does between steps."""
-    at_rest = DTensor if not sharded.copies else torch.nn.Parameter
+    at_rest = DTensor if not sharded.replicated else torch.nn.Parameter
     return [isinstance(parameter, at_rest) for parameter in sharded.model.parameters()]
 
 

@@ -217,14 +217,14 @@ def wrap(path, folder, world, count):
             columns = name.endswith(("o_proj.weight", "down_proj.weight"))
             assert parameter.device_mesh.mesh_dim_names == ("dp_shard", "tp")
             assert parameter.placements[-1] == Shard(int(columns)), name
-        elif not layout.copies:
+        elif not layout.is_replicated:
             assert isinstance(parameter, DTensor) and list(parameter.placements) == placed, name
             assert -(-len(parameter) // shard) >= len(parameter.to_local())
     modules = {module for chunk in model.chunks for module in chunk.modules() if isinstance(module, FSDPModule)}
     split = {module for part in model.parts for module in part} | set(model.chunks)
-    assert modules == (set() if layout.copies else split)
+    assert modules == (set() if layout.is_replicated else split)
     # what a rank keeps is its share: every matrix of these models divides evenly, so exactly
-    kept = sum((p if layout.copies else p.to_local()).numel() for p in model.parameters())
+    kept = sum((p if layout.is_replicated else p.to_local()).numel() for p in model.parameters())
     if all(len(parameter) % (shard * tp_size) == 0 for parameter in model.parameters()):
         assert kept == held // shard
     assert kept_bytes(()) == 0

@@ -84,7 +84,7 @@ def simulated(model, blocks, batch, stage, micros, precision):
 
     from shardbook.comm.torch_private import fake_store, fake_tensors
     from shardbook.optim.table import OPTIMIZERS
-    from shardbook.parallel.copies import map_tensors
+    from shardbook.parallel.replicated import map_tensors
     from shardbook.plan.module import call_model
     from shardbook.plan.simulate import Followed
 

@@ -108,7 +108,8 @@ def version_of(tensor: Tensor) -> int:
 
 @_needs("stages", "torch._foreach_copy_")
 def copy_together(into: list[Tensor], source: list[Tensor]) -> None:
-    """Copies each of `source`, of another dtype, in few launches. With equal dtypes CUDA rewrites NaNs (packed.py)."""
+    """Copies each of `source` into a tensor of another dtype, in few launches. Between equal dtypes CUDA rewrites NaNs
+    (byte_gather.py)."""
     torch._foreach_copy_(into, source)
 
 

@@ -2,8 +2,8 @@
 
 Invariant: a block of 64 never crosses a row, so each rank quantises its own rows, and shards one after another are the
 bytes of the whole. The bytes lie in tensors of the dtype of compute (torch 2.11's fully_shard takes no integers), and
-nothing may copy them as numbers: packed.py gathers them as bytes. A product keeps only these bytes for backward, also
-compiled: forward and backward unpack by different calls, else the compiler would unpack once and keep the result.
+nothing may copy them as numbers: byte_gather.py gathers them as bytes. A product keeps only these bytes for backward,
+also compiled: forward and backward unpack by different calls, else the compiler would unpack once and keep the result.
 Packed weights are never trained.
 """
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardbook.arithmetic import round_up
 from shardbook.comm.fused import fused
 from shardbook.comm.torch_private import slots_of
-from shardbook.parallel.packed import BYTES
+from shardbook.parallel.byte_gather import BYTES
 from shardbook.parallel.units import GLOBAL_NUMEL
 from shardbook.recipe import RecipeError
 

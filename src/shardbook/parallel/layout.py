@@ -102,8 +102,8 @@ class Layout:
         return DTYPES[getattr(self.precision, what)]
 
     @property
-    def copies(self) -> bool:
-        """Returns whether each rank holds all parameters on its device (copies.py): no gather, no offload."""
+    def is_replicated(self) -> bool:
+        """Returns whether each rank holds all parameters on its device (replicated.py): no gather, no offload."""
         return self.shards == 1 and self.tp_size == 1 and self.offload.optimizer == "none"
 
     @cached_property
@@ -118,8 +118,8 @@ class Layout:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are summed through a step where there is one shard (copies.py): the dtype of the
-        reduction. It is the master's where a rank sends nothing and casts nothing, or its stage reduces at each
+        """The dtype in which gradients are summed through a step where there is one shard (replicated.py): the dtype of
+        the reduction. It is the master's where a rank sends nothing and casts nothing, or its stage reduces at each
         micro-batch."""
         sends = self.replicas > 1 or (self.casts and not self.stage.reduce_every_micro)
         return self.dtype("reduce" if sends else "master")

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from shardbook.axes import DATA_AXES, DP_SHARD
 from shardbook.comm.torch_private import probe
-from shardbook.parallel.copies import COPIED
 from shardbook.parallel.layout import DTYPES, Layout, build_layout
 from shardbook.parallel.mesh import axis_sizes, build_mesh
+from shardbook.parallel.replicated import COPIED
 from shardbook.parallel.sharding import ShardedModel, apply_stage
 from shardbook.recipe import Parallel, Precision, RecipeError, check_parallel, find_stage
 

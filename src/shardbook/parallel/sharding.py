@@ -18,27 +18,27 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardbook.axes import DP_REPLICATE, DP_SHARD
 from shardbook.comm.collectives import QuantizedAllGather, QuantizedReduceScatter, share_secondary_mesh
+from shardbook.parallel.byte_gather import gather_bytes
 from shardbook.parallel.context import set_cp_group
-from shardbook.parallel.copies import ReplicatedParameters
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import build_node_mesh, describe_sizes
-from shardbook.parallel.packed import gather_bytes
+from shardbook.parallel.pass_monitor import PassMonitor
 from shardbook.parallel.pipeline import PipelineLinks, build_pipeline_links
+from shardbook.parallel.replicated import ReplicatedParameters
 from shardbook.parallel.tensor import place_on_mesh, sum_replicated_gradients
-from shardbook.parallel.watch import Watch
 
 
 @dataclass
 class ShardedModel:
     """A model under its stage. Every parameter is a DTensor, Shard(0) along dp_shard and Replicate along dp_replicate,
-    and sharded along tp where its matrix is; or, where `copies` is set, a plain tensor: each rank has all of it."""
+    and sharded along tp where its matrix is; or, where `replicated` is set, a plain tensor: each rank has all of it."""
 
     model: nn.Module
     layout: Layout
     # Error feedback's residuals, flat fp32, by a name of their unit and mesh. A checkpoint must hold them, and they can
     # be loaded only under the same name. Empty without error feedback.
     residuals: dict[str, Tensor]
-    copies: ReplicatedParameters | None = None
+    replicated: ReplicatedParameters | None = None
     mesh: DeviceMesh | None = None  # set where it has an axis tp
     parts: "list[ShardedModel]" = field(default_factory=list)  # one for each chunk of layers, where there are several
     links: PipelineLinks | None = None  # to the neighbours along pp
@@ -90,10 +90,10 @@ class ShardedModel:
         accumulation, DDP's no_sync); opened around its forward and backward, or around its backward alone. `is_last`:
         it is the last one of the optimizer step."""
         self.is_last = is_last
-        for other in (self.copies, self.offloaded):
+        for other in (self.replicated, self.offloaded):
             if other:
                 other.begin(is_last)
-        if self.copies:
+        if self.replicated:
             yield
             return
         stage, units = self.layout.stage, self.layout.units
@@ -110,7 +110,7 @@ class ShardedModel:
         """Sets, after a step's last backward, zeros as the gradients of trained parameters that no rank reached, in
         every stage. fully_shard does so only for units that were ever gathered, so whether an optimizer decays such a
         weight would depend on its past."""
-        if self.is_last and not self.offloaded and not (self.copies and self.copies.gathered):
+        if self.is_last and not self.offloaded and not (self.replicated and self.replicated.gathered):
             for parameter in self.model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -119,7 +119,7 @@ class ShardedModel:
     def gathered_once(self) -> Iterator[None]:
         """Keeps, around forwards without backward, gathered parameters for the next; then frees them and restores
         settings. With hpZ each forward gathers again, inside the node: a secondary mesh cannot be set twice."""
-        again = not self.copies and not self.layout.switches.secondary
+        again = not self.replicated and not self.layout.switches.secondary
         freed = [unit.handle for unit in self.layout.units if again and unit.reshard_after_forward]
         for handle in freed:
             handle.set_reshard_after_forward(False, recurse=False)
@@ -131,8 +131,8 @@ class ShardedModel:
     def reshard(self) -> None:
         """Frees gathered parameters. Needed after an evaluation: a forward without backward leaves them gathered."""
         for part in self.chunks:
-            if part.copies:
-                part.copies.free()
+            if part.replicated:
+                part.replicated.free()
             else:
                 for unit in part.layout.units:
                     unit.handle.reshard()
@@ -149,10 +149,10 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
     set_cp_group(model, layout)
     links = build_pipeline_links(layout, mesh)
     views: Any = getattr(model, "chunks", None) or [model]
-    watch = Watch()  # one for all chunks: an error in one of them broke the whole model
-    parts = [_apply(view, own, mesh, watch) for view, own in zip(views, layout.chunks, strict=True)]
+    monitor = PassMonitor()  # one for all chunks: an error in one of them broke the whole model
+    parts = [_apply(view, own, mesh, monitor) for view, own in zip(views, layout.chunks, strict=True)]
     for part in parts:
-        watch.follow(part.model, gathers=not part.copies, end=part.fill_gradients)
+        monitor.follow(part.model, gathers=not part.replicated, end=part.fill_gradients)
     if ours and layout.shards > 1 and mesh.device_type == "cuda":
         separate_reductions(views)
     if len(parts) == 1:
@@ -161,14 +161,14 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
     return ShardedModel(model, layout, {}, parts=parts, links=links)
 
 
-def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, watch: Watch) -> ShardedModel:
+def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, monitor: PassMonitor) -> ShardedModel:
     output = layout.dtype("output") if getattr(model, "has_last_pp_stage", True) else layout.dtype("params")
-    if layout.copies:
+    if layout.is_replicated:
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(mesh.device_type)
         replicas = mesh.get_group(DP_REPLICATE) if layout.replicas > 1 else None  # ranks with the same parameters
-        return ShardedModel(model, layout, {}, ReplicatedParameters(model, layout, replicas, output, watch))
+        return ShardedModel(model, layout, {}, ReplicatedParameters(model, layout, replicas, output, monitor))
     whole = mesh if layout.tp_size > 1 else None
     if whole:
         place_on_mesh(model, whole)

@@ -174,12 +174,12 @@ class _Chunk:
         return sum(each, ())
 
     def _forward(self, now: set[Unit], inside: Inside) -> Iterator[Event]:
-        order, copies, running = self.layout.run_order(is_forward=True), self.layout.copies, list[Unit]()
+        order, replicated, running = self.layout.run_order(is_forward=True), self.layout.is_replicated, list[Unit]()
 
         def leave(unit: Unit) -> Iterator[Event]:
             if unit.numel:
                 yield Event("compute", unit, () if unit.spans else self._exchanges(unit, inside, True))
-            if unit.reshard_after_forward and not copies:
+            if unit.reshard_after_forward and not replicated:
                 yield from self._free(unit, now)
 
         for unit, ahead in order:
@@ -189,7 +189,7 @@ class _Chunk:
             while running and unit.modules[0] not in running[-1].inside and not running[-1].spans:
                 yield from leave(running.pop())
             # where each rank has all parameters they are cast at once
-            yield from self._gather((each for each, _ in order) if copies else (unit, *ahead), now, True)
+            yield from self._gather((each for each, _ in order) if replicated else (unit, *ahead), now, True)
             if unit.spans and unit in self.blocks:  # it has all blocks, which run before it is left
                 yield Event("exchange", None, inside.embedding[0] * begins + self._exchanges(unit, inside, True))
             running.append(unit)
@@ -202,15 +202,16 @@ class _Chunk:
 
     def _backward(self, now: set[Unit], is_last: bool, inside: Inside) -> Iterator[Event]:
         layout, running, late = self.layout, list[Unit](), list[Unit]()
-        unsent = [(set(bucket), replica_sum(layout, bucket)) for bucket in layout.buckets] if layout.copies else []
+        buckets = layout.buckets if layout.is_replicated else []
+        unsent = [(set(bucket), replica_sum(layout, bucket)) for bucket in buckets]
 
         def leave(unit: Unit) -> Iterator[Event]:
             if not unit.numel:
                 return
             yield Event("compute", unit, () if unit.spans else self._exchanges(unit, inside, False))
-            if not layout.copies and unit.frees_after_backward(is_last):
+            if not layout.is_replicated and unit.frees_after_backward(is_last):
                 yield from self._free(unit, now)
-            if layout.copies or not layout.stage.syncs(is_last):
+            if layout.is_replicated or not layout.stage.syncs(is_last):
                 yield Event("accumulate", unit)
             else:
                 summed = replica_sum(layout, [unit]) if is_last else ()
@@ -226,7 +227,7 @@ class _Chunk:
         order = [unit for unit, _ in layout.run_order(is_forward=True)]
         trains = [any(unit.trained) for unit in order]
         unreached = [
-            unit for n, unit in enumerate(order) if self.is_first and not any(trains[:n]) and not layout.copies
+            unit for n, unit in enumerate(order) if self.is_first and not any(trains[:n]) and not layout.is_replicated
         ]
         has_loss = self.is_last  # the loss, whose backward is before that of all blocks
         for unit, ahead in layout.run_order(is_forward=False):
@@ -245,8 +246,8 @@ class _Chunk:
             yield Event("exchange", None, inside.embedding[1])
         for unit in sorted(late, key=order.index):  # at the end of backward, as fully_shard does
             yield from leave(unit)
-        for unit in layout.units if layout.copies else [unit for unit in layout.units if unit.forward_only]:
-            if unit.frees_after_backward(is_last) and (is_last or not layout.copies):
+        for unit in layout.units if layout.is_replicated else [unit for unit in layout.units if unit.forward_only]:
+            if unit.frees_after_backward(is_last) and (is_last or not layout.is_replicated):
                 yield from self._free(unit, now)
         if is_last and layout.tp_size > 1:
             flat = layout.replicated_numel * layout.dtype("master").itemsize

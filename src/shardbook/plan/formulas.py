@@ -128,6 +128,6 @@ def predict_gathered_peak(layout: Layout) -> int:
     for event in (event for each in step_passes(layout, 2 * layout.pipeline.ranks) for event in each.events):
         if event.unit and event.what in ("gather", "free"):
             unit, sign = event.unit, 1 if event.what == "gather" else -1
-            now += sign * (unit.cast_numel(compute) if layout.copies else unit.padded_numel(layout.shards))
+            now += sign * (unit.cast_numel(compute) if layout.is_replicated else unit.padded_numel(layout.shards))
             most = max(most, now)
     return most * compute

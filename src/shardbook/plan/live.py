@@ -1,6 +1,6 @@
 """Running sums of a rank's bytes of parameters and gradients, over the events of a step.
 
-Invariant: as fully_shard (torch 2.11 to 2.13) and parallel/copies.py hold them; plan/simulate.py counts the same.
+Invariant: as fully_shard (torch 2.11 to 2.13) and parallel/replicated.py hold them; plan/simulate.py counts the same.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -92,7 +92,7 @@ class ShardedBytes:
 
 
 class CopiedBytes(ShardedBytes):
-    """Counts the bytes of ranks that each hold the whole model (parallel/copies.py)."""
+    """Counts the bytes of ranks that each hold the whole model (parallel/replicated.py)."""
 
     def __init__(self, layout: Layout, micros: int):
         super().__init__(layout, micros)

@@ -1,6 +1,6 @@
 """The matrix of capabilities that go together, for people: `shardbook recipes --matrix`, which docs/matrix.md shows.
 
-Invariant: a cell is the answer of the table of rules (compose.py) to a recipe that asks for both; nothing here decides.
+Invariant: a cell is the answer of the rules (refusals.py) to a recipe that asks for both; nothing here decides.
 """
 
 import tomllib
@@ -10,7 +10,7 @@ from textwrap import fill
 from typing import Any
 
 from shardbook.recipe import Conflict, Recipe, Train, conflicts, with_settings
-from shardbook.recipe.compose import APART
+from shardbook.recipe.refusals import APART
 
 CAPABILITIES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("capabilities.toml").read_text())
 NEEDS = {name: settings.pop("needs", {}) for name, settings in CAPABILITIES.items()}

@@ -19,12 +19,12 @@ from shardbook.comm.ledger import Traffic
 from shardbook.comm.torch_private import fake_tensors, in_backward, probe
 from shardbook.model.selfcheck import raise_if_ours
 from shardbook.optim.table import OPTIMIZERS
-from shardbook.parallel.copies import cast_floats, cast_inputs, map_tensors
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.library import read_arguments
 from shardbook.parallel.mesh import describe_sizes
+from shardbook.parallel.pass_monitor import tensors_in
+from shardbook.parallel.replicated import cast_floats, cast_inputs, map_tensors
 from shardbook.parallel.units import Unit
-from shardbook.parallel.watch import tensors_in
 from shardbook.plan.blocks import Unmeasured
 from shardbook.plan.events import step_passes
 from shardbook.plan.formulas import Resident, predict_resident, predict_traffic
@@ -213,7 +213,7 @@ def measure_module(
         given = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="cpu"))
         beside = [*model.buffers(), *tensors_in(given)]
         walk = Walk(model, blocks, beside)
-        if layout.casts or not layout.copies:  # what a unit is given, as fully_shard and copies.py do
+        if layout.casts or not layout.is_replicated:  # what a unit is given, as fully_shard and replicated.py do
             for module in dict.fromkeys(module for unit in layout.units for module in unit.modules):
                 walk.hooks.append(module.register_forward_pre_hook(partial(cast_inputs, compute), with_kwargs=True))
         walk.hooks.append(model.register_forward_hook(lambda module, args, made: cast_floats(made, output)))
@@ -258,8 +258,8 @@ def visits_of(walk: Walk, blocks: Sequence[nn.Module], names: Sequence[str], lay
 
     def place_of(moment: Moment, is_forward: bool) -> tuple[Place, str]:
         where, number = moment.place
-        if number == len(blocks):  # copies.py begins a sum with its first gradient, fully_shard gathers nothing yet
-            if layout.copies and -1 in moment.grads:
+        if number == len(blocks):  # replicated.py begins a sum with its first gradient, fully_shard gathers nothing yet
+            if layout.is_replicated and -1 in moment.grads:
                 return ("start of backward", None), "loss, backward"
             return ("end of forward", None), "loss"
         if is_forward:
@@ -272,7 +272,7 @@ def visits_of(walk: Walk, blocks: Sequence[nn.Module], names: Sequence[str], lay
 
     def size_at(moment: Moment, unit: Unit | None, is_over: bool = False) -> int:
         """Adds gradients that wait for a reduction; of the unit itself (`is_over`) live.py does."""
-        if layout.copies:
+        if layout.is_replicated:
             return moment.bytes
         wait = {each for each in late if place.get(each, 0) > place.get(unit, 0)} if is_over else {unit, *late}
         return moment.bytes + sum(size for owner, size in moment.grads.items() if own[owner] in wait)
@@ -286,6 +286,6 @@ def visits_of(walk: Walk, blocks: Sequence[nn.Module], names: Sequence[str], lay
     for number, name in enumerate([*names, "end"]):
         moment = walk.left.get(number, walk.left[-1])
         visits["reduction", own[number]] = f"{name}, reduced", size_at(moment, own[number], is_over=True), 0
-    if layout.copies:
+    if layout.is_replicated:
         visits["end of backward", None] = "end, sums", walk.left[-1].bytes, 0
     return visits

@@ -69,7 +69,7 @@ def _visits(layout: Layout, chunk: int, own: Sequence[Unit], work: Work, vocabul
     # the buffer of the next receive, and the gradient that was received, which is the last block's own
     ahead = work.stream * (pipeline.ranks > 1 and not (pipeline.is_last(chunk) and pipeline.schedule == "gpipe"))
     recv = ahead + work.stream * (pipeline.ranks > 1 and not pipeline.is_last(chunk))
-    visits: Visits = {("end of backward", None): ("end, sums", recv, 0)} if layout.copies else {}
+    visits: Visits = {("end of backward", None): ("end, sums", recv, 0)} if layout.is_replicated else {}
     if pipeline.is_last(chunk):
         visits["end of forward", None] = "loss", work.held(chunk), work.loss
         if not by_head:
@@ -122,7 +122,7 @@ def fold_moments(
     pipeline = layout.pipeline
     # more micro-batches bring nothing that these do not: but in gpipe all forwards are before the first backward
     few = micros if pipeline.schedule == "gpipe" else min(micros, 3 * pipeline.ranks)
-    live = (CopiedBytes if layout.copies else ShardedBytes)(layout, few)
+    live = (CopiedBytes if layout.is_replicated else ShardedBytes)(layout, few)
     named, flying = {unit for chunk in visits for _, unit in chunk}, Counter[int]()
     constants = {"params": int(state.params_bytes), "optimizer": int(state.optimizer_bytes)}
     residual, secondary = predict_residual(layout), predict_secondary(layout)
@@ -160,8 +160,8 @@ def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe)
     itemsize, length = layout.dtype("params").itemsize, recipe.data.max_length
     rows = ceil_div(asked.count, layout.data_rank(0)[1])
     tokens, layers = rows * length, config.num_hidden_layers
-    units = [unit for unit in layout.units if layout.copies or not unit.forward_only]
-    whole = [unit.cast_numel(itemsize) if layout.copies else unit.padded_numel(layout.shards) for unit in units]
+    units = [unit for unit in layout.units if layout.is_replicated or not unit.forward_only]
+    whole = [unit.cast_numel(itemsize) if layout.is_replicated else unit.padded_numel(layout.shards) for unit in units]
     gathered = predict_gathered_peak(layout) if layout.switches.secondary else sum(whole) * itemsize
     size = tokens, rows * length**2
     block = forward_bytes(config, recipe, layout.precision.params, size) + rows * length**2

@@ -3,7 +3,6 @@
 Imports no torch, so a command line is refused in milliseconds.
 """
 
-from shardbook.recipe.compose import Conflict, check_parallel, conflicts, with_settings
 from shardbook.recipe.files import (
     describe_keys,
     dump_recipe,
@@ -16,6 +15,7 @@ from shardbook.recipe.files import (
     resolve_precision,
 )
 from shardbook.recipe.learning import Distill, Lora, Optim, Preference
+from shardbook.recipe.refusals import Conflict, check_parallel, conflicts, with_settings
 from shardbook.recipe.rows import Data
 from shardbook.recipe.schema import Recipe
 from shardbook.recipe.sections import (

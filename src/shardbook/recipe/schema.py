@@ -1,6 +1,6 @@
 """The recipe as a whole: its sections, and numbers of a run that follow from several of them.
 
-Invariant: a recipe that loads has no contradiction inside itself (compose.py). A contradiction with the machine
+Invariant: a recipe that loads has no contradiction inside itself (refusals.py). A contradiction with the machine
 (world size, files, the model's own limits) is found by the module that meets it, with the same error class.
 """
 
@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationInfo, model_validator
 
-from shardbook.recipe.compose import conflicts, refuse
 from shardbook.recipe.learning import PAIRED, Distill, Lora, Optim, Preference
+from shardbook.recipe.refusals import conflicts, refuse
 from shardbook.recipe.rows import Data
 from shardbook.recipe.sections import (
     Activation,

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from shardbook.recipe import TIERS, Recipe, RecipeError, Train, first_line, nearest, parse_recipe
-from shardbook.recipe.compose import Conflict, conflicts, with_settings
+from shardbook.recipe.refusals import Conflict, conflicts, with_settings
 from shardbook.translate.rules import ACCELERATE, AUTO, AXES, DEEPSPEED, STAGE, Refused, Rule, Settings
 
 # settings that a run can do without, left out where a recipe refuses them -> the name of the key that asked

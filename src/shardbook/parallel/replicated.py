@@ -21,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardbook.comm.torch_private import call_after_backward, copy_together, slots_of, version_of
 from shardbook.parallel.layout import Layout
+from shardbook.parallel.pass_monitor import PassMonitor, call_before_backward
 from shardbook.parallel.units import parameters_of_units
-from shardbook.parallel.watch import Watch, call_before_backward
 
 COPIED: WeakSet[nn.Module] = WeakSet()  # the models that `ReplicatedParameters` holds already
 
@@ -92,9 +92,14 @@ class ReplicatedParameters:
     forward returns floats in the dtype `output`."""
 
     def __init__(
-        self, model: nn.Module, layout: Layout, replicas: dist.ProcessGroup | None, output: torch.dtype, watch: Watch
+        self,
+        model: nn.Module,
+        layout: Layout,
+        replicas: dist.ProcessGroup | None,
+        output: torch.dtype,
+        monitor: PassMonitor,
     ):
-        self.model, self.layout, self.replicas, self.watch = model, layout, replicas, watch
+        self.model, self.layout, self.replicas, self.monitor = model, layout, replicas, monitor
         self.is_last = True  # as with fully_shard: a loop that never sets it reduces after each backward
         self.parts: list[GradientBucket] = []  # buckets in the order in which they are sent, the same on every rank
         # of each parameter at rest: itself, its copy in the dtype of compute, and the modules and names that have it
@@ -197,7 +202,7 @@ class ReplicatedParameters:
     def _take(self, part: GradientBucket, number: int, leaf: Tensor) -> None:
         """Takes a gradient that is complete in this backward; sends full buckets, in the same order on all ranks."""
         if not self._running:
-            self.watch.begin_backward()  # for a backward that did not begin at the model's output
+            self.monitor.begin_backward()  # for a backward that did not begin at the model's output
             call_after_backward(self._finish)
             self._running, self._unsent = True, [*self.parts]
         gradient, leaf.grad = leaf.grad, part.stashed.pop(number, None)

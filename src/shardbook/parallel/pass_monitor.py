@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardbook.comm.torch_private import call_after_backward, in_backward
 
 
-class Watch:
+class PassMonitor:
     """A watch on the passes of a model, or of each of its chunks of layers."""
 
     def __init__(self) -> None:

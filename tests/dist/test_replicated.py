@@ -74,14 +74,14 @@ def compare(params, reduce, bug=None, bucket=0):
     import torch.distributed as dist
 
     from shardbook import Precision, shard_model
-    from shardbook.parallel import copies, layout
+    from shardbook.parallel import layout, replicated
     from shardbook.parallel.layout import DTYPES
     from shardbook.plan.formulas import predict_traffic
     from shardbook.ranks.distributed import start_distributed
 
     ranks = start_distributed()
     if bug:
-        bug(copies)
+        bug(replicated)
     layout.BUCKET_BYTES = bucket * DTYPES[reduce].itemsize
     model, seen = made(), set()
     at_rest = dict(model.named_parameters())
@@ -166,16 +166,16 @@ def test_one_rank_has_its_own(params):
     assert run_world(1, compare, params, "fp32") == [{"sent []", "0 sent before the first"}]
 
 
-def earlier_micros_are_lost(copies):
-    def add(part, number, gradient, dtype, real=copies.GradientBucket.add):
+def earlier_micros_are_lost(replicated):
+    def add(part, number, gradient, dtype, real=replicated.GradientBucket.add):
         part.in_flat.discard(number)
         real(part, number, gradient, dtype)
 
-    copies.GradientBucket.add = add
+    replicated.GradientBucket.add = add
 
 
-def evaluation_stays(copies):
-    copies.ReplicatedParameters.free = lambda self: None
+def evaluation_stays(replicated):
+    replicated.ReplicatedParameters.free = lambda self: None
 
 
 def test_planted_bugs_turn_it_red():
@@ -201,7 +201,7 @@ def sums_of(stage, reduces):
 
 def sums_are_sent_again(stage, reduces):
     """Planted bug: as if what a parameter has were of this rank alone."""
-    from shardbook.parallel.copies import ReplicatedParameters
+    from shardbook.parallel.replicated import ReplicatedParameters
 
     ReplicatedParameters._set_aside = lambda *given: None
     return sums_of(stage, reduces)
@@ -426,8 +426,8 @@ def test_a_rank_alone_copies_and_sends_nothing(stage):
 
 
 def test_a_model_is_put_under_a_stage_once():
-    from shardbook.parallel.copies import COPIED
     from shardbook.parallel.library import check_parameters
+    from shardbook.parallel.replicated import COPIED
     from shardbook.recipe import RecipeError
 
     model = made()
@@ -437,7 +437,7 @@ def test_a_model_is_put_under_a_stage_once():
 
 
 def test_floats_are_cast_wherever_they_lie():
-    from shardbook.parallel.copies import cast_floats
+    from shardbook.parallel.replicated import cast_floats
 
     @dataclasses.dataclass
     class Other:

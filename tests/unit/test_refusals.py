@@ -21,11 +21,11 @@ from shardbook.recipe import (
     RecipeError,
     Train,
     check_parallel,
-    compose,
     conflicts,
     find_recipe,
     list_recipes,
     load_recipe,
+    refusals,
     with_settings,
 )
 from shardbook.translate import translate
@@ -121,12 +121,12 @@ def test_each_row_has_a_recipe_that_breaks_it_alone():
     assert [len(each) for each in found] == [1] * len(ALONE), [
         s for s, f in zip(ALONE, found, strict=True) if len(f) != 1
     ]
-    assert [each[0].rule for each in found] == list(compose.RULES)
+    assert [each[0].rule for each in found] == list(refusals.RULES)
 
 
 def test_a_row_that_is_gone_is_seen(monkeypatch):
     for at, settings in enumerate(ALONE):
-        monkeypatch.setattr(compose, "RULES", [rule for rule in compose.RULES if rule is not compose.RULES[at]])
+        monkeypatch.setattr(refusals, "RULES", [rule for rule in refusals.RULES if rule is not refusals.RULES[at]])
         assert not broken(settings), settings
         monkeypatch.undo()
 
@@ -188,7 +188,7 @@ def test_a_loop_of_ones_own_asks_the_table():
     assert "zero1 keeps every parameter" in str(error.value) and "quantize_block = 64: nothing is" in str(error.value)
 
 
-PLANTED = compose.Rule("activation.checkpointing=full", "parallel.stage=zero3", "planted", "leave it")
+PLANTED = refusals.Rule("activation.checkpointing=full", "parallel.stage=zero3", "planted", "leave it")
 
 
 def test_the_planner_asks_the_table(monkeypatch):
@@ -203,7 +203,7 @@ def test_the_planner_asks_the_table(monkeypatch):
 
     before = kinds()
     assert ("zero3", "full", "none") in before and ("ddp", "none", "cpu") not in before
-    monkeypatch.setattr(compose, "RULES", (*compose.RULES, PLANTED))
+    monkeypatch.setattr(refusals, "RULES", (*refusals.RULES, PLANTED))
     assert before - kinds() == {("zero3", "full", tier) for tier in ("none", "cpu")}
 
 
@@ -226,8 +226,8 @@ def test_translate_asks_the_table(monkeypatch, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"sequence_parallel_size": 2, "gradient_clipping": 1.0}))
     assert translate(path)[0]["parallel.cp_size"] == 2
-    planted = compose.Rule("parallel.cp_size!=1", "optim.max_grad_norm!=0.0", "planted", "leave it")
-    monkeypatch.setattr(compose, "RULES", (*compose.RULES, planted))
+    planted = refusals.Rule("parallel.cp_size!=1", "optim.max_grad_norm!=0.0", "planted", "leave it")
+    monkeypatch.setattr(refusals, "RULES", (*refusals.RULES, planted))
     settings, entries = translate(path)
     [size] = [entry for entry in entries if entry.refused]
     assert "parallel.cp_size" not in settings and "max_grad_norm = 1.0: planted" in size.said
@@ -248,7 +248,7 @@ def test_a_capability_by_itself_is_fine():
 def test_the_page_is_what_the_table_says(monkeypatch):
     page = PAGE.read_text().split("```")[1].removeprefix("text\n")
     assert page == write_matrix() + "\n", "docs/matrix.md is old: make matrix"
-    monkeypatch.setattr(compose, "RULES", [rule for rule in compose.RULES if rule.others != "model.attention=eager"])
+    monkeypatch.setattr(refusals, "RULES", [rule for rule in refusals.RULES if rule.others != "model.attention=eager"])
     assert page != write_matrix() + "\n"
 
 
