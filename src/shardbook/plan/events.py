@@ -131,7 +131,7 @@ class _Chunk:
         self.made: dict[tuple[object, ...], Made] = {}
         numbers = list(pipeline.own_layers(number)) if pipeline.layers else list(range(layers))
         units = [unit for unit in own.units if any(unit.hidden) and not unit.forward_only]
-        self.first_block = units[0] if units else None
+        self.of_blocks, self.first_block = set(units), units[0] if units else None
         # the numbers of a unit's blocks, in the whole model; where a unit is no block, one has those of all
         shared = [[number] for number in numbers] if len(units) == len(numbers) else [numbers]
         self.blocks = dict(zip(units, shared, strict=False))
@@ -231,7 +231,7 @@ class _Chunk:
         ]
         has_loss = self.is_last  # the loss, whose backward is before that of all blocks
         for unit, ahead in layout.run_order(is_forward=False):
-            if has_loss and unit in self.blocks:
+            if has_loss and unit in self.of_blocks:
                 has_loss = False
                 yield Event("exchange", None, inside.loss[1])
             while running and unit.modules[0] not in running[-1].inside:

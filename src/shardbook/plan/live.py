@@ -34,6 +34,7 @@ class ShardedBytes:
         is_forward, micro, shards = action.is_forward, action.micro, self.layout.shards
         is_last = micro == self.micros - 1
         flying, last, reducing = dict[Unit, int](), 0, 0
+        begins = not is_forward  # the loss's backward, the first exchange, is still to come
         leaving = [0] * STAGINGS  # to the host
 
         def now(own: int = 0, more: int = 0) -> Bytes:
@@ -41,6 +42,9 @@ class ShardedBytes:
             return self.sums + sum(leaving[-STAGINGS:]) + more, self.gathered, buffers, own
 
         for what, unit, _ in events:
+            if begins and what == "exchange":
+                begins = False
+                yield "start of backward", None, now()
             if unit is None:
                 continue
             trained, own_grads = (unit.padded_numel(ranks, trained_only=True) for ranks in (shards, 1))

@@ -258,10 +258,9 @@ def visits_of(walk: Walk, blocks: Sequence[nn.Module], names: Sequence[str], lay
 
     def place_of(moment: Moment, is_forward: bool) -> tuple[Place, str]:
         where, number = moment.place
-        if number == len(blocks):  # replicated.py begins a sum with its first gradient, fully_shard gathers nothing yet
-            if layout.is_replicated and -1 in moment.grads:
-                return ("start of backward", None), "loss, backward"
-            return ("end of forward", None), "loss"
+        if number == len(blocks):  # replicated.py begins a sum with its first gradient
+            is_before = is_forward or (layout.is_replicated and -1 not in moment.grads)
+            return (("end of forward", None), "loss") if is_before else (("start of backward", None), "loss, backward")
         if is_forward:
             return ("forward", own[number]), f"{names[number]}, forward"
         number -= where == "outside"
