@@ -11,7 +11,7 @@ from statistics import quantiles
 from typing import Any
 
 from shardbook.axes import CP, PP, TP
-from shardbook.compare.outcome import SOURCES, Outcome, differences, first_difference, judge
+from shardbook.compare.outcome import PREFIXES, Outcome, differences, first_difference, judge
 from shardbook.compare.page import HELD_OUT, Panel, panel_of, render
 from shardbook.run.console import readable_bytes
 
@@ -79,9 +79,8 @@ def losses_of(outcomes: list[Outcome]) -> Panel:
             columns[one.name + HELD_OUT] = dict(zip(one.eval_steps, one.eval_losses, strict=True))
     drawn = sorted(outcomes, key=lambda one: (one.steps, one.losses))
     groups = ([one.name for one in alike] for _, alike in groupby(drawn, key=lambda one: (one.steps, one.losses)))
-    equal = (f"{', '.join(names[:-1])} and {names[-1]}" for names in groups if len(names) > 1)
+    said = (f"{', '.join(others)} and {last} have the same curve, bit for bit." for *others, last in groups if others)
     panel = panel_of("compare.loss", by_step(columns), "lines", heads=("step",))
-    said = (f"{names} have the same curve, bit for bit." for names in equal)
     return replace(panel, words=" ".join([panel.words, *said]))
 
 
@@ -104,15 +103,14 @@ def _stacks(
 
 
 def memory_of(outcomes: list[Outcome]) -> Panel:
-    return _stacks("compare.memory", outcomes, lambda one: one.memory, *SOURCES)
+    return _stacks("compare.memory", outcomes, lambda one: one.memory, *PREFIXES)
 
 
 def peak_of(outcomes: list[Outcome]) -> Panel | None:
     """Returns None where a run has no predicted peak, as before there was a formula."""
 
     def of(one: Outcome) -> dict[str, dict[str, float]]:
-        measured = {"measured": {"allocated": one.peak_bytes}} if one.peak_bytes else {}
-        return {"predicted": one.peak} | measured
+        return {"predicted": one.peak, "measured": {"allocated": one.peak_bytes} if one.peak_bytes else {}}
 
     if not all(one.peak for one in outcomes):
         return None

@@ -19,7 +19,6 @@ CATEGORIES = ("params", "grads", "optimizer", "residual")  # of memory/<what>_by
 MIN_STEPS = 6  # whose speeds are compared: by chance they all say the same in 3 of 100 pairs of runs
 ROUNDING = 1e-5  # stages add in another order: they agree to 1e-6 in a step, and steps add up
 PREFIXES = {"paper": "paper/", "predicted": "predicted/", "measured": ""}  # source -> prefix of its metrics' names
-SOURCES = tuple(PREFIXES)
 SPEED = "perf/tokens_per_second_per_device"
 PEAK = "predicted/peak/"  # prefix of the metrics' names
 
@@ -149,9 +148,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def differences(one: Outcome, other: Outcome) -> dict[int, float]:
     """Returns, for each step that both logged, the distance of the losses as a share of `other`'s loss."""
-    theirs = dict(zip(other.steps, other.losses, strict=True))
-    pairs = ((step, loss, theirs[step]) for step, loss in zip(one.steps, one.losses, strict=True) if step in theirs)
-    return {step: abs(loss - base) / (abs(base) or 1) for step, loss, base in pairs}
+    ours, theirs = (dict(zip(run.steps, run.losses, strict=True)) for run in (one, other))
+    return {step: abs(ours[step] - theirs[step]) / (abs(theirs[step]) or 1) for step in ours if step in theirs}
 
 
 def first_difference(one: Outcome, other: Outcome) -> int | None:
