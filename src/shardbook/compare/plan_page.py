@@ -70,8 +70,7 @@ def timeline_of(report: Report, stage: str) -> Panel:
         for span in spans
     ]
     cut = f"{left_out:,.2f} s of micro-batches in the middle are left out" if left_out else "all passes are shown"
-    more: dict[str, Any] = {"heads": ("lane", "what", "of"), "stage": stage, "cut": cut}
-    return panel_of("plan.timeline", rows, "lanes", **more)
+    return panel_of("plan.timeline", rows, "lanes", heads=("lane", "what", "of"), stage=stage, cut=cut)
 
 
 def scaling_of(report: Report) -> Panel:
@@ -85,5 +84,4 @@ def scaling_of(report: Report) -> Panel:
         rows.append((world, {name: found[name].speed if name in found else None for name in report.stages}))
         remarks |= {(world, name): " (does not fit)" for name, one in found.items() if not one.fits}
     thin = tuple(name for name, count in report.min_gpus.items() if not count)
-    more: dict[str, Any] = {"log": "x", "from_zero": True, "thin": thin, "remarks": remarks}
-    return panel_of("plan.scaling", rows, "lines", heads=("GPUs",), **more)
+    return panel_of("plan.scaling", rows, "lines", heads=("GPUs",), log="x", from_zero=True, thin=thin, remarks=remarks)

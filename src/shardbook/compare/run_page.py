@@ -19,7 +19,7 @@ def write_run_page(path: Path, run: Path) -> Path:
     if not outcome.losses:
         raise RecipeError(f"{run}: {outcome.note}; there is nothing to show")
     rows = read_rows(run / "metrics.jsonl")
-    (((_, numbers)),) = summary_rows([outcome])
+    ((_, numbers),) = summary_rows([outcome])
     numbers.pop("verdict")
     steps = f"{outcome.steps[-1]} steps" + ", not finished" * (not outcome.finished)
     panels = [
@@ -40,8 +40,7 @@ def _curve(rows: list[dict[str, float]], columns: dict[str, str], **texts: Any) 
     """Returns lines of metrics, column -> name; None where no step logged them, or only zeros."""
     found = {name: {int(row["step"]): row[key] for row in rows if key in row} for name, key in columns.items()}
     shown = by_step({name: values for name, values in found.items() if any(values.values())})
-    more: dict[str, Any] = {"heads": ("step",), "form": "g", "from_zero": True}
-    return Panel(rows=shown, kind="lines", **texts, **more) if shown else None
+    return Panel(rows=shown, kind="lines", heads=("step",), form="g", from_zero=True, **texts) if shown else None
 
 
 def _objectives(rows: list[dict[str, float]]) -> list[Panel | None]:
