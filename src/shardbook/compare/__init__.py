@@ -25,7 +25,6 @@ from shardbook.ranks.exits import DONE, FAILED, LAUNCHER, PREEMPTED
 from shardbook.ranks.machine import count_gpus
 from shardbook.recipe import Parallel, Recipe, RecipeError, Run, flatten_recipe, load_recipe, nearest, resolve_precision
 from shardbook.recipe.stages import OF_ANY, STAGES, SWITCHES, find_stage
-from shardbook.run.trackers import check_installed
 from shardbook.terminal import LOG_WIDTH
 
 # Keys of [parallel] that only some stages have: a variant of another stage than the recipe's starts without them.
@@ -67,10 +66,10 @@ def read_variants(stages: str, recipe_path: Path, overrides: list[str], nproc: i
 def _read_variant(text: str, recipe_path: Path, overrides: list[str], nproc: int) -> Variant:
     # a list has commas too: only a comma before `key=` separates overrides
     first, *given = re.split(r",(?=[\w.]+=)", text)
-    words = [first, *given] if "=" in first else given
+    words = [first, *given]
     if "=" not in first:
-        own, wanted = find_stage(load_recipe(recipe_path, overrides).parallel.stage), find_stage(first)
-        added = _apart(recipe_path, overrides, wanted.name, nproc) if own is not wanted else ()
+        before, wanted = load_recipe(recipe_path, overrides).parallel, find_stage(first)
+        added = _apart(before, wanted.name, nproc) if find_stage(before.stage) is not wanted else ()
         keys = {word.partition("=")[0] for word in given}
         words = [f"parallel.stage={first}", *(word for word in added if word.partition("=")[0] not in keys), *given]
     recipe = load_recipe(recipe_path, [*overrides, *words])
@@ -83,9 +82,8 @@ def _read_variant(text: str, recipe_path: Path, overrides: list[str], nproc: int
     return Variant(text, tuple(words))
 
 
-def _apart(recipe_path: Path, overrides: list[str], stage: str, nproc: int) -> Iterator[str]:
+def _apart(before: Parallel, stage: str, nproc: int) -> Iterator[str]:
     """Yields overrides for a variant of another `stage`: values that it needs, and defaults of other stages' keys."""
-    before = load_recipe(recipe_path, overrides).parallel
     halves = {"secondary_shard": nproc // 2} if nproc > 3 else {}  # one machine as if it were two nodes
     needs: dict[str, dict[str, Any]] = {"hsdp": {"dp_replicate_size": 2}, "zeropp": SWITCHES | halves}
     for key in OF_A_STAGE:
@@ -111,7 +109,6 @@ def compare(
     """
     variants = read_variants(stages, recipe_path, overrides, nproc)
     _check_named(beside, [variant.name for variant in variants])
-    check_installed(run)
     name = run.name or f"{recipe_path.stem}-compare-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(run.dir).expanduser() / name
     try:
