@@ -37,12 +37,6 @@ def whole_number(value: Any) -> int:
     return int(value)
 
 
-def number_of_ranks(value: Any) -> int:
-    if whole_number(value) < 0:
-        raise Refused("must be a whole number of ranks")
-    return int(value)
-
-
 def is_enabled(section: Any) -> bool:
     if (enabled := section.get("enabled", False)) not in (True, False):
         raise Refused(f"enabled = {enabled!r}: must be true or false")
@@ -60,7 +54,9 @@ def off(why: str, value: Any) -> tuple[Settings, str]:
 
 def axis(key: str, value: Any) -> tuple[Settings, str]:
     """Returns the setting for the number of ranks along an axis inside the model: 1 is off, and 0 in DeepSpeed."""
-    return ({key: whole_number(value)}, OF_AXES[key]) if number_of_ranks(value) > 1 else ({}, "off")
+    if (ranks := whole_number(value)) < 0:
+        raise Refused("must be a whole number of ranks")
+    return ({key: ranks}, OF_AXES[key]) if ranks > 1 else ({}, "off")
 
 
 def one_of(name: str, value: Any) -> tuple[Settings, str]:
