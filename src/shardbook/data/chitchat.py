@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from shardbook.cache import convert_once
+from shardbook.data.formats import RawRow
 
 FILE = "messages.jsonl"
-RawRow = dict[str, Any]
 
 
 def chitchat_file(name: str) -> Path:

@@ -152,9 +152,8 @@ def _encode_source(
     key = (template, json.dumps(kwargs, sort_keys=True), data.system, data.train_on)
     encoding = Encoding(str(folder), _digest(tokenizer), data.max_length, what, sequences, *key)
     # each source by itself: its columns need not fit another's
-    keys = source_keys(spec, what)
-    sources = tuple((name, len(raw)) for (name, _), raw in zip(keys, raws, strict=True))
-    wheres = [at for _, at in keys]
+    names, wheres = zip(*source_keys(spec, what), strict=True)
+    sources = tuple(zip(names, map(len, raws), strict=True))
     encoded = concatenate_datasets(
         [_map(raw, replace(encoding, what=at), data.num_proc) for raw, at in zip(raws, wheres, strict=True) if len(raw)]
     )
@@ -166,11 +165,10 @@ def _encode_source(
         source = int(np.searchsorted(ends, number, side="right"))
         row = f"{wheres[source]}: row {number - ends[source] + sources[source][1]}"
         left = f"without a trained token{' in each answer, or with equal answers' * (sequences > 1)}"
+        way_out = ", or set data.skip_untrainable=true" * (not data.skip_untrainable)
         raise RecipeError(
             f"{row}: data.max_length = {data.max_length} leaves it {left} "
-            f"({len(trained) - len(usable)} of {len(trained)} rows); raise it"
-            + ", or set data.skip_untrainable=true"
-            * (not data.skip_untrainable)
+            f"({len(trained) - len(usable)} of {len(trained)} rows); raise it{way_out}"
         )
     return encoded, usable, sources
 
@@ -195,25 +193,22 @@ def _map(raw: Dataset, encoding: Encoding, num_proc: int) -> Dataset:
 def _lay_out(
     encoded: Dataset, documents: np.ndarray, data: Data, dropped: int, sequences: int, sources: Sources
 ) -> Documents:
-    lengths, targets = (column(encoded, name)[documents] for name in ("length", "trained"))
+    length, trained, chosen, cut = (column(encoded, name)[documents] for name in ("length", "trained", "chosen", "cut"))
     rows: list[Row] = [(number,) for number in documents.tolist()]
     if data.packing:
-        rows = pack(documents.tolist(), lengths.tolist(), data.max_length * sequences)
-    trained, chosen, cut = (
-        int(each.sum()) for each in (targets, *(column(encoded, name)[documents] for name in ("chosen", "cut")))
-    )
-    said = f"{lengths.sum():,} tokens, {trained:,} of them trained"
+        rows = pack(documents.tolist(), length.tolist(), data.max_length * sequences)
     examples = "documents" if sequences == 1 else "pairs"
-    summary = f"{len(documents):,} {examples} in {len(rows):,} rows; {said}"
-    if cut:
-        summary += f"; {cut:,} {examples} cut to {data.max_length}"
+    summary = f"{len(documents):,} {examples} in {len(rows):,} rows; "
+    summary += f"{length.sum():,} tokens, {trained.sum():,} of them trained"
+    if cut.any():
+        summary += f"; {cut.sum():,} {examples} cut to {data.max_length}"
     if dropped:
         why = "a trained token" if sequences == 1 else "a trained token in each answer, or with equal answers,"
         summary += f"; {dropped:,} {examples} without {why} dropped"
     # checkpoints of earlier versions have only the first half: the loader compares as much as there is
     content = hashlib.sha256(column(encoded, "content")[documents].astype("<i8").tobytes()).hexdigest()[:16]
-    digest = f"{digest_rows(encoded, documents, lengths, targets)}-{content}"
-    mean, totals = float(lengths.mean()) / sequences, Totals(trained, len(documents), chosen)
+    digest = f"{digest_rows(encoded, documents, length, trained)}-{content}"
+    mean, totals = float(length.mean()) / sequences, Totals(int(trained.sum()), len(documents), int(chosen.sum()))
     return Documents(encoded, rows, mean, summary, totals, None, sources, digest)
 
 
