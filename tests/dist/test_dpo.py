@@ -344,8 +344,8 @@ def test_a_pair_that_is_split_is_seen(recipe, tiny, pairs, monkeypatch):
     """Planted bug: a row takes the first answer of each pair, the next row the second."""
     from shardbook.data import loader
 
-    real, turn = loader._sequences, itertools.count()
-    monkeypatch.setattr(loader, "_sequences", lambda document: [list(real(document))[next(turn) % 2]])
+    real, turn = loader.sequences_of, itertools.count()
+    monkeypatch.setattr(loader, "sequences_of", lambda document: [list(real(document))[next(turn) % 2]])
     with pytest.raises(AssertionError):
         test_a_pair_is_never_split_over_rows(recipe, tiny, pairs)
 

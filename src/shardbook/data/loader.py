@@ -201,7 +201,7 @@ def count_totals(micros: list[MicroBatch], sequences: int) -> tuple[int, int, in
     return sum(trained), len(trained) // sequences, sum(trained[::sequences])
 
 
-def _sequences(document: dict[str, Any]) -> Iterator[tuple[list[int], list[bool]]]:
+def sequences_of(document: dict[str, Any]) -> Iterator[tuple[list[int], list[bool]]]:
     """Yields the ids and mask of each sequence of an encoded document, which has them one after another."""
     at = 0
     for length in document.get("lengths") or [len(document["input_ids"])]:
@@ -215,7 +215,7 @@ def build_micro_batch(
     """Packs `rows` into tensors, with position_ids and cu_seqlens. Unpacked, each sequence is a row.
     Without rows it makes one row of padding, and no target.
     `reference`: [documents, sequences] fp32, of all documents in `encoded`."""
-    content = [[part for document in row for part in _sequences(encoded[document])] for row in rows] or [[]]
+    content = [[part for document in row for part in sequences_of(encoded[document])] for row in rows] or [[]]
     if batching.row_length is None:
         content = [[part] for row in content for part in row] or [[]]
     used = [sum(len(ids) for ids, _ in row) for row in content]

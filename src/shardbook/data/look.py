@@ -13,7 +13,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from shardbook.arithmetic import ceil_div, round_up
-from shardbook.data.loader import Loader, choose_batching
+from shardbook.data.loader import Loader, choose_batching, sequences_of
 from shardbook.data.tokenized import Documents, build_documents, column
 from shardbook.parallel.mesh import DataRank
 from shardbook.recipe import Data, Train
@@ -128,12 +128,10 @@ def _bars(lengths: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def _sequences(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[TokenSequence]:
-    found, at, names = [], 0, ("chosen", "rejected") if len(document["lengths"]) == 2 else ("",)
-    for name, length in zip(names, document["lengths"], strict=True):
-        ids, mask = (document[key][at : at + length] for key in ("input_ids", "mask"))
+    found, names = [], ("chosen", "rejected") if len(document["lengths"]) == 2 else ("",)
+    for name, (ids, mask) in zip(names, sequences_of(document), strict=True):
         mask = [False, *mask[1:]]  # the first token is never predicted
-        found.append(TokenSequence(name, _pieces(ids, mask, tokenizer), length, sum(mask)))
-        at += length
+        found.append(TokenSequence(name, _pieces(ids, mask, tokenizer), len(ids), sum(mask)))
     return found
 
 
