@@ -137,7 +137,10 @@ class Encoder:
             if text.startswith(mark, after):
                 opened = len(opening) if text.startswith(opening, header) else 0
                 return start if thinks else header + opened, after + len(mark) if mark else ends
-        raise RecipeError(_unlike(where, number, self.train_on) if ends < 0 else _unended(where, number, mark))
+        if ends < 0:
+            raise RecipeError(_unlike(where, number, self.train_on))
+        said = f"the chat template does not end message {number} with {mark!r}, as it ends a last one"
+        raise RecipeError(f"{where}: {said}")
 
     def _whole_span(self, messages: list[Message], number: int, text: str, tools: Tools, where: str) -> tuple[int, int]:
         """Returns the character span of an answer with tool calls or its own thought, as the template writes it."""
@@ -185,9 +188,9 @@ class Encoder:
             at, follows = begin + len(thought), after + more
             places.append(MessageSpan(begin, at, bool(thought), opening))
             content = message["content"]
-            if not (text.startswith(content, at) and text.startswith(follows, at + len(content))):
+            if not text.startswith(content + follows, at):
                 content = content.strip()
-                if not (text.startswith(content, at) and text.startswith(follows, at + len(content))):
+                if not text.startswith(content + follows, at):
                     return None
             at += len(content)
         return places if at + len(shape[-1].header) == len(text) else None
@@ -292,10 +295,6 @@ def _skip_thought(text: str, at: int) -> int | None:
 def _unlike(where: str, number: int, train_on: str) -> str:
     way_out = "set data.chat_template to another" + ", or data.train_on=last" * (train_on != "last")
     return f"{where}: the chat template renders message {number} differently in the conversation than alone; {way_out}"
-
-
-def _unended(where: str, number: int, mark: str) -> str:
-    return f"{where}: the chat template does not end message {number} with {mark!r}, as it ends a last one"
 
 
 def _name(tool: dict[str, Any]) -> str:

@@ -171,10 +171,8 @@ def _read_tools(tools: Any, where: str) -> list[Any] | None:
     if not tools:
         return None
     tools = _json(tools, f"{where}: tools") if isinstance(tools, str) else _without_none(tools)
-    tables = (
-        [isinstance(tool, dict) and tool.get("function", tool) for tool in tools] if isinstance(tools, list) else [0]
-    )
-    if not all(isinstance(table, dict) for table in tables):
+    is_list = isinstance(tools, list)
+    if not (is_list and all(isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in tools)):
         raise RecipeError(f"{where}: tools must be a list of JSON schemas, or that as a JSON string")
     return tools or None
 
@@ -250,8 +248,7 @@ def _unread(row: RawRow) -> str:
         for name in FORMATS[best]
         if name not in fields
     ]
-    rest = ", ".join(lacks or wrong)
-    return f"{said}; nearest to {best}: {rest}; needs {SHAPES}"
+    return f"{said}; nearest to {best}: {', '.join(lacks or wrong)}; needs {SHAPES}"
 
 
 def _kind(value: Any) -> str:
@@ -305,11 +302,10 @@ def _no_pair(row: RawRow) -> str:
 def _split_messages(prompt: Any, sides: list[list[Message]], where: str) -> tuple[list[Message], list[list[Message]]]:
     """Returns the prompt's messages, and the messages that each side adds to it. Raises RecipeError."""
     shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*sides, strict=False)))
-    if isinstance(prompt, str) and not shared:
-        return [{"role": "user", "content": prompt}], sides
     if isinstance(prompt, str):
-        begins = any(str(message.get("content")).strip() == prompt.strip() for message in sides[0][:shared])
-        if not begins:
+        if not shared:
+            return [{"role": "user", "content": prompt}], sides
+        if not any(str(message.get("content")).strip() == prompt.strip() for message in sides[0][:shared]):
             raise RecipeError(f"{where}: chosen and rejected begin alike, but not with prompt")
     if isinstance(prompt, list):
         prompt = _plain(prompt, where)
