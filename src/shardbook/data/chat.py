@@ -91,8 +91,7 @@ class Encoder:
         text = self._render(messages, where, tools)
         named = {f"the tool {_name(tool)}": _name(tool) for tool in tools or ()}
         for number, message in enumerate(messages):
-            if len(message) > len(PLAIN):
-                named |= {f"{said} in message {number}": name for said, name in _calls(message).items()}
+            named |= {f"{said} in message {number}": name for said, name in _calls(message).items()}
         if unwritten := [said for said, name in named.items() if name not in text]:
             raise RecipeError(f"{where}: the chat template does not write {unwritten[0]}; {OTHER_TEMPLATE}")
         if self.train_on == "all":

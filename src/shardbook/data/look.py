@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
@@ -160,9 +160,7 @@ def show_look(look: Look) -> None:
         for sequence in sequences:
             console.print(Text(sequence.title, style="italic"))
             console.print(as_text(sequence, is_plain), end="\n\n")
-    table = Table(title_justify="left")
-    for number, name in enumerate(COLUMNS):
-        table.add_column(name, justify="right" if number else "left")
+    table = Table(COLUMNS[0], *(Column(name, justify="right") for name in COLUMNS[1:]))
     for part in look.parts:
         table.add_row(*part.cells())
     console.print(table)
