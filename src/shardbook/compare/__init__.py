@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from shardbook.parallel.mesh import resolve_sizes
@@ -25,7 +24,7 @@ from shardbook.ranks.exits import DONE, FAILED, LAUNCHER, PREEMPTED
 from shardbook.ranks.machine import count_gpus
 from shardbook.recipe import Parallel, Recipe, RecipeError, Run, flatten_recipe, load_recipe, nearest, resolve_precision
 from shardbook.recipe.stages import OF_ANY, STAGES, SWITCHES, find_stage
-from shardbook.terminal import LOG_WIDTH
+from shardbook.terminal import build_console
 
 # Keys of [parallel] that only some stages have: a variant of another stage than the recipe's starts without them.
 OF_A_STAGE = [key for key in Parallel.model_fields if key not in ("stage", *OF_ANY)]
@@ -226,9 +225,7 @@ def report(folder: Path, beside: str = "", publishes: bool = False) -> None:
     table = Table(*(Column(name, overflow="fold") for name in head), title=folder.name, title_justify="left")
     for name, row in rows:
         table.add_row(name, *row.values())
-    console = Console(highlight=False)
-    console.width = max(console.width, LOG_WIDTH)
-    console.print(table, markup=False)
+    build_console().print(table, markup=False)
     print(f"report   {folder / 'report.html'}")
     if publishes:
         publish(folder, outcomes)
