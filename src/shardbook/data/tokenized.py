@@ -233,8 +233,7 @@ def pack(documents: list[int], lengths: list[int], capacity: int) -> list[Row]:
     bins: list[list[int]] = []
     by_room: dict[int, list[int]] = {}  # room left -> bins with that room
     rooms: list[int] = []  # its keys, sorted
-    for length, document in sorted(zip((-n for n in lengths), documents, strict=True)):
-        length = -length
+    for length, document in sorted(zip(lengths, documents, strict=True), key=lambda both: (-both[0], both[1])):
         at = bisect.bisect_left(rooms, length)
         if at == len(rooms):
             room, chosen = capacity, len(bins)
@@ -283,8 +282,8 @@ def _content(parts: list[tuple[np.ndarray, np.ndarray]]) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for ids, mask in parts:
         digest.update(len(ids).to_bytes(8, "little"))
-        digest.update(np.asarray(ids).astype("<i8").tobytes())
-        digest.update(np.asarray(mask).astype("?").tobytes())
+        digest.update(ids.astype("<i8").tobytes())
+        digest.update(mask.astype("?").tobytes())
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 

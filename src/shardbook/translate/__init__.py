@@ -27,7 +27,6 @@ LEFT_OUT = {
 }
 OPEN = {"pipeline.stages": "no pipeline: set parallel.pp_size to the num_stages of the script's PipelineModule"}
 LAUNCHERS = "the launcher's:"
-OFFLOADED = ("offload.optimizer", "offload.params", "offload.path")
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ def _settle(settings: Settings, entries: list[Entry]) -> None:
             _refuse(entries, {key}, said)
             del settings[key]
     if said := "; ".join(one.said for one in found if "offload.optimizer" in one.keys and not {*one.keys} & {*AXES}):
-        for key in OFFLOADED:
+        for key in ("offload.optimizer", "offload.params", "offload.path"):
             settings.pop(key, None)
         entries.append(Entry("(offload)", None, {}, said, refused=True))
 
