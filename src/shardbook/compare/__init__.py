@@ -92,13 +92,7 @@ def _apart(before: Parallel, stage: str, nproc: int) -> Iterator[str]:
 
 
 def compare(
-    recipe_path: Path,
-    stages: str,
-    overrides: list[str],
-    nproc: int,
-    run: Run,
-    beside: str = "",
-    publishes: bool = False,
+    recipe_path: Path, stages: str, overrides: list[str], nproc: int, run: Run, beside: str, publishes: bool
 ) -> int:
     """Runs every variant with `nproc` ranks on this machine in the directory that `run` names, then writes the report,
     which holds the variants against `beside` (empty: the first that finished).
