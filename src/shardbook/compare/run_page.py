@@ -32,7 +32,7 @@ def write_run_page(path: Path, run: Path) -> Path:
         traffic_of([outcome]),
         _samples(read_rows(run / "samples.jsonl")),
     ]
-    render(path, run.name, [describe(outcome)], [panel for panel in panels if panel])
+    render(path, run.name, [f"{outcome.stage}: {describe(outcome)}"], [panel for panel in panels if panel])
     return path
 
 
