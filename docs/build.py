@@ -47,8 +47,8 @@ def write_keys() -> str:
     schema = Recipe.model_json_schema(by_alias=False)
     lines = ["# Every key of a recipe", ""]
     lines += [
-        "A key is set in a recipe's file, or behind the command as `section.key=value`, where the last of several values",
-        "counts. A key that is not there is an error, which offers the nearest one.",
+        "A key is set in a recipe's file, or behind the command as `section.key=value`, where the last of several",
+        "values counts. A key that is not there is an error, which offers the nearest one.",
         "[What goes with what](../matrix.md) shows the pairs that are refused.",
         "",
     ]
