@@ -30,7 +30,7 @@ from shardbook.ranks.distributed import (
     sum_over_ranks,
     watch_steps,
 )
-from shardbook.ranks.exits import DONE, FAILED, PREEMPTED, WRONG, RunFailed, exit_rank, report_error
+from shardbook.ranks.exits import DONE, FAILED, PREEMPTED, WRONG, exit_rank, report_error
 from shardbook.ranks.settings import use_deterministic
 from shardbook.ranks.signals import StopFlag, asked_early
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe
@@ -169,10 +169,8 @@ def guard(story: Callable[[], int]) -> int:
     """Returns the exit code of a rank's `story`; of one that fails the code of its error, whose reason is printed."""
     try:
         return story()
-    except (RecipeError, RunFailed) as error:
-        return report_error(error, WRONG if isinstance(error, RecipeError) else FAILED)
     except (Exception, KeyboardInterrupt) as error:
-        return report_error(error, FAILED)
+        return report_error(error, WRONG if isinstance(error, RecipeError) else FAILED)
 
 
 if __name__ == "__main__":
