@@ -151,7 +151,7 @@ def describe_layout(job: Job) -> Table:
     table.add_row("attention", f"{job.attention.name}, told of documents by {job.attention.metadata}{asked}")
     if family.unreached:
         table.add_row("frozen", f"what gets no gradient: {', '.join(family.unreached)}")
-    table.add_row("recomputed", job.recomputed)
+    table.add_row("recomputed", job.recipe.activation.checkpointing + ", compiled" * job.recipe.train.compile)
     trained = sum(unit.padded_numel(1, trained_only=True) for unit in own)
     count = sum(unit.parameters for unit in own)
     is_part = trained < sum(unit.numel for unit in own)

@@ -57,11 +57,6 @@ class Job(LaidOut):
     unplanned: str  # the reason why there is no peak
     forecast: dict[str, float | int]  # predicted metrics
 
-    @property
-    def recomputed(self) -> str:
-        """The activation checkpointing, and whether blocks are compiled, for people."""
-        return self.recipe.activation.checkpointing + ", compiled" * self.recipe.train.compile
-
 
 def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> LaidOut:
     """Returns `recipe` laid out on `world`. Fetches nothing large. Raises RecipeError where recipe, device, model and
