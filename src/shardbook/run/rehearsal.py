@@ -41,8 +41,6 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
 def check_memory(recipe: Recipe, recipe_path: Path, nodes: int) -> None:
     """Raises RecipeError, in four lines, where `nodes` machines like this one have less memory than a recipe with
     hardware.memory_gb needs for its state or at the peak of a step: before hours of download, not after."""
-    if not recipe.hardware.memory_gb:
-        return
     gpus = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
     here = sum(gpus) if gpus else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     ranks = nodes * (len(gpus) or 2)
