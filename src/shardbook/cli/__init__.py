@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import shardbook
 from shardbook.cli.files import run_export, run_init, run_push, show_recipes
@@ -34,14 +35,12 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     parser.add_argument("--version", action="version", version=f"shardbook {shardbook.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, help: str) -> Callable[..., argparse.Action]:
-        return commands.add_parser(name, help=help).add_argument
+    def command(name: str, help: str, **more: Any) -> Callable[..., argparse.Action]:
+        return commands.add_parser(name, help=help, **more).add_argument
 
+    keys = "".join(f"\n  {name} = {default}\n      {help}" for name, default, help in describe_keys())
     raw = argparse.RawDescriptionHelpFormatter
-    keys = (f"\n  {name} = {default}\n      {help}" for name, default, help in describe_keys())
-    train = commands.add_parser("train", help="run a recipe on this machine", formatter_class=raw)
-    train.epilog = f"keys of a recipe:{''.join(keys)}"
-    add = train.add_argument
+    add = command("train", "run a recipe on this machine", formatter_class=raw, epilog=f"keys of a recipe:{keys}")
     add("recipe", help="a name (see `shardbook recipes`) or a .toml file")
     add("overrides", nargs="*", metavar="section.key=value", help="keys to change, e.g. optim.learning_rate=1e-5")
     add("--nproc", type=int, help="ranks to start (default: what a fixed mesh needs, else all GPUs, else 2)")
@@ -175,12 +174,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def run_train(
-    name: str,
-    overrides: list[str],
-    nproc: int | None,
-    node: tuple[int, int, str] = (1, 0, ""),
-    is_dry: bool = False,
-    restarts: int = 0,
+    name: str, overrides: list[str], nproc: int | None, node: tuple[int, int, str], is_dry: bool, restarts: int
 ) -> int:
     if restarts < 0:
         raise RecipeError(f"--max-restarts {restarts}: must be at least 0")
