@@ -64,7 +64,8 @@ def _measured(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 def plot_losses(rows: list[dict[str, Any]]) -> str:
     """Returns a line for training and one for held-out losses, as an SVG of 640 x 260."""
-    lines = {name: [(row["step"], row[key]) for row in rows if key in row] for name, key in LINES.items()}
+    losses = {"train": "train/loss", "held out": "eval/loss"}
+    lines = {name: [(row["step"], row[key]) for row in rows if key in row] for name, key in losses.items()}
     points = [point for line in lines.values() for point in line] or [(0, 0.0)]
     (left, right), (low, high) = ((min(values), max(values)) for values in zip(*points, strict=True))
 
@@ -83,6 +84,3 @@ def plot_losses(rows: list[dict[str, Any]]) -> str:
     axes += '<path d="M60 20V222H620" fill="none" stroke="#888"/>'
     body = axes + "".join(drawn)
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 260" font-size="13" fill="#888">{body}</svg>\n'
-
-
-LINES = {"train": "train/loss", "held out": "eval/loss"}
