@@ -6,7 +6,7 @@ from pathlib import Path
 from shardbook.recipe import RecipeError, find_recipe, list_recipes, load_recipe
 
 
-def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str | None, merges: bool = False) -> int:
+def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str | None, merges: bool) -> int:
     """Writes a checkpoint as a Hugging Face directory, one 5 GB file in memory at a time, without a process group."""
     _check_run(run)
     recipe = load_recipe(run / "resolved.toml")

@@ -20,7 +20,7 @@ from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint import checkpoint_shapes, read_parameters
 from shardbook.run.directory import read_facts
 from shardbook.run.prompts import find_learned_stops
-from shardbook.run.stored_items import newest_checkpoint
+from shardbook.run.stored_items import name_of, newest_checkpoint
 
 
 def export_result(
@@ -56,58 +56,52 @@ def _say_rest(files: FileNames, folder: Path) -> None:
             print(f"export   {said}", flush=True)
 
 
-def export_run(
-    run: Path, recipe: Recipe, checkpoint: Path | None, out: Path | None, dtype: str, merges: bool = False
-) -> None:
-    """Writes `checkpoint` of the run in directory `run` (None: the newest) to `out` (None: its export/). Raises
-    RecipeError where the run has no checkpoint, or none of its last step, or `out` is not empty."""
-    source = checkpoint or newest_checkpoint(run / "checkpoints")
-    finished = read_facts(run).get("finished_steps")
-    result = f"; the result of its {finished} steps is in {run / 'export'}" if finished else ""
-    if source is None:
-        raise RecipeError(f"{run}: has no complete checkpoint{result}")
-    if finished and not checkpoint and source.name != f"step-{finished:06d}":
-        newest = f"its newest checkpoint is {source.name}{result}"
-        raise RecipeError(f"{run}: {newest}; for that step name it with --checkpoint")
+def export_run(run: Path, recipe: Recipe, checkpoint: Path | None, out: Path | None, dtype: str, merges: bool) -> None:
+    """Writes the model or adapter in `checkpoint` of the run in directory `run` (None: the newest) to `out` (None: its
+    export/), one 5 GB file in memory at a time and without a process group. `merges`: adds adapters to the base
+    weights, as they are stored.
+
+    Raises RecipeError where the run has no checkpoint, or none of its last step, `out` is not empty, or `merges` finds
+    no adapters.
+    """
+    source = _find_checkpoint(run, checkpoint)
     folder = model_folder(recipe.model)
     config = load_config(recipe.model, folder, recipe.data.max_length)
     tokenizer = load_tokenizer(tokenizer_folder(recipe.model), "model.tokenizer", recipe.data.chat_template)
     if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(f"--out {out}: exists and is not empty; name a new directory")
-    target = out or run / "export"
-    export_checkpoint(source, target, recipe, config, tokenizer, folder, dtype, merges)
-    print(f"{source} -> {target}")
-
-
-def export_checkpoint(
-    source: Path,
-    out: Path,
-    recipe: Recipe,
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    dtype: str,
-    merges: bool,
-) -> None:
-    """Writes a checkpoint's model or adapter to `out`, one 5 GB file in memory at a time and without a process group.
-    `merges`: adds adapters to the base weights in `folder`, as they are stored there; RecipeError without adapters."""
-    shapes, has_base = checkpoint_shapes(source), merges or recipe.model.init == "pretrained"
+    target, shapes = out or run / "export", checkpoint_shapes(source)
     if merges and not recipe.lora.r:
         raise RecipeError("--merge: this run trained the whole model; nothing to merge; leave it out")
     tensors, model = read_parameters(source, shapes), build_model(config, "fp32", scores=recipe.method == "reward")
     if recipe.lora.r and not merges:
         names = find_peft_names(model, folder)
         settings = adapter_config(loadable(recipe.model.path), recipe.model.revision, recipe.lora, shapes, names)
-        save_adapter(out, tensors, settings, names, tokenizer)
-        return
-    if has_base:
-        load_buffers(model, folder)
-    beside = model.files, stored_buffers(model), find_learned_stops(tokenizer, config, folder, recipe.data)
-    with ExitStack() as opened:
-        if merges:
-            base = model.files.by_model_names(opened.enter_context(open_tensors(folder)))
-            shapes, trained = {name: each.shape for name, each in model.named_parameters()}, dict(tensors)
-            tensors = merged_tensors(base, trained, shapes, recipe.lora)
-        save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, True, *beside)
-    if has_base:
-        _say_rest(model.files, folder)
+        save_adapter(target, tensors, settings, names, tokenizer)
+    else:
+        has_base = merges or recipe.model.init == "pretrained"
+        if has_base:
+            load_buffers(model, folder)
+        beside = model.files, stored_buffers(model), find_learned_stops(tokenizer, config, folder, recipe.data)
+        with ExitStack() as opened:
+            if merges:
+                base = model.files.by_model_names(opened.enter_context(open_tensors(folder)))
+                shapes, trained = {name: each.shape for name, each in model.named_parameters()}, dict(tensors)
+                tensors = merged_tensors(base, trained, shapes, recipe.lora)
+            save_weights(target, tensors, shapes, config, tokenizer, folder, dtype, True, *beside)
+        if has_base:
+            _say_rest(model.files, folder)
+    print(f"{source} -> {target}")
+
+
+def _find_checkpoint(run: Path, checkpoint: Path | None) -> Path:
+    """Returns `checkpoint`, or the run's newest, which must be of its last step where it has finished."""
+    source = checkpoint or newest_checkpoint(run / "checkpoints")
+    finished = read_facts(run).get("finished_steps")
+    result = f"; the result of its {finished} steps is in {run / 'export'}" if finished else ""
+    if source is None:
+        raise RecipeError(f"{run}: has no complete checkpoint{result}")
+    if finished and not checkpoint and source.name != name_of(finished):
+        newest = f"its newest checkpoint is {source.name}{result}"
+        raise RecipeError(f"{run}: {newest}; for that step name it with --checkpoint")
+    return source
