@@ -22,6 +22,7 @@ from shardbook.objectives import build_objective
 from shardbook.optim import build_optimizer, step_if_finite
 from shardbook.recipe import Distill, Optim, Preference
 from shardbook.run.bad_steps import BadSteps
+from shardbook.run.checkpoint import TrainState
 from shardbook.run.generate import pick
 
 DEVICE = torch.device("meta")  # has no numbers: what reads one raises
@@ -131,7 +132,7 @@ def test_bad_steps_are_counted():
     class Loader:
         consumed_rows, rows_per_step, accumulation = 0, 4, 2
 
-    bad = BadSteps(Loader(), 0, 0, DEVICE, print)
+    bad = BadSteps(Loader(), TrainState(0, 0, {}), 0, DEVICE, print)
     with NoLists(), NoCopies():
         # of a loss, of a loss with metrics, of a pipeline's stage without either, in two chunks
         for step, shapes in enumerate(((1, 1), (3, 3), ((),) * 4), 1):

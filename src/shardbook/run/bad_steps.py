@@ -13,29 +13,27 @@ from torch import Tensor
 
 from shardbook.data.loader import Loader
 from shardbook.ranks.exits import RunFailed
+from shardbook.run.checkpoint import TrainState
 
 COUNTS = 3  # bad steps in a row up to now, the most in a row, and in all; the first since the last read follows
 
 
 class BadSteps:
-    """Counts the bad steps of a run that goes on after step `done_steps`. More than `allowed` in a row end it. `tell`:
-    takes a line for people."""
+    """Counts the bad steps of a run that goes on from `state`. More than `allowed` in a row end it. `tell`: takes a
+    line for people."""
 
     def __init__(
-        self, loader: Loader, done_steps: int, allowed: int, device: torch.device, tell: Callable[[str], None]
+        self, loader: Loader, state: TrainState, allowed: int, device: torch.device, tell: Callable[[str], None]
     ):
-        self.loader, self.allowed, self.tell, self.known = loader, allowed, tell, 0.0
+        self.loader, self.allowed, self.tell = loader, allowed, tell
+        self.known = float(state.log.get("bad_steps", 0))  # in all, those of the launches before too
         self.alone = False  # set where the other ranks may have ended: what this one knows must do
-        self.rows_before = loader.consumed_rows - done_steps * loader.rows_per_step
+        self.rows_before = loader.consumed_rows - state.step * loader.rows_per_step
         self.losses: list[Tensor] = []
         # after the counts: the first bad step since the last read, and for each of its micro-batches on this rank
         # whether the loss was not finite
         self.counts = torch.zeros(COUNTS + 1 + loader.accumulation, dtype=torch.float64, device=device)
-
-    def go_on(self, total: int) -> None:
-        """Counts on from the `total` of the launches before."""
-        self.known = float(total)
-        self.counts[COUNTS - 1] = total
+        self.counts[COUNTS - 1] = self.known
 
     def watch(self, passes: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yields the terms of a step's micro-batches, and keeps their losses."""

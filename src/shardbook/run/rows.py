@@ -27,7 +27,7 @@ LAST_SECONDS = 10.0  # for which a failing run waits for its last row: with a lo
 
 
 def read_loss(
-    sums: Tensor, names: list[str], norm: Tensor, step: int, bad: BadSteps | None = None
+    sums: Tensor, names: list[str], norm: Tensor, step: int, bad: BadSteps
 ) -> tuple[Callable[[], Metrics], DeviceEvent]:
     """Begins to add `sums` [1 + metrics] of this rank, the loss first, over ranks and to read them with the gradient
     norm and the counts of `bad` steps. Returns a function that waits for the metrics, and the moment from which on it
@@ -38,7 +38,7 @@ def read_loss(
     """
     dist.all_reduce(sums)
     # torch takes pinned memory for such a copy by itself; a tensor on the host is not copied
-    coming = [tensor.to("cpu", non_blocking=True).view(-1) for tensor in (sums, norm, *([bad.take()] if bad else []))]
+    coming = [tensor.to("cpu", non_blocking=True).view(-1) for tensor in (sums, norm, bad.take())]
     moment = DeviceEvent()
 
     @cache
@@ -48,14 +48,12 @@ def read_loss(
         metrics: Metrics = dict(zip([*names, "train/grad_norm"], values, strict=True))
         broken = [name for name, value in metrics.items() if not math.isfinite(value)]
         said, looked_at = f"train/loss is {values[0]} and train/grad_norm {values[-1]}", ""
-        if broken and not (bad and broken[-1] == "train/grad_norm"):
-            if not {names[0], "train/grad_norm"} & set(broken):
+        if broken and broken[-1] != "train/grad_norm":
+            if names[0] not in broken:
                 said, looked_at = f"{broken[0]} is {metrics[broken[0]]}", "[preference], [distill] and "
             raise RunFailed(f"step {step}: {said}; lower optim.learning_rate, or look at {looked_at}its rows")
-        if bad:
-            metrics = {name: value for name, value in metrics.items() if name not in broken}
-            metrics["train/bad_steps"] = int(bad.read(step, coming[2].tolist(), said))
-        return metrics
+        metrics = {name: value for name, value in metrics.items() if name not in broken}
+        return metrics | {"train/bad_steps": int(bad.read(step, coming[2].tolist(), said))}
 
     return read, moment
 
@@ -64,13 +62,7 @@ class Rows(contextlib.AbstractContextManager["Rows"]):
     """Logs the rows of the steps inside, in order; at most one waits for the device. All ranks make the same reads."""
 
     def __init__(
-        self,
-        recorder: Recorder,
-        console: Console,
-        names: list[str],
-        pace: StepTimer,
-        stop: StopFlag,
-        bad: BadSteps | None = None,
+        self, recorder: Recorder, console: Console, names: list[str], pace: StepTimer, stop: StopFlag, bad: BadSteps
     ):
         self.recorder, self.console, self.names, self.pace, self.stop = recorder, console, names, pace, stop
         self.bad = bad
@@ -125,8 +117,7 @@ class Rows(contextlib.AbstractContextManager["Rows"]):
         if error is None:
             self.flush()
         elif self._waiting and self._moment:
-            if self.bad:
-                self.bad.alone = True
+            self.bad.alone = True
             with contextlib.suppress(Exception):  # the run ends by its own error, also where the device is broken
                 until = time.perf_counter() + LAST_SECONDS
                 while not self._moment.has_come() and time.perf_counter() < until:
