@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from shardbook.arithmetic import round_up
 from shardbook.memory.direct_io import COPY_ALIGN, page_buffer
-from shardbook.optim.elementwise import parts_of
 from shardbook.ranks.distributed import sum_over_ranks
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.progress import long_phase
@@ -42,7 +41,7 @@ class StagingWriter(ItemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         self.side = plan.storage_data
-        self.items = [(facts, parts_of(tensor)) for facts, tensor in items_of(plan, planner)]
+        self.items = list(items_of(plan, planner))
         devices = {part.device for _, parts in self.items for part in parts if part.is_cuda}
         self.device = next(iter(devices), None)
         if self.device:

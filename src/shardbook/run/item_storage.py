@@ -62,7 +62,7 @@ class ItemWriter(_AsPlanned, StorageWriter):
         return [replace(plan, storage_data=self.side) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        items = [(facts, parts_of(tensor)) for facts, tensor in items_of(plan, planner)]
+        items = list(items_of(plan, planner))
         self.check_finite(items)
         written = write_items(
             plan.storage_data, self.rank, ((facts, [*map(bytes_of, parts)]) for facts, parts in items)
@@ -151,14 +151,14 @@ def done(result: Any) -> Future[Any]:
     return future
 
 
-def items_of(plan: SavePlan, planner: SavePlanner) -> Iterator[tuple[Facts, Tensor]]:
-    """Yields name, offsets, sizes, shape and dtype of each item of a plan, and its tensor."""
+def items_of(plan: SavePlan, planner: SavePlanner) -> Iterator[tuple[Facts, list[Tensor]]]:
+    """Yields name, offsets, sizes, shape and dtype of each item of a plan, and the parts of its tensor."""
     for item in plan.items:
         tensor, data = planner.resolve_data(item), item.tensor_data
         assert data and isinstance(tensor, Tensor), f"{item.index.fqn} is no tensor"
         dtype = str(data.properties.dtype).removeprefix("torch.")
         facts = [item.index.fqn, *map(list, (data.chunk.offsets, data.chunk.sizes, data.size)), dtype]
-        yield facts, tensor.detach()
+        yield facts, parts_of(tensor.detach())
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
