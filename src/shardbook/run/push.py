@@ -25,7 +25,7 @@ def push_run(run: Path, repo: str, public: bool = False, export: Path | None = N
     from huggingface_hub.errors import HfHubHTTPError
 
     folder = stage_push(run, repo, export or run / "export")
-    files = sorted(path for path in folder.iterdir())
+    files = list(folder.iterdir())
     size = sum(path.stat().st_size for path in files) / 1e9
     waits = f"{len(files)} files of {size:.2f} GB lie in {folder}"
     try:

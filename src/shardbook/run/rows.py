@@ -1,9 +1,8 @@
 """Rows: reads a step's loss and norm from the device without a wait, and logs them with the rest of its row.
 
 Invariant: a value that is not finite ends the run with its step's own number, before it is saved; unless the norm is
-not finite either, and the step changed nothing (bad_steps.py). A row is logged
-when the next step's work is launched (on a CPU: when its step is done), and before an evaluation, samples, a save or
-the end.
+not finite either, and the step changed nothing (bad_steps.py). A row is logged when the next step's work is launched
+(on a CPU: when its step is done), and before an evaluation, samples, a save or the end.
 """
 
 import contextlib

@@ -31,11 +31,11 @@ class Saver:
     saved: int
 
     def __post_init__(self) -> None:
-        self.train, self.optimizer_name = self.job.recipe.train, self.job.recipe.optim.name
+        self.train = self.job.recipe.train
         self.background = None
         if not self.train.save_steps:
             return
-        copied = predict_copied(self.job.layout, self.meter.ranks.rank, self.optimizer_name)
+        copied = predict_copied(self.job.layout, self.meter.ranks.rank, self.job.recipe.optim.name)
         next_due = (self.saved // self.train.save_steps + 1) * self.train.save_steps
         if next_due <= self.job.steps and self.job.recipe.saves_behind and self._has_memory(copied):
             self.background = Background(copied, next(self.sharded.masters.parameters()).device)
