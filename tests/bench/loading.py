@@ -29,7 +29,7 @@ from shardbook.model.causal_lm import build_model
 from shardbook.model.hub import INDEX
 from shardbook.model.stored import open_tensors
 from shardbook.model.weights import full_tensors, local_rows
-from shardbook.run.checkpoint import _saved
+from shardbook.run.checkpoint import HYPERPARAMETERS
 from shardbook.run.save_plan import Planned, PlanOnce
 
 SHAPE = {  # Llama-3.1-70B
@@ -96,6 +96,12 @@ def state_of(shapes: dict[str, torch.Size], mesh) -> dict:
     return {"model": Sharded(shapes, mesh).tensors, "optimizer": state} | own
 
 
+def without_settings(tensors: dict) -> dict:
+    """What a checkpoint holds of them."""
+    kept = {name: value for name, value in tensors["optimizer"].items() if not name.startswith(HYPERPARAMETERS)}
+    return tensors | {"optimizer": kept}
+
+
 def count_loading(shapes: dict[str, torch.Size], world: int) -> None:
     names, files = list(shapes), min(FILES, len(shapes))
     with tempfile.TemporaryDirectory() as folder:
@@ -147,9 +153,9 @@ def count_plans(shapes: dict[str, torch.Size], world: int) -> None:
                     planner = DefaultSavePlanner()
                     planner.set_up_planner(tensors)
                 elif kind == kinds[1]:
-                    planner = PlanOnce(_saved(tensors), None)
+                    planner = PlanOnce(without_settings(tensors), None)
                 else:
-                    planner = PlanOnce(_saved(tensors), Planned(planner.asked, planner.asked, 0))
+                    planner = PlanOnce(without_settings(tensors), Planned(planner.asked, planner.asked, 0))
                 sent[kind].append(pickle.dumps(planner.create_local_plan()))
             planner.state_dict = {}
             planners[kind].append(planner)

@@ -82,7 +82,7 @@ def save_checkpoint(
     the run: nothing is published then. With `background` it only plans; that copies and publishes. Collective."""
     path = folder / name_of(state.step)
     own = {_own_key(): _rng_state() | _numbered(sharded.residuals, RESIDUAL)}
-    tensors = _saved(_tensors(sharded.masters, optimizer)) | own
+    tensors = _tensors(sharded.masters, optimizer) | own
     planner = PlanOnce(tensors, _plans.pop(optimizer, None))
 
     later: Callable[[dict[str, Facts]], None] | None = None
@@ -175,7 +175,7 @@ def load_checkpoint(
     state = stored.state
     kind, there_kind = state_kind(optimizer, sharded.layout.shards), state.get(OPTIMIZER, "AdamW")
     same_kind = kind == there_kind
-    read = _saved(_tensors(model, optimizer)) if same_kind else {"model": _parameters(model)}
+    read = _tensors(model, optimizer) if same_kind else {"model": _parameters(model)}
     key = EARLIER_RESIDUAL if EARLIER_RESIDUAL in state else RESIDUAL
     there_kept = state.get(key, [])
     same_world, same_exchanges = state["ranks"] == _ranks(sharded), there_kept == list(residuals)
@@ -262,22 +262,19 @@ def _cause(error: BaseException) -> str:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns the tensors that a checkpoint holds, without the optimizer's hyperparameters: the recipe has them, and
+    flat they are eleven pickles a parameter and rank, three quarters of the entries of rank 0's plan."""
     settle_counts(optimizer)
     # The optimizer's own tensors: DCP loads into them, so no learning rate or decay is loaded from a checkpoint.
     # torch's set_optimizer_state_dict would cast each to the dtype of its parameter.
-    return {"model": _parameters(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT)}
+    flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    state = {name: value for name, value in flat.items() if not name.startswith(HYPERPARAMETERS)}
+    return {"model": _parameters(model), "optimizer": state}
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
     # Parameters, not the module's state dict: that lists a tied weight twice. DCP loads into these same tensors.
     return {name: parameter.detach() for name, parameter in kept_parameters(model).items()}
-
-
-def _saved(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Returns the part of `_tensors` that a checkpoint holds, without the optimizer's hyperparameters: the recipe has
-    them, and flat they are eleven pickles a parameter and rank, three quarters of the entries of rank 0's plan."""
-    state = {name: value for name, value in tensors["optimizer"].items() if not name.startswith(HYPERPARAMETERS)}
-    return tensors | {"optimizer": state}
 
 
 def whole_shapes(model: nn.Module) -> dict[str, list[int]]:
