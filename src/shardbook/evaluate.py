@@ -93,12 +93,13 @@ def main(words: list[str] | None = None) -> int:
     """Runs one rank of an evaluation. Returns the exit code."""
 
     def story() -> int:
-        given = [word for word in (sys.argv[1:] if words is None else words) if word != "--json"]
-        if not given:
+        given = sys.argv[1:] if words is None else words
+        named = [word for word in given if word != "--json"]
+        if not named:
             raise RecipeError("no model: python -m shardbook.evaluate MODEL [--json] [section.key=value ...]")
-        recipe, run = evaluation_recipe(given[0], given[1:])
+        recipe, run = evaluation_recipe(named[0], named[1:])
         ranks = start_distributed(recipe.run.lost_seconds, recipe.run.hang_seconds)
-        code = evaluate_model(given[0], recipe, run, ranks, "--json" in (sys.argv[1:] if words is None else words))
+        code = evaluate_model(named[0], recipe, run, ranks, "--json" in given)
         stop_distributed(ranks)
         return code
 
