@@ -41,7 +41,9 @@ def start_from(
     state = TrainState(step=0, tokens=0, loader=loader.state_dict())
     given = "" if newest else recipe.train.resume_from_checkpoint
     named = str(Path(given).expanduser()) if given else ""
-    earlier = _candidates(newest, named, recipe.run.checkpoint_fallback)
+    earlier = [newest] if newest else [Path(named)] if named else []  # to start from the first that is whole
+    if newest and recipe.run.checkpoint_fallback:
+        earlier = broadcast_from_main(lambda: list_checkpoints(newest.parent))
     source = load_base(recipe, sharded, folder) if recipe.lora.r or not earlier else ""
     if not source and recipe.model.init == "pretrained":
         load_buffers(sharded.masters, folder)
@@ -84,13 +86,6 @@ def start_from(
             _say(f"warning  begun anew: {lost}")
     sharded.upload_shards()
     return state, f"{source}, {time.perf_counter() - began:.1f} s"
-
-
-def _candidates(newest: Path | None, named: str, falls_back: bool) -> list[Path]:
-    """Returns the checkpoints to start from, the first that is whole. Collective."""
-    if newest and falls_back:
-        return broadcast_from_main(lambda: list_checkpoints(newest.parent))
-    return [newest] if newest else [Path(named)] if named else []
 
 
 def _first_whole(paths: list[Path], load: Callable[[Path], T], named: str) -> T:
