@@ -94,10 +94,9 @@ class ItemReader(_AsPlanned, StorageReader):
         for file, item in ((file, item) for file, rows in items.items() for item in rows):
             offsets, sizes, shape = map(torch.Size, (item.offsets, item.sizes, item.shape))
             self.places[dcp.MetadataIndex(item.name, offsets)] = file, item
-            if item.name not in known:
-                properties = dcp.TensorProperties(dtype=getattr(torch, item.dtype))
-                known[item.name] = dcp.TensorStorageMetadata(properties, shape, [])
-            known[item.name].chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
+            properties = dcp.TensorProperties(dtype=getattr(torch, item.dtype))
+            whole = known.setdefault(item.name, dcp.TensorStorageMetadata(properties, shape, []))
+            whole.chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
         self.metadata = dcp.Metadata(dict(known))
 
     def read_metadata(self, *positional: Any, **named: Any) -> dcp.Metadata:
