@@ -7,7 +7,7 @@ the others, since each may all-gather.
 
 import hashlib
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class Samples:
     recorder: Recorder
     console: Console
 
-    def take(self, step: int, pause: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def take(self, step: int, pause: Callable[[], AbstractContextManager[None]]) -> None:
         """Continues the prompts inside `pause`, if due; logs all samples and shows the first ones. Collective."""
         every = self.job.recipe.generate.steps
         if not every or (step % every and step != self.job.steps):
