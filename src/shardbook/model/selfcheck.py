@@ -133,8 +133,6 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
             both = [theirs(input_ids=each[None], use_cache=False).logits[0] for each in (max_seqlen, max_seqlen[:-2])]
         if (both[0][:-2] - both[1]).abs().max() > 1e-3 * both[1].abs().max():
             raise Unfit("its tokens see later ones, so it is no causal language model")
-    except Unfit:
-        raise
     except Exception as error:
         raise_if_ours(error)
         raise Unfit(f"transformers runs no small model of it ({said(error)})") from None
@@ -162,8 +160,6 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
         order.clear()
         try:
             made = gradients_of(ours, ours(batch, summed=True))
-        except Unfit:
-            raise
         except Exception as error:
             raise_if_ours(error)
             found.append(said(error))
@@ -274,8 +270,9 @@ class Listening(attention.Attend):
 
 
 def raise_if_ours(error: Exception) -> None:
-    """Raises an `error` of a forward or a backward again where it is a bug of this program: Python raised it in code of
-    this package. A RuntimeError is torch's answer to what it is asked for, and a RecipeError says what is not known."""
+    """Raises an `error` of a forward or a backward again where code of this package raised it: Python, for a bug of this
+    program, or this file, as Unfit. A RuntimeError is torch's answer to what it is asked for, and a RecipeError says
+    what is not known."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_here = frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]
     if is_here and not isinstance(error, RuntimeError | RecipeError):
