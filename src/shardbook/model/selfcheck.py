@@ -9,9 +9,10 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -270,9 +271,8 @@ class Listening(attention.Attend):
 
 
 def raise_if_ours(error: Exception) -> None:
-    """Raises an `error` of a forward or a backward again where code of this package raised it: Python, for a bug of this
-    program, or this file, as Unfit. A RuntimeError is torch's answer to what it is asked for, and a RecipeError says
-    what is not known."""
+    """Raises an `error` of a forward or a backward again where code of this package raised it: an Unfit, or a bug that
+    Python found. A RuntimeError is torch's answer to what it is asked for, and a RecipeError says what is not known."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_here = frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]
     if is_here and not isinstance(error, RuntimeError | RecipeError):
@@ -315,20 +315,16 @@ def unreached(gradients: dict[str, Tensor | None]) -> tuple[str, ...]:
 
 
 def batch_of(rows: Sequence[Sequence[Tensor]], packed: bool) -> Batch:
-    """Returns a micro-batch of documents in rows of LENGTH."""
-    shape = (len(rows), LENGTH)
-    ids, places, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
-    starts = []
-    for number, row in enumerate(rows):
-        at = 0
-        for document in row:
-            here = slice(at, at + len(document))
-            ids[number, here], places[number, here] = document, torch.arange(len(document))
-            targets[number, at : at + len(document) - 1] = document[1:]
-            starts.append(number * LENGTH + at)
-            at += len(document)
-        if at < LENGTH:
-            starts.append(number * LENGTH + at)
-    cu_seqlens = torch.tensor([*starts, ids.numel()], dtype=torch.int32)
+    """Returns a micro-batch of documents in rows of LENGTH; padding counts as a document."""
+
+    def padded(part: Callable[[Tensor], Tensor]) -> Tensor:
+        filled = [torch.cat([part(document) for document in row]) for row in rows]
+        return torch.stack([F.pad(row, (0, LENGTH - len(row))) for row in filled])
+
+    ids, places = padded(lambda document: document), padded(lambda document: torch.arange(len(document)))
+    targets = padded(lambda document: F.pad(document[1:], (0, 1)))
+    lengths = [[*map(len, row), LENGTH - sum(map(len, row))] for row in rows]
+    ends = accumulate(length for row in lengths for length in row if length)
+    cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32)
     positions = targets.flatten().nonzero().flatten()
     return Batch(ids, places, cu_seqlens, positions, targets.flatten()[positions], packed, LENGTH)
