@@ -24,7 +24,8 @@ def load(folder):
 
 def export(model, folder, out, dtype="fp32"):
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    weights.save_weights(out, weights.full_tensors(model, dtype), shapes, model.config, tokenizer(), folder, dtype)
+    given = shapes, model.config, tokenizer(), folder, dtype
+    weights.save_weights(out, weights.full_tensors(model, dtype), *given, True, model.files, {})
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -68,7 +69,7 @@ def test_what_was_learned_ends_what_is_generated(source, stops, wanted, tmp_path
         (tmp_path / "in" / file).write_text(json.dumps(source))
     shapes, tensors = {n: p.shape for n, p in model.named_parameters()}, weights.full_tensors(model, "fp32")
     given = shapes, model.config, tokenizer(), tmp_path / "in", "fp32"
-    weights.save_weights(tmp_path / "out", tensors, *given, stops=stops)
+    weights.save_weights(tmp_path / "out", tensors, *given, True, model.files, {}, stops)
     written = tmp_path / "out" / file
     assert (json.loads(written.read_text()) if written.is_file() else None) == wanted
     if wanted and "eos_token_id" in wanted:

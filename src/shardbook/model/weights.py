@@ -251,9 +251,9 @@ def save_weights(
     tokenizer: PreTrainedTokenizerBase,
     source: Path,
     dtype: str,
-    write: bool = True,
-    files: FileNames | None = None,
-    buffers: Mapping[str, Tensor] | None = None,
+    write: bool,
+    files: FileNames,
+    buffers: Mapping[str, Tensor],
     stops: Sequence[int] = (),
 ) -> None:
     """Writes a directory that `AutoModelForCausalLM.from_pretrained` loads. Holds at most one 5 GB file in memory.
@@ -266,16 +266,14 @@ def save_weights(
         for _ in tensors:
             pass
         return
-    beside = dict(buffers or {})
-    shapes = shapes | {name: buffer.shape for name, buffer in beside.items()}
-    in_files = files.shapes_in_files(shapes) if files else shapes
+    shapes = shapes | {name: buffer.shape for name, buffer in buffers.items()}
+    in_files = files.shapes_in_files(shapes)
     plan = _plan_files(in_files, DTYPES[dtype].itemsize)
     file_of = {name: file for file, names in plan.items() for name in names}
     pending: dict[str, Tensor] = {}
     with whole_directory(out) as side:
         cast = ((name, tensor.to("cpu", DTYPES[dtype])) for name, tensor in tensors)
-        every = chain(cast, beside.items())
-        for name, part in files.to_files(every) if files else every:
+        for name, part in files.to_files(chain(cast, buffers.items())):
             pending[name] = part.to("cpu", copy=True).contiguous()
             if len(pending) == len(plan[file := file_of[name]]):
                 save_file(pending, side / file, metadata={"format": "pt"})
@@ -287,7 +285,7 @@ def save_weights(
         clean = type(config).from_dict(
             {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
         )
-        clean.architectures = config.architectures or ([type(files.whole).__name__] if files else None)
+        clean.architectures = config.architectures or [type(files.whole).__name__]
         clean.dtype = DTYPES[dtype]
         if scores := SCORE in shapes:
             clean.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
