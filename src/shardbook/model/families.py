@@ -37,7 +37,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
 def load_config(model: Model, folder: Path, max_length: int, what: str = "model.path") -> PreTrainedConfig:
     """Returns the transformers config in `folder`, which the recipe key `what` names. Raises RecipeError for a family
     or length that cannot be trained."""
-    words: dict[str, Any] = {}
+    said, words = f"{what} = {model.path!r}", dict[str, Any]()
     try:
         words = dict(json.loads((folder / "config.json").read_text()))
         if not (family := words.get("model_type")):  # transformers would guess it from the folder's name
@@ -48,8 +48,7 @@ def load_config(model: Model, folder: Path, max_length: int, what: str = "model.
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # of whatever kind: transformers' own checks raise a dozen, and the file is a stranger's
         why = blame(words, lambda some: AutoConfig.for_model(**some)) + first_line(error.__cause__ or error)
-        raise RecipeError(f"{what} = {model.path!r}: no usable config.json: {why}") from None
-    said = f"{what} = {model.path!r}"
+        raise RecipeError(f"{said}: no usable config.json: {why}") from None
     text = text_config(config)
     if text is None or text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise RecipeError(f"{said}: transformers has no causal LM of the family {config.model_type!r}")
