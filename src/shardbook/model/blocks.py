@@ -6,7 +6,7 @@ any other.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +25,9 @@ class ForwardPass:
     shape: torch.Size  # of the rows, whole, also where this rank has a slice of them
     packed: bool
     max_seqlen: int  # tokens of the longest document
-    around: AroundBlock = lambda *_: nullcontext()
-    received: Tensor | None = None  # the input of this pipeline stage's first block; None: what the forward has
-    last: int = -1  # the block after which the forward ends; -1: it goes on to its own end
+    around: AroundBlock
+    received: Tensor | None  # the input of this pipeline stage's first block; None: what the forward has
+    last: int  # the block after which the forward ends; -1: it goes on to its own end
 
 
 _PASS: ContextVar[ForwardPass | None] = ContextVar("pass", default=None)
