@@ -85,13 +85,13 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
         return parameters.clip(max_norm)
     pipelined = parameters if isinstance(parameters, PipelineStageParameters) else None
     counted_elsewhere = set(pipelined.tied) if pipelined else ()
-    parameters = [p for p in parameters if p.grad is not None]
-    counted = [p.grad for p in parameters if p.grad is not None and p not in counted_elsewhere]
+    gradients = {p: p.grad for p in parameters if p.grad is not None}
+    counted = [gradient for p, gradient in gradients.items() if p not in counted_elsewhere]
     norm = gradient_norm(counted, group=pipelined.group if pipelined else None)
     # A norm on a CPU can be read without a host sync, so gradients that are not too large are not multiplied by one.
     if max_norm and not (norm.is_cpu and max_norm / (norm + 1e-6) >= 1):
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        scale_together([local_values(p.grad) for p in parameters if p.grad is not None], scale)
+        scale_together([local_values(gradient) for gradient in gradients.values()], scale)
     return norm
 
 
