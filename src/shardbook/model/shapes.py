@@ -3,7 +3,6 @@
 import re
 import tomllib
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from shardbook.recipe import Model, RecipeError, nearest
 @cache
 def known_shapes() -> dict[str, dict[str, Any]]:
     """Returns shapes.toml: by name the hub `ids`, `family` and `config`."""
-    return tomllib.loads((files("shardbook.model") / "shapes.toml").read_text())
+    return tomllib.loads(Path(__file__).with_name("shapes.toml").read_text())
 
 
 def shape_config(path: str, max_length: int, what: str = "model.path") -> PreTrainedConfig:
