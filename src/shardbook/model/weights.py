@@ -154,8 +154,9 @@ def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
     config: Any = model.config
     device = next(model.parameters()).device
     vectors: dict[str, Tensor] = model.vectors  # type: ignore[assignment]
-    own, whole = shard_slices(model), list(global_shapes(model)) if hasattr(model, GLOBAL_SHAPES) else None
-    for index, name in enumerate(whole or own):  # numbered in the whole model: else pipeline stages draw equal weights
+    own = shard_slices(model)
+    numbered = getattr(model, GLOBAL_SHAPES, own)  # in the whole model: else pipeline stages draw equal weights
+    for index, name in enumerate(numbered):
         if name not in own or (only and name != only):
             continue
         part = own[name]
