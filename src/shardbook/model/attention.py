@@ -46,7 +46,7 @@ class Demands:
     dense: bool = False  # only a dense mask says what it hides, or its keys and values have other sizes
 
     def __str__(self) -> str:
-        said = [*self.arguments, *["scores of its own"] * self.own, *["a dense mask"] * self.dense]
+        said = [*self.arguments, *["scores of its own"] * self.own, *[DENSE] * self.dense]
         return f" and {', '.join(said)}" if said else ""
 
 

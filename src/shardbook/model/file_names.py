@@ -153,7 +153,7 @@ class Assembled:
     @property
     def dtype(self) -> str:
         """The dtype of all parts, as the format writes it; all of them where they differ."""
-        return " and ".join(sorted({part.dtype for parts in self.sources.values() for part in parts}))
+        return " and ".join(sorted({part.dtype for part in self.pieces}))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 KEYS = 6  # of a piece: two for each moment, two for the weights
 ROW = 8  # a piece's keys and two more: so each row begins at a multiple of 32 bytes, else a kernel gets a copy
 GOLDEN = 0x9E3779B97F4A7C15
+SPLITMIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # its shifts to the right, and factors
 NAN = 0x7FC00000  # a CUDA device's own NaN has all lower bits set: added noise would make -0.0 of it
 ALL = 2**64 - 1
 
@@ -200,14 +201,14 @@ def draw_keys(shards: Sequence[tuple[int, int, int, int]], device: torch.device)
     state = torch.arange(total, device=device)[:, None] * KEYS + torch.arange(ROW, device=device)
     # output_size: else the host waits for the device to compute this sum
     state.mul_(_signed(GOLDEN)).add_(begins.repeat_interleave(repeats, output_size=total)[:, None])
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+    for shift, factor in SPLITMIX:
         state = (state ^ (state >> shift & 2 ** (64 - shift) - 1)).mul_(_signed(factor))  # >> copies the sign
     return list(state.to(torch.int32).split(counts))
 
 
 def mix(value: int) -> int:
     """Returns splitmix64's output for the state `value`, of 64 bits."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+    for shift, factor in SPLITMIX:
         value = (value ^ value >> shift) * factor & ALL
     return value
 
