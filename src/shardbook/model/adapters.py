@@ -215,6 +215,7 @@ def base_identity(model: nn.Module) -> str:
     return str(getattr(model, "identity", ""))
 
 
+@torch.no_grad()
 def init_adapters(model: nn.Module, seed: int) -> None:
     """Fills adapters: A uniform within 1 / sqrt(in), B zero, magnitudes the rows' norms, so that the update begins at
     zero, as peft's does. The base must be loaded before.
@@ -224,14 +225,13 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, LoraLinear):
             continue
-        with torch.no_grad():
-            low, rows = local_rows(module.lora_A.weight)
-            number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
-            generator = torch.Generator(low.device).manual_seed(number)
-            full = torch.empty(module.lora_A.weight.shape, device=low.device)
-            bound = 1 / math.sqrt(module.in_features)
-            low.copy_(full.uniform_(-bound, bound, generator=generator)[rows])
-            local_rows(module.lora_B.weight)[0].zero_()
-            if module.lora_magnitude_vector is not None:  # sharded along the rows, as the weight is
-                norms = torch.linalg.vector_norm(module.base_rows(torch.float32), dim=1)
-                local_rows(module.lora_magnitude_vector)[0].copy_(norms)
+        low, rows = local_rows(module.lora_A.weight)
+        number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
+        generator = torch.Generator(low.device).manual_seed(number)
+        full = torch.empty(module.lora_A.weight.shape, device=low.device)
+        bound = 1 / math.sqrt(module.in_features)
+        low.copy_(full.uniform_(-bound, bound, generator=generator)[rows])
+        local_rows(module.lora_B.weight)[0].zero_()
+        if module.lora_magnitude_vector is not None:  # sharded along the rows, as the weight is
+            norms = torch.linalg.vector_norm(module.base_rows(torch.float32), dim=1)
+            local_rows(module.lora_magnitude_vector)[0].copy_(norms)
