@@ -2,7 +2,6 @@
 Commands that only read and write files are in cli/files.py."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -183,13 +182,13 @@ def run_train(
         raise RecipeError(f"--max-restarts {restarts} with --nodes {node[0]}: {said}")
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)  # refused here before a process is started
+    from shardbook.ranks.machine import choose_nproc, memory_bytes
     from shardbook.run.files import check_files
 
     # Before torch is imported; but a model that is too large for this machine is not looked for first.
-    if is_dry or recipe.hardware.memory_gb * 1e9 < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+    if is_dry or recipe.hardware.memory_gb * 1e9 < memory_bytes():
         check_files(recipe)
     from shardbook.ranks.launch import Nodes, Restarts, launch_ranks
-    from shardbook.ranks.machine import choose_nproc
 
     if is_dry:
         from shardbook.run.rehearsal import rehearse

@@ -1,4 +1,4 @@
-"""This machine: the number of ranks that a recipe starts on it."""
+"""This machine: its GPUs and memory, and the number of ranks that a recipe starts on it."""
 
 import os
 from math import prod
@@ -20,15 +20,19 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def memory_bytes() -> int:
+    """Returns the bytes of memory that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def choose_nproc(parallel: Parallel, asked: int | None = None, nodes: int = 1) -> int:
     """Returns the number of ranks to start on each of `nodes` machines: `asked`, else this one's share of a fixed mesh,
     else one a GPU, else two on the CPU. Raises RecipeError for stage and mesh here, before every rank would."""
     gpus = count_gpus()
     sizes = resolve_sizes(parallel, find_stage(parallel.stage).axes, world_size=asked and asked * nodes)
     if asked is not None:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if asked > (most := memory // RANK_BYTES):
-            said = f"must be at most {most} here: so many fill {memory / 1e9:.0f} GB before they have a model"
+        if asked > (most := memory_bytes() // RANK_BYTES):
+            said = f"must be at most {most} here: so many fill {memory_bytes() / 1e9:.0f} GB before they have a model"
             raise RecipeError(f"--nproc {asked}: {said}")
         return asked
     needed = prod(sizes.values())

@@ -1,6 +1,5 @@
 """Turns OOM into one line: the predicted and the measured bytes, and the smallest change that would fit."""
 
-import os
 import re
 from contextlib import AbstractContextManager
 
@@ -12,6 +11,7 @@ from shardbook.plan.change import NONE_FITS, smallest_change
 from shardbook.plan.hardware import HOST_ROOM, ROOM
 from shardbook.plan.peak import GB, predict_fullest
 from shardbook.ranks.exits import RunFailed
+from shardbook.ranks.machine import memory_bytes
 from shardbook.run.metrics import memory_metrics, peak_metrics
 from shardbook.run.prepare import Job
 
@@ -39,8 +39,7 @@ class OomGuard(AbstractContextManager["OomGuard"]):
         if has_gpu:
             room = ROOM * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         else:
-            here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            room = HOST_ROOM * here / self.job.layout.ranks_per_node
+            room = HOST_ROOM * memory_bytes() / self.job.layout.ranks_per_node
         kept = memory_metrics(self.sharded, self.optimizer) | peak_metrics()
         measured = {name.removeprefix("memory/").removesuffix("_bytes"): count for name, count in kept.items()}
         shown = ", ".join(f"{name} {count / GB:.1f}" for name, count in measured.items() if name != "alloc_retries")

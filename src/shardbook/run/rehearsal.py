@@ -1,7 +1,6 @@
 """Rehearses a run's set-up and one step with nothing allocated (`shardbook train --dry-run`), and checks whether this
 machine has the memory at all."""
 
-import os
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from shardbook.model.laid_out import World
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import ROOM, build_cluster
 from shardbook.plan.peak import GB
+from shardbook.ranks.machine import memory_bytes
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.console import Console, readable_bytes
 from shardbook.run.prepare import lay_out_run, prepare_job
@@ -42,7 +42,7 @@ def check_memory(recipe: Recipe, recipe_path: Path, nodes: int) -> None:
     """Raises RecipeError, in four lines, where `nodes` machines like this one have less memory than a recipe with
     hardware.memory_gb needs for its state or at the peak of a step: before hours of download, not after."""
     gpus = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
-    here = sum(gpus) if gpus else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    here = sum(gpus) if gpus else memory_bytes()
     ranks = nodes * (len(gpus) or 2)
     room = ROOM * min(gpus) if gpus else here * nodes / ranks
     peak = _peak_bytes(recipe, ranks, ranks // nodes)
