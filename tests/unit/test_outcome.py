@@ -9,8 +9,9 @@ from kept_run import keep_run
 
 from shardbook import cli
 from shardbook.compare.compare_page import summary_rows
-from shardbook.compare.outcome import Outcome, differences, first_difference, judge, read_outcome, read_rows
+from shardbook.compare.outcome import Outcome, differences, first_difference, judge, read_outcome
 from shardbook.compare.page import LIBRARY, broken
+from shardbook.run.metrics import read_rows
 
 
 def outcome(name, steps, losses, kept=100.0, sent=50.0):

@@ -14,6 +14,7 @@ from typing import Any
 from shardbook.comm.ledger import first_steps
 from shardbook.recipe import first_line
 from shardbook.run.console import readable_bytes
+from shardbook.run.metrics import read_rows
 
 CATEGORIES = ("params", "grads", "optimizer", "residual")  # of memory/<what>_bytes
 MIN_STEPS = 6  # whose speeds are compared: by chance they all say the same in 3 of 100 pairs of runs
@@ -132,18 +133,6 @@ def _read_run(run: Path, name: str) -> Outcome:
         mfu=middle("perf/mfu"),
         peak_bytes=max((row["memory/peak_bytes"] for row in later if "memory/peak_bytes" in row), default=None),
     )
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a file of JSON lines; without the last one of a killed run, which is not whole."""
-    rows = []
-    whole = path.read_bytes().rpartition(b"\n")[0].decode() if path.is_file() else ""
-    for line in whole.split("\n"):  # splitlines would end a line at what a sample may have in it
-        try:
-            rows.append(json.loads(line.replace("memory/unsent_bytes", "memory/residual_bytes")))  # its name before 0.2
-        except ValueError:
-            break
-    return rows
 
 
 def differences(one: Outcome, other: Outcome) -> dict[int, float]:

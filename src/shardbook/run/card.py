@@ -10,6 +10,7 @@ from typing import Any
 
 from shardbook.paths import is_hub_id
 from shardbook.run.directory import read_facts
+from shardbook.run.metrics import read_rows
 
 PACKAGES = ("shardbook", "torch", "transformers", "datasets", "cuda", "gpu")
 
@@ -18,7 +19,7 @@ def write_card(run: Path, name: str) -> tuple[str, str]:
     """Returns the card (Markdown, with the Hub's front matter) of a finished run under its `name`, and a plot of its
     losses (SVG)."""
     recipe, facts = tomllib.loads((run / "resolved.toml").read_text()), read_facts(run)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().split("\n") if line.endswith("}")]
+    rows = read_rows(run / "metrics.jsonl")
     mesh = " x ".join(f"{axis} {size}" for axis, size in facts.get("mesh", {}).items() if size > 1) or "one rank"
     data, model, method = recipe["data"], recipe["model"]["path"], recipe["method"]
     sources = [data["train"]] if isinstance(data["train"], str) else data["train"]

@@ -1,6 +1,5 @@
 """Measured steps of runs, for a plan's calibration."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -11,6 +10,7 @@ from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import Cluster
 from shardbook.recipe import RecipeError, first_line, load_recipe
 from shardbook.run.directory import read_facts
+from shardbook.run.metrics import read_rows
 
 SKIPPED = 3  # first logged steps, which compile and fill caches
 
@@ -28,10 +28,10 @@ def read_sample(run: Path, model_path: str, gpu_name: str, document_tokens: floa
     if gpu_of(device) != find_gpu(gpu_name):
         raise RecipeError(f"{said}: a run on {device}, and the plan is for {gpu_name}")
     try:
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        seconds = [row["perf/step_seconds"] for row in rows if "perf/step_seconds" in row][SKIPPED:]
+        rows = read_rows(run / "metrics.jsonl")
     except (OSError, ValueError) as error:
         raise RecipeError(f"{said}: its metrics.jsonl cannot be read ({first_line(error)})") from None
+    seconds = [row["perf/step_seconds"] for row in rows if "perf/step_seconds" in row][SKIPPED:]
     if not seconds:
         raise RecipeError(f"{said}: needs more than {SKIPPED} logged steps")
     planner, gpu, world = build_planner(recipe, document_tokens), find_gpu(gpu_name), facts["world_size"]

@@ -25,6 +25,18 @@ from shardbook.run.trackers import Trackers
 Metrics = dict[str, float | int]
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a file of JSON lines; without the last one of a killed run, which is not whole."""
+    rows = []
+    whole = path.read_bytes().rpartition(b"\n")[0].decode() if path.is_file() else ""
+    for line in whole.split("\n"):  # splitlines would end a line at what a sample may have in it
+        try:
+            rows.append(json.loads(line.replace("memory/unsent_bytes", "memory/residual_bytes")))  # its name before 0.2
+        except ValueError:
+            break
+    return rows
+
+
 class Recorder(contextlib.AbstractContextManager["Recorder"]):
     """Writes metrics.jsonl, samples.jsonl and the trackers on rank 0; on other ranks it does nothing."""
 
