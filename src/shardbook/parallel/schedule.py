@@ -82,10 +82,7 @@ def actions(schedule: Schedule, rank: int, ranks: int, micros: int, chunks: int 
 
     A single rank runs each micro-batch forward and backward, one after another, whatever the schedule.
     """
-    total = micros * chunks
-    warmup = min(in_flight(schedule, rank, ranks, micros, chunks) - 1, total)
-    if schedule == "gpipe" and ranks > 1:
-        warmup = total
+    total, warmup = micros * chunks, in_flight(schedule, rank, ranks, micros, chunks) - 1
     forwards = [_place(number, ranks, chunks, True) for number in range(total)]
     backwards = [_place(number, ranks, chunks, False) for number in range(total)]
     order = forwards[:warmup]
@@ -97,8 +94,8 @@ def actions(schedule: Schedule, rank: int, ranks: int, micros: int, chunks: int 
 
 def _place(number: int, ranks: int, chunks: int, is_forward: bool) -> Action:
     """Returns the `number`-th forward, or backward, of a rank: `ranks` micro-batches a chunk, then the next chunk."""
-    group, within = divmod(number, ranks * chunks) if chunks > 1 else (0, number)
-    chunk, place = divmod(within, ranks) if chunks > 1 else (0, within)
+    group, within = divmod(number, ranks * chunks)
+    chunk, place = divmod(within, ranks)
     return Action(is_forward, chunk if is_forward else chunks - 1 - chunk, group * ranks + place)
 
 
