@@ -3,12 +3,14 @@
 import difflib
 import re
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from shardbook.recipe.schema import Recipe
 from shardbook.recipe.sections import FORMS, NAMES, RecipeError, Section, nearest
@@ -19,15 +21,6 @@ def other_words() -> dict[str, str]:
     """Returns the recipe key for each word that other programs use (words.toml)."""
     table = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
     return {word: key for key, words in table.items() for word in words}
-
-
-# Two accepted names of one key, such as transformers' new and older one, or peft's and TRL's.
-TWO_NAMES = [
-    ("warmup_steps", "warmup_ratio"),
-    ("r", "lora_r"),
-    ("target_modules", "lora_target_modules"),
-    ("bnb_4bit_use_double_quant", "use_bnb_nested_quant"),
-]
 
 
 def first_line(error: BaseException) -> str:
@@ -130,12 +123,16 @@ def list_recipes() -> dict[str, Path]:
 
 def describe_keys() -> list[tuple[str, str, str]]:
     """Returns `(section.key, default, help)` of every key of the schema, in order."""
-    rows = [("method", "sft", Recipe.model_fields["method"].description or "")]
-    for section, field in Recipe.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            for name, inner in field.annotation.model_fields.items():
-                rows.append((f"{section}.{name}", str(inner.default), inner.description or ""))
-    return rows
+    method = ("method", "sft", Recipe.model_fields["method"].description or "")
+    return [method, *((key, str(field.default), field.description or "") for key, field in _fields())]
+
+
+def _fields() -> Iterator[tuple[str, FieldInfo]]:
+    """Yields the name, section.key, and the field of every key that is in a section, in order."""
+    for section, whole in Recipe.model_fields.items():
+        if isinstance(whole.annotation, type) and issubclass(whole.annotation, Section):
+            for name, field in whole.annotation.model_fields.items():
+                yield f"{section}.{name}", field
 
 
 def _override(given: dict[str, Any], word: str) -> None:
@@ -155,10 +152,10 @@ def _override(given: dict[str, Any], word: str) -> None:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise RecipeError(f"override {word!r}: {section} is a key, not a section")
-    for names in TWO_NAMES:  # else the file's name for the key would compete with the override's
-        if last in names:
-            for name in names:
-                table.pop(name, None)
+    for _, field in _fields():  # a key of two names: else the file's name for it would compete with the override's
+        if last in (names := getattr(field.validation_alias, "choices", ())):
+            for other in names:
+                table.pop(other, None)
     if sections == ["train"] and last in ("steps", "epochs") and value:  # the later one says how long a run is
         table.pop("epochs" if last == "steps" else "steps", None)
     table[last] = value

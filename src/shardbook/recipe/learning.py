@@ -6,23 +6,20 @@ Invariant: as in sections.py.
 import re
 from typing import Any, Literal
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, model_validator
 
 from shardbook.recipe.sections import Section, key
 
 
 class Lora(Section):
-    r: int = Field(
-        default=0,
-        description="Rank of LoRA's updates (0: the whole model is trained).",
-        ge=0,
-        validation_alias=AliasChoices("r", "lora_r"),
+    r: int = key(
+        0, "Rank of LoRA's updates (0: the whole model is trained).", ge=0, validation_alias=AliasChoices("r", "lora_r")
     )
     lora_alpha: int | float = key(16, "Updates are scaled by lora_alpha / r.", gt=0)
     lora_dropout: float = key(0.0, "Dropout of the adapters' inputs; other layouts draw other masks.", ge=0, lt=1)
-    target_modules: Literal["all-linear"] | list[str] = Field(
-        default="all-linear",
-        description="The adapted matrices: all-linear (every matrix of a block), or last names: [q_proj, v_proj].",
+    target_modules: Literal["all-linear"] | list[str] = key(
+        "all-linear",
+        "The adapted matrices: all-linear (every matrix of a block), or last names: [q_proj, v_proj].",
         validation_alias=AliasChoices("target_modules", "lora_target_modules"),
     )
     use_rslora: bool = key(False, "Scale by lora_alpha / sqrt(r).")
@@ -97,9 +94,9 @@ class Optim(Section):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = key(
         "cosine", "Shape of the learning rate after warm-up."
     )
-    warmup_steps: int | float = Field(
-        default=0,
-        description="Steps of linear warm-up; below 1: a share of the run.",
+    warmup_steps: int | float = key(
+        0,
+        "Steps of linear warm-up; below 1: a share of the run.",
         ge=0,
         validation_alias=AliasChoices("warmup_steps", "warmup_ratio"),
     )

@@ -57,9 +57,9 @@ class Model(Section):
     )
     load_in_4bit: bool = key(False, "Keep the matrices of blocks, frozen under lora.r, in four bits (QLoRA).")
     bnb_4bit_quant_type: Literal["nf4"] = key("nf4", "The four-bit format: nf4, quantiles of a normal distribution.")
-    bnb_4bit_use_double_quant: bool = Field(
-        default=False,
-        description="Store load_in_4bit's scales in 8 bits and one fp32 a row, not in fp32 for each 64 numbers.",
+    bnb_4bit_use_double_quant: bool = key(
+        False,
+        "Store load_in_4bit's scales in 8 bits and one fp32 a row, not in fp32 for each 64 numbers.",
         validation_alias=AliasChoices("bnb_4bit_use_double_quant", "use_bnb_nested_quant"),
     )
 
