@@ -122,7 +122,7 @@ class Ledger:
         metrics = dict(others or {})
         for source, of in (("", traffic), ("predicted/", predicted)):
             between = sent_between_nodes(of, self.groups, dist.get_rank(), ranks_per_node)
-            found = traffic_metrics(of, between) | axis_metrics(of)
+            found = traffic_metrics(of, between)
             # all bytes that this rank sends: every rank counts as a node of its own
             found["comm/sent_bytes"] = sent_between_nodes(of, self.groups, dist.get_rank(), 1)
             metrics |= {source + name: value for name, value in found.items()}
@@ -157,16 +157,13 @@ def sent_between_nodes(traffic: Traffic, groups: dict[str, list[int]], rank: int
 
 
 def traffic_metrics(traffic: Traffic, inter_node_bytes: int) -> dict[str, int]:
-    """Returns `comm/<op>_calls` and `comm/<op>_bytes` of each operation, over all axes; and `comm/inter_node_bytes`."""
+    """Returns `comm/<op>_calls` and `comm/<op>_bytes` of each operation, over all axes; `comm/inter_node_bytes`; and
+    `comm/<axis>/<op>_bytes` of every operation along every mesh axis that it ran on."""
     metrics: dict[str, int] = {}
     for op in OPS:
         volume = sum((volume for (name, _), volume in traffic.items() if name == op), Volume())
         if op == "p2p" and not volume.calls:  # only pipelines have them
             continue
         metrics |= {f"comm/{op}_calls": volume.calls, f"comm/{op}_bytes": volume.payload_bytes}
-    return metrics | {"comm/inter_node_bytes": inter_node_bytes}
-
-
-def axis_metrics(traffic: Traffic) -> dict[str, int]:
-    """Returns `comm/<axis>/<op>_bytes` of every operation along every mesh axis that it ran on."""
-    return {f"comm/{axis}/{op}_bytes": volume.payload_bytes for (op, axis), volume in sorted(traffic.items())}
+    metrics["comm/inter_node_bytes"] = inter_node_bytes
+    return metrics | {f"comm/{axis}/{op}_bytes": volume.payload_bytes for (op, axis), volume in sorted(traffic.items())}
