@@ -32,17 +32,13 @@ class ContextAxis:
     def size(self) -> int:
         return len(self.heads)
 
-    @property
-    def sent_key_heads(self) -> list[int]:
-        """The heads of keys and values that are sent, in the order of the ranks that receive them."""
-        return [head for own in self.key_heads for head in own]
-
     def seq_to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Exchanges queries, keys, values [B, heads, L / size, D] of all heads for [B, heads, L, D] of this rank's."""
         shape = query.shape
         counts = [len(own) for own in self.key_heads]
         parts = [query.transpose(1, 2).split(self.heads, 2)]
-        parts += [pick_heads(whole, self.sent_key_heads).transpose(1, 2).split(counts, 2) for whole in (key, value)]
+        sent_heads = [head for own in self.key_heads for head in own]  # in the order of the ranks that receive them
+        parts += [pick_heads(whole, sent_heads).transpose(1, 2).split(counts, 2) for whole in (key, value)]
         own = [self.heads[self.cp_rank], counts[self.cp_rank], counts[self.cp_rank]]
         input_splits = [sum(part.numel() for part in each) for each in zip(*parts, strict=True)]
         sent = torch.cat([torch.cat(each, 2).flatten() for each in zip(*parts, strict=True)])

@@ -7,6 +7,7 @@ device) and a number of ranks, so a laptop has the layout of a cluster. A later 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
+from itertools import islice
 from math import prod
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -176,9 +177,8 @@ class Layout:
         """The layout of each chunk of layers, whose units are gathered and reduced by themselves."""
         if len(self.chunk_units) < 2:
             return [self]
-        starts = [sum(self.chunk_units[:number]) for number in range(len(self.chunk_units))]
-        parts = [self.units[start : start + count] for start, count in zip(starts, self.chunk_units, strict=True)]
-        return [replace(self, units=units, chunk_units=()) for units in parts]
+        left = iter(self.units)
+        return [replace(self, units=tuple(islice(left, count)), chunk_units=()) for count in self.chunk_units]
 
     def blocks(self, whole: int) -> list[int]:
         """Returns the numbers of the blocks that this rank has, of a model of `whole` blocks."""

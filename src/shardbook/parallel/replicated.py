@@ -183,7 +183,7 @@ class ReplicatedParameters:
                 self.copies.append((parameter, copy, found))
             stepped = register_optimizer_step_post_hook(partial(_note_step, ref(self), {*places}))
             finalize(self, stepped.remove)
-        own = dict(zip(self.layout.units, parameters_of_units(self.layout.units), strict=True))
+        own = parameters_of_units(self.layout.units)
         for bucket in self.layout.buckets:
             part = GradientBucket([parameter for unit in bucket for parameter in own[unit] if parameter.requires_grad])
             self.parts.append(part)

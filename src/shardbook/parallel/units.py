@@ -195,13 +195,13 @@ def _check_units(units: list[Unit], blocks: Sequence[nn.Module], frees: bool, pa
         )
 
 
-def parameters_of_units(units: Sequence[Unit]) -> list[list[nn.Parameter]]:
+def parameters_of_units(units: Sequence[Unit]) -> dict[Unit, list[nn.Parameter]]:
     """Returns the parameters of each of `units` (outer before inner, the root last) that are in no unit inside it."""
-    found, taken = list[list[nn.Parameter]](), set[nn.Parameter]()
+    found, taken = dict[Unit, list[nn.Parameter]](), set[nn.Parameter]()
     for unit in [*units[-2::-1], units[-1]]:
-        found.append([parameter for parameter in _parameters(unit.modules) if parameter not in taken])
-        taken.update(found[-1])
-    return [*found[-2::-1], found[-1]]
+        found[unit] = [parameter for parameter in _parameters(unit.modules) if parameter not in taken]
+        taken.update(found[unit])
+    return found
 
 
 def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
