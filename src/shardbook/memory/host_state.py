@@ -95,9 +95,7 @@ class OffloadedUnit:
     flats: dict[str, Tensor]  # the plan's buffers, in host memory or in the mapping of a file
     offsets: dict[str, int]  # of the buffers in the file: where they begin there, in bytes
     masters: list[nn.Parameter] = field(default_factory=list)  # in the order of the plan's slots
-    params: list[Any] = field(
-        default_factory=list
-    )  # the same as fully_shard has them: torch_private.sharded_parameters
+    params: list[Any] = field(default_factory=list)  # the same as torch_private.sharded_parameters returns them
     micros: int = 0  # micro-batches of this step whose gradients came
     accumulated: Future[None] | None = None  # done when the last of them is added up
     ready: Future[None] | None = None  # done when the last step is, its copies to the device queued
@@ -132,19 +130,17 @@ def allocate_units(
 
 def masters_tree(model: nn.Module, masters: dict[nn.Parameter, nn.Parameter]) -> nn.Module:
     """Returns a module with the model's config that holds each parameter's master under the parameter's name."""
-    modules: dict[str, Any] = {name: nn.Module() for name, _ in model.named_modules(remove_duplicate=False)}
-    for name, module in [*modules.items()][1:]:
-        parent, _, last = name.rpartition(".")
-        modules[parent].add_module(last, module)
+    root, of = nn.Module(), cast(Any, model)
+    for name, _ in [*model.named_modules(remove_duplicate=False)][1:]:
+        root.set_submodule(name, nn.Module())
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parent, _, last = name.rpartition(".")
-        modules[parent].register_parameter(last, masters[parameter])
+        root.get_submodule(parent).register_parameter(last, masters[parameter])
     for name, buffer in stored_buffers(model).items():
         parent, _, last = name.rpartition(".")
-        modules[parent].register_buffer(last, buffer)
-    root, of = modules[""], cast(Any, model)
+        root.get_submodule(parent).register_buffer(last, buffer)
     root.config, root.files, root.vectors = of.config, of.files, of.vectors  # a model's, as files need them
-    return cast(nn.Module, root)
+    return root
 
 
 def offloaded_bytes(layout: Layout, rank: int) -> dict[str, int]:
