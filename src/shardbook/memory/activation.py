@@ -134,11 +134,11 @@ def recomputed(
 ) -> Callable[..., Tensor]:
     """Returns a `forward` that backward runs again instead of keeping activations, but for what `policy` saves and, if
     it `has_router`, the experts that were chosen."""
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": is_random}
-    eager, compiled = options.copy(), options.copy()
+    eager: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": is_random}
     if policy or has_router:
         saved = partial(keep_chosen, policy) if has_router else policy
-        compiled["context_fn"] = eager["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
+        eager["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
+    compiled = eager.copy()
     if has_router:
         eager["context_fn"] = partial(choice_contexts, policy)
 

@@ -40,10 +40,10 @@ class HostInputs:
         """Returns the context for the forward of block `number`, whose input is `hidden`."""
         if number not in self.leaving or not torch.is_grad_enabled():
             return contextlib.nullcontext()
-        begin, device = hidden.data_ptr(), hidden.device
+        begin, shape, device = hidden.data_ptr(), hidden.shape, hidden.device
 
         def pack(tensor: Tensor) -> Tensor | None:
-            if tensor.data_ptr() != begin or tensor.shape != hidden_shape:
+            if tensor.data_ptr() != begin or tensor.shape != shape:
                 return tensor
             self._send(number, tensor)
             return None
@@ -51,7 +51,6 @@ class HostInputs:
         def unpack(kept: Tensor | None) -> Tensor:
             return self._fetch(number, device) if kept is None else kept
 
-        hidden_shape = hidden.shape
         return saved_tensors_hooks(pack, unpack)
 
     def _send(self, number: int, tensor: Tensor) -> None:
