@@ -15,7 +15,6 @@ from shardbook.recipe import RecipeError
 # has set none of them.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the older is read first
 RECORDER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-RECORDER_DUMPS = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 RECORDER_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 MALLOC = ("MALLOC_MMAP", "MALLOC_TRIM", "MALLOC_TOP")  # the beginnings of glibc's own variables
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -55,7 +54,8 @@ def allocator_default(variables: Mapping[str, str]) -> dict[str, str]:
 def start_recorder() -> None:
     """Turns on NCCL's flight recorder, which is written where a collective takes longer than its limit. Torch reads the
     setting when the process group is made."""
-    os.environ.update(_unless_set(os.environ, RECORDER_SIZE, "2000") | _unless_set(os.environ, RECORDER_DUMPS, "1"))
+    os.environ.update(_unless_set(os.environ, RECORDER_SIZE, "2000"))
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def record_in(folder: Path) -> None:
