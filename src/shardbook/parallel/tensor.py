@@ -151,7 +151,7 @@ def make_row_parallel(module: nn.Module, axis: TensorAxis, columns: slice | None
     `columns` where each rank keeps the whole matrix."""
     if columns is None:
         shard_parameter(module, "weight", 1, axis)
-    _become_sharded(module, axis, is_row_parallel=True, columns=columns)
+    _become(module, ShardedLinear, axis=axis, is_row_parallel=True, columns=columns)
 
 
 def make_column_parallel(module: nn.Module, axis: TensorAxis, rows: Sequence[slice] = ()) -> None:
@@ -160,20 +160,18 @@ def make_column_parallel(module: nn.Module, axis: TensorAxis, rows: Sequence[sli
     for name in () if rows else ("weight", "bias"):
         if getattr(module, name) is not None:
             shard_parameter(module, name, 0, axis)
-    _become_sharded(module, axis, rows=tuple(rows))
+    _become(module, ShardedLinear, axis=axis, rows=tuple(rows))
 
 
 def make_vocabulary_parallel(module: nn.Module, axis: TensorAxis) -> None:
     shard_parameter(module, "weight", 0, axis)
-    made: Any = module
-    made.__class__ = ShardedEmbedding
-    made.axis, made.first = axis, axis.share(module.num_embeddings).start  # type: ignore[arg-type]
+    first = axis.share(module.num_embeddings).start  # type: ignore[arg-type]
+    _become(module, ShardedEmbedding, axis=axis, first=first)
 
 
-def _become_sharded(module: Any, axis: TensorAxis, **how: Any) -> None:
-    module.__class__ = ShardedLinear
-    module.axis = axis
-    for name, value in how.items():
+def _become(module: Any, kind: type[nn.Module], **attributes: Any) -> None:
+    module.__class__ = kind
+    for name, value in attributes.items():
         setattr(module, name, value)
 
 
