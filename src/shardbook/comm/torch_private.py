@@ -172,7 +172,7 @@ def padded_shard(param: Any) -> Tensor:
     return param._sharded_param_data
 
 
-@_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._init_extensions", "torch.distributed.tensor.DTensor._local_tensor")
+@_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._init_extensions")
 def gather_through(param: Any, shard: Callable[[], Tensor]) -> None:
     """Has fully_shard gather, for one of `sharded_parameters`, the flat padded tensor that `shard` then returns. The
     public protocol (fsdp_pre_all_gather) is for tensor subclasses, which fully_shard looks for when it starts; here the
