@@ -194,11 +194,10 @@ class Layout:
         return unit.padded_numel(self.shards, trained_only=True) // earlier
 
     def data_rank(self, rank: int) -> DataRank:
-        number, size = 0, 1
-        for axis in DATA_AXES:
-            number, size = number * self.sizes[axis] + rank_along(self.sizes, axis, rank), size * self.sizes[axis]
-        dp_rank, cp_rank = divmod(number, self.cp_size)
-        return DataRank(dp_rank, size // self.cp_size, self.tp_size, cp_rank, self.cp_size, self.pipeline.ranks)
+        replica, shard = (rank_along(self.sizes, axis, rank) for axis in DATA_AXES)
+        dp_rank, cp_rank = divmod(replica * self.shards + shard, self.cp_size)
+        dp_size = self.replicas * self.shards // self.cp_size
+        return DataRank(dp_rank, dp_size, self.tp_size, cp_rank, self.cp_size, self.pipeline.ranks)
 
     def groups(self, rank: int) -> dict[str, list[int]]:
         """Returns the ranks that `rank` talks to along each axis."""

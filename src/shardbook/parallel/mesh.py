@@ -66,8 +66,8 @@ def unfold_sizes(sizes: dict[str, int], shards: bool, context: int) -> dict[str,
     if context == 1:
         return sizes
     joined = DP_SHARD if shards else DP_REPLICATE
-    own = {axis: size // (context if axis == joined else 1) for axis, size in sizes.items() if axis != TP}
-    return own | {CP: context} | {axis: size for axis, size in sizes.items() if axis == TP}
+    every = sizes | {joined: sizes[joined] // context, CP: context}
+    return {axis: every[axis] for axis in (PP, *DATA_AXES, CP, TP) if axis in every}
 
 
 def describe_sizes(sizes: dict[str, int]) -> str:
