@@ -137,7 +137,6 @@ def watch_steps(ranks: Ranks, hang_seconds: float, first_steps: int = 1) -> Iter
     waits for the slowest disk.
     """
     limit = timedelta(seconds=hang_seconds + LATER_SECONDS) if hang_seconds else TIMEOUT
-
     left = count(first_steps - 1, -1)
 
     def finish(step: int) -> None:
@@ -168,9 +167,8 @@ def stop_distributed(ranks: Ranks) -> None:
 def _share_cores(place: Rendezvous, store: Store) -> None:
     """Sets torch's threads to this rank's share of the cores that it may use: more threads than cores make CPU work
     several times slower, and one (torchrun's default) starves it. A launcher may give each rank its own cores."""
-    if os.environ.get("OMP_NUM_THREADS", "1") != "1" or (
-        "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
-    ):
+    said = os.environ.get("OMP_NUM_THREADS")
+    if said is not None and not (said == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
         return  # the user's choice
     first = place.rank - place.rank % place.ranks_per_node
     node = [read_member(store, rank)["cores"] for rank in range(first, first + place.ranks_per_node)]
