@@ -65,20 +65,14 @@ class DirectFile:
         except OSError as error:
             raise RecipeError(f"offload.path = {str(folder)!r}: {_explain(error, folder, self.size)}") from error
         self.pool = ThreadPoolExecutor(THREADS, "disk")
-        self._mapped: Tensor | None = None
-
-    def map(self) -> Tensor:
-        """Returns the whole file mapped as memory, uint8. Call `flush` after writing there, before `read`."""
-        if self._mapped is None:
-            self._map = mmap.mmap(self.fd, max(self.size, PAGE))
-            self._mapped = torch.frombuffer(self._map, dtype=torch.uint8)
-        return self._mapped
+        self._map = mmap.mmap(self.fd, max(self.size, PAGE))
+        # the whole file as memory, uint8: call `flush` after writing there, before `read`
+        self.mapped = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def flush(self) -> None:
         """Writes changes of the mapping to the disk, and frees the memory of its pages."""
-        if self._mapped is not None:
-            self._map.flush()
-            self._map.madvise(mmap.MADV_DONTNEED)
+        self._map.flush()
+        self._map.madvise(mmap.MADV_DONTNEED)
 
     def read(self, into: Tensor, offset: int) -> None:
         """Fills `into`, uint8 from a page's beginning, with the file's bytes from `offset` on. Raises RunFailed."""

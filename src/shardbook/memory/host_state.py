@@ -123,7 +123,7 @@ def allocate_units(
             if tier == "nvme":
                 assert file is not None
                 offsets[name], offset = offset, offset + size
-            flat = file.map()[offset - size : offset] if file and name in offsets else page_buffer(size, pin)
+            flat = file.mapped[offset - size : offset] if file and name in offsets else page_buffer(size, pin)
             flats[name] = flat.view(dtype if name == "shards" else torch.float32)
         yield OffloadedUnit(number, plan, flats, offsets)
 
