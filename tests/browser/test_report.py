@@ -17,6 +17,7 @@ from shardbook.compare.outcome import Outcome
 from shardbook.compare.plan_page import write_plan_page
 from shardbook.compare.run_page import write_run_page
 from shardbook.data.look import Look, Piece, SourceCounts, TokenSequence
+from shardbook.plan.hardware import build_cluster
 from shardbook.plan.report import make_report
 from shardbook.recipe import find_recipe, load_recipe
 
@@ -198,7 +199,7 @@ def test_equal_losses_have_no_panel_of_differences(opened, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_of_a_plan(opened, scheme, tmp_path):
-    report = make_report(load_recipe(find_recipe("llama8b-fsdp")), "h100-80gb", 16)
+    report = make_report(load_recipe(find_recipe("llama8b-fsdp")), "h100-80gb", build_cluster("h100-80gb", 16))
     write_plan_page(tmp_path / "plan.html", report)
     for width in (1200, 390):
         page = opened(tmp_path / "plan.html", color_scheme=scheme, viewport={"width": width, "height": 900})

@@ -22,6 +22,10 @@ def recipe_of(*words, model="llama-3.1-8b"):
     return resolve_precision(parse_recipe(PLAIN, "test", [f"parallel.pp_size={RANKS}", *words]), "cuda")
 
 
+def report_on(recipe, gpus, **node):
+    return make_report(recipe, "h100-80gb", build_cluster("h100-80gb", gpus, **node))
+
+
 def bytes_of_stage(words, stage):
     """Of the first rank of a stage: most that is alive in a step, and the formula's peak."""
     import torch
@@ -139,7 +143,7 @@ def test_the_405b_of_torchtitan():
 
 
 def test_what_a_plan_tells_of_a_pipeline():
-    report = make_report(recipe_of("parallel.stage=zero3", "train.gradient_accumulation_steps=2"), "h100-80gb", 64)
+    report = report_on(recipe_of("parallel.stage=zero3", "train.gradient_accumulation_steps=2"), 64)
     said, *advised = [line for line in describe_shared(report) if line.startswith("pipeline")]
     assert all(line.endswith("(advised)") for line in advised)
     assert said.startswith("pipeline 4 stages of 8 blocks on 4 ranks, 1f1b: the first holds activations of 2 passes;")
@@ -155,7 +159,7 @@ def test_what_a_plan_tells_of_a_pipeline():
 def test_layers_are_shared_where_the_network_is_slow():
     """Gathers of a model that must be split wait for 25 Gbit/s; activations are few."""
     words = ("parallel.pp_size=1", "train.gradient_accumulation_steps=1", "train.per_device_train_batch_size=4")
-    report = make_report(recipe_of(*words, model="llama-3.1-70b"), "h100-80gb", 64, nics=25)
+    report = report_on(recipe_of(*words, model="llama-3.1-70b"), 64, nics=25)
     best = report.advice.best
     assert best and best.layout.pipeline.ranks > 1 and best.recipe.train.gradient_accumulation_steps > 1
     assert "for other stages" in report.advice.why and best.tokens == report.stages["zero3"].tokens
@@ -181,7 +185,7 @@ def test_layers_in_two_runs_wait_half_as_long():
 @pytest.mark.slow
 def test_two_runs_are_advised_where_they_are_faster():
     words = ("parallel.stage=zero1", "train.gradient_accumulation_steps=16", "train.per_device_train_batch_size=1")
-    advised = as_json(make_report(recipe_of(*words, model="llama-3.1-70b"), "h100-80gb", 64, nics=100))["advice"]
+    advised = as_json(report_on(recipe_of(*words, model="llama-3.1-70b"), 64, nics=100))["advice"]
     assert advised["recipe"]["parallel.pipeline_schedule"] == "interleaved"
     assert advised["recipe"]["parallel.pipeline_chunks"] == 2
 
@@ -205,7 +209,7 @@ def test_what_is_offloaded_is_not_simulated():
 
 
 def test_no_pipeline_is_advised_where_it_waits_and_all_fits():
-    report = make_report(recipe_of("parallel.stage=zero1", "train.gradient_accumulation_steps=4"), "h100-80gb", 8)
+    report = report_on(recipe_of("parallel.stage=zero1", "train.gradient_accumulation_steps=4"), 8)
     best = report.advice.best
     assert best and best.layout.pipeline.ranks == 1 and report.stages["zero1"].layout.pipeline.ranks == 4
     assert best.time.seconds < 0.9 * report.stages["zero1"].time.seconds

@@ -46,6 +46,10 @@ from shardbook.run.measured import read_sample
 ORDER = ["ddp", "zero1", "zero2", "zero3"]
 
 
+def report_on(recipe, gpu, gpus, **node):
+    return make_report(recipe, gpu, build_cluster(gpu, gpus, **node))
+
+
 def paper(stage, billions, ranks):
     """GB by the ZeRO paper's count."""
     return paper_resident(STAGES[stage], int(billions * 1e9), ranks).total_bytes / 1e9
@@ -247,7 +251,7 @@ def test_what_fits_nowhere_names_the_smallest_cluster():
 def test_where_devices_are_too_small_tiers_are_advised(tmp_path):
     """A 70B on one node: the host's memory where it is enough, else disks; and from how many tokens on it is hidden."""
     recipe = load_recipe(find_recipe("llama70b-fsdp"))
-    report = make_report(recipe, "h100-80gb", 8)
+    report = report_on(recipe, "h100-80gb", 8)
     best = report.advice.best
     assert best.recipe.offload.optimizer == "cpu" and best.fits and best.offloaded_bytes.keys() == {"host"}
     staged = 2 * 4 * 128_256 * 8192  # gradients of the largest unit on their way, in two buffers
@@ -262,7 +266,7 @@ def test_where_devices_are_too_small_tiers_are_advised(tmp_path):
         and "tokens a step on all of it is hidden" in said
     )
     assert report.advice.best.time.offload > 0 and as_json(report)["advice"]["recipe"]["offload.optimizer"] == "cpu"
-    from_disk = make_report(recipe, "h100-80gb", 8, host_gb=512)
+    from_disk = report_on(recipe, "h100-80gb", 8, host_gb=512)
     best = from_disk.advice.best
     assert best.recipe.offload.optimizer == "nvme" and best.offloaded_bytes["disk"] == pytest.approx(
         1.5 * 70.55e9, rel=1e-3
@@ -276,7 +280,7 @@ def test_where_devices_are_too_small_tiers_are_advised(tmp_path):
 
 
 def test_the_contract_of_the_json():
-    report = as_json(make_report(load_recipe(find_recipe("llama70b-hsdp")), "h100-80gb", 64))
+    report = as_json(report_on(load_recipe(find_recipe("llama70b-hsdp")), "h100-80gb", 64))
     for row in report["stages"]:
         for what in ("paper", "resident"):
             sizes = row[what]
@@ -476,7 +480,7 @@ def test_torchtitans_figures(model, gpus, words, measured):
 
 @pytest.mark.slow
 def test_sharing_matrices_is_advised_where_nothing_else_fits():
-    report = make_report(plan_of("llama-3.1-70b", "data.max_length=65536"), "h100-80gb", 64)
+    report = report_on(plan_of("llama-3.1-70b", "data.max_length=65536"), "h100-80gb", 64)
     best = report.advice.best
     assert best and best.layout.cp_size > 1 and not any(row.fits for row in report.stages.values())
     told = as_json(report)["advice"]
@@ -531,16 +535,16 @@ def test_what_ranks_that_split_rows_send():
 
 
 def test_more_ranks_than_a_node_has_are_told():
-    report = make_report(plan_of("smollm2-135m", "parallel.tp_size=8", "data.max_length=2048"), "h100", 8, a_node=4)
+    report = report_on(plan_of("smollm2-135m", "parallel.tp_size=8", "data.max_length=2048"), "h100", 8, a_node=4)
     said, *advised = describe_shared(report)
     assert all(line.endswith("(advised)") for line in advised)
     assert said.startswith("tensor   8 ranks share matrices") and "slow: a node has 4 ranks" in said
     assert "heads do not divide" in said  # nine
-    assert describe_shared(make_report(plan_of("llama-3.2-1b"), "h100", 8)) == []
+    assert describe_shared(report_on(plan_of("llama-3.2-1b"), "h100", 8)) == []
     planner = build_planner(plan_of("llama-3.2-1b", "parallel.tp_size=8"))
     found = planner.lay_out(planner.recipe, build_cluster("h100", 8))
     assert describe_sharing(found.layout) == "8 ranks share matrices, and tokens between them"
-    report = make_report(plan_of("smollm2-135m", "parallel.cp_size=8", "data.max_length=2048"), "h100", 8, a_node=4)
+    report = report_on(plan_of("smollm2-135m", "parallel.cp_size=8", "data.max_length=2048"), "h100", 8, a_node=4)
     said, *advised = describe_shared(report)
     assert all(line.endswith("(advised)") for line in advised)
     assert said.startswith("context  8 ranks split each row") and "a rank has 2 of them or 1" in said
@@ -560,7 +564,7 @@ def test_a_dense_mask_that_is_named_counts():
 
 @pytest.mark.slow
 def test_an_advice_that_shares_what_the_recipe_does_not_says_so():
-    report = make_report(plan_of("llama-3.1-70b", "data.max_length=65536"), "h100-80gb", 64)
+    report = report_on(plan_of("llama-3.1-70b", "data.max_length=65536"), "h100-80gb", 64)
     assert [line for line in describe_shared(report) if line.startswith("context  4 ranks") and "(advised)" in line]
     assert "ddp with cp 4 does not fit" in report.advice.why
 
@@ -638,9 +642,9 @@ def test_runs_calibrate_a_plan(tmp_path):
     assert (found.slowness, found.across) == (pytest.approx(1.3, rel=0.02), pytest.approx(0.35, rel=0.02))
     alone = calibrate(build_cluster("h100", 64, 400), samples[:1])
     assert alone.across == ACROSS and samples[0].predict(alone) == pytest.approx(samples[0].seconds, rel=1e-3)
-    report = make_report(planner.recipe, "h100", 64, 400, samples=samples)
+    report = make_report(planner.recipe, "h100", build_cluster("h100", 64, 400), samples=samples)
     assert describe_calibrated(report)[0].startswith("measured computing takes 1.3")
-    assert not describe_calibrated(make_report(planner.recipe, "h100", 8))
+    assert not describe_calibrated(report_on(planner.recipe, "h100", 8))
 
 
 def test_runs_that_calibrate_nothing_are_refused(tmp_path, capsys):
@@ -681,7 +685,7 @@ def test_no_gpu_is_hidden_behind_the_row_of_another():
 
 def test_the_numbers_of_a_candidate_are_formatted_once():
     """JSON, the terminal's table and the advice have the same values."""
-    report = make_report(load_recipe(find_recipe("llama8b-fsdp")), "h100-80gb", 16)
+    report = report_on(load_recipe(find_recipe("llama8b-fsdp")), "h100-80gb", 16)
     best, table = report.advice.best, as_table(report)
     shown = {key: fact.text for key, fact in facts(report.planner, best).items()}
     row = as_json(report)["advice"]["take"]

@@ -15,7 +15,7 @@ from shardbook.recipe import load_recipe, parse_recipe
 
 def plan(gpu: str, gpus: int, **box: float) -> Report:
     recipe = parse_recipe(PLAIN, "test", ["model.path=Qwen/Qwen3-32B"])
-    return make_report(recipe, gpu, gpus, **box)
+    return make_report(recipe, gpu, build_cluster(gpu, gpus, **box))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_adapters_are_said_where_all_of_a_model_takes_a_tier(usual):
     for name, found in usual["a100"].adapted.items():
         assert found.fits and found.recipe.lora.r == 16 and found.recipe.offload.optimizer == "none"
         assert found.recipe.model.load_in_4bit == (name == "QLoRA")
-    small = make_report(parse_recipe(PLAIN, "test", ["model.path=llama-3.2-1b"]), "h100", 8)
+    small = make_report(parse_recipe(PLAIN, "test", ["model.path=llama-3.2-1b"]), "h100", build_cluster("h100", 8))
     assert small.adapted == {} and not any(line.startswith("adapters") for line in describe_advice(small))
 
 

@@ -271,8 +271,8 @@ def run_plan(asked: argparse.Namespace, words: list[str]) -> int:
     shipped = partial(parse_recipe, PLAIN, "--model")
     read_recipe = partial(load_recipe, find_recipe(asked.recipe)) if asked.recipe else shipped
     read_recipe(words)  # what needs no model is refused before torch is imported
-    cluster = (asked.gpu, asked.gpus, asked.network, asked.per_node)
-    build_cluster(*cluster)
+    node = asked.network, asked.per_node, asked.host_gb, asked.disk_gbps, asked.link_gbps
+    cluster = build_cluster(asked.gpu, asked.gpus, *node)
     from shardbook.model.shapes import hub_id
     from shardbook.objectives import build_objective
     from shardbook.plan.advised import write_advised
@@ -283,8 +283,7 @@ def run_plan(asked: argparse.Namespace, words: list[str]) -> int:
     terms = build_objective(recipe.method, recipe.preference, recipe.distill).terms if asked.simulate else None
     read = (recipe.model.path, asked.gpu, asked.document_tokens)
     samples = [read_sample(run, *read) for run in asked.calibrate or ()]
-    more = (samples, asked.disk_gbps, asked.link_gbps)
-    report = make_report(recipe, *cluster, asked.document_tokens, terms, asked.host_gb, *more)
+    report = make_report(recipe, asked.gpu, cluster, asked.document_tokens, terms, samples)
     show_report(report, asked.json)
     if not (asked.recipe or asked.json):
         keys = "data.max_length=4096, train.per_device_train_batch_size=2, ... change them"

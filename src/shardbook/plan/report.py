@@ -16,7 +16,7 @@ from shardbook.plan.calibrate import Sample, calibrate
 from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SIZE_KEYS, Candidate, Planner, build_planner
 from shardbook.plan.events import step_bytes
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident
-from shardbook.plan.hardware import ACROSS, ROOM, Cluster, build_cluster
+from shardbook.plan.hardware import ACROSS, ROOM, Cluster
 from shardbook.recipe import Precision, Recipe, RecipeError, find_stage, with_settings
 from shardbook.terminal import build_console
 
@@ -46,22 +46,15 @@ class Report:
 
 def make_report(
     recipe: Recipe,
-    gpu: str,
-    gpus: int,
-    nics: float = 0,
-    a_node: int = 0,
+    gpu_name: str,
+    cluster: Cluster,
     document_tokens: float = DOCUMENT_TOKENS,
     terms: "LossTerms | None" = None,
-    host_gb: float = 0,
     samples: Sequence[Sample] = (),
-    disk: float = 0,
-    link: float = 0,
 ) -> Report:
-    """Returns the report of `recipe` on `gpus` of the kind `gpu` (gpus.py), `a_node` of them in a node with `nics`
-    Gbit/s to the others, `host_gb` of memory, drives that read `disk` GB/s, and `link` GB/s between its GPUs (0: as
-    usual), calibrated by `samples` of measured steps. `terms`, an objective's: a step of the recipe's own stage is
-    simulated too, here. Raises RecipeError for an unknown kind or model, or where the GPUs make no whole nodes."""
-    cluster = build_cluster(gpu, gpus, nics, a_node, host_gb, disk, link)
+    """Returns the report of `recipe` on `cluster`, whose GPUs the user calls `gpu_name`, calibrated by `samples` of
+    measured steps. `terms`, an objective's: a step of the recipe's own stage is simulated too, here. Raises RecipeError
+    for an unknown model."""
     cluster = calibrate(cluster, samples) if samples else cluster
     if document_tokens < 1:
         raise RecipeError(f"--document-tokens {document_tokens:g}: must be at least 1")
@@ -79,7 +72,7 @@ def make_report(
     is_whole = recipe.lora.r == 0 and recipe.offload.optimizer == "none"
     needs_tier = advice.best is None or advice.best.recipe.offload.optimizer != "none"
     adapted = fit_adapters(planner, cluster) if is_whole and needs_tier else {}
-    return Report(planner, recipe.precision, cluster, gpu, stages, min_gpus, more, advice, adapted, found)
+    return Report(planner, recipe.precision, cluster, gpu_name, stages, min_gpus, more, advice, adapted, found)
 
 
 def show_report(report: Report, is_json: bool) -> None:
