@@ -24,7 +24,7 @@ def write_advised(report: Report, path: Path) -> None:
         raise RecipeError(f"--write {path}: {report.advice.why}")
     asked, cluster = report.planner.recipe, report.cluster
     recipe = report.advice.best.recipe.model_copy(update={"precision": report.asked})  # with its `auto`
-    before, changed = flatten_recipe(asked), settings(report, report.advice.best)
+    before, changed = flatten_recipe(asked), settings(report.advice.best)
     said = [
         f"{asked.model.path}: the fastest that fits {cluster.gpus} x {report.gpu_name}, as `shardbook plan` has it."
     ]

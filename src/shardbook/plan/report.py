@@ -17,13 +17,13 @@ from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SIZE_KEYS, Candidate, 
 from shardbook.plan.events import step_bytes
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster
+from shardbook.plan.peak import GB
 from shardbook.recipe import Precision, Recipe, RecipeError, find_stage, with_settings
 from shardbook.terminal import build_console
 
 if TYPE_CHECKING:
     from shardbook.plan.simulate import LossTerms, Simulated
 
-GB = 1e9
 FORMATS = {"GB": ",.1f", "s": ".2f", "share": ".0%", "ratio": ".2f", "tokens/s": ",.0f", "hours": ",.0f"}  # by unit
 PARTS = "kept_bytes", "gathered_bytes", "buffers_bytes", "activations_bytes", "working_bytes"  # of the peak, in `facts`
 
@@ -120,7 +120,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "why": report.advice.why,
             "refused": {found.layout.stage.name: why for found, why in report.advice.refused},
             "adapters": {name: _row(report, found) if found else None for name, found in report.adapted.items()},
-            **({"take": _row(report, best), "recipe": settings(report, best)} if best else {}),
+            **({"take": _row(report, best), "recipe": settings(best)} if best else {}),
         },
     }
 
@@ -180,12 +180,12 @@ def _resident(resident: Resident) -> dict[str, float]:
     return asdict(resident) | {"total_bytes": resident.total_bytes}
 
 
-def settings(report: Report, candidate: Candidate) -> dict[str, Any]:
+def settings(candidate: Candidate) -> dict[str, Any]:
     """Returns the keys that the advice would change, as overrides."""
     recipe, train = candidate.recipe, candidate.recipe.train
-    own, asked = recipe.parallel, report.planner.recipe.parallel
+    own, asked = recipe.parallel, candidate.planner.recipe.parallel
     shared = {key: getattr(own, key) for key in SIZE_KEYS if max(getattr(own, key), getattr(asked, key)) > 1}
-    others = recipe.parallel.model_dump(exclude_defaults=True, exclude={"stage"})
+    others = own.model_dump(exclude_defaults=True, exclude={"stage"})
     return {
         "parallel.stage": candidate.layout.stage.name,
         **{f"parallel.{key}": value for key, value in others.items()},
@@ -261,7 +261,7 @@ def _sharing_lines(own: Candidate) -> list[str]:
     return [f"{what:<9}{said}" for what, said in lines.items() if said]
 
 
-def describe_offload(report: Report, candidate: Candidate) -> list[str]:
+def describe_offload(candidate: Candidate) -> list[str]:
     """Returns lines on offload: GB that a step moves, the tokens from which on that is hidden, and writes to disks."""
     if not candidate.offloaded_bytes:
         return []
@@ -270,12 +270,12 @@ def describe_offload(report: Report, candidate: Candidate) -> list[str]:
     time, larger = candidate.time, candidate
     while larger.time.offload > 0 and larger.tokens < 1000 * candidate.tokens:  # larger micro-batches hide more
         batch = {"train.per_device_train_batch_size": 2 * larger.recipe.train.per_device_train_batch_size}
-        larger = report.planner.lay_out(with_settings(larger.recipe, batch), report.cluster)
+        larger = candidate.planner.lay_out(with_settings(larger.recipe, batch), candidate.cluster)
     hidden = f"{time.offload:.1f} s of {time.seconds:.1f} nothing hides"
     if time.offload > 0 and larger.time.offload == 0:
         hidden += f"; from {larger.tokens:,} tokens a step on all of it is hidden"
     lines = [f"offload  GB of a rank and step: {said}; {hidden}"]
-    if written := moved["disk_written"] * report.cluster.a_node / 1e12:
+    if written := moved["disk_written"] * candidate.cluster.a_node / 1e12:
         lines.append(f"disk     {written:,.2f} TB written in a node each step, {written:,.1f} PB in 1,000 steps")
     return lines
 
@@ -308,11 +308,11 @@ def describe_advice(report: Report) -> list[str]:
     shown = {key: fact.text for key, fact in facts(report.planner, best).items()}
     said = f"{shown['peak_bytes']} GB, {shown['step_seconds']} s a step, MFU {shown['mfu']}"
     hours = f"{shown['gpu_hours_per_billion_tokens']} GPU-hours for a billion tokens"
-    words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in settings(report, best).items())
+    words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in settings(best).items())
     return [
         f"advice   {best.words()}: {said}, {hours}",
         f"because  {report.advice.why}",
-        *describe_offload(report, best),
+        *describe_offload(best),
         *describe_adapters(report),
         f"set      {words}",
         *(f"first    {line}" for line in describe_path(report)),
