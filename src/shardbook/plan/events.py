@@ -65,19 +65,17 @@ class Inside:
 # ---- the volume of one collective
 
 
-def forward_gather(layout: Layout, unit: Unit) -> tuple[str, int]:
-    """Returns axis and payload bytes of the all-gather of `unit` in forward: in the compute dtype, or quantized."""
-    whole, switches = unit.padded_numel(layout.shards), layout.switches
-    if switches.weights_bits and switches.quantizes(unit.numel):
-        return DP_SHARD, layout.shards * buffer_bytes(whole // layout.shards, switches.weights_bits, switches.block)
-    return DP_SHARD, whole * layout.dtype("params").itemsize
-
-
-def backward_gather(layout: Layout, unit: Unit) -> tuple[str, int]:
-    """Returns axis and payload bytes in backward; secondary shards are gathered inside their group, unquantized."""
-    if layout.switches.secondary:
-        return INSIDE, unit.padded_numel(layout.shards) * layout.dtype("params").itemsize
-    return forward_gather(layout, unit)
+def gathering(layout: Layout, unit: Unit, is_forward: bool) -> Sends:
+    """Returns the all-gather of `unit`: in the compute dtype, or quantized. In backward secondary shards are gathered
+    inside their group, unquantized."""
+    shards, switches = layout.shards, layout.switches
+    if shards == 1:
+        return ()
+    whole, is_secondary = unit.padded_numel(shards), switches.secondary and not is_forward
+    payload = whole * layout.dtype("params").itemsize
+    if switches.weights_bits and switches.quantizes(unit.numel) and not is_secondary:
+        payload = shards * buffer_bytes(whole // shards, switches.weights_bits, switches.block)
+    return (("all_gather", INSIDE if is_secondary else DP_SHARD, payload),)
 
 
 def reduction(layout: Layout, unit: Unit) -> Sends:
@@ -151,14 +149,12 @@ class _Chunk:
         return self.made[key]
 
     def _gather(self, units: Iterable[Unit], now: set[Unit], is_forward: bool) -> Iterator[Event]:
-        volume = forward_gather if is_forward else backward_gather
         for unit in units:
             if unit.numel and unit not in now and (is_forward or unit.read_in_backward):
                 now.add(unit)
                 if self.layout.offload.params != "none":
                     yield Event("fetch", unit)
-                sends = (("all_gather", *volume(self.layout, unit)),) if self.layout.shards > 1 else ()
-                yield Event("gather", unit, sends)
+                yield Event("gather", unit, gathering(self.layout, unit, is_forward))
 
     def _free(self, unit: Unit, now: set[Unit]) -> Iterator[Event]:
         if unit in now:

@@ -94,8 +94,6 @@ def lay_in_time(candidate: Candidate) -> tuple[list[Span], float]:
 def moves_of(layout: Layout, found: list[Noted], rate: float, count: int) -> list[Noted]:
     """Returns the transfers of an offloaded step at `rate` bytes a second, one after the other, none before its unit's
     computing begins that asks for it."""
-    if layout.offload.optimizer == "none":
-        return []
     began = {(each.number, each.unit): each.begins for each in found if each.what in ("forward", "backward")}
     moves, free = list[Noted](), 0.0
     for number, (_, events) in enumerate(step_passes(layout, count)):
