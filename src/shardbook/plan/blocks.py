@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,10 +163,7 @@ def measure(recipe: Recipe, config: PreTrainedConfig) -> Measured:
     lengths = [times * LENGTH * shared for times in range(1, 4 if kernel.is_dense else 3)]
     lines = run(recipe, few, kernel, lengths)
     sizes = [(rows * length // recipe.parallel.cp_size, rows * length**2) for length in lengths]
-
-    def fit(values: Sequence[float]) -> Bytes:
-        return Bytes(*solve(sizes, values))
-
+    fit = partial(solve, sizes)
     blocks = {kind: block_of(kind, lines, fit, sizes[0][0]) for kind in sorted(set(kinds))}
     around = [(line.before_blocks, line.after_blocks, line.in_norm()) for line in lines]
     return Measured(blocks, *map(fit, zip(*around, strict=True)))
@@ -246,12 +244,12 @@ def block_of(number: int, lines: Sequence[Timeline], fit: Callable[[Sequence[flo
     )
 
 
-def solve(sizes: Sequence[tuple[int, int]], values: Sequence[float]) -> tuple[float, ...]:
-    """Returns the terms fixed, a token and a pair (of two sizes 0) of what has `values` at evenly growing `sizes`."""
+def solve(sizes: Sequence[tuple[int, int]], values: Sequence[float]) -> Bytes:
+    """Returns the terms (of two sizes a pair's is 0) of what has `values` at evenly growing `sizes`."""
     (first, of_first), (second, of_second) = sizes[:2]
     pair = 0.0
     if len(sizes) > 2:
         bend = values[2] - 2 * values[1] + values[0]
         pair = bend / (sizes[2][1] - 2 * of_second + of_first)
     token = (values[1] - values[0] - pair * (of_second - of_first)) / (second - first)
-    return values[0] - token * first - pair * of_first, token, pair
+    return Bytes(values[0] - token * first - pair * of_first, token, pair)

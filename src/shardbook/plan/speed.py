@@ -82,8 +82,8 @@ def predict_step(
     again = 0.0 if kind == "selective" else len(recipe.activation.recomputed(numbers)) / len(numbers)
     more = recipe.forwards_per_micro - 1  # passes without a backward
     # multiply-adds: forward, and the gradient of what went in; of weights where they are trained
-    pipeline, layers = layout.pipeline, len(numbers)
-    part = layers / config.num_hidden_layers  # of the model's blocks that are this rank's
+    pipeline = layout.pipeline
+    part = len(numbers) / config.num_hidden_layers  # of the model's blocks that are this rank's
     blocks = part * (flops.block * (2 + again + more) + flops.block_trained) / tp_size
     head, outputs = head * pipeline.has_last_pp_stage, outputs * pipeline.has_last_pp_stage
     own = [unit for unit in layout.units if not unit.forward_only]
@@ -103,8 +103,7 @@ def predict_step(
     unpacked = part * flops.block * (2 + again + more) * (0.5 + itemsize) * recipe.model.load_in_4bit
     memory = (tokens * (passes + outputs * 5 * 4) + unpacked) / memory_rate
     # casts, copies in and out of a gather, and of a reduction, of each parameter; AdamW, norm and clipping of a shard
-    sharded = layout.shards > 1
-    moved = sum(unit.numel if sharded else unit.cast_numel(itemsize) for unit in layout.units)
+    moved = sum(unit.numel if layout.shards > 1 else unit.cast_numel(itemsize) for unit in layout.units)
     trained = sum(unit.padded_numel(1, trained_only=True) for unit in layout.units)
     copies = (moved * 2 * 2 * itemsize + trained * (itemsize + 2 * 4)) / memory_rate
     shard, master = trained // layout.shards, layout.dtype("master").itemsize

@@ -91,13 +91,12 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     # where gradients do not wait for the end of a block's backward, each leaves before the next
     leave = layout.is_replicated or layout.parallel.wrap != "block"
 
-    def kept_of(block: Block) -> int:
-        kept = block.kept.of(*size)
-        return int(kept if budget is None else max(block.stream.of(*size), budget * kept))
-
     def work_of(key: tuple[int, bool], block: Block) -> BlockWork:
-        inside = fullest(block.alone if leave else block.backward, *size) - int(block.kept.of(*size))
-        return BlockWork(key, kept_of(block), inside, fullest(block.forward, *size))
+        kept = block.kept.of(*size)
+        inside = fullest(block.alone if leave else block.backward, *size) - int(kept)
+        if budget is not None:
+            kept = max(block.stream.of(*size), budget * kept)
+        return BlockWork(key, int(kept), inside, fullest(block.forward, *size))
 
     each = {(kind, is_again): under[is_again].blocks[kind] for kind, is_again in set(own)}
     first, made = each[own[0]], {key: work_of(key, block) for key, block in each.items()}
