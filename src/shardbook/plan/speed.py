@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from shardbook.arithmetic import ceil_div
 from shardbook.axes import CP, PP_FORWARD, TP
-from shardbook.gpus import GPUS, gpu_of
+from shardbook.gpus import gpu_of
 from shardbook.model.causal_lm import Flops
 from shardbook.optim.muon import orthogonal_flops
 from shardbook.optim.table import OPTIMIZERS
@@ -29,7 +29,6 @@ from shardbook.plan.hardware import ATTENTION, MEMORY, PCIE_SHARE, PRODUCTS, Clu
 from shardbook.plan.work import without_adapters
 from shardbook.recipe import Recipe
 
-H100 = GPUS["h100-80gb"]
 PASSES = 3.5  # over what a block reads and writes beside its products: once forward, and backward twice and a half
 MOVED = 0.939  # of what a block keeps where nothing is made again: what one pass reads and writes beside its products
 LINK_SHARE = 0.04  # of products' time: SMs and bandwidth that collectives take, hidden though they are
@@ -62,13 +61,12 @@ def predict_step(
     recipe: Recipe,
     flops: Flops,
     document_tokens: float,
-    cluster: Cluster | None = None,
+    cluster: Cluster,
     note: Note | None = None,
 ) -> StepTime:
-    """Returns the time of a step of full rows of documents of `document_tokens` each, compiled; without `cluster` on an
-    H100 where all collectives hide but those along tp and cp, which never do. Ranks along tp and cp share the work; in
-    a pipeline each stage is taken to be as long as this rank's."""
-    gpu, slowness = (cluster.gpu, cluster.slowness) if cluster else (H100, 1.0)
+    """Returns the time of a step of full rows of documents of `document_tokens` each, compiled. Ranks along tp and cp
+    share the work; in a pipeline each stage is taken to be as long as this rank's."""
+    gpu, slowness = cluster.gpu, cluster.slowness
     peak_flops, memory_rate = gpu.flops / slowness, MEMORY * gpu.memory / slowness  # of memory: read plus written
     itemsize, hidden = layout.dtype("params").itemsize, config.hidden_size
     micros = recipe.train.gradient_accumulation_steps
@@ -125,29 +123,26 @@ def predict_step(
         teacher_seconds = more_products + more_attention + more_memory
     link = LINK_SHARE * (products + attention) * (layout.world_size > 1)
     exposed = inside = inside_seconds(layout, config, recipe, cluster)
-    offload_time = 0.0
     micro = products + attention + memory + copies + link + inside / micros
-    if cluster:
-        forward = (micro - teacher_seconds) / (3 + again + more)
-        both = forward + teacher_seconds, micro - teacher_seconds - (1 + more) * forward
-        exposed += exposed_seconds(layout, cluster, micros, *both, more, note)
-        if row.whole_matrices:
-            groups = layout.groups(0)
-            exposed += sum(cluster.ring_seconds(size, groups[axis]) for _, axis, size in muon_exchanges(layout))
-        if pipeline.ranks > 1:
-            exposed += passing_seconds(layout, config, tokens, cluster)
-        offload_time = offload_seconds(layout, cluster, micros, *both)
+    forward = (micro - teacher_seconds) / (3 + again + more)
+    both = forward + teacher_seconds, micro - teacher_seconds - (1 + more) * forward
+    exposed += exposed_seconds(layout, cluster, micros, *both, more, note)
+    if row.whole_matrices:
+        groups = layout.groups(0)
+        exposed += sum(cluster.ring_seconds(size, groups[axis]) for _, axis, size in muon_exchanges(layout))
+    if pipeline.ranks > 1:
+        exposed += passing_seconds(layout, config, tokens, cluster)
+    offload_time = offload_seconds(layout, cluster, micros, *both)
     waits = bubble(pipeline.ranks, micros, pipeline.chunks) * micros * micro
     computing = micros * products, micros * attention, micros * (memory + copies), micros * link
     return StepTime(*computing, optimizer, exposed, offload_time, waits)
 
 
-def inside_seconds(layout: Layout, config: PreTrainedConfig, recipe: Recipe, cluster: Cluster | None) -> float:
-    """Returns the seconds of all collectives along tp and cp in a step, which nothing hides; no `cluster`: H100s."""
+def inside_seconds(layout: Layout, config: PreTrainedConfig, recipe: Recipe, cluster: Cluster) -> float:
+    """Returns the seconds of all collectives along tp and cp in a step, which nothing hides."""
     if layout.tp_size == layout.cp_size == 1:
         return 0.0
-    cluster, groups = cluster or Cluster(H100, layout.world_size, layout.ranks_per_node, H100.nics), layout.groups(0)
-    inside = read_inside(layout, config, recipe)
+    groups, inside = layout.groups(0), read_inside(layout, config, recipe)
     few = inside[: layout.pipeline.ranks]  # one micro-batch sends what another does
     passes = step_passes(layout, len(few), recipe.forwards_per_micro, few)
     events = (event for each in passes for event in each.events if event.what in ("compute", "exchange"))
