@@ -10,8 +10,8 @@ from typing import Any
 from shardbook.compare.page import Panel, panel_of, render
 from shardbook.plan.cluster import Candidate
 from shardbook.plan.lanes import lay_in_time
-from shardbook.plan.peak import Peak, predict_moments
-from shardbook.plan.report import GB, PARTS, Report, describe_advice, facts, min_gpus_words
+from shardbook.plan.peak import GB, Peak, predict_moments
+from shardbook.plan.report import PARTS, Report, describe_advice, facts, min_gpus_words
 from shardbook.recipe import find_stage
 
 WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)

@@ -92,10 +92,8 @@ def describe_sharing(layout: Layout) -> str:
     said = f"{layout.tp_size} ranks share matrices, and tokens between them"
     if any(hidden and not cut for unit in layout.units for hidden, cut in zip(unit.hidden, unit.cut, strict=True)):
         said += "; heads do not divide, so attention has matrices that stay whole on each"
-    if layout.tp_size > layout.ranks_per_node:
-        said += (
-            f"; slow: a node has {layout.ranks_per_node} ranks, and what they send in every block goes between nodes"
-        )
+    if layout.tp_size > (node := layout.ranks_per_node):
+        said += f"; slow: a node has {node} ranks, and what they send in every block goes between nodes"
     return said
 
 
@@ -128,7 +126,6 @@ def describe_splitting(layout: Layout, config: PreTrainedConfig) -> str:
     most, least = max(own for own, _ in shares), min(own for own, _ in shares)
     if most > least:
         said += f"; they do not go round: a rank has {most} of them or {least}"
-    node = layout.ranks_per_node
-    if layout.cp_size * layout.tp_size > node:
+    if layout.cp_size * layout.tp_size > (node := layout.ranks_per_node):
         said += f"; a node has {node} ranks, and what they exchange in every block goes between nodes"
     return said

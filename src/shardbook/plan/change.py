@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from shardbook.arithmetic import ceil_div
 from shardbook.axes import DATA_AXES, DP_SHARD
 from shardbook.parallel.layout import Layout
+from shardbook.plan.cluster import KINDS
 from shardbook.plan.peak import predict_fullest
 from shardbook.recipe import Generate, Recipe, conflicts, find_stage, with_settings
 
@@ -34,9 +35,8 @@ def _changes(layout: Layout, recipe: Recipe, has_more: bool) -> Iterator[tuple[s
         keys = {"train.per_device_train_batch_size": batch, "train.gradient_accumulation_steps": steps}
         words = " ".join(f"{key}={value}" for key, value in keys.items())
         yield words, layout, with_settings(recipe, keys)
-    kinds = ["none", "selective", "full"]
     now = recipe.activation.checkpointing
-    for kind in kinds[kinds.index(now) + 1 if now in kinds else 1 :]:
+    for kind in KINDS[KINDS.index(now) + 1 if now in KINDS else 1 :]:
         yield f"activation.checkpointing={kind}", layout, with_settings(recipe, {"activation.checkpointing": kind})
     data_ranks = layout.replicas * layout.shards
     if not layout.stage.reshard_after_forward and data_ranks > 1:

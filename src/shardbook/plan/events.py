@@ -141,10 +141,10 @@ class _Chunk:
         if key not in self.made:
             now = set(gathered)
             events = list(self._forward(now, inside) if is_forward else self._backward(now, is_last, inside))
-            receives, sends = (self.is_first, self.is_last) if is_forward else (self.is_last, self.is_first)
+            begins, ends = (self.is_first, self.is_last) if is_forward else (self.is_last, self.is_first)
             passed = (("p2p", PP_FORWARD if is_forward else PP_BACKWARD, inside.stream_bytes),)
-            events[:0] = [] if receives else [Event("receive")]
-            events += [] if sends else [Event("send", None, passed)]
+            events[:0] = [] if begins else [Event("receive")]
+            events += [] if ends else [Event("send", None, passed)]
             self.made[key] = events, frozenset(now)
         return self.made[key]
 
