@@ -454,7 +454,7 @@ def test_what_ranks_that_share_matrices_send():
     assert sent["reduce_scatter_bytes"] == 2 * sum(along_shards) + (5 * 32 + 2) * tokens
     assert found.tokens == 8 * 8192  # eight groups
     flops = count_flops(planner.model).of(found.tokens, found.tokens * 1200)
-    assert planner.mfu(found) == pytest.approx(flops / found.time.seconds / 64 / cluster.gpu.flops)
+    assert found.mfu == pytest.approx(flops / found.time.seconds / 64 / cluster.gpu.flops)
     alone = build_planner(plan_of("llama-3.1-8b", *TP, "parallel.tp_size=1"))
     assert count_flops(alone.model) == count_flops(planner.model)
     shared, whole = found.time, alone.lay_out(alone.recipe, cluster).time
@@ -529,7 +529,7 @@ def test_what_ranks_that_split_rows_send():
         assert getattr(split.time, what) == pytest.approx(getattr(whole.time, what) / 8, rel=1e-3)
     assert split.peak.activations == pytest.approx(whole.peak.activations / 8, rel=1e-6)
     flops = count_flops(planner.model).of(found.tokens, found.tokens * 1200)
-    assert planner.mfu(found) == pytest.approx(flops / found.time.seconds / 64 / cluster.gpu.flops)
+    assert found.mfu == pytest.approx(flops / found.time.seconds / 64 / cluster.gpu.flops)
     ring = 3 * 32 * exchanged * 7 / 8 / (INSIDE * cluster.gpu.link)
     assert ring < inside_seconds(found.layout, planner.config, planner.recipe, cluster) < 1.6 * ring
 
@@ -687,10 +687,10 @@ def test_the_numbers_of_a_candidate_are_formatted_once():
     """JSON, the terminal's table and the advice have the same values."""
     report = report_on(load_recipe(find_recipe("llama8b-fsdp")), "h100-80gb", 16)
     best, table = report.advice.best, as_table(report)
-    shown = {key: fact.text for key, fact in facts(report.planner, best).items()}
+    shown = {key: fact.text for key, fact in facts(best).items()}
     row = as_json(report)["advice"]["take"]
-    assert {key: fact.value for key, fact in facts(report.planner, best).items()}.items() <= row.items()
-    assert (shown["peak_bytes"], shown["mfu"]) == (f"{best.peak.total / 1e9:,.1f}", f"{report.planner.mfu(best):.2f}")
+    assert {key: fact.value for key, fact in facts(best).items()}.items() <= row.items()
+    assert (shown["peak_bytes"], shown["mfu"]) == (f"{best.peak.total / 1e9:,.1f}", f"{best.mfu:.2f}")
     assert f"{shown['peak_bytes']} GB, {shown['step_seconds']} s a step" in describe_advice(report)[0]
     for column, key in (
         ("peak GB", "peak_bytes"),
@@ -698,6 +698,4 @@ def test_the_numbers_of_a_candidate_are_formatted_once():
         ("GPU-h/B", "gpu_hours_per_billion_tokens"),
     ):
         (cells,) = [list(one.cells) for one in table.columns if one.header == column]
-        assert [str(cell) for cell in cells] == [
-            facts(report.planner, one)[key].text for one in (*report.stages.values(), best)
-        ]
+        assert [str(cell) for cell in cells] == [facts(one)[key].text for one in (*report.stages.values(), best)]

@@ -83,6 +83,11 @@ def test_adapters_are_said_where_all_of_a_model_takes_a_tier(usual):
     for name, found in usual["a100"].adapted.items():
         assert found.fits and found.recipe.lora.r == 16 and found.recipe.offload.optimizer == "none"
         assert found.recipe.model.load_in_4bit == (name == "QLoRA")
+    advice = as_json(usual["a100"])["advice"]
+    each = {name: row["mfu"] / row["tokens_per_second_per_device"] for name, row in advice["adapters"].items()}
+    whole = advice["take"]["mfu"] / advice["take"]["tokens_per_second_per_device"]
+    for flops in each.values():  # of a token: a frozen weight has no gradient, two of a trained one's six
+        assert 4 / 6 < flops / whole < 4.6 / 6
     small = make_report(parse_recipe(PLAIN, "test", ["model.path=llama-3.2-1b"]), "h100", build_cluster("h100", 8))
     assert small.adapted == {} and not any(line.startswith("adapters") for line in describe_advice(small))
 

@@ -48,7 +48,7 @@ def write_plan_page(path: Path, report: Report) -> None:
 def _verdict(report: Report, name: str, candidate: Candidate) -> dict[str, str]:
     left = (report.cluster.room_bytes - candidate.peak.total) / GB
     over = ", ".join(f"{count:,.1f} GB over, most {what}" for what, count in candidate.over_budget_gb.items())
-    numbers = {key: fact for key, fact in facts(report.planner, candidate).items() if key not in PARTS}
+    numbers = {key: fact for key, fact in facts(candidate).items() if key not in PARTS}
     return {
         "verdict": f"does not fit: {over}" if over else f"fits, {left:.1f} GB to spare",
         **{fact.name: fact.text for fact in numbers.values()},

@@ -121,6 +121,12 @@ class Candidate:
         """The tokens a second of one GPU."""
         return self.tokens / self.time.seconds / self.cluster.gpus
 
+    @property
+    def mfu(self) -> float:
+        """The model FLOPs over the GPUs' peak."""
+        counted = model_flops(self.recipe, self.planner.flops, self.planner.document_tokens)
+        return counted / self.time.seconds / self.cluster.gpu.flops
+
     def words(self) -> str:
         train, offload, mesh = self.recipe.train, self.recipe.offload, describe_sizes(self.layout.mesh)
         away = [f"{what} on {tier}" for what in ("optimizer", "params") if (tier := getattr(offload, what)) != "none"]
@@ -182,11 +188,6 @@ class Planner:
         peaks = [predict_fullest(layout, self.config, recipe) for layout in layouts]
         fullest = max(range(len(layouts)), key=lambda number: peaks[number].total)
         return Candidate(recipe, layouts[fullest], peaks[fullest], layouts, cluster, self)
-
-    def mfu(self, candidate: Candidate) -> float:
-        """Returns model FLOPs over the GPUs' peak."""
-        counted = model_flops(candidate.recipe, self.flops, self.document_tokens)
-        return counted / candidate.time.seconds / candidate.cluster.gpu.flops
 
     def stages(self, cluster: Cluster) -> dict[str, Candidate]:
         """Returns a candidate for each possible stage: the recipe's as it is, others as a user would first set them."""

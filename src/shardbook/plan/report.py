@@ -110,7 +110,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "max_length": report.planner.recipe.data.max_length,
         "document_tokens": report.planner.document_tokens,
         "stages": [
-            _row(report, candidate)
+            _row(candidate)
             | {"min_gpus": report.min_gpus[name], "min_gpus_full": report.min_gpus[name] or report.min_gpus_full[name]}
             for name, candidate in report.stages.items()
         ],
@@ -119,13 +119,13 @@ def as_json(report: Report) -> dict[str, Any]:
             "fits": best is not None,
             "why": report.advice.why,
             "refused": {found.layout.stage.name: why for found, why in report.advice.refused},
-            "adapters": {name: _row(report, found) if found else None for name, found in report.adapted.items()},
-            **({"take": _row(report, best), "recipe": settings(best)} if best else {}),
+            "adapters": {name: _row(found) if found else None for name, found in report.adapted.items()},
+            **({"take": _row(best), "recipe": settings(best)} if best else {}),
         },
     }
 
 
-def _row(report: Report, candidate: Candidate) -> dict[str, Any]:
+def _row(candidate: Candidate) -> dict[str, Any]:
     train, layout = candidate.recipe.train, candidate.layout
     count = sum(unit.parameters for unit in layout.units)
     return {
@@ -142,7 +142,7 @@ def _row(report: Report, candidate: Candidate) -> dict[str, Any]:
         "fits": candidate.fits,
         "limit": candidate.bottleneck,
         "step": asdict(candidate.time),
-        **{key: fact.value for key, fact in facts(report.planner, candidate).items()},
+        **{key: fact.value for key, fact in facts(candidate).items()},
     }
 
 
@@ -158,7 +158,7 @@ class Fact(NamedTuple):
         return format(self.value / (GB if self.unit == "GB" else 1), FORMATS[self.unit])
 
 
-def facts(planner: Planner, candidate: Candidate) -> dict[str, Fact]:
+def facts(candidate: Candidate) -> dict[str, Fact]:
     """Returns the numbers that the table, the page, the advice and JSON show of a candidate, by their keys in JSON."""
     peak, time = candidate.peak, candidate.time
     return {
@@ -171,7 +171,7 @@ def facts(planner: Planner, candidate: Candidate) -> dict[str, Fact]:
         "step_seconds": Fact("step s", time.seconds, "s"),
         "waiting_share": Fact("waits", time.exposed / time.seconds, "share"),
         "tokens_per_second_per_device": Fact("tok/s/GPU", candidate.speed, "tokens/s"),
-        "mfu": Fact("MFU", planner.mfu(candidate), "ratio"),
+        "mfu": Fact("MFU", candidate.mfu, "ratio"),
         "gpu_hours_per_billion_tokens": Fact("GPU-h/B", 1e9 / candidate.speed / 3600, "hours"),
     }
 
@@ -207,13 +207,13 @@ def as_table(report: Report) -> Table:
     steps += ", compiled" * train.compile
     title = f"{recipe.model.path} ({count:.2f} B) on {where}\n{cluster.node_words()}\n{steps}, {recipe.optim.name}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    headings = [fact.name for fact in facts(report.planner, next(iter(report.stages.values()))).values()]
+    headings = [fact.name for fact in facts(next(iter(report.stages.values()))).values()]
     table.add_column("stage")
     for name in (*headings, "GPUs"):
         table.add_column(name, justify="right", no_wrap=True)
     best = {"advised": report.advice.best} if report.advice.best else {}
     for name, candidate in (report.stages | best).items():
-        numbers, fits = facts(report.planner, candidate), candidate.fits
+        numbers, fits = facts(candidate), candidate.fits
         largest = max(PARTS, key=lambda key, numbers=numbers: numbers[key].value)
         colours = {"peak_bytes": "green"} if fits else {"peak_bytes": "red", largest: "red"}
         cells = (Text(fact.text, style=colours.get(key, "")) for key, fact in numbers.items())
@@ -293,7 +293,7 @@ def describe_adapters(report: Report) -> list[str]:
     said = []
     for name, found in report.adapted.items():
         keys = " ".join(f"{key}={str(value).lower()}" for key, value in ADAPTERS[name].items())
-        shown = {key: fact.text for key, fact in facts(report.planner, found).items()} if found else {}
+        shown = {key: fact.text for key, fact in facts(found).items()} if found else {}
         takes = f"{shown['peak_bytes']} GB, {shown['step_seconds']} s a step" if found else "does not fit either"
         how = f", {found.layout.stage.name}, checkpointing {found.recipe.activation.checkpointing}" if found else ""
         said.append(f"{name} ({keys}{how}): {takes}")
@@ -305,7 +305,7 @@ def describe_advice(report: Report) -> list[str]:
     best = report.advice.best
     if best is None:
         return [f"advice   {report.advice.why}", *describe_adapters(report)]
-    shown = {key: fact.text for key, fact in facts(report.planner, best).items()}
+    shown = {key: fact.text for key, fact in facts(best).items()}
     said = f"{shown['peak_bytes']} GB, {shown['step_seconds']} s a step, MFU {shown['mfu']}"
     hours = f"{shown['gpu_hours_per_billion_tokens']} GPU-hours for a billion tokens"
     words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in settings(best).items())
