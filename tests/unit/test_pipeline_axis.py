@@ -133,7 +133,7 @@ def test_each_layer_is_one_ranks(ranks, chunks):
         places = [Pipeline("interleaved", rank, ranks, dealt) for rank in range(ranks)]
         assert {place.chunks for place in places} == {chunks}
         # one chunk of every rank after another is the model, in order
-        order = [number for chunk in range(chunks) for place in places for number in place.own_layers(chunk)]
+        order = [number for chunk in range(chunks) for place in places for number in place.own_layers(chunk, layers)]
         assert order == list(range(layers))
         ends = [(place.is_first(chunk), place.is_last(chunk)) for chunk in range(chunks) for place in places]
         assert ends == [(stage == 0, stage == ranks * chunks - 1) for stage in range(ranks * chunks)]

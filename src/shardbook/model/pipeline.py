@@ -31,7 +31,7 @@ def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int
     place = rank * ranks // world_size
     layers = layers_per_pp_stage(len(blocks), ranks * chunks)
     pipeline = model.pipeline = Pipeline(parallel.pipeline_schedule, place, ranks, layers, model.is_tied)
-    own = [pipeline.own_layers(chunk) for chunk in range(chunks)]
+    own = [pipeline.own_layers(chunk, len(blocks)) for chunk in range(chunks)]
     keep_blocks(model, [*chain(*own)], pipeline.is_first(0), pipeline.is_last(chunks - 1))
     if chunks > 1:
         model.chunks = [_view(model) for _ in own]

@@ -182,9 +182,7 @@ class Layout:
 
     def blocks(self, whole: int) -> list[int]:
         """Returns the numbers of the blocks that this rank has, of a model of `whole` blocks."""
-        own = self.pipeline
-        chunks = [own.own_layers(chunk) for chunk in range(own.chunks)] if own.layers else [range(whole)]
-        return [number for chunk in chunks for number in chunk]
+        return [number for chunk in range(self.pipeline.chunks) for number in self.pipeline.own_layers(chunk, whole)]
 
     def residual_numel(self, unit: Unit) -> int:
         """Returns the elements that error feedback keeps on a rank for `unit`: as many as its last exchange sends."""

@@ -58,8 +58,10 @@ class Pipeline:
     def is_last(self, chunk: int) -> bool:
         return self.pp_stage(chunk) == self.chunks * self.ranks - 1
 
-    def own_layers(self, chunk: int) -> range:
-        """Returns the numbers of the blocks of a chunk, in the whole model."""
+    def own_layers(self, chunk: int, count: int) -> range:
+        """Returns the numbers of the blocks of a chunk, of a model of `count` blocks."""
+        if not self.layers:
+            return range(count)
         before = sum(self.layers[: self.pp_stage(chunk)])
         return range(before, before + self.layers[self.pp_stage(chunk)])
 

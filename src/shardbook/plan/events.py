@@ -127,7 +127,7 @@ class _Chunk:
         pipeline, self.layout = layout.pipeline, own
         self.is_first, self.is_last = pipeline.is_first(number), pipeline.is_last(number)
         self.made: dict[tuple[object, ...], Made] = {}
-        numbers = list(pipeline.own_layers(number)) if pipeline.layers else list(range(layers))
+        numbers = list(pipeline.own_layers(number, layers))
         units = [unit for unit in own.units if any(unit.hidden) and not unit.forward_only]
         self.of_blocks, self.first_block = set(units), units[0] if units else None
         # the numbers of a unit's blocks, in the whole model; where a unit is no block, one has those of all

@@ -100,7 +100,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
 
     each = {(kind, is_again): under[is_again].blocks[kind] for kind, is_again in set(own)}
     first, made = each[own[0]], {key: work_of(key, block) for key, block in each.items()}
-    runs = [pipeline.own_layers(chunk) for chunk in range(pipeline.chunks)] if pipeline.layers else [numbers]
+    runs = [pipeline.own_layers(chunk, config.num_hidden_layers) for chunk in range(pipeline.chunks)]
     works = dict(zip(numbers, (made[key] for key in own), strict=True))
     stream = int(first.stream.of(*size))
     trains_head = not recipe.lora.r or "lm_head" in recipe.lora.modules_to_save
