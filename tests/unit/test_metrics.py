@@ -210,7 +210,7 @@ def test_out_of_memory_says_what_was_predicted_measured_and_would_fit(monkeypatc
         monkeypatch.setattr(torch.cuda, name, value)
     message = (
         r"^out of memory: CUDA out of memory. Predicted at the peak: 4\.7 GB \(params 0\.0, .*activations 4\.6, "
-        r"working 0\.0\)\. Measured in GB: params 0\.0, grads 0\.0, optimizer 0\.0, peak 1\.9, reserved_peak 2\.0\. "
+        r"working 0\.1\)\. Measured in GB: params 0\.0, grads 0\.0, optimizer 0\.0, peak 1\.9, reserved_peak 2\.0\. "
         r"The smallest change that would fit: train\.per_device_train_batch_size=2 "
         r"train\.gradient_accumulation_steps=4$"
     )

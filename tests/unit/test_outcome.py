@@ -11,6 +11,7 @@ from shardbook import cli
 from shardbook.compare.compare_page import summary_rows
 from shardbook.compare.outcome import Outcome, differences, first_difference, judge, read_outcome
 from shardbook.compare.page import LIBRARY, broken
+from shardbook.recipe import RecipeError
 from shardbook.run.metrics import read_rows
 
 
@@ -102,6 +103,7 @@ WHOLE = {
         ("run.json", '{"finished_', "its files are damaged"),
         ("resolved.toml", "", "its files are damaged ('parallel')"),
         ("metrics.jsonl", "3\n", "its files are damaged"),
+        ("metrics.jsonl", None, "it ended before its first step"),
         ("metrics.jsonl", b"\xff\xfe\n", "its files are damaged"),
         ("metrics.jsonl", "", "it logged no step (train.logging_steps = 1)"),
     ],
@@ -123,6 +125,9 @@ def test_a_row_that_a_kill_tore_is_left_out(tmp_path):
         assert read_rows(tmp_path / "samples.jsonl") == rows[:1]
     (tmp_path / "samples.jsonl").write_bytes(b"".join(lines))
     assert read_rows(tmp_path / "samples.jsonl") == rows
+    (tmp_path / "samples.jsonl").write_bytes(lines[0] + lines[1][:9] + b"\n" + lines[1])
+    with pytest.raises(RecipeError, match=r"samples\.jsonl: row 2 is damaged"):
+        read_rows(tmp_path / "samples.jsonl")
 
 
 @pytest.mark.parametrize(

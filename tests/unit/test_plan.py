@@ -657,7 +657,9 @@ def test_runs_that_calibrate_nothing_are_refused(tmp_path, capsys):
         "kind": (ran(tmp_path / "kind", recipe, gpu | {"gpu": "NVIDIA L40S"}, [1.0]), "a run on NVIDIA L40S"),
         "cpu": (ran(tmp_path / "cpu", recipe, {"world_size": 2}, [1.0]), "a run on a CPU"),
         "short": (ran(tmp_path / "short", recipe, gpu, []), "needs more than 3 logged steps"),
+        "gone": (ran(tmp_path / "gone", recipe, gpu, [1.0]), "its metrics.jsonl cannot be read"),
     }
+    (tmp_path / "gone" / "metrics.jsonl").unlink()
     for path, said in cases.values():
         assert main(["plan", "llama8b-fsdp", "--calibrate", str(path), "--json"]) == 2
         out, err = capsys.readouterr()

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,23 @@ def build_conv():
     return model, blocks, torch.empty(16, 3, 64, 64)
 
 
+class Pixels(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.mix(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def build_dense(has_matrix):
+    """Its loss is the fullest moment; all blocks but the first have no matrix, that of which may have one."""
+    blocks = [nn.Sequential(nn.Conv2d(64, 64, 3, 1, 1), nn.ReLU()) for _ in range(8)]
+    blocks = [Pixels(64), *blocks] if has_matrix else blocks
+    head = nn.Sequential(nn.Conv2d(64, 2000, 1), nn.LogSoftmax(1))
+    return nn.Sequential(nn.Conv2d(3, 64, 3, 1, 1), *blocks, head), blocks, torch.empty(4, 3, 16, 16)
+
+
 def build_family(name, length=128):
     family, more = MIXED[name]
     model = AutoModelForCausalLM.from_config(family(**SIZES, **more, pad_token_id=0))
@@ -74,7 +92,9 @@ def build_family(name, length=128):
 
 def build(name):
     with torch.device("meta"):
-        return {"mixer": build_mixer, "conv": build_conv}.get(name, lambda: build_family(name))()
+        made = {"mixer": build_mixer, "conv": build_conv}
+        made |= {"dense": partial(build_dense, False), "dense, a matrix first": partial(build_dense, True)}
+        return made.get(name, partial(build_family, name))()
 
 
 def simulated(model, blocks, batch, stage, micros, precision):
@@ -119,7 +139,9 @@ def both(name, stage, micros, params="bf16"):
 HSDP = Parallel(stage="hsdp", dp_shard_size=2)
 FAST = [("mixer", "zero3", 2), ("conv", "ddp", 1), ("conv", "zero2", 2), ("gemma3_text", "ddp", 2)]
 FAST += [("gpt_oss", "zero1", 2), ("qwen3_next", "zero3", 1)]
-MODELS, STAGES = ("mixer", "conv", *MIXED), ("ddp", "zero1", "zero2", "zero3", HSDP)
+DENSE = ("dense", "dense, a matrix first")
+FAST += [(name, stage, 1) for name in DENSE for stage in ("zero2", "zero3")]
+MODELS, STAGES = ("mixer", "conv", *DENSE, *MIXED), ("ddp", "zero1", "zero2", "zero3", HSDP)
 EVERY = [(name, stage, micros) for name in MODELS for stage in STAGES for micros in (1, 2)]
 
 

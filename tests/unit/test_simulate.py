@@ -142,6 +142,25 @@ def test_one_gpu_adds_gradients_up_in_the_dtype_they_are_kept_in(alone):
     assert alone("zero3", "full", 3, 3, False, 1, (*low, "precision.reduce=bf16"))[0] == (peak, kept)
 
 
+@pytest.mark.parametrize(
+    ("model", "stage", "micros", "words"),
+    [
+        ("llama-3.2-1b", "zero3", 1, ("data.max_length=8192", "train.loss_chunk_tokens=256")),  # a tied head
+        pytest.param("llama-3.2-1b", "zero2", 2, ("train.loss_chunk_tokens=64",), marks=pytest.mark.slow),
+        pytest.param("llama-3.2-1b", "ddp", 1, ("train.loss_chunk_tokens=64",), marks=pytest.mark.slow),
+        pytest.param("llama-3.1-8b", "zero3", 2, ("train.loss_chunk_tokens=64",), marks=pytest.mark.slow),
+        pytest.param("llama-3.1-8b", "ddp", 1, ("train.loss_chunk_tokens=64",), marks=pytest.mark.slow),
+        pytest.param("llama-3.1-70b", "zero3", 1, ("data.max_length=4096",), marks=pytest.mark.slow),
+        pytest.param("llama-3.1-70b", "zero3", 2, ("parallel.wrap=none",), marks=pytest.mark.slow),
+    ],
+)
+def test_the_gradient_of_a_head_is_cast_beside_its_sum(alone, model, stage, micros, words):
+    """It is summed over chunks in fp32; where chunks are small, that and its copy are more than a chunk's logits."""
+    words = (f"model.path={model}", *words)
+    (peak, _), (formula, _) = alone(stage, "none", micros, 3, False, WORLD, words)
+    assert formula / peak == pytest.approx(1, abs=1e-3), (formula / GB, peak / GB)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["ddp", "zero2", "zero3"])
 def test_two_small_models_tell_of_a_deep_one_exactly(alone, stage):

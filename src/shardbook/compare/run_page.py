@@ -31,7 +31,7 @@ def write_run_page(path: Path, run: Path) -> Path:
         memory_of([outcome]),
         peak_of([outcome]),
         traffic_of([outcome]),
-        _samples(read_rows(run / "samples.jsonl")),
+        _samples(read_rows(samples) if (samples := run / "samples.jsonl").is_file() else []),
     ]
     render(path, run.name, [f"{outcome.stage}: {describe(outcome)}"], [panel for panel in panels if panel])
     return path

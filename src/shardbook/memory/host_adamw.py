@@ -202,6 +202,7 @@ class HostAdamW(torch.optim.Optimizer):
         for unit in self.units:
             if unit.ready is not None:
                 unit.ready.result()
+        for unit in self.units:
             if unit.h2d_event is not None:
                 unit.h2d_event.synchronize()
 

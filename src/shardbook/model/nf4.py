@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardbook.arithmetic import round_up
 from shardbook.comm.fused import fused
 from shardbook.comm.torch_private import slots_of
 from shardbook.parallel.byte_gather import BYTES
-from shardbook.parallel.tensor import local_part
 from shardbook.parallel.units import GLOBAL_NUMEL
 from shardbook.recipe import RecipeError
 
@@ -180,7 +180,7 @@ def packed_product(module: nn.Module, input: Tensor, bias: Tensor | None = None)
 def unpacked_weight(module: nn.Linear, dtype: torch.dtype) -> Tensor:
     """Returns the weight of a packed `module`, or this rank's rows of it where it is sharded, in `dtype`."""
     both: list[Any] = [module.weight_packed, module.weight_absmax]
-    packed, absmax = map(local_part, both)
+    packed, absmax = (each.to_local() if isinstance(each, DTensor) else each.detach() for each in both)
     return unpack_nf4(packed, absmax, module.in_features, module.nested, dtype, again=False)
 
 

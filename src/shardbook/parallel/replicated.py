@@ -254,8 +254,8 @@ def cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: Any, named: dict[
     return cast_floats(inputs, dtype), cast_floats(named, dtype)
 
 
-def _note_step(copies: ref[ReplicatedParameters], masters: set[nn.Parameter], optimizer: Any, *given: Any) -> None:
-    if (own := copies()) and any(each in masters for group in optimizer.param_groups for each in group["params"]):
+def _note_step(replicated: ref[ReplicatedParameters], masters: set[nn.Parameter], optimizer: Any, *given: Any) -> None:
+    if (own := replicated()) and any(each in masters for group in optimizer.param_groups for each in group["params"]):
         own.steps += 1
 
 

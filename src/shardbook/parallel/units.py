@@ -40,6 +40,7 @@ class Unit:
     frees: bool  # freed after each backward; False: kept gathered until the step's last backward
     reshard_after_forward: bool  # freed after forward too; False for the last unit, whose backward comes next
     read_in_backward: bool  # gathered for backward; False for an embedding, whose gradient needs no weight
+    in_block: bool  # it is a block, or inside one
     spans: bool  # runs first and last (the root, or embedding and head in one), so it is never freed inside a pass
     forward_only: bool  # no backward reaches it
 
@@ -168,6 +169,7 @@ def choose_units(
                 frees=is_freed,
                 reshard_after_forward=is_freed and not spans and not (modules in outer[-1:] and modules == parts[-1]),
                 read_in_backward=not (fate or is_lookup),
+                in_block=modules[0] in in_blocks,
                 spans=spans,
                 forward_only=bool(fate),
             )

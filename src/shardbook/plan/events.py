@@ -129,7 +129,8 @@ class _Chunk:
         self.made: dict[tuple[object, ...], Made] = {}
         numbers = list(pipeline.own_layers(number, layers))
         units = [unit for unit in own.units if any(unit.hidden) and not unit.forward_only]
-        self.of_blocks, self.first_block = set(units), units[0] if units else None
+        self.first_block = units[0] if units else None
+        self.of_blocks = {*units, *(unit for unit in own.units if unit.in_block and not unit.forward_only)}
         # the numbers of a unit's blocks, in the whole model; where a unit is no block, one has those of all
         shared = [[number] for number in numbers] if len(units) == len(numbers) else [numbers]
         self.blocks = dict(zip(units, shared, strict=False))
@@ -236,6 +237,8 @@ class _Chunk:
             if unit.spans and unit in self.blocks:
                 yield Event("exchange", None, self._exchanges(unit, inside, False))
             (late if unit.spans or unit in unreached else running).append(unit)
+        if has_loss:
+            yield Event("exchange", None, inside.loss[1])
         while running:
             yield from leave(running.pop())
         if self.is_first:

@@ -34,7 +34,7 @@ class ShardedBytes:
         is_forward, micro, shards = action.is_forward, action.micro, self.layout.shards
         is_last = micro == self.micros - 1
         flying, last, reducing = dict[Unit, int](), 0, 0
-        begins = not is_forward  # the loss's backward, the first exchange, is still to come
+        begins = not is_forward  # the loss's backward, which is its chunk's first exchange, is still to come
         leaving = [0] * STAGINGS  # to the host
 
         def now(own: int = 0, more: int = 0) -> Bytes:
@@ -44,19 +44,22 @@ class ShardedBytes:
         for what, unit, _ in events:
             if begins and what == "exchange":
                 begins = False
+                yield "backward of the loss", None, now()
                 yield "start of backward", None, now()
             if unit is None:
                 continue
             trained, own_grads = (unit.padded_numel(ranks, trained_only=True) for ranks in (shards, 1))
-            if what == "gather":
+            if what == "gather" and unit.spans and is_forward:  # waited for at once
+                last = unit.padded_numel(shards) * self.compute
+                self.gathered += last
+            elif what == "gather":
                 flying[unit] = unit.padded_numel(shards) * self.compute
             elif what == "free":
                 self.gathered -= unit.padded_numel(shards) * self.compute
             elif what == "compute":
                 if size := flying.pop(unit, 0):
                     self.gathered += size
-                    if is_forward and not unit.spans:  # held until the next gather
-                        last = size
+                    last = size if is_forward else 0  # held until the next gather
                 if unit in named and is_forward:
                     yield "forward", unit, now()
                 elif unit in named:
@@ -116,6 +119,7 @@ class CopiedBytes(ShardedBytes):
     ) -> Iterator[tuple[str, Unit | None, Bytes]]:
         units = dict.fromkeys(unit for _, unit, _ in events if unit)
         if not action.is_forward:  # what spans the pass begins with the last norm, before all others
+            yield "backward of the loss", None, (self.sums, self.gathered, 0, 0)
             self._begin(unit for unit in units if unit.spans)
             yield "start of backward", None, (self.sums, self.gathered, 0, 0)
         for what, unit, _ in events:

@@ -72,6 +72,7 @@ def _visits(layout: Layout, chunk: int, own: Sequence[Unit], work: Work, vocabul
     visits: Visits = {("end of backward", None): ("end, sums", recv, 0)} if layout.is_replicated else {}
     if pipeline.is_last(chunk):
         visits["end of forward", None] = "loss", work.held(chunk), work.loss
+        visits["backward of the loss", None] = "loss, backward", work.held(chunk), work.loss_backward
         if not by_head:
             visits["start of backward", None] = "last norm", work.held(chunk), work.norm + tied
     for unit in sorted((unit for unit in order if unit.forward_only), key=lambda unit: unit.numel)[-1:]:

@@ -37,6 +37,7 @@ class Work:
     before_blocks: int  # the batch, rotation, a dense mask
     loss: int
     loss_kept: int  # of that, and of the last norm, until its backward
+    loss_backward: int  # when the head's gradient is cast to the dtype of compute
     head_gradient: int  # in the dtype of compute
     norm: int  # what the last norm needs in backward
     teacher: int  # what a block of the model beside needs in forward
@@ -109,6 +110,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     chunk = min(recipe.train.loss_chunk_tokens or scored, scored)
     beside = layout.teacher
     teacher_sizes = (beside.vocab_size, beside.hidden_size) if beside else (0, 0)
+    head, grad_hidden, after = outputs * hidden * trains_head, scored * hidden * itemsize, int(around.after.of(*size))
     loss = loss_bytes(scored, chunk, outputs, hidden, itemsize, trains_head, teacher_sizes, layout.tp_size > 1)
     return Work(
         blocks=tuple(tuple(works[number] for number in run) for run in runs),
@@ -116,9 +118,10 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
         stream=stream,
         keeps_input=first.keeps_input,
         before_blocks=int(around.before.of(*size)) + BATCH * tokens,
-        loss=int(around.after.of(*size)) + sum(loss),
-        loss_kept=int(around.after.of(*size)) + loss[1] - scored * hidden * itemsize,  # gradients replace hidden states
-        head_gradient=outputs * hidden * itemsize * trains_head,
+        loss=after + sum(loss),
+        loss_kept=after + loss[1] - grad_hidden,  # gradients replace hidden states
+        loss_backward=after + grad_hidden + head * (FP32 + itemsize * (itemsize != FP32)),
+        head_gradient=head * itemsize,
         norm=int(around.norm.of(*size)),
         teacher=forward_bytes(beside, recipe, layout.precision.params, size) if beside else 0,
     )

@@ -19,21 +19,22 @@ from shardbook.model.causal_lm import Flops
 from shardbook.optim.elementwise import parts_of
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.paths import naming, write_whole
-from shardbook.recipe import Run
+from shardbook.recipe import RecipeError, Run, first_line
 from shardbook.run.trackers import Trackers
 
 Metrics = dict[str, float | int]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a file of JSON lines; without the last one of a killed run, which is not whole."""
+    """Returns the rows of a file of JSON lines, without a last one that a kill tore. Raises RecipeError where another
+    one is damaged."""
+    whole, newline, _ = path.read_bytes().rpartition(b"\n")
     rows = []
-    whole = path.read_bytes().rpartition(b"\n")[0].decode() if path.is_file() else ""
-    for line in whole.split("\n"):  # splitlines would end a line at what a sample may have in it
+    for number, line in enumerate(whole.split(b"\n") if newline else (), 1):
         try:
-            rows.append(json.loads(line.replace("memory/unsent_bytes", "memory/residual_bytes")))  # its name before 0.2
-        except ValueError:
-            break
+            rows.append(json.loads(line.replace(b"memory/unsent_bytes", b"memory/residual_bytes")))  # a name before 0.2
+        except ValueError as error:
+            raise RecipeError(f"{path}: row {number} is damaged ({first_line(error)})") from None
     return rows
 
 
