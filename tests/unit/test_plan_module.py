@@ -83,6 +83,12 @@ def build_dense(has_matrix):
     return nn.Sequential(nn.Conv2d(3, 64, 3, 1, 1), *blocks, head), blocks, torch.empty(4, 3, 16, 16)
 
 
+def build_wide():
+    """Its parameters are all of its bytes."""
+    blocks = [nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(6)]
+    return nn.Sequential(nn.Linear(64, 1024), *blocks, nn.Linear(1024, 100)), blocks, torch.empty(64, 64)
+
+
 def build_family(name, length=128):
     family, more = MIXED[name]
     model = AutoModelForCausalLM.from_config(family(**SIZES, **more, pad_token_id=0))
@@ -92,7 +98,7 @@ def build_family(name, length=128):
 
 def build(name):
     with torch.device("meta"):
-        made = {"mixer": build_mixer, "conv": build_conv}
+        made = {"mixer": build_mixer, "conv": build_conv, "wide": build_wide}
         made |= {"dense": partial(build_dense, False), "dense, a matrix first": partial(build_dense, True)}
         return made.get(name, partial(build_family, name))()
 
@@ -161,6 +167,12 @@ def test_the_peak_is_that_of_a_step(apart, name, stage, micros):  # noqa: F811
 def test_the_peak_in_fp32(apart, name, stage):  # noqa: F811
     planned, counted = apart(both, name, stage, 2, "fp32")
     assert planned / counted == pytest.approx(1, abs=0.005)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3", Parallel(stage="zero3", wrap="none")])
+def test_the_buffer_of_a_gather_stays_until_the_next_one_is_copied(apart, stage):  # noqa: F811
+    planned, counted = apart(both, "wide", stage, 1, "fp32")
+    assert planned / counted == pytest.approx(1, abs=0.001)
 
 
 def test_gradients_that_are_not_counted_are_seen(apart, monkeypatch):  # noqa: F811

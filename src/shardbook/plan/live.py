@@ -29,8 +29,8 @@ class ShardedBytes:
     def follow(
         self, action: Action, events: Sequence[Event], named: Container[Unit | None]
     ) -> Iterator[tuple[str, Unit | None, Bytes]]:
-        """Adds up a pass. Yields the bytes of the units in `named` at their moments: forward, backward, backward done
-        (all its gradients are there) and reduction; and at its end."""
+        """Adds up a pass. Yields the bytes of the units in `named` at their moments: gather, forward, backward,
+        backward done (all its gradients are there) and reduction; and at its end."""
         is_forward, micro, shards = action.is_forward, action.micro, self.layout.shards
         is_last = micro == self.micros - 1
         flying, last, reducing = dict[Unit, int](), 0, 0
@@ -57,8 +57,11 @@ class ShardedBytes:
             elif what == "free":
                 self.gathered -= unit.padded_numel(shards) * self.compute
             elif what == "compute":
-                if size := flying.pop(unit, 0):
+                if size := flying.get(unit, 0):
                     self.gathered += size
+                    if unit in named and is_forward:  # its buffer is copied; the last one's is still there
+                        yield "gather", unit, now()
+                    del flying[unit]
                     last = size if is_forward else 0  # held until the next gather
                 if unit in named and is_forward:
                     yield "forward", unit, now()

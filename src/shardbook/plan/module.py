@@ -144,6 +144,7 @@ class Walk(Timeline):
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], outside: Iterable[Tensor]):
         super().__init__(model, blocks, outside, model)
         self.order: list[int] = []  # blocks as they ran
+        self.entered: dict[int, int] = {}  # the bytes before a block's forward
         self.turn = 0  # the first of `moments` that is backward's
         self.left: dict[int, Moment] = {}  # at the end of a block's backward; -1: of all
 
@@ -159,6 +160,7 @@ class Walk(Timeline):
         if in_backward():  # a checkpoint runs it again
             return
         self.order.append(number)
+        self.entered[number] = self.count()
         self.place = ("forward", number)
         if given := [each for each in tensors_in((args, named)) if each.requires_grad]:
             register_multi_grad_hook(given, lambda _: self.end(number))
@@ -282,6 +284,8 @@ def visits_of(walk: Walk, blocks: Sequence[nn.Module], names: Sequence[str], lay
         sizes.setdefault(key, []).append(size_at(moment, key[1]))
         labels.setdefault(key, label)
     visits: Visits = {key: (labels[key], own[0], max(own) - own[0]) for key, own in sizes.items()}
+    for number, size in walk.entered.items():
+        visits["gather", own[number]] = f"{names[number]}, gathered", size, 0
     for number, name in enumerate([*names, "end"]):
         moment = walk.left.get(number, walk.left[-1])
         visits["reduction", own[number]] = f"{name}, reduced", size_at(moment, own[number], is_over=True), 0

@@ -78,12 +78,14 @@ def _visits(layout: Layout, chunk: int, own: Sequence[Unit], work: Work, vocabul
     for unit in sorted((unit for unit in order if unit.forward_only), key=lambda unit: unit.numel)[-1:]:
         visits["forward", unit] = "teacher", 0, work.teacher
     for unit in by_head:
+        visits["gather", unit] = "head, gathered", work.held(chunk), work.stream
         visits["reduction", unit] = "head", work.held(chunk) + recv, 0
     count = len(blocks)
     for number in work.looked_at(chunk, count):
         unit, name, grads = blocks[count - 1 - number], f"block {number + 1}", recv if number < count - 1 else ahead
         held = work.held(chunk, number + 1, count) + grads
         block, before = work.block_of(chunk, number, count), work.held(chunk, number, count)
+        visits["gather", unit] = f"{name}, gathered", before, work.stream
         visits["forward", unit] = f"{name}, forward", before, block.forward
         visits["backward", unit] = name, held, block.inside + tied
         visits["reduction", unit] = f"{name}, reduced", before + grads, tied
@@ -127,7 +129,7 @@ def fold_moments(
     named, flying = {unit for chunk in visits for _, unit in chunk}, Counter[int]()
     constants = {"params": int(state.params_bytes), "optimizer": int(state.optimizer_bytes)}
     residual, secondary = predict_residual(layout), predict_secondary(layout)
-    found = list[tuple[int, str, Peak]]()
+    found = list[tuple[bool, str, Peak]]()
     for action, events in step_passes(layout, few):
         flying[action.chunk] += action.is_forward
         for moment, unit, (sums, gathered, buffers, own) in live.follow(action, events, named):
@@ -143,10 +145,11 @@ def fold_moments(
                 )
                 number = micros if action.micro == few - 1 else action.micro + 1
                 of_chunk = f", chunk {action.chunk + 1}" * (pipeline.chunks > 1)
-                found.append((number, f"micro-batch {number}{of_chunk}, {name}", peak))
+                is_shown = moment != "gather" and number in (1, 2, micros)
+                found.append((is_shown, f"micro-batch {number}{of_chunk}, {name}", peak))
         flying[action.chunk] -= not action.is_forward
     fullest = max(found, key=lambda each: each[2].total)
-    return {name: peak for number, name, peak in found if number in (1, 2, micros) or name == fullest[1]}
+    return {name: peak for is_shown, name, peak in found if is_shown or name == fullest[1]}
 
 
 def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Peak:
