@@ -161,6 +161,20 @@ def test_the_gradient_of_a_head_is_cast_beside_its_sum(alone, model, stage, micr
     assert formula / peak == pytest.approx(1, abs=1e-3), (formula / GB, peak / GB)
 
 
+@pytest.mark.parametrize(
+    ("stage", "checkpointing", "words"),
+    [
+        ("zero3", "every:2", ("precision.params=fp32", "model.path=llama-3.2-1b", "data.max_length=8192")),
+        pytest.param("zero1", "full", ("lora.r=16", "data.max_length=8192"), marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_of_one_unit_count(alone, stage, checkpointing, words):
+    """Nothing is gathered or reduced between them, and gradients pile up to the end of backward."""
+    words = ("parallel.wrap=none", "train.loss_chunk_tokens=64", *words)
+    (peak, _), (formula, _) = alone(stage, checkpointing, 1, 3, False, WORLD, words)
+    assert formula / peak == pytest.approx(1, abs=1e-3), (formula / GB, peak / GB)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["ddp", "zero2", "zero3"])
 def test_two_small_models_tell_of_a_deep_one_exactly(alone, stage):

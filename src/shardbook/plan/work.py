@@ -90,7 +90,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     }
     around = next(iter(under.values()))
     # where gradients do not wait for the end of a block's backward, each leaves before the next
-    leave = layout.is_replicated or layout.parallel.wrap != "block"
+    leave = layout.is_replicated or layout.parallel.wrap.startswith("size")
 
     def work_of(key: tuple[int, bool], block: Block) -> BlockWork:
         kept = block.kept.of(*size)
