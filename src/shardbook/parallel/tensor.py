@@ -163,10 +163,9 @@ def make_column_parallel(module: nn.Module, axis: TensorAxis, rows: Sequence[sli
     _become(module, ShardedLinear, axis=axis, rows=tuple(rows))
 
 
-def make_vocabulary_parallel(module: nn.Module, axis: TensorAxis) -> None:
+def make_vocabulary_parallel(module: nn.Embedding, axis: TensorAxis) -> None:
     shard_parameter(module, "weight", 0, axis)
-    first = axis.share(module.num_embeddings).start  # type: ignore[arg-type]
-    _become(module, ShardedEmbedding, axis=axis, first=first)
+    _become(module, ShardedEmbedding, axis=axis, first=axis.share(module.num_embeddings).start)
 
 
 def _become(module: Any, kind: type[nn.Module], **attributes: Any) -> None:

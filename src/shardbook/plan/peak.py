@@ -106,7 +106,7 @@ def _in_one_unit(visits: Visits, layout: Layout, unit: Unit, chunk: int, work: W
     piled, head = (0, 0) if layout.is_replicated else (matrices // count, work.head_gradient)
     found: dict[tuple[str, Unit | None], list[tuple[str, int, int]]]
     found = {moment: [visits[moment]] for moment in (forward, backward)}
-    for number in range(count):
+    for number in work.looked_at(chunk, count):
         block, before = work.block_of(chunk, number, count), work.held(chunk, number, count)
         found[forward].append((f"block {number + 1}, forward", before, block.forward))
         grads = piled * (count - 1 - number) + head
