@@ -122,6 +122,21 @@ def test_sums_of_whole_models(alone, more):
     assert formula / peak == pytest.approx(1, abs=1e-3), (formula / GB, peak / GB)
 
 
+@pytest.mark.parametrize(
+    ("stage", "method", "rows"),
+    [
+        ("zero3", "dpo", "0"),
+        pytest.param("zero1", "simpo", "0", marks=pytest.mark.slow),
+        pytest.param("ddp", "orpo", "256", marks=pytest.mark.slow),
+    ],
+)
+def test_losses_of_pairs_have_their_gradients_in_backward(alone, stage, method, rows):
+    """The fullest moment is in backward, when a gather is over that forward's loss has beside it."""
+    words = (f"method={method}", f"train.loss_chunk_tokens={rows}")
+    (peak, _), (formula, _) = alone(stage, "none", 1, 3, False, WORLD, words)
+    assert formula / peak == pytest.approx(1, abs=1e-3), (formula / GB, peak / GB)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "world"), [("llama8b-fsdp", 8), ("llama70b-fsdp", 64), ("llama70b-hsdp", 64), ("llama405b-fsdp", 512)]

@@ -112,15 +112,19 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     teacher_sizes = (beside.vocab_size, beside.hidden_size) if beside else (0, 0)
     head, grad_hidden, after = outputs * hidden * trains_head, scored * hidden * itemsize, int(around.after.of(*size))
     loss = loss_bytes(scored, chunk, outputs, hidden, itemsize, trains_head, teacher_sizes, layout.tp_size > 1)
+    cast = itemsize * (itemsize != FP32)
+    forward, backward = sum(loss), grad_hidden + head * (FP32 + cast)
+    if recipe.recomputes_logits:
+        forward, backward = grad_hidden + chunk * outputs * (FP32 + cast), max(forward, backward)
     return Work(
         blocks=tuple(tuple(works[number] for number in run) for run in runs),
         offloaded=stream * (recipe.offload.activations != "none"),
         stream=stream,
         keeps_input=first.keeps_input,
         before_blocks=int(around.before.of(*size)) + BATCH * tokens,
-        loss=after + sum(loss),
+        loss=after + forward,
         loss_kept=after + loss[1] - grad_hidden,  # gradients replace hidden states
-        loss_backward=after + grad_hidden + head * (FP32 + itemsize * (itemsize != FP32)),
+        loss_backward=after + backward,
         head_gradient=head * itemsize,
         norm=int(around.norm.of(*size)),
         teacher=forward_bytes(beside, recipe, layout.precision.params, size) if beside else 0,
