@@ -131,7 +131,7 @@ def test_sums_of_whole_models(alone, more):
     ],
 )
 def test_losses_of_pairs_have_their_gradients_in_backward(alone, stage, method, rows):
-    """The fullest moment is in backward, when a gather is over that forward's loss has beside it."""
+    """They count in backward, where the buffer of forward's last gather is gone."""
     words = (f"method={method}", f"train.loss_chunk_tokens={rows}")
     (peak, _), (formula, _) = alone(stage, "none", 1, 3, False, WORLD, words)
     assert formula / peak == pytest.approx(1, abs=1e-3), (formula / GB, peak / GB)

@@ -102,22 +102,18 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     each = {(kind, is_again): under[is_again].blocks[kind] for kind, is_again in set(own)}
     first, made = each[own[0]], {key: work_of(key, block) for key, block in each.items()}
     runs = [pipeline.own_layers(chunk, config.num_hidden_layers) for chunk in range(pipeline.chunks)]
-    works = dict(zip(numbers, (made[key] for key in own), strict=True))
     stream = int(first.stream.of(*size))
     trains_head = not recipe.lora.r or "lm_head" in recipe.lora.modules_to_save
     outputs = ceil_div(recipe.outputs(config.vocab_size), layout.tp_size)
     scored = tokens if outputs > 1 else 2 * rows  # positions that the head sees
-    chunk = min(recipe.train.loss_chunk_tokens or scored, scored)
-    beside = layout.teacher
-    teacher_sizes = (beside.vocab_size, beside.hidden_size) if beside else (0, 0)
+    chunk, cast = min(recipe.train.loss_chunk_tokens or scored, scored), itemsize * (itemsize != FP32)
     head, grad_hidden, after = outputs * hidden * trains_head, scored * hidden * itemsize, int(around.after.of(*size))
-    loss = loss_bytes(scored, chunk, outputs, hidden, itemsize, trains_head, teacher_sizes, layout.tp_size > 1)
-    cast = itemsize * (itemsize != FP32)
+    loss = loss_bytes(scored, chunk, outputs, hidden, itemsize, trains_head, layout.teacher, layout.tp_size > 1)
     forward, backward = sum(loss), grad_hidden + head * (FP32 + cast)
-    if recipe.recomputes_logits:
+    if recipe.recomputes_logits:  # gradients are made in backward
         forward, backward = grad_hidden + chunk * outputs * (FP32 + cast), max(forward, backward)
     return Work(
-        blocks=tuple(tuple(works[number] for number in run) for run in runs),
+        blocks=tuple(tuple(made[kinds[number], number in again] for number in run) for run in runs),
         offloaded=stream * (recipe.offload.activations != "none"),
         stream=stream,
         keeps_input=first.keeps_input,
@@ -127,7 +123,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
         loss_backward=after + backward,
         head_gradient=head * itemsize,
         norm=int(around.norm.of(*size)),
-        teacher=forward_bytes(beside, recipe, layout.precision.params, size) if beside else 0,
+        teacher=forward_bytes(layout.teacher, recipe, layout.precision.params, size) if layout.teacher else 0,
     )
 
 
@@ -149,7 +145,7 @@ def loss_bytes(
     hidden: int,
     itemsize: int,
     is_trained: bool = True,
-    teacher_sizes: tuple[int, int] = (0, 0),
+    teacher: PreTrainedConfig | None = None,
     is_part: bool = False,
 ) -> tuple[int, int]:
     """Returns the bytes that the loss needs for a chunk, and those for its gradients, all `tokens` trained, and the
@@ -157,13 +153,12 @@ def loss_bytes(
 
     A chunk takes the larger of two moments: its logits, their softmax in fp32, which becomes their gradient, and that
     in the compute dtype (all one tensor, where that is fp32); or the last of these and the product that is added to the
-    head's gradient, which is in fp32. Hidden states of trained positions count with their gradient. `teacher_sizes`:
-    the vocabulary and width of a teacher, whose logits are beside, with three more tensors of their size in fp32 (one
-    is the logits, where all is fp32). `is_part`: the vocabulary is one tp rank's; its softmax does not overwrite
-    logits.
+    head's gradient, which is in fp32. Hidden states of trained positions count with their gradient. The logits of a
+    `teacher` are beside, with three more tensors of their size in fp32 (one is the logits, where all is fp32).
+    `is_part`: the vocabulary is one tp rank's; its softmax does not overwrite logits.
     """
     is_cast = itemsize != FP32
-    teacher_vocabulary, width = min(teacher_sizes[0], vocabulary), teacher_sizes[1]
+    teacher_vocabulary, width = (min(teacher.vocab_size, vocabulary), teacher.hidden_size) if teacher else (0, 0)
     logits = chunk * vocabulary * (FP32 + (1 if teacher_vocabulary else 2) * itemsize * is_cast)
     logits += chunk * vocabulary * FP32 * (is_part and not is_cast)
     logits += chunk * teacher_vocabulary * (3 * FP32 + itemsize * is_cast)
