@@ -18,7 +18,6 @@ for name in (
     "shardbook.train",
 ):
     import_module(name)
-import_module("shardbook.run.directory").environment()
 # all families' renamings, made at the first question: a fifth of a second
 import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
 
@@ -45,7 +44,10 @@ def know_tiny_models() -> None:
                 predict_peak(laid.layout, laid.config, laid.recipe)
 
 
-if not Path("/dev/nvidiactl").exists():  # with a GPU a backward starts threads, and a fork then can have no backward
+# With a GPU nothing here may ask CUDA (a rank that is forked after such a question cannot start it), and a backward
+# starts threads, after which a fork can have no backward of its own.
+if not Path("/dev/nvidiactl").exists():
+    import_module("shardbook.run.directory").environment()
     know_tiny_models()
 # else each rank's first collection writes to every object that is there, which copies its page: a fifth of a second
 gc.freeze()

@@ -21,11 +21,12 @@ from pathlib import Path
 SECONDS = 600  # what takes a few on an idle machine takes minutes on a full one
 UNCHANGED = ("train_rank", "run_cases")  # of a function that may have planted something no measurement is kept
 STREAMS = "SHARDBOOK_TEST_STREAMS"  # set: each rank has a CUDA that remembers (streams.py) for its device
-# Below the ports that the kernel hands out, so that nobody is given one between now and when rank 0 listens; each of
-# pytest's workers has its own, and two sessions on one machine seldom the same.
+# Below the ports that the kernel hands out, so that nobody is given one between now and when rank 0 listens. Workers
+# and sessions begin at different ones, and whatever another has claimed is passed over.
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 claims: collections.deque[socket.socket] = collections.deque(maxlen=64)
-ports = itertools.count(20_000 + 4_000 * WORKER + os.getpid() % 3_000)
+PORTS = range(10_000, 32_000)
+ports = itertools.cycle([*PORTS[(first := (4_001 * WORKER + os.getpid()) % len(PORTS)) :], *PORTS[:first]])
 
 
 @functools.cache

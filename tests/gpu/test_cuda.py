@@ -35,9 +35,31 @@ def over_gloo(function, *args):
     """`function(*args)` on a rank that shares its GPU: NCCL refuses two ranks on one, gloo copies through the host."""
     real = dist.init_process_group
     dist.init_process_group = lambda backend, **options: real("cpu:gloo,cuda:gloo", **options)
-    dist.isend, dist.irecv = ByHost.isend, ByHost.irecv
+    dist.isend, dist.irecv, dist.send, dist.recv = ByHost.isend, ByHost.irecv, ByHost.send, ByHost.recv
+    gather_for_dtensors()
     os.environ["LOCAL_RANK"] = "0"
     return function(*args)
+
+
+def gather_for_dtensors():
+    """Has the all-gather of DTensors go through torch.distributed's own: the one that they call hands gloo a list of
+    tensors to gather at once, for which it has no form on a GPU, and reads their addresses on the host."""
+
+    def gather(part, size, group_name):
+        out = part.new_empty(size * part.shape[0], *part.shape[1:])
+        return gather_out(part, size, group_name, out=out)
+
+    def gather_out(part, size, group_name, *, out):
+        dist.all_gather_into_tensor(out, part.contiguous(), group=resolve(group_name))
+        return out
+
+    resolve = torch.distributed.distributed_c10d._resolve_process_group
+    OVERRIDES.append(torch.library.Library("_c10d_functional", "IMPL"))  # it holds while this object lives
+    OVERRIDES[-1].impl("all_gather_into_tensor", gather, "CUDA")
+    OVERRIDES[-1].impl("all_gather_into_tensor_out", gather_out, "CUDA")
+
+
+OVERRIDES: list[torch.library.Library] = []
 
 
 class ByHost:
@@ -56,6 +78,14 @@ class ByHost:
     @classmethod
     def irecv(cls, tensor, src=None, group=None):
         return cls(cls.irecv_of_torch, tensor, src, group, arrives=True)
+
+    @classmethod
+    def send(cls, tensor, dst=None, group=None):
+        cls.isend(tensor, dst, group).wait()
+
+    @classmethod
+    def recv(cls, tensor, src=None, group=None):
+        cls.irecv(tensor, src, group).wait()
 
     def is_completed(self):
         return self.work.is_completed()

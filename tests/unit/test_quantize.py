@@ -123,7 +123,9 @@ def test_pieces_are_invisible(bits, block, dtype, monkeypatch):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.slow
 def test_compiled_as_on_cuda_it_is_the_same_to_the_bit(bits, monkeypatch):
-    """Each graph whole; for lengths that fill their blocks or do not, and of a single block."""
+    """Each graph whole; for lengths that fill their blocks or do not, and of a single block. With two widths of their
+    own at most, the others share graphs in which a width is a symbol."""
+    monkeypatch.setattr("shardbook.comm.fused.WIDTHS", 2)
     wanted = {}
     for numel in (1000, 1024, 100, 128):
         rows = torch.randn(2, 3, numel, generator=torch.Generator().manual_seed(5))
@@ -132,7 +134,9 @@ def test_compiled_as_on_cuda_it_is_the_same_to_the_bit(bits, monkeypatch):
         wanted[rows] = buffer, out
     monkeypatch.setattr("shardbook.comm.fused.has_triton", lambda: True)
     fused, piece = (getattr(quantization, name) for name in ("fused", "_piece"))
-    monkeypatch.setattr(quantization, "fused", lambda function, device_type, *more: fused(function, "cuda", *more))
+    monkeypatch.setattr(
+        quantization, "fused", lambda function, device_type, *more, **how: fused(function, "cuda", *more, **how)
+    )
     monkeypatch.setattr(quantization, "_piece", lambda device_type, *more: piece("cuda", *more))
     for rows, (buffer, out) in wanted.items():
         again = torch.empty_like(out)

@@ -29,6 +29,18 @@ def test_a_rank_may_open_as_many_files_as_the_system_allows():
     assert run_world(1, limit_of, min(256, hard)) == [(hard, hard)]
 
 
+def precision_of_products():
+    from shardbook.ranks.distributed import start_distributed
+
+    torch.set_float32_matmul_precision("high")  # as TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 of a container does
+    start_distributed()
+    return torch.get_float32_matmul_precision()
+
+
+def test_products_of_fp32_are_fp32_whatever_the_container_says():
+    assert run_world(1, precision_of_products) == ["highest"]
+
+
 @pytest.mark.parametrize(
     "given, added",
     [

@@ -53,6 +53,15 @@ def test_a_model_that_cannot_be_shared_so_is_refused(model, size, parts):
     assert said.startswith(f"parallel.tp_size = {size}: ") and all(part in said for part in parts), said
 
 
+def test_a_tied_embedding_in_the_plan_of_older_transformers_is_no_other_plan():
+    """transformers 5.17 adds it to every plan of a tied model, 5.23 does not."""
+    model = config()
+    model.base_model_tp_plan = dict(model.base_model_tp_plan) | {"embed_tokens": "embedding_rowwise"}
+    check_tp_size(model, 2)
+    model.base_model_tp_plan["embed_tokens"] = "colwise"
+    assert "cannot be sharded (its plan: colwise)" in said_by(check_tp_size, model, 2)
+
+
 def test_a_world_that_it_does_not_divide_is_refused():
     said = said_by(resolve_sizes, Parallel(tp_size=2), ("dp_shard",), 3)
     assert "parallel.tp_size = 2: 2 does not divide the world of 3 ranks" in said

@@ -1,6 +1,13 @@
 """The worlds of ranks that tests run in."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 from world import run_world
+
+ROOT = Path(__file__).parents[2]
 
 
 def asks_late():
@@ -37,3 +44,36 @@ def waits_for_one_that_is_gone():
 
 def test_who_waits_for_a_rank_that_has_answered_sees_its_end():
     assert run_world(2, waits_for_one_that_is_gone, seconds=120) == ["noticed", "gone"]
+
+
+NO_CUDA = """
+import pathlib, torch
+def ask(*_): raise AssertionError("CUDA was asked for before ranks were forked")
+for name in ("is_available", "device_count", "get_device_name", "get_device_properties", "init", "_lazy_init"):
+    setattr(torch.cuda, name, ask)
+exists = pathlib.Path.exists
+pathlib.Path.exists = lambda path, **how: str(path) == "/dev/nvidiactl" or exists(path, **how)
+import preloaded
+print("asked nothing")
+"""
+
+
+def test_the_server_of_ranks_asks_nothing_of_cuda_where_there_is_a_gpu():
+    """A process that is forked after such a question cannot start CUDA: every test with ranks would fail."""
+    paths = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "src"))
+    done = subprocess.run(
+        [sys.executable, "-c", NO_CUDA], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert done.stdout == "asked nothing\n", done.stderr
+
+
+def test_ports_are_there_for_many_workers():
+    """Sixteen workers of one machine, and more: each port is one that a rank may listen on."""
+    for worker in (0, 13, 40):
+        code = "import itertools, world; print(*itertools.islice(world.ports, 30_000))"
+        more = {"PYTEST_XDIST_WORKER": f"gw{worker}", "PYTHONPATH": str(ROOT / "tests")}
+        said = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | more, capture_output=True, text=True
+        ).stdout
+        ports = [*map(int, said.split())]
+        assert len(set(ports[:22_000])) == 22_000 and min(ports) > 1024 and max(ports) < 32_768

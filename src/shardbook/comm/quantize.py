@@ -32,14 +32,20 @@ def buffer_bytes(numel: int, bits: int, block: int) -> int:
 def quantize(rows: Tensor, bits: int, block: int) -> Tensor:
     """Quantises `rows` [..., n], fp32 or bf16, to uint8 [..., buffer_bytes(n)]; `bits`: 8 or 4; one scale a `block`."""
     piece = _piece(rows.device.type, prod(rows.shape[:-1]), rows.shape[-1], block)
-    return fused(_quantize, rows.device.type, bits, block, rows.dtype)(rows, bits, block, piece)
+    kernel = fused(_quantize, rows.device.type, bits, block, rows.dtype, static_widths=True)
+    return kernel(rows, bits, block, piece)
 
 
 def dequantize(buffers: Tensor, out: Tensor, bits: int, block: int) -> None:
     """Writes into `out`, [..., n] fp32 or bf16, the sum over k of `buffers`, [k, ..., buffer_bytes(n)] uint8, added up
     in order, in fp32. With k = 1 it is the inverse of quantize, to half a step."""
     piece = _piece(out.device.type, prod(buffers.shape[:-1]), out.shape[-1], block)
-    fused(_dequantize, out.device.type, bits, block, out.dtype)(buffers, out, bits, block, piece)
+    blocks = ceil_div(out.shape[-1], block)
+    payload, scales = buffers.split([blocks * block * bits // 8, blocks * SCALE_BYTES], -1)
+    # As numbers already here: a kernel would put each scale together from its bytes anew for each element.
+    scales = scales.view(torch.float32)
+    kernel = fused(_dequantize, out.device.type, bits, block, out.dtype, static_widths=True)
+    kernel(payload, scales, out, bits, block, piece)
 
 
 def _piece(device_type: str, rows: int, numel: int, block: int) -> int:
@@ -73,18 +79,16 @@ def _encode(values: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     # The payload of a block whose scale is 0 or NaN does not matter.
     steps = (values / torch.where(scale > 0, scale, torch.inf)).round()
     if bits == 8:
-        payload = steps.to(torch.int8).view(torch.uint8)
+        payload = (steps.to(torch.int32) & 255).to(torch.uint8)  # not a view of int8, which would end a fused kernel
     else:
         nibbles = (steps + 8).to(torch.uint8)
         payload = nibbles[..., : block // 2] | nibbles[..., block // 2 :] << 4
     return payload.flatten(-2), _bytes_of(scale).flatten(-2)
 
 
-def _dequantize(buffers: Tensor, out: Tensor, bits: int, block: int, piece: int) -> None:
+def _dequantize(payload: Tensor, scales: Tensor, out: Tensor, bits: int, block: int, piece: int) -> None:
     bits, block = _constant(bits, LARGEST), _constant(block, BLOCKS)
-    blocks = ceil_div(out.shape[-1], block)
-    payload, scales = buffers.split([blocks * block * bits // 8, blocks * SCALE_BYTES], -1)
-    pieces = payload.split(piece * bits // 8, -1), scales.split(piece // block * SCALE_BYTES, -1), out.split(piece, -1)
+    pieces = payload.split(piece * bits // 8, -1), scales.split(piece // block, -1), out.split(piece, -1)
     for some, scale, into in zip(*pieces, strict=True):
         total = _decode(some, scale, bits, block).sum(0)
         into.copy_(total[..., : into.shape[-1]])
@@ -97,16 +101,10 @@ def _decode(payload: Tensor, scales: Tensor, bits: int, block: int) -> Tensor:
     else:
         shifts = torch.tensor([[0], [4]], dtype=torch.uint8, device=payload.device)
         steps = (payload.unsqueeze(-2) >> shifts & 15).flatten(-2).to(torch.int8) - 8
-    return (steps * _scale_of(scales.unflatten(-1, (-1, SCALE_BYTES)))).flatten(-2)
+    return (steps * scales.unsqueeze(-1)).flatten(-2)
 
 
 def _bytes_of(scale: Tensor) -> Tensor:
     """Returns fp32 [..., 1] as uint8 [..., 4], lowest byte first. By arithmetic: a view would end a fused kernel."""
     shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scale.device)
     return (scale.view(torch.int32) >> shifts & 255).to(torch.uint8)
-
-
-def _scale_of(four: Tensor) -> Tensor:
-    """Returns the inverse of `_bytes_of`: uint8 [..., 4] as fp32 [..., 1]."""
-    lowest, low, high, highest = four.to(torch.int32).split(1, -1)
-    return (lowest | low << 8 | high << 16 | highest << 24).view(torch.float32)

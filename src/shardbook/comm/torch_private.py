@@ -131,6 +131,14 @@ def allow_graphs(count: int) -> None:
     torch._dynamo.config.recompile_limit = max(count, torch._dynamo.config.recompile_limit)
 
 
+@_needs("stages", "torch._dynamo.mark_static")
+def keep_widths_static(tensor: Tensor) -> None:
+    """Has the compiler take all dimensions of `tensor` but the first for constants, although torch.compile was told
+    `dynamic=True`. torch.compile has no option for one dimension."""
+    for dim in range(1, tensor.ndim):
+        torch._dynamo.mark_static(tensor, dim)
+
+
 @_needs("stages", "torch.nn.Module._parameters")
 def slots_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Returns the dictionary in which a module keeps its own parameters, in order. No public name gives empty slots (no

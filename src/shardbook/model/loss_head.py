@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardbook.comm.fused import fused
 from shardbook.parallel.tensor import TensorAxis, all_gather_plain, local_part
 
 PRODUCT_ROWS = 32_768  # rows of the head's gradient that one product makes
@@ -244,15 +245,8 @@ def distillation_loss(
     return losses, divergences, grad_logits.to(logits.dtype)
 
 
-@cache
-def run_as_one(function: Any, is_cuda: bool) -> Any:
-    """Returns `function`, on a GPU compiled to one kernel in place of many passes over [rows, vocabulary]. dynamic: the
-    last chunk's length differs each time. Not at import: that would load the compiler in every process."""
-    return torch.compile(function, dynamic=True) if is_cuda else function
-
-
 def chunk_cross_entropy(targets: Tensor, logits: Tensor, here: slice, trains: bool) -> tuple[Tensor, Tensor]:
-    return run_as_one(cross_entropy, logits.is_cuda)(logits, targets[here], trains)
+    return fused(cross_entropy, logits.device.type, static_widths=True)(logits, targets[here], trains)
 
 
 def finished_chunk_loss(
@@ -280,8 +274,8 @@ def chunk_distillation_loss(
     )
     if teacher.finish:
         teacher_logits = teacher.finish(teacher_logits)
-    fused = run_as_one(distillation_loss, logits.is_cuda)
-    losses, divergences[here], grad_logits = fused(
+    loss = fused(distillation_loss, logits.device.type, static_widths=True)
+    losses, divergences[here], grad_logits = loss(
         logits, teacher_logits, targets[here], teacher.temperature, teacher.ratio, trains
     )
     return losses, grad_logits
@@ -301,11 +295,14 @@ def vocab_parallel_cross_entropy(
     part of the vocabulary, and `targets` count from the first of these: with one all-gather of three numbers a row
     (Megatron-LM, arXiv 1909.08053, section 3, has two all-reduces). The losses are the same on every rank, the gradient
     is that of its own logits. Collective."""
-    grad_logits, *own = run_as_one(local_exponentials, logits.is_cuda)(logits, targets[here], trains)
+    device_type = logits.device.type
+    exponentials = fused(local_exponentials, device_type, static_widths=True)
+    grad_logits, *own = exponentials(logits, targets[here], trains)
     gathered = all_gather_plain(torch.stack(own)[None], axis).view(axis.size, 3, -1)
-    losses, share = run_as_one(combine_ranks, logits.is_cuda)(gathered, own[0])
+    losses, share = fused(combine_ranks, device_type)(gathered, own[0])
     if trains:
-        grad_logits = run_as_one(local_grad_logits, logits.is_cuda)(grad_logits, share, targets[here]).to(logits.dtype)
+        slopes = fused(local_grad_logits, device_type, static_widths=True)
+        grad_logits = slopes(grad_logits, share, targets[here]).to(logits.dtype)
     return losses, grad_logits
 
 

@@ -28,6 +28,9 @@ PLAN = {f"{ATTENTION}{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj
 PLAN |= {f"{MLP}{name}": "colwise" for name in ("gate_proj", "up_proj")}
 PLAN |= {f"{ATTENTION}o_proj": "rowwise", f"{MLP}down_proj": "rowwise"}
 UNSHARDED = ("replicated_with_grad_allreduce",)  # head norms: not sharded
+EMBEDDING = {
+    "embed_tokens": "embedding_rowwise"
+}  # said of a tied one by transformers 5.17; its rows are sharded here anyway
 
 
 def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:
@@ -63,7 +66,8 @@ def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:
 def check_tp_size(config: Any, size: int) -> None:
     """Raises RecipeError where a model of `config` cannot be sharded over `size` tensor-parallel ranks."""
     said = f"parallel.tp_size = {size}"
-    plan = {name: how for name, how in (config.base_model_tp_plan or {}).items() if how not in UNSHARDED}
+    stated = (config.base_model_tp_plan or {}).items()
+    plan = {name: how for name, how in stated if how not in UNSHARDED and EMBEDDING.get(name) != how}
     if plan != PLAN or not isinstance(config.intermediate_size, int):  # a list: layers of other widths
         other = sorted({how for name, how in plan.items() if PLAN.get(name) != how})
         raise RecipeError(

@@ -131,7 +131,8 @@ def update_shard(
     for begin, count, width in runs(first, length, RUN.get(device.type, 1)):
         piece, place = (first + begin) // PIECE - first // PIECE, (first + begin) % PIECE
         views = (tensor[begin : begin + count * width].view(count, width) for tensor in flat)
-        run = update_unless(found_inf, update, len(flat), device)
+        # whole pieces are nearly all of a shard; each other width would be a graph of its own
+        run = update_unless(found_inf, update, len(flat), device, static_widths=width == PIECE)
         run(*views, keys[piece : piece + count], places[place : place + width], numbers)
 
 

@@ -92,12 +92,13 @@ def kept_where(update: Callable[..., None], count: int) -> Callable[..., None]:
 
 
 def update_unless(
-    found_inf: Tensor | None, update: Callable[..., None], count: int, device: torch.device
+    found_inf: Tensor | None, update: Callable[..., None], count: int, device: torch.device, static_widths: bool = False
 ) -> Callable[..., None]:
-    """Returns `update`, fused for `device`, as kept_where where there is a `found_inf`."""
+    """Returns `update`, fused for `device`, as kept_where where there is a `found_inf`. Without `static_widths` all
+    shapes share a graph, which costs nothing where each tensor is read from its beginning to its end."""
     if found_inf is None:
-        return fused(update, device.type)
-    return partial(fused(kept_where(update, count), device.type), found_inf)
+        return fused(update, device.type, static_widths=static_widths)
+    return partial(fused(kept_where(update, count), device.type, static_widths=static_widths), found_inf)
 
 
 def keep_where(found_inf: Tensor | None, tensor: Tensor, new: Tensor) -> None:

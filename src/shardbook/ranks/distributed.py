@@ -24,7 +24,14 @@ from shardbook.ranks.heartbeat import Heartbeat
 from shardbook.ranks.join import INTERFACE, Rendezvous, Store, join_ranks, read_member, read_rendezvous
 from shardbook.ranks.lost import is_out_of_reach
 from shardbook.ranks.progress import PROGRESS
-from shardbook.ranks.settings import allocator_default, raise_descriptors, record_in, start_recorder, tune_malloc
+from shardbook.ranks.settings import (
+    allocator_default,
+    forbid_tf32,
+    raise_descriptors,
+    record_in,
+    start_recorder,
+    tune_malloc,
+)
 from shardbook.recipe import RecipeError, first_line
 
 T = TypeVar("T")
@@ -66,6 +73,7 @@ def start_distributed(lost_seconds: float = 0, hang_seconds: float = 0) -> Ranks
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # else transformers loads on rank 0 only and broadcasts
     os.environ.update(allocator_default(os.environ))
     raise_descriptors()
+    forbid_tf32()
     watch_launcher()
     place = read_rendezvous(os.environ)
     device = torch.device("cpu")

@@ -1,6 +1,7 @@
 """Settings of a process that torch or the system reads once: each is made before it is read.
 
-Invariant: a setting of the user's stays as it is. Knows nothing of ranks and process groups.
+Invariant: a setting of the user's stays as it is, but for TF32, which changes numbers. Knows nothing of ranks and
+process groups.
 """
 
 import ctypes
@@ -49,6 +50,15 @@ def allocator_default(variables: Mapping[str, str]) -> dict[str, str]:
     Without it the last chunk of each loss, whose size is new each time, splits blocks into parts that fit nothing else.
     """
     return _unless_set(variables, ALLOCATOR, "expandable_segments:True")
+
+
+def forbid_tf32() -> None:
+    """Makes products of fp32 matrices fp32 products. Containers of NVIDIA turn TF32 on by a variable, under which a
+    product keeps 11 bits: angles of rotary positions, which transformers 5.17 computes by a product, would be wrong
+    beyond position 2,048, and a run with `precision.params = "fp32"` would not be one."""
+    import torch  # here, since a launcher does without
+
+    torch.set_float32_matmul_precision("highest")
 
 
 def start_recorder() -> None:

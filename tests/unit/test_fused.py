@@ -1,0 +1,54 @@
+"""What the compiler of a GPU is told of shapes: how many graphs there are, and which sizes they hold as constants."""
+
+import pytest
+import torch
+
+from shardbook.comm import fused as fused_module
+from shardbook.comm.fused import fused
+
+
+def row_sums(rows, bias):
+    return (rows.float() + bias[:, None]).sum(-1)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The shapes of each graph's tensors: a size is a number, or `symbol`."""
+    seen, compile_ = [], torch.compile
+
+    def backend(graph, inputs):
+        values = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+        seen.append([tuple(size if isinstance(size, int) else "symbol" for size in shape) for shape in shapes])
+        return graph.forward
+
+    monkeypatch.setattr(fused_module, "has_triton", lambda: True)
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compile_(function, backend=backend, **how))
+    torch._dynamo.reset()
+    fused.cache_clear()
+    yield seen
+    fused.cache_clear()
+    torch._dynamo.reset()
+
+
+def call(shapes, static_widths):
+    kernel = fused(row_sums, "cuda", static_widths=static_widths)
+    for rows, width in shapes:
+        given = torch.randn(rows, width), torch.randn(rows)
+        assert torch.equal(kernel(*given), row_sums(*given))
+
+
+def test_one_graph_for_all_lengths_of_a_width_that_is_a_constant(graphs):
+    call([(64, 128), (32, 128), (7, 128), (64, 256), (9, 256)], static_widths=True)
+    assert graphs == [[("symbol", 128), ("symbol",)], [("symbol", 256), ("symbol",)]]
+
+
+def test_one_graph_for_all_shapes_where_no_width_is_kept(graphs):
+    call([(64, 128), (32, 256), (7, 96)], static_widths=False)
+    assert graphs == [[("symbol", "symbol"), ("symbol",)]]
+
+
+def test_widths_beyond_the_limit_share_a_graph_and_no_call_fails(graphs, monkeypatch):
+    monkeypatch.setattr(fused_module, "WIDTHS", 2)
+    call([(64, width) for width in (128, 256, 384, 512, 640, 768)], static_widths=True)
+    assert [sizes[0] for sizes in graphs] == [("symbol", 128), ("symbol", 256), ("symbol", "symbol")]
