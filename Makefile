@@ -41,7 +41,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Empty is off: else each of some hundred processes compiles the package, and pytest its tests, anew.
 export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
-.PHONY: help train launch plan data compare recipes matrix reference docs test test-slow test-streams test-dist test-cpu test-reliability test-page test-cluster proof families test-gpu bench-gpu bench-plan bench-link \
+.PHONY: help train launch plan data compare recipes matrix reference docs test test-slow test-streams test-dist test-cpu test-reliability test-page test-cluster proof families test-gpu first-touch gpu-wheels bench-gpu bench-plan bench-link \
 	bench-checkpoint bench-convergence bench-offload bench-optimizers bench-peers bench-work lint format clean
 
 help:  ## list the targets
@@ -129,8 +129,16 @@ proof: $(DEV)  ## run the matrix, the planted bugs and the ledger, and write doc
 test-page: $(DEV)  ## the compare page in headless Chromium (Debian: apt-get install chromium)
 	$(PYTEST) tests/browser
 
+# Each test is a process or two beside this one's: more than eight at once wait for the cores, not for the GPU.
+GPU_WORKERS ?= 8
 test-gpu: $(DEV)  ## the tests that need a CUDA device; BIN=folder of an interpreter that has torch: installs nothing
-	$(PYTEST) tests/gpu
+	TORCHINDUCTOR_COMPILE_THREADS=2 $(PYTEST) -n $(GPU_WORKERS) --dist worksteal --max-worker-restart 0 tests/gpu
+
+first-touch: $(DEV)  ## the first minutes on a GPU: facts, tests, cases and kernels, kept as they come; BIN=folder as above
+	@$(PYTHON3) tests/bench/first_touch.py $(ARGS)
+
+gpu-wheels:  ## wheels for a GPU machine without a network: make gpu-wheels WHEELS=folder GPU_PYTHON=3.12 MORE="peft"
+	@launch/wheels.sh "$(or $(WHEELS),wheels)" "$(or $(GPU_PYTHON),3.12)" $(MORE)
 
 test-cluster: $(DEV)  ## two network namespaces as nodes, through every launcher (root, ip, tc; some ten minutes)
 	$(PYTEST) tests/cluster

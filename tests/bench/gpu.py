@@ -2,14 +2,17 @@
 rows and a byte tokenizer, under several lengths and checkpointings, beside a bare loop; and attention kernels.
 
 Needs no network and no package beyond torch, transformers and what training itself imports. Prints a table and writes
-docs/benchmarks/<device>.json after each case; run again, it goes on with the cases that the time did not suffice for.
+docs/benchmarks/<device>.json, or into the folder that the variable OUT names, after each case; run again, it goes on
+with the cases that the time did not suffice for.
 
-    make bench-gpu                                              # ten minutes at most
-    python tests/bench/gpu.py --minutes 30 --cases 8b           # cases whose name holds a word
-    python tests/bench/gpu.py --any-device                      # a tiny shape, only to see that it runs
+    make bench-gpu                                                      # ten minutes at most
+    python tests/bench/gpu.py --cases "1b 4x4096 packed none"           # by name
+    python tests/bench/gpu.py --minutes 30 --cases "8b*"                # all whose name holds what stands before a *
+    python tests/bench/gpu.py --any-device                              # a tiny shape, only to see that it runs
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -31,9 +34,9 @@ from gpu_cases import (
     mean_attended,
     model_flops,
     plan_cases,
-    predicted_peak,
     write_documents,
 )
+from watch import PROFILED_STEPS
 
 from shardbook.gpus import gpu_of
 from shardbook.run.directory import environment
@@ -41,15 +44,19 @@ from shardbook.run.directory import environment
 ROOT = Path(__file__).parents[2]
 STEPS = 12
 TINY_STEPS = 8
-CASE_SECONDS = 180  # after which a case is ended: a compile, twelve steps and a profile take half of it
+# What a run itself says of a step, and what was predicted of it, that a case keeps from metrics.jsonl
+ROWS = ("train/loss", "train/grad_norm", "perf/mfu", "perf/loader_wait_seconds", "perf/offload_wait_seconds")
+ROWS += ("perf/offload_step_seconds", "predicted/memory/peak_bytes", "predicted/perf/step_seconds")
 WITHOUT_FIGURES = ("failed", "left_out", "unfinished")
+QUANTISATION_SECONDS = 180
 LEAST_SECONDS = 45  # with less than this left none is begun
 COLUMNS = {  # of the table: key, unit
     "tok/s": ("tokens_per_second", 1, ",.0f"),
     "MFU": ("mfu", 100, ".1f"),
     "step s": ("step_seconds", 1, ".3f"),
+    "plan s": ("predicted/perf/step_seconds", 1, ".3f"),
     "peak GB": ("allocated_peak_bytes", 1e-9, ".1f"),
-    "plan GB": ("predicted_peak_bytes", 1e-9, ".1f"),
+    "plan GB": ("predicted/memory/peak_bytes", 1e-9, ".1f"),
     "reserved": ("reserved_peak_bytes", 1e-9, ".1f"),
     "retries": ("alloc_retries", 1, ".0f"),
     "gemm %": ("gemm", 100, ".0f"),
@@ -66,33 +73,35 @@ def prepare(folder: Path, cases: list[Case]) -> None:
 
     tiny.tokenizer().save_pretrained(folder / "tokenizer")
     (folder / "bench.toml").write_text("[train]\nsteps = 1\n")
-    tiny.config(max_position_embeddings=4096, initializer_range=0.02).save_pretrained(folder / "tiny")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # widths of whole blocks of four bits
+    tiny.config(max_position_embeddings=4096, initializer_range=0.02, **sizes).save_pretrained(folder / "tiny")
     for length in {case.length for case in cases}:
         for kind in ("packed", "whole"):
             write_documents(folder / f"{kind}-{length}.jsonl", kind, length, tokens=STEPS * max(4 * length, 16_384))
 
 
-def end_of(command: list[str], said: Path, seconds: float, folder: Path) -> int | None:
-    """Run `command` with this interpreter, its output to `said`. The exit code; None: it was ended, after `seconds`."""
+def end_of(command: list[str], said: Path, seconds: float, folder: Path, **variables: str) -> int | None:
+    """Run `command` with this interpreter, its output to `said`. The exit code; None: it was ended, after `seconds`.
+    What it started ends with it: compilers, ranks, loaders."""
     caches = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
     allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # for both loops, unless the caller says otherwise
     with said.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
-            env=allocator | os.environ | caches,
+            env=allocator | os.environ | caches | variables,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # the compiler's workers end with it
+            start_new_session=True,
         )
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
 
 
 def run_case(case: Case, folder: Path, steps: int, seconds: float) -> dict:
@@ -102,19 +111,33 @@ def run_case(case: Case, folder: Path, steps: int, seconds: float) -> dict:
     code = end_of(case.command(folder, out, steps), said, seconds, folder)
     if code is None:
         over = f"ended after {seconds:.0f} s"
-        return {"failed": over} if seconds >= CASE_SECONDS else {"unfinished": over}
+        return {"failed": over} if seconds >= case.seconds else {"unfinished": over}
     if code or not out.is_file():
         return {"failed": reason(said.read_text(), code)}
     seen = json.loads(out.read_text())
-    attended = mean_attended(folder / case.rows_file, case.length)
-    flops = model_flops(json.loads((case.shape_folder(folder) / "config.json").read_text()), attended)
     speed = case.batch * case.length / seen["step_seconds"]
-    row = {"case": asdict(case), "tokens_per_second": speed, "flops_per_token": flops}
-    if not case.compiled:
-        row["predicted_peak_bytes"] = predicted_peak(case, folder, "cuda" if torch.cuda.is_available() else "cpu")
-    if torch.cuda.is_available() and (gpu := gpu_of(torch.cuda.get_device_name())):
-        row["mfu"] = speed * flops / gpu.flops
+    row = {"case": asdict(case), "tokens_per_second": speed} | logged(folder / "runs" / case.run_name, steps)
+    if not case.adapter and case.loop != "peft" and case.shape != "moe":  # of the others a run's own count is kept
+        attended = mean_attended(folder / case.rows_file, case.length)
+        row["flops_per_token"] = model_flops(
+            json.loads((case.shape_folder(folder) / "config.json").read_text()), attended
+        )
+        if torch.cuda.is_available() and (gpu := gpu_of(torch.cuda.get_device_name())):
+            row["mfu"] = speed * row["flops_per_token"] / gpu.flops
+    elif "perf/mfu" in row:
+        row["mfu"] = row["perf/mfu"]
     return row | seen.pop("shares", {}) | seen
+
+
+def logged(run: Path, steps: int) -> dict:
+    """What the run said of the last step that it logged before the profiled ones; nothing of a loop without a log."""
+    if not (run / "metrics.jsonl").is_file():
+        return {}
+    found: dict = {}
+    for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        if row["step"] <= steps - PROFILED_STEPS - 1:
+            found |= {key: row[key] for key in ROWS if key in row}
+    return found
 
 
 def run_quantisation(folder: Path, seconds: float) -> dict:
@@ -162,7 +185,7 @@ def read_earlier(out: Path, facts: dict, anew: bool) -> dict:
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=9.5, help="end by then; run again for the rest")
-    parser.add_argument("--cases", nargs="*", default=[], help="only cases whose name holds one of these words")
+    parser.add_argument("--cases", nargs="*", default=[], help="only these; with a * at its end, all that hold a word")
     parser.add_argument("--plan", action="store_true", help="the six whose peaks are held against the plan's")
     parser.add_argument("--any-device", action="store_true", help="without a GPU: a tiny shape")
     parser.add_argument("--anew", action="store_true", help="measure again what an earlier call measured")
@@ -173,9 +196,9 @@ def main(words: list[str] | None = None) -> int:
         print("bench-gpu needs a CUDA device; there is none here", file=sys.stderr)
         return 2
     known = plan_cases(cuda) if asked.plan else cases_of(cuda)
-    cases = [case for case in known if not asked.cases or any(word in case.name for word in asked.cases)]
-    if not cases:
-        print(f"--cases {asked.cases}: no case; there are", *(case.name for case in known), sep="\n  ")
+    cases, unknown = chosen(known, asked.cases)
+    if unknown:
+        print(f"--cases {unknown}: no case; there are", *(case.name for case in known), sep="\n  ")
         return 2
     deadline = time.monotonic() + 60 * asked.minutes
     facts = (
@@ -190,8 +213,8 @@ def main(words: list[str] | None = None) -> int:
     def due(row: dict) -> bool:
         return not row or "unfinished" in row
 
-    def left() -> float:
-        return min(CASE_SECONDS, deadline - time.monotonic())
+    def left(most: float = QUANTISATION_SECONDS) -> float:
+        return min(most, deadline - time.monotonic())
 
     def keep(**rows: object) -> None:
         found.update(rows)
@@ -210,7 +233,7 @@ def main(words: list[str] | None = None) -> int:
             elif why := left_out(case, folder, "cuda" if cuda else "cpu", facts.get("memory_bytes")):
                 row = {"left_out": why}
             else:
-                row = run_case(case, folder, STEPS if cuda else TINY_STEPS, left())
+                row = run_case(case, folder, STEPS if cuda else TINY_STEPS, left(case.seconds))
             keep(cases=found["cases"] | {case.name: row})
             print(table({case.name: row}).splitlines()[-1], flush=True)
         if (
@@ -223,9 +246,19 @@ def main(words: list[str] | None = None) -> int:
             keep(quantisation=run_quantisation(folder, left()))
     print(table(found["cases"]), out, sep="\n")
     for name, row in found["cases"].items():
-        if row.get("allocated_peak_bytes") and (said := row.get("predicted_peak_bytes")):
+        if row.get("allocated_peak_bytes") and (said := row.get("predicted/memory/peak_bytes")):
             print(f"{name}: predicted {said / row['allocated_peak_bytes'] - 1:+.1%} of what was measured (asked: 5%)")
     return 0
+
+
+def chosen(known: list[Case], words: list[str]) -> tuple[list[Case], list[str]]:
+    """The cases that `words` name, all where there are none; and the words that name none."""
+    names = {case.name: case for case in known}
+    found = {
+        word: [name for name in names if name == word or (word.endswith("*") and word[:-1] in name)] for word in words
+    }
+    listed = {name for each in found.values() for name in each}
+    return [case for case in known if not words or case.name in listed], [word for word in words if not found[word]]
 
 
 def digest_of_code() -> str:
@@ -235,10 +268,11 @@ def digest_of_code() -> str:
 
 
 def default_out() -> Path:
-    """Among the repository's data what a GPU measured; what a CPU did is no data."""
+    """Where OUT says; else among the repository's data what a GPU measured; what a CPU did is no data."""
     if not torch.cuda.is_available():
-        return ROOT / "runs" / "bench-cpu.json"
-    return ROOT / "docs" / "benchmarks" / (re.sub(r"\W+", "-", torch.cuda.get_device_name().lower()) + ".json")
+        return Path(os.environ.get("OUT") or ROOT / "runs") / "bench-cpu.json"
+    folder = Path(os.environ.get("OUT") or ROOT / "docs" / "benchmarks")
+    return folder / (re.sub(r"\W+", "-", torch.cuda.get_device_name().lower()) + ".json")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ Pure of a GPU: everything here runs on a laptop.
 
 import json
 import random
+import re
 import string
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import get_args
 
@@ -21,7 +22,15 @@ from shardbook.plan.peak import predict_peak
 from shardbook.recipe import Optim, load_recipe, resolve_precision
 
 HERE = Path(__file__).parent
-SHAPES = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b"}
+SHAPES = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b", "moe": "moe-2.7b"}
+DENSE = ("1b", "3b", "8b")
+ADAPTERS = {
+    "lora": ("lora.r=16", "lora.lora_alpha=32"),
+    "qlora": ("lora.r=16", "lora.lora_alpha=32", "model.load_in_4bit=true"),
+}
+OFFLOAD = tuple(f"offload.{what}=cpu" for what in ("optimizer", "params", "activations"))
+# Loops that one would write without Shardbook: bare_loop.py, and those of gpu_loops.py
+LOOPS = {"bare": "bare loop", "fsdp2": "fully_shard", "trainer": "Trainer", "peft": "peft"}
 OPTIMIZERS = get_args(Optim.model_fields["name"].annotation)
 
 
@@ -34,19 +43,32 @@ class Case:
     batch: int
     rows: str = "packed"
     checkpointing: str = "none"
-    loop: str = "shardbook"  # or bare
+    loop: str = "shardbook"  # or one of LOOPS
     stage: str = "zero3"
     master: str = "fp32"
     optimizer: str = "adamw"
     attention: str = "auto"
     compiled: bool = True
+    adapter: str = ""  # one of ADAPTERS
+    offload: bool = False  # of everything, to the host
+    logging_steps: int = 3
+    chunk: int = 0  # train.loss_chunk_tokens, 0: the recipe's default
+    seconds: int = field(
+        default=75, compare=False
+    )  # after which it is ended: start, compilation, twelve steps and a profile
 
     @property
     def name(self) -> str:
-        usual = {"stage": "zero3", "master": "fp32", "optimizer": "adamw", "attention": "auto", "compiled": True}
-        odd = [f"{key}={getattr(self, key)}" for key, value in usual.items() if getattr(self, key) != value]
-        loop = ["bare loop"] if self.loop == "bare" else []
+        odd = []
+        for each in fields(Case)[6:-1]:
+            if (value := getattr(self, each.name)) != each.default:
+                odd.append(value if each.name == "adapter" else f"{each.name}={value}")
+        loop = [LOOPS[self.loop]] if self.loop in LOOPS else []
         return " ".join([self.shape, f"{self.batch}x{self.length}", self.rows, self.checkpointing, *odd, *loop])
+
+    @property
+    def run_name(self) -> str:
+        return re.sub(r"\W+", "-", self.name)
 
     @property
     def rows_file(self) -> str:
@@ -56,7 +78,7 @@ class Case:
         return HERE / "shapes" / SHAPES[self.shape] if self.shape in SHAPES else folder / self.shape
 
     def overrides(self, folder: Path) -> list[str]:
-        """The recipe's keys. Logged every ten steps, so that the clock holds what a run pays."""
+        """The recipe's keys. Logged every three steps, so that a row comes before the profiled ones."""
         compiles = self.compiled and torch.cuda.is_available()
         return [
             f"model.path={self.shape_folder(folder)}",
@@ -72,45 +94,59 @@ class Case:
             f"optim.name={self.optimizer}",
             f"train.per_device_train_batch_size={self.batch}",
             f"train.compile={str(compiles).lower()}",
-            "train.logging_steps=10",
+            f"train.logging_steps={self.logging_steps}",
+            *([f"train.loss_chunk_tokens={self.chunk}"] if self.chunk else []),
+            *ADAPTERS.get(self.adapter, ()),
+            *(OFFLOAD if self.offload else ()),
             "train.export=false",
             f"run.dir={folder}/runs",
-            f"run.name={self.name.replace(' ', '-').replace('=', '-').replace(':', '-')}",
+            f"run.name={self.run_name}",
             "run.report_to=none",
         ]
 
     def command(self, folder: Path, out: Path, steps: int) -> list[str]:
         """What the interpreter runs."""
-        if self.loop == "bare":
+        if self.loop in LOOPS:
             data = [f"{folder}/tokenizer", f"{folder}/{self.rows_file}", str(self.length), str(self.batch)]
-            return [
-                f"{HERE}/bare_loop.py",
-                str(out),
-                str(steps),
-                f"{self.shape_folder(folder)}",
-                *data,
-                self.checkpointing,
-            ]
+            given = [str(out), str(steps), f"{self.shape_folder(folder)}", *data]
+            if self.loop == "bare":
+                return [f"{HERE}/bare_loop.py", *given, self.checkpointing]
+            return [f"{HERE}/gpu_loops.py", self.loop, *given]
         return [f"{HERE}/one_run.py", str(out), str(steps), f"{folder}/bench.toml", *self.overrides(folder)]
 
 
 def cases_of(cuda: bool) -> list[Case]:
     """In order: what the time does not suffice for is at the end."""
     if not cuda:
-        return [Case("tiny", 128, 2), Case("tiny", 128, 2, "whole"), Case("tiny", 128, 2, "whole", loop="bare")]
-    first = [
+        whole = [Case("tiny", 128, 2, "whole", loop=loop) for loop in ("shardbook", "bare")]
+        return [Case("tiny", 128, 2), *whole]
+    small = {"master": "bf16", "optimizer": "adamw_bf16"}
+    first = [  # each beside what it is compared with
         Case("1b", 4096, 4),
-        Case("8b", 8192, 1, checkpointing="full"),
-        Case("8b", 8192, 1, checkpointing="full", master="bf16", optimizer="adamw_bf16"),
-        Case("1b", 4096, 4, attention="sdpa"),  # a dense mask for the same rows
-        Case("8b", 8192, 1, checkpointing="full", master="bf16", optimizer="adamw_bf16", attention="sdpa"),
-        Case("1b", 4096, 4, "whole"),
-        Case("1b", 4096, 4, "whole", loop="bare"),
-        Case("3b", 8192, 1, checkpointing="selective"),
-        Case("8b", 8192, 1, checkpointing="selective", master="bf16", optimizer="adamw_bf16"),
-        Case("3b", 8192, 1, "whole", "full", loop="bare"),
-        Case("3b", 8192, 1, "whole", "full"),
+        Case("8b", 8192, 1, checkpointing="full", seconds=100),
+        Case("8b", 8192, 1, checkpointing="full", seconds=100, **small),
+        Case("1b", 4096, 2, "whole"),
+        Case("1b", 4096, 2, "whole", loop="fsdp2"),
+        Case("8b", 8192, 1, checkpointing="selective", adapter="lora"),
+        Case("1b", 4096, 2, "whole", loop="trainer"),
+        Case("8b", 4096, 1, checkpointing="selective", adapter="qlora"),
+        Case("moe", 8192, 1, checkpointing="full"),
+        Case("1b", 4096, 4, compiled=False),
+        Case("3b", 8192, 1, checkpointing="full", offload=True, seconds=110),
+        Case("1b", 4096, 4, chunk=4096),
+        Case("1b", 4096, 4, logging_steps=1),
         Case("1b", 4096, 4, stage="zero2"),
+        Case("1b", 4096, 4, stage="ddp"),
+        Case("1b", 4096, 4, attention="sdpa"),  # a dense mask for the same rows
+        Case("8b", 4096, 1, checkpointing="selective", **small),
+        Case("3b", 8192, 1, checkpointing="selective"),
+        Case("8b", 8192, 1, "whole", "selective", adapter="lora"),
+        Case("8b", 8192, 1, "whole", "full", loop="peft"),
+        Case("8b", 8192, 1, checkpointing="full", attention="sdpa", **small),
+        Case("8b", 8192, 1, checkpointing="selective", **small),
+        Case("1b", 4096, 2, "whole", loop="bare"),
+        Case("3b", 8192, 1, "whole", "full"),
+        Case("3b", 8192, 1, "whole", "full", loop="bare"),
     ]
     others = [
         Case(shape, length, batch, checkpointing=kind, optimizer=optimizer)
@@ -121,12 +157,19 @@ def cases_of(cuda: bool) -> list[Case]:
     batches = {"1b": 16_384, "3b": 8192, "8b": 8192}  # tokens of a micro-batch
     grid = [
         Case(shape, length, batches[shape] // length, checkpointing=kind)
-        for shape in SHAPES
+        for shape in DENSE
         for length in (8192, 4096)
         for kind in ("selective", "none", "full")
     ]
     bare = [Case("8b", 8192, 1, "whole", "full"), Case("8b", 8192, 1, "whole", "full", loop="bare")]
     return list(dict.fromkeys([*first, *others, *grid, *bare]))
+
+
+def rehearsed() -> list[Case]:
+    """Without a GPU: each loop, and each kind of case whose command differs."""
+    loops = [Case("tiny", 128, 2, "whole", loop=loop) for loop in ("fsdp2", "trainer", "peft")]
+    adapted = [Case("tiny", 128, 2, checkpointing="selective", adapter=adapter) for adapter in ADAPTERS]
+    return [*cases_of(cuda=False), *loops, *adapted, Case("tiny", 128, 2, checkpointing="full", offload=True)]
 
 
 def plan_cases(cuda: bool) -> list[Case]:
@@ -194,7 +237,8 @@ def kept_values(config: dict, checkpointing: str) -> int:
 
 def left_out(case: Case, folder: Path, device: str, memory_bytes: int | None) -> str | None:
     """Why the case cannot fit, by the formulas for what a rank keeps and gathers; None: it may."""
-    if memory_bytes is None:
+    # the formulas below are of full training of a model whose every parameter multiplies
+    if memory_bytes is None or case.adapter or case.offload or case.loop == "peft" or case.shape not in DENSE:
         return None
     recipe = load_recipe(folder / "bench.toml", case.overrides(folder))
     recipe = resolve_precision(recipe, device)

@@ -6,7 +6,7 @@ import gpu
 import pytest
 import torch
 from gpu_cases import (
-    SHAPES,
+    DENSE,
     Case,
     cases_of,
     kept_values,
@@ -78,7 +78,7 @@ def test_flops_are_those_of_the_shapes():
         "8b": 8_030_261_248 - 65 * 4096 - 128_256 * 4096,
     }
     widths = {"1b": 2048, "3b": 3072, "8b": 4096}
-    for shape in SHAPES:
+    for shape in DENSE:
         config = config_of(shape)
         attention = 6 * config["num_hidden_layers"] * widths[shape] * 8192
         assert model_flops(config, 8192) == 6 * counts[shape] + attention
@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_left_out_with_its_reason(tmp_path):
 def test_cases_have_names_of_their_own_and_cover_what_is_asked():
     cases = cases_of(cuda=True)
     assert len({case.name for case in cases}) == len(cases)
-    for shape in SHAPES:
+    for shape in DENSE:
         grid = {(c.length, c.checkpointing) for c in cases if c.shape == shape and c.loop == "shardbook"}
         assert grid >= {(length, kind) for length in (4096, 8192) for kind in ("none", "selective", "full")}
         ours = {(c.length, c.batch, c.checkpointing) for c in cases if c.shape == shape and c.rows == "whole"}
@@ -200,4 +200,4 @@ def test_a_case_of_the_plan_runs_here(tmp_path, capsys):
     out = tmp_path / "plan.json"
     assert gpu.main(["--plan", "--any-device", "--out", str(out)]) == 0
     (row,) = json.loads(out.read_text())["cases"].values()
-    assert row["predicted_peak_bytes"] > 10**6 and "plan GB" in capsys.readouterr().out
+    assert row["predicted/memory/peak_bytes"] > 10**6 and "plan GB" in capsys.readouterr().out

@@ -1,0 +1,141 @@
+"""`make first-touch`, as far as a CPU can know it: what fails in the middle takes nothing else along, what cannot be
+measured is refused in one line, and all of it runs."""
+
+import json
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import first_touch
+import gpu
+import gpu_facts
+import pytest
+import torch
+from first_touch import Record, measure, table
+from gpu_cases import Case, cases_of
+
+SEEN = 'import json, sys; open({out!r}, "w").write(json.dumps({{"step_seconds": 0.5}}))'
+CODE = {
+    "before": SEEN,
+    "hangs": "import subprocess, sys, time; child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); "
+    "time.sleep(600)",
+    "crashes": "import os; print('on its way'); os.abort()",
+    "out of memory": "import sys; print('x.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.10 GiB. GPU 0'); "
+    "sys.exit('shardbook: failed')",
+    "after": SEEN,
+}
+
+
+@dataclass(frozen=True)
+class Planted(Case):
+    """A case that runs a program of its own."""
+
+    kind: str = ""
+
+    @property
+    def name(self):
+        return self.kind
+
+    def command(self, folder, out, steps):
+        return ["-c", CODE[self.kind].format(out=str(out))]
+
+
+def test_what_hangs_crashes_or_runs_out_of_memory_takes_nothing_along(tmp_path, capsys):
+    """Each is named, with its reason; what came before is in the results, what comes after runs, and nothing that it
+    started lives on."""
+    folder, out = tmp_path / "folder", tmp_path / "out"
+    folder.mkdir()
+    out.mkdir()
+    cases = [Planted("tiny", 128, 2, seconds=3 if kind == "hangs" else 60, kind=kind) for kind in CODE]
+    gpu.prepare(folder, cases)
+    record = Record(out, time.monotonic() + 200, cuda=False)
+    written = []
+    for case in cases:
+        measure(record, ["cases"], [case], folder, "")
+        written.append(json.loads((out / "first-touch.json").read_text()))
+    assert [[*each] for each in written] == [[*CODE][: number + 1] for number in range(len(CODE))]
+    results = written[-1]
+    assert results["before"]["tokens_per_second"] == results["after"]["tokens_per_second"] == 2 * 128 / 0.5
+    assert results["hangs"]["failed"] == "ended after 3 s"
+    assert results["crashes"]["failed"] == "exit code -6: on its way"
+    assert results["out of memory"]["failed"] == "out of memory: tried to allocate 2.10 gib"
+    log = (out / "log.txt").read_text()
+    child = int(log.split("===== hangs\n")[1].split()[0])
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"  # ended, though nobody may have asked for its code
+    assert "hangs: failed: ended after 3 s" in capsys.readouterr().out
+    last = table(record.results)
+    assert "failed: exit code -6" in last and "failed: out of memory" in last
+
+
+def test_the_table_has_25_lines_at_most_and_keeps_what_was_measured():
+    parts = {name: {"passed": 3} for name in ("facts", "smoke", "smoke compiled", "tests", "kernels", "attention")}
+    cases = {case.name: {"unfinished": "no time was left"} for case in cases_of(cuda=True)}
+    measured = [*cases][-1]
+    cases[measured] = {"case": {}, "tokens_per_second": 1234.5}
+    lines = table(parts | cases).splitlines()
+    assert len(lines) == 25 and any(line.startswith(measured) and "1,234" in line for line in lines)
+
+
+def test_a_case_is_named_whole_or_by_a_word_before_a_star():
+    known = cases_of(cuda=True)
+    assert [case.name for case in gpu.chosen(known, ["1b 4x4096 packed none"])[0]] == ["1b 4x4096 packed none"]
+    assert len(gpu.chosen(known, ["1b 4x4096*"])[0]) > 5
+    assert gpu.chosen(known, ["1b 4x4096", "70b*"])[1] == ["1b 4x4096", "70b*"]
+    assert gpu.chosen(known, [])[0] == known
+
+
+def test_what_is_measured_goes_where_the_variable_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert gpu.default_out() == tmp_path / "bench-cpu.json"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert gpu.default_out() == tmp_path / "nvidia-h200.json"
+    monkeypatch.delenv("OUT")
+    assert gpu.default_out() == gpu.ROOT / "docs" / "benchmarks" / "nvidia-h200.json"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_no_gpu_is_one_line_and_nothing_is_written(tmp_path, capfd):
+    out = tmp_path / "out"
+    assert first_touch.main(["--out", str(out)]) == 2
+    said = capfd.readouterr().err.splitlines()
+    assert said == ["first-touch: no GPU to measure on: torch sees no CUDA device"] and not out.exists()
+    assert first_touch.main(["--cases", "70b", "--out", str(out)]) == 2
+    assert "1b 4x4096 packed none" in capfd.readouterr().out and not out.exists()
+
+
+def test_an_old_driver_and_a_card_that_is_taken_are_one_line_each(monkeypatch):
+    def too_old():
+        warnings.warn(
+            "CUDA initialization: The NVIDIA driver on your system is too old\n(found version 12020).", stacklevel=1
+        )
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", too_old)
+    assert gpu_facts.check() == (
+        "no GPU to measure on: CUDA initialization: The NVIDIA driver on your system is too old"
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 10**9, 150 * 10**9))
+    assert gpu_facts.check() == "GPU 0 has 40.0 GB of its 150.0 free: another program holds the rest"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (149 * 10**9, 150 * 10**9))
+    assert gpu_facts.check() == ""
+
+
+@pytest.mark.slow
+def test_all_of_it_runs_without_a_gpu(tmp_path, capsys):
+    out = tmp_path / "out"
+    case = "tiny 2x128 packed none"
+    assert first_touch.main(["--any-device", "--minutes", "20", "--out", str(out), "--cases", case]) == 0
+    results = json.loads((out / "first-touch.json").read_text())
+    assert [*results] == ["facts", "smoke", "smoke compiled", "tests", case, "kernels", "attention"]
+    assert not [name for name, found in results.items() if "failed" in found], results
+    assert results["tests"]["passed"] == 1 and results["tests"]["red"] == 0
+    (row,) = [json.loads(line) for line in (out / "tests.jsonl").read_text().splitlines()]
+    assert row["outcome"] == "passed" and row["seconds"] > 0
+    assert results[case]["tokens_per_second"] > 0 and results[case]["predicted/memory/peak_bytes"] > 10**5
+    assert len(results["kernels"]["rows"]) == 9 and results["attention"]["rows"]
+    assert results["smoke"]["train/loss"] == pytest.approx(results["smoke compiled"]["train/loss"], rel=1e-5)
+    assert case in capsys.readouterr().out
