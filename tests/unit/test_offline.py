@@ -27,7 +27,7 @@ def make(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(["make", "--dry-run", *words], cwd=ROOT, env=alone, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("target", ["test-gpu", "bench-gpu", "train", "recipes"])
+@pytest.mark.parametrize("target", ["test-gpu", "first-touch", "bench-gpu", "train", "recipes"])
 def test_make_with_an_interpreter_of_ones_own_installs_nothing(target):
     folder = Path(sys.executable).parent
     run = make(target, f"BIN={folder}")
@@ -38,7 +38,7 @@ def test_make_with_an_interpreter_of_ones_own_installs_nothing(target):
 def test_make_without_one_makes_its_own():
     run = make("--always-make", "test-gpu")
     assert "pip install --quiet --constraint constraints.txt torch" in run.stdout
-    assert ".venv/bin/python3 -m pytest tests/gpu" in run.stdout
+    assert ".venv/bin/python3 -m pytest -n 8 --dist worksteal --max-worker-restart 0 tests/gpu" in run.stdout
 
 
 def test_make_names_a_folder_without_an_interpreter(tmp_path):
@@ -50,7 +50,8 @@ def test_make_names_a_folder_without_an_interpreter(tmp_path):
 def test_training_and_the_gpu_tests_import_without_what_they_do_not_need():
     blocked = f"import sys; sys.modules.update(dict.fromkeys({NOT_NEEDED!r}))"
     paths = f"sys.path[:0] = ['{ROOT}/tests', '{ROOT}/tests/gpu', '{ROOT}/tests/bench']"
-    code = f"{blocked}; {paths}; import shardbook.train, shardbook.cli, conftest, test_cuda, gpu, one_run, bare_loop"
+    benches = "gpu, one_run, bare_loop, first_touch, gpu_facts, gpu_kernels, gpu_loops"
+    code = f"{blocked}; {paths}; import shardbook.train, shardbook.cli, conftest, test_cuda, {benches}"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 

@@ -5,10 +5,10 @@ import dataclasses
 
 import pytest
 import torch
-from families import small_config
+from families import released_config, small_config
 from test_model import assert_close, gradients, micro, rows
 from tiny import config, said_by, write_model
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from varlen import plain_varlen_attn
 
 from shardbook.model import attention, masks, parts, selfcheck
@@ -241,10 +241,12 @@ def test_what_depends_on_each_other_is_made_small_together():
     """A list of layers that counts from one; heads that are as wide as their two parts; heads inside a config of
     their own; an indexer with so many heads that hardly any score is a tie at zero."""
     small = small_config("qwen4_exp_text")
-    assert small.ple_layer_ids == [2, 3] and small.layer_types[:4] == ["linear_attention"] * 3 + ["indexed_attention"]
+    kinds = released_config("qwen4_exp_text").layer_types  # the fourth kind has another name in transformers 5.17
+    assert small.ple_layer_ids == [2, 3] and small.layer_types[:4] == kinds[:4] and len(set(kinds[:4])) == 2
     assert small.indexer_budget == 2 * small.indexer_compress_ratio == 4
-    small = small_config("dots3_note_text")
-    assert small.head_dim == small.qk_nope_head_dim + small.qk_rope_head_dim == 16
+    if "dots3_note_text" in CONFIG_MAPPING:  # transformers 5.17 has none
+        small = small_config("dots3_note_text")
+        assert small.head_dim == small.qk_nope_head_dim + small.qk_rope_head_dim == 16
     assert small_config("deepseek_v3").head_dim == 8  # of which all is rotated
     assert small_config("dbrx").attn_config.kv_n_heads == 2 and small_config("dbrx").attn_config.rope_theta == 5e5
     assert small_config("hy_v4").index_n_heads == 16
