@@ -53,6 +53,7 @@ class Case:
     offload: bool = False  # of everything, to the host
     logging_steps: int = 3
     chunk: int = 0  # train.loss_chunk_tokens, 0: the recipe's default
+    saves: str = ""  # train.async_save, of a checkpoint every fifth step; empty: none is saved
     seconds: int = field(
         default=75, compare=False
     )  # after which it is ended: start, compilation, twelve steps and a profile
@@ -96,6 +97,11 @@ class Case:
             f"train.compile={str(compiles).lower()}",
             f"train.logging_steps={self.logging_steps}",
             *([f"train.loss_chunk_tokens={self.chunk}"] if self.chunk else []),
+            *(
+                [f"train.async_save={self.saves}", "train.save_steps=5", "train.save_total_limit=1"]
+                if self.saves
+                else []
+            ),
             *ADAPTERS.get(self.adapter, ()),
             *(OFFLOAD if self.offload else ()),
             "train.export=false",
@@ -139,6 +145,11 @@ def cases_of(cuda: bool) -> list[Case]:
         Case("1b", 4096, 4, stage="ddp"),
         Case("1b", 4096, 4, attention="sdpa"),  # a dense mask for the same rows
         Case("8b", 4096, 1, checkpointing="selective", **small),
+        *(
+            Case("1b", 65_536, 1, "whole", "full", attention=kernel, seconds=100)
+            for kernel in ("varlen", "sdpa", "flex")
+        ),
+        *(Case("1b", 4096, 4, saves=mode, seconds=100) for mode in ("false", "true", "wait")),
         Case("3b", 8192, 1, checkpointing="selective"),
         Case("8b", 8192, 1, "whole", "selective", adapter="lora"),
         Case("8b", 8192, 1, "whole", "full", loop="peft"),
