@@ -55,16 +55,73 @@ def timeless(state):
     return {name: value for name, value in json.loads(state.read_text()).items() if name != "log"}
 
 
-def test_it_is_bit_for_bit_the_one_that_would_be_waited_for(recipe, waited):
-    results = run_world(2, slowly, [str(recipe), "run.name=background", *SAVING, ASYNC])
+@pytest.mark.parametrize("mode", ["true", "wait"])
+def test_it_is_bit_for_bit_the_one_that_would_be_waited_for(mode, recipe, waited):
+    name, words = f"background-{mode}", [*SAVING, f"train.async_save={mode}"]
+    results = run_world(2, slowly, [str(recipe), f"run.name={name}", *words])
     assert [code for code, _, _ in results] == [0, 0], results
     assert all(said.endswith("made begun begun begun") for _, said, _ in results), results  # before a step waits for it
-    run = recipe.parent / "background"
+    run = recipe.parent / name
     assert_equal(run, waited)
     shutil.rmtree(run / "checkpoints" / "step-000006")
     (run / "run.json").unlink()
-    run_train(2, recipe, "background", *SAVING, ASYNC)
+    run_train(2, recipe, name, *words)
     assert_equal(run, waited)
+
+
+def copying_slowly(seconds, words, bug=None):
+    """A rank whose copy of what is saved ends after the next step has begun, unless that does not begin for so many
+    `seconds`. It says in which order steps began and a copy ended."""
+    from shardbook.run import background
+    from shardbook.run.meter import Meter
+
+    copy, begin, stepped, seen = background.StagingWriter.copy, Meter.begin, threading.Event(), []
+
+    def copies(*given):
+        stepped.wait(seconds)
+        copy(*given)
+        seen.append("copied")
+
+    def begins(self, work):
+        seen.append("step")
+        if seen.count("step") == 3:  # the save is that of step 2
+            stepped.set()
+        begin(self, work)
+
+    background.StagingWriter.copy, Meter.begin = copies, begins
+    bug and bug()
+    code, _, error = train_rank(words)
+    return code, " ".join(seen), error
+
+
+def the_wait_is_gone():
+    """Planted bug: the next step waits for nothing."""
+    from shardbook.run import background
+
+    made = background.Background.__post_init__
+    background.Background.__post_init__ = lambda self: (setattr(self, "waits", False), made(self))[1]
+
+
+def order_of(recipe, mode, seconds, bug=None):
+    """The order on both ranks, which is the same."""
+    words = [str(recipe), f"run.name=order-{mode}-{seconds}", "train.steps=3", "train.save_steps=2"]
+    words += ["train.export=false", f"train.async_save={mode}"]
+    (code, order, error), other = run_world(2, copying_slowly, seconds, words, bug)
+    assert code == 0 and (code, order, error) == other, error
+    return order
+
+
+BESIDE, BEFORE = "step step step copied", "step step copied step"
+
+
+def test_with_wait_alone_the_next_step_begins_after_the_copy(recipe):
+    assert order_of(recipe, "wait", 2) == BEFORE
+    assert order_of(recipe, "true", 60) == BESIDE  # 60: a full machine may take long to begin a step
+
+
+@pytest.mark.slow
+def test_a_wait_that_is_gone_turns_it_red(recipe):
+    assert order_of(recipe, "wait", 60, the_wait_is_gone) == BESIDE
 
 
 def tensors_are_not_copied():

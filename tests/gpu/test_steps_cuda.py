@@ -61,10 +61,11 @@ def test_experts_in_bf16_stay_near_the_cpu(compiles, recipe, tmp_path):
     assert losses(on_gpu) == pytest.approx(losses(on_cpu), rel=2 * TOLERANCE_BF16)
 
 
-def test_a_save_beside_steps_has_the_bytes_of_one_that_is_waited_for(recipe):
+@pytest.mark.parametrize("how", ["true", "wait"])
+def test_a_save_beside_steps_has_the_bytes_of_one_that_is_waited_for(how, recipe):
     words = (*STEADY, "train.steps=6", "train.save_steps=2", "train.export=false")
     waited, beside = (
-        run_train(1, recipe, f"saves-{mode}", *words, f"train.async_save={mode}") for mode in ("false", "true")
+        run_train(1, recipe, f"saves-{mode}", *words, f"train.async_save={mode}") for mode in ("false", how)
     )
     assert losses(waited) == losses(beside)
     files = {

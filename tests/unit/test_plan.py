@@ -258,6 +258,7 @@ def test_where_devices_are_too_small_tiers_are_advised(tmp_path):
     assert best.offloaded_bytes["host"] * 8 == pytest.approx(16 * report.planner.parameters + staged, rel=1e-3)
     saving = replace(best, recipe=with_settings(best.recipe, {"train.async_save": True}))
     assert best.copied == 0 and saving.copied == pytest.approx(12 / 8 * report.planner.parameters, rel=1e-3)
+    assert replace(best, recipe=with_settings(best.recipe, {"train.async_save": "wait"})).copied == saving.copied
     assert replace(saving, cluster=replace(best.cluster, host_gb=1500)).bottleneck == "host"  # beside 1,140 GB
     said = "\n".join(describe_advice(report))
     assert (

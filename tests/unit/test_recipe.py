@@ -113,6 +113,11 @@ WRONG = {
     "train.steps=1.5": ["train.steps = 1.5", "integer"],
     "train.steps=-1": ["train.steps = -1", "greater than or equal to 0"],
     "train.compile=1": ["train.compile = 1", "must be true or false"],
+    "train.async_save=wai": [
+        "train.async_save = 'wai': input should be true or false or 'auto' or 'wait'",
+        "mean wait?",
+    ],
+    "train.async_save=1": ["train.async_save = 1: input should be true or false or 'auto' or 'wait'"],
     "train.steps=0": ["steps = 0 and epochs = 0", "exactly one"],
     "precision.params=fp16": ["precision.params = 'fp16'", "'fp32' or 'bf16'"],
     "activation.checkpointing=ful": ["activation.checkpointing = 'ful'", "did you mean full?"],

@@ -158,6 +158,13 @@ def test_recipes_that_load_break_none():
             ["parallel.tp_size=2", "parallel.cp_size=2", "generate.steps=1"],
             ["tp_size = 2, parallel.cp_size = 2 and gen"],
         ),
+        (
+            ["train.async_save=wait", "offload.optimizer=nvme", "offload.path=/scratch"],
+            [
+                "train.async_save = 'wait' and offload.optimizer = 'nvme': state on the disk",
+                "leave train.async_save out",
+            ],
+        ),
         (["lora.lora_alpha=8", "train.eval_steps=5"], ["lora: r = 0 and lora_alpha is set", "eval_steps = 5: needs"]),
         (["lorra.r=8", "parallel.stage=zero4"], ["lorra.r is not a key", "stage = 'zero4': must be one of"]),
     ],

@@ -167,7 +167,8 @@ def _explain(error: Any) -> str:
     path = [
         str(part)
         for part in error["loc"]
-        if not str(part).startswith(("constrained-", "list[", "literal[")) and part not in ("int", "float", "str")
+        if not str(part).startswith(("constrained-", "list[", "literal["))
+        and part not in ("int", "float", "str", "bool")
     ]
     inside = error["input"]
     while error["type"] == "extra_forbidden" and isinstance(inside, dict) and inside:  # a section: name its first key
@@ -195,7 +196,7 @@ def _explain(error: Any) -> str:
         hint = nearest(error["input"], error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "))
     message = error["msg"][0].lower() + error["msg"][1:]
     if error["type"] == "bool_type":
-        message = "must be true or false"
+        message = f"{'input should' if 'bool' in error['loc'] else 'must'} be true or false"  # the first: in a union
     if error["type"] == "model_type":
         message = f"is a section; set a key of it, {name}.<key>"
     if error.get("ctx", {}).get("pattern") == NAMES:

@@ -241,7 +241,7 @@ RULES = (
     Rule(STATE, UNSHARDED, "every rank would step the whole model on the host", "set parallel.stage=zero1"),
     Rule("offload.params!=none", GATHERED, "{stage.name} keeps every parameter gathered through a step",
          "set parallel.stage=zero3, or offload.params=none"),
-    Rule("train.async_save=True", "offload.optimizer=nvme",
+    Rule("train.async_save=True|wait", "offload.optimizer=nvme",
          "state on the disk would be copied to the host's memory", "leave train.async_save out"),
     Rule(STATE, HPZ, "secondary shards stay on the device", "leave one of the two out"),
     Rule("offload.params!=none", "parallel.wrap=none", "the one unit has all parameters, so none could be offloaded",

@@ -73,7 +73,7 @@ class Recipe(Section):
     def saves_behind(self) -> bool:
         """True where checkpoints are written in a thread: an offloaded optimizer fills the host's memory already."""
         asked = self.train.async_save
-        return asked is True or (asked == "auto" and self.offload.optimizer == "none")
+        return asked in (True, "wait") or (asked == "auto" and self.offload.optimizer == "none")
 
     @property
     def at_rest(self) -> str:

@@ -216,9 +216,10 @@ class Train(Section):
     gradient_accumulation_steps: int = key(1, "Micro-batches of one rank in an optimizer step.", ge=1)
     eval_steps: int = key(0, "Evaluate every N steps (0: only before the first and after the last).", ge=0)
     save_steps: int = key(0, "Write a checkpoint every N steps and after the last (0: only when preempted).", ge=0)
-    async_save: bool | Literal["auto"] = key(
+    async_save: bool | Literal["auto", "wait"] = key(
         "auto",
-        "Write checkpoints in a thread while steps go on; auto: if the optimizer is on the device and memory suffices.",
+        "Save beside steps; wait: the next one waits for the copy; "
+        "auto: if the optimizer is on the device and memory suffices.",
     )
     save_total_limit: int = key(0, "Keep this many newest checkpoints (0: all).", ge=0)
     logging_steps: int = key(1, "Log every N steps, each its own loss, not a mean (0: off).", ge=0)

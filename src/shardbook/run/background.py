@@ -2,8 +2,9 @@
 
 The main thread plans it; the thread copies what this rank writes into a buffer on the host that is made once, while the
 next step's forward and backward run, which change none of it; then it checks, writes, hashes and syncs. The optimizer's
-step waits for the copy. Invariant: the thread begins no collective. Whether a rank's thread is done or failed rides in
-the sum that counts the next step; rank 0 publishes when all are done, so what is published is durable on all of them.
+step waits for the copy; with `wait` the next step does. Invariant: the thread begins no collective. Whether a rank's
+thread is done or failed rides in the sum that counts the next step; rank 0 publishes when all are done, so what is
+published is durable on all of them.
 """
 
 import contextlib
@@ -111,6 +112,7 @@ class Background:
 
     size: int = 0
     device: torch.device | None = None
+    waits: bool = False  # `begin` does, until all is copied: no copy is beside a step
     failures: int = 0  # saves in a row that failed
     published: int = -1  # the step of the last that was published
     step: int = -1  # the step of the save that is under way; -1: none is
@@ -133,6 +135,10 @@ class Background:
         copying = self._thread.submit(writer.copy, self.buffer, self.streams)
         self._copied = writer, copying
         self._work = self._thread.submit(writer.write, copying)
+        if self.waits:
+            self.wait_copied()
+            if writer.device:
+                writer.copied.synchronize()  # the host too, else the copy's time would be the next step's
 
     def wait_copied(self, *of_hook: Any) -> None:
         """Waits until nothing of the save is read any more: on a GPU the device does, the host for launches alone. Call

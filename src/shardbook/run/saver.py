@@ -38,7 +38,8 @@ class Saver:
         copied = predict_copied(self.job.layout, self.meter.ranks.rank, self.job.recipe.optim.name)
         next_due = (self.saved // self.train.save_steps + 1) * self.train.save_steps
         if next_due <= self.job.steps and self.job.recipe.saves_behind and self._has_memory(copied):
-            self.background = Background(copied, next(self.sharded.masters.parameters()).device)
+            device, waits = next(self.sharded.masters.parameters()).device, self.train.async_save == "wait"
+            self.background = Background(copied, device, waits)
             self.optimizer.register_step_pre_hook(self.background.wait_copied)  # (an offloaded one is copied at once)
 
     def _has_memory(self, copied: int) -> bool:
