@@ -55,6 +55,26 @@ def test_the_same_world_continues_bitwise(recipe, straight, step):
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+def test_another_flash_attention_is_said(recipe, straight):
+    """One line at the resume, none where it is the same; the next checkpoint holds the new name."""
+    run = cut_back(straight, "flash", 4)
+    first = json.loads((run / "checkpoints" / "step-000004" / "state.json").read_text())
+    assert first["flash_attention"] == "FA2"
+    (code, printed, _), _ = run_world(2, by_fa3, [str(recipe), "run.name=flash", *SAVING])
+    line = f"warning  checkpoint {run}/checkpoints/step-000004: flash attention ran by FA2 there, runs by FA3 here"
+    assert code == 0 and printed.count("flash attention") == 1 and line in printed
+    second = json.loads((run / "checkpoints" / "step-000006" / "state.json").read_text())
+    assert second["flash_attention"] == "FA3"
+
+
+def by_fa3(words):
+    """A rank on which torch's flash attention is FA3, as facts have it; what a CPU computes is the same."""
+    import shardbook.run.checkpoint as checkpoint
+
+    checkpoint.current_flash = lambda: "FA3"
+    return train_rank(words)
+
+
 def test_rows_that_are_gone_are_said(recipe, straight):
     """A disk that lost the end of metrics.jsonl, though a save had made it durable; and what is there is not said."""
     run = cut_back(straight, "torn", 4)

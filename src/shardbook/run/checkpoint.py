@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.checkpoint.storage import StorageReader
 
 from shardbook.model.adapters import base_identity, kept_parameters
+from shardbook.model.flash import DEFAULT, current_flash
 from shardbook.model.teacher import teacher_identity
 from shardbook.optim import settle_counts, state_kind
 from shardbook.parallel.sharding import ShardedModel
@@ -45,6 +46,7 @@ OPTIMIZER = "optimizer"  # kind of the optimizer state; absent in checkpoints of
 RESIDUAL, EARLIER_RESIDUAL = "residual", "unsent"  # the second in checkpoints of versions before 0.2
 BASE = "base"  # digest of the adapters' base model; absent or empty where the checkpoint has every parameter
 TEACHER = "teacher"  # digest of the teacher; absent without one
+FLASH = "flash_attention"  # the implementation that was active; absent in checkpoints of earlier versions: FA2
 # one flat key a tensor and moment: names, not parameter numbers, so another grouping or layout still matches
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 HYPERPARAMETERS = "param_groups."  # prefix of their keys in the optimizer's flat state
@@ -121,6 +123,7 @@ def _facts(sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: Train
         "ranks": _ranks(sharded),
         OPTIMIZER: state_kind(optimizer, sharded.layout.shards),
         RESIDUAL: list(sharded.residuals),
+        FLASH: current_flash(),
     }
     frozen = {BASE: base_identity(sharded.model), TEACHER: teacher_identity(sharded.model)}
     return facts | {name: digest for name, digest in frozen.items() if digest} | {"shapes": whole_shapes(sharded.model)}
@@ -158,6 +161,13 @@ def check_checkpoint(path: Path, sharded: ShardedModel) -> tuple[StoredCheckpoin
                 "the run began with"
             )
     return stored, stands
+
+
+def other_bits(stored: StoredCheckpoint) -> str:
+    """Returns, for people, why a run that goes on from a checkpoint has other bits than one that never stopped; empty
+    where attention runs by the same implementation."""
+    now, before = current_flash(), stored.state.get(FLASH, DEFAULT)
+    return f"flash attention ran by {before} there, runs by {now} here, so bits differ" if now != before else ""
 
 
 def load_checkpoint(

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import shardbook
+from shardbook.model.flash import current_flash
 from shardbook.paths import write_whole
 from shardbook.ranks.distributed import broadcast_from_main, leave_hangs_in
 from shardbook.ranks.exits import RunFailed
@@ -87,7 +88,8 @@ class RunDirectory:
         """Writes the recipe and `facts` just before the first step: a refused continuation changes nothing."""
         if (self.path / "recipe.toml").resolve() != recipe_path.resolve():
             shutil.copyfile(recipe_path, self.path / "recipe.toml")
-        _write_facts(self.path, environment() | facts | {"finished_steps": 0})
+        flash = {"flash_attention": current_flash()} if torch.cuda.is_available() else {}
+        _write_facts(self.path, environment() | flash | facts | {"finished_steps": 0})
         write_whole(self.path / "resolved.toml", dump_recipe(recipe))  # last: where it exists, the others do
 
     def check_held(self) -> None:

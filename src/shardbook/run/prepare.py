@@ -6,20 +6,24 @@ fetches the weights to this node.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from shardbook.data.loader import Batching, Loader, choose_batching
 from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, column, load_tokenizer
 from shardbook.memory.host_state import available_memory
+from shardbook.model.attention import head_size
 from shardbook.model.causal_lm import Flops, count_flops
 from shardbook.model.families import load_config
+from shardbook.model.flash import choose_flash, current_flash, use_flash
 from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
 from shardbook.model.laid_out import LaidOut, World, lay_out
 from shardbook.model.selfcheck import check_family, remember
@@ -31,7 +35,7 @@ from shardbook.plan.formulas import predict_memory_metrics
 from shardbook.plan.hardware import HOST_ROOM
 from shardbook.plan.peak import GB, Peak, predict_fullest, predict_peak
 from shardbook.plan.speed import predict_perf_metrics
-from shardbook.ranks.distributed import broadcast_from_main
+from shardbook.ranks.distributed import broadcast_from_main, check_same_on_all_ranks
 from shardbook.recipe import Recipe, RecipeError, resolve_precision, with_settings
 from shardbook.run.prompts import Prompts, build_prompts
 from shardbook.run.teacher import load_teacher
@@ -59,8 +63,9 @@ class Job(LaidOut):
 
 
 def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> LaidOut:
-    """Returns `recipe` laid out on `world`. Fetches nothing large. Raises RecipeError where recipe, device, model and
-    mesh contradict each other."""
+    """Returns `recipe` laid out on `world`, whose device computes attention by the implementation for it from then on.
+    Fetches nothing large. Raises RecipeError where recipe, device, model and mesh contradict each other, or ranks
+    would compute attention by different ones."""
     recipe = resolve_precision(recipe, world.device_type)
     if needs := OPTIMIZERS[recipe.optim.name].needs:
         needs(world.device_type)
@@ -70,7 +75,21 @@ def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> 
         remember(config, broadcast_from_main(lambda: check_family(config)))
     with in_turn():
         teacher = load_teacher(recipe)
-    return lay_out(recipe, world, config, teacher)
+    laid = lay_out(recipe, world, config, teacher)
+    if world.device:
+        _switch_flash(laid, world.device)
+    return laid
+
+
+def _switch_flash(laid: LaidOut, device: torch.device) -> None:
+    """Switches torch's flash attention, before its first call, to the implementation for a model on `device`."""
+    largest = max(head_size(config) for config in (laid.config, laid.teacher) if config)
+    name = choose_flash(laid.attention.name, largest, device, laid.recipe.train.deterministic)
+    if (reason := use_flash(name)) and laid.world.rank == 0:
+        words = f"warning  {name} is installed, but torch cannot use it ({reason}); attention runs by FA2"
+        print(words, file=sys.stderr, flush=True)  # an evaluation prints JSON on the other stream
+    if dist.is_initialized():
+        check_same_on_all_ranks({"flash attention": current_flash()})
 
 
 def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext) -> Job:

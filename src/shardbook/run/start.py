@@ -2,7 +2,8 @@
 random weights.
 
 Invariant: all ranks start from the same checkpoint, whose bytes are verified. A line says each checkpoint that was
-skipped as damaged, each that cannot be verified, and each part of the state that begins anew.
+skipped as damaged, each that cannot be verified, each part of the state that begins anew, and another implementation
+of attention.
 """
 
 import time
@@ -20,7 +21,7 @@ from shardbook.model.weights import SCORE, init_weights, load_buffers, load_weig
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import broadcast_from_main
 from shardbook.recipe import Recipe, RecipeError
-from shardbook.run.checkpoint import TrainState, check_checkpoint, load_checkpoint
+from shardbook.run.checkpoint import TrainState, check_checkpoint, load_checkpoint, other_bits
 from shardbook.run.prepare import Job
 from shardbook.run.reference import Reference
 from shardbook.run.stored_items import WAY_OUT, Damaged, has_hashes, list_checkpoints
@@ -50,7 +51,7 @@ def start_from(
     fill_teacher(sharded, recipe)
 
     def check(path: Path) -> TrainState:
-        _, found = check_checkpoint(path, sharded)
+        stored, found = check_checkpoint(path, sharded)
         loader.load_state_dict(found.loader)
         if found.step > job.steps:
             said = f"checkpoint {path} is at step {found.step}, the recipe ends at step {job.steps}"
@@ -59,6 +60,8 @@ def start_from(
         if not recipe.train.steps and (there := found.loader.get("rows_per_step", here)) != here:
             said = f"checkpoint {path}: its steps have {there} rows, here they have {here}, so epochs are other steps"
             raise RecipeError(f"{said}; change train.gradient_accumulation_steps, or set train.steps")
+        if differs := other_bits(stored):
+            _say(f"warning  checkpoint {path}: {differs}")
         return found
 
     if earlier:  # check it before the reference is computed, which takes long
