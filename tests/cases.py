@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from world import train_rank
 
 RATE, DECAY, MAX_NORM = 3e-3, 0.1, 0.5
-TOLERANCE = 1e-6
+TOLERANCE = 1e-6  # of a model of three blocks in fp32 beside one in fp64
+BLOCKS = 3
 
 
 @dataclass(frozen=True)
@@ -382,10 +383,16 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return ((got - want).norm() / want.norm().clamp_min(1e-30)).item()
 
 
-def assert_parity(got: reference.Result, want: reference.Result, tolerance: float = TOLERANCE) -> float:
+def assert_parity(got: reference.Result, want: reference.Result, tolerance: float = TOLERANCE, case: str = "") -> float:
     """Losses, norms and weights, each relative to its own size; every gradient of every step, relative to that of the
-    whole model. Returns the worst."""
-    errors = {}
+    whole model. Returns the worst.
+
+    A gradient at the embedding has passed every block, and each has rounded it by as much: to first order the relative
+    errors of a chain of products add up, so `tolerance`, which is of BLOCKS blocks, grows in proportion to their
+    number. (Seven blocks: 1.16e-6 on a CPU with AVX2 and no AVX-512, 5.5e-7 with neither.)
+    """
+    deep = len({name.split(".")[2] for name in want.weights if ".layers." in name})
+    tolerance, errors = tolerance * max(1.0, deep / BLOCKS), {}
     for kind in ("losses", "norms"):
         pairs = zip(getattr(got, kind), getattr(want, kind), strict=True)
         errors |= {f"{kind} at step {n}": abs(a - b) / abs(b) for n, (a, b) in enumerate(pairs, start=1)}
@@ -402,7 +409,9 @@ def assert_parity(got: reference.Result, want: reference.Result, tolerance: floa
         f"weight {n}": relative_error(got.weights[n].view_as(want.weights[n]), want.weights[n]) for n in want.weights
     }
     worst = max(errors, key=lambda key: errors[key])
-    assert errors[worst] < tolerance, f"{worst}: {errors[worst]:.1e}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    where = f" ({case}, on a CPU with {capability})" if case else f" (on a CPU with {capability})"
+    assert errors[worst] < tolerance, f"{worst}: {errors[worst]:.2e} against {tolerance:.2e}{where}"
     return errors[worst]
 
 
@@ -607,7 +616,7 @@ def context_traffic(case: Case, shapes: dict[str, torch.Size], rows: list[refere
 
 def assert_case(case: Case, outcomes: list[Outcome], want: reference.Result, tolerance: float = TOLERANCE) -> float:
     """Everything that must hold of a run. Returns the largest relative error."""
-    worst = assert_parity(outcomes[0].result, want, tolerance)
+    worst = assert_parity(outcomes[0].result, want, tolerance, case.name)
     assert_replicas_agree(outcomes)
     assert_exact_bytes(outcomes)
     measured = {key: (volume.calls, volume.payload_bytes) for key, volume in outcomes[0].traffic[0].items()}
