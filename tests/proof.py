@@ -214,7 +214,7 @@ def symptom(name, case, refused, recipe, tiny, folder, wanted) -> str:
     try:
         assert_case(case, outcomes_of(case, folder), wanted(case))
     except AssertionError as error:
-        return str(error).splitlines()[0][:90].split(": measured")[0]
+        return str(error).splitlines()[0][:90].split(": measured")[0].split(" against")[0]
     raise SystemExit(f"planted bug {name}: everything stayed green")
 
 
