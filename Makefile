@@ -21,7 +21,7 @@ STAGES ?=
 ifeq ($(origin BIN),command line)
 $(if $(wildcard $(BIN)/python3),,$(error BIN=$(BIN): there is no python3 in it; must be the folder of an interpreter))
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
-NEEDED := torch transformers datasets pydantic rich tomli_w xxhash
+NEEDED := torch transformers pyarrow pandas datasets pydantic rich tomli_w xxhash
 LACKS := $(shell $(BIN)/python3 -c "import importlib.util as u; print(*(m for m in '$(NEEDED)'.split() if not u.find_spec(m)))")
 $(if $(LACKS),$(error BIN=$(BIN): its python3 lacks $(LACKS); CONTRIBUTING.md says how to bring them))
 SHARDBOOK := $(BIN)/python3 -m shardbook.cli

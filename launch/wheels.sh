@@ -1,8 +1,8 @@
 #!/bin/sh
-# Downloads, as wheels, what Shardbook imports beyond torch, transformers, accelerate and their own needs, for a machine
-# that reaches no package index: 4 MB. On a machine with a network, in the checkout:
+# Downloads, as wheels, what Shardbook imports beyond torch, transformers, accelerate, pyarrow, pandas and their own needs,
+# for a machine that reaches no package index: 4 MB. On a machine with a network, in the checkout:
 #   launch/wheels.sh FOLDER [PYTHON [PACKAGE ...]]     PYTHON: the version there, 3.12; PACKAGE: others, with their needs'
-#                                                      names, as peft or bitsandbytes
+#                                                      names, as peft, bitsandbytes, pyarrow, pandas, pytest-xdist
 # There: python3 -m pip install --no-index --no-deps --target site FOLDER/*.whl; export PYTHONPATH=$PWD/src:$PWD/site
 set -eu
 cd "$(dirname "$0")/.."
@@ -16,7 +16,7 @@ fetch() {
     --platform manylinux1_x86_64 --dest "$folder" "$@"
 }
 mkdir -p "$folder"
-fetch "$(pinned datasets)" dill==0.4.1 multiprocess==0.70.19 "$(pinned pydantic)" "$(pinned tomli-w)" \
+fetch "$(pinned datasets)" dill==0.4.1 multiprocess==0.70.19 "$(pinned pydantic)" "$(pinned tomli-w)" "$(pinned xxhash)" \
   annotated-types typing-inspection typing-extensions
 # pydantic takes one version of its core, which stands in its own wheel
 core=$(python3 - "$folder" <<'END'

@@ -2,8 +2,9 @@
 side by side, the bench's cases in order of value, kernels beside a copy.
 
 Each part is a group of processes with a limit of its own: one that fails, or runs over, is named, and the next begins.
-What is known is written after each part to the folder that --out or the variable OUT names: `first-touch.json`,
-`tests.jsonl` (a line a test, as it ends), `log.txt` (the end of what each part printed). A table comes last.
+What is known is written after each part to the folder that --out or the variable OUT names: `first-touch.json` (of a
+second call `first-touch-2.json`), `tests.jsonl` (lines of tests, as they begin and end), `log.txt` (the end of what
+each part printed). A table comes last.
 
     make first-touch BIN=folder                                     # nine minutes
     make first-touch BIN=folder ARGS='--minutes 3 --parts cases --cases "moe 1x8192 packed full"'
@@ -12,6 +13,7 @@ What is known is written after each part to the folder that --out or the variabl
 """
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +34,7 @@ PARTS = ("facts", "smoke", "tests", "cases", "kernels", "attention")
 SECONDS = {"facts": 60, "smoke": 90, "tests": 200, "kernels": 90, "attention": 100}
 FIRST_CASES = 2  # before the kernels; the others come after them, for as long as the time suffices
 TABLE_LINES = 25
+CHECK_SECONDS = 90  # torch comes from a cold disk
 LOG_BYTES = 60_000
 TINY_TESTS = "tests/gpu/test_moves_cuda.py --streams -k 'inputs_that_leave and full'"  # what goes without a GPU
 
@@ -44,15 +48,20 @@ class Record:
     cuda: bool
     results: dict[str, dict] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
+    file: Path = field(init=False)
+
+    def __post_init__(self):
+        names = itertools.chain(["first-touch.json"], (f"first-touch-{number}.json" for number in itertools.count(2)))
+        self.file = next(self.folder / name for name in names if not (self.folder / name).exists())
 
     def left(self, most: float) -> float:
         return min(most, self.deadline - time.monotonic() - 2)
 
     def add(self, name: str, found: dict, printed: str = "") -> None:
         self.results[name] = found | {"ended_after_seconds": round(time.monotonic() - self.began)}
-        part = self.folder / "first-touch.json.partial"
+        part = self.file.with_suffix(".partial")
         part.write_text(json.dumps(self.results, indent=1) + "\n")
-        part.replace(self.folder / "first-touch.json")
+        part.replace(self.file)
         with (self.folder / "log.txt").open("a") as log:
             log.write(f"\n===== {name}\n{printed[-LOG_BYTES:]}\n")
         print(f"[{time.monotonic() - self.began:4.0f} s] {name}: {line_of(self.results[name])}", flush=True)
@@ -78,18 +87,14 @@ def run(folder: Path, command: list[str], seconds: float, **variables: str) -> t
     return ({"failed": gpu.reason(text, code)} if code else {}), text
 
 
-def rows_in(text: str) -> list[dict]:
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-
-
 def facts(record: Record, folder: Path) -> None:
     failed, text = run(folder, [str(HERE / "gpu_facts.py")], record.left(SECONDS["facts"]))
-    record.add("facts", (rows_in(text) or [{}])[-1] | failed, text)
+    record.add("facts", (gpu.rows_in(text) or [{}])[-1] | failed, text)
 
 
 def smoke(record: Record, folder: Path) -> bool:
-    """Three steps of the tiny shape through the package's own way in, as it is and compiled. Returns whether the first
-    went: what is broken for everyone shows here."""
+    """Three steps of the tiny shape through the package's own way in, as it is and compiled: where what is broken for
+    everyone shows. Returns whether one of the two went."""
     went, until = False, time.monotonic() + record.left(SECONDS["smoke"] * (1 if record.cuda else 3))
     for name, compiled in (("smoke", False), ("smoke compiled", True)):
         case = Case("tiny", 128, 2, compiled=compiled)
@@ -117,15 +122,20 @@ def tests(record: Record, folder: Path, words: str) -> None:
         command += ["-n", str(workers), "--dist", "worksteal"]
     seconds = record.left(SECONDS["tests"])
     failed, text = run(folder, command, seconds, TORCHINDUCTOR_COMPILE_THREADS="2")
-    rows = [json.loads(line) for line in lines.read_text().splitlines()[before:]] if lines.exists() else []
+    rows = gpu.rows_in("\n".join(lines.read_text().splitlines()[before:])) if lines.exists() else []
     found: dict = {kind: sum(row["outcome"] == kind for row in rows) for kind in ("passed", "failed", "skipped")}
     found["red"] = found.pop("failed")
+    if failed:  # also where some are red: a session that was cut off is no whole one
+        found["ended"] = failed["failed"]
     found["red_tests"] = [row["test"] for row in rows if row["outcome"] == "failed"]
-    slowest = sorted(rows, key=lambda row: -row["seconds"])[:5]
+    whole = {row["test"] for row in rows if row["outcome"] != "begun"}
+    found["cut_off"] = [row["test"] for row in rows if row["outcome"] == "begun" and row["test"] not in whole]
+    slowest = sorted((row for row in rows if row["outcome"] != "begun"), key=lambda row: -row["seconds"])[:5]
     found["slowest"] = [f"{row['seconds']:.0f} s {row['test']}" for row in slowest]
-    if failed and not found["red"]:
+    if not whole:
         found |= failed
-    record.add("tests", found, text)
+    record.add(f"tests {words}".strip(), found, text)
+    print(*(f"--- did not end: {test}" for test in found["cut_off"][:6]), sep="\n", end="\n" * bool(found["cut_off"]))
     for row in [row for row in rows if row["outcome"] == "failed"][:6]:
         print(f"--- {row['test']}\n{row['why'][-700:]}", flush=True)
 
@@ -133,7 +143,7 @@ def tests(record: Record, folder: Path, words: str) -> None:
 def case(record: Record, chosen: Case, folder: Path) -> None:
     name = chosen.name
     if record.left(chosen.seconds) < gpu.LEAST_SECONDS and record.cuda:
-        record.results[name] = {"unfinished": "no time was left"}
+        record.add(name, {"unfinished": "no time was left"})
         return
     memory = record.results.get("facts", {}).get("memory_bytes")
     if why := gpu.left_out(chosen, folder, "cuda" if record.cuda else "cpu", memory):
@@ -142,12 +152,16 @@ def case(record: Record, chosen: Case, folder: Path) -> None:
     steps = gpu.STEPS if record.cuda and not chosen.offload else gpu.TINY_STEPS
     began = time.monotonic()
     found = gpu.run_case(chosen, folder, steps, record.left(chosen.seconds))
-    record.add(name, found | {"wall_seconds": round(time.monotonic() - began)}, (folder / "said.txt").read_text())
+    record.add(
+        name,
+        found | {"wall_seconds": round(time.monotonic() - began)},
+        (folder / "said.txt").read_text(errors="replace"),
+    )
 
 
 def kernels(record: Record, folder: Path) -> None:
     failed, text = run(folder, [str(HERE / "gpu_kernels.py")], record.left(SECONDS["kernels"]))
-    rows = rows_in(text)
+    rows = gpu.rows_in(text)
     titles = [
         " ".join(str(row[key]) for key in ("what", "bits", "double_quant") if key in row).replace("True", "doubly")
         for row in rows
@@ -178,7 +192,11 @@ def refuse() -> int:
     """Says in one line why nothing can be measured here; 0: it can. Asked in another process: a context of this one
     would take memory of the card for as long as it measures."""
     check = [sys.executable, str(HERE / "gpu_facts.py"), "--check"]
-    done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, timeout=CHECK_SECONDS)
+    except subprocess.TimeoutExpired:
+        print(f"first-touch: the driver did not answer in {CHECK_SECONDS} s", file=sys.stderr)
+        return 2
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         print(f"first-touch: {lines[-1] if lines else 'torch does not start'}", file=sys.stderr)
@@ -217,21 +235,30 @@ def measure(record: Record, parts: list[str], cases: list[Case], folder: Path, w
     """Runs the parts in order. Without a run that goes through, no case is begun; the tests are."""
     goes = True
     if "facts" in parts:
-        facts(record, folder)
+        guarded(record, "facts", facts, record, folder)
     if "smoke" in parts:
-        goes = smoke(record, folder)
+        goes = bool(guarded(record, "smoke", smoke, record, folder))
     if "tests" in parts:
-        tests(record, folder, words)
-    measured = cases if "cases" in parts and goes else []
-    later: list[Callable[[], None]] = [lambda each=each: case(record, each, folder) for each in measured]  # type: ignore[misc]
+        guarded(record, "tests", tests, record, folder, words)
+    later: list[tuple] = [(each.name, case, record, each, folder) for each in cases if "cases" in parts and goes]
     if "kernels" in parts:
-        later.insert(FIRST_CASES, lambda: kernels(record, folder))
+        later.insert(FIRST_CASES, ("kernels", kernels, record, folder))
     if "attention" in parts:
-        later.append(lambda: attention(record, folder))
+        later.append(("attention", attention, record, folder))
     for part in later:
         if record.left(1e9) > 0:
-            part()
+            guarded(record, *part)
+
+
+def guarded(record: Record, name: str, part: Callable, *given: object) -> object:
+    """What `part` returns; where it raises, that is its result, and the next part begins."""
+    try:
+        return part(*given)
+    except Exception as error:  # whatever a machine that nobody has seen makes of it
+        record.add(name, {"failed": f"{type(error).__name__}: {error}"[:300]}, traceback.format_exc())
+        return None
 
 
 if __name__ == "__main__":
+    gpu.end_with_parts()
     sys.exit(main())

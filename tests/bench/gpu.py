@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,8 +46,13 @@ ROOT = Path(__file__).parents[2]
 STEPS = 12
 TINY_STEPS = 8
 # What a run itself says of a step, and what was predicted of it, that a case keeps from metrics.jsonl
-ROWS = ("train/loss", "train/grad_norm", "perf/mfu", "perf/loader_wait_seconds", "perf/offload_wait_seconds")
-ROWS += ("perf/offload_step_seconds", "predicted/memory/peak_bytes", "predicted/perf/step_seconds")
+ROWS = ("train/loss", "train/grad_norm", "perf/mfu", "perf/step_seconds", "perf/loader_wait_seconds")
+ROWS += (
+    "perf/offload_wait_seconds",
+    "perf/offload_step_seconds",
+    "predicted/memory/peak_bytes",
+    "predicted/perf/step_seconds",
+)
 WITHOUT_FIGURES = ("failed", "left_out", "unfinished")
 QUANTISATION_SECONDS = 180
 LEAST_SECONDS = 45  # with less than this left none is begun
@@ -105,19 +111,26 @@ def end_of(command: list[str], said: Path, seconds: float, folder: Path, **varia
 
 
 def run_case(case: Case, folder: Path, steps: int, seconds: float) -> dict:
-    """What the watch saw of it, with tokens/s (padding among them) and MFU; or `failed` and its last line."""
-    out, said = folder / "seen.json", folder / "said.txt"
+    """What the watch saw of it, with tokens/s (padding among them) and MFU; or `failed` and its last line. What ended
+    it after the watch had seen all is `ended`. Its checkpoints, of some 15 GB, do not outlive it."""
+    out, said, run = folder / "seen.json", folder / "said.txt", folder / "runs" / case.run_name
     out.unlink(missing_ok=True)
     code = end_of(case.command(folder, out, steps), said, seconds, folder)
-    if code is None:
-        over = f"ended after {seconds:.0f} s"
-        return {"failed": over} if seconds >= case.seconds else {"unfinished": over}
-    if code or not out.is_file():
-        return {"failed": reason(said.read_text(), code)}
-    seen = json.loads(out.read_text())
+    over = f"ended after {seconds:.0f} s" if code is None else reason(said.read_text(errors="replace"), code)
+    row_of_run = logged(run, steps)
+    shutil.rmtree(run, ignore_errors=True)
+    if not out.is_file():
+        return {"unfinished" if code is None and seconds < case.seconds else "failed": over}
+    found = figures(case, folder, json.loads(out.read_text()), row_of_run)
+    return found if code == 0 else found | {"ended": over}
+
+
+def figures(case: Case, folder: Path, seen: dict, row_of_run: dict) -> dict:
+    """What is kept of a case: what the watch has seen, what the run said, tokens/s and MFU. Of adapters and experts MFU
+    is of the run's own count of FLOPs, at the watch's step time; of peft there is none."""
     speed = case.batch * case.length / seen["step_seconds"]
-    row = {"case": asdict(case), "tokens_per_second": speed} | logged(folder / "runs" / case.run_name, steps)
-    if not case.adapter and case.loop != "peft" and case.shape != "moe":  # of the others a run's own count is kept
+    row = {"case": asdict(case), "tokens_per_second": speed} | row_of_run
+    if not case.adapter and case.loop != "peft" and case.shape != "moe":
         attended = mean_attended(folder / case.rows_file, case.length)
         row["flops_per_token"] = model_flops(
             json.loads((case.shape_folder(folder) / "config.json").read_text()), attended
@@ -125,7 +138,7 @@ def run_case(case: Case, folder: Path, steps: int, seconds: float) -> dict:
         if torch.cuda.is_available() and (gpu := gpu_of(torch.cuda.get_device_name())):
             row["mfu"] = speed * row["flops_per_token"] / gpu.flops
     elif "perf/mfu" in row:
-        row["mfu"] = row["perf/mfu"]
+        row["mfu"] = row["perf/mfu"] * row["perf/step_seconds"] / seen["step_seconds"]
     return row | seen.pop("shares", {}) | seen
 
 
@@ -134,7 +147,7 @@ def logged(run: Path, steps: int) -> dict:
     if not (run / "metrics.jsonl").is_file():
         return {}
     found: dict = {}
-    for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+    for row in rows_in((run / "metrics.jsonl").read_text(errors="replace")):
         if row["step"] <= steps - PROFILED_STEPS - 1:
             found |= {key: row[key] for key in ROWS if key in row}
     return found
@@ -148,8 +161,17 @@ def run_quantisation(folder: Path, seconds: float) -> dict:
         return {"failed": reason(said.read_text(), code)}
     if code is None:
         return {"unfinished": f"ended after {seconds:.0f} s"}
-    *rows, last = [json.loads(line) for line in said.read_text().splitlines() if line.startswith("{")]
+    *rows, last = rows_in(said.read_text())
     return {"rows": rows, **last}
+
+
+def rows_in(text: str) -> list[dict]:
+    """The objects among its lines; a line that a kill cut in two is none."""
+    found = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            found += [json.loads(line)] if line.startswith("{") else []
+    return found
 
 
 def reason(said: str, code: int) -> str:
@@ -275,5 +297,11 @@ def default_out() -> Path:
     return folder / (re.sub(r"\W+", "-", torch.cuda.get_device_name().lower()) + ".json")
 
 
+def end_with_parts() -> None:
+    """Has SIGTERM, as schedulers send it, end the part that runs too: it is in a session of its own."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
 if __name__ == "__main__":
+    end_with_parts()
     sys.exit(main())

@@ -1,5 +1,5 @@
-"""Results of the GPU's tests as lines of JSON, each written as soon as its test ends: a session that is cut off loses
-only what ran."""
+"""Results of the GPU's tests as lines of JSON, one as a test begins and one as it ends: a session that is cut off says
+what ran."""
 
 import json
 from pathlib import Path
@@ -19,10 +19,16 @@ class Lines:
     def __init__(self, path: Path):
         self.path = path
 
+    def pytest_runtest_logstart(self, nodeid, location):
+        self.write({"test": nodeid, "outcome": "begun"})
+
     def pytest_runtest_logreport(self, report):
         if report.when != "call" and report.outcome == "passed":
             return
         why = str(report.longrepr)[-6000:] if report.outcome != "passed" else ""
-        row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 1), "why": why}
+        seconds = round(report.duration, 1)
+        self.write({"test": report.nodeid, "outcome": report.outcome, "seconds": seconds, "why": why})
+
+    def write(self, row):
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")

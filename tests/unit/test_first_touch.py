@@ -20,6 +20,8 @@ CODE = {
     "before": SEEN,
     "hangs": "import subprocess, sys, time; child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); "
     "time.sleep(600)",
+    "seen, then hangs": SEEN + "; import time; time.sleep(600)",
+    "raises": "",
     "crashes": "import os; print('on its way'); os.abort()",
     "out of memory": "import sys; print('x.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.10 GiB. GPU 0'); "
     "sys.exit('shardbook: failed')",
@@ -38,6 +40,8 @@ class Planted(Case):
         return self.kind
 
     def command(self, folder, out, steps):
+        if self.kind == "raises":
+            raise RuntimeError("cannot be planned")
         return ["-c", CODE[self.kind].format(out=str(out))]
 
 
@@ -47,9 +51,9 @@ def test_what_hangs_crashes_or_runs_out_of_memory_takes_nothing_along(tmp_path, 
     folder, out = tmp_path / "folder", tmp_path / "out"
     folder.mkdir()
     out.mkdir()
-    cases = [Planted("tiny", 128, 2, seconds=3 if kind == "hangs" else 60, kind=kind) for kind in CODE]
+    cases = [Planted("tiny", 128, 2, seconds=15 if "hangs" in kind else 60, kind=kind) for kind in CODE]
     gpu.prepare(folder, cases)
-    record = Record(out, time.monotonic() + 200, cuda=False)
+    record = Record(out, time.monotonic() + 400, cuda=False)
     written = []
     for case in cases:
         measure(record, ["cases"], [case], folder, "")
@@ -57,14 +61,17 @@ def test_what_hangs_crashes_or_runs_out_of_memory_takes_nothing_along(tmp_path, 
     assert [[*each] for each in written] == [[*CODE][: number + 1] for number in range(len(CODE))]
     results = written[-1]
     assert results["before"]["tokens_per_second"] == results["after"]["tokens_per_second"] == 2 * 128 / 0.5
-    assert results["hangs"]["failed"] == "ended after 3 s"
+    assert results["hangs"]["failed"] == "ended after 15 s"
+    assert results["seen, then hangs"]["ended"] == "ended after 15 s"
+    assert results["seen, then hangs"]["tokens_per_second"] == 2 * 128 / 0.5  # what the watch has seen is not lost
+    assert "cannot be planned" in results["raises"]["failed"]
     assert results["crashes"]["failed"] == "exit code -6: on its way"
     assert results["out of memory"]["failed"] == "out of memory: tried to allocate 2.10 gib"
     log = (out / "log.txt").read_text()
     child = int(log.split("===== hangs\n")[1].split()[0])
     state = Path(f"/proc/{child}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"  # ended, though nobody may have asked for its code
-    assert "hangs: failed: ended after 3 s" in capsys.readouterr().out
+    assert "hangs: failed: ended after 15 s" in capsys.readouterr().out
     last = table(record.results)
     assert "failed: exit code -6" in last and "failed: out of memory" in last
 
@@ -133,9 +140,42 @@ def test_all_of_it_runs_without_a_gpu(tmp_path, capsys):
     assert [*results] == ["facts", "smoke", "smoke compiled", "tests", case, "kernels", "attention"]
     assert not [name for name, found in results.items() if "failed" in found], results
     assert results["tests"]["passed"] == 1 and results["tests"]["red"] == 0
-    (row,) = [json.loads(line) for line in (out / "tests.jsonl").read_text().splitlines()]
-    assert row["outcome"] == "passed" and row["seconds"] > 0
+    begun, row = [json.loads(line) for line in (out / "tests.jsonl").read_text().splitlines()]
+    assert begun["outcome"] == "begun" and row["outcome"] == "passed" and row["seconds"] > 0
     assert results[case]["tokens_per_second"] > 0 and results[case]["predicted/memory/peak_bytes"] > 10**5
     assert len(results["kernels"]["rows"]) == 9 and results["attention"]["rows"]
     assert results["smoke"]["train/loss"] == pytest.approx(results["smoke compiled"]["train/loss"], rel=1e-5)
     assert case in capsys.readouterr().out
+
+
+def test_a_second_call_keeps_what_the_first_one_knew(tmp_path):
+    for number, name in enumerate(("first-touch.json", "first-touch-2.json", "first-touch-3.json"), start=1):
+        record = Record(tmp_path, time.monotonic() + 60, cuda=False)
+        record.add("facts", {"cores": number})
+        assert json.loads((tmp_path / name).read_text())["facts"]["cores"] == number
+    assert json.loads((tmp_path / "first-touch.json").read_text())["facts"]["cores"] == 1
+
+
+PLANTED_TESTS = """
+import time
+def test_passes(): pass
+def test_is_red(): assert False
+def test_hangs(): time.sleep(600)
+"""
+
+
+def test_tests_that_were_cut_off_are_named_beside_those_that_are_red(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "test_planted.py").write_text(PLANTED_TESTS)
+    (folder / "conftest.py").write_text((gpu.ROOT / "tests" / "gpu" / "conftest.py").read_text())
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    monkeypatch.setitem(first_touch.SECONDS, "tests", 20)
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    record = Record(tmp_path, time.monotonic() + 100, cuda=False)
+    first_touch.tests(record, tmp_path, "tests/test_planted.py")
+    found = json.loads((tmp_path / "first-touch.json").read_text())["tests tests/test_planted.py"]
+    assert (found["passed"], found["red"], found["ended"]) == (1, 1, "ended after 20 s")
+    assert found["red_tests"] == ["tests/test_planted.py::test_is_red"]
+    assert found["cut_off"] == ["tests/test_planted.py::test_hangs"]
+    assert "--- did not end: tests/test_planted.py::test_hangs" in capsys.readouterr().out

@@ -31,8 +31,8 @@ def graphs(monkeypatch):
     torch._dynamo.reset()
 
 
-def call(shapes, static_widths):
-    kernel = fused(row_sums, "cuda", static_widths=static_widths)
+def call(shapes, static_widths, *constants):
+    kernel = fused(row_sums, "cuda", *constants, static_widths=static_widths)
     for rows, width in shapes:
         given = torch.randn(rows, width), torch.randn(rows)
         assert torch.equal(kernel(*given), row_sums(*given))
@@ -52,3 +52,18 @@ def test_widths_beyond_the_limit_share_a_graph_and_no_call_fails(graphs, monkeyp
     monkeypatch.setattr(fused_module, "WIDTHS", 2)
     call([(64, width) for width in (128, 256, 384, 512, 640, 768)], static_widths=True)
     assert [sizes[0] for sizes in graphs] == [("symbol", 128), ("symbol", 256), ("symbol", "symbol")]
+
+
+def test_variants_that_share_a_limit_stay_below_it(graphs, monkeypatch):
+    """Before torch 2.13 all compilations of a function count together, and beyond the limit a call fails."""
+    monkeypatch.setattr(fused_module, "WIDTHS", 3)
+    monkeypatch.setattr(fused_module, "GRAPHS", 12)
+    monkeypatch.setattr(fused_module, "SHARED_GRAPHS", 48)
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, dynamic, fullgraph: compile_(function, dynamic=dynamic, fullgraph=fullgraph)
+    )
+    for width in range(64, 64 * 9, 64):
+        for variant in range(4):
+            call([(5, width), (1, width)], True, variant)
+    assert 12 < len(graphs) <= 48

@@ -15,7 +15,8 @@ from torch import Tensor
 from shardbook.comm.torch_private import allow_graphs, keep_widths_static
 
 GRAPHS = 64  # most graphs of one compiled function
-WIDTHS = GRAPHS // 2  # most widths that have a graph of their own; each may have a second one, for a single row
+WIDTHS = GRAPHS // 4  # most widths that have a graph of their own; each may have a second one, for a single row
+SHARED_GRAPHS = 4 * GRAPHS  # before torch 2.13 those of all `_constants` of a function count together
 
 
 def has_triton() -> bool:
@@ -35,13 +36,13 @@ def fused(
     `static_widths`: only the first dimension of each tensor is a symbol, and each of the first WIDTHS widths has a
     graph of its own. A kernel that reads rows of a symbolic width loads one element at a time, since nothing says that
     a row begins at a multiple of 16 bytes (pytorch issues 176653 and 193614): on an H200 the loss head took 2.9 times
-    as long, adamw_bf16 1.9 and blocks of eight bits 3.3 (docs/benchmarks/gpu-first-touch.md).
+    as long, and adamw_bf16 1.9 (docs/benchmarks/gpu-first-touch.md).
     """
     if device_type != "cuda" or not has_triton():
         return function
     alone: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": GRAPHS}
     if not alone.keys() <= signature(torch.compile).parameters.keys():  # torch before 2.13 has one limit for everything
-        allow_graphs(GRAPHS)
+        allow_graphs(SHARED_GRAPHS)
         alone = {}
     compiled = torch.compile(function, dynamic=True, fullgraph=True, **alone)
     return partial(_call_with_static_widths, compiled, set()) if static_widths else compiled

@@ -39,6 +39,8 @@ def quantize(rows: Tensor, bits: int, block: int) -> Tensor:
 def dequantize(buffers: Tensor, out: Tensor, bits: int, block: int) -> None:
     """Writes into `out`, [..., n] fp32 or bf16, the sum over k of `buffers`, [k, ..., buffer_bytes(n)] uint8, added up
     in order, in fp32. With k = 1 it is the inverse of quantize, to half a step."""
+    if not out.numel():
+        return
     piece = _piece(out.device.type, prod(buffers.shape[:-1]), out.shape[-1], block)
     blocks = ceil_div(out.shape[-1], block)
     payload, scales = buffers.split([blocks * block * bits // 8, blocks * SCALE_BYTES], -1)
