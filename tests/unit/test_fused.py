@@ -56,14 +56,15 @@ def test_widths_beyond_the_limit_share_a_graph_and_no_call_fails(graphs, monkeyp
 
 def test_variants_that_share_a_limit_stay_below_it(graphs, monkeypatch):
     """Before torch 2.13 all compilations of a function count together, and beyond the limit a call fails."""
-    monkeypatch.setattr(fused_module, "WIDTHS", 3)
-    monkeypatch.setattr(fused_module, "GRAPHS", 12)
-    monkeypatch.setattr(fused_module, "SHARED_GRAPHS", 48)
+    for name, value in {"WIDTHS": 3, "GRAPHS": 12, "SHARED_GRAPHS": 48}.items():
+        monkeypatch.setattr(fused_module, name, value)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     compile_ = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda function, dynamic, fullgraph: compile_(function, dynamic=dynamic, fullgraph=fullgraph)
-    )
+    earlier = lambda function, dynamic, fullgraph: compile_(function, dynamic=dynamic, fullgraph=fullgraph)  # noqa: E731
+    monkeypatch.setattr(torch, "compile", earlier)
     for width in range(64, 64 * 9, 64):
-        for variant in range(4):
-            call([(5, width), (1, width)], True, variant)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            for rows in (5, 1):
+                kernel = fused(row_sums, "cuda", dtype, static_widths=True)
+                kernel(torch.randn(rows, width).to(dtype), torch.randn(rows))
     assert 12 < len(graphs) <= 48
