@@ -386,6 +386,7 @@ def test_a_checkpoint_of_version_0_1_continues_bitwise(recipe, straight):
     state = json.loads((earlier / "checkpoints" / "step-000002" / "state.json").read_text())
     # as that version wrote them, word by word
     assert state.pop("optimizer") == "AdamW" and state["loader"].pop("data") and state.pop("log")
+    assert state.pop("flash_attention") == "FA2"
     assert state["loader"].pop("rows_per_step") == 8
     (earlier / "checkpoints" / "step-000002" / "state.json").write_text(json.dumps(state))
     assert list(state) == ["step", "tokens", "loader", "ranks", "unsent", "shapes"]
