@@ -10,7 +10,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    path = config.getoption("lines")
+    path = config.getoption("lines", None)
     if path and not hasattr(config, "workerinput"):  # the process that deals out tests hears of all results
         config.pluginmanager.register(Lines(path), "lines-of-results")
 
