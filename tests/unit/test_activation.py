@@ -61,9 +61,9 @@ def test_bytes_kept(micro):
 
 
 @pytest.mark.slow
-def test_budget_is_met_by_the_compiler(micro, monkeypatch):
+@torch._functorch.config.patch(activation_memory_budget=1.0)  # put back afterwards
+def test_budget_is_met_by_the_compiler(micro):
     """The private knob acts: less memory with a smaller budget, nothing lost in the gradients."""
-    monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 1.0)  # put back afterwards
     plain = gradients(build("none"), micro)
     kept = []
     for budget in ("budget:1.0", "budget:0.5", "budget:0"):

@@ -1,7 +1,10 @@
 """What the compiler of a GPU is told of shapes: how many graphs there are, and which sizes they hold as constants."""
 
+from functools import wraps
+
 import pytest
 import torch
+import torch._dynamo.config
 
 from shardbook.comm import fused as fused_module
 from shardbook.comm.fused import fused
@@ -23,10 +26,12 @@ def graphs(monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(fused_module, "has_triton", lambda: True)
-    monkeypatch.setattr(torch, "compile", lambda function, **how: compile_(function, backend=backend, **how))
+    with_backend = wraps(compile_)(lambda function, **how: compile_(function, backend=backend, **how))
+    monkeypatch.setattr(torch, "compile", with_backend)
     torch._dynamo.reset()
     fused.cache_clear()
-    yield seen
+    with torch._dynamo.config.patch(recompile_limit=8):  # monkeypatch would hide a setting when it ends
+        yield seen
     fused.cache_clear()
     torch._dynamo.reset()
 
@@ -58,7 +63,6 @@ def test_variants_that_share_a_limit_stay_below_it(graphs, monkeypatch):
     """Before torch 2.13 all compilations of a function count together, and beyond the limit a call fails."""
     for name, value in {"WIDTHS": 3, "GRAPHS": 12, "SHARED_GRAPHS": 48}.items():
         monkeypatch.setattr(fused_module, name, value)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     compile_ = torch.compile
     earlier = lambda function, dynamic, fullgraph: compile_(function, dynamic=dynamic, fullgraph=fullgraph)  # noqa: E731
     monkeypatch.setattr(torch, "compile", earlier)
