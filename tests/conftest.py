@@ -26,6 +26,7 @@ os.environ.pop("CI", None)
 os.environ.pop("BUILD_NUMBER", None)
 
 import pytest
+from costs import Costs
 from world import STREAMS
 
 pytest.register_assert_rewrite("cases")  # before a test imports it
@@ -37,6 +38,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.pluginmanager.register(Costs())
     if config.getoption("streams"):
         os.environ[STREAMS] = "1"  # before the server is there that ranks are forked from
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
