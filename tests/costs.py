@@ -48,7 +48,9 @@ class Costs:
     def pytest_collection_finish(self):
         self.before = cpu_seconds()
 
-    def pytest_terminal_summary(self, terminalreporter):
+    def pytest_terminal_summary(self, terminalreporter, config):
+        if hasattr(config, "workerinput"):  # a worker has a summary of its own, which nobody sees
+            return
         reports = itertools.chain.from_iterable(terminalreporter.stats.values())
         ends = [report for report in reports if getattr(report, "when", "") == "teardown"]
         costs = {report.nodeid: dict(report.user_properties).get(PROPERTY, 0.0) for report in ends}
