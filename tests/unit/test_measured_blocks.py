@@ -1,12 +1,14 @@
 """Blocks of any family, measured: how many kinds a model has, and what a plan of it is beside a step's own code."""
 
+import dataclasses
+
 import pytest
 import torch
 from test_peak import settings
 from test_simulate import apart  # noqa: F401
 from test_simulate import settings as recipe_of
 from tiny import config, said_by
-from transformers import Gemma3TextConfig, GptOssConfig, Qwen3NextConfig
+from transformers import AutoConfig, Gemma3TextConfig, GptOssConfig, Qwen3NextConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from shardbook.comm.torch_private import fake_tensors
@@ -171,3 +173,37 @@ def test_a_plan_of_any_family(apart, family, stage, checkpointing):  # noqa: F81
 def test_one_kind_that_is_measured_for_two_is_seen(apart):  # noqa: F811
     peak, simulated = apart(planned, "qwen3_next", "zero2", "none", True)
     assert peak / simulated != pytest.approx(1, abs=0.02)
+
+
+def measured_with(config, layers, packing):
+    """What is measured of `config` where the few layers are these."""
+    blocks._measured.clear()
+    kinds = blocks._look_at(config)
+    blocks._kinds[blocks.text_of(config)] = dataclasses.replace(
+        kinds, few=blocks.only_layers(config, layers), layers=layers
+    )
+    try:
+        recipe = settings(data={"max_length": 2048, "packing": packing})
+        return measure_blocks(config, recipe, "none", "bf16")
+    finally:
+        blocks._kinds.clear()
+        blocks._measured.clear()
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_one_layer_of_each_kind_tells_what_all_up_to_the_last_kind_tell(family):
+    made, more = MIXED[family]
+    config = made(**SIZES, **more, pad_token_id=0)
+    firsts, packing = tuple(sorted(set(KINDS[family]))), family != "qwen3_next"
+    assert blocks._look_at(config).layers == firsts
+    assert measured_with(config, firsts, packing) == measured_with(config, tuple(range(firsts[-1] + 1)), packing)
+
+
+def test_a_layer_whose_number_says_its_kind_has_those_before_it():
+    """DeepSeek's first layers are dense by their number: alone, the first with experts would be dense too."""
+    facts = {"first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    facts |= {"moe_intermediate_size": 64, "q_lora_rank": 32, "kv_lora_rank": 32, "n_shared_experts": 1}
+    facts |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    config = AutoConfig.for_model("deepseek_v3", **SIZES, **facts, pad_token_id=0)
+    kinds = blocks._look_at(config)
+    assert kinds.of_blocks == (0, 0, 2, 2) and kinds.layers == (0, 1, 2)

@@ -1,9 +1,9 @@
 """Measures blocks: runs each kind of block of a model once, forward and backward, on fake tensors.
 
-Invariant: nothing here knows a block's insides. A model of few layers is built by the constructor that a run uses, with
-the run's kernel, adapters, checkpointing and ranks along tp and cp, and is called as training calls it. Bytes are those
-of storages from allocation to release; what they grow by with tokens comes from micro-batches of two lengths (three,
-where a dense mask grows with their square).
+Invariant: nothing here knows a block's insides. A model of few layers, one of each kind where that can be, is built by
+the constructor that a run uses, with the run's kernel, adapters, checkpointing and ranks along tp and cp, and is called
+as training calls it. Bytes are those of storages from allocation to release; what they grow by with tokens comes from
+micro-batches of two lengths (three, where a dense mask grows with their square).
 """
 
 import copy
@@ -72,33 +72,50 @@ class Measured:
     norm: Bytes  # at the fullest moment of the last norm's backward
 
 
+@dataclass(frozen=True)
+class Kinds:
+    """The kinds of a model's blocks, and a config of few layers that has them all."""
+
+    of_blocks: tuple[int, ...]  # of each block the number of the first of its kind
+    few: PreTrainedConfig
+    layers: tuple[int, ...]  # which blocks of the model those of `few` are
+
+
 def fullest(moments: Iterable[Bytes], tokens: int, pairs: int) -> int:
     return int(max(moment.of(tokens, pairs) for moment in moments))
 
 
 _measured: dict[Any, Measured] = {}
-_kinds: dict[str, tuple[tuple[int, ...], PreTrainedConfig]] = {}
+_kinds: dict[str, Kinds] = {}
 KNOWN_BLOCKS: tuple[dict[Any, Any], ...] = _measured, _kinds  # what one process measured, others may add
 _texts: dict[int, tuple[PreTrainedConfig, str]] = {}  # with the config, whose id then is no other's
 
 
 def kinds_of(config: PreTrainedConfig) -> tuple[int, ...]:
     """Returns each block's kind: the number of the first of which the same is said, but for a block's own number."""
-    return _look_at(config)[0]
+    return _look_at(config).of_blocks
 
 
-def _look_at(config: PreTrainedConfig) -> tuple[tuple[int, ...], PreTrainedConfig]:
-    """Returns the kind of each block, and a config of the fewest first layers that have all kinds."""
+def _look_at(config: PreTrainedConfig) -> Kinds:
+    """Returns the kinds of blocks. The few layers are the first of each kind; where the constructor then makes others,
+    since a layer's number says what it is, they are all up to the first of the last kind, or else all."""
     if (key := text_of(config)) not in _kinds:
-        said = facts_of(config)
-        other = {own for number, each in enumerate(said) for own, value in each.items() if value != number}
-        alike = [{own: value for own, value in each.items() if own in other} for each in said]
-        kinds = tuple(map(alike.index, alike))
-        few = first_layers(config, max(kinds) + 1)
-        if facts_of(few) != said[: max(kinds) + 1]:
-            few = first_layers(config, len(said))
+        facts = facts_of(config)
+        other = {name for number, each in enumerate(facts) for name, value in each.items() if value != number}
+
+        def differing(facts: Sequence[Facts]) -> list[Facts]:
+            """Leaves out what is a block's own number."""
+            return [{name: value for name, value in each.items() if name in other} for each in facts]
+
+        alike = differing(facts)
+        of_blocks = tuple(map(alike.index, alike))
+        firsts = tuple(sorted(set(of_blocks)))
+        for layers in (firsts, tuple(range(firsts[-1] + 1)), tuple(range(len(facts)))):
+            few = only_layers(config, layers)
+            if differing(facts_of(few)) == [alike[number] for number in layers]:
+                break
         remember(few, check_family(config))
-        _kinds[key] = kinds, few
+        _kinds[key] = Kinds(of_blocks, few, layers)
     return _kinds[key]
 
 
@@ -109,12 +126,15 @@ def text_of(config: PreTrainedConfig) -> str:
     return _texts[id(config)][1]
 
 
-def facts_of(config: PreTrainedConfig) -> list[dict[tuple[str, str], Any]]:
+Facts = dict[tuple[str, str], Any]
+
+
+def facts_of(config: PreTrainedConfig) -> list[Facts]:
     """Returns what is plainly said of the modules in each block of a model of `config`: their classes, parameters,
     numbers, switches and words."""
 
-    def said(block: nn.Module) -> dict[tuple[str, str], Any]:
-        found: dict[tuple[str, str], Any] = {}
+    def said(block: nn.Module) -> Facts:
+        found: Facts = {}
         for name, module in block.named_modules():
             found[name, "class"] = type(module)
             for own, p in module.named_parameters(recurse=False):
@@ -158,25 +178,27 @@ def measure_blocks(
 
 def measure(recipe: Recipe, config: PreTrainedConfig) -> Measured:
     probe("simulate")
-    (kinds, few), kernel = _look_at(config), kernel_on_gpu(kernel_of(config), check_family(config).demands)
+    kinds, kernel = _look_at(config), kernel_on_gpu(kernel_of(config), check_family(config).demands)
     rows, shared = recipe.train.per_device_train_batch_size, recipe.parallel.tp_size * recipe.parallel.cp_size
     lengths = [times * LENGTH * shared for times in range(1, 4 if kernel.is_dense else 3)]
-    lines = run(recipe, few, kernel, lengths)
+    lines = run(recipe, kinds, kernel, lengths)
     sizes = [(rows * length // recipe.parallel.cp_size, rows * length**2) for length in lengths]
     fit = partial(solve, sizes)
-    blocks = {kind: block_of(kind, lines, fit, sizes[0][0]) for kind in sorted(set(kinds))}
+    blocks = {
+        kind: block_of(kinds.layers.index(kind), lines, fit, sizes[0][0]) for kind in sorted(set(kinds.of_blocks))
+    }
     around = [(line.before_blocks, line.after_blocks, line.in_norm()) for line in lines]
     return Measured(blocks, *map(fit, zip(*around, strict=True)))
 
 
-def first_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
-    """Returns `config` with its first `count` layers: lists that have an entry for each layer are cut too. Its head is
-    not tied: the gradient of a tied one waits for the embedding's, and is no block's."""
+def only_layers(config: PreTrainedConfig, numbers: Sequence[int]) -> PreTrainedConfig:
+    """Returns `config` with these of its layers: lists that have an entry for each layer are cut too. Its head is not
+    tied: the gradient of a tied one waits for the embedding's, and is no block's."""
     few, layers = copy.deepcopy(config), config.num_hidden_layers
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == layers:
-            setattr(few, name, value[:count])
-    few.num_hidden_layers, few.tie_word_embeddings = count, False
+            setattr(few, name, [value[number] for number in numbers])
+    few.num_hidden_layers, few.tie_word_embeddings = len(numbers), False
     return few
 
 
@@ -189,12 +211,12 @@ def lend_groups(model: nn.Module) -> None:
                 axis.group = fake_group(rank, axis.size)
 
 
-def run(recipe: Recipe, config: PreTrainedConfig, kernel: Kernel, lengths: Sequence[int]) -> list[Timeline]:
-    """Calls a model of `config` forward and backward with micro-batches of full rows of `lengths`, as training does.
+def run(recipe: Recipe, kinds: Kinds, kernel: Kernel, lengths: Sequence[int]) -> list[Timeline]:
+    """Calls a model of few layers forward and backward with micro-batches of full rows of `lengths`, as training does.
     Meta tensors are faster than fake ones, and have the same sizes; but kernels of torch's own look at the device, and
     some families ask whether a fake tensor is one. Raises Unmeasured where a block runs on neither."""
     for device in [torch.device(name) for name in ("meta", "cpu")][kernel.is_dense :]:
-        model = build_adapted(recipe, copy.deepcopy(config), kernel)
+        model = build_adapted(recipe, copy.deepcopy(kinds.few), kernel)
         lend_groups(model)
         apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)
         lines = list[Timeline]()
@@ -219,8 +241,8 @@ def run(recipe: Recipe, config: PreTrainedConfig, kernel: Kernel, lengths: Seque
     place = min(lines[-1].place[1], len(model.blocks) - 1)
     kind = type(model.blocks[place]).__name__
     raise Unmeasured(
-        f"model.path = {recipe.model.path!r}: block {place}, a {kind}, cannot run without memory ({why}), so "
-        "neither the peak nor the time of a step can be planned"
+        f"model.path = {recipe.model.path!r}: block {kinds.layers[place]}, a {kind}, cannot run without memory "
+        f"({why}), so neither the peak nor the time of a step can be planned"
     )
 
 
