@@ -41,7 +41,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Empty is off: else each of some hundred processes compiles the package, and pytest its tests, anew.
 export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
-.PHONY: help train launch plan data compare recipes matrix reference docs test test-slow test-streams test-dist test-cpu test-reliability test-page test-cluster proof families test-gpu first-touch gpu-wheels bench-gpu bench-plan bench-link \
+.PHONY: help train launch plan data compare recipes matrix reference docs test everything test-slow test-streams test-dist test-cpu test-reliability test-page test-cluster proof families test-gpu first-touch gpu-wheels bench-gpu bench-plan bench-link \
 	bench-checkpoint bench-convergence bench-offload bench-optimizers bench-peers bench-work lint format clean
 
 help:  ## list the targets
@@ -85,13 +85,22 @@ matrix: $(RUN)  ## what goes with what, into docs/matrix.md
 WORKERS ?= 3
 SIDE_BY_SIDE = -n $(WORKERS) --max-worker-restart 0
 BY_FILE = $(SIDE_BY_SIDE) --dist loadfile --no-loadscope-reorder
-test: $(DEV)  ## the tests of a change: every stage, every command, no GPU and no network
-	$(PYTEST) $(BY_FILE)
+# TIER=ci: of the slow ones too, what tests/tiers.py keeps for CI.
+TIER ?=
+ifneq ($(filter-out ci,$(TIER)),)
+$(error TIER=$(TIER): must be ci, or empty)
+endif
+test: $(DEV)  ## the tests of a change: every stage, every command, no GPU and no network; TIER=ci: what CI runs
+	$(PYTEST) $(BY_FILE) $(if $(TIER),-m "not everything")
 
 # SLOW names some of its files, and is all of them where it is empty.
 SLOW ?=
 test-slow: $(DEV)  ## what make test leaves out: signals, comparisons, other launchers, compiled code
 	$(PYTEST) $(BY_FILE) -m slow $(SLOW)
+
+everything: $(DEV)  ## all tests that need no GPU, every case of each product: before a release (some two hours on two cores)
+	$(PYTEST) $(BY_FILE) -m ""
+	@$(MAKE) --no-print-directory test-streams test-cpu
 
 # Ranks whose device is a stand-in that keeps CUDA's rules (tests/streams.py): its own tests, what a step moves, and these
 # files again; tests/gpu as far as it goes without a GPU.

@@ -21,6 +21,7 @@ from world import train_rank
 RATE, DECAY, MAX_NORM = 3e-3, 0.1, 0.5
 TOLERANCE = 1e-6  # of a model of three blocks in fp32 beside one in fp64
 BLOCKS = 3
+STEPS = 3  # of a case: each bug of bugs.py is as red after three as after five
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Case:
     pp: int = 1
     chunks: int = 1
     schedule: str = "1f1b"
+    steps: int = STEPS
 
     @property
     def world(self) -> int:
@@ -76,7 +78,7 @@ class Case:
             + f"{self.replicas}x{self.shards}"
             + f"xcp{self.cp}" * (self.cp > 1)
             + f"x{self.tp}" * (self.tp > 1),
-            f"k{self.micros}",
+            f"k{self.micros}" + f"x{self.steps}" * (self.steps != STEPS),
             "clip" if self.clips else "free",
         )
         words += (self.model or ("tied" if self.tied else "untied"), self.checkpointing, *self.extra)
@@ -98,7 +100,9 @@ class Case:
             f"train.gradient_accumulation_steps={self.micros}",
             f"optim.max_grad_norm={MAX_NORM if self.clips else 0}",
             f"activation.checkpointing={self.checkpointing}",
+            f"train.steps={self.steps}",
             "train.eval_steps=2",  # train -> eval -> train, in every case
+            "train.export=false",  # the weights are compared as they are
             f"run.name={self.name}",
             *self.extra,
         ]
@@ -111,19 +115,26 @@ def layouts(world: int) -> list[tuple[str, int, int]]:
     return plain + hybrid
 
 
-MICROS, CLIPS, TIED, CHECKPOINTING = (1, 3), (False, True), (True, False), ("none", "full")
+MICROS, CLIPS, TIED, CHECKPOINTING = (1, 2), (False, True), (True, False), ("none", "full")
 # choices of the four such that each pair of values of each two of them occurs: a covering array of strength 2
 PAIRWISE = ((0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0))
 
 
 def every_case() -> list[Case]:
     options = list(itertools.product(MICROS, CLIPS, TIED, CHECKPOINTING))
-    return [Case(*layout, *picked) for world in (1, 2, 3, 4) for layout in layouts(world) for picked in options]
+    product = [Case(*layout, *picked) for world in (1, 2, 3, 4) for layout in layouts(world) for picked in options]
+    return list(dict.fromkeys([*covering_cases(), *product]))
+
+
+def bitwise_cases() -> list[Case]:
+    """Each stage on two ranks, with one micro-batch and with three: two sums of three may be added in another order."""
+    return [Case(*layout, micros) for layout in layouts(2)[:4] for micros in (1, 3)]
 
 
 def covering_cases() -> list[Case]:
-    """Every layout, every pair of options in every world, and on two ranks all that must be alike to the bit."""
-    chosen = [Case(*layout, micros) for layout in layouts(2)[:4] for micros in (1, 3)]
+    """Every layout, every pair of options in every world, and on two ranks all that must be alike to the bit; one goes
+    on for five steps of three micro-batches."""
+    chosen = [*bitwise_cases(), Case("zero3", 1, 3, 3, True, False, "full", steps=5)]
     for world in (1, 2, 3, 4):
         for number, layout in enumerate(layouts(world)):
             picked = PAIRWISE[(number + world) % len(PAIRWISE)]  # another for the same layout in another world
@@ -312,8 +323,10 @@ def whole(tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
 
 
-def rows_of_steps(recipe: Path, tiny: Path, rows: int, words: tuple[str, ...] = ()) -> list[list[reference.Row]]:
-    """The rows of each of five steps of `rows` rows, each a list of documents as the reference wants them."""
+def rows_of_steps(
+    recipe: Path, tiny: Path, rows: int, words: tuple[str, ...] = (), steps: int = STEPS
+) -> list[list[reference.Row]]:
+    """The rows of each of `steps` steps of `rows` rows, each a list of documents as the reference wants them."""
     from transformers import AutoTokenizer
 
     from shardbook.data.loader import Batching, Loader
@@ -323,22 +336,24 @@ def rows_of_steps(recipe: Path, tiny: Path, rows: int, words: tuple[str, ...] = 
     data = load_recipe(recipe, words).data
     documents, _ = build_documents(data, AutoTokenizer.from_pretrained(tiny / "model"), tiny / "model")
     loader = Loader(documents, Batching(data.max_length, 1, 0, 1), rows, seed=42)
-    picked = [[loader.row_at(step * rows + row) for row in range(rows)] for step in range(5)]
+    picked = [[loader.row_at(step * rows + row) for row in range(rows)] for step in range(steps)]
     encoded = documents.encoded
     return [[[(encoded[i]["input_ids"], encoded[i]["mask"]) for i in row] for row in step] for step in picked]
 
 
-def documents_of_steps(recipe: Path, tiny: Path, rows: int, words: tuple[str, ...] = ()) -> list[reference.Row]:
+def documents_of_steps(
+    recipe: Path, tiny: Path, rows: int, words: tuple[str, ...] = (), steps: int = STEPS
+) -> list[reference.Row]:
     """The same without the rows: the documents of each step."""
-    return [[document for row in step for document in row] for step in rows_of_steps(recipe, tiny, rows, words)]
+    return [[document for row in step for document in row] for step in rows_of_steps(recipe, tiny, rows, words, steps)]
 
 
 def reference_of(recipe: Path, tiny: Path) -> Callable[[Case], reference.Result]:
     """What the plain process makes of a case's data; stages, ranks and checkpointing make no difference to it."""
 
     @cache
-    def train(rows: int, clips: bool, folder: str, words: tuple[str, ...]) -> reference.Result:
-        steps = rows_of_steps(recipe, tiny, rows, words)
+    def train(rows: int, clips: bool, folder: str, words: tuple[str, ...], count: int) -> reference.Result:
+        steps = rows_of_steps(recipe, tiny, rows, words, count)
         documents = [[document for row in step for document in row] for step in steps]
         # through seven blocks two roundings, the reference's and ours, reach the bound between them on some CPUs
         dtype = torch.float64 if folder.startswith("deep") else torch.float32
@@ -348,7 +363,7 @@ def reference_of(recipe: Path, tiny: Path) -> Callable[[Case], reference.Result]
 
     def of(case: Case) -> reference.Result:
         words = tuple(word for word in case.extra if word.startswith("data."))
-        return train(case.rows, case.clips, case.folder, words)
+        return train(case.rows, case.clips, case.folder, words, case.steps)
 
     return of
 

@@ -1,13 +1,9 @@
 """Every test runs offline, with caches of its own, and leaves nothing behind."""
 
-import faulthandler
 import gc
 import importlib.util
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -17,6 +13,8 @@ os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="shardbook-tests-")
 # A cache of this session's own: torch 2.13 keys compiled graphs by what the CPU has, not by ATEN_CPU_CAPABILITY, and
 # what was compiled for another setting then does not even build.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(os.environ["HF_HOME"]) / "inductor")
+# One process compiles at a time: else each rank that compiles starts others, which import torch anew.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:9"  # a key of the user's, in ~/.netrc, is for another host
 os.environ.pop("WANDB_API_KEY", None)
 os.environ.pop("WANDB_MODE", None)
@@ -27,7 +25,15 @@ os.environ.pop("BUILD_NUMBER", None)
 
 import pytest
 from costs import Costs
+from tiers import Tiers
+from watcher import STACKS, Watcher
 from world import STREAMS
+
+# Where each process of a test writes its stacks when the watcher asks, and what makes it listen.
+os.environ[STACKS] = str(Path(os.environ["HF_HOME"]) / "stacks")
+Path(os.environ[STACKS]).mkdir()
+listens = str(Path(__file__).parent / "stacks")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [listens, os.environ.get("PYTHONPATH")]))
 
 pytest.register_assert_rewrite("cases")  # before a test imports it
 
@@ -39,10 +45,12 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.pluginmanager.register(Costs())
+    config.pluginmanager.register(Tiers())
     if config.getoption("streams"):
         os.environ[STREAMS] = "1"  # before the server is there that ranks are forked from
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # xdist's workers run the tests: this process needs no torch
+    config.pluginmanager.register(Watcher())
     gc.disable()  # it would look through all of torch again and again while tests are imported
     import torch
 
@@ -57,26 +65,6 @@ def pytest_configure(config):
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
-
-
-SECONDS = 1200  # of one test, its fixtures among them: what waits for ever is red, and says where
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    def end(*_):
-        faulthandler.dump_traceback(sys.__stderr__)
-        processes = ["ps", "axwwfo", "pid,etimes,stat,wchan:24,args"]
-        print(subprocess.run(processes, capture_output=True, text=True).stdout)
-        pytest.fail(f"{item.nodeid} did not end in {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(SECONDS)
-    try:
-        return (yield)
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def pytest_unconfigure():

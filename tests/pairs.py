@@ -2,7 +2,7 @@
 
 import shutil
 
-from cases import TOLERANCE
+from cases import STEPS, TOLERANCE
 from world import metrics
 
 # A pair's gradient is the difference of two, the sum of whose sizes is 2 to 6 times its own here: so is their rounding.
@@ -10,7 +10,7 @@ DIFFERENCE = 4 * TOLERANCE
 
 
 def pairs_of_steps(recipe, tiny, words, rows):
-    """The pairs of each of five steps of `rows` rows, as the reference wants them."""
+    """The pairs of each of STEPS steps of `rows` rows, as the reference wants them."""
     return [[pair for row in step for pair in row] for step in pair_rows_of_steps(recipe, tiny, words, rows)]
 
 
@@ -25,7 +25,7 @@ def pair_rows_of_steps(recipe, tiny, words, rows):
     data = load_recipe(recipe, words).data
     documents, _ = build_documents(data, AutoTokenizer.from_pretrained(tiny / "model"), tiny / "model", 2)
     loader = Loader(documents, Batching(data.max_length * 2, 1, 0, 1, sequences=2), rows, seed=42)
-    picked = [[loader.row_at(step * rows + row) for row in range(rows)] for step in range(5)]
+    picked = [[loader.row_at(step * rows + row) for row in range(rows)] for step in range(STEPS)]
 
     def pair(number):
         document = documents.encoded[number]

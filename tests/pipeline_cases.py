@@ -14,15 +14,15 @@ def deep(stage: str, replicas: int, shards: int, micros: int, tied: bool = True,
 
 
 def quick_cases() -> list[Case]:
-    """Each stage beside two stages of a model, every pair of options among them, one over replicas; then what else is
-    most unlike. The rest is in the slow run."""
+    """Each stage beside two stages of a model, every pair of options among them, one over replicas, of five
+    steps; then what else is most unlike. The rest is in the slow run."""
     chosen = []
     for number, layout in enumerate(layouts(1)):
         picked = [values[pick] for values, pick in zip(OPTIONS, PAIRWISE[number % len(PAIRWISE)], strict=True)]
         chosen.append(Case(*layout, *picked, pp=2, schedule=("1f1b", "gpipe")[number % 2]))
     return [
         *chosen,
-        Case("hsdp", 2, 1, 3, True, False, pp=2, schedule="gpipe"),
+        Case("hsdp", 2, 1, 3, True, False, pp=2, schedule="gpipe", steps=5),
         deep("zero3", 1, 1, 4, pp=2, chunks=2, schedule="interleaved", clips=True, checkpointing="full"),
         deep("zero2", 1, 1, 6, pp=4, extra=("data.packing=false",)),
         Case("zero3", 1, 1, 3, True, checkpointing="every:2", pp=2, tp=2),

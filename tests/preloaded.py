@@ -1,9 +1,15 @@
 """What is imported, read, checked and measured by the server that ranks are forked from, once for all of them."""
 
 import gc
+import os
 import tempfile
 from importlib import import_module
 from pathlib import Path
+
+from watcher import dump_on_signal, end_with_parent
+
+for call in (dump_on_signal, end_with_parent):  # in each process that is forked from this one
+    os.register_at_fork(after_in_child=call)
 
 gc.disable()  # it would look through all of torch again and again: a quarter of the time
 for name in (

@@ -21,6 +21,7 @@ import pipeline_cases
 import tensor_cases
 from bugs import BUGS, run_planted
 from cases import (
+    STEPS,
     TOLERANCE,
     Case,
     assert_case,
@@ -117,9 +118,9 @@ def parity(recipe: Path, tiny: Path, cases: list[Case]) -> str:
             said.append(f"{', '.join(stages)} with {micros} micro-batch{'es' * (micros > 1)}")
     return f"""## Parity
 
-Each run trains a tiny Llama in fp32 for five steps through the whole of `train()`, with an evaluation in between.
+Each run trains a tiny Llama in fp32 for {STEPS} steps through the whole of `train()`, with an evaluation in between.
 It is compared with one process of plain PyTorch (`tests/reference.py`): losses, gradient norms, the whole gradient
-of every step and the final weights. A row stands for the runs with 1 or 3 micro-batches, with and without clipping,
+of every step and the final weights. A row stands for the runs with 1, 2 or 3 micro-batches, with and without clipping,
 with tied and untied embeddings (vocabulary 259 and 287), with and without activation checkpointing. `worst` is the
 largest relative error among them and must stay below 1e-6. In each run the traffic and memory of every rank were as
 predicted, to the byte, and replicas were equal to the bit.

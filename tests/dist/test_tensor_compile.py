@@ -3,13 +3,13 @@
 import shutil
 
 import pytest
-from cases import Case, assert_case, outcomes_of, run_cases
+from cases import STEPS, Case, assert_case, outcomes_of, run_cases
 from world import run_world
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile on a CPU needs a C++ compiler"
 )
-STEPS, BLOCKS = 5, 3
+BLOCKS = 3
 COMPILED = ("train.compile=true", "data.eval_size=0", "train.eval_steps=0")  # an evaluation has graphs of its own
 
 
