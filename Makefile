@@ -41,7 +41,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Empty is off: else each of some hundred processes compiles the package, and pytest its tests, anew.
 export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
-.PHONY: help train launch plan data compare recipes matrix reference docs test everything test-slow test-streams test-dist test-cpu test-reliability test-page test-cluster proof families test-gpu first-touch gpu-wheels bench-gpu bench-plan bench-link \
+.PHONY: help train launch plan data compare recipes matrix reference docs test check everything test-slow test-streams test-dist test-cpu test-reliability test-page test-cluster proof families test-gpu first-touch gpu-wheels bench-gpu bench-plan bench-link \
 	bench-checkpoint bench-convergence bench-offload bench-optimizers bench-peers bench-work lint format clean
 
 help:  ## list the targets
@@ -92,6 +92,10 @@ $(error TIER=$(TIER): must be ci, or empty)
 endif
 test: $(DEV)  ## the tests of a change: every stage, every command, no GPU and no network; TIER=ci: what CI runs
 	$(PYTEST) $(BY_FILE) $(if $(TIER),-m "not everything")
+
+SINCE ?= HEAD
+check: $(DEV)  ## what a change touches, and two ranks' parity, in a minute: make check SINCE=the commit it began at
+	@$(PYTHON3) tests/check.py --since $(SINCE)
 
 # SLOW names some of its files, and is all of them where it is empty.
 SLOW ?=
