@@ -85,7 +85,7 @@ matrix: $(RUN)  ## what goes with what, into docs/matrix.md
 WORKERS ?= 3
 SIDE_BY_SIDE = -n $(WORKERS) --max-worker-restart 0
 BY_FILE = $(SIDE_BY_SIDE) --dist loadfile --no-loadscope-reorder
-# TIER=ci: of the slow ones too, what tests/tiers.py keeps for CI.
+# TIER=ci: of the slow ones too, and of those by CUDA's rules, what tests/tiers.py keeps for CI.
 TIER ?=
 ifneq ($(filter-out ci,$(TIER)),)
 $(error TIER=$(TIER): must be ci, or empty)
@@ -111,7 +111,7 @@ everything: $(DEV)  ## all tests that need no GPU, every case of each product: b
 STREAMED = $(addprefix tests/dist/test_,$(addsuffix .py,offload qlora generate lora dpo zeropp resume)) tests/gpu/test_moves_cuda.py
 test-streams: $(DEV)  ## streams, threads, pinned memory and communicators by CUDA's rules, on a CPU
 	$(PYTEST) $(SIDE_BY_SIDE) --dist load tests/cuda
-	$(PYTEST) $(BY_FILE) --streams $(STREAMED)
+	$(PYTEST) $(BY_FILE) --streams $(if $(TIER),-m "not slow and not everything") $(STREAMED)
 
 test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and model (some ten minutes)
 	$(PYTEST) $(BY_FILE) tests/dist --everything -m ""
@@ -131,7 +131,7 @@ COUNTS_ALONE = house plan simulate translate recipe torch pipeline_peak settings
 	rows machines metric_rows progress push trackers exits mesh rendezvous restarts stop world checkpoint_errors stored_items
 test-cpu: $(DEV)  ## numbers on another processor: units, real weights and the parity matrix without wide vectors
 	$(NARROW) $(BY_FILE) tests/unit $(COUNTS_ALONE:%=--ignore tests/unit/test_%.py) \
-		tests/dist/test_hard_cases.py tests/dist/test_zeropp.py
+		tests/dist/test_hard_cases.py $(if $(TIER),,tests/dist/test_zeropp.py)
 	$(NARROW) $(BY_FILE) -m "" tests/e2e/test_embedded.py tests/dist/test_stages.py
 
 families: $(DEV)  ## ask a small model of every type of transformers, into docs/families.json and docs/families.md

@@ -45,7 +45,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.pluginmanager.register(Costs())
-    config.pluginmanager.register(Tiers())
+    config.pluginmanager.register(Tiers(config.getoption("streams")))
     if config.getoption("streams"):
         os.environ[STREAMS] = "1"  # before the server is there that ranks are forked from
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):

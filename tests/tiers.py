@@ -60,6 +60,41 @@ STAY = {  # a file or a test -> how many of its slow cases CI runs; all, where i
 }
 # CI has the slow tests of these files from make test-cpu, without wide vectors.
 NARROW = ("tests/dist/test_stages.py", "tests/e2e/test_embedded.py")
+# Of files that run a second time by CUDA's rules (--streams), what CI runs: what moves, overlaps or uses a thread. What
+# refuses, counts or damages files has been seen already.
+MOVES = {
+    "tests/dist/test_offload.py": (
+        "test_every_tier_gives_the_bits_of_none",
+        "test_what_is_frozen_stays_and_what_is_unused_decays",
+        "test_a_checkpoint_knows_no_tier",
+        "test_the_gather_of_the_first_unit_waits_for_no_other",
+        "test_inputs_of_blocks_come_back_as_they_were",
+    ),
+    "tests/dist/test_qlora.py": (
+        "test_bytes_arrive_where_copies_know_only_one_nan",
+        "test_planted_gathered_as_numbers_they_do_not",
+        "test_under_bf16_it_keeps_and_sends_what_is_predicted",
+    ),
+    "tests/dist/test_generate.py": ("test_training_does_not_notice",),
+    "tests/dist/test_lora.py": (
+        "test_every_stage_is_peft_to_a_millionth",
+        "test_a_bf16_base_keeps_and_sends_what_is_predicted",
+    ),
+    "tests/dist/test_dpo.py": (
+        "test_the_first_loss_is_ln_2_and_metrics_are_trls",
+        "test_adapters_off_is_the_precomputed_reference",
+    ),
+    "tests/dist/test_zeropp.py": (
+        "test_exact_bytes_and_near_numbers_through_the_whole_of_train",
+        "test_resume_is_bitwise_with_every_switch",
+        "test_one_rank_a_node_takes_one_hop_across",
+    ),
+    "tests/dist/test_resume.py": (
+        "test_the_same_world_continues_bitwise",
+        "test_preempted_in_mid_step_then_continued_bitwise",
+        "test_rows_that_are_read_late_are_the_same",
+    ),
+}
 
 
 def left_out(names: list[str], stay: int) -> list[str]:
@@ -68,17 +103,22 @@ def left_out(names: list[str], stay: int) -> list[str]:
 
 
 class Tiers:
-    """The plugin: it marks what only `make everything` runs."""
+    """The plugin: it marks what only `make everything` runs; with `streams`, of tests that run by CUDA's rules."""
+
+    def __init__(self, streams: bool = False) -> None:
+        self.streams = streams
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items) -> None:
         cases = collections.defaultdict(dict)
         for item in items:
+            path, _, name = item.nodeid.partition("[")[0].partition("::")
+            if self.streams and path in MOVES and name not in MOVES[path]:
+                item.add_marker(pytest.mark.everything)
             if item.get_closest_marker("slow"):
-                test = item.nodeid.partition("[")[0]
-                file = test.partition("::")[0]
-                cases[test if test in STAY else file][item.nodeid] = item
-                if file in NARROW:
+                test = f"{path}::{name}"
+                cases[test if test in STAY else path][item.nodeid] = item
+                if path in NARROW:
                     item.add_marker(pytest.mark.everything)
         for name in cases.keys() & STAY.keys():
             for left in left_out(list(cases[name]), STAY[name]):

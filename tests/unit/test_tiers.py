@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from tiers import NARROW, STAY, Tiers, left_out
+from tiers import MOVES, NARROW, STAY, Tiers, left_out
 
 ROOT = Path(__file__).parents[2]
 NAMES = [f"tests/unit/test_a.py::test_b[{number}]" for number in range(60)]
@@ -30,6 +30,24 @@ def test_what_is_left_to_narrow_vectors_runs_there():
     recipe = (ROOT / "Makefile").read_text().partition("\ntest-cpu:")[2].partition("\n\n")[0]
     whole = next(line for line in recipe.splitlines() if '-m ""' in line)
     assert all(path in whole.split() for path in NARROW)
+
+
+@pytest.mark.parametrize("path", MOVES)
+def test_what_moves_is_a_test_and_runs_by_cudas_rules(path):
+    assert set(MOVES[path]) <= functions_of(path).keys()
+    words = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("STREAMED"))
+    assert (
+        path.removeprefix("tests/dist/test_").removesuffix(".py") in words.replace(",", " ").replace(")", " ").split()
+    )
+
+
+def test_by_cudas_rules_only_what_moves_is_left():
+    path, (name, *_) = next(iter(MOVES.items()))
+    moves, still = Item(f"{path}::{name}[1]"), Item(f"{path}::test_refused")
+    Tiers(streams=True).pytest_collection_modifyitems([moves, still])
+    assert moves.marks == [] and still.marks == ["everything"]
+    Tiers().pytest_collection_modifyitems([plain := Item(f"{path}::test_refused")])
+    assert plain.marks == []
 
 
 def test_as_many_stay_as_are_asked_for():
