@@ -24,12 +24,15 @@ os.environ.pop("CI", None)
 os.environ.pop("BUILD_NUMBER", None)
 
 import pytest
+from budget import TALLY, Budget
 from costs import Costs
 from tiers import Tiers
 from watcher import STACKS, Watcher
 from world import STREAMS
 
-# Where each process of a test writes its stacks when the watcher asks, and what makes it listen.
+# Where each process of a test writes that it is there, its stacks when the watcher asks, and what makes it do so.
+os.environ[TALLY] = str(Path(os.environ["HF_HOME"]) / "tally")
+Path(os.environ[TALLY]).touch()
 os.environ[STACKS] = str(Path(os.environ["HF_HOME"]) / "stacks")
 Path(os.environ[STACKS]).mkdir()
 listens = str(Path(__file__).parent / "stacks")
@@ -45,6 +48,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.pluginmanager.register(Costs())
+    config.pluginmanager.register(Budget())
     config.pluginmanager.register(Tiers(config.getoption("streams")))
     if config.getoption("streams"):
         os.environ[STREAMS] = "1"  # before the server is there that ranks are forked from

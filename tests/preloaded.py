@@ -6,6 +6,7 @@ import tempfile
 from importlib import import_module
 from pathlib import Path
 
+from budget import count_in_forks
 from watcher import dump_on_signal, end_with_parent
 
 for call in (dump_on_signal, end_with_parent):  # in each process that is forked from this one
@@ -56,5 +57,6 @@ if not Path("/dev/nvidiactl").exists():
     import_module("shardbook.run.directory").environment()
     know_tiny_models()
 # else each rank's first collection writes to every object that is there, which copies its page: a fifth of a second
+count_in_forks()
 gc.freeze()
 gc.enable()

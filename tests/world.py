@@ -18,6 +18,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from budget import blocks_measured, count
+
 SECONDS = 600  # what takes a few on an idle machine takes minutes on a full one
 UNCHANGED = ("train_rank", "run_cases")  # of a function that may have planted something no measurement is kept
 STREAMS = "SHARDBOOK_TEST_STREAMS"  # set: each rank has a CUDA that remembers (streams.py) for its device
@@ -152,7 +154,9 @@ def _rank(variables: dict[str, str], pipe: Connection, fn, args) -> None:
     try:
         if rank == 0:
             know_blocks()
+        known = blocks_measured()
         pipe.send((False, call(*args)))
+        count("b", (blocks_measured() - known) * (rank == 0))  # the others are told
         if rank == 0 and fn.__name__ in UNCHANGED:
             keep_blocks()
     except BaseException:

@@ -1,7 +1,11 @@
-"""Each Python process that a test starts, directly or not, tells its stacks when it is asked to (tests/watcher.py)."""
+"""Each Python process that a test starts, directly or not, is counted (tests/budget.py), and tells its stacks when it
+is asked to (tests/watcher.py)."""
 
 import os
 
+if tally := os.environ.get("SHARDBOOK_TEST_TALLY"):
+    with open(tally, "a") as file:  # noqa: PTH123
+        file.write("c")  # tests/budget.py counts them
 if folder := os.environ.get("SHARDBOOK_TEST_STACKS"):
     import faulthandler
     import signal
