@@ -39,7 +39,7 @@ STAY = {  # a file or a test -> how many of its slow cases CI runs; all, where i
     "tests/dist/test_compile.py::test_compiled_blocks_train_the_same": 1,
     "tests/dist/test_generate.py::test_further_layouts": 1,
     "tests/dist/test_offload.py::test_every_tier_gives_the_bits_of_none": 4,
-    "tests/dist/test_zeropp.py::test_the_same_of_more_combinations": 2,
+    "tests/dist/test_zeropp.py::test_the_same_of_more_combinations": 6,
     "tests/dist/test_hard_cases.py::test_four_ranks_under_every_stage": 0,
     # families: one of a sort is in CI, all types in make families
     "tests/dist/test_families.py::test_every_sort_under_every_stage": 2,

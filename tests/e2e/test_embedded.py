@@ -49,6 +49,7 @@ def converted(cache):
     return embedded.smollm2_folder()
 
 
+@pytest.mark.slow  # 20 CPU seconds; make train converts it too
 def test_smollm2_is_converted_once_and_whole(converted, monkeypatch):
     """To the fp32 loss of transformers within what rounding explains: derived below, here of both sides."""
     tokenizer, model = AutoTokenizer.from_pretrained(converted), AutoModelForCausalLM.from_pretrained(converted)
