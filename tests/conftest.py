@@ -84,6 +84,22 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"planted bugs: {count('passed')} of {total} turned the suite red")
 
 
+@pytest.fixture(scope="module")
+def zygote():
+    from zygote import started
+
+    with started() as client:
+        yield client
+
+
+@pytest.fixture
+def warm_ranks(zygote, monkeypatch, request):
+    """The ranks that a test's launchers start are forks; those of a test marked cold, and of its module's fixtures, are
+    fresh processes."""
+    if not request.node.get_closest_marker("cold"):
+        monkeypatch.setenv("SHARDBOOK_TEST_WARM", zygote)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     from tiny import write_all

@@ -17,6 +17,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+from watcher import KEPT
 
 PROPERTY = "cpu_seconds"
 DEAREST = 20
@@ -31,8 +32,8 @@ def cpu_seconds() -> float:
     """Returns what this process, children that it has waited for, and the server of ranks have used, in seconds."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     total = sum(each.ru_utime + each.ru_stime for each in used)
-    server = forkserver._forkserver._forkserver_pid
-    if server:  # fields 14 to 17 of stat, proc_pid_stat(5): user and system, then those of children it has waited for
+    for server in filter(None, (forkserver._forkserver._forkserver_pid, *KEPT)):
+        # fields 14 to 17 of stat, proc_pid_stat(5): user and system, then those of children it has waited for
         fields = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
         total += sum(map(int, fields[11:15])) / TICKS
     return total

@@ -25,6 +25,7 @@ SECONDS = 1200  # of one test, its fixtures among them: what computes for ever i
 GRACE_SECONDS = 10  # for a process that is ending by itself, and for a test that was told to
 STACKS = "SHARDBOOK_TEST_STACKS"  # a folder: each Python process writes its stacks to <pid> there when SIGUSR2 asks
 TICKS = os.sysconf("SC_CLK_TCK")
+KEPT: set[int] = set()  # processes that are there for more than one test, beside the server of ranks
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 
@@ -172,7 +173,7 @@ class Watcher:
 
 def left_over() -> list[Process]:
     """Returns what this process has started and what is not there for all tests, as the server of ranks is."""
-    kept = {os.getpid(), forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+    kept = {os.getpid(), forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid, *KEPT}
     return [
         process
         for process in processes_below(os.getpid()).values()

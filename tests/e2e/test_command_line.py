@@ -22,6 +22,7 @@ from shardbook.ranks import machine
 from shardbook.ranks.launch import free_port
 from shardbook.recipe import RecipeError, load_recipe
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")  # but of what is marked cold
 BIN = Path(sys.executable).parent
 LAUNCH = Path(__file__).parents[2] / "launch"
 STEP_KEYS = {
@@ -200,6 +201,7 @@ def test_a_refused_continuation_changes_nothing(first):
     assert {name: (run / name).read_bytes() for name in before} == before
 
 
+@pytest.mark.cold
 def test_a_signal_before_the_first_step_is_one_line(recipe):
     words = ["train", str(recipe), "run.name=early"]
     process = subprocess.Popen([BIN / "shardbook", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -222,6 +224,7 @@ def test_the_resolved_recipe_repeats_the_run(first, recipe):
     assert losses(recipe.parent / "repeat") == losses(run)
 
 
+@pytest.mark.cold
 @pytest.mark.slow
 def test_accelerate_starts_it_too(first, recipe, tmp_path):
     """torchrun too, which is what accelerate starts. test-cluster has all launchers, over two nodes."""
@@ -295,7 +298,9 @@ def straight(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(name, marks=[pytest.mark.cold] * (name == "torchrun")) for name in LAUNCHERS]
+)
 def test_a_run_whose_ranks_are_killed_twice_ends_as_the_straight_one(straight, recipe, launcher):
     """Either rank, once before and once after a checkpoint; the launcher starts them again by itself."""
     words = [recipe, f"run.name=again-{launcher}", *ELEVEN]
@@ -359,6 +364,7 @@ def test_a_node_whose_launcher_is_killed_ends_the_other_with_one_line(recipe):
     assert re.fullmatch(said + "again\n", errors[0]), errors
 
 
+@pytest.mark.cold
 @pytest.mark.slow
 def test_two_nodes_compute_what_one_does(first, recipe):
     codes, errors = on_two_nodes(recipe, "two-nodes", "train.eval_steps=2")
@@ -402,6 +408,7 @@ def test_wrong_nodes_are_refused(words, said, recipe, capsys):
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.cold
 @pytest.mark.slow
 def test_exit_codes_of_ranks_come_through(recipe):
     started = shardbook("train", str(recipe), "data.max_length=300")
@@ -481,6 +488,7 @@ def test_a_default_name_says_recipe_and_time(recipe):
     assert "train/loss" not in metrics(run)[1]  # logging is off; the evaluation at the end is still there
 
 
+@pytest.mark.cold
 def test_a_rank_that_fails_alone_ends_the_others_at_once(tmp_path):
     """Rank 0 would wait for five minutes; the launcher must not."""
     (tmp_path / "shardbook").mkdir()

@@ -14,12 +14,14 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_file import read_wandb
 from world import losses, metrics
+from zygote import WARM
 
 from shardbook import cli
 from shardbook.compare.outcome import read_outcome
 from shardbook.compare.page import LIBRARY
 from shardbook.compare.workspace import PANELS, build_report, build_workspace
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")  # but of what is marked cold
 BIN = Path(sys.executable).parent
 STAGES = (
     "ddp zero3 zero3,data.train=nowhere.jsonl zeropp,parallel.quantize_gradients=[8,8],activation.checkpointing=full"
@@ -34,8 +36,9 @@ def compare(*words, **more):
 
 
 @pytest.fixture(scope="module")
-def compared(recipe):
-    result = compare(recipe, "--stages", STAGES, "run.name=both", "run.report_to=['wandb', 'tensorboard']")
+def compared(recipe, zygote):
+    words = ("run.name=both", "run.report_to=['wandb', 'tensorboard']")
+    result = compare(recipe, "--stages", STAGES, *words, env=os.environ | {WARM: zygote})
     return result, recipe.parent / "both"
 
 
@@ -217,6 +220,7 @@ def started(recipe, name, *words):
     return process, lambda pid: Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
+@pytest.mark.cold
 @pytest.mark.slow
 def test_a_signal_before_a_variant_listens_stops_the_comparison(recipe):
     process, children = started(recipe, "early")

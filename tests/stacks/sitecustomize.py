@@ -6,6 +6,10 @@ import os
 if tally := os.environ.get("SHARDBOOK_TEST_TALLY"):
     with open(tally, "a") as file:  # noqa: PTH123
         file.write("c")  # tests/budget.py counts them
+if warm := os.environ.get("SHARDBOOK_TEST_WARM"):
+    import sys
+
+    sys.executable = warm  # what this process starts ranks with (tests/zygote.py)
 if folder := os.environ.get("SHARDBOOK_TEST_STACKS"):
     import faulthandler
     import signal
