@@ -115,7 +115,7 @@ def test_the_formula_is_what_a_step_makes(alone, stage, checkpointing, micros):
     assert formula / peak == pytest.approx(1, abs=BOUND), (formula / GB, peak / GB)
 
 
-@pytest.mark.parametrize("more", ["precision.reduce=bf16", "lora.r=16"])
+@pytest.mark.parametrize("more", ["precision.reduce=bf16", pytest.param("lora.r=16", marks=pytest.mark.slow)])
 def test_sums_of_whole_models(alone, more):
     """Cast one after the other when backward is over; or of several blocks in one buffer."""
     (peak, _), (formula, _) = alone("ddp", "full", 1, 3, False, WORLD, (more,))
@@ -148,6 +148,7 @@ def test_shipped_recipes_at_their_size(shipped, name, world):
     assert formula / peak == pytest.approx(1, abs=BOUND), (formula / GB, peak / GB)
 
 
+@pytest.mark.slow
 def test_one_gpu_adds_gradients_up_in_the_dtype_they_are_kept_in(alone):
     """In fp32 beside bf16 they would be 4 bytes a parameter more, of 8, and an 8B would not fit into 80 GB."""
     low = ("precision.master=bf16", "optim.name=adamw_bf16")
@@ -256,11 +257,11 @@ def test_activations_are_split_with_the_matrices(apart, ranks):
     ("stage", "checkpointing", "micros", "layers", "world", "words"),
     [
         ("zero3", "none", 1, 3, 16, ("parallel.tp_size=2",)),
-        ("hsdp", "selective", 1, 3, 16, ("parallel.tp_size=4", "parallel.dp_shard_size=2")),
         ("zero3", "full", 1, 3, 16, ("parallel.cp_size=8", "data.max_length=131072")),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                ("hsdp", "selective", 1, 3, 16, ("parallel.tp_size=4", "parallel.dp_shard_size=2")),
                 ("zero1", "full", 2, 3, 8, ("parallel.tp_size=8",)),  # one shard
                 ("zero3", "none", 1, 3, 16, ("parallel.cp_size=2", "parallel.tp_size=4", *LONG)),
                 ("zero3", "full", 1, 6, 16, ("parallel.tp_size=2", *LONG)),
