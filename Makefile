@@ -79,15 +79,16 @@ matrix: $(RUN)  ## what goes with what, into docs/matrix.md
 	@sed -i '/^```text/,/^```$$/{/^```/!d}' docs/matrix.md
 	@$(SHARDBOOK) recipes --matrix | sed -i '/^```text/r /dev/stdin' docs/matrix.md
 
-# Files of tests at a time, on two cores: worlds of ranks wait for each other more than they compute. In the order that a
-# target names them, those with the longest files first: by itself xdist ends with files of one test, however long. A worker
-# that dies has said which test it was: another one in its place would begin that test again.
+# Files of tests at a time, on two cores: worlds of ranks wait for each other more than they compute. In the order of
+# tests/costs.json, the dearest first: by itself xdist ends with files of one test, however long. A worker that dies has said
+# which test it was: another one in its place would begin that test again.
 WORKERS ?= 3
 SIDE_BY_SIDE = -n $(WORKERS) --max-worker-restart 0
 BY_FILE = $(SIDE_BY_SIDE) --dist loadfile --no-loadscope-reorder
 # TIER=ci: of the slow ones too, and of those by CUDA's rules, what tests/tiers.py keeps for CI.
-TIER ?=
-ifneq ($(filter-out ci,$(TIER)),)
+ifneq ($(origin TIER),command line)
+TIER :=
+else ifneq ($(filter-out ci,$(TIER)),)
 $(error TIER=$(TIER): must be ci, or empty)
 endif
 test: $(DEV)  ## the tests of a change: every stage, every command, no GPU and no network; TIER=ci: what CI runs
@@ -102,9 +103,9 @@ SLOW ?=
 test-slow: $(DEV)  ## what make test leaves out: signals, comparisons, other launchers, compiled code
 	$(PYTEST) $(BY_FILE) -m slow $(SLOW)
 
-everything: $(DEV)  ## all tests that need no GPU, every case of each product: before a release (some two hours on two cores)
+everything: $(DEV)  ## all that CI leaves out too, but for the whole matrices (make test-dist): before a release (two hours)
 	$(PYTEST) $(BY_FILE) -m ""
-	@$(MAKE) --no-print-directory test-streams test-cpu
+	@$(MAKE) --no-print-directory TIER= test-streams test-cpu
 
 # Ranks whose device is a stand-in that keeps CUDA's rules (tests/streams.py): its own tests, what a step moves, and these
 # files again; tests/gpu as far as it goes without a GPU.

@@ -94,8 +94,8 @@ def zygote():
 
 @pytest.fixture
 def warm_ranks(zygote, monkeypatch, request):
-    """The ranks that a test's launchers start are forks; those of a test marked cold, and of its module's fixtures, are
-    fresh processes."""
+    """The ranks that a test's launchers start are forks; those of a test marked cold are fresh processes, as are those
+    of fixtures of a module, which are there before."""
     if not request.node.get_closest_marker("cold"):
         monkeypatch.setenv("SHARDBOOK_TEST_WARM", zygote)
 

@@ -8,6 +8,7 @@ python tests/costs.py FOLDER    # writes costs.json, from what runs with SHARDBO
 """
 
 import collections
+import contextlib
 import itertools
 import json
 import os
@@ -34,8 +35,9 @@ def cpu_seconds() -> float:
     total = sum(each.ru_utime + each.ru_stime for each in used)
     for server in filter(None, (forkserver._forkserver._forkserver_pid, *KEPT)):
         # fields 14 to 17 of stat, proc_pid_stat(5): user and system, then those of children it has waited for
-        fields = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
-        total += sum(map(int, fields[11:15])) / TICKS
+        with contextlib.suppress(FileNotFoundError):  # it has ended: whoever needs it will say so
+            fields = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
+            total += sum(map(int, fields[11:15])) / TICKS
     return total
 
 

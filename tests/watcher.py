@@ -1,18 +1,18 @@
 """The watcher: a test in which nothing computes for a minute is red, with the stacks of every process, and ended.
 
-Invariant: what takes long is never red here, on however full a machine. A look at a live test finds a process that runs
-or waits for a disk, or CPU seconds that were used since; sixty looks at a dead one find neither.
+Invariant: what computes is not red before SECONDS are over, on however full a machine. A look at a live test finds a
+process that runs or waits for a disk, or CPU seconds that were used since; sixty looks at a dead one find neither.
 """
 
+import contextlib
 import ctypes
 import faulthandler
-import functools
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -43,7 +43,7 @@ def processes_below(root: int) -> dict[int, Process]:
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             try:  # stat: proc_pid_stat(5); a name may hold spaces and brackets
-                words = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+                words = Path(entry.path, "stat").read_bytes().rpartition(b")")[2].decode().split()
             except OSError:
                 continue  # it has just ended
             seconds = (int(words[11]) + int(words[12])) / TICKS
@@ -67,14 +67,19 @@ def end_with_parent() -> None:
 
 def stacks_of(pids: list[int]) -> str:
     """Returns what `dump_on_signal` writes in each of the processes that called it, and the state of all."""
-    folder, told = Path(os.environ[STACKS]), []
+    folder, files = Path(os.environ[STACKS]), {}
     for pid in pids:
         if (folder / str(pid)).exists():
             (folder / str(pid)).write_text("")
-            os.kill(pid, signal.SIGUSR2)
-            told.append(pid)
-    time.sleep(1)
-    said = [f"process {pid}:\n{(folder / str(pid)).read_text()}" for pid in told]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR2)
+                files[pid] = folder / str(pid)
+    until, sizes = time.monotonic() + GRACE_SECONDS, None
+    while sizes != (sizes := [file.stat().st_size for file in files.values()]) or 0 in sizes:
+        if time.monotonic() > until:  # one of them has ended, or is stopped
+            break
+        time.sleep(0.5)
+    said = [f"process {pid}:\n{file.read_text()}" for pid, file in files.items()]
     listed = ["ps", "wwo", "pid,ppid,etimes,time,stat,wchan:24,args", "-p", ",".join(map(str, pids))]
     return "\n".join([*said, subprocess.run(listed, capture_output=True, text=True).stdout])
 
@@ -90,7 +95,7 @@ class Watch:
         """Returns for how many seconds nothing has computed. `own_seconds`: CPU seconds of the thread that looks."""
         used = {pid: process.cpu_seconds for pid, process in now.items()}
         used[os.getpid()] -= own_seconds
-        running = any(process.state in "RD" for pid, process in now.items() if pid != os.getpid())
+        running = any(process.state in "RD" for process in now.values())  # of this one its main thread's
         if (
             running
             or used.keys() != self.used.keys()
@@ -106,7 +111,8 @@ class Watcher:
     def __init__(self) -> None:
         self.limit: float | None = None  # of the test that runs
         self.watch = Watch()
-        self.reason = ""
+        self.name, self.began = "", 0.0
+        self.told: tuple[Watch, str] | None = None  # what the main thread is to fail with, and of which watch
         self.stderr = 2
 
     def pytest_configure(self, config) -> None:
@@ -115,13 +121,13 @@ class Watcher:
             end_with_parent()
         dump_on_signal()
         self.stderr = os.dup(2)  # before pytest captures what tests write there
+        signal.signal(signal.SIGALRM, self._end)
         threading.Thread(target=self._look, daemon=True, name="watcher").start()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
         mark = item.get_closest_marker("quiet")
-        before = signal.signal(signal.SIGALRM, functools.partial(self._end, item.nodeid))
-        self.reason, self.watch = "", Watch()
+        self.name, self.began, self.told, self.watch = item.nodeid, time.monotonic(), None, Watch()
         self.limit = mark.args[0] if mark else QUIET_SECONDS
         signal.alarm(SECONDS)
         try:
@@ -129,46 +135,58 @@ class Watcher:
         finally:
             self.limit = None
             signal.alarm(0)
-            signal.signal(signal.SIGALRM, before)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self, item, nextitem):
         """After the last test of a file, whose fixtures may have kept processes for all of it, none is left."""
-        result = yield
-        if nextitem is None or nextitem.path != item.path:
-            self.limit = None  # what ends by itself may wait
-            end_left_over(item.path.name)
-        return result
+        try:
+            return (yield)
+        finally:
+            if nextitem is None or nextitem.path != item.path:
+                self.limit = None  # what ends by itself may wait
+                end_left_over(item.path.name)
 
     def _look(self) -> None:
         while True:
             time.sleep(1)
             limit, watch = self.limit, self.watch
-            if limit is None or self.reason:
+            if limit is None or self.told:
                 continue
-            now = processes_below(os.getpid())
-            quiet = watch.look(now, time.thread_time())
-            if quiet > limit and watch is self.watch and self.limit:
-                self.reason = f"nothing computed for {quiet:.0f} s"
-                self._tell(watch, [*now])
+            try:
+                now = processes_below(os.getpid())
+                if (quiet := watch.look(now, time.thread_time())) > limit:
+                    self._tell(watch, f"nothing computed for {quiet:.0f} s\n{stacks_of([*now])}")
+            except Exception:  # the next look may find what this one did not
+                os.write(self.stderr, f"watcher: {traceback.format_exc()}".encode())
 
-    def _tell(self, watch: Watch, pids: list[int]) -> None:
+    def _tell(self, watch: Watch, reason: str) -> None:
         """Has the main thread fail the test; where it does not return from C, this ends its process, and says why."""
-        self.reason += "\n" + stacks_of(pids)
+
+        def runs() -> bool:
+            return self.watch is watch and self.limit is not None
+
+        if not runs():
+            return
+        self.told = watch, reason
         signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
         until = time.monotonic() + GRACE_SECONDS
-        while self.watch is watch and self.limit and self.reason and time.monotonic() < until:
+        while runs() and time.monotonic() < until:
             time.sleep(0.1)
-        if self.watch is watch and self.limit and self.reason:
-            os.write(self.stderr, f"\n{self.reason}\nThe test does not end: its process is ended.\n".encode())
+        if runs():
+            os.write(self.stderr, f"\n{reason}\nThe test does not end: its process is ended.\n".encode())
             kill([pid for pid in processes_below(os.getpid()) if pid != os.getpid()])
             os._exit(70)
 
-    def _end(self, name: str, *_) -> None:
-        reason = self.reason or f"it did not end in {SECONDS} s\n" + stacks_of([*processes_below(os.getpid())])
-        self.reason = ""
+    def _end(self, *_) -> None:
+        """Handles SIGALRM, which the watcher's thread sends, or the clock; its test may have ended meanwhile."""
+        told, self.told = self.told, None
+        is_late = time.monotonic() - self.began >= SECONDS - 1
+        if self.limit is None or not (is_late or (told and told[0] is self.watch)):
+            return
+        reason = told[1] if told else f"it did not end in {SECONDS} s\n" + stacks_of([*processes_below(os.getpid())])
+        self.watch = Watch()  # its fixtures have as long again
         kill([process.pid for process in left_over()])
-        pytest.fail(f"{name}: {reason}", pytrace=False)
+        pytest.fail(f"{self.name}: {reason}", pytrace=False)
 
 
 def left_over() -> list[Process]:
@@ -191,9 +209,12 @@ def is_kept(pid: int) -> bool:
 
 
 def end_left_over(name: str) -> None:
-    """Fails, after `name`'s tests, where a process is left; it is named and killed."""
-    until = time.monotonic() + GRACE_SECONDS
+    """Fails, after `name`'s tests, where a process is left that does not end by itself; it is named and killed."""
+    until, watch = time.monotonic() + 10 * GRACE_SECONDS, Watch()
+    itself = Process(os.getpid(), 0, "S", 0.0)  # it computes, since it looks
     while (left := left_over()) and time.monotonic() < until:
+        if watch.look({process.pid: process for process in (*left, itself)}, 0.0) > GRACE_SECONDS:
+            break
         time.sleep(0.05)
     if left:
         said = stacks_of([process.pid for process in left])
@@ -203,7 +224,5 @@ def end_left_over(name: str) -> None:
 
 def kill(pids: list[int]) -> None:
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            print(f"{pid} has ended meanwhile", file=sys.stderr)

@@ -40,12 +40,20 @@ said = json.dumps([os.getpid(), os.getcwd(), sys.argv[3:], dict(os.environ)]).en
 socket.send_fds(server, [struct.pack("!I", len(said))], [0, 1, 2])
 server.sendall(said)
 (rank,) = struct.unpack("!i", server.recv(4))
+
+def pass_on(signum, frame):
+    try:
+        os.kill(rank, signum)
+    except ProcessLookupError:
+        pass  # its code is on its way
+
 for signum in PASSED:
-    signal.signal(signum, lambda signum, frame: os.kill(rank, signum))
+    signal.signal(signum, pass_on)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
 (code,) = struct.unpack("!i", server.recv(4))
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
@@ -66,14 +74,15 @@ def started() -> Iterator[str]:
     client, (reader, writer) = write_client(folder), forks().Pipe()
     zygote = forks().Process(target=serve, args=(folder, writer), daemon=True)
     zygote.start()
-    pid = reader.recv()
-    KEPT.add(pid)
+    writer.close()  # else nobody would see that it ended before it listened
+    KEPT.add(zygote.pid)
     try:
+        assert reader.recv() == zygote.pid
         yield str(client)
     finally:
         zygote.kill()
         zygote.join()
-        KEPT.discard(pid)
+        KEPT.discard(zygote.pid)
         shutil.rmtree(folder)
 
 
@@ -99,6 +108,8 @@ def serve(folder: Path, ready) -> None:
                 if rank := _fork(client, [listener, wakes, woken, *clients]):
                     clients[client] = rank
                     waits.register(client, selectors.EVENT_READ)
+                else:
+                    client.close()
             elif key.fileobj is wakes:
                 with contextlib.suppress(BlockingIOError):
                     wakes.recv(4096)
@@ -126,13 +137,13 @@ def _reap(clients: dict[socket.socket, int], waits: selectors.BaseSelector) -> N
 def _fork(client: socket.socket, own: list[socket.socket]) -> int:
     """Forks the rank that a client asks for, and tells the client its pid. Returns it; 0: the client has gone."""
     head, streams, _, _ = socket.recv_fds(client, 4, 3)
-    if len(head) < 4:
-        return 0
     said = b""
-    while len(said) < struct.unpack("!I", head)[0]:
-        said += client.recv(1 << 20)
-    rank = os.fork()
-    if not rank:
+    with contextlib.suppress(ConnectionError):
+        while len(head) == 4 and len(said) < struct.unpack("!I", head)[0] and (part := client.recv(1 << 20)):
+            said += part
+    is_whole = len(head) == 4 and len(said) == struct.unpack("!I", head)[0]
+    rank = os.fork() if is_whole else None
+    if rank == 0:
         try:
             for each in (client, *own):
                 each.close()
@@ -141,6 +152,8 @@ def _fork(client: socket.socket, own: list[socket.socket]) -> int:
             os._exit(1)
     for stream in streams:
         os.close(stream)
+    if rank is None:
+        return 0
     with contextlib.suppress(OSError):  # it was killed meanwhile, which its end of the socket will say
         client.sendall(struct.pack("!i", rank))
     return rank

@@ -1,5 +1,6 @@
 """A rank that the zygote forks is what a fresh process would be to the launcher that started it, and to the test."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -31,12 +32,18 @@ def rank(zygote):
     yield start
     for process in started:
         process.kill()
+        process.communicate()
 
 
 def forked_ranks() -> set[int]:
     """The ranks below the server: they have no command line of their own, and are leaders of sessions."""
-    below = processes_below(os.getpid())
-    return {pid for pid in below if os.getsid(pid) == pid and pid != os.getpid()}
+
+    def leads(pid: int) -> bool:
+        with contextlib.suppress(ProcessLookupError):
+            return os.getsid(pid) == pid != os.getpid()
+        return False
+
+    return set(filter(leads, processes_below(os.getpid())))
 
 
 def ended(pids: set[int], seconds: float = 30) -> bool:
