@@ -69,11 +69,16 @@ def stacks_of(pids: list[int]) -> str:
     """Returns what `dump_on_signal` writes in each of the processes that called it, and the state of all."""
     folder, files = Path(os.environ[STACKS]), {}
     for pid in pids:
-        if (folder / str(pid)).exists():
-            (folder / str(pid)).write_text("")
+        file = folder / str(pid)
+        if pid == os.getpid():  # not by a signal: its handler would walk this thread's stack while this thread runs
+            with file.open("w") as own:
+                faulthandler.dump_traceback(own)
+            files[pid] = file
+        elif file.exists():
+            file.write_text("")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR2)
-                files[pid] = folder / str(pid)
+                files[pid] = file
     until, sizes = time.monotonic() + GRACE_SECONDS, None
     while sizes != (sizes := [file.stat().st_size for file in files.values()]) or 0 in sizes:
         if time.monotonic() > until:  # one of them has ended, or is stopped
