@@ -6,7 +6,6 @@ Whoever uses something appends a letter to one file; a test's are those that wer
 """
 
 import collections
-import functools
 import os
 import sys
 import tomllib
@@ -92,7 +91,7 @@ class Budget:
             self.tests[report.nodeid] = dict(report.user_properties).get(PROPERTY, {})
 
     def _sum(self) -> dict[str, int]:
-        adds = functools.reduce(lambda one, other: one + other, map(collections.Counter, self.tests.values()))
+        adds = sum(map(collections.Counter, self.tests.values()), collections.Counter())
         return {kind: adds[kind] for kind in KINDS.values()}
 
     def _budget(self, config) -> dict[str, int] | None:

@@ -18,15 +18,13 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-from watcher import KEPT
+from watcher import KEPT, TICKS, stat_of
 
 PROPERTY = "cpu_seconds"
 DEAREST = 20
 FOLDER = "SHARDBOOK_TEST_COSTS"  # a folder: each run of pytest writes the seconds of its tests there, as JSON
-TICKS = os.sysconf("SC_CLK_TCK")
-KNOWN = Path(__file__).with_name(
-    "costs.json"
-)  # of each file the seconds of all its tests, and of those that are not slow
+# of each file the seconds of all its tests, and of those that are not slow
+KNOWN = Path(__file__).with_name("costs.json")
 
 
 def cpu_seconds() -> float:
@@ -34,10 +32,9 @@ def cpu_seconds() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     total = sum(each.ru_utime + each.ru_stime for each in used)
     for server in filter(None, (forkserver._forkserver._forkserver_pid, *KEPT)):
-        # fields 14 to 17 of stat, proc_pid_stat(5): user and system, then those of children it has waited for
-        with contextlib.suppress(FileNotFoundError):  # it has ended: whoever needs it will say so
-            fields = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
-            total += sum(map(int, fields[11:15])) / TICKS
+        # fields 14 to 17: user and system, then those of children that it has waited for
+        with contextlib.suppress(OSError):  # it has ended: whoever needs it will say so
+            total += sum(map(int, stat_of(server)[11:15])) / TICKS
     return total
 
 

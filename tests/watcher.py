@@ -37,13 +37,19 @@ class Process:
     cpu_seconds: float
 
 
+def stat_of(pid: int) -> list[str]:
+    """Returns what the kernel says of a process from its state on: field 3 of proc_pid_stat(5) is the first. The name
+    before it may hold spaces, brackets and half a character. Raises OSError where the process has ended."""
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+
+
 def processes_below(root: int) -> dict[int, Process]:
     """Returns `root` and what it has started, directly or not, by pid."""
     found = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
-            try:  # stat: proc_pid_stat(5); a name may hold spaces and brackets
-                words = Path(entry.path, "stat").read_bytes().rpartition(b")")[2].decode().split()
+            try:
+                words = stat_of(int(entry.name))
             except OSError:
                 continue  # it has just ended
             seconds = (int(words[11]) + int(words[12])) / TICKS

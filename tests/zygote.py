@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from watcher import KEPT
+from watcher import KEPT, stat_of
 from world import forks
 
 WARM = "SHARDBOOK_TEST_WARM"  # the Python that launchers start ranks with; unset: each rank is a fresh process
@@ -175,7 +175,7 @@ def _become(streams: list[int], client: int, folder: str, words: list[str], envi
     os.environ.update(environment)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     # what started the rank is the client's parent: a client whose parent was killed has another
-    os.getppid = lambda: int(Path(f"/proc/{client}/stat").read_text().rpartition(")")[2].split()[1])
+    os.getppid = lambda: int(stat_of(client)[1])
     sys.argv = ["", *words]
     sys.path.insert(0, folder)
     sys.executable = environment[WARM]
