@@ -79,10 +79,11 @@ matrix: $(RUN)  ## what goes with what, into docs/matrix.md
 	@sed -i '/^```text/,/^```$$/{/^```/!d}' docs/matrix.md
 	@$(SHARDBOOK) recipes --matrix | sed -i '/^```text/r /dev/stdin' docs/matrix.md
 
-# Files of tests at a time, on two cores: worlds of ranks wait for each other more than they compute. In the order of
-# tests/costs.json, the dearest first: by itself xdist ends with files of one test, however long. A worker that dies has said
-# which test it was: another one in its place would begin that test again.
-WORKERS ?= 3
+# Files of tests at a time: one more than there are cores, since ranks wait for each other, and at most eight, each of which
+# takes some 2 GB. In the order of tests/costs.json, the dearest first: by itself xdist ends with files of one test, however
+# long. A worker that dies has said which test it was: another one in its place would begin that test again.
+CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+WORKERS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) + 1 : 8)))
 SIDE_BY_SIDE = -n $(WORKERS) --max-worker-restart 0
 BY_FILE = $(SIDE_BY_SIDE) --dist loadfile --no-loadscope-reorder
 # TIER=ci: of the slow ones too, and of those by CUDA's rules, what tests/tiers.py keeps for CI.
@@ -105,13 +106,14 @@ test-slow: $(DEV)  ## what make test leaves out: signals, comparisons, other lau
 
 everything: $(DEV)  ## all that CI leaves out too, but for the whole matrices (make test-dist): before a release (two hours)
 	$(PYTEST) $(BY_FILE) -m ""
-	@$(MAKE) --no-print-directory TIER= test-streams test-cpu
+	@$(MAKE) --no-print-directory TIER= STAND_IN= test-streams test-cpu
 
-# Ranks whose device is a stand-in that keeps CUDA's rules (tests/streams.py): its own tests, what a step moves, and these
-# files again; tests/gpu as far as it goes without a GPU.
+# Ranks whose device is a stand-in that keeps CUDA's rules (tests/streams.py): its own tests, which TIER=ci has from make
+# test, and these files again; tests/gpu as far as it goes without a GPU.
+STAND_IN := $(if $(TIER),,tests/cuda)
 STREAMED = $(addprefix tests/dist/test_,$(addsuffix .py,offload qlora generate lora dpo zeropp resume)) tests/gpu/test_moves_cuda.py
 test-streams: $(DEV)  ## streams, threads, pinned memory and communicators by CUDA's rules, on a CPU
-	$(PYTEST) $(SIDE_BY_SIDE) --dist load tests/cuda
+	$(if $(STAND_IN),$(PYTEST) $(SIDE_BY_SIDE) --dist load -m "" $(STAND_IN))
 	$(PYTEST) $(BY_FILE) --streams $(if $(TIER),-m "not slow and not everything") $(STREAMED)
 
 test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and model (some ten minutes)
@@ -131,9 +133,8 @@ COUNTS_ALONE = house plan simulate translate recipe torch pipeline_peak settings
 	plan_module measured_blocks peak lanes schedule refusals docs families_page ledger outcome look chat completion formats \
 	rows machines metric_rows progress push trackers exits mesh rendezvous restarts stop world checkpoint_errors stored_items
 test-cpu: $(DEV)  ## numbers on another processor: units, real weights and the parity matrix without wide vectors
-	$(NARROW) $(BY_FILE) tests/unit $(COUNTS_ALONE:%=--ignore tests/unit/test_%.py) \
-		tests/dist/test_hard_cases.py $(if $(TIER),,tests/dist/test_zeropp.py)
-	$(NARROW) $(BY_FILE) -m "" tests/e2e/test_embedded.py tests/dist/test_stages.py
+	$(NARROW) $(BY_FILE) -m "not slow or narrow" tests/unit $(COUNTS_ALONE:%=--ignore tests/unit/test_%.py) \
+		tests/dist/test_hard_cases.py tests/dist/test_stages.py tests/e2e/test_embedded.py $(if $(TIER),,tests/dist/test_zeropp.py)
 
 families: $(DEV)  ## ask a small model of every type of transformers, into docs/families.json and docs/families.md
 	$(PYTHON3) tests/families.py

@@ -95,7 +95,7 @@ def run_all(recipe: Path, tiny: Path, cases: list[Case], folder: Path) -> None:
     for world, same in groupby(sorted(cases, key=lambda case: case.world), key=lambda case: case.world):
         chosen = list(same)
         say(f"{len(chosen)} runs of {world} ranks")
-        assert run_world(world, run_cases, recipe, tiny, chosen, folder, seconds=1800) == [[]] * world
+        assert run_world(world, run_cases, recipe, tiny, chosen, folder) == [[]] * world
 
 
 def parity(recipe: Path, tiny: Path, cases: list[Case]) -> str:

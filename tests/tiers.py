@@ -58,7 +58,7 @@ STAY = {  # a file or a test -> how many of its slow cases CI runs; all, where i
     "tests/dist/test_zombies.py::test_a_disk_that_fills_up_costs_no_number": 0,
     "tests/unit/test_peers.py": 0,
 }
-# CI has the slow tests of these files from make test-cpu, without wide vectors.
+# make test-cpu runs all of these files, and CI has their slow tests from there alone, without wide vectors.
 NARROW = ("tests/dist/test_stages.py", "tests/e2e/test_embedded.py")
 # Of files that run a second time by CUDA's rules (--streams), what CI runs: what moves, overlaps or uses a thread. What
 # refuses, counts or damages files has been seen already.
@@ -120,6 +120,7 @@ class Tiers:
                 cases[test if test in STAY else path][item.nodeid] = item
                 if path in NARROW:
                     item.add_marker(pytest.mark.everything)
+                    item.add_marker(pytest.mark.narrow)
         for name in cases.keys() & STAY.keys():
             for left in left_out(list(cases[name]), STAY[name]):
                 cases[name][left].add_marker(pytest.mark.everything)

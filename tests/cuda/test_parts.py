@@ -15,6 +15,7 @@ from world import losses, run_world, train_rank
 
 from shardbook.model import nf4
 
+pytestmark = pytest.mark.slow
 # as tests/gpu: here only the order is a GPU's, and rows are padded to what its kernels take
 TOLERANCE = 1e-5
 FP32 = ("precision.params=fp32", "precision.reduce=fp32")

@@ -10,6 +10,7 @@ from cuda_stand_in import StandIn, on_cuda
 from streams import RuleBroken
 from world import run_world
 
+pytestmark = pytest.mark.slow
 CUDA = "cuda"
 
 

@@ -41,7 +41,7 @@ def outcomes(recipe, models, tmp_path_factory, request):
     @cache
     def run(world: int) -> None:
         chosen = [case for case in asked if case.world == world]
-        assert run_world(world, run_cases, recipe, models, chosen, results, seconds=3600) == [[]] * world
+        assert run_world(world, run_cases, recipe, models, chosen, results) == [[]] * world
 
     def of(case):
         run(case.world)

@@ -28,7 +28,7 @@ def test_compiled_blocks_train_the_same(family, kind, tiny, tmp_path):
         words += (f"model.path={write_family(tmp_path / 'model', family)}",)
     plain = run_train(2, recipe, "plain", *words)
     compiled = [str(recipe), "run.name=compiled", "train.compile=true", *words]
-    results = run_world(2, compiled_rank, compiled, seconds=600)  # a C++ compiler, beside another suite
+    results = run_world(2, compiled_rank, compiled)
     assert [code for code, _, _ in results] == [0, 0], results
     assert all(graphs > 0 for _, _, graphs in results)
     # Fused kernels round differently, by a few ulp (6e-8) of each sum, and with eps = 1e-3 a step of AdamW passes on

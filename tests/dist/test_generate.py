@@ -10,6 +10,7 @@ import torch
 from live import SettledBytes
 from tiny import tokenizer, write_model
 from torch.distributed.tensor import DTensor
+from traced import traced
 from world import losses, run_train, run_world, train_rank
 
 NEW = 12
@@ -157,7 +158,7 @@ def test_further_layouts(ranks, recipe, tiny, tmp_path):
         if world == ranks
         for kind in ("model", "untied")
     }
-    said = run_world(ranks, run_all, recipe, runs, seconds=600)
+    said = run_world(ranks, run_all, recipe, runs)
     for kind in ("model", "untied"):
         assert_tokens(recipe, said, [name for name in runs if name.endswith(kind)], tiny / kind)
 
@@ -177,7 +178,7 @@ def with_and_without(recipe, names, *more):
     pairs = {name: (f"without-{name}-{len(more)}", f"with-{name}-{len(more)}") for name in names}
     runs = {pair[0]: (*words, *TRAINS[name]) for name, pair in pairs.items()}
     runs |= {pair[1]: (*words, *TRAINS[name], *DRAWS) for name, pair in pairs.items()}
-    said = run_world(2, run_all, recipe, runs, seconds=600)
+    said = run_world(2, run_all, recipe, runs)
     for without, does in pairs.values():
         assert losses(recipe.parent / does) == losses(recipe.parent / without)
         for rank in said:
@@ -199,13 +200,10 @@ def test_training_does_not_notice_elsewhere(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile on a CPU needs a C++ compiler"
-)
 def test_compiled_blocks_generate_uncompiled(recipe, tiny):
     compiled = ("train.compile=true", ZERO3, *GENERATES[3:])
     runs = {"compiled": (*compiled, *GENERATES[:3]), "compiled-without": compiled}
-    said = run_world(2, run_all, recipe, runs, seconds=600)
+    said = run_world(2, traced, run_all, recipe, runs)
     assert_tokens(recipe, said, ["compiled"], tiny / "model")
     assert losses(recipe.parent / "compiled") == losses(recipe.parent / "compiled-without")
     assert all(rank["compiled"]["weights"] == rank["compiled-without"]["weights"] for rank in said)
@@ -258,7 +256,7 @@ def test_adapters_over_a_base(four, recipe, tmp_path):
     words += ("model.load_in_4bit=true",) * four
     stages = ("zero3", "zero2", "ddp")
     runs = {f"{stage}-{four}": (*words, f"parallel.stage={stage}", "activation.checkpointing=full") for stage in stages}
-    said = run_world(2, run_all, recipe, runs, seconds=600)
+    said = run_world(2, run_all, recipe, runs)
     for name in runs:
         one = said[0][name]
         for step, adapter in ((0, tmp_path / "adapter"), (3, recipe.parent / name / "export")):

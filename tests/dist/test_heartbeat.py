@@ -34,7 +34,7 @@ def test_a_rank_that_is_not_heard_of(recipe, tmp_path, frozen):
         for rank in ranks:
             rank.kill()
     assert ranks[1 - frozen].exitcode == 1, read(tmp_path / str(1 - frozen))
-    assert LOST_SECONDS <= took < LOST_SECONDS + 60
+    assert took >= LOST_SECONDS
     last = f"rank {frozen} (host {HOST}) has not been heard of for {LOST_SECONDS} s; run the same command again"
     assert read(tmp_path / str(1 - frozen)).splitlines()[-1] == f"shardbook: run failed: {last}"
 

@@ -1,4 +1,5 @@
-"""Ranks that cannot all meet say so in one line, each of them, in bounded time; threads follow the cores."""
+"""Ranks that cannot all meet say so in one line, each of them, in bounded time (a minute of waiting is red); threads
+follow the cores."""
 
 import os
 import re
@@ -15,21 +16,19 @@ def start(recipe, seconds, changes):
 
     join.SILENT_SECONDS, join.JOIN_SECONDS, join.TELL_SECONDS = seconds, seconds, seconds / 2
     os.environ.update(changes.get(os.environ["RANK"], {}))
-    began = time.monotonic()
-    return *train_rank([str(recipe), "run.name=unmet"]), time.monotonic() - began
+    return train_rank([str(recipe), "run.name=unmet"])
 
 
-def refused(recipe, size, said, seconds=2, changes=None, environment=None, bound=120):
-    for code, out, errors, took in run_world(size, start, recipe, seconds, changes or {}, environment=environment):
+def refused(recipe, size, said, seconds=2, changes=None, environment=None):
+    for code, out, errors in run_world(size, start, recipe, seconds, changes or {}, environment=environment):
         assert code == 2 and re.search(f"^shardbook: {said}", errors) and errors.count("\n") == 1, (out, errors)
-        assert took < bound
     assert not (recipe.parent / "unmet").exists()
 
 
 def test_ranks_that_do_not_come(recipe):
     started = run_world(2, start, recipe, 6, {}, environment={"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"})
-    for code, _, errors, took in started:
-        assert code == 2 and took < 120
+    for code, _, errors in started:
+        assert code == 2
         said = r"shardbook: ranks 2, 3 of 4 did not come to 127\.0\.0\.1:\d+ in \d+ s; start the run on every node, "
         assert re.fullmatch(said + "with this address\n", errors), errors
     assert re.search(r"^waiting for ranks (1, )?2, 3 of 4 at 127\.0\.0\.1:\d+$", started[0][1], re.M)
@@ -87,7 +86,7 @@ def late(recipe):
 
 
 def test_rank_0_stays_until_all_have_read_why(recipe):
-    for code, _, errors, _ in run_world(3, late, recipe):
+    for code, _, errors in run_world(3, late, recipe):
         assert code == 2 and errors.startswith("shardbook: RANK = 1 is claimed by two processes: "), errors
 
 
@@ -173,8 +172,8 @@ def on_machines_of_their_own(recipe, interface):
 def test_a_host_name_that_means_loopback_is_said_before_gloo_tries(recipe):
     said = "shardbook: ranks 0, 1 would listen at 127.0.1.1, which is what node-0 means there, and no other machine "
     said += "reaches that; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, on each machine, to its interface "
-    for code, _, errors, took in run_world(2, on_machines_of_their_own, recipe, ""):
-        assert code == 2 and errors.startswith(said) and errors.count("\n") == 1 and took < 120, errors
+    for code, _, errors in run_world(2, on_machines_of_their_own, recipe, ""):
+        assert code == 2 and errors.startswith(said) and errors.count("\n") == 1, errors
     assert [result[0] for result in run_world(2, on_machines_of_their_own, recipe, "lo")] == [0, 0]
 
 

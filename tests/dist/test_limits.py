@@ -33,7 +33,7 @@ def late_after_a_limit(seconds):
 @pytest.mark.slow
 def test_the_limit_of_every_group():
     (took, said), _ = run_world(2, late_after_a_limit, 1)
-    assert 1 <= took < 60 and "1000ms" in said, (took, said)
+    assert took >= 1 and "1000ms" in said, (took, said)
 
 
 def limits_of_a_watch(device_type):

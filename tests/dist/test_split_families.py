@@ -100,7 +100,7 @@ def losses_of(axis, families):
 
 
 def assert_split(axis, families):
-    first, second = run_world(2, losses_of, axis, families, seconds=900)
+    first, second = run_world(2, losses_of, axis, families)
     wrong = {}
     for family, said in first.items():
         assert isinstance(said, str) == isinstance(second[family], str), family

@@ -47,7 +47,7 @@ def outcomes(recipe, tiny, tmp_path_factory, request):
     @cache
     def run(world: int) -> None:
         chosen = [case for case in dict.fromkeys(cases) if case.world == world]
-        assert run_world(world, run_cases, recipe, tiny, chosen, results, seconds=1800) == [[]] * world
+        assert run_world(world, run_cases, recipe, tiny, chosen, results) == [[]] * world
 
     def of(case: Case):
         run(case.world)

@@ -93,5 +93,5 @@ def test_a_trace_through_the_ledger_turns_it_red(recipe, tiny, tmp_path):
 @pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
 def test_fused_kernels_too(axis, recipe, tiny, wanted, tmp_path):
     case = Case("zero3", 1, 1, 3, True, checkpointing="selective", extra=("train.compile=true",), **{axis: 2})
-    assert run_world(2, run_cases, recipe, tiny, [case], tmp_path, seconds=600) == [[], []]
+    assert run_world(2, run_cases, recipe, tiny, [case], tmp_path) == [[], []]
     print(f"\nworst {assert_case(case, outcomes_of(case, tmp_path), wanted(case)):.1e}  {case.name}")

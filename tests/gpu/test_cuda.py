@@ -155,7 +155,7 @@ def test_layers_on_one_rank_after_another(backend, schedule, recipe, models, tmp
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL refuses two ranks on one GPU")
     case, words = PIPELINES[schedule], (run_cases, recipe, models, [PIPELINES[schedule]], tmp_path)
-    assert run_world(2, *(words if backend == "nccl" else (over_gloo, *words)), seconds=300) == [[], []]
+    assert run_world(2, *(words if backend == "nccl" else (over_gloo, *words))) == [[], []]
     outcomes = outcomes_of(case, tmp_path)
     assert_parity(outcomes[0].result, reference_of(recipe, models)(case), TOLERANCE)
     assert_exact_bytes(outcomes)

@@ -43,7 +43,7 @@ def waits_for_one_that_is_gone():
 
 
 def test_who_waits_for_a_rank_that_has_answered_sees_its_end():
-    assert run_world(2, waits_for_one_that_is_gone, seconds=120) == ["noticed", "gone"]
+    assert run_world(2, waits_for_one_that_is_gone) == ["noticed", "gone"]
 
 
 NO_CUDA = """
