@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny import CHATML, encode_row, tokenizer, trained_text
 
-from shardbook.data.formats import FORMATS, Chat, Text, read_row, split_pair
+from shardbook.data.formats import FORMATS, Chat, Text, read_row, split_pair, without_none
 from shardbook.recipe import RecipeError
 from shardbook.recipe.rows import FIELDS
 
@@ -97,7 +97,8 @@ def test_messages_with_tools(arguments):
     call = {"id": None, "type": "function", "function": {"name": "look", "arguments": arguments, "other": None}}
     rows = [USER | {"tool_calls": None}, {"role": "assistant", "content": None, "tool_calls": [call]}, TOOL, ANSWER]
     schema = {"type": "function", "function": {**SCHEMA["function"], "description": None}}
-    row = {"messages": rows, "tools": [schema]}
+    row = without_none({"messages": rows, "tools": [schema]})
+    rows = row["messages"]
     assert trained_text(row, QWEN) == [SAID, "ok<|im_end|>"]
     assert trained_text(row, QWEN, train_on="last") == ["ok<|im_end|>"]
     called = '{"name": "look", "parameters": {"at": "sky"}}<|im_end|>'

@@ -9,21 +9,24 @@ import importlib.util
 import io
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import IO, Any
 
 from shardbook.data.chitchat import DATASETS, chitchat_file
-from shardbook.data.formats import RawRow, read_row, split_pair
+from shardbook.data.formats import RawRow, read_row, split_pair, without_none
+from shardbook.data.json_rows import read_json_rows
 from shardbook.paths import is_hub_id
 from shardbook.recipe import Data, RecipeError, first_line, nearest
 
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+JSON = "json"  # read by json_rows.py, not by `datasets`
+READERS = {".jsonl": JSON, ".json": JSON, ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 PACKED = (".gz", ".zst")  # may stand behind each of them
 SAVED, HUB = "saved", "hub"  # a directory that `datasets` saved, and a hub id
 MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # the first two bytes of a file
-BEGINNING = 2**20  # characters of a .json file that are looked at
+BEGINNING = 2**20  # bytes of a .json file that are looked at
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def _readable(files: Files, name: str, what: str) -> Files:
     empty = True
     for path in files.paths:
         try:
-            with _open(path) as file:
+            with open_file(path) as file:
                 beginning = file.read(4)
         except (OSError, EOFError) as error:
             why = (isinstance(error, OSError) and error.strerror) or first_line(error)
@@ -110,22 +113,33 @@ def _readable(files: Files, name: str, what: str) -> Files:
     return files
 
 
-def _open(path: Path) -> IO[bytes]:
+def open_file(path: Path) -> IO[bytes]:
     if path.suffix == ".zst":
         import zstandard
 
-        return zstandard.open(path, "rb")  # type: ignore[no-any-return, unused-ignore]
+        return io.BufferedReader(zstandard.open(path, "rb"))
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
 def csv_columns(files: Files) -> list[str]:
-    """Returns the names in the first line of .csv or .tsv files: their columns are all read as text."""
-    with _text(files.paths[0]) as text:
-        return next(csv.reader(text, delimiter=files.separator), [])
+    """Returns the names in the first line of .csv or .tsv files: their columns are all read as text. Raises
+    ValueError where a file has one twice."""
+    every = []
+    for path in files.paths:
+        with _text(path) as text:
+            every.append(next(csv.reader(text, delimiter=files.separator), []))
+        _check_once(every[-1], path)
+    return every[0]
+
+
+def _check_once(columns: Sequence[str], path: Path) -> None:
+    """Raises ValueError for a column that is there twice: only one of the two would be read."""
+    if twice := [name for name in dict.fromkeys(columns) if columns.count(name) > 1]:
+        raise ValueError(f"{path.name}: its first line has the column {twice[0]!r} twice; rename one, or leave it out")
 
 
 def _text(path: Path) -> io.TextIOWrapper:
-    return io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="")
+    return io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="")
 
 
 def read_template(file: str) -> str:
@@ -173,51 +187,53 @@ def _first_row(files: Files, name: str, what: str) -> RawRow | None:
     if files.reader in (SAVED, HUB):
         return None
     said = f"{what} = {name!r}"
+    rows: list[RawRow] | None
     for path in files.paths:
         try:
             if files.reader == "parquet":
                 import pyarrow.parquet as parquet
 
                 first: Any = next(parquet.ParquetFile(path).iter_batches(batch_size=1), None)
-                rows = first.to_pylist() if first is not None else []
-            else:
+                rows = [without_none(row) for row in first.to_pylist()] if first is not None else []
+            elif files.reader == "csv":
                 with _text(path) as text:
-                    rows = _first_of_text(text, files)
+                    rows = _first_of_table(text, path, files.separator)
+            else:
+                rows = _first_of_json(path, files)
         except UnicodeDecodeError as error:
             raise RecipeError(f"{said}: cannot be read as {files.reader} (not UTF-8: {first_line(error)})") from None
         except (OSError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors or OSErrors
-            raise RecipeError(f"{said}: cannot be read as {files.reader} ({path.name}: {first_line(error)})") from None
+            why = first_line(error)
+            why = why if path.name in why else f"{path.name}: {why}"
+            raise RecipeError(f"{said}: cannot be read as {files.reader} ({why})") from None
         if rows is None or rows:
             return rows[0] if rows else None
     raise RecipeError(f"{said}: holds no rows")
 
 
-def _first_of_text(text: io.TextIOWrapper, files: Files) -> list[RawRow] | None:
-    """Returns the first row, in a list that is empty where there is none; None where it may be one of another form.
-    Raises ValueError where it is broken."""
-    if files.reader == "csv":
-        rows = csv.DictReader(text, delimiter=files.separator)
-        if len(names := list(rows.fieldnames or ())) == 1 and ";" in names[0]:
-            raise ValueError(f"its first line, {names[0]}, is separated by ';'; only ',' separates columns")
-        return list(itertools.islice(rows, 1))
-    if files.suffix == ".jsonl":
-        number, line = next(((number, line) for number, line in enumerate(text, 1) if line.strip()), (0, ""))
-        if why := odd_line(line):
-            raise ValueError(f"line {number}: {why}")
-        return [json.loads(line)] if line else []
-    beginning = text.read(BEGINNING).lstrip()
-    if not beginning.startswith("["):
-        return None if beginning else []  # lines of rows, or one table with the rows in a field
+def _first_of_table(text: io.TextIOWrapper, path: Path, separator: str) -> list[RawRow]:
+    """Returns the first row of a .csv or .tsv file, in a list that is empty where there is none. Raises ValueError
+    where the names of columns are broken."""
+    rows = csv.DictReader(text, delimiter=separator)
+    if len(names := list(rows.fieldnames or ())) == 1 and ";" in names[0]:
+        raise ValueError(f"{path.name}: its first line, {names[0]}, is separated by ';'; only ',' separates columns")
+    _check_once(names, path)
+    return list(itertools.islice(rows, 1))
+
+
+def _first_of_json(path: Path, files: Files) -> list[RawRow] | None:
+    """Returns the first row, in a list that is empty where there is none; None where a long file begins with a row that
+    is longer than its BEGINNING, or broken. Raises ValueError where a row is broken."""
+    with open_file(path) as file:
+        if files.suffix == ".jsonl":
+            return [json.loads(row.text) for row in itertools.islice(read_json_rows(file, path, files.suffix), 1)]
+        beginning, more = file.read(BEGINNING), file.read(1)
+    if more:  # the row that is cut is left out
+        beginning = beginning[: beginning.rfind(b"}") + 1]
     try:
-        row, _ = json.JSONDecoder().raw_decode(beginning[1:].lstrip())
+        rows = read_json_rows(io.BytesIO(beginning), path, files.suffix)
+        return [json.loads(row.text) for row in itertools.islice(rows, 1)]
     except ValueError:
-        return None  # longer than the beginning, or broken, which datasets says
-    return [row] if isinstance(row, dict) else None
-
-
-def odd_line(line: str | bytes) -> str:
-    """Returns the reason why a line of a .jsonl file holds no row; empty where it does, or is blank."""
-    try:
-        return "" if not line.strip() or isinstance(json.loads(line), dict) else "is no table of fields"
-    except ValueError as error:
-        return first_line(error)
+        if more:
+            return None
+        raise

@@ -134,7 +134,7 @@ def _read_message(message: Any, number: int, where: str, flags: dict[int, bool])
     if not isinstance(message, dict):
         raise RecipeError(f"{where}: message {number} needs a string role and a string content")
     if message.keys() != PLAIN or None in message.values():
-        message = _without_none(message)
+        message = _without_null(message)
         for name in ("weight", "train"):
             if (flag := message.pop(name, None)) is not None:
                 if flag not in (0, 1):
@@ -164,13 +164,13 @@ def _read_call(call: Any, number: int, where: str) -> dict[str, Any]:
         raise RecipeError(f"{where}: a tool call of message {number} needs a name and arguments")
     arguments = _json(function.get("arguments") or {}, f"{where}: arguments of {function['name']} in message {number}")
     whole = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return {"id": call["id"], **whole} if "id" in call else whole
+    return {"id": call["id"], **whole} if call.get("id") is not None else whole
 
 
 def _read_tools(tools: Any, where: str) -> list[Any] | None:
     if not tools:
         return None
-    tools = _json(tools, f"{where}: tools") if isinstance(tools, str) else _without_none(tools)
+    tools = _json(tools, f"{where}: tools") if isinstance(tools, str) else tools
     is_list = isinstance(tools, list)
     if not (is_list and all(isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in tools)):
         raise RecipeError(f"{where}: tools must be a list of JSON schemas, or that as a JSON string")
@@ -184,18 +184,24 @@ def _json(value: Any, what: str) -> Any:
         raise RecipeError(f"{what} = {value[:60]!r}: is not JSON") from None
 
 
-def _without_none(value: Any) -> Any:
-    """Returns `value` without the keys of value None that `datasets` adds where other rows' tables have them."""
+def _without_null(message: Message) -> Message:
+    """Returns a message without its fields of value null, which are as if they were not there. What is inside its
+    fields stays: an argument of a call may be null."""
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def without_none(value: Any) -> Any:
+    """Returns what a table of columns has, without the keys of value None that it has because other rows have them."""
     if isinstance(value, dict):
-        return {key: _without_none(inside) for key, inside in value.items() if inside is not None}
-    return [_without_none(inside) for inside in value] if isinstance(value, list) else value
+        return {key: without_none(inside) for key, inside in value.items() if inside is not None}
+    return [without_none(inside) for inside in value] if isinstance(value, list) else value
 
 
 def _from_turns(turns: list[Any], where: str) -> list[Message]:
     """Returns ShareGPT's `from` and `value` as role and content. A function_call that holds JSON becomes tool calls."""
     messages = []
     for number, turn in enumerate(turns):
-        turn = _without_none(turn)
+        turn = _without_null(turn) if isinstance(turn, dict) else turn
         if not isinstance(turn, dict) or not ({"from", "value"} <= set(turn) or {"role", "content"} <= set(turn)):
             raise RecipeError(f"{where}: message {number} of conversations needs from and value, or role and content")
         said, value = map(turn.pop, ("from", "value") if {"from", "value"} <= set(turn) else ("role", "content"))
@@ -329,4 +335,4 @@ def _plain(messages: list[Any], where: str) -> list[Any]:
     if odd := [message for message in messages if not isinstance(message, dict)]:
         raise RecipeError(f"{where}: a message is {_kind(odd[0])}, must be a table of role and content")
     turns = bool(messages) and all(message.get("from") for message in messages)
-    return _from_turns(messages, where) if turns else [_without_none(message) for message in messages]
+    return _from_turns(messages, where) if turns else [_without_null(message) for message in messages]

@@ -78,7 +78,7 @@ def take_look(
     documents, held_out = build_documents(data, tokenizer, folder, sequences)
     numbers = np.array([number for row in documents.rows for number in row])
     parts, examples, start = [], [], 0
-    for name, count in documents.sources:
+    for name, count, _ in documents.sources:
         here = numbers[(numbers >= start) & (numbers < start + count)]
         dropped = column(documents.encoded, "trained")[start : start + count] == 0
         parts.append(_count(name, documents, here, int(dropped.sum())))

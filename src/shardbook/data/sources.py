@@ -1,33 +1,120 @@
-"""Sources: a name in the recipe becomes a `datasets.Dataset` of raw rows. Knows nothing of tokens."""
+"""Sources: a name in the recipe becomes a `datasets.Dataset` of raw rows. Knows nothing of tokens.
 
+Rows of JSON are kept as text (json_rows.py), rows of tables in their columns; `read_raw` gives both as they are.
+"""
+
+import csv
+import json
 import math
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow as pa
+import xxhash
 from datasets import Dataset, Features, Value, disable_progress_bars, load_dataset, load_from_disk
 from datasets.config import HF_DATASETS_CACHE as CACHE
 
-from shardbook.data.files import HUB, SAVED, Files, csv_columns, find_files, odd_line, source_names, taken_columns
+from shardbook.data.files import (
+    HUB,
+    JSON,
+    SAVED,
+    Files,
+    csv_columns,
+    find_files,
+    open_file,
+    source_names,
+    taken_columns,
+)
+from shardbook.data.formats import RawRow, without_none
+from shardbook.data.json_rows import VERSION, JsonRow, read_json_rows
 from shardbook.recipe import RecipeError, first_line
 
+JSON_COLUMNS = Features({name: Value("large_string" if name == "text" else "string") for name in JsonRow._fields})
+ROWS_TOGETHER, LETTERS_TOGETHER = 10_000, 2**24  # of rows of JSON that are written at once
+HASHED_TOGETHER = 2**24  # bytes
 
-def load_sources(spec: str | list[str], what: str, columns: dict[str, str] | None = None) -> list[Dataset]:
+
+@dataclass(frozen=True)
+class Source:
+    """The raw rows of one source, as `read_raw` reads them."""
+
+    table: Dataset  # of columns, or of JSON (JSON_COLUMNS)
+    fields: dict[str, set[str]]  # in order: the names of the rows' fields, and the kinds of their values (KINDS)
+    renames: dict[str, str]  # column -> the field that it is read as
+    is_json: bool
+    note: str = ""  # what a table's one type for all rows may have changed
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+
+def read_raw(columns: dict[str, list[Any]], renames: dict[str, str], is_json: bool) -> list[RawRow]:
+    """Returns rows of a source's table, given by columns, with their fields as the recipe names them."""
+    if is_json:
+        rows: list[RawRow] = [json.loads(text) for text in columns["text"]]
+    else:
+        # a table has all rows' keys in each row
+        rows = [without_none(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+    return [{renames.get(name, name): value for name, value in row.items()} for row in rows] if renames else rows
+
+
+def load_sources(spec: str | list[str], what: str, columns: dict[str, str] | None = None) -> list[Source]:
     """Returns the rows of each source, their columns named as data.columns says. `what` is the recipe key, for errors.
     Raises RecipeError."""
     if not sys.stderr.isatty():  # in a log file a bar is one endless line
         disable_progress_bars()
     names = source_names(spec)
-    parts = [_load_one(name, what) for name in names]
-    if columns:
-        both = zip(names, parts, strict=True)
-        parts = [
-            part.rename_columns(taken_columns(columns, part.column_names, names, what, name)) for name, part in both
-        ]
-    if not any(len(part) for part in parts):
+    sources = []
+    for name in names:
+        files = find_files(name, what)
+        table, is_json = _load_one(files, name, what), files.reader == JSON
+        fields = _fields_of_json(table) if is_json else _fields_of_columns(table)
+        renames = taken_columns(columns or {}, list(fields), names, what, name)
+        taken = {renames.get(name, name): kinds for name, kinds in fields.items()}
+        sources.append(Source(table, taken, renames, is_json, "" if is_json else _note_of(table)))
+    if not any(map(len, sources)):
         raise RecipeError(f"{what} = {spec!r}: holds no rows")
-    return parts
+    return sources
+
+
+def _fields_of_columns(table: Dataset) -> dict[str, set[str]]:
+    return {name: {"text" if isinstance(kind, Value) else "a list"} for name, kind in table.features.items()}
+
+
+def _fields_of_json(table: Dataset) -> dict[str, set[str]]:
+    """Returns the fields that any row has, and the kinds of their values; a null has none."""
+    fields: dict[str, set[str]] = {}
+    for written in table.unique("fields"):
+        for name, kind in json.loads(written).items():
+            fields.setdefault(name, set()).update(filter(None, [kind]))
+    return fields
+
+
+def _note_of(table: Dataset) -> str:
+    """Returns what a file of columns cannot say: a table deep inside a row, as a call's arguments, has the keys of all
+    rows, so that a null of its own is as one of another's. Empty where no such table has a null."""
+    some = table.data.slice(0, ROWS_TOGETHER).combine_chunks()
+    columns = zip(some.column_names, some.columns, strict=True)
+    paths = [path for name, column in columns for chunk in column.chunks for path in _nulls(chunk, name, 0)]
+    if not paths:
+        return ""
+    shown = ", ".join(list(dict.fromkeys(paths))[:3]) + ", ..." * (len(set(paths)) > 3)
+    return f"all rows have one type: where {shown} is null it is left out, also where the row wrote null itself"
+
+
+def _nulls(array: pa.Array, path: str, tables: int) -> Iterator[str]:
+    """Yields the paths of nulls in tables that are inside of two others, or of a list's table: not a message's own."""
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        yield from _nulls(array.flatten(), path, tables)
+    elif pa.types.is_struct(array.type):
+        for field, inside in zip(array.type, array.drop_null().flatten(), strict=True):
+            if tables and inside.null_count:
+                yield f"{path}.{field.name}"
+            yield from _nulls(inside, f"{path}.{field.name}", tables + 1)
 
 
 def mix(numbers: np.ndarray, counts: list[int], weights: list[float]) -> np.ndarray:
@@ -48,8 +135,7 @@ def mix(numbers: np.ndarray, counts: list[int], weights: list[float]) -> np.ndar
     return np.concatenate([part[np.arange(share) * len(part) // share] for part, share in both])
 
 
-def _load_one(name: str, what: str) -> Dataset:
-    files = find_files(name, what)
+def _load_one(files: Files, name: str, what: str) -> Dataset:
     if files.reader == SAVED:
         loaded = load_from_disk(str(files.paths[0]))
         if not isinstance(loaded, Dataset):
@@ -69,22 +155,65 @@ def _load_one(name: str, what: str) -> Dataset:
 
 def _read(files: Files, name: str, what: str) -> Dataset:
     how: dict[str, Any] = {}
-    try:
-        if files.reader == "csv":  # all as text: a number or a date would not come back as it was written
+    said = f"{what} = {name!r}"
+    if files.reader == "csv":  # all as text: a number or a date would not come back as it was written
+        try:
             texts = Features(dict.fromkeys(csv_columns(files), Value("string")))
-            how = {"sep": files.separator, "features": texts, "keep_default_na": False}
+        except (ValueError, csv.Error) as error:
+            raise RecipeError(f"{said}: cannot be read as csv ({first_line(error)})") from None
+        how = {"sep": files.separator, "features": texts, "keep_default_na": False}
+    try:
+        if files.reader == JSON:
+            return JsonTable(files).load()
         return load_dataset(files.reader, data_files=[str(file) for file in files.paths], split="train", **how)
     except Exception as error:  # from datasets, pyarrow or the reader itself: all mean an unreadable file
         if "corresponds to no data" in str(error):
-            raise RecipeError(f"{what} = {name!r}: holds no rows") from None
-        unknown = f"{first_line(error.__cause__ or error)}; where the file is whole, delete its copy in {CACHE}"
-        why = next(filter(None, map(_odd_line, files.paths)), unknown)
-        raise RecipeError(f"{what} = {name!r}: cannot be read as {files.reader} ({why})") from None
+            raise RecipeError(f"{said}: holds no rows") from None
+        why = first_line(error.__cause__ or error)
+        if files.reader != JSON:
+            why += f"; where the file is whole, delete its copy in {CACHE}"
+        raise RecipeError(f"{said}: cannot be read as {files.reader} ({why})") from None
 
 
-def _odd_line(file: Path) -> str:
-    """Returns the first line of a .jsonl file that holds no row, and why; empty where there is none."""
-    for number, line in enumerate(file.open("rb") if file.suffix == ".jsonl" else (), 1):
-        if why := odd_line(line):
-            return f"line {number} of {file.name}: {why}"
-    return ""
+class JsonTable(datasets.ArrowBasedBuilder):  # type: ignore[misc, unused-ignore]
+    """The rows of JSON files as a table of JSON_COLUMNS. `datasets` keeps it where it keeps all tables, under a digest
+    of what the files hold: a file that changes is read again, whatever its time says."""
+
+    def __init__(self, files: Files) -> None:
+        self.files = files
+        digest = xxhash.xxh3_128()
+        for path in files.paths:
+            digest.update(f"{path.name} {path.stat().st_size} ".encode())
+            with path.open("rb") as file:
+                while part := file.read(HASHED_TOGETHER):
+                    digest.update(part)
+        super().__init__(dataset_name="json_rows", config_name=f"{VERSION}-{digest.hexdigest()}")
+
+    def load(self) -> Dataset:
+        """Returns the table, which is made where this has not been done before. Raises ValueError for a bad row."""
+        self.download_and_prepare()
+        return self.as_dataset("train")  # type: ignore[no-any-return, return-value, unused-ignore]
+
+    def _info(self) -> datasets.DatasetInfo:
+        return datasets.DatasetInfo(features=JSON_COLUMNS)
+
+    def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:
+        return [datasets.SplitGenerator(name="train")]
+
+    def _generate_tables(self) -> Iterator[tuple[Any, pa.Table]]:
+        rows: list[JsonRow] = []
+        number = letters = 0
+        for path in self.files.paths:
+            with open_file(path) as file:
+                for row in read_json_rows(file, path, self.files.suffix):
+                    rows.append(row)
+                    letters += len(row.text)
+                    if len(rows) == ROWS_TOGETHER or letters >= LETTERS_TOGETHER:
+                        yield (0, number), _table_of(rows)
+                        rows, number, letters = [], number + 1, 0
+        if rows:
+            yield (0, number), _table_of(rows)
+
+
+def _table_of(rows: list[JsonRow]) -> pa.Table:
+    return pa.table(dict(zip(JsonRow._fields, zip(*rows, strict=True), strict=True)), JSON_COLUMNS.arrow_schema)

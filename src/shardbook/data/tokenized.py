@@ -13,23 +13,32 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from datasets import Dataset, Value, concatenate_datasets
+from datasets import Dataset, concatenate_datasets
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.data.chat import Encoder
 from shardbook.data.files import read_template, source_keys
-from shardbook.data.formats import split_pair
-from shardbook.data.sources import load_sources, mix
+from shardbook.data.formats import RawRow, split_pair
+from shardbook.data.sources import Source, load_sources, mix, read_raw
 from shardbook.recipe import Data, RecipeError, first_line
 
-ENCODING_VERSION = 7  # raise it when an Encoder's result changes: the cache is keyed by it
+ENCODING_VERSION = 8  # raise it when an Encoder's result changes: the cache is keyed by it
 # encoded at once; 64 rows are a seventh slower, a token takes 100 bytes meanwhile
 ROWS_TOGETHER, BYTES_TOGETHER = 512, 4_000_000
-TEXT = Value("string")
 SPLIT_SEED = 0  # of the held-out rows: the same for every train.seed, else another seed would train on them
 SAMPLED = 1000  # documents whose tokens are in the digest of the data
 Row = tuple[int, ...]
-Sources = tuple[tuple[str, int], ...]  # in order: names and numbers of rows
+
+
+class SourceRows(NamedTuple):
+    """A source as a summary names it."""
+
+    name: str
+    rows: int
+    note: str = ""  # Source.note
+
+
+Sources = tuple[SourceRows, ...]  # in order
 
 
 class Totals(NamedTuple):
@@ -122,7 +131,7 @@ def build_documents(
         usable = np.sort(order[count:])
         held_out = _lay_out(encoded, np.sort(order[:count]), data, 0, sequences, sources)
     if data.weights:
-        usable = mix(usable, [rows for _, rows in sources], data.weights)
+        usable = mix(usable, [source.rows for source in sources], data.weights)
     return _lay_out(encoded, usable, data, dropped, sequences, sources), held_out
 
 
@@ -130,14 +139,12 @@ def _encode_source(
     spec: str | list[str], what: str, data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path, sequences: int
 ) -> tuple[Dataset, np.ndarray, Sources]:
     """Returns a key's encoded rows, the numbers of those with a trained token, and its sources. Raises RecipeError."""
-    raws = load_sources(spec, what, data.columns)
+    parts = load_sources(spec, what, data.columns)
     template, kwargs = read_template(data.chat_template), data.chat_template_kwargs
     known = template or str(tokenizer.chat_template or "")
     wholes = ("messages", "conversations", "instruction")
-    chats = [name for raw in raws for name in wholes if name in raw.column_names]
-    chats += [
-        name for raw in raws for name in ("prompt", "chosen") if not isinstance(raw.features.get(name, TEXT), Value)
-    ]
+    chats = [name for part in parts for name in wholes if part.fields.get(name)]
+    chats += [name for part in parts for name in ("prompt", "chosen") if part.fields.get(name, set()) - {"text"}]
     if chats and not known:
         raise RecipeError(
             f"{what}: rows hold {chats[0]}, but the tokenizer in {folder} has no chat template; "
@@ -153,17 +160,21 @@ def _encode_source(
     encoding = Encoding(str(folder), _digest(tokenizer), data.max_length, what, sequences, *key)
     # each source by itself: its columns need not fit another's
     names, wheres = zip(*source_keys(spec, what), strict=True)
-    sources = tuple(zip(names, map(len, raws), strict=True))
+    sources = tuple(SourceRows(name, len(part), part.note) for name, part in zip(names, parts, strict=True))
     encoded = concatenate_datasets(
-        [_map(raw, replace(encoding, what=at), data.num_proc) for raw, at in zip(raws, wheres, strict=True) if len(raw)]
+        [
+            _map(part, replace(encoding, what=at), data.num_proc)
+            for part, at in zip(parts, wheres, strict=True)
+            if len(part)
+        ]
     )
     trained = column(encoded, "trained")
     usable = np.flatnonzero(trained > 0)
     if not len(usable) or (len(usable) < len(trained) and not data.skip_untrainable):
         number = int(np.flatnonzero(trained == 0)[0])
-        ends = np.cumsum([count for _, count in sources])
+        ends = np.cumsum([source.rows for source in sources])
         source = int(np.searchsorted(ends, number, side="right"))
-        row = f"{wheres[source]}: row {number - ends[source] + sources[source][1]}"
+        row = f"{wheres[source]}: row {number - ends[source] + sources[source].rows}"
         left = f"without a trained token{' in each answer, or with equal answers' * (sequences > 1)}"
         way_out = ", or set data.skip_untrainable=true" * (not data.skip_untrainable)
         raise RecipeError(
@@ -173,7 +184,8 @@ def _encode_source(
     return encoded, usable, sources
 
 
-def _map(raw: Dataset, encoding: Encoding, num_proc: int) -> Dataset:
+def _map(source: Source, encoding: Encoding, num_proc: int) -> Dataset:
+    raw = source.table
     fit = BYTES_TOGETHER * len(raw) // max(1, raw.data.nbytes)  # rows of the mean size
     try:
         return raw.map(
@@ -181,7 +193,7 @@ def _map(raw: Dataset, encoding: Encoding, num_proc: int) -> Dataset:
             with_indices=True,
             batched=True,
             batch_size=min(ROWS_TOGETHER, max(1, fit)),
-            fn_kwargs={"encoding": encoding},
+            fn_kwargs={"encoding": encoding, "renames": source.renames, "is_json": source.is_json},
             remove_columns=raw.column_names,
             num_proc=num_proc if num_proc > 1 else None,
         )
@@ -205,6 +217,8 @@ def _lay_out(
     if dropped:
         why = "a trained token" if sequences == 1 else "a trained token in each answer, or with equal answers,"
         summary += f"; {dropped:,} {examples} without {why} dropped"
+    for source in sources:
+        summary += f"; {source.name}: {source.note}" * bool(source.note)
     # checkpoints of earlier versions have only the first half: the loader compares as much as there is
     content = hashlib.sha256(column(encoded, "content")[documents].astype("<i8").tobytes()).hexdigest()[:16]
     digest = f"{digest_rows(encoded, documents, length, trained)}-{content}"
@@ -250,14 +264,16 @@ def pack(documents: list[int], lengths: list[int], capacity: int) -> list[Row]:
     return [tuple(content) for content in bins]
 
 
-def _encode(rows: dict[str, list[Any]], indices: list[int], encoding: Encoding) -> dict[str, list[Any]]:
-    """Returns a batch of raw rows as encoded ones, both by columns."""
-    raw = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+def _encode(
+    rows: dict[str, list[Any]], indices: list[int], encoding: Encoding, renames: dict[str, str], is_json: bool
+) -> dict[str, list[Any]]:
+    """Returns a batch of a source's raw rows as encoded ones, both by columns."""
+    raw = read_raw(rows, renames, is_json)
     wheres = [f"{encoding.what}: row {index}" for index in indices]
-    if encoding.sequences == 2:
-        sides = [side for row, where in zip(raw, wheres, strict=True) for side in split_pair(row, where)]
-        raw, wheres = sides, [f"{where}, {name}" for where in wheres for name in ("chosen", "rejected")]
-    encoded = _cached_encoder(encoding).encode(raw, wheres)
+    try:
+        encoded = _encode_rows(raw, wheres, encoding)
+    except RecipeError as error:
+        raise RecipeError(f"{error}{_place(str(error), wheres, rows['place'] if is_json else [])}") from None
     every, most = encoding.sequences, encoding.max_length
     grouped = [encoded[first : first + every] for first in range(0, len(encoded), every)]
     # the first token of a sequence is never predicted, so never trained; an example is not trained where one of its
@@ -274,6 +290,20 @@ def _encode(rows: dict[str, list[Any]], indices: list[int], encoding: Encoding) 
         "cut": [any(len(ids) > most for ids, _ in parts) for parts in grouped],
         "content": [_content([(ids[:most], mask[:most]) for ids, mask in parts]) for parts in grouped],
     }
+
+
+def _encode_rows(raw: list[RawRow], wheres: list[str], encoding: Encoding) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns the ids and the mask of each row, or of each of both sides of each pair."""
+    if encoding.sequences == 2:
+        raw = [side for row, where in zip(raw, wheres, strict=True) for side in split_pair(row, where)]
+        wheres = [f"{where}, {name}" for where in wheres for name in ("chosen", "rejected")]
+    return _cached_encoder(encoding).encode(raw, wheres)
+
+
+def _place(error: str, wheres: list[str], places: list[str]) -> str:
+    """Returns the line and the file of the row that an error names, in brackets; empty where `places` has none."""
+    both = zip(wheres, places, strict=False)
+    return next((f" ({place})" for where, place in both if error.startswith((f"{where}:", f"{where},"))), "")
 
 
 def _content(parts: list[tuple[np.ndarray, np.ndarray]]) -> int:
