@@ -7,11 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from tiny import tokenizer
 
+from shardbook.data import sources
 from shardbook.data.json_rows import read_json_rows
 from shardbook.data.sources import load_sources, read_raw
 from shardbook.data.tokenized import build_documents
@@ -105,8 +107,6 @@ NULL = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "argume
 
 def test_a_null_of_the_file_is_trained_and_one_of_a_table_is_not(tmp_path):
     """A table of columns has a null wherever another row has a key, so that none of them is a row's own for certain."""
-    from datasets import Dataset
-
     row = {"messages": [{"role": "user", "content": "x"}, NULL]}
     own = tokenizer(CHATML)
     own.save_pretrained(tmp_path / "model")
@@ -156,13 +156,16 @@ def test_a_key_that_comes_after_ten_megabytes_is_read(tmp_path):
     assert rows_of(tmp_path / "long.jsonl") == rows
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_file_that_changes_is_read_again_though_its_time_does_not(tmp_path, packed):
-    path = tmp_path / ("rows.jsonl.gz" if packed else "rows.jsonl")
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.csv", "rows.parquet"])
+def test_a_file_that_changes_is_read_again_though_its_time_does_not(tmp_path, name):
+    path = tmp_path / name
 
     def write(text):
-        content = (json.dumps({"text": text}) + "\n").encode()
-        path.write_bytes(gzip.compress(content, mtime=0) if packed else content)
+        if path.suffix == ".parquet":
+            Dataset.from_list([{"text": text}]).to_parquet(path)
+        else:
+            content = (f"text\n{text}\n" if path.suffix == ".csv" else json.dumps({"text": text})).encode()
+            path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
         os.utime(path, (1_700_000_000, 1_700_000_000))
 
     write("before")
@@ -178,6 +181,26 @@ def test_a_copy_elsewhere_is_the_same_table(tmp_path):
         (tmp_path / folder / "rows.jsonl").write_text('{"text": "a"}\n')
     tables = [load_sources(str(tmp_path / folder / "rows.jsonl"), "data.train")[0].table for folder in "ab"]
     assert tables[0]._fingerprint == tables[1]._fingerprint and tables[0].cache_files == tables[1].cache_files
+
+
+def test_json_of_the_hub_is_read_as_local_files_are(tmp_path, monkeypatch):
+    """Stood in for by a folder, which `datasets` looks through as it does through a repository."""
+    rows = [{"text": "2024-05-01", "n": 1}, {"text": "b", "n": 2.5}, {"text": "c"}]
+    (tmp_path / "hub").mkdir()
+    for split, some in (("train", rows), ("test", rows[1:])):
+        (tmp_path / "hub" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    (tmp_path / "tables").mkdir()
+    Dataset.from_list(rows[:1]).to_parquet(tmp_path / "tables" / "train.parquet")
+    for name in ("load_dataset_builder", "load_dataset"):
+        real = getattr(sources, name)
+        local = lambda hub_id, real=real, **more: real(str(tmp_path / hub_id.partition("/")[2]), **more)  # noqa: E731
+        monkeypatch.setattr(sources, name, local)
+    for spec, expected in (("owner/hub", rows), ("owner/hub:test", rows[1:]), ("owner/tables", rows[:1])):
+        (source,) = load_sources(spec, "data.train")
+        assert repr(read_raw(source.table.to_dict(), source.renames, source.is_json)) == repr(expected)
+        assert source.is_json == ("hub" in spec)
+    with pytest.raises(RecipeError, match=r"the hub did not give it .*Unknown split"):
+        load_sources("owner/hub:valid", "data.train")
 
 
 # ---- what is refused

@@ -60,7 +60,7 @@ def find_files(name: str, what: str) -> Files:
         raise RecipeError(f"{what} = '': {said}")
     path = chitchat_file(name) if name in DATASETS else Path(name).expanduser()
     is_pattern = bool(set(name) & set("*?[")) and not path.exists()
-    kind = "" if is_pattern else _kind(path)
+    kind = "" if is_pattern else kind_of(path)
     if path.is_file() and not kind:
         said = f"this kind of file is not read; {', '.join(READERS)} are, also with {' or '.join(PACKED)} behind"
         raise RecipeError(f"{what} = {name!r}: {said}")
@@ -73,7 +73,7 @@ def find_files(name: str, what: str) -> Files:
             return Files(SAVED, [path])
         # Path.glob refuses some patterns
         listed = map(Path, glob(str(path), recursive=True)) if is_pattern else path.iterdir()  # noqa: PTH207
-        there = [(_kind(file), file) for file in sorted(listed) if file.is_file()]
+        there = [(kind_of(file), file) for file in sorted(listed) if file.is_file()]
         for suffix, reader in READERS.items():
             if files := [file for kind, file in there if kind == suffix]:
                 return _readable(Files(reader, files, suffix), name, what)
@@ -84,7 +84,7 @@ def find_files(name: str, what: str) -> Files:
     return Files(HUB, [])
 
 
-def _kind(path: Path) -> str:
+def kind_of(path: Path) -> str:
     """Returns the suffix of READERS that `path` has, before one of PACKED; empty where it has none."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     last = "".join(suffixes[-2:-1] if suffixes and suffixes[-1] in PACKED else suffixes[-1:])

@@ -9,22 +9,25 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import xxhash
-from datasets import Dataset, Features, Value, disable_progress_bars, load_dataset, load_from_disk
+from datasets import Dataset, Features, Value, disable_progress_bars, load_dataset, load_dataset_builder, load_from_disk
 from datasets.config import HF_DATASETS_CACHE as CACHE
 
 from shardbook.data.files import (
     HUB,
     JSON,
+    READERS,
     SAVED,
     Files,
     csv_columns,
     find_files,
+    kind_of,
     open_file,
     source_names,
     taken_columns,
@@ -71,7 +74,8 @@ def load_sources(spec: str | list[str], what: str, columns: dict[str, str] | Non
     sources = []
     for name in names:
         files = find_files(name, what)
-        table, is_json = _load_one(files, name, what), files.reader == JSON
+        local = files.reader != HUB
+        table, is_json = (_load_local(files, name, what), files.reader == JSON) if local else _load_hub(name, what)
         fields = _fields_of_json(table) if is_json else _fields_of_columns(table)
         renames = taken_columns(columns or {}, list(fields), names, what, name)
         taken = {renames.get(name, name): kinds for name, kinds in fields.items()}
@@ -107,7 +111,8 @@ def _note_of(table: Dataset) -> str:
 
 
 def _nulls(array: pa.Array, path: str, tables: int) -> Iterator[str]:
-    """Yields the paths of nulls in tables that are inside of two others, or of a list's table: not a message's own."""
+    """Yields the paths of nulls in tables that are inside of another one. A message's own are no loss: they are read as
+    fields that are not there."""
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         yield from _nulls(array.flatten(), path, tables)
     elif pa.types.is_struct(array.type):
@@ -135,22 +140,38 @@ def mix(numbers: np.ndarray, counts: list[int], weights: list[float]) -> np.ndar
     return np.concatenate([part[np.arange(share) * len(part) // share] for part, share in both])
 
 
-def _load_one(files: Files, name: str, what: str) -> Dataset:
+def _load_local(files: Files, name: str, what: str) -> Dataset:
     if files.reader == SAVED:
         loaded = load_from_disk(str(files.paths[0]))
         if not isinstance(loaded, Dataset):
             raise RecipeError(f"{what} = {name!r}: holds the splits {', '.join(loaded)}; name the directory of one")
         return loaded
-    if files.reader != HUB:
-        return _read(files, name, what)
+    return _read(files, name, what)
+
+
+def _load_hub(name: str, what: str) -> tuple[Dataset, bool]:
+    """Returns the table of a hub id, and whether its rows are JSON: files of JSON are read as local ones are."""
     hub_id, _, split = name.partition(":")
     try:
-        return load_dataset(hub_id, split=split or "train")
+        files = _json_files(load_dataset_builder(hub_id), split or "train")
+        if not files:
+            return load_dataset(hub_id, split=split or "train"), False
     except (OSError, ValueError) as error:
         raise RecipeError(
             f"{what} = {name!r}: the hub did not give it ({type(error).__name__}: {first_line(error)}). "
             f"If it is gated set HF_TOKEN; without a network set {what} to a local file"
         ) from None
+    return _read(files, name, what), True
+
+
+def _json_files(builder: datasets.DatasetBuilder, split: str) -> Files | None:
+    """Returns the files of a split, which are downloaded; None where they are not of JSON alone, or where the data
+    set's own settings say that the rows are in one field of a file."""
+    listed = list((builder.config.data_files or {}).get(split, ()))
+    suffixes = {kind_of(Path(file)) for file in listed}
+    if len(suffixes) != 1 or READERS.get(suffix := suffixes.pop()) != JSON or getattr(builder.config, "field", None):
+        return None
+    return Files(JSON, list(map(Path, datasets.DownloadManager().download(listed))), suffix)
 
 
 def _read(files: Files, name: str, what: str) -> Dataset:
@@ -165,7 +186,9 @@ def _read(files: Files, name: str, what: str) -> Dataset:
     try:
         if files.reader == JSON:
             return JsonTable(files).load()
-        return load_dataset(files.reader, data_files=[str(file) for file in files.paths], split="train", **how)
+        # `datasets` knows a file by its path and time: by the name it also knows it by what is in it
+        paths = [str(file) for file in files.paths]
+        return load_dataset(files.reader, _digest(files), data_files=paths, split="train", **how)
     except Exception as error:  # from datasets, pyarrow or the reader itself: all mean an unreadable file
         if "corresponds to no data" in str(error):
             raise RecipeError(f"{said}: holds no rows") from None
@@ -175,19 +198,24 @@ def _read(files: Files, name: str, what: str) -> Dataset:
         raise RecipeError(f"{said}: cannot be read as {files.reader} ({why})") from None
 
 
+def _digest(files: Files) -> str:
+    """Returns a digest of the names, sizes and bytes of `files`, which is the same on every machine that has them."""
+    digest = xxhash.xxh3_128()
+    for path in files.paths:
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        with path.open("rb") as file:
+            while part := file.read(HASHED_TOGETHER):
+                digest.update(part)
+    return digest.hexdigest()
+
+
 class JsonTable(datasets.ArrowBasedBuilder):  # type: ignore[misc, unused-ignore]
     """The rows of JSON files as a table of JSON_COLUMNS. `datasets` keeps it where it keeps all tables, under a digest
     of what the files hold: a file that changes is read again, whatever its time says."""
 
     def __init__(self, files: Files) -> None:
         self.files = files
-        digest = xxhash.xxh3_128()
-        for path in files.paths:
-            digest.update(f"{path.name} {path.stat().st_size} ".encode())
-            with path.open("rb") as file:
-                while part := file.read(HASHED_TOGETHER):
-                    digest.update(part)
-        super().__init__(dataset_name="json_rows", config_name=f"{VERSION}-{digest.hexdigest()}")
+        super().__init__(dataset_name="json_rows", config_name=f"{VERSION}-{_digest(files)}")
 
     def load(self) -> Dataset:
         """Returns the table, which is made where this has not been done before. Raises ValueError for a bad row."""
