@@ -9,6 +9,7 @@ from pathlib import Path
 from budget import count_in_forks
 from watcher import dump_on_signal, end_with_parent
 
+end_with_parent()  # a rank that is stopped holds the pipe whose end would end this process
 for call in (dump_on_signal, end_with_parent):  # in each process that is forked from this one
     os.register_at_fork(after_in_child=call)
 

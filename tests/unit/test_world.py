@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+from watcher import stat_of
 from world import run_world
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +46,38 @@ def waits_for_one_that_is_gone():
 
 def test_who_waits_for_a_rank_that_has_answered_sees_its_end():
     assert run_world(2, waits_for_one_that_is_gone) == ["noticed", "gone"]
+
+
+KILLED = """
+import os, signal, time
+from multiprocessing import forkserver
+from watcher import stat_of
+from world import forks
+rank = forks().Process(target=signal.raise_signal, args=(signal.SIGSTOP,))
+rank.start()
+while stat_of(rank.pid)[0] != "T":
+    time.sleep(0.01)
+print(forkserver._forkserver._forkserver_pid, rank.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def is_gone(pid):
+    try:
+        return stat_of(pid)[0] in "ZX"
+    except OSError:
+        return True
+
+
+def test_a_killed_session_leaves_neither_its_server_nor_a_stopped_rank():
+    paths = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "src"))
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    pids = [*map(int, done.stdout.split())]
+    assert len(pids) == 2, done.stderr
+    while not all(map(is_gone, pids)):  # else nothing computes, which is red
+        time.sleep(0.05)
 
 
 NO_CUDA = """
