@@ -4,7 +4,6 @@ import gzip
 import io
 import json
 import os
-from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from tiny import tokenizer
 
 from shardbook.data import sources
+from shardbook.data.files import check_first_rows
 from shardbook.data.json_rows import read_json_rows
 from shardbook.data.sources import load_sources, read_raw
 from shardbook.data.tokenized import build_documents
@@ -22,7 +22,7 @@ from shardbook.recipe import Data, RecipeError
 
 def read(text, suffix=".jsonl"):
     content = text if isinstance(text, bytes) else text.encode()
-    return list(read_json_rows(io.BytesIO(content), Path(f"rows{suffix}"), suffix))
+    return list(read_json_rows(io.BytesIO(content), f"rows{suffix}", suffix))
 
 
 def rows_of(path):
@@ -149,11 +149,13 @@ def test_files_of_unlike_keys_and_kinds_are_read(tmp_path):
     assert source.table["place"][:] == [f"line {line} of {name}.jsonl" for name in "ab" for line in (1, 2)]
 
 
-def test_a_key_that_comes_after_ten_megabytes_is_read(tmp_path):
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_a_key_that_comes_after_ten_megabytes_is_read(tmp_path, suffix):
     rows = [{"text": "x" * 1000}] * 11_000 + [{"text": "y", "weight": 0.1}]
-    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert (tmp_path / "long.jsonl").stat().st_size > 11_000_000
-    assert rows_of(tmp_path / "long.jsonl") == rows
+    path = tmp_path / f"long{suffix}"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) if suffix == ".jsonl" else json.dumps(rows))
+    assert path.stat().st_size > 11_000_000
+    assert rows_of(path) == rows
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.csv", "rows.parquet"])
@@ -199,8 +201,17 @@ def test_json_of_the_hub_is_read_as_local_files_are(tmp_path, monkeypatch):
         (source,) = load_sources(spec, "data.train")
         assert repr(read_raw(source.table.to_dict(), source.renames, source.is_json)) == repr(expected)
         assert source.is_json == ("hub" in spec)
+    assert repr(rows_of("owner/hub:test+train")) == repr([*rows[1:], *rows])
     with pytest.raises(RecipeError, match=r"the hub did not give it .*Unknown split"):
         load_sources("owner/hub:valid", "data.train")
+
+    def unreachable(hub_id):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(sources, "load_dataset_builder", unreachable)  # then what came before is read
+    assert rows_of("owner/hub") == rows and rows_of("owner/hub:test") == rows[1:]
+    with pytest.raises(RecipeError, match=r"the hub did not give it .*no network"):
+        load_sources("owner/other", "data.train")
 
 
 # ---- what is refused
@@ -208,12 +219,13 @@ def test_json_of_the_hub_is_read_as_local_files_are(tmp_path, monkeypatch):
 BAD = {
     '{"a": 1, "b": 2, "a": 3}': "has the key 'a' twice in one table",
     '{"messages": [{"role": "user", "role": "user"}]}': "has the key 'role' twice in one table",
-    '{"a": {"b": [1, NaN]}}': "a.b[1] is NaN, which is no number of JSON",
-    '{"a": -Infinity}': "a is -Infinity, which is no number of JSON",
-    '{"a": [{"b": 1e999}]}': "a[0].b is 1e999, which is no number of JSON",
+    '{"a": {"b": [1, -1e999]}}': "a.b[1] is -1e999, a number beyond float64, or 4300 digits",
+    '{"a": [{"b": 1.0E-400}]}': "a[0].b is 1.0E-400, a number beyond float64, or 4300 digits",
+    f'{{"a": 1{"0" * 4300}}}': f"a is 1{'0' * 39}, a number beyond float64, or 4300 digits",
     r'{"messages": [{"content": "half \ud83d"}]}': "messages[0].content holds half of a character",
     r'{"\uDC00": 1}': "a key of the row holds half of a character",
-    '{"a": 1} {"a": 2}': "goes on after the row that it holds: ' {\"a\": 2}'",
+    r'{"\uDC00": "\ud83d"}': r"\udc00 holds half of a character",
+    '{"a": 1} [2]': "is no table of fields",
     '{"a": 1,}': "Illegal trailing comma before end of object: column 8",
     '{"a": 1': "Expecting ',' delimiter: column 8",
     "{'a': 1}": "Expecting property name enclosed in double quotes: column 2",
@@ -236,6 +248,14 @@ def test_what_is_no_row_is_named_by_file_line_and_key(line, tmp_path):
         assert str(refused.value).startswith(said + BAD[line]), refused.value
 
 
+def test_numbers_that_only_python_writes_and_rows_that_share_a_line_are_read():
+    text = '{"a": NaN} {"a": [-Infinity, 0e-400, 1E5, -0.0]}\r{"a": 3}\n{}{"a": 4}'
+    assert repr([json.loads(row.text) for row in read(text)]) == (
+        "[{'a': nan}, {'a': [-inf, 0.0, 100000.0, -0.0]}, {'a': 3}, {}, {'a': 4}]"
+    )
+    assert [row.place for row in read(text)] == [f"line {line} of rows.jsonl" for line in (1, 1, 1, 2, 2)]
+
+
 def test_a_pair_of_halves_is_a_character_and_a_backslash_is_none():
     text = r'{"a": "\ud83d\ude00 \\ud83d"}'
     assert [json.loads(row.text) for row in read(text)] == [{"a": "\U0001f600 \\ud83d"}]
@@ -246,7 +266,7 @@ LISTS = {
     '[{"a": 1},\n]': (2, "Expecting a row after ','"),
     '[{"a": 1},\n\n{"a": 2}': (3, "the list of rows is not closed"),
     '[{"a": 1}]\n[{"a": 2}]': (2, "goes on after the list of rows: '[{\"a\": 2}]'"),
-    '[{"a": 1},\n {"b": NaN}]': (2, "b is NaN"),
+    '[{"a": 1},\n {"b": 1e999}]': (2, "b is 1e999"),
     '[{"a": 1},\n 2]': (2, "is no table of fields"),
     '{"a":\n 1}\n{"a": \n x}': (4, "Expecting value: column 2"),
 }
@@ -274,6 +294,72 @@ def test_a_row_that_cannot_be_trained_is_named_by_its_number_line_and_file(tmp_p
     said = r"^data.train: row 2: text is empty \(line 3 of b.jsonl\)$"
     with pytest.raises(RecipeError, match=said):
         build_documents(Data(train=str(tmp_path / "*.jsonl")), own, tmp_path / "model")
+
+
+def test_the_first_row_is_found_or_left_to_the_ranks(tmp_path):
+    """A launcher reads the beginning of a .json file; where that tells nothing of the row, it says nothing."""
+    long = "x" * 2**20
+    for name, rows in (
+        ("long", [{"text": long}]),
+        ("spaces", [{"text": " " * 2**20 + "}"}]),
+        ("none", [{"txet": "a"}]),
+    ):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(rows))
+        if name == "none":
+            with pytest.raises(
+                RecipeError, match=r"^data.train: row 0: has the fields txet.* \(line 1 of none.json\)$"
+            ):
+                check_first_rows(Data(train=str(path)), str(path), "data.train", 1)
+        else:
+            check_first_rows(Data(train=str(path)), str(path), "data.train", 1)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_column_that_the_first_row_lacks_is_one_that_another_row_has(tmp_path, suffix):
+    rows = [{"instruction": "a", "output": "b", "more": None}, {"instruction": "c", "output": "d", "more": "e"}]
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    else:
+        del rows[0]["more"]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Data(train=str(path), columns={"input": "more"})
+    check_first_rows(data, str(path), "data.train", 1)
+    (source,) = load_sources(str(path), "data.train", data.columns)
+    assert read_raw(source.table.to_dict(), source.renames, source.is_json)[1]["input"] == "e"
+
+
+def test_text_beside_numbers_under_other_names_needs_no_template(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "ab", "chosen": true, "prompt": 3}\n')
+    own = tokenizer(None)
+    own.save_pretrained(tmp_path / "model")
+    assert len(build_documents(Data(train=str(tmp_path / "rows.jsonl")), own, tmp_path / "model")[0].encoded) == 1
+
+
+def test_files_of_one_name_in_several_folders_are_told_apart(tmp_path):
+    for folder, text in (("a", "x"), ("b", " ")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "rows.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    own = tokenizer(CHATML)
+    own.save_pretrained(tmp_path / "model")
+    with pytest.raises(RecipeError, match=r"row 1: text is empty \(line 1 of b/rows.jsonl\)$"):
+        build_documents(Data(train=str(tmp_path / "**" / "*.jsonl")), own, tmp_path / "model")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_packed_file_that_is_cut_or_none_is_refused(tmp_path, suffix):
+    pack = gzip.compress if suffix == ".gz" else pytest.importorskip("zstandard").compress
+    rows = b"".join(b'{"text": "%d"}\n' % (number * 7919) for number in range(60_000))
+    path = tmp_path / f"rows.jsonl{suffix}"
+    path.write_bytes(pack(rows[:400_000]) + pack(rows[400_000:]))  # two frames
+    assert len(load_sources(str(path), "data.train")[0]) == 60_000
+    for content in (path.read_bytes()[:-100], pack(rows)[: len(pack(rows)) * 2 // 3], rows):
+        path.write_bytes(content)
+        with pytest.raises(RecipeError, match=r"rows.jsonl\.\w+ cannot be "):
+            load_sources(str(path), "data.train")
+    with pytest.raises(RecipeError, match=r"rows.jsonl\.\w+ cannot be "):
+        check_first_rows(Data(train=str(path)), str(path), "data.train", 1)
 
 
 def test_an_empty_list_has_no_rows(tmp_path):

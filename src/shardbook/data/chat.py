@@ -297,7 +297,7 @@ def _unlike(where: str, number: int, train_on: str) -> str:
 
 
 def _name(tool: dict[str, Any]) -> str:
-    return str(tool.get("function", tool).get("name", ""))
+    return str((tool.get("function") or tool).get("name", ""))
 
 
 def _calls(message: Message) -> dict[str, str]:

@@ -9,6 +9,8 @@ import importlib.util
 import io
 import itertools
 import json
+import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from glob import glob
@@ -26,6 +28,7 @@ READERS = {".jsonl": JSON, ".json": JSON, ".parquet": "parquet", ".csv": "csv", 
 PACKED = (".gz", ".zst")  # may stand behind each of them
 SAVED, HUB = "saved", "hub"  # a directory that `datasets` saved, and a hub id
 MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # the first two bytes of a file
+PACKED_BYTES = 2**16  # of a .zst file that are unpacked at once
 BEGINNING = 2**20  # bytes of a .json file that are looked at
 
 
@@ -36,6 +39,11 @@ class Files:
     reader: str  # of load_dataset, SAVED or HUB
     paths: list[Path]
     suffix: str = ""  # of READERS
+
+    def label(self, path: Path) -> str:
+        """Returns the name of one of the files, with the folders that tell it from others of the same name."""
+        folders = {str(each.parent) for each in self.paths}
+        return str(path.relative_to(os.path.commonpath(folders))) if len(folders) > 1 else path.name
 
     @property
     def separator(self) -> str:
@@ -115,10 +123,46 @@ def _readable(files: Files, name: str, what: str) -> Files:
 
 def open_file(path: Path) -> IO[bytes]:
     if path.suffix == ".zst":
+        return io.BufferedReader(_Zst(path))
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+class _Zst(io.RawIOBase):
+    """Reads the content of a .zst file. Raises OSError where it is none, EOFError where its last frame has no end,
+    which zstandard's own reader takes for the end of the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.file, self.content = path.open("rb"), b""
+        self.frame: Any = None  # a decompressobj that has not ended
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+    def readinto(self, target: Any) -> int:
+        while not self.content and (packed := self.file.read(PACKED_BYTES)):
+            self._unpack(packed)
+        if not self.content and self.frame:
+            raise EOFError("it ends in the middle of a frame")
+        size = min(len(target), len(self.content))
+        target[:size], self.content = self.content[:size], self.content[size:]
+        return size
+
+    def _unpack(self, packed: bytes) -> None:
         import zstandard
 
-        return io.BufferedReader(zstandard.open(path, "rb"))
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+        while packed:
+            self.frame = self.frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                self.content += self.frame.decompress(packed)
+            except zstandard.ZstdError as error:
+                raise OSError(str(error)) from None
+            packed = self.frame.unused_data if self.frame.eof else b""
+            if self.frame.eof:
+                self.frame = None
 
 
 def csv_columns(files: Files) -> list[str]:
@@ -155,14 +199,19 @@ def read_template(file: str) -> str:
 def check_first_rows(data: Data, spec: str | list[str], what: str, sequences: int) -> None:
     """Raises RecipeError where a source of `spec` cannot be found or opened, or its first row cannot be trained."""
     for name, at in source_keys(spec, what):
-        row = _first_row(find_files(name, what), name, what)
-        if row is None:
-            continue
+        files = find_files(name, what)
+        row, place = _first_row(files, name, what)
+        if row is None or (files.reader == JSON and not row.keys() >= {*data.columns.values()}):
+            continue  # another row of JSON may have the column
         taken = taken_columns(data.columns, list(row), source_names(spec), what, name)
+        row = row if files.reader == JSON else without_none(row)
         row, at = {taken.get(key, key): value for key, value in row.items()}, f"{at}: row 0"
-        sides = zip(split_pair(row, at), (", chosen", ", rejected"), strict=True) if sequences == 2 else [(row, "")]
-        for side, more in sides:
-            read_row(side, at + more, data.system, data.train_on)
+        try:
+            both = zip(split_pair(row, at), (", chosen", ", rejected"), strict=True) if sequences == 2 else [(row, "")]
+            for side, more in both:
+                read_row(side, at + more, data.system, data.train_on)
+        except RecipeError as error:
+            raise RecipeError(f"{error}{place}") from None
 
 
 def taken_columns(columns: dict[str, str], there: list[str], names: list[str], what: str, name: str) -> dict[str, str]:
@@ -181,33 +230,32 @@ def taken_columns(columns: dict[str, str], there: list[str], names: list[str], w
     return taken
 
 
-def _first_row(files: Files, name: str, what: str) -> RawRow | None:
-    """Returns the first row of `files`; None where only `datasets` can read it. Raises RecipeError where it is broken
-    or there is none."""
+def _first_row(files: Files, name: str, what: str) -> tuple[RawRow | None, str]:
+    """Returns the first row of `files`, None where only `datasets` can read it, and its place as an error ends with it.
+    Raises RecipeError where it is broken or there is none."""
     if files.reader in (SAVED, HUB):
-        return None
+        return None, ""
     said = f"{what} = {name!r}"
-    rows: list[RawRow] | None
     for path in files.paths:
         try:
             if files.reader == "parquet":
                 import pyarrow.parquet as parquet
 
                 first: Any = next(parquet.ParquetFile(path).iter_batches(batch_size=1), None)
-                rows = [without_none(row) for row in first.to_pylist()] if first is not None else []
+                rows = [(row, "") for row in first.to_pylist()] if first is not None else []
             elif files.reader == "csv":
                 with _text(path) as text:
-                    rows = _first_of_table(text, path, files.separator)
+                    rows = [(row, "") for row in _first_of_table(text, path, files.separator)]
             else:
                 rows = _first_of_json(path, files)
         except UnicodeDecodeError as error:
             raise RecipeError(f"{said}: cannot be read as {files.reader} (not UTF-8: {first_line(error)})") from None
-        except (OSError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors or OSErrors
+        except (OSError, EOFError, zlib.error, ValueError, csv.Error) as error:  # of pyarrow: ValueErrors or OSErrors
             why = first_line(error)
             why = why if path.name in why else f"{path.name}: {why}"
             raise RecipeError(f"{said}: cannot be read as {files.reader} ({why})") from None
-        if rows is None or rows:
-            return rows[0] if rows else None
+        if rows:
+            return rows[0]
     raise RecipeError(f"{said}: holds no rows")
 
 
@@ -221,19 +269,20 @@ def _first_of_table(text: io.TextIOWrapper, path: Path, separator: str) -> list[
     return list(itertools.islice(rows, 1))
 
 
-def _first_of_json(path: Path, files: Files) -> list[RawRow] | None:
-    """Returns the first row, in a list that is empty where there is none; None where a long file begins with a row that
-    is longer than its BEGINNING, or broken. Raises ValueError where a row is broken."""
+def _first_of_json(path: Path, files: Files) -> list[tuple[RawRow | None, str]]:
+    """Returns the first row and its place, in a list that is empty where there is none; None as the row where a long
+    file begins with one that is longer than its BEGINNING, or broken. Raises ValueError where a row is broken."""
+    name, more = files.label(path), b""
     with open_file(path) as file:
-        if files.suffix == ".jsonl":
-            return [json.loads(row.text) for row in itertools.islice(read_json_rows(file, path, files.suffix), 1)]
-        beginning, more = file.read(BEGINNING), file.read(1)
-    if more:  # the row that is cut is left out
-        beginning = beginning[: beginning.rfind(b"}") + 1]
-    try:
-        rows = read_json_rows(io.BytesIO(beginning), path, files.suffix)
-        return [json.loads(row.text) for row in itertools.islice(rows, 1)]
-    except ValueError:
-        if more:
-            return None
-        raise
+        if files.suffix != ".jsonl":
+            beginning, more = file.read(BEGINNING), file.read(1)
+            # the row that is cut is left out
+            file = io.BytesIO(beginning[: beginning.rfind(b"}") + 1] if more else beginning)
+        try:
+            rows = itertools.islice(read_json_rows(file, name, files.suffix), 1)
+            first: list[tuple[RawRow | None, str]] = [(json.loads(row.text), f" ({row.place})") for row in rows]
+        except ValueError:
+            if not more:
+                raise
+            first = []
+    return first or [(None, "")] * bool(more)

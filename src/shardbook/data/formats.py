@@ -159,7 +159,7 @@ def _read_message(message: Any, number: int, where: str, flags: dict[int, bool])
 
 def _read_call(call: Any, number: int, where: str) -> dict[str, Any]:
     """Returns a tool call in the one shape that every template reads: arguments as a table, inside `function`."""
-    function = call.get("function", call) if isinstance(call, dict) else None
+    function = (call.get("function") or call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RecipeError(f"{where}: a tool call of message {number} needs a name and arguments")
     arguments = _json(function.get("arguments") or {}, f"{where}: arguments of {function['name']} in message {number}")
@@ -172,7 +172,9 @@ def _read_tools(tools: Any, where: str) -> list[Any] | None:
         return None
     tools = _json(tools, f"{where}: tools") if isinstance(tools, str) else tools
     is_list = isinstance(tools, list)
-    if not (is_list and all(isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in tools)):
+    if not (
+        is_list and all(isinstance(tool, dict) and isinstance(tool.get("function") or tool, dict) for tool in tools)
+    ):
         raise RecipeError(f"{where}: tools must be a list of JSON schemas, or that as a JSON string")
     return tools or None
 

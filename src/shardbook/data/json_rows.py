@@ -1,18 +1,21 @@
 """Rows of JSON: each is the text that the file has, checked once and parsed where it is encoded. Knows no formats.
 
 Invariant: no value of a row is changed, put in another order or united with those of other rows. What is no JSON, or
-would not come back as it was written (a key twice, a number beyond float64), is an error: file, line and key.
+would not come back as it was written (a key twice, a number beyond float64), is an error: file, line and key. NaN and
+infinities are no JSON, but Python writes and reads them, and so they are read.
 """
 
+import collections
 import itertools
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 KINDS = {str: "text", list: "a list", dict: "a table", bool: "true or false", int: "a number", float: "a number"}
 BLANK = " \t\r\n"  # white space of JSON
+DIGITS = 4300  # of an integer, at most: Python reads no more
 VERSION = 1  # of what is kept of a row: raise it when that changes
 
 
@@ -25,12 +28,12 @@ class JsonRow(NamedTuple):
 
 
 class _Parser:
-    """Parses strictly: a key occurs once, and a number is one that Python writes again."""
+    """Parses strictly: a key occurs once, and a number is one that can be held."""
 
     def __init__(self) -> None:
-        self.odd: list[str] = []  # what the last text has that is no number of JSON
+        self.odd: list[str] = []  # numbers of the last text that cannot
         self.decoder = json.JSONDecoder(
-            object_pairs_hook=_table, parse_float=self._read_float, parse_constant=self._keep
+            object_pairs_hook=_table, parse_float=self._read_float, parse_int=self._read_int
         )
 
     def parse(self, text: str, begin: int = 0) -> tuple[Any, int]:
@@ -38,14 +41,23 @@ class _Parser:
         self.odd.clear()
         value, end = self.decoder.raw_decode(text, begin)
         if self.odd:
-            raise ValueError(f"{_path(value, lambda each: each is self)} is {self.odd[0]}, which is no number of JSON")
-        if ("\\ud" in text or "\\uD" in text) and (path := _path(value, _is_half)):
+            limits = f"float64, or {DIGITS} digits"
+            raise ValueError(
+                f"{_path(value, lambda each: each is self)} is {self.odd[0][:40]}, a number beyond {limits}"
+            )
+        own = text[begin:end]
+        if ("\\ud" in own or "\\uD" in own) and (path := _path(value, _is_half)):
+            path = path.encode(errors="backslashreplace").decode()
             raise ValueError(f"{path} holds half of a character (a lone surrogate), which no text can")
         return value, end
 
     def _read_float(self, text: str) -> Any:
         number = float(text)
-        return number if math.isfinite(number) else self._keep(text)
+        is_lost = math.isinf(number) or (number == 0 and text.lower().partition("e")[0].strip("-0."))
+        return self._keep(text) if is_lost else number
+
+    def _read_int(self, text: str) -> Any:
+        return int(text) if len(text) <= DIGITS else self._keep(text)
 
     def _keep(self, text: str) -> "_Parser":
         self.odd.append(text)
@@ -55,8 +67,7 @@ class _Parser:
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in table if names.count(name) > 1)
+        ((twice, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"has the key {twice!r} twice in one table")
     return table
 
@@ -78,18 +89,20 @@ def _path(value: Any, is_wanted: Callable[[Any], bool], at: str = "") -> str:
     return next(filter(None, (_path(each, is_wanted, way) for way, each in inside)), "")
 
 
-def read_json_rows(file: IO[bytes], path: Path, suffix: str) -> Iterator[JsonRow]:
-    """Yields the rows of an open file: of .jsonl one a line; of .json those of a list, or rows one after another, each
-    over any number of lines. Raises ValueError, whose words name the line."""
+def read_json_rows(file: IO[bytes], name: str, suffix: str) -> Iterator[JsonRow]:
+    """Yields the rows of an open file: of .jsonl those of each line; of .json those of a list, or rows one after
+    another, each over any number of lines. `name`: of the file, in words. Raises ValueError, which names the line."""
     parser, fields = _Parser(), _Fields()
     rows = _of_lines(file, parser) if suffix == ".jsonl" else _of_text(file, parser)
     try:
         for line, text, row in rows:
             if not isinstance(row, dict):
                 raise _BadRow(line, "is no table of fields")
-            yield JsonRow(text, fields.of(row), f"line {line} of {path.name}")
+            yield JsonRow(text, fields.of(row), f"line {line} of {name}")
     except _BadRow as error:
-        raise ValueError(f"line {error.args[0]} of {path.name}: {error.args[1]}") from None
+        raise ValueError(f"line {error.args[0]} of {name}: {error.args[1]}") from None
+    except (OSError, EOFError, zlib.error) as error:  # of a packed file
+        raise ValueError(f"{name} cannot be unpacked: {error}") from None
 
 
 class _BadRow(Exception):
@@ -100,7 +113,7 @@ class _Fields:
     """Writes the fields of rows; most rows have those of the row before."""
 
     def __init__(self) -> None:
-        self.kinds: list[tuple[str, type]] = []
+        self.kinds: list[tuple[str, type]] | None = None
         self.written = ""
 
     def of(self, row: dict[str, Any]) -> str:
@@ -114,10 +127,11 @@ def _of_lines(file: IO[bytes], parser: _Parser) -> Iterator[tuple[int, str, Any]
         text = _decode(line, lambda _, number=number: number).strip(BLANK)
         if not text:
             continue
-        value, end = _parse(parser, text, 0, lambda _, number=number: number)
-        if end < len(text):
-            raise _BadRow(number, f"goes on after the row that it holds: {text[end : end + 20]!r}")
-        yield number, text, value
+        end = 0
+        while end < len(text):
+            begin = _skip(text, end)
+            value, end = _parse(parser, text, begin, lambda _, number=number: number)
+            yield number, text[begin:end], value
 
 
 def _of_text(file: IO[bytes], parser: _Parser) -> Iterator[tuple[int, str, Any]]:

@@ -6,6 +6,7 @@ Rows of JSON are kept as text (json_rows.py), rows of tables in their columns; `
 import csv
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def _fields_of_json(table: Dataset) -> dict[str, set[str]]:
 def _note_of(table: Dataset) -> str:
     """Returns what a file of columns cannot say: a table deep inside a row, as a call's arguments, has the keys of all
     rows, so that a null of its own is as one of another's. Empty where no such table has a null."""
-    some = table.data.slice(0, ROWS_TOGETHER).combine_chunks()
+    some = table.data.slice(0, ROWS_TOGETHER)
     columns = zip(some.column_names, some.columns, strict=True)
     paths = [path for name, column in columns for chunk in column.chunks for path in _nulls(chunk, name, 0)]
     if not paths:
@@ -152,31 +153,64 @@ def _load_local(files: Files, name: str, what: str) -> Dataset:
 def _load_hub(name: str, what: str) -> tuple[Dataset, bool]:
     """Returns the table of a hub id, and whether its rows are JSON: files of JSON are read as local ones are."""
     hub_id, _, split = name.partition(":")
+    split = split or "train"
     try:
-        files = _json_files(load_dataset_builder(hub_id), split or "train")
-        if not files:
-            return load_dataset(hub_id, split=split or "train"), False
+        splits = _json_splits(hub_id, split)
+        if not splits:
+            return load_dataset(hub_id, split=split), False
     except (OSError, ValueError) as error:
         raise RecipeError(
             f"{what} = {name!r}: the hub did not give it ({type(error).__name__}: {first_line(error)}). "
             f"If it is gated set HF_TOKEN; without a network set {what} to a local file"
         ) from None
-    return _read(files, name, what), True
+    return _read_json(splits, split, f"{what} = {name!r}"), True
 
 
-def _json_files(builder: datasets.DatasetBuilder, split: str) -> Files | None:
-    """Returns the files of a split, which are downloaded; None where they are not of JSON alone, or where the data
-    set's own settings say that the rows are in one field of a file."""
-    listed = list((builder.config.data_files or {}).get(split, ()))
-    suffixes = {kind_of(Path(file)) for file in listed}
-    if len(suffixes) != 1 or READERS.get(suffix := suffixes.pop()) != JSON or getattr(builder.config, "field", None):
-        return None
-    return Files(JSON, list(map(Path, datasets.DownloadManager().download(listed))), suffix)
+def _json_splits(hub_id: str, split: str) -> dict[str, Files]:
+    """Returns the files of each split that `split` names (train, or train+test), once they are here. Empty where they
+    are not of JSON alone, or where the data set's own settings say that rows are in one field of a file. Which files
+    they are is kept for later runs without a network."""
+    known = Path(CACHE) / "json_rows" / f"{xxhash.xxh3_128_hexdigest(f'{hub_id}:{split}'.encode())}.json"
+    try:
+        builder = load_dataset_builder(hub_id)
+    except OSError:
+        if not known.is_file():
+            raise
+        kept = json.loads(known.read_text())
+        return {name: Files(JSON, list(map(Path, paths)), suffix) for name, (paths, suffix) in kept.items()}
+    listed = builder.config.data_files or {}
+    splits = {}
+    for name in dict.fromkeys(split.split("+")):
+        urls = list(listed.get(name, ()))
+        suffixes = {kind_of(Path(url)) for url in urls}
+        if (
+            len(suffixes) != 1
+            or READERS.get(suffix := suffixes.pop()) != JSON
+            or getattr(builder.config, "field", None)
+        ):
+            return {}
+        splits[name] = Files(JSON, list(map(Path, datasets.DownloadManager().download(urls))), suffix)
+    known.parent.mkdir(parents=True, exist_ok=True)
+    part = known.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps({name: [list(map(str, files.paths)), files.suffix] for name, files in splits.items()}))
+    part.replace(known)
+    return splits
+
+
+def _read_json(splits: dict[str, Files], split: str, said: str) -> Dataset:
+    try:
+        return JsonTable(splits).load(split)
+    except Exception as error:  # `datasets` wraps what the reader raises
+        if "corresponds to no data" in str(error):
+            raise RecipeError(f"{said}: holds no rows") from None
+        raise RecipeError(f"{said}: cannot be read as json ({first_line(error.__cause__ or error)})") from None
 
 
 def _read(files: Files, name: str, what: str) -> Dataset:
     how: dict[str, Any] = {}
     said = f"{what} = {name!r}"
+    if files.reader == JSON:
+        return _read_json({"train": files}, "train", said)
     if files.reader == "csv":  # all as text: a number or a date would not come back as it was written
         try:
             texts = Features(dict.fromkeys(csv_columns(files), Value("string")))
@@ -184,28 +218,25 @@ def _read(files: Files, name: str, what: str) -> Dataset:
             raise RecipeError(f"{said}: cannot be read as csv ({first_line(error)})") from None
         how = {"sep": files.separator, "features": texts, "keep_default_na": False}
     try:
-        if files.reader == JSON:
-            return JsonTable(files).load()
         # `datasets` knows a file by its path and time: by the name it also knows it by what is in it
         paths = [str(file) for file in files.paths]
-        return load_dataset(files.reader, _digest(files), data_files=paths, split="train", **how)
+        return load_dataset(files.reader, _digest({"train": files}), data_files=paths, split="train", **how)
     except Exception as error:  # from datasets, pyarrow or the reader itself: all mean an unreadable file
         if "corresponds to no data" in str(error):
             raise RecipeError(f"{said}: holds no rows") from None
-        why = first_line(error.__cause__ or error)
-        if files.reader != JSON:
-            why += f"; where the file is whole, delete its copy in {CACHE}"
+        why = f"{first_line(error.__cause__ or error)}; where the file is whole, delete its copy in {CACHE}"
         raise RecipeError(f"{said}: cannot be read as {files.reader} ({why})") from None
 
 
-def _digest(files: Files) -> str:
-    """Returns a digest of the names, sizes and bytes of `files`, which is the same on every machine that has them."""
+def _digest(splits: dict[str, Files]) -> str:
+    """Returns a digest of the names, sizes and bytes of files, which is the same on every machine that has them."""
     digest = xxhash.xxh3_128()
-    for path in files.paths:
-        digest.update(f"{path.name} {path.stat().st_size} ".encode())
-        with path.open("rb") as file:
-            while part := file.read(HASHED_TOGETHER):
-                digest.update(part)
+    for split, files in splits.items():
+        for path in files.paths:
+            digest.update(f"{split} {files.label(path)} {path.stat().st_size} ".encode())
+            with path.open("rb") as file:
+                while part := file.read(HASHED_TOGETHER):
+                    digest.update(part)
     return digest.hexdigest()
 
 
@@ -213,27 +244,27 @@ class JsonTable(datasets.ArrowBasedBuilder):  # type: ignore[misc, unused-ignore
     """The rows of JSON files as a table of JSON_COLUMNS. `datasets` keeps it where it keeps all tables, under a digest
     of what the files hold: a file that changes is read again, whatever its time says."""
 
-    def __init__(self, files: Files) -> None:
-        self.files = files
-        super().__init__(dataset_name="json_rows", config_name=f"{VERSION}-{_digest(files)}")
+    def __init__(self, splits: dict[str, Files]) -> None:
+        self.splits = splits
+        super().__init__(dataset_name="json_rows", config_name=f"{VERSION}-{_digest(splits)}")
 
-    def load(self) -> Dataset:
+    def load(self, split: str) -> Dataset:
         """Returns the table, which is made where this has not been done before. Raises ValueError for a bad row."""
         self.download_and_prepare()
-        return self.as_dataset("train")  # type: ignore[no-any-return, return-value, unused-ignore]
+        return self.as_dataset(split)  # type: ignore[no-any-return, return-value, unused-ignore]
 
     def _info(self) -> datasets.DatasetInfo:
         return datasets.DatasetInfo(features=JSON_COLUMNS)
 
     def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:
-        return [datasets.SplitGenerator(name="train")]
+        return [datasets.SplitGenerator(name=name, gen_kwargs={"split": name}) for name in self.splits]
 
-    def _generate_tables(self) -> Iterator[tuple[Any, pa.Table]]:
-        rows: list[JsonRow] = []
+    def _generate_tables(self, split: str) -> Iterator[tuple[Any, pa.Table]]:
+        files, rows = self.splits[split], list[JsonRow]()
         number = letters = 0
-        for path in self.files.paths:
+        for path in files.paths:
             with open_file(path) as file:
-                for row in read_json_rows(file, path, self.files.suffix):
+                for row in read_json_rows(file, files.label(path), files.suffix):
                     rows.append(row)
                     letters += len(row.text)
                     if len(rows) == ROWS_TOGETHER or letters >= LETTERS_TOGETHER:

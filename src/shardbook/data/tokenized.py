@@ -144,7 +144,9 @@ def _encode_source(
     known = template or str(tokenizer.chat_template or "")
     wholes = ("messages", "conversations", "instruction")
     chats = [name for part in parts for name in wholes if part.fields.get(name)]
-    chats += [name for part in parts for name in ("prompt", "chosen") if part.fields.get(name, set()) - {"text"}]
+    chats += [
+        name for part in parts for name in ("prompt", "chosen") if part.fields.get(name, set()) & {"a list", "a table"}
+    ]
     if chats and not known:
         raise RecipeError(
             f"{what}: rows hold {chats[0]}, but the tokenizer in {folder} has no chat template; "
