@@ -49,9 +49,9 @@ def test_rows_are_what_json_reads_however_they_are_written(rows, ascii_only, ind
         ".json": json.dumps(rows, ensure_ascii=ascii_only, indent=indent),
     }
     for suffix, text in [*files.items(), (".json", "\n".join(lines)), (".json", " ".join(long))]:
-        found = read(text, suffix)
-        assert repr([json.loads(row.text) for row in found]) == repr(rows)
-        assert [list(json.loads(row.fields)) for row in found] == [list(row) for row in rows]
+        parsed = read(text, suffix)
+        assert repr([json.loads(row.text) for row in parsed]) == repr(rows)
+        assert [list(json.loads(row.fields)) for row in parsed] == [list(row) for row in rows]
     assert [row.text for row in read(files[".jsonl"])] == lines  # to the letter
 
 
@@ -80,25 +80,25 @@ def conversations(draw):
 
 def test_two_hundred_rows_of_tool_calls_are_trained_as_the_template_writes_them(tmp_path):
     """Compared is the text that transformers renders of json.loads, with the tokens that are trained on."""
-    made = []
+    drawn = []
 
     @examples(max_examples=200)
     @given(row=conversations())
     def make(row):
-        made.append(row)
+        drawn.append(row)
 
     make()
-    assert len(made) >= 200
-    own = tokenizer(CHATML)
-    own.save_pretrained(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-    (tmp_path / "rows.json").write_text(json.dumps(made, indent=1, ensure_ascii=False))
+    assert len(drawn) >= 200
+    coder = tokenizer(CHATML)
+    coder.save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in drawn))
+    (tmp_path / "rows.json").write_text(json.dumps(drawn, indent=1, ensure_ascii=False))
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    texts = [own.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False) for row in lines]
-    expected = [own(text, add_special_tokens=False)["input_ids"] for text in texts]
+    texts = [coder.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False) for row in lines]
+    expected = [coder(text, add_special_tokens=False)["input_ids"] for text in texts]
     for name in ("rows.jsonl", "rows.json"):
         data = Data(train=str(tmp_path / name), max_length=1_000_000)
-        documents, _ = build_documents(data, own, tmp_path / "model")
+        documents, _ = build_documents(data, coder, tmp_path / "model")
         assert documents.encoded["input_ids"][:] == expected
 
 
@@ -108,15 +108,15 @@ NULL = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "argume
 def test_a_null_of_the_file_is_trained_and_one_of_a_table_is_not(tmp_path):
     """A table of columns has a null wherever another row has a key, so that none of them is a row's own for certain."""
     row = {"messages": [{"role": "user", "content": "x"}, NULL]}
-    own = tokenizer(CHATML)
-    own.save_pretrained(tmp_path / "model")
+    coder = tokenizer(CHATML)
+    coder.save_pretrained(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
     for name, arguments in (("rows.jsonl", '{"a": null, "b": 1}'), ("rows.parquet", '{"b": 1}')):
-        documents, _ = build_documents(Data(train=str(tmp_path / name)), own, tmp_path / "model")
-        assert f"<call>f {arguments}<|im_end|>" in own.decode(documents.encoded[0]["input_ids"])
-        said = "where messages.tool_calls.arguments.a is null it is left out, also where the row wrote null itself"
-        assert (said in documents.summary) == name.endswith(".parquet")
+        documents, _ = build_documents(Data(train=str(tmp_path / name)), coder, tmp_path / "model")
+        assert f"<call>f {arguments}<|im_end|>" in coder.decode(documents.encoded[0]["input_ids"])
+        note = "where messages.tool_calls.arguments.a is null it is left out, also where the row wrote null itself"
+        assert (note in documents.summary) == name.endswith(".parquet")
 
 
 # ---- whole files
@@ -125,9 +125,9 @@ def test_a_null_of_the_file_is_trained_and_one_of_a_table_is_not(tmp_path):
 def test_rows_are_no_dates_and_no_traces(tmp_path):
     """Text that looks like a date is text, and names of columns mean nothing."""
     answers = [{"instruction": "when", "output": f"2024-05-{day:02d}"} for day in range(1, 10)]
-    said = [{"role": "user", "content": "2024-05-01"}, {"role": "assistant", "content": "2024-05-01T10:00:00Z"}]
+    messages = [{"role": "user", "content": "2024-05-01"}, {"role": "assistant", "content": "2024-05-01T10:00:00Z"}]
     traces = [
-        {"id": "a", "source": "b", "model": "m", "system_prompt": "s", "messages": said, "cwd": "/", "type": "user"}
+        {"id": "a", "source": "b", "model": "m", "system_prompt": "s", "messages": messages, "cwd": "/", "type": "user"}
     ]
     for name, rows in (("answers", answers), ("traces", traces)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -241,11 +241,11 @@ def test_what_is_no_row_is_named_by_file_line_and_key(line, tmp_path):
     path.write_text(f'{{"text": "a"}}\n\n{line}\n')
     with pytest.raises(RecipeError) as refused:
         load_sources(str(path), "data.train")
-    said = f"data.train = {str(path)!r}: cannot be read as json (line 3 of rows.jsonl: "
+    beginning = f"data.train = {str(path)!r}: cannot be read as json (line 3 of rows.jsonl: "
     if "column" in BAD[line]:  # each Python says it in words of its own
-        assert str(refused.value).startswith(said) and "column" in str(refused.value)
+        assert str(refused.value).startswith(beginning) and "column" in str(refused.value)
     else:
-        assert str(refused.value).startswith(said + BAD[line]), refused.value
+        assert str(refused.value).startswith(beginning + BAD[line]), refused.value
 
 
 def test_numbers_that_only_python_writes_and_rows_that_share_a_line_are_read():
@@ -274,10 +274,10 @@ LISTS = {
 
 @pytest.mark.parametrize("text", LISTS)
 def test_what_is_wrong_in_a_list_is_named_by_its_line(text):
-    line, said = LISTS[text]
+    line, message = LISTS[text]
     with pytest.raises(ValueError) as refused:
         read(text, ".json")
-    assert str(refused.value).startswith(f"line {line} of rows.json: {said}"), refused.value
+    assert str(refused.value).startswith(f"line {line} of rows.json: {message}"), refused.value
 
 
 def test_text_that_is_no_utf_8_is_named_by_its_line():
@@ -289,11 +289,11 @@ def test_text_that_is_no_utf_8_is_named_by_its_line():
 def test_a_row_that_cannot_be_trained_is_named_by_its_number_line_and_file(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     (tmp_path / "b.jsonl").write_text('\n{"text": "x"}\n{"text": " "}\n')
-    own = tokenizer(CHATML)
-    own.save_pretrained(tmp_path / "model")
-    said = r"^data.train: row 2: text is empty \(line 3 of b.jsonl\)$"
-    with pytest.raises(RecipeError, match=said):
-        build_documents(Data(train=str(tmp_path / "*.jsonl")), own, tmp_path / "model")
+    coder = tokenizer(CHATML)
+    coder.save_pretrained(tmp_path / "model")
+    message = r"^data.train: row 2: text is empty \(line 3 of b.jsonl\)$"
+    with pytest.raises(RecipeError, match=message):
+        build_documents(Data(train=str(tmp_path / "*.jsonl")), coder, tmp_path / "model")
 
 
 def test_the_first_row_is_found_or_left_to_the_ranks(tmp_path):
@@ -332,19 +332,19 @@ def test_a_column_that_the_first_row_lacks_is_one_that_another_row_has(tmp_path,
 
 def test_text_beside_numbers_under_other_names_needs_no_template(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "ab", "chosen": true, "prompt": 3}\n')
-    own = tokenizer(None)
-    own.save_pretrained(tmp_path / "model")
-    assert len(build_documents(Data(train=str(tmp_path / "rows.jsonl")), own, tmp_path / "model")[0].encoded) == 1
+    coder = tokenizer(None)
+    coder.save_pretrained(tmp_path / "model")
+    assert len(build_documents(Data(train=str(tmp_path / "rows.jsonl")), coder, tmp_path / "model")[0].encoded) == 1
 
 
 def test_files_of_one_name_in_several_folders_are_told_apart(tmp_path):
     for folder, text in (("a", "x"), ("b", " ")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "rows.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    own = tokenizer(CHATML)
-    own.save_pretrained(tmp_path / "model")
+    coder = tokenizer(CHATML)
+    coder.save_pretrained(tmp_path / "model")
     with pytest.raises(RecipeError, match=r"row 1: text is empty \(line 1 of b/rows.jsonl\)$"):
-        build_documents(Data(train=str(tmp_path / "**" / "*.jsonl")), own, tmp_path / "model")
+        build_documents(Data(train=str(tmp_path / "**" / "*.jsonl")), coder, tmp_path / "model")
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])

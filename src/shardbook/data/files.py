@@ -4,6 +4,7 @@ Invariant: a launcher refuses a wrong path, a kind of file or a broken first row
 """
 
 import csv
+import functools
 import gzip
 import importlib.util
 import io
@@ -42,8 +43,11 @@ class Files:
 
     def label(self, path: Path) -> str:
         """Returns the name of one of the files, with the folders that tell it from others of the same name."""
-        folders = {str(each.parent) for each in self.paths}
-        return str(path.relative_to(os.path.commonpath(folders))) if len(folders) > 1 else path.name
+        return str(path.relative_to(self._folder))
+
+    @functools.cached_property
+    def _folder(self) -> str:
+        return os.path.commonpath([path.parent for path in self.paths])
 
     @property
     def separator(self) -> str:
@@ -132,7 +136,7 @@ class _Zst(io.RawIOBase):
     which zstandard's own reader takes for the end of the file."""
 
     def __init__(self, path: Path) -> None:
-        self.file, self.content = path.open("rb"), b""
+        self.file, self.content = path.open("rb"), io.BytesIO()
         self.frame: Any = None  # a decompressobj that has not ended
 
     def readable(self) -> bool:
@@ -143,26 +147,26 @@ class _Zst(io.RawIOBase):
         super().close()
 
     def readinto(self, target: Any) -> int:
-        while not self.content and (packed := self.file.read(PACKED_BYTES)):
-            self._unpack(packed)
-        if not self.content and self.frame:
+        while not (size := self.content.readinto(target)) and (packed := self.file.read(PACKED_BYTES)):
+            self.content = io.BytesIO(self._unpack(packed))
+        if not size and self.frame:
             raise EOFError("it ends in the middle of a frame")
-        size = min(len(target), len(self.content))
-        target[:size], self.content = self.content[:size], self.content[size:]
         return size
 
-    def _unpack(self, packed: bytes) -> None:
+    def _unpack(self, packed: bytes) -> bytes:
         import zstandard
 
+        content = b""
         while packed:
             self.frame = self.frame or zstandard.ZstdDecompressor().decompressobj()
             try:
-                self.content += self.frame.decompress(packed)
+                content += self.frame.decompress(packed)
             except zstandard.ZstdError as error:
                 raise OSError(str(error)) from None
             packed = self.frame.unused_data if self.frame.eof else b""
             if self.frame.eof:
                 self.frame = None
+        return content
 
 
 def csv_columns(files: Files) -> list[str]:

@@ -45,8 +45,8 @@ class _Parser:
             raise ValueError(
                 f"{_path(value, lambda each: each is self)} is {self.odd[0][:40]}, a number beyond {limits}"
             )
-        own = text[begin:end]
-        if ("\\ud" in own or "\\uD" in own) and (path := _path(value, _is_half)):
+        row_text = text[begin:end]
+        if ("\\ud" in row_text or "\\uD" in row_text) and (path := _path(value, _is_half)):
             path = path.encode(errors="backslashreplace").decode()
             raise ValueError(f"{path} holds half of a character (a lone surrogate), which no text can")
         return value, end
@@ -135,8 +135,8 @@ def _of_lines(file: IO[bytes], parser: _Parser) -> Iterator[tuple[int, str, Any]
 
 
 def _of_text(file: IO[bytes], parser: _Parser) -> Iterator[tuple[int, str, Any]]:
-    whole = file.read()
-    text = _decode(whole, lambda before: before.count(b"\n") + 1)
+    content = file.read()
+    text = _decode(content, lambda before: before.count(b"\n") + 1)
     known = [0, 1]  # a place and its line
 
     def line_of(place: int) -> int:
@@ -188,5 +188,5 @@ def _decode(content: bytes, line_of: Callable[[bytes], int]) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = content[: error.start]
-        said = f"not UTF-8: byte {content[error.start]:#x} after {before[-40:].decode(errors='replace')!r}"
-        raise _BadRow(line_of(before), said) from None
+        reason = f"not UTF-8: byte {content[error.start]:#x} after {before[-40:].decode(errors='replace')!r}"
+        raise _BadRow(line_of(before), reason) from None

@@ -197,25 +197,27 @@ def _json_splits(hub_id: str, split: str) -> dict[str, Files]:
     return splits
 
 
-def _read_json(splits: dict[str, Files], split: str, said: str) -> Dataset:
+def _read_json(splits: dict[str, Files], split: str, source: str) -> Dataset:
+    """Returns the table of JSON files. `source`: its key and name, for errors. Raises RecipeError."""
     try:
         return JsonTable(splits).load(split)
-    except Exception as error:  # `datasets` wraps what the reader raises
+    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
         if "corresponds to no data" in str(error):
-            raise RecipeError(f"{said}: holds no rows") from None
-        raise RecipeError(f"{said}: cannot be read as json ({first_line(error.__cause__ or error)})") from None
+            raise RecipeError(f"{source}: holds no rows") from None
+        why = first_line(error.__cause__ or error)  # `datasets` wraps what the reader raises
+        raise RecipeError(f"{source}: cannot be read as json ({why})") from None
 
 
 def _read(files: Files, name: str, what: str) -> Dataset:
     how: dict[str, Any] = {}
-    said = f"{what} = {name!r}"
+    source = f"{what} = {name!r}"
     if files.reader == JSON:
-        return _read_json({"train": files}, "train", said)
+        return _read_json({"train": files}, "train", source)
     if files.reader == "csv":  # all as text: a number or a date would not come back as it was written
         try:
             texts = Features(dict.fromkeys(csv_columns(files), Value("string")))
         except (ValueError, csv.Error) as error:
-            raise RecipeError(f"{said}: cannot be read as csv ({first_line(error)})") from None
+            raise RecipeError(f"{source}: cannot be read as csv ({first_line(error)})") from None
         how = {"sep": files.separator, "features": texts, "keep_default_na": False}
     try:
         # `datasets` knows a file by its path and time: by the name it also knows it by what is in it
@@ -223,9 +225,9 @@ def _read(files: Files, name: str, what: str) -> Dataset:
         return load_dataset(files.reader, _digest({"train": files}), data_files=paths, split="train", **how)
     except Exception as error:  # from datasets, pyarrow or the reader itself: all mean an unreadable file
         if "corresponds to no data" in str(error):
-            raise RecipeError(f"{said}: holds no rows") from None
+            raise RecipeError(f"{source}: holds no rows") from None
         why = f"{first_line(error.__cause__ or error)}; where the file is whole, delete its copy in {CACHE}"
-        raise RecipeError(f"{said}: cannot be read as {files.reader} ({why})") from None
+        raise RecipeError(f"{source}: cannot be read as {files.reader} ({why})") from None
 
 
 def _digest(splits: dict[str, Files]) -> str:
