@@ -36,8 +36,8 @@ def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
 
 def encode_row(row: dict, coder: PreTrainedTokenizerFast, where: str, **settings) -> tuple[list[int], list[bool]]:
     """Token ids and trained mask of one row, uncut. `settings`: of an Encoder."""
-    ((ids, mask),) = Encoder(coder, **settings).encode([row], [where])
-    return ids.tolist(), mask.tolist()
+    (encoded,) = Encoder(coder, **settings).encode([row], [where])
+    return encoded.ids.tolist(), encoded.mask.tolist()
 
 
 def trained_text(row: dict, template: str | None = CHATML, **settings) -> list[str]:

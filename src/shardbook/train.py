@@ -67,7 +67,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     # The run's newest checkpoint; then weights on this node, tokenizer and data; then the run's directory.
     run, newest = find_everywhere(recipe.run, recipe_path)
     console.print(f"run      {run.path}")
-    job = prepare_job(laid, in_turn)
+    job = prepare_job(laid, in_turn, newest or recipe.train.resume_from_checkpoint)
     if run.finished_steps >= job.steps:
         more = f"raise train.steps above {run.finished_steps}, or " * run.is_saved(newest)
         console.print(f"done     this run has finished its {run.finished_steps} steps; {more}choose another run.name")
@@ -86,7 +86,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         return console.show_stopped(run.name, newest_checkpoint(run.checkpoints), state.step, job.steps)
     console.print(f"weights  {source}, at step {state.step} of {job.steps}")
     if ranks.is_main:
-        run.record(recipe_path, recipe, {"world_size": ranks.world_size, "mesh": job.layout.mesh})
+        run.record(recipe_path, job.recipe, {"world_size": ranks.world_size, "mesh": job.layout.mesh})
 
     meter = Meter(job, run, sharded, optimizer, state, ranks, console, stop)
     observer = Observer(job, sharded, reference.attach(), ranks, meter, console)

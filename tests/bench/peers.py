@@ -212,8 +212,9 @@ def prepare(folder: Path, settings: dict) -> None:
     import torch
 
     from shardbook.data.chitchat import chitchat_file
+    from shardbook.data.encoding import load_tokenizer
     from shardbook.data.loader import Loader, choose_batching
-    from shardbook.data.tokenized import build_documents, load_tokenizer
+    from shardbook.data.tokenized import build_documents
     from shardbook.parallel.mesh import DataRank
     from shardbook.recipe import find_recipe, load_recipe
 

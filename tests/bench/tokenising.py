@@ -15,8 +15,9 @@ from pathlib import Path
 from peers import ROOT, facts
 
 from shardbook.data.chitchat import chitchat_file
+from shardbook.data.encoding import load_tokenizer
 from shardbook.data.sources import load_sources
-from shardbook.data.tokenized import build_documents, load_tokenizer
+from shardbook.data.tokenized import build_documents
 from shardbook.model.embedded import smollm2_folder
 from shardbook.recipe import find_recipe, load_recipe
 

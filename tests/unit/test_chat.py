@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-import shardbook.data.chat
+import shardbook.data.template
 from shardbook.data.chat import Encoder
 from shardbook.recipe import RecipeError
 
@@ -121,17 +121,17 @@ WORDS = (
 
 def said_of(encoder: Encoder, messages: list) -> object:
     try:
-        ((ids, mask),) = encoder.encode([{"messages": messages}], ["row 7"])
-        return ids.tolist(), mask.tolist()
+        (encoded,) = encoder.encode([{"messages": messages}], ["row 7"])
+        return encoded.ids.tolist(), encoded.mask.tolist()
     except RecipeError as error:
         return str(error)
 
 
 @pytest.mark.parametrize("template", EVERY)
 def test_a_conversation_rendered_once_gives_what_each_header_rendered_alone_gives(template, monkeypatch):
-    monkeypatch.setattr(shardbook.data.chat, "CHECKED", 2)
+    monkeypatch.setattr(shardbook.data.template, "CHECKED", 2)
     quick, slow = Encoder(tokenizer(template)), Encoder(tokenizer(template))
-    slow.shape = lambda roles: None
+    slow.template.shape = lambda roles: None
     chance, encoded = random.Random(7), 0
     for _ in range(150):
         roles = chance.choices(("user", "assistant", "system"), (4, 5, 1), k=chance.randrange(1, 9))
@@ -145,8 +145,8 @@ def test_a_conversation_rendered_once_gives_what_each_header_rendered_alone_give
 def test_a_conversation_is_rendered_once(monkeypatch):
     encoder, rows = Encoder(tokenizer()), [{"messages": CHAT * 5}] * 3
     encoder.encode(rows[:1], ["row 0"])
-    calls, render = [], encoder._render
-    monkeypatch.setattr(encoder, "_render", lambda *words, **more: calls.append(1) or render(*words, **more))
+    calls, render = [], encoder.template.render
+    monkeypatch.setattr(encoder.template, "render", lambda *words, **more: calls.append(1) or render(*words, **more))
     encoder.encode(rows, ["row 0", "row 1", "row 2"])
     assert len(calls) == len(rows)
 
@@ -185,7 +185,7 @@ LLAMA2 = MISTRAL.replace("}}<|endoftext|>", "}} <|endoftext|>")
 
 @pytest.mark.parametrize(("template", "mark"), [(CHATML, "<|im_end|>"), (PHI, "<|im_end|>"), (LLAMA2, "<|endoftext|>")])
 def test_the_end_of_a_turn_is_what_every_answer_ends_with(template, mark):
-    assert Encoder(tokenizer(template)).end_of_turn() == mark
+    assert Encoder(tokenizer(template)).template.end_of_turn() == mark
     for taught in trained_text({"messages": CHAT}, template):
         assert taught.rstrip().endswith(mark)
 
@@ -219,7 +219,7 @@ def test_rows_that_cannot_be_trained(row, message):
 
 def test_a_template_that_rewrites_answers_is_refused():
     shouting = CHATML.replace("message['content']", "message['content'] | upper")
-    with pytest.raises(RecipeError, match="row 7: the chat template renders message 1 differently"):
+    with pytest.raises(RecipeError, match=r"row 7: the chat template does not write message 0 \(user\)"):
         encode_row({"messages": CHAT}, tokenizer(shouting), "row 7")
     refusing = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(RecipeError, match=r"row 7: the chat template refuses it \(roles must alternate\)"):

@@ -5,7 +5,8 @@ import json
 import pytest
 from tiny import CHATML, encode_row, tokenizer, trained_text
 
-from shardbook.data.formats import FORMATS, Chat, Text, read_row, split_pair, without_none
+from shardbook.data.formats import FORMATS, Chat, Text, read_row, without_none
+from shardbook.data.pairs import split_pair
 from shardbook.recipe import RecipeError
 from shardbook.recipe.rows import FIELDS
 

@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import CHATML, config, tokenizer, write_chats
 
+import shardbook.data.encoding as encoding
 import shardbook.data.tokenized as tokenized
+from shardbook.data.encoding import load_tokenizer
 from shardbook.data.files import check_first_rows
 from shardbook.data.loader import Batching, Loader, build_micro_batch, eval_micro_batches, permute
 from shardbook.data.sources import load_sources, mix, read_raw
-from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, digest_rows, load_tokenizer, pack
+from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, digest_rows, pack
 from shardbook.recipe import Data, RecipeError, list_recipes, load_recipe
 from shardbook.recipe.files import parse_recipe
 from shardbook.run.prompts import build_prompts
@@ -226,7 +228,7 @@ def test_rows_of_text_have_no_prompt_to_continue(folder):
 def test_encoding_is_cached(folder, monkeypatch):
     write_chats(folder / "a.jsonl", 6)
     first, _ = build(folder, train=str(folder / "a.jsonl"))
-    monkeypatch.setattr(tokenized, "_cached_encoder", None)  # a second encoding would fail
+    monkeypatch.setattr(encoding, "_cached_encoder", None)  # a second encoding would fail
     again, _ = build(folder, train=str(folder / "a.jsonl"))
     assert again.encoded.to_list() == first.encoded.to_list()
     with pytest.raises(TypeError):
@@ -245,7 +247,7 @@ def test_long_rows_are_encoded_a_few_at_a_time(folder, monkeypatch):
     train = text_rows(folder / "long.jsonl", ["a" * 1000, "b" * 900, "c" * 1100])
     found = []
     for most in (4_000_000, 2_500, 10):
-        monkeypatch.setattr(tokenized, "BYTES_TOGETHER", most)
+        monkeypatch.setattr(encoding, "BYTES_TOGETHER", most)
         found.append(build(folder, train=train, max_length=2048)[0].encoded.to_list())
     assert together == [512, 2, 1] and found[0] == found[1] == found[2]
 
@@ -428,7 +430,7 @@ def test_weights(folder):
     documents = sorted(document for row in mixed.rows for document in row)
     assert documents == [0, 3, 6, *[9] * 3, *[10] * 3, *[11] * 3]
     assert max(sum(mixed.encoded[document]["length"] for document in row) for row in mixed.rows) <= 16
-    assert mixed.totals.examples == 12 and mixed.sources == ((many, 9, ""), (few, 3, ""))
+    assert mixed.totals.examples == 12 and mixed.sources == ((many, 9, "", ()), (few, 3, "", ()))
     held, test = build(folder, train=[many, few], weights=[1, 3], eval_size=4)  # held out before, each once
     seen, unseen = ({document for row in part.rows for document in row} for part in (held, test))
     assert len(unseen) == 4 and not seen & unseen

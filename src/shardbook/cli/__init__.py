@@ -318,8 +318,8 @@ def run_data(name: str, overrides: list[str], rows: int, html: Path | None) -> i
     from shardbook.data.files import check_first_rows
 
     check_first_rows(recipe.data, recipe.data.train, "data.train", recipe.sequences)
+    from shardbook.data.encoding import load_tokenizer
     from shardbook.data.look import show_look, take_look
-    from shardbook.data.tokenized import load_tokenizer
     from shardbook.model.families import load_config
     from shardbook.model.hub import config_folder, tokenizer_folder
     from shardbook.model.laid_out import check_recipe

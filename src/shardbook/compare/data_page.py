@@ -24,4 +24,4 @@ def write_data_page(path: Path, title: str, look: Look) -> None:
         Panel("Lengths", "Sequences by their tokens, after cutting.", lengths, "counts", heads=("tokens",), form=","),
         Panel("Rows", Markup(words), texts, "tokens"),
     ]
-    render(path, title, [look.summary], panels)
+    render(path, title, [look.summary, *look.unread], panels)

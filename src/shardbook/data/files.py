@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from shardbook.data.chitchat import DATASETS, chitchat_file
-from shardbook.data.formats import RawRow, read_row, split_pair, without_none
+from shardbook.data.fields import read_fields
+from shardbook.data.formats import RawRow, read_row, without_none
 from shardbook.data.json_rows import read_json_rows
+from shardbook.data.pairs import split_pair
 from shardbook.paths import is_hub_id
 from shardbook.recipe import Data, RecipeError, first_line, nearest
 
@@ -211,6 +213,7 @@ def check_first_rows(data: Data, spec: str | list[str], what: str, sequences: in
         row = row if files.reader == JSON else without_none(row)
         row, at = {taken.get(key, key): value for key, value in row.items()}, f"{at}: row 0"
         try:
+            row, _ = read_fields(row, at, sequences == 2, data.columns)
             both = zip(split_pair(row, at), (", chosen", ", rejected"), strict=True) if sequences == 2 else [(row, "")]
             for side, more in both:
                 read_row(side, at + more, data.system, data.train_on)

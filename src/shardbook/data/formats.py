@@ -5,7 +5,6 @@ Invariant: nothing of a row is lost in silence: a field in no known place is an 
 
 import difflib
 import json
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from shardbook.recipe import RecipeError
@@ -63,14 +62,14 @@ def read_row(row: RawRow, where: str, system: str = "", train_on: str = "assista
         case {"messages": list(messages)}:
             pass
         case {"conversations": list(turns)}:
-            messages = _from_turns(turns, where)
+            messages = from_turns(turns, where)
         case {"prompt": list(prompt), "completion": list(completion)}:
             messages, first = prompt + completion, len(prompt)
         case {"prompt": str(prompt), "completion": str(completion)}:
             _read_text(row, "completion", where)
             return Text("", prompt + completion) if train_on == "all" else Text(prompt, completion)
         case {"instruction": str(), "output": str(output)}:
-            messages = [*_from_instruction(row, where), {"role": "assistant", "content": output}]
+            messages = [*from_instruction(row, where), {"role": "assistant", "content": output}]
         case {"text": str(text)}:
             _read_text(row, "text", where)
             return Text("", text)
@@ -80,7 +79,7 @@ def read_row(row: RawRow, where: str, system: str = "", train_on: str = "assista
     messages = [_read_message(message, number, where, flags) for number, message in enumerate(messages)]
     given = row.get("system") or ""
     if not isinstance(given, str):
-        raise RecipeError(f"{where}: system is {_kind(given)}, must be text")
+        raise RecipeError(f"{where}: system is {kind_of(given)}, must be text")
     own = bool(messages) and messages[0]["role"] in ("system", "developer")
     if own and given and given != messages[0]["content"]:
         raise RecipeError(f"{where}: has a system field and another system message; leave one out")
@@ -94,7 +93,9 @@ def _read_text(row: RawRow, name: str, where: str) -> None:
     if not row[name].strip():
         raise RecipeError(f"{where}: {name} is empty")
     if unused := [key for key in ("system", "tools") if row.get(key)]:
-        raise RecipeError(f"{where}: has {unused[0]} beside {name} that is text; only conversations have {unused[0]}")
+        hint = "; prompt and completion are one by the names instruction and output (data.columns)" * ("prompt" in row)
+        said = f"has {unused[0]} beside {name} that is text; only conversations have {unused[0]}"
+        raise RecipeError(f"{where}: {said}{hint}")
 
 
 def _choose(messages: list[Message], first: int, flags: dict[int, bool], train_on: str, where: str) -> list[int]:
@@ -134,7 +135,7 @@ def _read_message(message: Any, number: int, where: str, flags: dict[int, bool])
     if not isinstance(message, dict):
         raise RecipeError(f"{where}: message {number} needs a string role and a string content")
     if message.keys() != PLAIN or None in message.values():
-        message = _without_null(message)
+        message = without_null(message)
         for name in ("weight", "train"):
             if (flag := message.pop(name, None)) is not None:
                 if flag not in (0, 1):
@@ -144,7 +145,9 @@ def _read_message(message: Any, number: int, where: str, flags: dict[int, bool])
         if calls := message.pop("tool_calls", None):
             calls = _json(calls, f"{where}: tool_calls of message {number}")
             if not isinstance(calls, list):
-                raise RecipeError(f"{where}: tool_calls of message {number} is {_kind(calls)}, must be a list of calls")
+                raise RecipeError(
+                    f"{where}: tool_calls of message {number} is {kind_of(calls)}, must be a list of calls"
+                )
             message = {"content": ""} | message | {"tool_calls": [_read_call(call, number, where) for call in calls]}
         if "function_call" in message:
             message = {"content": ""} | message
@@ -152,9 +155,20 @@ def _read_message(message: Any, number: int, where: str, flags: dict[int, bool])
         if {"from", "value"} <= message.keys():
             said = "has from and value; name their field conversations, not messages"
             raise RecipeError(f"{where}: message {number} {said}")
+    if isinstance(message.get("content"), list):
+        message = message | {"content": _read_content(message["content"], f"{where}: message {number}")}
     if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
         raise RecipeError(f"{where}: message {number} needs a string role and a string content")
     return message
+
+
+def _read_content(parts: list[Any], what: str) -> str:
+    """Returns the text of a content that is a list of one part, {"type": "text", "text": ...}."""
+    parts = [without_null(part) if isinstance(part, dict) else part for part in parts]
+    kinds = [part.get("type") if isinstance(part, dict) else kind_of(part) for part in parts]
+    if kinds != ["text"] or not isinstance(text := parts[0].get("text"), str) or len(parts[0]) > 2:
+        raise RecipeError(f"{what} has a content of the parts {', '.join(map(str, kinds)) or 'none'}; must be one text")
+    return text
 
 
 def _read_call(call: Any, number: int, where: str) -> dict[str, Any]:
@@ -186,7 +200,7 @@ def _json(value: Any, what: str) -> Any:
         raise RecipeError(f"{what} = {value[:60]!r}: is not JSON") from None
 
 
-def _without_null(message: Message) -> Message:
+def without_null(message: Message) -> Message:
     """Returns a message without its fields of value null, which are as if they were not there. What is inside its
     fields stays: an argument of a call may be null."""
     return {name: value for name, value in message.items() if value is not None}
@@ -199,11 +213,11 @@ def without_none(value: Any) -> Any:
     return [without_none(inside) for inside in value] if isinstance(value, list) else value
 
 
-def _from_turns(turns: list[Any], where: str) -> list[Message]:
+def from_turns(turns: list[Any], where: str) -> list[Message]:
     """Returns ShareGPT's `from` and `value` as role and content. A function_call that holds JSON becomes tool calls."""
     messages = []
     for number, turn in enumerate(turns):
-        turn = _without_null(turn) if isinstance(turn, dict) else turn
+        turn = without_null(turn) if isinstance(turn, dict) else turn
         if not isinstance(turn, dict) or not ({"from", "value"} <= set(turn) or {"role", "content"} <= set(turn)):
             raise RecipeError(f"{where}: message {number} of conversations needs from and value, or role and content")
         said, value = map(turn.pop, ("from", "value") if {"from", "value"} <= set(turn) else ("role", "content"))
@@ -220,19 +234,19 @@ def _from_turns(turns: list[Any], where: str) -> list[Message]:
     return messages
 
 
-def _from_instruction(row: RawRow, where: str) -> list[Message]:
+def from_instruction(row: RawRow, where: str) -> list[Message]:
     """Returns Alpaca's history, instruction and input as messages."""
     messages = []
     history = row.get("history") or []
     if not isinstance(history, list):
-        raise RecipeError(f"{where}: history is {_kind(history)}, must be a list of two texts each")
+        raise RecipeError(f"{where}: history is {kind_of(history)}, must be a list of two texts each")
     for number, turn in enumerate(history):
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(said, str) for said in turn)):
             raise RecipeError(f"{where}: history {number} must be two texts, the user's and the answer")
         messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), turn, strict=True)]
     more = row.get("input") or ""
     if not isinstance(more, str):
-        raise RecipeError(f"{where}: input is {_kind(more)}, must be text")
+        raise RecipeError(f"{where}: input is {kind_of(more)}, must be text")
     return [*messages, {"role": "user", "content": "\n".join(filter(None, (row["instruction"], more)))}]
 
 
@@ -250,7 +264,7 @@ def _unread(row: RawRow) -> str:
     best = max(FORMATS, key=lambda form: sum(1 + (name in fields) for name in FORMATS[form] if name in meant))
     if not any(name in meant for name in FORMATS[best]):
         return f"{said}; needs {SHAPES}"
-    wrong = [f"{name} is {_kind(fields[name])}" for name in FORMATS[best] if name in fields]
+    wrong = [f"{name} is {kind_of(fields[name])}" for name in FORMATS[best] if name in fields]
     lacks = [
         f"lacks {name}" + (f" (is that {meant[name]}?)" if name in meant else "")
         for name in FORMATS[best]
@@ -259,82 +273,6 @@ def _unread(row: RawRow) -> str:
     return f"{said}; nearest to {best}: {', '.join(lacks or wrong)}; needs {SHAPES}"
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     names = {str: "text", list: "a list", dict: "a table", bool: "true or false", int: "a number", float: "a number"}
     return names.get(type(value), type(value).__name__)
-
-
-def split_pair(row: RawRow, where: str) -> list[RawRow]:
-    """Returns a preference as two rows of `prompt` and `completion`, the chosen first. `chosen` and `rejected` are text
-    after a text `prompt`, or messages; both may repeat the prompt, and their common beginning is then the prompt. As
-    messages or text, they may also follow `conversations` or `instruction`. Raises RecipeError."""
-    prompt, chosen, rejected = (row.get(key) for key in ("prompt", "chosen", "rejected"))
-    if prompt is None and isinstance(row.get("conversations"), list):
-        prompt = _from_turns(row["conversations"], where)
-    elif prompt is None and isinstance(row.get("instruction"), str):
-        prompt = _from_instruction(row, where)
-    chosen, rejected = (_as_messages(side, isinstance(prompt, list)) for side in (chosen, rejected))
-    sides: list[Any]
-    match prompt, chosen, rejected:
-        case str(), str(), str():
-            repeated = len(prompt) if chosen.startswith(prompt) and rejected.startswith(prompt) else 0
-            sides = [chosen[repeated:], rejected[repeated:]]
-        case None | str() | list(), list(), list():
-            prompt, sides = _split_messages(prompt, [_plain(chosen, where), _plain(rejected, where)], where)
-        case _:
-            raise RecipeError(f"{where}: {_no_pair(row)}")
-    if sides[0] == sides[1]:
-        raise RecipeError(f"{where}: chosen and rejected are the same")
-    for name, side in zip(("chosen", "rejected"), sides, strict=True):
-        if not side:
-            raise RecipeError(f"{where}: {name} adds nothing to the prompt")
-    more = {key: row[key] for key in ("tools", "system") if row.get(key)}
-    return [{"prompt": prompt, "completion": side} | more for side in sides]
-
-
-def _no_pair(row: RawRow) -> str:
-    """Returns the reason why a row is no preference: its fields, and the missing ones or their types."""
-    fields = {name: value for name, value in row.items() if value is not None}
-    said = f"has the fields {', '.join(fields) or 'none'}"
-    needs = "a preference needs prompt, chosen and rejected, as text or as messages"
-    if lacks := [name for name in ("chosen", "rejected") if name not in fields]:
-        return f"{said}; {needs}; lacks {', '.join(lacks)}"
-    kinds = ", ".join(f"{name} is {_kind(fields[name])}" for name in ("prompt", "chosen", "rejected") if name in fields)
-    if {"prompt", "conversations", "instruction"} & set(fields):
-        return f"{said}; {needs}: {kinds}"
-    meant = next((name for name in fields if USUAL.get(name.lower()) == "prompt"), "")
-    hint = f" (is that {meant}?)" if meant else ": text does not say where an answer begins"
-    return f"{said}; {needs}: {kinds}; lacks prompt{hint}"
-
-
-def _split_messages(prompt: Any, sides: list[list[Message]], where: str) -> tuple[list[Message], list[list[Message]]]:
-    """Returns the prompt's messages, and the messages that each side adds to it. Raises RecipeError."""
-    shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*sides, strict=False)))
-    if isinstance(prompt, str):
-        if not shared:
-            return [{"role": "user", "content": prompt}], sides
-        if not any(str(message.get("content")).strip() == prompt.strip() for message in sides[0][:shared]):
-            raise RecipeError(f"{where}: chosen and rejected begin alike, but not with prompt")
-    if isinstance(prompt, list):
-        prompt = _plain(prompt, where)
-        begin = [side[: len(prompt)] == prompt for side in sides]
-        if begin[0] != begin[1] and prompt:
-            without = "chosen" if begin[1] else "rejected"
-            raise RecipeError(f"{where}: {without} does not begin with prompt, the other does")
-        if not all(begin):
-            return prompt, sides
-    return sides[0][:shared], [side[shared:] for side in sides]
-
-
-def _as_messages(side: Any, is_chat: bool) -> Any:
-    """Returns an answer as messages: one message, or text after a prompt of messages. Other values stay as they are."""
-    if is_chat and isinstance(side, str):
-        return [{"role": "assistant", "content": side}]
-    return [side] if isinstance(side, dict) else side
-
-
-def _plain(messages: list[Any], where: str) -> list[Any]:
-    if odd := [message for message in messages if not isinstance(message, dict)]:
-        raise RecipeError(f"{where}: a message is {_kind(odd[0])}, must be a table of role and content")
-    turns = bool(messages) and all(message.get("from") for message in messages)
-    return _from_turns(messages, where) if turns else [_without_null(message) for message in messages]

@@ -68,6 +68,7 @@ class Look:
     parts: list[SourceCounts]  # each source, then all, then the held-out rows
     bars: list[tuple[int, int, int]]  # histogram of sequences' lengths: from, to, count
     summary: str
+    unread: list[str]  # of each source that has some: its fields that are not read, in words
 
 
 def take_look(
@@ -78,7 +79,7 @@ def take_look(
     documents, held_out = build_documents(data, tokenizer, folder, sequences)
     numbers = np.array([number for row in documents.rows for number in row])
     parts, examples, start = [], [], 0
-    for name, count, _ in documents.sources:
+    for name, count, *_ in documents.sources:
         here = numbers[(numbers >= start) & (numbers < start + count)]
         dropped = column(documents.encoded, "trained")[start : start + count] == 0
         parts.append(_count(name, documents, here, int(dropped.sum())))
@@ -95,7 +96,13 @@ def take_look(
     lengths = column(documents.encoded, "lengths")[numbers].flatten()
     padding, of = _padding(documents, data, train, sequences)
     summary = f"{documents.summary}; {padding:.1%} of {of} is padding"
-    return Look(examples, parts, _bars(lengths), summary)
+    unread = [
+        f"not read of {source.name}: {', '.join(source.unread)}"
+        for each in (documents, held_out if data.eval else None)
+        for source in (each.sources if each else ())
+        if source.unread
+    ]
+    return Look(examples, parts, _bars(lengths), summary, unread)
 
 
 def _count(name: str, documents: Documents, numbers: np.ndarray, dropped: int) -> SourceCounts:
@@ -164,7 +171,8 @@ def show_look(look: Look) -> None:
     for part in look.parts:
         table.add_row(*part.cells())
     console.print(table)
-    console.print(look.summary, markup=False)
+    for line in (look.summary, *look.unread):
+        console.print(line, markup=False)
     console.print("\ntokens of a sequence")
     most = max(count for _, _, count in look.bars)
     wide = len(f"{look.bars[-1][1]:,}")

@@ -1,30 +1,26 @@
-"""Tokenized rows: encodes, truncates, checks and caches them, then lays the documents out in rows of the model.
+"""Tokenized rows: documents are checked, held out, and laid out in rows of the model.
 
-`datasets` caches the encoding under a fingerprint of the source, the tokenizer's content and the settings.
 A row of the model is a tuple of document numbers; packing changes only how many are in it.
 """
 
 import bisect
-import functools
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from shardbook.data.chat import Encoder
+from shardbook.data.encoding import Encoding, digest_tokenizer, encode_source, unread_fields
 from shardbook.data.files import read_template, source_keys
-from shardbook.data.formats import RawRow, split_pair
-from shardbook.data.sources import Source, load_sources, mix, read_raw
-from shardbook.recipe import Data, RecipeError, first_line
+from shardbook.data.sources import load_sources, mix
+from shardbook.data.template import CLOCK
+from shardbook.recipe import Data, RecipeError
 
-ENCODING_VERSION = 8  # raise it when an Encoder's result changes: the cache is keyed by it
-# encoded at once; 64 rows are a seventh slower, a token takes 100 bytes meanwhile
-ROWS_TOGETHER, BYTES_TOGETHER = 512, 4_000_000
 SPLIT_SEED = 0  # of the held-out rows: the same for every train.seed, else another seed would train on them
 SAMPLED = 1000  # documents whose tokens are in the digest of the data
 Row = tuple[int, ...]
@@ -36,6 +32,7 @@ class SourceRows(NamedTuple):
     name: str
     rows: int
     note: str = ""  # Source.note
+    unread: tuple[str, ...] = ()  # fields of rows that hold something and are not read
 
 
 Sources = tuple[SourceRows, ...]  # in order
@@ -53,27 +50,12 @@ NOTHING = Totals(0, 0, 0)
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """The settings that determine a row's tokens; `datasets` hashes them as the key of its cache."""
-
-    folder: str
-    tokenizer_digest: str
-    max_length: int
-    what: str
-    sequences: int  # of an example
-    chat_template: str  # the text; empty: the tokenizer's own
-    chat_template_kwargs: str  # as JSON
-    system: str
-    train_on: str
-    version: int = ENCODING_VERSION
-
-
-@dataclass(frozen=True)
 class Documents:
     """Encoded documents and the rows they are laid out in."""
 
     # columns input_ids, mask: lists of int and bool; lengths: of each sequence in them; length, trained, and chosen
-    # (trained tokens of the first sequence): int; cut: bool; content: int64, a digest of ids, mask and lengths
+    # (trained tokens of the first sequence): int; cut: bool; content: int64, a digest of ids, mask and lengths;
+    # unread: the names of the row's fields that are not read, as JSON
     encoded: Dataset
     rows: list[Row]
     mean_length: float  # tokens of a sequence
@@ -82,22 +64,6 @@ class Documents:
     reference: np.ndarray | None = None  # fp32 [encoded, sequences]: their log-probabilities under the reference model
     sources: Sources = ()  # of `encoded`
     digest: str = ""  # of the trained documents: digest_rows and, after a dash, the content of each
-
-
-def load_tokenizer(folder: Path, what: str, chat_template: str = "") -> PreTrainedTokenizerBase:
-    """Returns the tokenizer in `folder`, with the template in the file `chat_template` where one is named. Raises
-    RecipeError without a tokenizer that maps tokens to characters (a fast one)."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises bare Exception on a malformed file
-        why = first_line(error) if (folder / "tokenizer.json").exists() else "it has no tokenizer.json"
-        raise RecipeError(f"{what}: no usable tokenizer in {folder} ({why}); set model.tokenizer") from None
-    if not tokenizer.is_fast:
-        needed = "a fast one (tokenizer.json), which the loss mask needs"
-        raise RecipeError(f"{what}: the tokenizer in {folder} is not {needed}")
-    if chat_template:
-        tokenizer.chat_template = read_template(chat_template)
-    return tokenizer
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
@@ -158,18 +124,21 @@ def _encode_source(
         raise RecipeError(f"data.chat_template_kwargs = {kwargs}: the chat template does not read {unread[0]}")
     if sequences > 1 and data.train_on == "all":
         raise RecipeError("data.train_on = 'all': a preference is between answers; set data.train_on=assistant")
-    key = (template, json.dumps(kwargs, sort_keys=True), data.system, data.train_on)
-    encoding = Encoding(str(folder), _digest(tokenizer), data.max_length, what, sequences, *key)
+    clock = data.chat_template_date or str(date.today()) if CLOCK in known else ""
+    key = (template, json.dumps(kwargs, sort_keys=True), data.system, data.train_on, tuple(sorted(data.columns)), clock)
+    said = f"its chat template reads the clock, which stands at {clock} (data.chat_template_date)" * bool(clock)
+    encoding = Encoding(str(folder), digest_tokenizer(tokenizer), data.max_length, what, sequences, *key)
     # each source by itself: its columns need not fit another's
     names, wheres = zip(*source_keys(spec, what), strict=True)
-    sources = tuple(SourceRows(name, len(part), part.note) for name, part in zip(names, parts, strict=True))
-    encoded = concatenate_datasets(
-        [
-            _map(part, replace(encoding, what=at), data.num_proc)
-            for part, at in zip(parts, wheres, strict=True)
-            if len(part)
-        ]
+    tables = [
+        encode_source(part, replace(encoding, what=at), data.num_proc) if len(part) else None
+        for part, at in zip(parts, wheres, strict=True)
+    ]
+    sources = tuple(
+        SourceRows(name, len(part), "; ".join(filter(None, [part.note, said])), unread_fields(table) if table else ())
+        for name, part, table in zip(names, parts, tables, strict=True)
     )
+    encoded = concatenate_datasets([table for table in tables if table])
     trained = column(encoded, "trained")
     usable = np.flatnonzero(trained > 0)
     if not len(usable) or (len(usable) < len(trained) and not data.skip_untrainable):
@@ -184,24 +153,6 @@ def _encode_source(
             f"({len(trained) - len(usable)} of {len(trained)} rows); raise it{way_out}"
         )
     return encoded, usable, sources
-
-
-def _map(source: Source, encoding: Encoding, num_proc: int) -> Dataset:
-    raw = source.table
-    fit = BYTES_TOGETHER * len(raw) // max(1, raw.data.nbytes)  # rows of the mean size
-    try:
-        return raw.map(
-            _encode,
-            with_indices=True,
-            batched=True,
-            batch_size=min(ROWS_TOGETHER, max(1, fit)),
-            fn_kwargs={"encoding": encoding, "renames": source.renames, "is_json": source.is_json},
-            remove_columns=raw.column_names,
-            num_proc=num_proc if num_proc > 1 else None,
-        )
-    except UnicodeDecodeError as error:
-        before = error.object[: error.start][-40:].decode(errors="replace")
-        raise RecipeError(f"{encoding.what}: not UTF-8: byte {error.object[error.start]:#x} after {before!r}") from None
 
 
 def _lay_out(
@@ -264,69 +215,3 @@ def pack(documents: list[int], lengths: list[int], capacity: int) -> list[Row]:
             bisect.insort(rooms, room - length)
         by_room.setdefault(room - length, []).append(chosen)
     return [tuple(content) for content in bins]
-
-
-def _encode(
-    rows: dict[str, list[Any]], indices: list[int], encoding: Encoding, renames: dict[str, str], is_json: bool
-) -> dict[str, list[Any]]:
-    """Returns a batch of a source's raw rows as encoded ones, both by columns."""
-    raw = read_raw(rows, renames, is_json)
-    wheres = [f"{encoding.what}: row {index}" for index in indices]
-    try:
-        encoded = _encode_rows(raw, wheres, encoding)
-    except RecipeError as error:
-        raise RecipeError(f"{error}{_place(str(error), wheres, rows['place'] if is_json else [])}") from None
-    every, most = encoding.sequences, encoding.max_length
-    grouped = [encoded[first : first + every] for first in range(0, len(encoded), every)]
-    # the first token of a sequence is never predicted, so never trained; an example is not trained where one of its
-    # sequences has no trained token, nor a pair of equal sequences
-    trained = [[int(mask[1:most].sum()) for _, mask in parts] for parts in grouped]
-    is_same = [every > 1 and np.array_equal(parts[0][0][:most], parts[-1][0][:most]) for parts in grouped]
-    return {
-        "input_ids": [np.concatenate([ids[:most] for ids, _ in parts]) for parts in grouped],
-        "mask": [np.concatenate([mask[:most] for _, mask in parts]) for parts in grouped],
-        "lengths": [[min(most, len(ids)) for ids, _ in parts] for parts in grouped],
-        "length": [sum(min(most, len(ids)) for ids, _ in parts) for parts in grouped],
-        "trained": [sum(counts) * (all(counts) and not same) for counts, same in zip(trained, is_same, strict=True)],
-        "chosen": [counts[0] for counts in trained],
-        "cut": [any(len(ids) > most for ids, _ in parts) for parts in grouped],
-        "content": [_content([(ids[:most], mask[:most]) for ids, mask in parts]) for parts in grouped],
-    }
-
-
-def _encode_rows(raw: list[RawRow], wheres: list[str], encoding: Encoding) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns the ids and the mask of each row, or of each of both sides of each pair."""
-    if encoding.sequences == 2:
-        raw = [side for row, where in zip(raw, wheres, strict=True) for side in split_pair(row, where)]
-        wheres = [f"{where}, {name}" for where in wheres for name in ("chosen", "rejected")]
-    return _cached_encoder(encoding).encode(raw, wheres)
-
-
-def _place(error: str, wheres: list[str], places: list[str]) -> str:
-    """Returns the line and the file of the row that an error names, in brackets; empty where `places` has none."""
-    both = zip(wheres, places, strict=False)
-    return next((f" ({place})" for where, place in both if error.startswith((f"{where}:", f"{where},"))), "")
-
-
-def _content(parts: list[tuple[np.ndarray, np.ndarray]]) -> int:
-    """Returns a digest of the ids and masks of an example's sequences: made with them, so that a resume reads 8 bytes a
-    document to know that none has changed."""
-    digest = hashlib.blake2b(digest_size=8)
-    for ids, mask in parts:
-        digest.update(len(ids).to_bytes(8, "little"))
-        digest.update(ids.astype("<i8").tobytes())
-        digest.update(mask.astype("?").tobytes())
-    return int.from_bytes(digest.digest(), "little", signed=True)
-
-
-@functools.lru_cache(maxsize=2)
-def _cached_encoder(encoding: Encoding) -> Encoder:
-    tokenizer = load_tokenizer(Path(encoding.folder), "model.tokenizer")
-    if encoding.chat_template:
-        tokenizer.chat_template = encoding.chat_template
-    return Encoder(tokenizer, encoding.system, encoding.train_on, json.loads(encoding.chat_template_kwargs))
-
-
-def _digest(tokenizer: Any) -> str:
-    content = tokenizer.backend_tokenizer.to_str() + str(tokenizer.chat_template) + str(tokenizer.eos_token)
-    return hashlib.sha256(content.encode()).hexdigest()

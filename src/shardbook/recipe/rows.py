@@ -1,5 +1,6 @@
 """The data section: sources, their shares, how rows become conversations, and which of their tokens are trained."""
 
+from datetime import date
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -9,7 +10,16 @@ from shardbook.recipe.sections import Section, key, nearest
 FIELDS = ["messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "text"]
 FIELDS += ["chosen", "rejected", "system", "tools"]  # of a row of any format
 OURS = ["chat_template", "tools", "documents", "tokenize", "add_generation_prompt", "continue_final_message"]
-OURS += ["conversation", "messages", "return_dict", "return_tensors", "padding", "truncation", "max_length"]
+OURS += [
+    "strftime_now",
+    "conversation",
+    "messages",
+    "return_dict",
+    "return_tensors",
+    "padding",
+    "truncation",
+    "max_length",
+]
 
 
 class Data(Section):
@@ -33,6 +43,9 @@ class Data(Section):
     system: str = key("", "System prompt of conversations that have none.")
     chat_template: str = key("", "File of a Jinja chat template, which is exported too; empty: the tokenizer's own.")
     chat_template_kwargs: dict[str, Any] = key({}, "Arguments of the chat template, {enable_thinking = false}.")
+    chat_template_date: str = key(
+        "", 'Day that a chat template reads (strftime_now), "2026-07-31"; empty: the day on which the run began.'
+    )
     max_length: int = key(1024, "Longest sequence in tokens; longer ones are truncated and counted.", ge=2)
     packing: bool = key(
         True, "Put several documents in one row of max_length; attention never crosses from one to another."
@@ -60,6 +73,12 @@ class Data(Section):
             raise ValueError(f"columns = {self.columns}: each column can be one field only")
         if any(weight <= 0 for weight in self.weights):
             raise ValueError(f"weights = {self.weights}: each must be above 0; leave a source out of train instead")
+        if self.chat_template_date:
+            try:
+                date.fromisoformat(self.chat_template_date)
+            except ValueError:
+                said = "must be a day, as 2026-07-31"
+                raise ValueError(f"chat_template_date = {self.chat_template_date!r}: {said}") from None
         if taken := [name for name in self.chat_template_kwargs if name in OURS]:
             raise ValueError(f"chat_template_kwargs = {self.chat_template_kwargs}: {taken[0]} is set by the run itself")
         return self

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import tomllib
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -237,13 +237,25 @@ def read_facts(run: Path) -> dict[str, Any]:
 def _read_minimised(file: Path) -> dict[str, Any]:
     """Returns the keys that decide a run's loss, by section.key, from its resolved recipe `file`. Keys newer than the
     file are absent, and so is the teacher's name: the checkpoint has its digest. Raises RecipeError where damaged."""
-    try:
-        kept = tomllib.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as error:
-        raise RecipeError(f"{file}: damaged ({first_line(error)}); choose another run.name") from None
+    kept = _read_resolved(file)
     sections = {f"{s}.{key}": value for s in ("preference", "distill") for key, value in kept.get(s, {}).items()}
     sections.pop("distill.teacher", None)
     return {"method": kept["method"], **sections} if "method" in kept else sections
+
+
+def first_day(checkpoint: Path | str | None) -> str:
+    """Returns the day that the chat template reads in the run of a checkpoint; that of today where a run begins."""
+    run = Path(checkpoint).expanduser().absolute().parents[1] if checkpoint else None
+    kept = _read_resolved(run / "resolved.toml") if run else {}
+    return str(kept.get("data", {}).get("chat_template_date") or date.today())
+
+
+def _read_resolved(file: Path) -> dict[str, Any]:
+    """Returns a resolved recipe; empty where there is none yet. Raises RecipeError for a damaged one."""
+    try:
+        return tomllib.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise RecipeError(f"{file}: damaged ({first_line(error)}); choose another run.name") from None
 
 
 def _write_facts(run: Path, facts: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from shardbook.data.tokenized import load_tokenizer
+from shardbook.data.encoding import load_tokenizer
 from shardbook.model.adapter_files import adapter_config, find_peft_names, full_trained, merged_tensors, save_adapter
 from shardbook.model.adapters import kept_parameters
 from shardbook.model.causal_lm import build_model

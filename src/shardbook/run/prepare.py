@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from shardbook.data.encoding import load_tokenizer
 from shardbook.data.loader import Batching, Loader, choose_batching
-from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, column, load_tokenizer
+from shardbook.data.template import CLOCK
+from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, column
 from shardbook.memory.host_state import available_memory
 from shardbook.model.attention import head_size
 from shardbook.model.causal_lm import Flops, count_flops
@@ -37,6 +39,7 @@ from shardbook.plan.peak import GB, Peak, predict_fullest, predict_peak
 from shardbook.plan.speed import predict_perf_metrics
 from shardbook.ranks.distributed import broadcast_from_main, check_same_on_all_ranks
 from shardbook.recipe import Recipe, RecipeError, resolve_precision, with_settings
+from shardbook.run.directory import first_day
 from shardbook.run.prompts import Prompts, build_prompts
 from shardbook.run.teacher import load_teacher
 
@@ -92,16 +95,19 @@ def _switch_flash(laid: LaidOut, device: torch.device) -> None:
         check_same_on_all_ranks({"flash attention": current_flash()})
 
 
-def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext) -> Job:
+def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext, checkpoint: Path | str | None = None) -> Job:
     """Returns the job of a run that is laid out: weights on this node (not for a rehearsal), tokenizer, every row of
-    the data, and predictions. Raises RecipeError where one is missing or contradicts the others."""
+    the data, and predictions. `checkpoint`: that the run begins with. Raises RecipeError where one is missing or
+    contradicts the others."""
     recipe, world, config, layout = laid.recipe, laid.world, laid.config, laid.layout
+    day = broadcast_from_main(lambda: first_day(checkpoint)) if dist.is_initialized() else first_day(checkpoint)
     sequences, micros = recipe.sequences, recipe.train.gradient_accumulation_steps
     with in_turn():
         folder = model_folder(recipe.model) if world.device else config_folder(recipe.model)
         tokenizer_at = tokenizer_folder(recipe.model)
         tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer", recipe.data.chat_template)
         check_vocabulary(tokenizer, config)
+        recipe = _with_day(recipe, tokenizer, day)
         parts = documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at, sequences)
         prompts = build_prompts(recipe, config, tokenizer, folder, held_out or documents)
     place = layout.data_rank(world.rank)
@@ -129,7 +135,16 @@ def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext) -> Job:
     data = {"folder": folder, "tokenizer": tokenizer, "documents": documents, "held_out": held_out, "prompts": prompts}
     how: dict[str, Any] = data | {"objective": objective, "batching": batching, "loader": loader, "steps": steps}
     said: dict[str, Any] = {"peak": peak, "unplanned": unplanned, "forecast": forecast}
-    return Job(**vars(laid), **how, **said, flops=flops)
+    return Job(**vars(laid) | {"recipe": recipe}, **how, **said, flops=flops)
+
+
+def _with_day(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, day: str) -> Recipe:
+    """Returns the recipe with the day that the chat template reads, where it reads one and the recipe says none: the
+    same on all ranks, and after each restart."""
+    if recipe.data.chat_template_date or CLOCK not in str(tokenizer.chat_template):
+        return recipe
+    changed: Recipe = with_settings(recipe, {"data.chat_template_date": day})
+    return changed
 
 
 def check_host(laid: LaidOut, documents: Documents) -> None:

@@ -56,7 +56,7 @@ def build_prompts(
 
 
 def build_encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Encoder:
-    return Encoder(tokenizer, data.system, data.train_on, data.chat_template_kwargs)
+    return Encoder(tokenizer, data.system, data.train_on, data.chat_template_kwargs, data.chat_template_date)
 
 
 def find_stops(
@@ -70,7 +70,7 @@ def find_stops(
     if ends in ([], [None]):
         ends = [config.eos_token_id, tokenizer.eos_token_id]
     if tokenizer.chat_template:
-        turn = tokenizer(encoder.end_of_turn(), add_special_tokens=False)["input_ids"]
+        turn = tokenizer(encoder.template.end_of_turn(), add_special_tokens=False)["input_ids"]
         ends += [turn] * (len(turn) == 1)
     flat = chain.from_iterable(end if isinstance(end, list) else [end] for end in ends)
     return sorted({end for end in flat if end is not None})

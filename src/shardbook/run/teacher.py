@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from shardbook.data.tokenized import load_tokenizer
+from shardbook.data.encoding import load_tokenizer
 from shardbook.model.adapters import digest_weights
 from shardbook.model.families import load_config
 from shardbook.model.hub import CONFIG_FILES, WEIGHT_FILES, fetch_folder, tokenizer_folder
