@@ -70,7 +70,7 @@ def _pair_formats(row: RawRow) -> dict[str, list[str]]:
 
 def _two(names: list[str], is_pair: bool) -> str:
     field = FORMATS.get(names[0], names)[-1]
-    choose = f"say which is meant, as data.columns={{{field} = \"{field}\"}}, or leave the other out"
+    choose = f'say which is meant, as data.columns={{{field} = "{field}"}}, or leave the other out'
     if is_pair:
         return f"has {names[0]} and {names[1]}, and each can be the prompt: {choose}"
     more = ". Preferences are trained by method = dpo, orpo, simpo and reward" if "rejected" in names[-1] else ""

@@ -22,6 +22,8 @@ EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # marks what the assistant writes
 CLOCK = "strftime_now"  # the function by which templates read the time
+DIRECTIVES = [f"%{letter}" for letter in "aAbBcCdDeFgGhHIjklmMnprRsStTuUVwWxXyYzZf"]
+DIRECTIVES += [f"%-{letter}" for letter in "dHIjlmMSUWy"]
 PLACEHOLDER = "\u2063placeholder\u2063"  # occurs in no template and no conversation
 SHAPES_KEPT = 4096  # entries of the caches by conversations' roles
 CHECKED = 16  # messages from the beginning whose headers are each rendered alone
@@ -52,9 +54,8 @@ class ChatTemplate:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None, clock: str = ""
     ) -> None:
-        self.tokenizer, self.kwargs = tokenizer, {**(kwargs or {})}
-        if clock:  # instead of the function that transformers gives to each template
-            self.kwargs[CLOCK] = datetime.fromisoformat(clock).strftime
+        self.tokenizer, self.kwargs = tokenizer, kwargs or {}
+        self.clock = _stopped_clock(clock) if clock else ""
         self.source = str(tokenizer.chat_template or "")
         self.reads_clock = CLOCK in self.source
         self.is_tagged = bool(TAG.search(self.source))
@@ -71,6 +72,7 @@ class ChatTemplate:
 
     def apply(self, messages: list[Message], where: str, tools: Tools, **how: Any) -> Any:
         try:
+            how |= {"chat_template": self.clock + self.tokenizer.get_chat_template(None, tools)} if self.clock else {}
             return self.tokenizer.apply_chat_template(messages, tools=tools, **how, **self.kwargs)
         except Exception as error:  # jinja's errors, and whatever a template raises by itself
             raise RecipeError(f"{where}: the chat template refuses it ({first_line(error)})") from None
@@ -147,6 +149,16 @@ class ChatTemplate:
         texts = (self.render(each, "the chat template") for each in (probe, probe + more))
         mark, earlier = (text.rpartition("answer")[2].strip() for text in texts)
         return mark if earlier.startswith(mark) else mark.removesuffix(self.tokenizer.eos_token or "").rstrip()
+
+
+def _stopped_clock(clock: str) -> str:
+    """Returns the beginning of a template that reads `clock` in place of the time of now: transformers lets no function
+    through to a template, but a template may have its own. White space of what follows stays as it is."""
+    day, percent = datetime.fromisoformat(clock), "\ue000"
+    read = f"format | replace('%%', '{percent}')"
+    for directive in DIRECTIVES:
+        read += f" | replace('{directive}', '{day.strftime(directive)}')"
+    return f"{{% macro {CLOCK}(format) %}}{{{{ {read} | replace('{percent}', '%') }}}}{{% endmacro %}}\n"
 
 
 def _placeholders(roles: Sequence[str]) -> list[Message]:
