@@ -40,10 +40,10 @@ def read_fields(row: RawRow, where: str, is_pair: bool, columns: Collection[str]
 
 
 def holds(value: Any) -> bool:
-    """Returns whether a value is something: not null, nor an empty text, list or table, nor a list of those."""
+    """Returns whether a value is something: not null, nor a blank text, an empty list or table, or a list of those."""
     if isinstance(value, list):
         return any(map(holds, value))
-    return value is not None and value != "" and value != {}
+    return bool(value.strip()) if isinstance(value, str) else value is not None and value != {}
 
 
 def _formats(row: RawRow) -> dict[str, list[str]]:

@@ -7,10 +7,12 @@ is rendered too, once for all conversations of one form.
 """
 
 import functools
-import html
 import json
+import re
 from collections.abc import Callable
 from typing import Any
+
+import markupsafe
 
 from shardbook.data.fields import MEDIA, holds
 from shardbook.data.formats import PLAIN, Message
@@ -70,7 +72,8 @@ class Written:
 
     def _names(self, field: str) -> bool:
         """Returns whether the template's source names a field, or a thought by any name: transformers gives it all."""
-        return any(name in self.source for name in (THOUGHTS if field in THOUGHTS else (field,)))
+        names = "|".join(map(re.escape, THOUGHTS if field in THOUGHTS else (field,)))
+        return bool(re.search(rf"\b({names})\b", self.source))
 
 
 def check_media(messages: list[Message], where: str) -> None:
@@ -92,7 +95,12 @@ def _is_in(value: Any, text: str) -> bool:
         return json.dumps(value) in text or str(value) in text
     if value in text:
         return True
-    ways = (json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1], repr(value)[1:-1], html.escape(value))
+    ways = (
+        json.dumps(value, ensure_ascii=False)[1:-1],
+        json.dumps(value)[1:-1],
+        repr(value)[1:-1],
+        str(markupsafe.escape(value)),
+    )
     return any(way in text for way in ways)
 
 
