@@ -70,7 +70,7 @@ def test_columns_choose_between_formats():
     both = {"messages": CHAT, "text": "Hello", "id": 3}
     assert trained(both, False, ("messages",)) == (["ok"], ["text", "id"])
     assert trained(both, False, ("text",)) == (["Hello"], ["messages", "id"])
-    assert trained(both | {"text": " ", "id": None}, False) == (["ok"], ["text"])
+    assert trained(both | {"text": " ", "id": None}, False) == (["ok"], [])
     verdict = {"prompt": "a", "completion": "b", "label": True}
     assert trained(verdict, False, ("completion",)) == (["b"], ["label"])
     with pytest.raises(RecipeError, match=r'as data.columns={messages = "messages"}, or leave the other out'):
