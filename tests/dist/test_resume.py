@@ -4,14 +4,17 @@ import json
 import os
 import pickle
 import shutil
+from datetime import date
 from functools import partialmethod
 
 import pytest
 import torch
 from old_checkpoints import make_old
 from safetensors.torch import load_file
+from tiny import CHATML
 from world import losses, metrics, run_train, run_world, train_rank
 
+from shardbook.run import directory
 from shardbook.run.stored_items import MANIFEST, newest_checkpoint
 
 SAVING = ("train.steps=6", "train.save_steps=2", "optim.warmup_steps=2", "optim.lr_scheduler_type=linear")
@@ -91,6 +94,27 @@ def test_rows_that_are_gone_are_said(recipe, straight):
         ]
         (code, printed, _), _ = run_world(2, train_rank, [str(recipe), *words])
         assert code == 0 and said in printed and ("bytes are gone" in printed) == bool(said), printed
+
+
+def on_unlike_days(words):
+    """Each rank is on a day of its own, none of them today."""
+    day = date(2024, 5, 1 + int(os.environ["RANK"]))
+    directory.date = type("Clock", (date,), {"today": classmethod(lambda _: day)})
+    return train_rank(words)
+
+
+def test_a_template_reads_the_day_on_which_the_run_began(recipe, tmp_path):
+    """On every rank, and after a restart on another day; with that day named, a straight run has the same losses."""
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%d %B %Y') }}" + CHATML)
+    words = [f"data.chat_template={tmp_path}/dated.jinja", "train.save_steps=2", "train.steps="]
+    for name, target, steps in (("dated", on_unlike_days, 2), ("dated", train_rank, 4), ("today", train_rank, 4)):
+        more = ["data.chat_template_date=2024-05-01"] * (name == "today")
+        results = run_world(2, target, [str(recipe), f"run.name={name}", *more, *words[:-1], f"train.steps={steps}"])
+        assert [code for code, _, _ in results] == [0, 0], results
+        assert "reads the clock, which stands at 2024-05-01 (data.chat_template_date)" in results[0][1]
+    run, straight = recipe.parent / "dated", recipe.parent / "today"
+    assert losses(run) == losses(straight) and len(losses(run)) == 4
+    assert 'chat_template_date = "2024-05-01"' in (run / "resolved.toml").read_text()
 
 
 @pytest.mark.parametrize(

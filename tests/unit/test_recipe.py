@@ -161,6 +161,7 @@ WRONG = {
     "data.system=3": ["data.system = 3", "string"],
     "data.chat_template=[]": ["data.chat_template = []", "string"],
     "data.chat_template_kwargs=3": ["data.chat_template_kwargs = 3", "dictionary"],
+    "data.chat_template_date=may": ["data.chat_template_date: 'may' is no day; it must be as 2026-07-31"],
     "data.chat_template_kwargs={tools = []}": ["chat_template_kwargs = {'tools': []}: tools is set by the run itself"],
     "train.eval_steps=5": ["train.eval_steps = 5: needs data.eval or data.eval_size"],
     "generate.samples=2": ["steps = 0 and samples is set", "set generate.steps=100, or leave samples out"],

@@ -3,7 +3,7 @@
 from datetime import date
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from shardbook.recipe.sections import Section, key, nearest
 
@@ -55,6 +55,18 @@ class Data(Section):
     )
     num_proc: int = key(1, "Processes that tokenise.", ge=1)
 
+    @field_validator("chat_template_date", mode="before")
+    @classmethod
+    def read_day(cls, day: Any) -> Any:
+        if type(day) is date:  # as TOML reads it without quotes
+            return day.isoformat()
+        if isinstance(day, str) and day:
+            try:
+                return date.fromisoformat(day).isoformat()
+            except ValueError:
+                raise ValueError(f"{day!r} is no day; it must be as 2026-07-31") from None
+        return day
+
     @model_validator(mode="after")
     def validate_keys(self) -> "Data":
         if self.eval and self.eval_size:
@@ -73,12 +85,6 @@ class Data(Section):
             raise ValueError(f"columns = {self.columns}: each column can be one field only")
         if any(weight <= 0 for weight in self.weights):
             raise ValueError(f"weights = {self.weights}: each must be above 0; leave a source out of train instead")
-        if self.chat_template_date:
-            try:
-                date.fromisoformat(self.chat_template_date)
-            except ValueError:
-                said = "must be a day, as 2026-07-31"
-                raise ValueError(f"chat_template_date = {self.chat_template_date!r}: {said}") from None
         if taken := [name for name in self.chat_template_kwargs if name in OURS]:
             raise ValueError(f"chat_template_kwargs = {self.chat_template_kwargs}: {taken[0]} is set by the run itself")
         return self
