@@ -10,7 +10,7 @@ import reference
 import torch
 from cases import DECAY, MAX_NORM, RATE, TOLERANCE, Case, assert_case, layouts, outcomes_of, run_cases
 from pairs import DIFFERENCE, all_but_speed, go_on_from, pairs_of_steps
-from tiny import tokenizer, write_pairs
+from tiny import CHATML, tokenizer, write_model, write_pairs
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from world import losses, metrics, run_train, run_world, train_rank
 
@@ -122,6 +122,26 @@ def test_a_kill_goes_on_bitwise(recipe, tiny, pairs, straight):
     run = go_on_from(straight, "again", 4)
     run_train(2, recipe, "again", *SAVING, *words_of(pairs, tiny / "model"))
     assert all_but_speed(run) == all_but_speed(straight)
+
+
+@pytest.mark.slow
+def test_an_adapter_whose_base_pads_with_what_ends_its_rows_scores_as_here(recipe, tiny, pairs, tmp_path):
+    """Its tokenizer has another padding, and the console says that the base model's config must take it."""
+    end = AutoTokenizer.from_pretrained(tiny / "model").convert_tokens_to_ids("<|im_end|>")
+    write_model(tmp_path / "base", pad_token_id=end)
+    (tmp_path / "ends.jinja").write_text(CHATML.replace("<|im_end|>\n{% endfor %}", "<|im_end|>{% endfor %}"))
+    words = (*words_of(pairs, tmp_path / "base"), "lora.r=4", f"data.chat_template={tmp_path}/ends.jinja")
+    results = run_world(2, train_rank, [str(recipe), "run.name=ends", "train.steps=3", *words])
+    assert [code for code, _, _ in results] == [0, 0], results
+    export = recipe.parent / "ends" / "export"
+    padding = AutoTokenizer.from_pretrained(export).pad_token_id
+    assert f"needs model.config.pad_token_id = {padding} before it scores" in results[0][1] and padding != end
+    plain = load(tmp_path / "base", num_labels=1, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(plain, export).eval()
+    mine, theirs = metrics(export.parent)[-1]["eval/loss"], lambda: held_out_loss(model, recipe, tiny, words)
+    assert theirs() != pytest.approx(mine, rel=1e-4)
+    model.config.pad_token_id = padding
+    assert theirs() == pytest.approx(mine, rel=TOLERANCE)
 
 
 @pytest.mark.slow

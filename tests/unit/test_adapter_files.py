@@ -46,7 +46,7 @@ def save(model, folder, out):
     names = adapter_files.find_peft_names(model, folder)
     trained = adapters.kept_parameters(model)
     settings = adapter_files.adapter_config(str(folder), "main", LORA, trained, names)
-    adapter_files.save_adapter(out, adapter_files.full_trained(model), settings, names, tokenizer())
+    adapter_files.save_adapter(out, adapter_files.full_trained(model), settings, names, tokenizer().save_pretrained)
 
 
 def last_logits(model):

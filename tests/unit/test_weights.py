@@ -119,6 +119,17 @@ def test_a_tied_model_may_bring_its_head_and_an_untied_one_must(tmp_path):
     change(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     load(tmp_path)
     config = load_config(Model(path=str(tmp_path)), tmp_path, 64)
+    for wrong in (lambda head: head[41].add_(1e-3), lambda head: head[258, 31].neg_()):
+        keep = load_file(tmp_path / "model.safetensors")
+        change(tmp_path, lambda t, wrong=wrong: wrong(t["lm_head.weight"]))
+        with pytest.raises(
+            RecipeError, match=r"tie_word_embeddings is true .* differs in row (41|258); set it to false"
+        ):
+            load(tmp_path)
+        save_file(keep, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    change(tmp_path, lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:-1]}))
+    with pytest.raises(RecipeError, match=r"lm_head has the shape \[258, 32\], not the embedding's"):
+        load(tmp_path)
     config.tie_word_embeddings = False
     config.save_pretrained(tmp_path)
     change(tmp_path, lambda t: t.pop("lm_head.weight"))

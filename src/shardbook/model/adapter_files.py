@@ -5,7 +5,7 @@ Invariant: names and settings are peft's, so peft loads the adapters written her
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto import modeling_auto as tables
 
 from shardbook.model.adapters import kept_parameters
@@ -151,11 +151,12 @@ def save_adapter(
     tensors: Iterable[tuple[str, Tensor]],
     settings: dict[str, Any],
     names: PeftNames,
-    tokenizer: PreTrainedTokenizerBase,
+    beside: Callable[[Path], None],
     write: bool = True,
 ) -> None:
-    """Writes a directory that `PeftModel.from_pretrained` loads: `tensors` by the model's names, in fp32, and
-    `settings` (adapter_config). With `write` False it only consumes `tensors` (the other ranks of a collective)."""
+    """Writes a directory that `PeftModel.from_pretrained` loads: `tensors` by the model's names, in fp32, `settings`
+    (adapter_config), and what `beside` writes into it. With `write` False it only consumes `tensors` (the other ranks
+    of a collective)."""
     every = ((PREFIX + names.there(name), tensor) for name, tensor in tensors)
     found = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in every if write}
     if not write:
@@ -165,7 +166,7 @@ def save_adapter(
     with whole_directory(out) as side:
         save_file(found, side / WEIGHTS, metadata={"format": "pt"})
         (side / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-        tokenizer.save_pretrained(side)
+        beside(side)
 
 
 def merged_tensors(

@@ -33,6 +33,7 @@ from shardbook.paths import whole_directory
 from shardbook.recipe import RecipeError
 
 SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
+ROWS_BYTES = 2**26  # of rows that are compared at once
 SCORE = "score.weight"  # a reward model's head, which a causal LM's files do not have
 MEANINGLESS = ".rotary_emb.inv_freq"  # saved as a weight by transformers before 4.32
 ADAPTERS = LOW, HIGH, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
@@ -51,9 +52,9 @@ def student_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Fills the materialized, sharded parameters of `model` from the safetensors of `folder`. Raises RecipeError.
 
-    Values are cast to the parameter's dtype, or quantised to its bits. A tied head is skipped if present. All missing,
-    unexpected, misshapen and non-float entries are named in one error, before any tensor is read. A reward model's head
-    is read where the files have it; a reward model ignores the language model's head.
+    Values are cast to the parameter's dtype, or quantised to its bits. A tied head may be present, equal to the
+    embedding. All missing, unexpected, misshapen and non-float entries are named in one error, before any tensor is
+    read. A reward model's head is read where the files have it; a reward model ignores the language model's head.
     """
     own, named = shard_slices(model), dict(model.named_parameters())  # a tied weight once, under its embedding's name
     elsewhere = {name: shape for name, shape in global_shapes(model).items() if name not in named}
@@ -78,9 +79,26 @@ def load_weights(model: nn.Module, folder: Path) -> None:
                 problems.append(f"{name} has dtype {dtype}, not a float")
         if problems:
             raise RecipeError(f"weights in {folder} do not fit the model: {'; '.join(problems)}")
+        if files.is_tied and SCORE not in wanted and files.head in stored:
+            _check_tied(stored[files.head], stored[files.embedding], folder)
         for name, part in ((name, part) for name, part in own.items() if name in wanted):
             part.fill(stored[name].read_part(part.rows, part.columns))
         _fill_buffers(buffers, stored)
+
+
+def _check_tied(head: Any, embedding: Any, folder: Path) -> None:
+    """Raises RecipeError, on every rank, where files of a model that ties its head have another one: transformers keeps
+    that head from 5.8 on, so the run would start from another model."""
+    said = f"weights in {folder}: tie_word_embeddings is true in config.json, and {{}}; set it to false in config.json"
+    if head.shape != embedding.shape:
+        raise RecipeError(said.format(f"lm_head has the shape {list(head.shape)}, not the embedding's"))
+    step = max(1, ROWS_BYTES // (head.shape[1] * 4))
+    for first in range(0, head.shape[0], step):
+        rows = slice(first, min(first + step, head.shape[0]))
+        ours, theirs = (each.read_rows(rows).float() for each in (head, embedding))
+        if not torch.equal(ours, theirs):
+            row = first + int((ours != theirs).any(dim=1).nonzero()[0])
+            raise RecipeError(said.format(f"its files have a head of its own, which differs in row {row}"))
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -288,17 +306,17 @@ def save_weights(
         )
         clean.architectures = config.architectures or [type(files.whole).__name__]
         clean.dtype = DTYPES[dtype]
-        if scores := SCORE in shapes:
+        if SCORE in shapes:
             clean.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
             clean.num_labels = 1
-            _choose_padding(clean, tokenizer, {*stops, tokenizer.eos_token_id})
+            choose_padding(clean, tokenizer, {*stops, tokenizer.eos_token_id})
+        else:
+            write_generation(side, source, config, stops)
         clean.save_pretrained(side)
         tokenizer.save_pretrained(side)
-        if not scores:
-            _write_generation(side, source / "generation_config.json", config, stops)
 
 
-def _choose_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> None:
+def choose_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> None:
     """Sets, for both, a token for padding that ends no row: transformers reads the score at the last token that is no
     padding, and without such a token scores only one answer at a time."""
     special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
@@ -308,9 +326,10 @@ def _choose_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
 
 
-def _write_generation(out: Path, source: Path, config: PreTrainedConfig, stops: Sequence[int]) -> None:
-    """Writes the source's generation_config.json, with `stops` where it or the config lacks one: a chat template that
-    was learned may end answers with another token than the base model's."""
+def write_generation(out: Path, folder: Path, config: PreTrainedConfig, stops: Sequence[int]) -> None:
+    """Writes the generation_config.json of `folder`, with `stops` where it or the config lacks one: a chat template
+    that was learned may end answers with another token than the base model's."""
+    source = folder / "generation_config.json"
     own = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     words = json.loads(source.read_text()) if source.is_file() else {k: v for k, v in own.items() if v is not None}
     there = words.get("eos_token_id", own["eos_token_id"])

@@ -1,5 +1,7 @@
 """A run's result as files: the whole model, or the trained adapters."""
 
+import copy
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,15 @@ from shardbook.model.families import load_config
 from shardbook.model.file_names import FileNames
 from shardbook.model.hub import loadable, model_folder, tokenizer_folder
 from shardbook.model.stored import open_tensors
-from shardbook.model.weights import full_tensors, global_shapes, load_buffers, save_weights, stored_buffers
+from shardbook.model.weights import (
+    choose_padding,
+    full_tensors,
+    global_shapes,
+    load_buffers,
+    save_weights,
+    stored_buffers,
+    write_generation,
+)
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint import checkpoint_shapes, read_parameters
@@ -38,7 +48,8 @@ def export_result(
     if recipe.lora.r:
         names, trained = find_peft_names(model, folder), kept_parameters(model)
         settings = adapter_config(loadable(recipe.model.path), recipe.model.revision, recipe.lora, trained, names)
-        save_adapter(out, full_trained(model), settings, names, tokenizer, write)
+        beside_adapter = _beside_adapter(recipe, config, tokenizer, folder)
+        save_adapter(out, full_trained(model), settings, names, beside_adapter, write)
         return
     shapes = global_shapes(model)
     dtype = recipe.train.export_dtype
@@ -47,6 +58,28 @@ def export_result(
     save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, write, *beside)
     if write and recipe.model.init == "pretrained":
         _say_rest(model.files, folder)
+
+
+def _beside_adapter(
+    recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> Callable[[Path], None]:
+    """Returns what writes the files beside an adapter: its tokenizer, and the tokens that end an answer. The base
+    model's config is not the adapter's, so of a reward model the console says what must be set in it."""
+    stops = find_learned_stops(tokenizer, config, folder, recipe.data)
+
+    def write(side: Path) -> None:
+        if recipe.method == "reward":
+            changed = copy.deepcopy(config)
+            choose_padding(changed, tokenizer, {*stops, tokenizer.eos_token_id})
+            if changed.pad_token_id != config.pad_token_id:
+                setting = f"model.config.pad_token_id = {changed.pad_token_id}"
+                said = f"{setting} before it scores: the base model's padding ({config.pad_token_id}) ends answers"
+                print(f"export   an adapter whose base model needs {said}", flush=True)
+        else:
+            write_generation(side, folder, config, stops)
+        tokenizer.save_pretrained(side)
+
+    return write
 
 
 def _say_rest(files: FileNames, folder: Path) -> None:
@@ -77,7 +110,7 @@ def export_run(run: Path, recipe: Recipe, checkpoint: Path | None, out: Path | N
     if recipe.lora.r and not merges:
         names = find_peft_names(model, folder)
         settings = adapter_config(loadable(recipe.model.path), recipe.model.revision, recipe.lora, shapes, names)
-        save_adapter(target, tensors, settings, names, tokenizer)
+        save_adapter(target, tensors, settings, names, _beside_adapter(recipe, config, tokenizer, folder))
     else:
         has_base = merges or recipe.model.init == "pretrained"
         if has_base:
