@@ -46,8 +46,8 @@ def jobs_of_a_run(words, ranks_planned):
         known.clear()
     blocks.measure = lambda *given: measured.append(1) or measure(*given)
 
-    def prepare(laid, in_turn):
-        job = real(laid, in_turn)
+    def prepare(laid, *more):
+        job = real(laid, *more)
         jobs.append((job.world, facts(job)))  # now: a stage is applied in place
         return job
 

@@ -1,8 +1,11 @@
 """Ranks that were not started alike are told so at once, each of them, and by what."""
 
 import os
+import re
+import shutil
 
 import pytest
+from tiny import CHATML
 from world import run_world, train_rank
 
 
@@ -39,3 +42,41 @@ def test_nodes_of_unlike_size(recipe):
 def start_with_own_node(recipe):
     os.environ["LOCAL_WORLD_SIZE"] = str(int(os.environ["RANK"]) + 1)
     return train_rank([str(recipe), "run.name=unlike"])
+
+
+UNLIKE = {  # what rank 1's folder has in place of rank 0's
+    "fewer rows": ("rows.jsonl", lambda text: "".join(text.splitlines(keepends=True)[:-4]), "data.train is '"),
+    "another row": ("rows.jsonl", lambda text: text.replace("lazy", "fast", 1), "data.train is '"),
+    "a template": (
+        "chat.jinja",
+        lambda text: text.replace("\n", " \n"),
+        "data.train is '.*; the tokenizer, or its chat",
+    ),
+    "weights": ("model/model.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1]), "the weights' index is '"),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_machines_with_unlike_files_are_told_so_before_a_step(recipe, tiny, tmp_path, name):
+    """With epochs they would take unlike numbers of steps, and wait for each other at the end."""
+    path, change, said = UNLIKE[name]
+    for rank in "01":
+        shutil.copytree(tiny / "model", tmp_path / rank / "model")
+        shutil.copy(tiny / "chats.jsonl", tmp_path / rank / "rows.jsonl")
+        (tmp_path / rank / "chat.jinja").write_text(CHATML)
+    file = tmp_path / "1" / path
+    if file.suffix == ".safetensors":
+        file.write_bytes(change(file.read_bytes()))
+    else:
+        assert (changed := change(file.read_text())) != file.read_text() and file.write_text(changed)
+    words = ["model.path=model", "data.train=rows.jsonl", "data.chat_template=chat.jinja", "data.packing=false"]
+    words += ["train.steps=0", "train.epochs=1", f"run.name=own-{path.partition('.')[0].replace('/', '-')}"]
+    for code, out, errors in run_world(2, start_in_own_folder, tmp_path, [str(recipe), *words]):
+        assert code == 2 and "step" not in out, out
+        there = r"rank 1 has other files than rank 0; copy them, so that all machines have the same: .*"
+        assert re.search(there + said, errors), errors
+
+
+def start_in_own_folder(folder, words):
+    os.chdir(folder / os.environ["RANK"])
+    return train_rank(words)

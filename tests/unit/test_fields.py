@@ -86,10 +86,21 @@ def test_media_are_refused(name, value):
         trained({"messages": CHAT, name: value}, False)
 
 
+def test_an_empty_field_of_a_format_is_none():
+    """Else a pair would be read by a prompt that is empty, and lose the one that is not."""
+    turns = {"messages": [], "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "ok"}]}
+    assert trained(turns, False) == (["ok"], [])
+    assert trained({"prompt": "", "completion": "", "instruction": "Hi", "output": "ok"}, False) == (["ok"], [])
+    row, left = read_fields({"prompt": "", "instruction": "Do X", "chosen": "a", "rejected": "b"}, "row 7", True)
+    assert left == [] and "prompt" not in row
+
+
 @pytest.mark.parametrize("value", [None, "", " ", [], {}, [None], [[]], [""]])
 def test_a_field_that_holds_nothing_is_no_field(value):
     assert not holds(value) and trained({"messages": CHAT, "images": value, "id": value}, False) == (["ok"], [])
-    assert holds(0) and holds(False) and holds([0])
+    assert holds(0) and holds(False) and holds([0]) and not holds({"bytes": None, "path": ""})
+    assert trained({"messages": CHAT, "image": False, "audio": 0}, False) == (["ok"], ["image", "audio"])
+    assert trained({"text": "Hi", "label": True}, False) == (["Hi"], ["label"])
 
 
 # ---- special tokens, once

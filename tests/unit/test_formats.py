@@ -377,6 +377,10 @@ def test_spans_are_what_a_template_marks_as_generated(name, answers):
         ({"messages": [USER, ANSWER | OLD]}, "does not write function_call look in message 1; set data.chat_template"),
         ({"messages": [USER, {"role": "assistant", "content": None} | OLD]}, "does not write function_call look"),
         ({"messages": [USER, ANSWER | {"function_call": "look"}]}, "a tool call of message 1 needs a name"),
+        (
+            {"messages": [USER, ANSWER | {"function_call": {"function": {"name": "f"}}}]},
+            "write function_call f in message",
+        ),
         ({"messages": [USER, ANSWER | {"content": "", "poem": "x"}]}, "message 1 is empty and the chat template does"),
         ({"messages": [USER, ANSWER | {"tool_calls": 5}]}, "tool_calls of message 1 is a number, must be a list"),
         ({"messages": [USER, ANSWER | {"tool_calls": "5"}]}, "tool_calls of message 1 is a number, must be a list"),

@@ -3,6 +3,8 @@
 import pytest
 
 from shardbook.ranks.join import Rendezvous, read_rendezvous
+from shardbook.ranks.launch import launch_ranks
+from shardbook.ranks.launchers import check_alone
 from shardbook.recipe import RecipeError
 
 GOOD = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
@@ -37,3 +39,44 @@ def test_wrong_variables(wrong, said):
         read_rendezvous(variables)
     line = str(raised.value)
     assert line.startswith(said) and "; start with shardbook train, torchrun" in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        (
+            {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},
+            "WORLD_SIZE = 2 and RANK = 1, as torchrun, accelerate or a PyTorchJob sets them: 2 processes of this "
+            "command would each train alone. One on each of 2 machines makes a run with --nodes 2 --node-rank 1 --head "
+            "job-master-0:23456; one for each rank with",
+        ),
+        (  # as the training operator sets them for 2 pods of 8 ranks
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0", "WORLD_SIZE": "16", "RANK": "0", "PET_RDZV_ENDPOINT": "a:29400"},
+            "PET_NNODES = 2 and PET_NODE_RANK = 0, as a PyTorchJob or TrainJob sets them: 2 proc.* --head a:29400;",
+        ),
+        (
+            {"PET_NNODES": "1:4"},
+            "PET_NNODES = 1:4, as .*: 4 processes .* --node-rank this one's number from 0 --head the",
+        ),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}, "SLURM_STEP_NUM_TASKS = 4 and SLURM_PROCID = 3, as srun"),
+        ({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "0"}, ".* as mpirun sets them: 8 processes"),
+        ({"PMI_SIZE": "8"}, "PMI_SIZE = 8, as mpiexec"),
+        ({"JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "1"}, ".* as jsrun"),
+    ],
+)
+def test_a_command_that_a_cluster_starts_several_times_trains_not_alone(variables, words, monkeypatch):
+    with pytest.raises(RecipeError, match=words):
+        check_alone(variables)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RecipeError, match=words):
+        launch_ranks(1, ["no-recipe.toml"])
+    with pytest.raises(RecipeError, match="alone makes no run of its processes"):
+        read_rendezvous({name: value for name, value in variables.items() if name != "RANK"})
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"PET_NNODES": "1:1"}, {"SLURM_NTASKS": "8"}]
+)
+def test_a_command_that_is_started_once_is_alone(variables):
+    check_alone(variables)

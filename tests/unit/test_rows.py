@@ -5,6 +5,7 @@ import gzip
 import importlib.util
 import json
 from dataclasses import replace
+from datetime import date
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from shardbook.data.sources import load_sources, mix, read_raw
 from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, digest_rows, pack
 from shardbook.recipe import Data, RecipeError, list_recipes, load_recipe
 from shardbook.recipe.files import parse_recipe
+from shardbook.run.directory import first_day
 from shardbook.run.prompts import build_prompts
 
 
@@ -223,6 +225,25 @@ def test_rows_of_text_have_no_prompt_to_continue(folder):
 
 
 # ---- encoding
+
+
+def test_a_day_that_no_template_reads_is_refused(folder):
+    write_chats(folder / "a.jsonl", 2)
+    with pytest.raises(RecipeError, match="data.chat_template_date = 2024-05-01: the chat template reads no clock"):
+        build(folder, train=str(folder / "a.jsonl"), chat_template_date="2024-05-01")
+
+
+def test_the_first_day_is_that_of_the_checkpoint_s_run(folder, monkeypatch):
+    """Also by a link to it, or a path that goes up; a checkpoint that is in no run has none."""
+    monkeypatch.chdir(folder)
+    step = folder / "runs" / "one" / "checkpoints" / "step-000002"
+    step.mkdir(parents=True)
+    (folder / "runs" / "one" / "resolved.toml").write_text('[data]\nchat_template_date = "2020-01-01"\n')
+    (folder / "latest").symlink_to(step)
+    for way in (step, str(step), "latest", "runs/one/checkpoints/../checkpoints/step-000002"):
+        assert first_day(way) == "2020-01-01"
+    for way in (None, "", "/ckpt", folder / "else"):
+        assert first_day(way) == str(date.today())
 
 
 def test_encoding_is_cached(folder, monkeypatch):

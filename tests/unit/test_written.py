@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -213,7 +214,7 @@ def test_a_probe_is_rendered_once_for_conversations_of_one_form():
     encoder.written.render = lambda messages, tools: rendered.append(1) or render(messages, tools)
     rows = [json.loads(json.dumps(CALLING).replace("blue", f"blue {n}").replace("call0", f"c{n}ll0")) for n in range(5)]
     encoder.encode(rows, [f"row {n}" for n in range(5)])
-    assert len(rendered) == 1
+    assert len(rendered) == 2  # once more for the argument that is 0
 
 
 def test_a_probe_that_the_template_refuses_leaves_the_values():
@@ -221,8 +222,129 @@ def test_a_probe_that_the_template_refuses_leaves_the_values():
     knows = "{% if call.function.name != 'look' %}{{ raise_exception('unknown') }}{% endif %}"
     template = replaced(QWEN, "{{ call.function | tojson }}", knows + "{{ call.function | tojson }}")
     assert encode_row(CALLING, tokenizer(template), "row 7")
-    with pytest.raises(RecipeError, match="does not write the argument at in the call of look in message 1 as the row"):
+    with pytest.raises(RecipeError, match="does not write the argument at in the call of look in message 1;"):
         encode_row(CALLING, tokenizer(replaced(template, "call.function | tojson", "call.function.name")), "row 7")
+
+
+def accepts(template: str, row: dict, **settings) -> bool:
+    try:
+        return bool(encode_row(row, tokenizer(template), "row 7", **settings))
+    except RecipeError as error:
+        assert "the chat template does not write" in str(error), str(error)
+        return False
+
+
+def using(arguments: str) -> str:
+    """Qwen's template, which writes a call as its name and `arguments`."""
+    return replaced(QWEN, "{{ call.function | tojson }}", "{{ call.function.name }} " + arguments)
+
+
+CALLED = "call.function.arguments"
+# As Kimi K2 writes a call: by its id, which has the name in it.
+BY_ID = using(f"{{{{ {CALLED} | tojson }}}}").replace("{{ call.function.name }}", "{{ call.id }}")
+# As templates write arguments of tools that they look up, in the schema's order.
+BY_SCHEMA = using(
+    "{% for tool in tools if tool.function.name == call.function.name %}"
+    "{% for n in tool.function.parameters.properties %}{% if n in "
+    + CALLED
+    + " %}{{ n }}={{ "
+    + CALLED
+    + "[n] | tojson }};{% endif %}{% endfor %}{% endfor %}"
+)
+# As gpt-oss: a message may name its channel, of those that there are.
+CHANNELS = QWEN.replace(
+    "assistant\n{{ m.content }}", "assistant\n{% if m.channel in ['final', None] %}{{ m.content }}{% endif %}"
+)
+KNOWS = "{% for tool in tools or [] if tool.function.name != 'look' %}{{ raise_exception('who?') }}{% endfor %}"
+CALL_BY_ID = call(0, at="sky") | {"id": "functions.look:0"}
+ASKED = {"tools": [TOOL], "messages": [USER, {"role": "assistant", "tool_calls": [CALL_BY_ID]}]}
+
+
+@pytest.mark.parametrize("template", [BY_ID, BY_SCHEMA, KNOWS + BY_ID, KNOWS + BY_SCHEMA, QWEN])
+def test_templates_that_look_names_up_are_no_loss(template):
+    assert accepts(template, ASKED)
+    dropped = "{{ call.function.name }}" if "call.function.name }}" in template else "{{ call.id }}"
+    assert not accepts(template.replace(f"{{{{ {CALLED} | tojson }}}}", dropped), ASKED) or template in (
+        BY_SCHEMA,
+        KNOWS + BY_SCHEMA,
+        QWEN,
+    )
+    for kept in (f"{{{{ {CALLED}[n] | tojson }}}};", "call.function | tojson"):
+        if kept in template:
+            assert not accepts(template.replace(kept, "call.function.name" if "[n]" not in kept else ";"), ASKED)
+
+
+def test_a_call_without_arguments_must_be_written_too():
+    """Its name is the tool's, which is written."""
+    row = {
+        "tools": [TOOL],
+        "messages": [USER, {"role": "assistant", "tool_calls": [call(0)]}, *CALLING["messages"][2:]],
+    }
+    for template in (QWEN, KNOWS + QWEN, BY_SCHEMA):
+        assert accepts(template, row)
+    for template in (KNOWS + QWEN, QWEN):
+        assert not accepts(replaced(template, "{{ call.function | tojson }}", ""), row)
+
+
+def test_a_field_that_a_template_obeys_is_no_loss():
+    final = {"messages": [USER, ANSWER | {"channel": "final"}]}
+    assert "m.channel" in CHANNELS and accepts(CHANNELS, final, train_on="all")
+    with pytest.raises(RecipeError, match=r"does not write message 1 \(assistant\)"):
+        encode_row(
+            {"messages": [USER, ANSWER | {"channel": "other"}, MORE, LAST]},
+            tokenizer(CHANNELS),
+            "row 7",
+            train_on="last",
+        )
+
+
+@pytest.mark.parametrize("value", [0, 0.0, False])
+def test_an_argument_that_is_nothing_must_be_written_too(value):
+    row = {
+        "messages": [USER, {"role": "assistant", "tool_calls": [call(0, at="sky", inside=[{"n": value}], flag=value)]}]
+    }
+    assert accepts(using("{{ " + CALLED + " | tojson }}"), row)
+    writes = "{% for n, v in " + CALLED + ".items() %}{{ n }}={{ VALUE }};{% endfor %}"
+    assert accepts(using(writes.replace("VALUE", "v")), row)
+    with pytest.raises(RecipeError, match="does not write the argument flag in the call of look in message 1"):
+        encode_row(row, tokenizer(using(writes.replace("VALUE", "v or ''"))), "row 7")
+
+
+SKIPS = "{% for n, p in tool.function.parameters.properties.items() if n not in ['type', 'description'] %}"
+SKIPS += "{{ n }}: {{ p | tojson }}\n{% endfor %}"
+
+
+def test_parameters_of_any_form_must_be_written():
+    def tool(**parameters):
+        return {"type": "function", "function": {"name": "look", "description": "One.\nTwo.", "parameters": parameters}}
+
+    def writes(text):
+        return replaced(QWEN, "{{ tool | tojson }}", "{{ tool.function.name }} {{ tool.function.description }} " + text)
+
+    names = {name: {"type": "string", "description": f"the {name} of it"} for name in ("type", "description", "title")}
+    row = {"messages": [USER, ANSWER], "tools": [tool(type="object", properties=names)]}
+    assert accepts(writes("{{ tool.function.parameters | tojson }}"), row) and not accepts(writes(SKIPS), row)
+    bare = {"messages": [USER, ANSWER], "tools": [tool(query={"type": "string", "description": "what to find"})]}
+    assert accepts(writes("{{ tool.function.parameters | tojson }}"), bare)
+    assert not accepts(writes("{{ tool.function.parameters.properties | default('') }}"), bare)
+    first = writes("{{ tool.function.parameters | tojson }}").replace("description }}", "description.split('\n')[0] }}")
+    assert not accepts(first, bare)
+    for odd in (None, [], "text", {"properties": None}, {"properties": {"a": True}}, {"type": "object"}):
+        assert accepts(QWEN, {"messages": [USER, ANSWER], "tools": [{"name": "f", "parameters": odd}]})
+
+
+def test_words_that_a_template_takes_out_because_it_knows_them_are_no_loss():
+    knows = HERMES.replace("{{ m.content }}", "{{ m.content.replace('/no_think', '').rstrip() }}")
+    row = {"messages": [SYSTEM | {"content": "Be kind. /no_think"}, USER, ANSWER]}
+    assert accepts(knows, row)
+    assert not accepts(knows.replace("'/no_think'", "'/no_' ~ 'think'"), row)
+    assert not accepts(knows.replace(", '')", ", '').replace('kind', 'so')"), row)
+
+
+def test_values_that_are_no_json_are_fields_like_others():
+    """As a parquet file has them: times, and bytes."""
+    row = {"messages": [USER | {"at_time": datetime(2024, 1, 1), "raw": b"x", "end": 1}, ANSWER]}
+    assert unread(row, CHATML) == ("at_time", "raw", "end")
 
 
 # ---- other fields of messages
@@ -267,6 +389,38 @@ def test_a_thought_is_trained_as_the_template_writes_it(thought, train_on):
     (trained,) = trained_text(row, QWEN3, train_on=train_on)
     text = coder.apply_chat_template(row["messages"], tokenize=False)
     assert trained == text.partition("assistant\n")[2].rstrip() and " ".join(trained.split()).startswith("<think> r ")
+
+
+def with_thought(content: str, **more) -> dict:
+    return {"messages": [USER, ANSWER | {"content": content} | more]}
+
+
+FORGETS = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+@pytest.mark.parametrize(
+    "template, row",
+    [
+        (FORGETS, with_thought("<think>long</think>B")),
+        (FORGETS, with_thought("<think>Paris</think>Paris")),
+        ("{# enable_thinking #}" + CHATML, with_thought("B", reasoning_content="B")),
+        ("{# thinking #}" + CHATML, with_thought("B", reasoning_content="a chain")),
+        (QWEN3, with_thought("Visible words. <think>reasoned</think>answer")),
+        (QWEN3, with_thought("Write <think> then </think> please")),
+        (
+            QWEN3,
+            {"messages": [USER, *with_thought("<think>a</think>b <think>c</think> d")["messages"][1:], MORE, LAST]},
+        ),
+    ],
+)
+def test_a_thought_of_the_last_answer_and_what_is_no_thought_must_be_written(template, row, train_on):
+    for tags in (False, True):
+        marks = "{% generation %}{{ 'x' }}{% endgeneration %}" * tags
+        with pytest.raises(
+            RecipeError, match=r"row 7: the chat template (does not write|renders message 1 differently)"
+        ):
+            encode_row(row, tokenizer(marks + template), "row 7", train_on=train_on)
 
 
 def test_a_thought_of_an_earlier_turn_names_the_way_out():
@@ -325,6 +479,38 @@ def test_tags_of_any_extent_are_what_is_trained(begin, end):
     assert all(encode_row({"messages": CHAT}, coder, "row 7", train_on="all")[1])
 
 
+TOUCHING = (  # as SmolLM3: header, end and new line are inside of the tag, so tags of two answers touch
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ '<|im_start|>assistant\n' + m.content + "
+    "'<|im_end|>\n' }}{% endgeneration %}{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TWICE = (  # the last answer has two tags, others none
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if loop.last and m.role == 'assistant' %}"
+    "{% generation %}{{ '<think>x</think>' }}{% endgeneration %}{{ '\n' }}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "messages, settings, parts",
+    [
+        ([USER, ANSWER, LAST], {"train_on": "last"}, [LAST]),
+        ([USER, ANSWER | {"train": False}, LAST], {}, [LAST]),
+        ([USER, ANSWER, LAST, MORE, ANSWER], {"train_on": "last"}, [ANSWER]),
+        ([USER, ANSWER, LAST | {"weight": 0}, MORE, LAST], {}, [ANSWER, LAST]),
+    ],
+)
+def test_answers_whose_tags_touch_are_told_apart(messages, settings, parts):
+    texts = trained_text({"messages": messages}, TOUCHING, **settings)
+    assert texts == [f"<|im_start|>assistant\n{part['content']}<|im_end|>\n" for part in parts]
+
+
+def test_a_last_answer_with_two_tags_has_both():
+    texts = trained_text({"messages": CHAT}, TWICE, train_on="last")
+    assert texts == ["<think>x</think>", LAST["content"]]
+
+
 def test_tags_around_the_last_answer_alone():
     last = tagged("C", "E").replace("{% if m.role == 'assistant' %}", "{% if m.role == 'assistant' and loop.last %}")
     coder = tokenizer(last)
@@ -332,9 +518,7 @@ def test_tags_around_the_last_answer_alone():
     for train_on in ("assistant", "last"):
         mask = encode_row({"messages": CHAT}, coder, "row 7", train_on=train_on)[1]
         assert [int(each) for each in mask] == known["assistant_masks"]
-    with pytest.raises(
-        RecipeError, match=r"marks 1 parts of 2 answers \(\{% generation %\}\), and not all are trained"
-    ):
+    with pytest.raises(RecipeError, match=r"marks nothing of message 1 \(\{% generation %\}\), which is"):
         encode_row({"messages": [USER, ANSWER, MORE, LAST | {"train": False}]}, coder, "row 7")
     with pytest.raises(RecipeError, match=r"row 7: the chat template marks nothing of it \(\{% generation %\}\)"):
         encode_row({"messages": [USER, ANSWER, MORE]}, coder, "row 7")

@@ -6,6 +6,7 @@ template puts before the answer, are not trained. Invariant: the ids are exactly
 training sees the same tokens as inference.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from shardbook.data.formats import OTHER_ROLES, PLAIN, Message, Text, read_row
+from shardbook.data.probe import THOUGHTS, calls_of, split_thought
 from shardbook.data.template import EMPTY_THOUGHT, OPENING, ChatTemplate, MessageSpan, Tools
-from shardbook.data.written import END_OF_THOUGHT, OTHER_TEMPLATE, THOUGHTS, Written, calls_of, check_media
+from shardbook.data.written import OTHER_TEMPLATE, Written, check_media
 from shardbook.recipe import RecipeError, nearest
 
 Spans = list[tuple[int, int]]
@@ -42,7 +44,6 @@ class Encoder:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.roles = {"system", "user", "assistant", "tool"}  # and those that the template names, as they occur
-        self.before, self.after = _special_tokens(self.backend)
 
     def encode(self, rows: Sequence[dict[str, Any]], wheres: Sequence[str]) -> "list[Encoded]":
         """Returns each row's tokens, not truncated. RecipeError names its `where`.
@@ -77,8 +78,16 @@ class Encoder:
         """Returns which of a text's tokens are kept of those that the tokenizer gives, its special tokens among them:
         not the ones before the text where it begins with them itself, nor an end of sequence after it, which texts end
         with where they should."""
-        begin = len(self.before) if self.before and text.startswith("".join(self.before)) else 0
-        return slice(begin, -len(self.after) if self.after[:1] == [self.tokenizer.eos_token] else None)
+        before, after = self.special
+        begin = len(before) if before and text.startswith("".join(before)) else 0
+        return slice(begin, -len(after) if after[:1] == [self.tokenizer.eos_token] else None)
+
+    @functools.cached_property
+    def special(self) -> tuple[list[str], list[str]]:
+        """The tokens that the tokenizer puts before each text, and those that it puts after."""
+        word, every = (self.backend.encode("a", add_special_tokens=special).tokens for special in (False, True))
+        at = next(at for at in range(len(every)) if every[at : at + len(word)] == word)
+        return every[:at], every[at + len(word) :]
 
     def _render_row(self, row: dict[str, Any], where: str) -> "Rendered | Encoded":
         example = read_row(row, where, self.system, self.train_on)
@@ -93,7 +102,7 @@ class Encoder:
         places = self.template.find_places(messages, text, tools)
         unread = () if places else tuple(self.written.check(messages, tools, text, where))
         if self.template.is_tagged and self.train_on != "all":
-            return self._encode_tagged(messages, trained, tools, where, unread)
+            return self._encode_tagged(messages, trained, text, tools, where, unread)
         if self.train_on == "all":  # the template writes its own special tokens
             return Rendered(text, [(0, len(text))], False, unread)
         spans = []
@@ -116,30 +125,41 @@ class Encoder:
         return Rendered(text, [(begin, len(text))], True)
 
     def _encode_tagged(
-        self, messages: list[Message], trained: list[int], tools: Tools, where: str, unread: tuple[str, ...]
+        self, messages: list[Message], trained: list[int], text: str, tools: Tools, where: str, unread: tuple[str, ...]
     ) -> "Encoded":
         """Returns a conversation whose trained tokens are those that its template marks ({% generation %}), as
-        transformers finds them. Where not all answers are trained, each mark is one of them, in order."""
+        transformers finds them. Where not all answers are trained, those of the others are taken out."""
         how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         tokens = self.template.apply(messages, where, tools, **how)
         ids, mask = np.array(tokens["input_ids"], dtype=np.int64), np.array(tokens["assistant_masks"], dtype=bool)
-        if not mask.any():
-            raise RecipeError(f"{where}: the chat template marks nothing of it ({{% generation %}}); {OTHER_TEMPLATE}")
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         some = [
             number for number in answers if messages[number]["content"].strip() or len(messages[number]) > len(PLAIN)
         ]
         if trained != some:
-            edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
-            marked = next((each for each in (answers, some, answers[-1:]) if len(each) == len(edges)), [])
-            if not {*trained} <= {*marked}:
-                said = (
-                    f"marks {len(edges)} parts of {len(answers)} answers ({{% generation %}}), and not all are trained"
-                )
-                raise RecipeError(f"{where}: the chat template {said}; set data.chat_template to one that marks each")
-            for number, (begin, end) in zip(marked, edges, strict=True):
-                mask[begin:end] = number in trained
+            begins = np.array([start for start, _ in self.backend.encode(text, add_special_tokens=False).offsets])
+            kept = np.zeros_like(mask)
+            for number in trained:
+                begin, end = (self._boundary(messages, at, text, tools, where) for at in (number, number + 1))
+                inside = mask & (begins >= begin) & (begins < end)
+                if not inside.any():
+                    said = f"marks nothing of message {number} ({{% generation %}}), which is to be trained"
+                    raise RecipeError(f"{where}: the chat template {said}; {OTHER_TEMPLATE}")
+                kept |= inside
+            mask = kept
+        if not mask.any():
+            raise RecipeError(f"{where}: the chat template marks nothing of it ({{% generation %}}); {OTHER_TEMPLATE}")
         return Encoded(ids, mask, unread)
+
+    def _boundary(self, messages: list[Message], number: int, text: str, tools: Tools, where: str) -> int:
+        """Returns the place in `text` where message `number` begins, its header included."""
+        if number in (0, len(messages)):
+            return len(text) if number else 0
+        before = self.template.render(messages[:number], where, tools)
+        for end in (before, before.rstrip(), before.rstrip().removesuffix(self.tokenizer.eos_token or "").rstrip()):
+            if text.startswith(end):
+                return len(end)
+        raise RecipeError(_unlike(where, number - 1, messages))
 
     def _check_role(self, role: str, where: str) -> None:
         """Raises RecipeError for a role that the template does not name: it would write it as any word, or drop it."""
@@ -171,10 +191,8 @@ class Encoder:
             if text.startswith(mark, after):
                 opened = len(opening) if text.startswith(opening, header) else 0
                 return start if thinks else header + opened, after + len(mark) if mark else ends
-        if ends < 0 and END_OF_THOUGHT in answer:  # the template may write a thought with other white space
+        if ends < 0:  # the template may write a thought with other white space, or name a channel
             return self._whole_span(messages, number, text, tools, where)
-        if ends < 0:
-            raise RecipeError(_unlike(where, number, messages))
         said = f"the chat template does not end message {number} with {mark!r}, as it ends a last one"
         raise RecipeError(f"{where}: {said}")
 
@@ -193,8 +211,11 @@ class Encoder:
         if left := [what for what, value in written if text.find(value, begin, end) < 0]:
             said = f"does not write {left[0]} in message {number}"
             raise RecipeError(f"{where}: the chat template {said}; {OTHER_TEMPLATE}")
-        if any(text.find(part, header, end) < 0 for part in _parts(message["content"])):
-            raise RecipeError(_unlike(where, number, messages))
+        at = header
+        for part in split_thought(message):
+            if (at := text.find(part, at, end)) < 0:
+                raise RecipeError(_unlike(where, number, messages))
+            at += len(part)
         if not tail.strip().removesuffix(self.template.end_of_turn()):
             fields = ", ".join(name for name in message if name not in PLAIN)
             said = f"message {number} is empty and the chat template does not write its {fields}"
@@ -239,21 +260,6 @@ def _unlike(where: str, number: int, messages: list[Message]) -> str:
     is_last = not any(message["role"] == "assistant" for message in messages[number + 1 :])
     way_out = "set data.chat_template to another" + ", or data.train_on=last" * (not is_last)
     return f"{where}: the chat template renders message {number} differently in the conversation than alone; {way_out}"
-
-
-def _parts(content: str) -> list[str]:
-    """Returns an answer's thought and what follows it, which a template may write with other white space between."""
-    if END_OF_THOUGHT not in content:
-        return [content.strip()]
-    thought, _, rest = content.rpartition(END_OF_THOUGHT)
-    return [thought.rpartition("<think>")[2].strip(), rest.strip()]
-
-
-def _special_tokens(backend: Any) -> tuple[list[str], list[str]]:
-    """Returns the tokens that a tokenizer puts before each text, and those that it puts after."""
-    word, every = (backend.encode("a", add_special_tokens=special).tokens for special in (False, True))
-    at = next(at for at in range(len(every)) if every[at : at + len(word)] == word)
-    return every[:at], every[at + len(word) :]
 
 
 def _mark(offsets: list[tuple[int, int]], spans: Spans) -> np.ndarray:

@@ -14,6 +14,7 @@ MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 PROMPTS = {"prompt": ["prompt"], "conversations": ["conversations"], "instruction": ["instruction", "input", "history"]}
 MORE = {"instruction and output": ["input", "history"]}  # fields of a format that need not be there
 EVERYWHERE = ["system", "tools"]
+_FORMAT_FIELDS = [*dict.fromkeys(field for fields in FORMATS.values() for field in fields)]
 # what says that an answer is bad, in rows that have one answer each
 VERDICTS = {"label", "is_chosen", "preferred"}
 
@@ -21,29 +22,32 @@ VERDICTS = {"label", "is_chosen", "preferred"}
 def read_fields(row: RawRow, where: str, is_pair: bool, columns: Collection[str] = ()) -> tuple[RawRow, list[str]]:
     """Returns the row, without the fields of formats that `columns` does not choose, and the names of its fields that
     hold something and are not read. `columns`: the fields that the recipe's data.columns names. Raises RecipeError."""
-    if media := [name for name, value in row.items() if name.lower() in MEDIA and holds(value)]:
+    if media := [
+        name for name, value in row.items() if name.lower() in MEDIA and holds(value) and value not in (0, False)
+    ]:
         raise RecipeError(f"{where}: has {media[0]}, and only text is trained; leave the field out, or the row")
     formats = _pair_formats(row) if is_pair else _formats(row)
-    dropped: set[str] = set()
+    # an empty field of a format that is not the row's is none: else it would be read for the other
+    dropped = {name for name in _FORMAT_FIELDS if name in row and not holds(row[name])}
     if len(formats) > 1 and (named := {name: fields for name, fields in formats.items() if {*fields} & {*columns}}):
-        dropped = {name for fields in formats.values() for name in fields}
+        dropped |= {name for fields in formats.values() for name in fields}
         formats = named
     if len(formats) > 1:
         raise RecipeError(f"{where}: {_two(list(formats), is_pair)}")
     read = {name for fields in formats.values() for name in fields}
-    if formats and not is_pair and not read & {*columns}:
+    if formats and not is_pair and "text" not in read and not read & {*columns}:
         _check_verdict(row, where)
-    dropped -= read
+    dropped = dropped - read if read else set()
     read.update(EVERYWHERE, ("chosen", "rejected") if is_pair else ())
     left = [name for name, value in row.items() if name not in read and holds(value)]
     return {name: value for name, value in row.items() if name not in dropped} if dropped else row, left
 
 
 def holds(value: Any) -> bool:
-    """Returns whether a value is something: not null, nor a blank text, an empty list or table, or a list of those."""
-    if isinstance(value, list):
-        return any(map(holds, value))
-    return bool(value.strip()) if isinstance(value, str) else value is not None and value != {}
+    """Returns whether a value is something: not null, nor a blank text, nor a list or a table of nothing else."""
+    if isinstance(value, list | dict):
+        return any(map(holds, value if isinstance(value, list) else value.values()))
+    return bool(value.strip()) if isinstance(value, str) else value is not None
 
 
 def _formats(row: RawRow) -> dict[str, list[str]]:

@@ -152,17 +152,18 @@ def _read_message(message: Any, number: int, where: str, flags: dict[int, bool])
         if "function_call" in message:
             message = {"content": ""} | message
             _read_call(message["function_call"], number, where)
+            message["function_call"] = message["function_call"].get("function") or message["function_call"]
         if {"from", "value"} <= message.keys():
             said = "has from and value; name their field conversations, not messages"
             raise RecipeError(f"{where}: message {number} {said}")
     if isinstance(message.get("content"), list):
-        message = message | {"content": _read_content(message["content"], f"{where}: message {number}")}
+        message = message | {"content": read_content(message["content"], f"{where}: message {number}")}
     if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
         raise RecipeError(f"{where}: message {number} needs a string role and a string content")
     return message
 
 
-def _read_content(parts: list[Any], what: str) -> str:
+def read_content(parts: list[Any], what: str) -> str:
     """Returns the text of a content that is a list of one part, {"type": "text", "text": ...}."""
     parts = [without_null(part) if isinstance(part, dict) else part for part in parts]
     kinds = [part.get("type") if isinstance(part, dict) else kind_of(part) for part in parts]

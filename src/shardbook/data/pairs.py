@@ -3,7 +3,16 @@
 from itertools import takewhile
 from typing import Any
 
-from shardbook.data.formats import USUAL, Message, RawRow, from_instruction, from_turns, kind_of, without_null
+from shardbook.data.formats import (
+    USUAL,
+    Message,
+    RawRow,
+    from_instruction,
+    from_turns,
+    kind_of,
+    read_content,
+    without_null,
+)
 from shardbook.recipe import RecipeError
 
 
@@ -82,4 +91,12 @@ def _plain(messages: list[Any], where: str) -> list[Any]:
     if odd := [message for message in messages if not isinstance(message, dict)]:
         raise RecipeError(f"{where}: a message is {kind_of(odd[0])}, must be a table of role and content")
     turns = bool(messages) and all(message.get("from") for message in messages)
-    return from_turns(messages, where) if turns else [without_null(message) for message in messages]
+    if turns:
+        return from_turns(messages, where)
+    plain = [without_null(message) for message in messages]
+    return [
+        message | {"content": read_content(message["content"], f"{where}: a message")}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in plain
+    ]

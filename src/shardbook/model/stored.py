@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import io
 import math
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch import Tensor
 from shardbook.model.hub import damaged, read_header, weights_files
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+HEADED = 2**16  # bytes of either end of a file by which copies are told apart
 PIECE = 32 * 2**20  # bytes of a file that are hashed at once, or read at once to take some columns
 
 
@@ -73,6 +75,19 @@ def digest_share(folder: Path, rank: int, ranks: int) -> list[bytes]:
     pieces = [(path, start) for path in weights_files(folder) for start in range(0, path.stat().st_size, PIECE)]
     with ThreadPoolExecutor(4) as threads:  # hashing releases Python's lock, so threads do run at once
         return list(threads.map(digest, pieces[rank::ranks]))
+
+
+def digest_headers(folder: Path) -> str:
+    """Returns a digest of the names, sizes, first and last bytes (HEADED each) of the weights files: their headers, or
+    the beginning of these, and some of their numbers. Cheap, and another one for another checkpoint of a model."""
+    digest = hashlib.sha256()
+    for path in weights_files(folder):
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name} {size} ".encode() + file.read(HEADED))
+            file.seek(max(0, size - HEADED))
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager

@@ -239,18 +239,18 @@ def agree(make: Callable[[], T]) -> T:
     return found[0]
 
 
-def check_same_on_all_ranks(facts: dict[str, Any]) -> None:
+def check_same_on_all_ranks(facts: dict[str, Any], what: str = "is not started like rank 0") -> None:
     """Raises RecipeError, on every rank, where a rank's `facts` differ from rank 0's: else ranks would wait for each
-    other in different collectives, or compute different numbers. Collective."""
-    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, facts)
-    for rank, theirs in enumerate(everyone):
-        if differ := [name for name in everyone[0] | theirs if everyone[0].get(name) != theirs.get(name)]:
-            shown = (f"{name} is {theirs.get(name)!r} there, {everyone[0].get(name)!r} here" for name in differ[:3])
-            raise RecipeError(
-                f"rank {rank} is not started like rank 0: {'; '.join(shown)}"
-                + (f"; and {len(differ) - 3} more" if len(differ) > 3 else "")
-            )
+    other in different collectives, or compute different numbers. `what`: of that rank, in words. Collective."""
+    everyone: list[tuple[str, dict[str, Any]]] = [("", {}) for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, (socket.gethostname(), facts))
+    host, first = everyone[0]
+    for rank, (their_host, theirs) in enumerate(everyone):
+        if differ := [name for name in first | theirs if first.get(name) != theirs.get(name)]:
+            shown = [f"{name} is {theirs.get(name)!r} there, {first.get(name)!r} here" for name in differ[:3]]
+            shown += [f"and {len(differ) - 3} more"] * (len(differ) > 3)
+            shown += [f"rank {rank} is on {their_host}, rank 0 on {host}"] * (their_host != host)
+            raise RecipeError(f"rank {rank} {what}: {'; '.join(shown)}")
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed import Store as Store  # type: ignore[attr-defined]
 
 from shardbook.ranks.exits import RERUN_HINT, RunFailed
+from shardbook.ranks.launchers import JOB, SEVERAL, find_several
 from shardbook.recipe import RecipeError
 
 SILENT_SECONDS = 15  # for a head that does not answer at all, or a name that is not known (yet)
@@ -34,7 +35,6 @@ ALL_CAME = "all came"
 INTERFACE = (
     "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, on each machine, to its interface (as in `ip addr`) to the others"
 )
-ALIEN = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}  # they start ranks and set no RANK
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Rendezvous:
 def read_rendezvous(variables: Mapping[str, str]) -> Rendezvous:
     """Returns the rendezvous of a launcher's `variables`, a world of one without a launcher. Raises RecipeError."""
     if "RANK" not in variables:
-        for name, program in ALIEN.items():
-            if variables.get(name, "1") not in ("", "1"):
-                alone = f"{program} alone makes no run of its processes"
-                raise RecipeError(f"{name} = {variables[name]} and no RANK: {alone}; {START}")
+        if several := find_several(variables, (JOB, *SEVERAL)):
+            name, _, program = several[0]
+            alone = f"{program} alone makes no run of its processes"
+            raise RecipeError(f"{name} = {variables[name]} and no RANK: {alone}; {START}")
         return Rendezvous()
     absent = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
     if absent:

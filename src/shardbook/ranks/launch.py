@@ -20,6 +20,7 @@ from random import SystemRandom
 from types import FrameType
 
 from shardbook.ranks.exits import DONE, FAILED, LAUNCHER, PREEMPTED, WRONG, watch_launcher
+from shardbook.ranks.launchers import check_alone
 from shardbook.ranks.settings import allocator_default
 from shardbook.recipe import RecipeError
 
@@ -92,6 +93,8 @@ def launch_ranks(
     When one fails the others are killed: they would wait for it in a collective. Other nodes' ranks get the reason.
     Ranks that failed, not by a recipe (2) or a signal (75), are started again as often as `restarts` allows.
     """
+    if nodes.count == 1:
+        check_alone(os.environ)
     watch_launcher()  # ends this process where its comparison is killed
     processes: list[subprocess.Popen[bytes]] = []
     asked: list[int] = []

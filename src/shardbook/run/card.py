@@ -44,10 +44,10 @@ def write_card(run: Path, name: str) -> tuple[str, str]:
     lines += [f"Trained with Shardbook, by `{method}` on {ranks} rank{'s' * (ranks > 1)}.", "", "| | |", "|---|---|"]
     lines += [f"| {key} | {value} |" for key, value in said.items() if value]
     if recipe["lora"]["r"] and method == "reward":  # transformers reads a score before the padding that it knows
-        said = "Before the adapter scores, set `model.config.pad_token_id` to that of the tokenizer here."
+        note = "Before the adapter scores, set `model.config.pad_token_id` to that of the tokenizer here."
     elif recipe["lora"]["r"]:
-        said = "`GenerationConfig.from_pretrained` reads the tokens that end an answer."
-    lines += ["", said] if recipe["lora"]["r"] else []
+        note = "`GenerationConfig.from_pretrained` reads the tokens that end an answer."
+    lines += ["", note] if recipe["lora"]["r"] else []
     lines += ["", "![Losses by step](losses.svg)", "", "## How to repeat it", "", "```"]
     lines += [f"shardbook train recipe.toml --nproc {ranks}", "```", "", "recipe.toml, every key:", "", "```toml"]
     lines += [(run / "resolved.toml").read_text().strip(), "```", ""]

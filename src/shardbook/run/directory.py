@@ -245,8 +245,8 @@ def _read_minimised(file: Path) -> dict[str, Any]:
 
 def first_day(checkpoint: Path | str | None) -> str:
     """Returns the day that the chat template reads in the run of a checkpoint; that of today where a run begins."""
-    run = Path(checkpoint).expanduser().absolute().parents[1] if checkpoint else None
-    kept = _read_resolved(run / "resolved.toml") if run else {}
+    above = Path(checkpoint).expanduser().resolve().parents if checkpoint else ()
+    kept = _read_resolved(above[1] / "resolved.toml") if len(above) > 1 else {}
     return str(kept.get("data", {}).get("chat_template_date") or date.today())
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from shardbook.data.encoding import load_tokenizer
+from shardbook.data.encoding import digest_tokenizer, load_tokenizer
 from shardbook.data.loader import Batching, Loader, choose_batching
 from shardbook.data.template import CLOCK
 from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, column
@@ -29,6 +29,7 @@ from shardbook.model.flash import choose_flash, current_flash, use_flash
 from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
 from shardbook.model.laid_out import LaidOut, World, lay_out
 from shardbook.model.selfcheck import check_family, remember
+from shardbook.model.stored import digest_headers
 from shardbook.objectives import Objective, build_objective
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.plan.blocks import KNOWN_BLOCKS, Unmeasured
@@ -110,6 +111,8 @@ def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext, checkpoint: Path |
         recipe = _with_day(recipe, tokenizer, day)
         parts = documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at, sequences)
         prompts = build_prompts(recipe, config, tokenizer, folder, held_out or documents)
+    if dist.is_initialized():
+        _check_same_files(recipe, tokenizer, parts, folder)
     place = layout.data_rank(world.rank)
     batching = choose_batching(recipe.data, recipe.train, place, world.device_type, *parts, sequences=sequences)
     loader = Loader(documents, batching, micros, recipe.train.seed)
@@ -136,6 +139,22 @@ def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext, checkpoint: Path |
     how: dict[str, Any] = data | {"objective": objective, "batching": batching, "loader": loader, "steps": steps}
     said: dict[str, Any] = {"peak": peak, "unplanned": unplanned, "forecast": forecast}
     return Job(**vars(laid) | {"recipe": recipe}, **how, **said, flops=flops)
+
+
+def _check_same_files(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    parts: tuple[Documents, Documents | None],
+    folder: Path,
+) -> None:
+    """Raises RecipeError where machines have unlike copies of rows, tokenizer or weights: they would train on a mixture
+    of two orders, or take unlike numbers of steps. Collective."""
+    rows = zip(("data.train", "data.eval or data.eval_size"), parts, strict=True)
+    facts = {name: f"{len(each.rows)} rows of {each.digest[:16]}" for name, each in rows if each}
+    facts["the tokenizer, or its chat template,"] = digest_tokenizer(tokenizer)[:16]
+    if recipe.model.init == "pretrained":
+        facts["the weights' index"] = digest_headers(folder)[:16]
+    check_same_on_all_ranks(facts, "has other files than rank 0; copy them, so that all machines have the same")
 
 
 def _with_day(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, day: str) -> Recipe:
