@@ -229,7 +229,7 @@ def test_rows_of_text_have_no_prompt_to_continue(folder):
 
 def test_a_day_that_no_template_reads_is_refused(folder):
     write_chats(folder / "a.jsonl", 2)
-    with pytest.raises(RecipeError, match="data.chat_template_date = 2024-05-01: the chat template reads no clock"):
+    with pytest.raises(RecipeError, match=r"data.chat_template_date = 2024-05-01: the chat template reads no clock"):
         build(folder, train=str(folder / "a.jsonl"), chat_template_date="2024-05-01")
 
 

@@ -6,7 +6,6 @@ byte is copied. Writing: one stream of full tensors into files of 5 GB, in a sid
 """
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from shardbook.arithmetic import ceil_div
+from shardbook.model.export_files import choose_padding, write_generation
 from shardbook.model.file_names import FileNames
 from shardbook.model.hub import INDEX
 from shardbook.model.nf4 import ABSMAX, PACKED, fill_rows
@@ -314,29 +314,6 @@ def save_weights(
             write_generation(side, source, config, stops)
         clean.save_pretrained(side)
         tokenizer.save_pretrained(side)
-
-
-def choose_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> None:
-    """Sets, for both, a token for padding that ends no row: transformers reads the score at the last token that is no
-    padding, and without such a token scores only one answer at a time."""
-    special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
-    known = [tokenizer.pad_token_id if tokenizer.pad_token else None, config.pad_token_id, *special]
-    config.pad_token_id = next((token for token in known if token is not None and token not in ends), None)
-    if config.pad_token_id is not None:
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
-
-
-def write_generation(out: Path, folder: Path, config: PreTrainedConfig, stops: Sequence[int]) -> None:
-    """Writes the generation_config.json of `folder`, with `stops` where it or the config lacks one: a chat template
-    that was learned may end answers with another token than the base model's."""
-    source = folder / "generation_config.json"
-    own = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    words = json.loads(source.read_text()) if source.is_file() else {k: v for k, v in own.items() if v is not None}
-    there = words.get("eos_token_id", own["eos_token_id"])
-    if not {*stops} <= {*(there if isinstance(there, list) else [there])}:
-        (out / source.name).write_text(json.dumps(words | {"eos_token_id": [*stops]}, indent=2) + "\n")
-    elif source.is_file():
-        shutil.copy(source, out)
 
 
 def _plan_files(shapes: dict[str, torch.Size], itemsize: int) -> dict[str, list[str]]:

@@ -12,18 +12,17 @@ from shardbook.data.encoding import load_tokenizer
 from shardbook.model.adapter_files import adapter_config, find_peft_names, full_trained, merged_tensors, save_adapter
 from shardbook.model.adapters import kept_parameters
 from shardbook.model.causal_lm import build_model
+from shardbook.model.export_files import choose_padding, write_generation
 from shardbook.model.families import load_config
 from shardbook.model.file_names import FileNames
 from shardbook.model.hub import loadable, model_folder, tokenizer_folder
 from shardbook.model.stored import open_tensors
 from shardbook.model.weights import (
-    choose_padding,
     full_tensors,
     global_shapes,
     load_buffers,
     save_weights,
     stored_buffers,
-    write_generation,
 )
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
