@@ -22,7 +22,7 @@ from cases import (
     run_cases,
     same_bits,
 )
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 from world import losses, metrics, run_train, run_world, train_rank
 
 peft = pytest.importorskip("peft")
@@ -189,6 +189,9 @@ def test_files_go_both_ways(kind, recipe, tiny, adapters, tmp_path):
     merged = reference.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert main(["export", str(run), "--out", str(tmp_path / "again")]) == 0
     again = peft.PeftModel.from_pretrained(plain_model(tiny, kind), tmp_path / "again").eval()
+    for folder in (run / "export", tmp_path / "merged", tmp_path / "again"):  # the template's end, beside the base's
+        stops = {0, AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|im_end|>")}
+        assert {*GenerationConfig.from_pretrained(folder).eos_token_id} == stops
     want = logits_of(model, tiny)
     assert metrics(run)[-1]["eval/loss"] == pytest.approx(held_out_loss(model, recipe, tiny), rel=TOLERANCE)
     assert torch.equal(logits_of(again, tiny), want)
