@@ -283,7 +283,7 @@ def test_a_call_without_arguments_must_be_written_too():
     for template in (QWEN, KNOWS + QWEN, BY_SCHEMA):
         assert accepts(template, row)
     for template in (KNOWS + QWEN, QWEN):
-        assert not accepts(replaced(template, "{{ call.function | tojson }}", ""), row)
+        assert not accepts(replaced(template, "{{ call.function | tojson }}", ""), row, train_on="last")
 
 
 def test_a_field_that_a_template_obeys_is_no_loss():
@@ -324,6 +324,11 @@ def test_parameters_of_any_form_must_be_written():
     names = {name: {"type": "string", "description": f"the {name} of it"} for name in ("type", "description", "title")}
     row = {"messages": [USER, ANSWER], "tools": [tool(type="object", properties=names)]}
     assert accepts(writes("{{ tool.function.parameters | tojson }}"), row) and not accepts(writes(SKIPS), row)
+    plain = {
+        "messages": [USER, ANSWER],
+        "tools": [tool(type="object", properties={name: {"type": "string"} for name in names})],
+    }
+    assert accepts(writes("{{ tool.function.parameters | tojson }}"), plain) and not accepts(writes(SKIPS), plain)
     bare = {"messages": [USER, ANSWER], "tools": [tool(query={"type": "string", "description": "what to find"})]}
     assert accepts(writes("{{ tool.function.parameters | tojson }}"), bare)
     assert not accepts(writes("{{ tool.function.parameters.properties | default('') }}"), bare)
@@ -421,6 +426,14 @@ def test_a_thought_of_the_last_answer_and_what_is_no_thought_must_be_written(tem
             RecipeError, match=r"row 7: the chat template (does not write|renders message 1 differently)"
         ):
             encode_row(row, tokenizer(marks + template), "row 7", train_on=train_on)
+
+
+def test_what_stands_before_an_earlier_thought_must_be_written():
+    row = {"messages": [USER, ANSWER | {"content": "Visible words. <think>reasoned</think>answer"}, MORE, LAST]}
+    with pytest.raises(RecipeError, match=r"does not write message 1 \(assistant\) as the row has it, 'Visible words"):
+        encode_row(row, tokenizer(QWEN3), "row 7", train_on="last")
+    row["messages"][1]["content"] = "<think>reasoned</think>answer"
+    assert encode_row(row, tokenizer(QWEN3), "row 7", train_on="last")
 
 
 def test_a_thought_of_an_earlier_turn_names_the_way_out():

@@ -211,11 +211,8 @@ class Encoder:
         if left := [what for what, value in written if text.find(value, begin, end) < 0]:
             said = f"does not write {left[0]} in message {number}"
             raise RecipeError(f"{where}: the chat template {said}; {OTHER_TEMPLATE}")
-        at = header
-        for part in split_thought(message):
-            if (at := text.find(part, at, end)) < 0:
-                raise RecipeError(_unlike(where, number, messages))
-            at += len(part)
+        if any(text.find(part, header, end) < 0 for part in split_thought(message)):
+            raise RecipeError(_unlike(where, number, messages))
         if not tail.strip().removesuffix(self.template.end_of_turn()):
             fields = ", ".join(name for name in message if name not in PLAIN)
             said = f"message {number} is empty and the chat template does not write its {fields}"

@@ -52,7 +52,9 @@ class Probe:
     called: dict[str, str] = dataclasses.field(default_factory=dict)
     renamed: dict[str, str] = dataclasses.field(default_factory=dict)  # names of tools and parameters -> words
     functions: dict[str, str] = dataclasses.field(default_factory=dict)  # names of calls -> words
-    falsy: list[str] = dataclasses.field(default_factory=list)  # arguments that are 0 or false, in words
+    # parameters that keep their names, by the number of their tool; these and arguments that are 0 or false, in words
+    kept_parameters: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    changed: list[str] = dataclasses.field(default_factory=list)
     ids: dict[str, str] = dataclasses.field(default_factory=dict)
     count: int = 0
 
@@ -67,9 +69,9 @@ class Probe:
         return [*self.fields]
 
     def described(self, place: str) -> str:
-        """Returns a place in words: one of `words` or `shared`, or the number of one of `falsy`."""
-        if place.isdigit() and int(place) < len(self.falsy):
-            return self.falsy[int(place)]
+        """Returns a place in words: one of `words` or `shared`, or the number of one of `changed`."""
+        if place.isdigit() and int(place) < len(self.changed):
+            return self.changed[int(place)]
         return self.words.get(place) or self.shared.get(place) or self.called.get(place, "")
 
     def next_word(self) -> str:
@@ -143,7 +145,7 @@ class Probe:
             return [self.hide_inside(each, of, f"{path}[{number}]") for number, each in enumerate(value)]
         what = f"the argument {path} {of}" if path else f"the arguments {of}"
         if isinstance(value, bool | int | float) and not value:
-            self.falsy.append(what)
+            self.changed.append(what)
         return self.hide(value, what)
 
     def without_calls(self) -> list[Message]:
@@ -159,8 +161,14 @@ class Probe:
                     function["arguments"] = {} if isinstance(function["arguments"], dict) else ""
         return messages
 
-    def with_empty(self) -> Iterator[list[Message]]:
-        """Yields, for each of `falsy`, the messages with an empty text in its place."""
+    def changes(self) -> Iterator[tuple[list[Message], list[Any] | None]]:
+        """Yields, for each of `changed`, the messages and the tools without it: an empty text in place of an argument,
+        or a tool without a parameter."""
+        for number, name in self.kept_parameters:
+            tools = copy.deepcopy(self.tools)
+            assert tools
+            del parameters_of(tools[number].get("function") or tools[number])[name]
+            yield self.messages, tools
         for number, message in enumerate(self.messages):
             for at, (_, function) in enumerate(calls_of(message)):
                 for path in _falsy(function.get("arguments")):
@@ -169,7 +177,7 @@ class Probe:
                     for step in path[:-1]:
                         inside = inside[step]
                     inside[path[-1]] = ""
-                    yield messages
+                    yield messages, self.tools
 
 
 def _falsy(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -184,7 +192,7 @@ def build_probe(messages: list[Message], tools: list[Any] | None, names: str) ->
     """Returns the probe of a conversation."""
     probe = Probe(names)
     if tools:
-        probe.tools = [_probe_tool(tool, probe) for tool in tools]
+        probe.tools = [_probe_tool(tool, number, probe) for number, tool in enumerate(tools)]
     for number, message in enumerate(messages):
         probe.messages.append(_probe_message(message, number, number == len(messages) - 1, probe))
     return probe
@@ -231,7 +239,7 @@ def _probe_function(function: dict[str, Any], what: str, probe: Probe) -> dict[s
     return new
 
 
-def _probe_tool(tool: dict[str, Any], probe: Probe) -> dict[str, Any]:
+def _probe_tool(tool: dict[str, Any], number: int, probe: Probe) -> dict[str, Any]:
     """Returns a tool with words for its name, description, parameters and their descriptions. What a schema says deeper
     inside is for its template to write or not: types decide how it writes them."""
     function = tool.get("function") or tool
@@ -242,7 +250,11 @@ def _probe_tool(tool: dict[str, Any], probe: Probe) -> dict[str, Any]:
         new["description"] = probe.hide(function["description"], f"the description of {what}")
     parameters, renamed = {}, {}
     for name, each in parameters_of(function).items():
-        renamed[name] = name if name in SCHEMA_WORDS else probe.hide_name(name, f"the parameter {name} of {what}")
+        words = f"the parameter {name} of {what}"
+        if name in SCHEMA_WORDS:
+            probe.kept_parameters.append((number, name))
+            probe.changed.append(words)
+        renamed[name] = name if name in SCHEMA_WORDS else probe.hide_name(name, words)
         if isinstance(each, dict) and isinstance(each.get("description"), str):
             each = each | {"description": probe.hide(each["description"], f"what {name} is, a parameter of {what}")}
         parameters[renamed[name]] = each

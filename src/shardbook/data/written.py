@@ -34,7 +34,7 @@ from shardbook.recipe import RecipeError
 
 OTHER_TEMPLATE = "set data.chat_template to one that does"
 FORMS_KEPT = 512  # probes whose answer is kept
-FALSY_LOOKED_AT = 16  # arguments that are 0 or false, of a probe
+CHANGES_TRIED = 32  # of a probe
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 SWITCH = re.compile(r"(?<!\S)/\w+")  # a word by which a user switches something, as /no_think
 
@@ -54,8 +54,6 @@ class Written:
         missing, unread = "", list[str]()
         # "alike" is nearer to the row, for templates that look a call's tool up or obey a field; "kept" says least
         for names in ("apart", "alike", "kept"):
-            if names == "kept" and missing:
-                break
             probe = build_probe(messages, tools, names)
             if answer := self._answer(probe):
                 lost, unread = answer
@@ -93,7 +91,7 @@ class Written:
         written = {*WORD.findall(text)}
         unread = [name for name in probe.asked if not any(word in written for word in probe.fields[name])]
         lost = next((word for word in probe.words if word not in written), "")
-        return lost or self._lost_name(probe, text) or self._lost_falsy(probe, text), unread
+        return lost or self._lost_name(probe, text) or self._lost_change(probe, text), unread
 
     def _lost_name(self, probe: Probe, text: str) -> str:
         """Returns the first name of a call, or of an argument, that other places may have too and that stands in the
@@ -105,14 +103,12 @@ class Written:
                     return lost
         return ""
 
-    def _lost_falsy(self, probe: Probe, text: str) -> str:
-        """Returns the first argument that is 0 or false and is written as an empty text would be."""
-        for number, messages in enumerate(itertools.islice(probe.with_empty(), FALSY_LOOKED_AT)):
-            try:
-                if self.render(messages, probe.tools) == text:
+    def _lost_change(self, probe: Probe, text: str) -> str:
+        """Returns the number of the first change of a probe that does not change the text."""
+        for number, (messages, tools) in enumerate(itertools.islice(probe.changes(), CHANGES_TRIED)):
+            with contextlib.suppress(RecipeError):
+                if self.render(messages, tools) == text:
                     return str(number)
-            except RecipeError:
-                continue
         return ""
 
     def _is_switched(self, value: Any, text: str) -> bool:
