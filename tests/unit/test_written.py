@@ -325,7 +325,7 @@ def test_parameters_of_any_form_must_be_written():
     row = {"messages": [USER, ANSWER], "tools": [tool(type="object", properties=names)]}
     assert accepts(writes("{{ tool.function.parameters | tojson }}"), row) and not accepts(writes(SKIPS), row)
     plain = {
-        "messages": [USER, ANSWER],
+        "messages": [USER | {"content": "type, description"}, ANSWER],
         "tools": [tool(type="object", properties={name: {"type": "string"} for name in names})],
     }
     assert accepts(writes("{{ tool.function.parameters | tojson }}"), plain) and not accepts(writes(SKIPS), plain)
