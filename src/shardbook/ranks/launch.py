@@ -29,7 +29,7 @@ PORT = 29500
 SENDERS = {
     "SIGKILL": "; the kernel does so when memory runs out",
     "SIGBUS": "; the kernel does so when a file that it had read, as the cache of datasets, is cut short",
-    "SIGABRT": "; NCCL does so when a collective takes too long, gloo when ranks disagree on its size: it says above which",
+    "SIGABRT": "; NCCL does so when a collective takes too long, gloo when ranks differ in its size; above is which",
 }
 
 
