@@ -67,12 +67,12 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     # The run's newest checkpoint; then weights on this node, tokenizer and data; then the run's directory.
     run, newest = find_everywhere(recipe.run, recipe_path)
     console.print(f"run      {run.path}")
-    job = prepare_job(laid, in_turn, newest or recipe.train.resume_from_checkpoint)
+    job = prepare_job(laid, in_turn, run.path, newest or recipe.train.resume_from_checkpoint)
     if run.finished_steps >= job.steps:
         more = f"raise train.steps above {run.finished_steps}, or " * run.is_saved(newest)
         console.print(f"done     this run has finished its {run.finished_steps} steps; {more}choose another run.name")
         return DONE
-    open_everywhere(run, job.steps, newest, recipe, predict_bytes(job))
+    open_everywhere(run, job.steps, newest, job.recipe, predict_bytes(job))
     console.show_job(job)
 
     # Model and optimizer; then the start: the newest checkpoint, else the recipe's, else pretrained or random weights.

@@ -52,7 +52,11 @@ UNLIKE = {  # what rank 1's folder has in place of rank 0's
         lambda text: text.replace("\n", " \n"),
         "data.train is '.*; the tokenizer, or its chat",
     ),
-    "weights": ("model/model.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1]), "the weights' index is '"),
+    "weights": (
+        "model/model.safetensors",
+        lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+        "what is in model.path is '",
+    ),
 }
 
 

@@ -93,6 +93,8 @@ def test_an_empty_field_of_a_format_is_none():
     assert trained({"prompt": "", "completion": "", "instruction": "Hi", "output": "ok"}, False) == (["ok"], [])
     row, left = read_fields({"prompt": "", "instruction": "Do X", "chosen": "a", "rejected": "b"}, "row 7", True)
     assert left == [] and "prompt" not in row
+    sides = {"chosen": [CHAT[0], CHAT[1]], "rejected": [CHAT[0], CHAT[1] | {"content": "no"}]}
+    assert trained({"prompt": "", **sides}, True) == (["ok", "no"], [])
 
 
 @pytest.mark.parametrize("value", [None, "", " ", [], {}, [None], [[]], [""]])

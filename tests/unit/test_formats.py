@@ -69,6 +69,7 @@ def test_conversations():
     assert messages_of(row) == [(role, value) for role, (_, value) in zip(roles, turns, strict=True)]
     assert trained_text(row) == ["ok<|im_end|>", "yes<|im_end|>"]
     assert messages_of({"conversations": [USER, ANSWER]}) == [("user", "Hi"), ("assistant", "ok")]
+    assert messages_of({"conversations": [USER | {"role": "developer"}, ANSWER]})[0] == ("developer", "Hi")
 
 
 def test_conversations_with_tools():
@@ -377,6 +378,10 @@ def test_spans_are_what_a_template_marks_as_generated(name, answers):
         ({"messages": [USER, ANSWER | OLD]}, "does not write function_call look in message 1; set data.chat_template"),
         ({"messages": [USER, {"role": "assistant", "content": None} | OLD]}, "does not write function_call look"),
         ({"messages": [USER, ANSWER | {"function_call": "look"}]}, "a tool call of message 1 needs a name"),
+        (
+            {"conversations": [{"from": "human", "value": "Hi"} | USER, ANSWER]},
+            "message 0 has from and value, and role",
+        ),
         (
             {"messages": [USER, ANSWER | {"function_call": {"function": {"name": "f"}}}]},
             "write function_call f in message",

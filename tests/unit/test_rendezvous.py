@@ -47,7 +47,7 @@ def test_wrong_variables(wrong, said):
         (
             {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},
             "WORLD_SIZE = 2 and RANK = 1, as torchrun, accelerate or a PyTorchJob sets them: 2 processes of this "
-            "command would each train alone. One on each of 2 machines makes a run with --nodes 2 --node-rank 1 --head "
+            "command would each run alone. One on each of 2 machines makes a run with --nodes 2 --node-rank 1 --head "
             "job-master-0:23456; one for each rank with",
         ),
         (  # as the training operator sets them for 2 pods of 8 ranks
@@ -66,7 +66,7 @@ def test_wrong_variables(wrong, said):
 )
 def test_a_command_that_a_cluster_starts_several_times_trains_not_alone(variables, words, monkeypatch):
     with pytest.raises(RecipeError, match=words):
-        check_alone(variables)
+        check_alone(variables, "shardbook.train")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RecipeError, match=words):
@@ -79,4 +79,4 @@ def test_a_command_that_a_cluster_starts_several_times_trains_not_alone(variable
     "variables", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"PET_NNODES": "1:1"}, {"SLURM_NTASKS": "8"}]
 )
 def test_a_command_that_is_started_once_is_alone(variables):
-    check_alone(variables)
+    check_alone(variables, "shardbook.train")

@@ -233,17 +233,34 @@ def test_a_day_that_no_template_reads_is_refused(folder):
         build(folder, train=str(folder / "a.jsonl"), chat_template_date="2024-05-01")
 
 
-def test_the_first_day_is_that_of_the_checkpoint_s_run(folder, monkeypatch):
-    """Also by a link to it, or a path that goes up; a checkpoint that is in no run has none."""
+def test_the_first_day_is_that_of_the_run(folder, monkeypatch):
+    """Also of a run that was stopped before its first step; then that of the checkpoint it begins with, also behind a
+    link, or where its checkpoints are; a checkpoint that is in no run has none."""
     monkeypatch.chdir(folder)
-    step = folder / "runs" / "one" / "checkpoints" / "step-000002"
-    step.mkdir(parents=True)
-    (folder / "runs" / "one" / "resolved.toml").write_text('[data]\nchat_template_date = "2020-01-01"\n')
-    (folder / "latest").symlink_to(step)
-    for way in (step, str(step), "latest", "runs/one/checkpoints/../checkpoints/step-000002"):
-        assert first_day(way) == "2020-01-01"
-    for way in (None, "", "/ckpt", folder / "else"):
-        assert first_day(way) == str(date.today())
+    run, elsewhere = folder / "runs" / "one", folder / "disk" / "step-000002"
+    for made in (run, elsewhere):
+        made.mkdir(parents=True)
+    (run / "checkpoints").symlink_to(folder / "disk")
+    (run / "resolved.toml").write_text('[data]\nchat_template_date = "2020-01-01"\n')
+    (folder / "latest").symlink_to(run / "checkpoints" / "step-000002")
+    for way in (run / "checkpoints" / "step-000002", "runs/one/checkpoints/step-000002"):
+        assert first_day(None, way) == first_day(run, way) == "2020-01-01"
+    for way in ("", "/ckpt", folder / "else"):
+        assert first_day(None, way) == first_day(folder / "new", way) == str(date.today())
+    (run / "run.json").write_text('{"chat_template_date": "2021-02-03"}')
+    assert first_day(run, "") == "2021-02-03"
+
+
+def test_text_is_tokenised_once_whatever_day_it_is(folder, monkeypatch):
+    """Its template may read the clock, and is not used."""
+    dated = tokenizer("{{ strftime_now('%d') }}" + CHATML)
+    dated.save_pretrained(folder / "dated")
+    data = Data(train=text_rows(folder / "a.jsonl", ["abc", "de"]))
+    first, _ = build_documents(data, dated, folder / "dated")
+    monkeypatch.setattr(encoding, "_cached_encoder", None)  # a second encoding would fail
+    monkeypatch.setattr(tokenized, "date", type("Clock", (date,), {"today": classmethod(lambda _: date(2020, 1, 1))}))
+    again, _ = build_documents(data, dated, folder / "dated")
+    assert again.digest == first.digest and "clock" not in first.summary
 
 
 def test_encoding_is_cached(folder, monkeypatch):

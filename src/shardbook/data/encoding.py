@@ -87,7 +87,9 @@ def unread_fields(encoded: Dataset) -> tuple[str, ...]:
 
 
 def digest_tokenizer(tokenizer: Any) -> str:
-    content = tokenizer.backend_tokenizer.to_str() + str(tokenizer.chat_template) + str(tokenizer.eos_token)
+    template = tokenizer.chat_template
+    template = json.dumps(template, sort_keys=True) if isinstance(template, dict) else str(template)
+    content = tokenizer.backend_tokenizer.to_str() + template + str(tokenizer.eos_token)
     return hashlib.sha256(content.encode()).hexdigest()
 
 

@@ -29,6 +29,8 @@ def read_fields(row: RawRow, where: str, is_pair: bool, columns: Collection[str]
     formats = _pair_formats(row) if is_pair else _formats(row)
     # an empty field of a format that is not the row's is none: else it would be read for the other
     dropped = {name for name in _FORMAT_FIELDS if name in row and not holds(row[name])}
+    if is_pair and isinstance(row.get("chosen"), list) and not holds(row.get("prompt")):
+        formats.pop("prompt", None)  # a blank one is none: the messages begin with it
     if len(formats) > 1 and (named := {name: fields for name, fields in formats.items() if {*fields} & {*columns}}):
         dropped |= {name for fields in formats.values() for name in fields}
         formats = named
@@ -37,7 +39,7 @@ def read_fields(row: RawRow, where: str, is_pair: bool, columns: Collection[str]
     read = {name for fields in formats.values() for name in fields}
     if formats and not is_pair and "text" not in read and not read & {*columns}:
         _check_verdict(row, where)
-    dropped = dropped - read if read else set()
+    dropped = dropped - read if read or is_pair else set()
     read.update(EVERYWHERE, ("chosen", "rejected") if is_pair else ())
     left = [name for name, value in row.items() if name not in read and holds(value)]
     return {name: value for name, value in row.items() if name not in dropped} if dropped else row, left

@@ -221,10 +221,13 @@ def from_turns(turns: list[Any], where: str) -> list[Message]:
         turn = without_null(turn) if isinstance(turn, dict) else turn
         if not isinstance(turn, dict) or not ({"from", "value"} <= set(turn) or {"role", "content"} <= set(turn)):
             raise RecipeError(f"{where}: message {number} of conversations needs from and value, or role and content")
-        said, value = map(turn.pop, ("from", "value") if {"from", "value"} <= set(turn) else ("role", "content"))
-        if not isinstance(said, str) or said not in ROLES:
+        pairs = [pair for pair in (("from", "value"), ("role", "content")) if {*pair} <= set(turn)]
+        if len(pairs) > 1:
+            raise RecipeError(f"{where}: message {number} has from and value, and role and content too; leave two out")
+        said, value = map(turn.pop, pairs[0])
+        if not isinstance(said, str) or (said not in ROLES and "from" in pairs[0]):  # a role may be the template's own
             raise RecipeError(f"{where}: message {number} is from {said!r}; must be of {', '.join(ROLES)}")
-        message = turn | {"role": ROLES[said], "content": value}
+        message = turn | {"role": ROLES.get(said, said), "content": value}
         if said == "function_call":
             try:
                 calls = json.loads(value) if isinstance(value, str) else value

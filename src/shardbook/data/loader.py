@@ -172,7 +172,8 @@ class Loader:
         if there != (here["data"] if "-" in there else here["data"].partition("-")[0]):  # old ones have the first half
             raise RecipeError(
                 f"the checkpoint was made with other data ({there} there, {here['data']} here; as many rows): "
-                "keep [data], or start a new run from the export (model.path)"
+                "keep [data], and the day that a chat template writes (data.chat_template_date), or start a new run "
+                "from the export (model.path)"
             )
         self.consumed_rows = state["consumed_rows"]
 

@@ -126,7 +126,7 @@ def _encode_source(
         raise RecipeError("data.train_on = 'all': a preference is between answers; set data.train_on=assistant")
     if data.chat_template_date and CLOCK not in known:
         raise RecipeError(f"data.chat_template_date = {data.chat_template_date}: the chat template reads no clock")
-    clock = data.chat_template_date or str(date.today()) if CLOCK in known else ""
+    clock = data.chat_template_date or str(date.today()) if chats and CLOCK in known else ""
     key = (template, json.dumps(kwargs, sort_keys=True), data.system, data.train_on, tuple(sorted(data.columns)), clock)
     said = f"its chat template reads the clock, which stands at {clock} (data.chat_template_date)" * bool(clock)
     encoding = Encoding(str(folder), digest_tokenizer(tokenizer), data.max_length, what, sequences, *key)

@@ -21,9 +21,12 @@ def choose_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase,
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
 
 
-def write_generation(out: Path, folder: Path, config: PreTrainedConfig, stops: Sequence[int]) -> None:
+def write_generation(
+    out: Path, folder: Path, config: PreTrainedConfig, stops: Sequence[int], always: bool = False
+) -> None:
     """Writes the generation_config.json of `folder`, with `stops` where it or the config lacks one: a chat template
-    that was learned may end answers with another token than the base model's."""
+    that was learned may end answers with another token than the base model's. `always`: also where it says what the
+    config says, for an adapter, which has no config."""
     source = folder / "generation_config.json"
     own = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     words = json.loads(source.read_text()) if source.is_file() else {k: v for k, v in own.items() if v is not None}
@@ -32,3 +35,5 @@ def write_generation(out: Path, folder: Path, config: PreTrainedConfig, stops: S
         (out / source.name).write_text(json.dumps(words | {"eos_token_id": [*stops]}, indent=2) + "\n")
     elif source.is_file():
         shutil.copy(source, out)
+    elif always:
+        (out / source.name).write_text(json.dumps(words, indent=2) + "\n")

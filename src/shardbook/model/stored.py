@@ -77,11 +77,11 @@ def digest_share(folder: Path, rank: int, ranks: int) -> list[bytes]:
         return list(threads.map(digest, pieces[rank::ranks]))
 
 
-def digest_headers(folder: Path) -> str:
-    """Returns a digest of the names, sizes, first and last bytes (HEADED each) of the weights files: their headers, or
-    the beginning of these, and some of their numbers. Cheap, and another one for another checkpoint of a model."""
+def digest_ends(folder: Path) -> str:
+    """Returns a digest of the names, sizes, first and last bytes (HEADED each) of a directory's safetensors and its
+    config: enough to tell most copies of unlike files apart, and cheap. Numbers between the ends are not looked at."""
     digest = hashlib.sha256()
-    for path in weights_files(folder):
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json")]):
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(f"{path.name} {size} ".encode() + file.read(HEADED))

@@ -77,9 +77,11 @@ def load_weights(model: nn.Module, folder: Path) -> None:
                 problems.append(f"{name} has shape {shape}, the model wants {list(wanted[name])}")
             elif dtype not in FLOATS:
                 problems.append(f"{name} has dtype {dtype}, not a float")
+        if files.is_tied and files.head in stored and stored[files.head].dtype not in FLOATS:
+            problems.append(f"{files.head} has dtype {stored[files.head].dtype}, not a float")
         if problems:
             raise RecipeError(f"weights in {folder} do not fit the model: {'; '.join(problems)}")
-        if files.is_tied and SCORE not in wanted and files.head in stored:
+        if files.is_tied and files.head in stored:
             _check_tied(stored[files.head], stored[files.embedding], folder)
         for name, part in ((name, part) for name, part in own.items() if name in wanted):
             part.fill(stored[name].read_part(part.rows, part.columns))
@@ -88,17 +90,19 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 def _check_tied(head: Any, embedding: Any, folder: Path) -> None:
     """Raises RecipeError, on every rank, where files of a model that ties its head have another one: transformers keeps
-    that head from 5.8 on, so the run would start from another model."""
-    said = f"weights in {folder}: tie_word_embeddings is true in config.json, and {{}}; set it to false in config.json"
-    if head.shape != embedding.shape:
-        raise RecipeError(said.format(f"lm_head has the shape {list(head.shape)}, not the embedding's"))
-    step = max(1, ROWS_BYTES // (head.shape[1] * 4))
-    for first in range(0, head.shape[0], step):
-        rows = slice(first, min(first + step, head.shape[0]))
+    that head from 5.8 on, so the run would start from another model. One of them may have more rows, of padding. Each
+    rank reads both tensors, which files of tied models seldom have."""
+    step = max(1, ROWS_BYTES // (4 * head.shape[-1]))
+    count = min(head.shape[0], embedding.shape[0])
+    for first in range(0, count, step):
+        rows = slice(first, min(first + step, count))
         ours, theirs = (each.read_rows(rows).float() for each in (head, embedding))
-        if not torch.equal(ours, theirs):
-            row = first + int((ours != theirs).any(dim=1).nonzero()[0])
-            raise RecipeError(said.format(f"its files have a head of its own, which differs in row {row}"))
+        if ours.shape != theirs.shape or not torch.equal(ours, theirs):
+            differs = f"a head that differs from the embedding in rows {rows.start} to {rows.stop - 1}"
+            raise RecipeError(
+                f"weights in {folder}: tie_word_embeddings is true in config.json, and the files have {differs}; set it "
+                "to false there (in a copy on a disk, if the model is the hub's)"
+            )
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -94,7 +94,7 @@ def launch_ranks(
     Ranks that failed, not by a recipe (2) or a signal (75), are started again as often as `restarts` allows.
     """
     if nodes.count == 1:
-        check_alone(os.environ)
+        check_alone(os.environ, module)
     watch_launcher()  # ends this process where its comparison is killed
     processes: list[subprocess.Popen[bytes]] = []
     asked: list[int] = []

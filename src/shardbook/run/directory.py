@@ -36,6 +36,7 @@ from shardbook.run.operations import sync_directory
 from shardbook.run.stored_items import in_gb, list_checkpoints, newest_checkpoint, remove_leftovers, step_of
 from shardbook.run.trackers import check_installed
 
+DAY = "chat_template_date"  # in run.json, and in the recipe's [data]
 PACKAGES = ("transformers", "datasets", "accelerate", "safetensors")
 
 
@@ -55,9 +56,10 @@ class RunDirectory:
     def export(self) -> Path:
         return self.path / "export"
 
-    def open(self, keep: int, saved: int) -> None:
+    def open(self, keep: int, saved: int, day: str) -> None:
         """Removes what dead saves left, looks for room for checkpoints of `saved` bytes (0: for none), makes the
-        directory, locks it until this process ends, and tries to write into it. Raises RecipeError."""
+        directory, locks it until this process ends, and writes the `day` that its chat template reads, if any: a run
+        may be stopped before its first step. Raises RecipeError."""
         for said in remove_leftovers(self.checkpoints) if self.is_held else ():
             print(said, flush=True)
         if saved:
@@ -68,6 +70,8 @@ class RunDirectory:
             if not self.is_held:
                 _hold(self.path, self.token)
             tempfile.TemporaryFile(dir=self.path).close()
+            if day and (facts := read_facts(self.path)).get(DAY) != day:
+                _write_facts(self.path, facts | {DAY: day})
         except OSError as error:
             raise unwritable(self.path, error.strerror or first_line(error)) from None
 
@@ -89,7 +93,8 @@ class RunDirectory:
         if (self.path / "recipe.toml").resolve() != recipe_path.resolve():
             shutil.copyfile(recipe_path, self.path / "recipe.toml")
         flash = {"flash_attention": current_flash()} if torch.cuda.is_available() else {}
-        _write_facts(self.path, environment() | flash | facts | {"finished_steps": 0})
+        day = {DAY: recipe.data.chat_template_date} if recipe.data.chat_template_date else {}
+        _write_facts(self.path, environment() | flash | facts | day | {"finished_steps": 0})
         write_whole(self.path / "resolved.toml", dump_recipe(recipe))  # last: where it exists, the others do
 
     def check_held(self) -> None:
@@ -141,7 +146,7 @@ def open_everywhere(run: RunDirectory, steps: int, newest: Path | None, recipe: 
     a checkpoint's files would be on several disks. Collective."""
     run.check_goes_on(steps, newest, recipe)
     broadcast_from_main(lambda: check_push(recipe.train))
-    broadcast_from_main(lambda: run.open(recipe.train.save_total_limit, saved))
+    broadcast_from_main(lambda: run.open(recipe.train.save_total_limit, saved, recipe.data.chat_template_date))
     if not run.path.is_dir():
         raise RecipeError(
             f"run directory {run.path}: not seen by every rank; set run.dir to a disk that all nodes share"
@@ -243,11 +248,16 @@ def _read_minimised(file: Path) -> dict[str, Any]:
     return {"method": kept["method"], **sections} if "method" in kept else sections
 
 
-def first_day(checkpoint: Path | str | None) -> str:
-    """Returns the day that the chat template reads in the run of a checkpoint; that of today where a run begins."""
-    above = Path(checkpoint).expanduser().resolve().parents if checkpoint else ()
-    kept = _read_resolved(above[1] / "resolved.toml") if len(above) > 1 else {}
-    return str(kept.get("data", {}).get("chat_template_date") or date.today())
+def first_day(run: Path | None, checkpoint: Path | str) -> str:
+    """Returns the day that the chat template reads: that of the directory `run`, else that of the run of `checkpoint`,
+    which it begins with; that of today for a run that begins."""
+    if run and (day := read_facts(run).get(DAY)):
+        return str(day)
+    path = Path(checkpoint).expanduser()
+    for way in (path.absolute(), path.resolve()) if checkpoint else ():  # either may be behind a link
+        if day := _read_resolved(Path(*way.parts[:-2]) / "resolved.toml").get("data", {}).get(DAY):
+            return str(day)
+    return f"{date.today()}"
 
 
 def _read_resolved(file: Path) -> dict[str, Any]:

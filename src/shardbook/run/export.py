@@ -70,12 +70,15 @@ def _beside_adapter(
         if recipe.method == "reward":
             changed = copy.deepcopy(config)
             choose_padding(changed, tokenizer, {*stops, tokenizer.eos_token_id})
-            if changed.pad_token_id != config.pad_token_id:
-                setting = f"model.config.pad_token_id = {changed.pad_token_id}"
-                said = f"{setting} before it scores: the base model's padding ({config.pad_token_id}) ends answers"
-                print(f"export   an adapter whose base model needs {said}", flush=True)
+            if changed.pad_token_id is None:
+                print("export   an adapter whose base model has no token free for padding: score one answer at a time")
+            elif changed.pad_token_id != config.pad_token_id:
+                setting = f"model.config.pad_token_id = {changed.pad_token_id} before it scores"
+                print(
+                    f"export   an adapter whose base model needs {setting} (it has {config.pad_token_id})", flush=True
+                )
         else:
-            write_generation(side, folder, config, stops)
+            write_generation(side, folder, config, stops, always=True)
         tokenizer.save_pretrained(side)
 
     return write

@@ -29,7 +29,7 @@ from shardbook.model.flash import choose_flash, current_flash, use_flash
 from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
 from shardbook.model.laid_out import LaidOut, World, lay_out
 from shardbook.model.selfcheck import check_family, remember
-from shardbook.model.stored import digest_headers
+from shardbook.model.stored import digest_ends
 from shardbook.objectives import Objective, build_objective
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.plan.blocks import KNOWN_BLOCKS, Unmeasured
@@ -96,12 +96,16 @@ def _switch_flash(laid: LaidOut, device: torch.device) -> None:
         check_same_on_all_ranks({"flash attention": current_flash()})
 
 
-def prepare_job(laid: LaidOut, in_turn: InTurn = nullcontext, checkpoint: Path | str | None = None) -> Job:
+def prepare_job(
+    laid: LaidOut, in_turn: InTurn = nullcontext, run: Path | None = None, checkpoint: Path | str = ""
+) -> Job:
     """Returns the job of a run that is laid out: weights on this node (not for a rehearsal), tokenizer, every row of
-    the data, and predictions. `checkpoint`: that the run begins with. Raises RecipeError where one is missing or
-    contradicts the others."""
+    the data, and predictions. `run`: its directory; `checkpoint`: that it begins with. Raises RecipeError where one is
+    missing or contradicts the others."""
     recipe, world, config, layout = laid.recipe, laid.world, laid.config, laid.layout
-    day = broadcast_from_main(lambda: first_day(checkpoint)) if dist.is_initialized() else first_day(checkpoint)
+    day = (
+        broadcast_from_main(lambda: first_day(run, checkpoint)) if dist.is_initialized() else first_day(run, checkpoint)
+    )
     sequences, micros = recipe.sequences, recipe.train.gradient_accumulation_steps
     with in_turn():
         folder = model_folder(recipe.model) if world.device else config_folder(recipe.model)
@@ -150,10 +154,16 @@ def _check_same_files(
     """Raises RecipeError where machines have unlike copies of rows, tokenizer or weights: they would train on a mixture
     of two orders, or take unlike numbers of steps. Collective."""
     rows = zip(("data.train", "data.eval or data.eval_size"), parts, strict=True)
-    facts = {name: f"{len(each.rows)} rows of {each.digest[:16]}" for name, each in rows if each}
+    facts = {name: f"{len(each.rows)} rows of {each.digest}" for name, each in rows if each}
     facts["the tokenizer, or its chat template,"] = digest_tokenizer(tokenizer)[:16]
-    if recipe.model.init == "pretrained":
-        facts["the weights' index"] = digest_headers(folder)[:16]
+    named = {
+        "model.path": folder,
+        "lora.adapter": Path(recipe.lora.adapter),
+        "distill.teacher": Path(recipe.distill.teacher),
+    }
+    for key, place in named.items():
+        if place.is_dir():
+            facts[f"what is in {key}"] = digest_ends(place)[:16]
     check_same_on_all_ranks(facts, "has other files than rank 0; copy them, so that all machines have the same")
 
 

@@ -14,6 +14,7 @@ from shardbook.ranks.machine import memory_bytes
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.console import Console, readable_bytes
 from shardbook.run.prepare import lay_out_run, prepare_job
+from shardbook.run.stored_items import newest_checkpoint
 
 
 def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
@@ -23,7 +24,10 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     console.print(
         f"dry run  as on {world_size} GPUs, which compute in bf16 where precision.params is auto; a CPU's in fp32"
     )
-    job = prepare_job(lay_out_run(recipe, World(world_size, ranks_per_node)))
+    run = Path(recipe.run.dir).expanduser() / recipe.run.name if recipe.run.name else None
+    checkpoint = newest_checkpoint(run / "checkpoints") if run else None
+    laid = lay_out_run(recipe, World(world_size, ranks_per_node))
+    job = prepare_job(laid, run=run, checkpoint=checkpoint or recipe.train.resume_from_checkpoint)
     console.show_job(job)
     from shardbook.plan.simulate import simulate_step  # makes a process group, and loads fake tensors' modules
 
