@@ -24,7 +24,7 @@ from shardbook.data.sources import load_sources, mix, read_raw
 from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, digest_rows, pack
 from shardbook.recipe import Data, RecipeError, list_recipes, load_recipe
 from shardbook.recipe.files import parse_recipe
-from shardbook.run.directory import first_day
+from shardbook.run.directory import RunDirectory, first_day
 from shardbook.run.prompts import build_prompts
 
 
@@ -247,8 +247,8 @@ def test_the_first_day_is_that_of_the_run(folder, monkeypatch):
         assert first_day(None, way) == first_day(run, way) == "2020-01-01"
     for way in ("", "/ckpt", folder / "else"):
         assert first_day(None, way) == first_day(folder / "new", way) == str(date.today())
-    (run / "run.json").write_text('{"chat_template_date": "2021-02-03"}')
-    assert first_day(run, "") == "2021-02-03"
+    RunDirectory("new", folder / "new", finished_steps=0, is_held=False).open(keep=2, saved=0, day="2021-02-03")
+    assert first_day(folder / "new", "") == "2021-02-03"
 
 
 def test_text_is_tokenised_once_whatever_day_it_is(folder, monkeypatch):

@@ -100,8 +100,8 @@ def _check_tied(head: Any, embedding: Any, folder: Path) -> None:
         if ours.shape != theirs.shape or not torch.equal(ours, theirs):
             differs = f"a head that differs from the embedding in rows {rows.start} to {rows.stop - 1}"
             raise RecipeError(
-                f"weights in {folder}: tie_word_embeddings is true in config.json, and the files have {differs}; set it "
-                "to false there (in a copy on a disk, if the model is the hub's)"
+                f"weights in {folder}: tie_word_embeddings is true in config.json, and there is {differs}; set it "
+                "to false (in a copy on a disk, if the model is the hub's)"
             )
 
 

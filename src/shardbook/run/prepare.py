@@ -156,14 +156,10 @@ def _check_same_files(
     rows = zip(("data.train", "data.eval or data.eval_size"), parts, strict=True)
     facts = {name: f"{len(each.rows)} rows of {each.digest}" for name, each in rows if each}
     facts["the tokenizer, or its chat template,"] = digest_tokenizer(tokenizer)[:16]
-    named = {
-        "model.path": folder,
-        "lora.adapter": Path(recipe.lora.adapter),
-        "distill.teacher": Path(recipe.distill.teacher),
-    }
+    named = {"model.path": str(folder), "lora.adapter": recipe.lora.adapter, "distill.teacher": recipe.distill.teacher}
     for key, place in named.items():
-        if place.is_dir():
-            facts[f"what is in {key}"] = digest_ends(place)[:16]
+        if place and Path(place).is_dir():
+            facts[f"what is in {key}"] = digest_ends(Path(place))[:16]
     check_same_on_all_ranks(facts, "has other files than rank 0; copy them, so that all machines have the same")
 
 
