@@ -487,7 +487,7 @@ def test_other_data_of_as_many_rows_is_refused_and_an_older_checkpoint_is_not_as
     plain = (*words[:2], "data.packing=false", "data.eval_size=0", "train.eval_steps=0")
     run = run_train(2, recipe, "other-data", *plain, "train.steps=4")
     error = refused(recipe, 2, "other-data", *words)
-    assert "the checkpoint was made with other data (" in error and "as many rows): keep [data], or start" in error
+    assert "the checkpoint was made with other data (" in error and "as many rows): keep [data], and the day" in error
     state = make_old(run / "checkpoints" / "step-000004") / "state.json"
     facts = json.loads(state.read_text())
     del facts["loader"]["data"]
