@@ -63,7 +63,7 @@ UNLIKE = {  # what rank 1's folder has in place of rank 0's
 @pytest.mark.parametrize("name", UNLIKE)
 def test_machines_with_unlike_files_are_told_so_before_a_step(recipe, tiny, tmp_path, name):
     """With epochs they would take unlike numbers of steps, and wait for each other at the end."""
-    path, change, said = UNLIKE[name]
+    path, change, words_of_fact = UNLIKE[name]
     for rank in "01":
         shutil.copytree(tiny / "model", tmp_path / rank / "model")
         shutil.copy(tiny / "chats.jsonl", tmp_path / rank / "rows.jsonl")
@@ -77,8 +77,8 @@ def test_machines_with_unlike_files_are_told_so_before_a_step(recipe, tiny, tmp_
     words += ["train.steps=0", "train.epochs=1", f"run.name=own-{path.partition('.')[0].replace('/', '-')}"]
     for code, out, errors in run_world(2, start_in_own_folder, tmp_path, [str(recipe), *words]):
         assert code == 2 and "step" not in out, out
-        there = r"rank 1 has other files than rank 0; copy them, so that all machines have the same: .*"
-        assert re.search(there + said, errors), errors
+        beginning = r"rank 1 has other files than rank 0; copy them, so that all machines have the same: .*"
+        assert re.search(beginning + words_of_fact, errors), errors
 
 
 def start_in_own_folder(folder, words):

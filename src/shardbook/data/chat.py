@@ -143,8 +143,8 @@ class Encoder:
                 begin, end = (self._boundary(messages, at, text, tools, where) for at in (number, number + 1))
                 inside = mask & (begins >= begin) & (begins < end)
                 if not inside.any():
-                    said = f"marks nothing of message {number} ({{% generation %}}), which is to be trained"
-                    raise RecipeError(f"{where}: the chat template {said}; {OTHER_TEMPLATE}")
+                    reason = f"marks nothing of message {number} ({{% generation %}}), which is to be trained"
+                    raise RecipeError(f"{where}: the chat template {reason}; {OTHER_TEMPLATE}")
                 kept |= inside
             mask = kept
         if not mask.any():

@@ -86,5 +86,5 @@ def _two(names: list[str], is_pair: bool) -> str:
 def _check_verdict(row: RawRow, where: str) -> None:
     if verdicts := [name for name, value in row.items() if name.lower() in VERDICTS and isinstance(value, bool)]:
         name = verdicts[0]
-        said = f"has {name} = {str(row[name]).lower()}, a verdict on its answer, and every answer is trained"
-        raise RecipeError(f"{where}: {said}; leave the bad ones out, and the field")
+        verdict = f"has {name} = {str(row[name]).lower()}, a verdict on its answer, and every answer is trained"
+        raise RecipeError(f"{where}: {verdict}; leave the bad ones out, and the field")

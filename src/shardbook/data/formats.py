@@ -94,8 +94,8 @@ def _read_text(row: RawRow, name: str, where: str) -> None:
         raise RecipeError(f"{where}: {name} is empty")
     if unused := [key for key in ("system", "tools") if row.get(key)]:
         hint = "; prompt and completion are one by the names instruction and output (data.columns)" * ("prompt" in row)
-        said = f"has {unused[0]} beside {name} that is text; only conversations have {unused[0]}"
-        raise RecipeError(f"{where}: {said}{hint}")
+        reason = f"has {unused[0]} beside {name} that is text; only conversations have {unused[0]}"
+        raise RecipeError(f"{where}: {reason}{hint}")
 
 
 def _choose(messages: list[Message], first: int, flags: dict[int, bool], train_on: str, where: str) -> list[int]:
@@ -219,16 +219,17 @@ def from_turns(turns: list[Any], where: str) -> list[Message]:
     messages = []
     for number, turn in enumerate(turns):
         turn = without_null(turn) if isinstance(turn, dict) else turn
-        if not isinstance(turn, dict) or not ({"from", "value"} <= set(turn) or {"role", "content"} <= set(turn)):
+        fields = set(turn) if isinstance(turn, dict) else set()
+        pairs = [pair for pair in (("from", "value"), ("role", "content")) if {*pair} <= fields]
+        if not pairs:
             raise RecipeError(f"{where}: message {number} of conversations needs from and value, or role and content")
-        pairs = [pair for pair in (("from", "value"), ("role", "content")) if {*pair} <= set(turn)]
         if len(pairs) > 1:
             raise RecipeError(f"{where}: message {number} has from and value, and role and content too; leave two out")
-        said, value = map(turn.pop, pairs[0])
-        if not isinstance(said, str) or (said not in ROLES and "from" in pairs[0]):  # a role may be the template's own
-            raise RecipeError(f"{where}: message {number} is from {said!r}; must be of {', '.join(ROLES)}")
-        message = turn | {"role": ROLES.get(said, said), "content": value}
-        if said == "function_call":
+        role, value = map(turn.pop, pairs[0])
+        if not isinstance(role, str) or (role not in ROLES and "from" in pairs[0]):  # a role may be the template's own
+            raise RecipeError(f"{where}: message {number} is from {role!r}; must be of {', '.join(ROLES)}")
+        message = turn | {"role": ROLES.get(role, role), "content": value}
+        if role == "function_call":
             try:
                 calls = json.loads(value) if isinstance(value, str) else value
                 message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}

@@ -63,13 +63,8 @@ class Probe:
         """The probe as text: the same for all rows of its form."""
         return json.dumps([self.names, self.messages, self.tools], default=str)
 
-    @property
-    def asked(self) -> list[str]:
-        """The names of messages' fields that have words."""
-        return [*self.fields]
-
     def described(self, place: str) -> str:
-        """Returns a place in words: one of `words` or `shared`, or the number of one of `changed`."""
+        """Returns a place in words: one of `words`, `shared` or `called`, or the number of one of `changed`."""
         if place.isdigit() and int(place) < len(self.changed):
             return self.changed[int(place)]
         return self.words.get(place) or self.shared.get(place) or self.called.get(place, "")

@@ -128,7 +128,7 @@ def _encode_source(
         raise RecipeError(f"data.chat_template_date = {data.chat_template_date}: the chat template reads no clock")
     clock = data.chat_template_date or str(date.today()) if chats and CLOCK in known else ""
     key = (template, json.dumps(kwargs, sort_keys=True), data.system, data.train_on, tuple(sorted(data.columns)), clock)
-    said = f"its chat template reads the clock, which stands at {clock} (data.chat_template_date)" * bool(clock)
+    clock_note = f"its chat template reads the clock, which stands at {clock} (data.chat_template_date)" * bool(clock)
     encoding = Encoding(str(folder), digest_tokenizer(tokenizer), data.max_length, what, sequences, *key)
     # each source by itself: its columns need not fit another's
     names, wheres = zip(*source_keys(spec, what), strict=True)
@@ -137,7 +137,9 @@ def _encode_source(
         for part, at in zip(parts, wheres, strict=True)
     ]
     sources = tuple(
-        SourceRows(name, len(part), "; ".join(filter(None, [part.note, said])), unread_fields(table) if table else ())
+        SourceRows(
+            name, len(part), "; ".join(filter(None, [part.note, clock_note])), unread_fields(table) if table else ()
+        )
         for name, part, table in zip(names, parts, tables, strict=True)
     )
     encoded = concatenate_datasets([table for table in tables if table])

@@ -67,12 +67,12 @@ class Written:
         numbers = {*NUMBER.findall(text)}
         for what, value in _values_of(messages, tools):
             if not (str(value) in numbers or _is_in(value, text) or self._is_switched(value, text)):
-                said = f"does not write {what} as the row has it, {str(value)[:40]!r}"
-                raise RecipeError(f"{where}: the chat template {said}; {OTHER_TEMPLATE}")
+                reason = f"does not write {what} as the row has it, {str(value)[:40]!r}"
+                raise RecipeError(f"{where}: the chat template {reason}; {OTHER_TEMPLATE}")
         others = dict.fromkeys(
             name for each in messages for name, value in each.items() if is_other(name) and holds(value)
         )
-        return [name for name in others if name in unread or (name not in probe.asked and not self._names(name))]
+        return [name for name in others if name in unread or (name not in probe.fields and not self._names(name))]
 
     def _answer(self, probe: Probe) -> tuple[str, list[str]] | None:
         if (key := probe.key) not in self.answers:
@@ -89,7 +89,7 @@ class Written:
         except RecipeError:
             return None
         written = {*WORD.findall(text)}
-        unread = [name for name in probe.asked if not any(word in written for word in probe.fields[name])]
+        unread = [name for name in probe.fields if not any(word in written for word in probe.fields[name])]
         lost = next((word for word in probe.words if word not in written), "")
         return lost or self._lost_name(probe, text) or self._lost_change(probe, text), unread
 
@@ -160,8 +160,8 @@ def _values_of(messages: list[Message], tools: list[Any] | None) -> Iterator[tup
                 yield words, value.strip()
         for name, parameter in parameters_of(function).items():
             yield f"the parameter {name} of {what}", name
-            if isinstance(parameter, dict) and isinstance(said := parameter.get("description"), str):
-                yield f"what {name} is, a parameter of {what}", said.strip()
+            if isinstance(parameter, dict) and isinstance(description := parameter.get("description"), str):
+                yield f"what {name} is, a parameter of {what}", description.strip()
 
 
 def _leaves(value: Any, of: str, path: str = "") -> Iterator[tuple[str, Any]]:

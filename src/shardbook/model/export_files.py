@@ -28,10 +28,10 @@ def write_generation(
     that was learned may end answers with another token than the base model's. `always`: also where it says what the
     config says, for an adapter, which has no config."""
     source = folder / "generation_config.json"
-    own = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    words = json.loads(source.read_text()) if source.is_file() else {k: v for k, v in own.items() if v is not None}
-    there = words.get("eos_token_id", own["eos_token_id"])
-    if not {*stops} <= {*(there if isinstance(there, list) else [there])}:
+    ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    words = json.loads(source.read_text()) if source.is_file() else {k: v for k, v in ids.items() if v is not None}
+    ends = words.get("eos_token_id", ids["eos_token_id"])
+    if not {*stops} <= {*(ends if isinstance(ends, list) else [ends])}:
         (out / source.name).write_text(json.dumps(words | {"eos_token_id": [*stops]}, indent=2) + "\n")
     elif source.is_file():
         shutil.copy(source, out)
