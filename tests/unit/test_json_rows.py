@@ -195,17 +195,27 @@ def test_json_of_the_hub_is_read_as_local_files_are(tmp_path, monkeypatch):
     Dataset.from_list(rows[:1]).to_parquet(tmp_path / "tables" / "train.parquet")
     for name in ("load_dataset_builder", "load_dataset"):
         real = getattr(sources, name)
-        local = lambda hub_id, real=real, **more: real(str(tmp_path / hub_id.partition("/")[2]), **more)  # noqa: E731
+        local = lambda hub_id, subset, real=real, **more: real(  # noqa: E731
+            str(tmp_path / hub_id.partition("/")[2]), subset, **more
+        )
         monkeypatch.setattr(sources, name, local)
     for spec, expected in (("owner/hub", rows), ("owner/hub:test", rows[1:]), ("owner/tables", rows[:1])):
         (source,) = load_sources(spec, "data.train")
         assert repr(read_raw(source.table.to_dict(), source.renames, source.is_json)) == repr(expected)
         assert source.is_json == ("hub" in spec)
     assert repr(rows_of("owner/hub:test+train")) == repr([*rows[1:], *rows])
+    (tmp_path / "parts").mkdir()
+    subsets = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("one", "two"))
+    (tmp_path / "parts" / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
+    for name, row in (("one", rows[0]), ("two", rows[1])):
+        (tmp_path / "parts" / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    assert rows_of("owner/parts:two:train") == [rows[1]] and rows_of("owner/parts:one:") == [rows[0]]
+    with pytest.raises(RecipeError, match="must be owner/name, owner/name:split or owner/name:subset:split"):
+        load_sources("owner/parts:one:train:test", "data.train")
     with pytest.raises(RecipeError, match=r"the hub did not give it .*Unknown split"):
         load_sources("owner/hub:valid", "data.train")
 
-    def unreachable(hub_id):
+    def unreachable(hub_id, subset):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(sources, "load_dataset_builder", unreachable)  # then what came before is read

@@ -237,7 +237,7 @@ def test_translate_asks_the_table(monkeypatch, tmp_path):
     monkeypatch.setattr(refusals, "RULES", (*refusals.RULES, planted))
     settings, entries = translate(path)
     [size] = [entry for entry in entries if entry.refused]
-    assert "parallel.cp_size" not in settings and "max_grad_norm = 1.0: planted" in size.said
+    assert "parallel.cp_size" not in settings and "max_grad_norm = 1.0: planted" in size.remark
 
 
 def test_a_comparison_names_the_variant_and_all_that_is_wrong_with_it():

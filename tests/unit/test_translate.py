@@ -9,8 +9,11 @@ from transformers import TrainingArguments
 
 from shardbook.cli import main
 from shardbook.recipe import RecipeError, find_stage, parse_recipe
-from shardbook.translate import Entry, _settle, translate, write_recipe
-from shardbook.translate.rules import AUTO
+from shardbook.translate import translate
+from shardbook.translate.deepspeed import AUTO
+from shardbook.translate.rules import Entry
+from shardbook.translate.settle import drop_refused
+from shardbook.translate.write import NOTHING, write_recipe
 
 BUCKETS = {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8}
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
@@ -815,7 +818,7 @@ def test_rows_are_split_by_one_key(tmp_path):
     settings, entries = translate(written(tmp_path, "outer.yaml", outer))
     refused = [entry for entry in entries if entry.refused]
     assert "parallel.cp_size" not in settings and [entry.value for entry in refused] == [2, 4]
-    assert all("is parallel.cp_size here, and so is another key" in entry.said for entry in refused)
+    assert all("is parallel.cp_size here, and so is another key" in entry.remark for entry in refused)
 
 
 def test_what_follows_from_a_stage_follows_from_the_last_word_on_it(tmp_path):
@@ -891,7 +894,7 @@ def test_stages_that_the_script_says_are_not_shardbooks_default(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 1}, "pipeline": {"stages": "auto"}}')
     settings, entries = translate(path)
-    [said] = [entry.said for entry in entries if entry.key == "pipeline.stages"]
+    [said] = [entry.remark for entry in entries if entry.key == "pipeline.stages"]
     assert "set parallel.pp_size to the num_stages" in said and "parallel.pp_size" not in settings
 
 
@@ -902,11 +905,11 @@ def test_an_axis_that_an_error_only_names_as_a_way_out_is_kept():
     kept = dict(settings)
     with pytest.raises(RecipeError, match=r"there is no pipeline; set parallel.pp_size, or leave it out"):
         parse_recipe(write_recipe(settings, [], ""), "")
-    _settle(settings, entries)
+    drop_refused(settings, entries)
     assert settings == kept and not entries[0].refused
     settings = {"train.epochs": 1, "parallel.pp_size": 2, "parallel.stage": "zeropp"}  # what it is about
     entries = [Entry("pipeline.stages", 2, {"parallel.pp_size": 2}, "")]
-    _settle(settings, entries)
+    drop_refused(settings, entries)
     assert "parallel.pp_size" not in settings and entries[0].refused
 
 
@@ -918,7 +921,9 @@ def test_rare_logging_is_said(tmp_path):
     for steps, word in ((10, ""), (2000, "once in 2000 steps: set train.logging_steps=10")):
         entry = said_of(written(tmp_path, "ds.json", {"steps_per_print": steps}))["steps_per_print"]
         assert (
-            entry.settings == {"train.logging_steps": steps} and word in entry.said and bool(word) == bool(entry.said)
+            entry.settings == {"train.logging_steps": steps}
+            and word in entry.remark
+            and bool(word) == bool(entry.remark)
         )
 
 
@@ -939,7 +944,7 @@ def test_auto_is_what_transformers_puts_there(tmp_path):
     assert said["gradient_clipping"].endswith("max_grad_norm = 1.0; auto: the default of transformers' Trainer")
     assert said["bf16"].endswith("auto: Shardbook's default stays, bf16 on a GPU")
     long = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
-    assert "total_num_steps is auto, so" in said_of(written(tmp_path, "long.json", long))["scheduler"].said
+    assert "total_num_steps is auto, so" in said_of(written(tmp_path, "long.json", long))["scheduler"].remark
     defaults = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     names = {
         "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
@@ -954,19 +959,19 @@ def test_auto_is_what_transformers_puts_there(tmp_path):
         assert AUTO[name] == getattr(defaults, names.get(name, name)), name
 
 
-def test_what_is_left_to_the_launcher_is_one_line(tmp_path, capsys):
-    config = ACCELERATE["fsdp 2"][0]
-    assert main(["translate", str(written(tmp_path, "fsdp.yaml", config))]) == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if "the launcher's" in line]
-    assert lines == [f"{', '.join(LAUNCH)}: the launcher's: keep them in its file or on its command line"]
+def test_what_needs_nothing_is_one_line(tmp_path, capsys):
+    assert main(["translate", str(written(tmp_path, "fsdp.yaml", ACCELERATE["fsdp 2"][0]))]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nothing to set")]
+    quiet = [*LAUNCH, *(f"fsdp_config.fsdp_{name}" for name in ("version", "auto_wrap_policy", "state_dict_type"))]
+    assert line == f"{NOTHING}: {', '.join(quiet)}"
 
 
 def test_bf16_warns_of_a_cpu(tmp_path):
     for enabled in (True, False):
         entries = said_of(written(tmp_path, "a.json", {"bf16": {"enabled": enabled}}))
-        assert ("(bf16)" in entries and "on a CPU" in entries["(bf16)"].said) == enabled
+        assert ("(bf16)" in entries and "on a CPU" in entries["(bf16)"].remark) == enabled
     entries = said_of(written(tmp_path, "a.yaml", {"mixed_precision": "bf16"}))
-    assert "there set precision.params=fp32" in entries["(bf16)"].said
+    assert "there set precision.params=fp32" in entries["(bf16)"].remark
 
 
 SWITCHES = [({name: {"enabled": word}}, name, f"enabled = {word!r}: must be true or false")

@@ -94,7 +94,8 @@ def find_files(name: str, what: str) -> Files:
         said = "no file matches it that ends with" if is_pattern else "has no saved dataset, and no file that ends with"
         raise RecipeError(f"{what} = {name!r}: {said} {', '.join(READERS)}")
     if not is_hub_id(name):
-        raise RecipeError(f"{what} = {name!r}: no such directory, and not a hub id (owner/name or owner/name:split)")
+        ids = "owner/name, owner/name:split or owner/name:subset:split"
+        raise RecipeError(f"{what} = {name!r}: no such directory, and not a hub id ({ids})")
     return Files(HUB, [])
 
 

@@ -150,14 +150,22 @@ def _load_local(files: Files, name: str, what: str) -> Dataset:
     return _read(files, name, what)
 
 
+def hub_parts(name: str, what: str) -> tuple[str, str | None, str]:
+    """Returns the hub id, subset and split of `owner/name`, `owner/name:split` or `owner/name:subset:split`. Raises
+    RecipeError."""
+    hub_id, *parts = name.split(":")
+    if len(parts) > 2:
+        raise RecipeError(f"{what} = {name!r}: must be owner/name, owner/name:split or owner/name:subset:split")
+    return hub_id, (parts[0] or None) if len(parts) == 2 else None, parts[-1] or "train" if parts else "train"
+
+
 def _load_hub(name: str, what: str) -> tuple[Dataset, bool]:
     """Returns the table of a hub id, and whether its rows are JSON: files of JSON are read as local ones are."""
-    hub_id, _, split = name.partition(":")
-    split = split or "train"
+    hub_id, subset, split = hub_parts(name, what)
     try:
-        splits = _json_splits(hub_id, split)
+        splits = _json_splits(hub_id, subset, split)
         if not splits:
-            return load_dataset(hub_id, split=split), False
+            return load_dataset(hub_id, subset, split=split), False
     except (OSError, ValueError) as error:
         raise RecipeError(
             f"{what} = {name!r}: the hub did not give it ({type(error).__name__}: {first_line(error)}). "
@@ -166,13 +174,14 @@ def _load_hub(name: str, what: str) -> tuple[Dataset, bool]:
     return _read_json(splits, split, f"{what} = {name!r}"), True
 
 
-def _json_splits(hub_id: str, split: str) -> dict[str, Files]:
+def _json_splits(hub_id: str, subset: str | None, split: str) -> dict[str, Files]:
     """Returns the files of each split that `split` names (train, or train+test), once they are here. Empty where they
     are not of JSON alone, or where the data set's own settings say that rows are in one field of a file. Which files
     they are is kept for later runs without a network."""
-    known = Path(CACHE) / "json_rows" / f"{xxhash.xxh3_128_hexdigest(f'{hub_id}:{split}'.encode())}.json"
+    named = ":".join(filter(None, (hub_id, subset, split)))
+    known = Path(CACHE) / "json_rows" / f"{xxhash.xxh3_128_hexdigest(named.encode())}.json"
     try:
-        builder = load_dataset_builder(hub_id)
+        builder = load_dataset_builder(hub_id, subset)
     except OSError:
         if not known.is_file():
             raise

@@ -1,34 +1,194 @@
-"""The meaning of each key of a DeepSpeed JSON and of an accelerate YAML in a recipe: keys.toml, read as rules.
+"""Rules: what the value of another program's key becomes in a recipe, and the entry that tells it.
 
-A rule turns a value into settings and a remark, or raises Refused. A rule on a section covers each of its keys that has
-no rule of its own.
-Sources: DeepSpeed's configuration page (deepspeed.ai/docs/config-json), accelerate's FSDP and DeepSpeed usage guides.
+Invariant: no key is dropped in silence. Each sets something (with a remark where it differs), needs nothing here, or is
+refused by name; a key without a rule is refused too, whatever its value.
 """
 
+import json
 import tomllib
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardbook.recipe import first_line, nearest
+
 Settings = dict[str, Any]  # by section.key of a recipe
+Result = tuple[Settings, str]  # settings, and a remark
+Rule = Callable[[Any], Result]
 
-
-class Refused(Exception):
-    """The error of a value without a counterpart in a recipe; its message says why, and what there is instead."""
-
-
-Rule = Callable[[Any], tuple[Settings, str]]
 KEYS = tomllib.loads(Path(__file__).with_name("keys.toml").read_text())
-AUTO = KEYS["auto"]  # by the last part of a key
 STAGE = "parallel.stage"
 AXES = TP_SIZE, CP_SIZE, PP_SIZE = "parallel.tp_size", "parallel.cp_size", "parallel.pp_size"
-ON, OFF = ("true", "on", "yes", "1"), ("false", "off", "no", "none", "0")
-OF_AXES = {
+BATCH, ACCUMULATION = "train.per_device_train_batch_size", "train.gradient_accumulation_steps"
+ON, OFF = ("true", "on", "yes", "1"), ("false", "off", "no", "none", "null", "0", "")
+COMMENTS = ("_", "//", "#", "$")  # a name that begins so, with a text, is a comment
+REMARKS = {
     TP_SIZE: "neighbouring ranks; between matrices they split tokens too",
     CP_SIZE: "neighbouring ranks; inside attention slices are exchanged for heads (Ulysses)",
     PP_SIZE: "blocks are dealt out evenly, micro-batches run in 1f1b",
 }
+
+
+class Refused(Exception):
+    """The error of a value without a counterpart in a recipe; its message says why, or what to set instead."""
+
+
+@dataclass(frozen=True)
+class File:
+    """The keys of a configuration file; `path` finds the files that it names."""
+
+    path: Path
+    keys: dict[str, Any]
+
+    def find(self, name: str) -> Path | None:
+        """Returns the file that this one names: from the working directory, one of its own folders, or beside it."""
+        named = Path(name).expanduser()
+        places = [named, *(folder / named for folder in self.path.resolve().parents), self.path.parent / named.name]
+        return next((place for place in places if place.is_file()), None)
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Returns the keys of a section, none where it is absent or no section."""
+        inside = self.keys.get(name)
+        return inside if isinstance(inside, dict) else {}
+
+    def is_on(self, name: str) -> bool:
+        return is_on(self.keys.get(name))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The result of one key: the settings that it makes, and a remark."""
+
+    key: str
+    value: Any
+    settings: Settings
+    remark: str = ""
+    refused: bool = False
+
+    def __str__(self) -> str:
+        shown = json.dumps(self.value, default=str)
+        became = ", ".join(f"{name} = {json.dumps(value)}" for name, value in self.settings.items())
+        result = "REFUSED, " * self.refused + "; ".join(part for part in (became, self.remark) if part)
+        if self.value is None:  # a key that is not in the file, and still means something
+            return f"{self.key}: {result}"
+        return f"{self.key} = {shown if len(shown) <= 60 else shown[:57] + '...'}: {result}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program whose configuration is read: the names of its keys, and what reads them."""
+
+    name: str
+    keys: frozenset[str]  # of the top level
+    read: Callable[..., list[Entry]]
+
+
+def read_section(
+    keys: dict[str, Any], rules: dict[str, Rule], prefix: str = "", auto: dict[str, Any] | None = None
+) -> list[Entry]:
+    """Returns an entry for each of `keys`, and for each key of a section that has rules for its parts.
+
+    `auto`: where the program puts values in the place of the word "auto", by the last part of a key; a key without one
+    keeps Shardbook's default. None: "auto" is a value like others.
+    """
+    entries = []
+    for name, value in keys.items():
+        key = f"{prefix}{name}"
+        has_parts = any(rule.startswith(f"{key}.") for rule in rules)
+        rule = rules.get(key)
+        try:
+            if rule is None and isinstance(value, str) and str(name).startswith(COMMENTS):
+                entries.append(Entry(key, value, {}))
+            elif value == "auto" and auto is not None and rule:
+                entries.append(_auto_entry(key, rule, auto))
+            elif has_parts and isinstance(value, dict):
+                entries += read_section(value, rules, f"{key}.", auto) or [Entry(key, value, {})]
+            elif has_parts and rule is None and value is not None:
+                raise Refused("must be a section: keys and values")
+            elif rule is None and not has_parts:
+                raise Refused(f"not a key that is known here{nearest(key, list(rules))}")
+            else:
+                entries.append(Entry(key, value, *(rule(value) if rule else ({}, ""))))
+        except Refused as error:
+            entries.append(Entry(key, value, {}, str(error), refused=True))
+        except AttributeError:
+            entries.append(Entry(key, value, {}, "must be a section: keys and values", refused=True))
+        except (TypeError, ValueError) as error:
+            entries.append(Entry(key, value, {}, f"not what this key takes ({first_line(error)})", refused=True))
+    return entries
+
+
+def _auto_entry(key: str, rule: Rule, auto: dict[str, Any]) -> Entry:
+    name = key.rpartition(".")[2]
+    if name in auto:
+        return Entry(key, "auto", rule(auto[name])[0], "auto: the default of transformers' Trainer")
+    if rule is ignored or key in HAVE_AUTO:
+        return Entry(key, "auto", *rule("auto"))
+    return Entry(key, "auto", {}, "Shardbook's default")
+
+
+HAVE_AUTO = {"pipeline.stages"}  # keys whose rule has a word of its own for "auto"
+
+
+def absent_entries(
+    keys: dict[str, Any], defaults: dict[str, Any], rules: dict[str, Rule], set_by: Iterable[Entry], program: str
+) -> list[Entry]:
+    """Returns an entry for each default of a program that makes settings which no entry of `set_by` makes."""
+    decided = {key for entry in set_by for key in entry.settings}
+    entries = []
+    for name, default in defaults.items():
+        if keys.get(name) is None:
+            settings, _ = rules[name](default)
+            if settings and not settings.keys() <= decided:
+                left = {key: value for key, value in settings.items() if key not in decided}
+                entries.append(Entry(f"({name})", None, left, f"absent is {json.dumps(default)} in {program}"))
+    return entries
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+def is_on(value: Any) -> bool:
+    """Returns whether a value is neither false, none, 0 nor empty, also as a word in quotes."""
+    return value not in ([], {}) and str(value).strip().lower() not in OFF
+
+
+def ignored(value: Any) -> Result:
+    """Returns nothing to set: the key changes no number here, or is the launcher's."""
+    return {}, ""
+
+
+def off(why: str = "has no counterpart") -> Rule:
+    """Returns the rule of a key that is refused unless it is off: false, 0, nothing, or a section that is not enabled
+    or on no device."""
+
+    def rule(value: Any) -> Result:
+        section = value if isinstance(value, dict) else {}
+        is_off = not is_on(value) or section.get("enabled", True) is False
+        if is_off or section.get("device", "a device") in ("none", None):
+            return {}, ""
+        raise Refused(why)
+
+    return rule
+
+
+def listed_rules(program: str) -> dict[str, Rule]:
+    """Returns the rules of a program's keys in keys.toml: those that need nothing, and those without a counterpart."""
+    lists = KEYS[program]
+    return dict.fromkeys(lists["ignored"].split(), ignored) | dict.fromkeys(lists["refused"].split(), off())
+
+
+def only(*values: Any, why: str = "has no counterpart") -> Rule:
+    """Returns the rule of a key that is refused unless it is one of `values`, which need nothing here, or absent."""
+
+    def rule(value: Any) -> Result:
+        if value is None or value in values:
+            return {}, ""
+        raise Refused(f"{why}; what can be translated: {', '.join(map(str, values))}")
+
+    return rule
 
 
 def whole_number(value: Any) -> int:
@@ -37,181 +197,84 @@ def whole_number(value: Any) -> int:
     return int(value)
 
 
-def is_enabled(section: Any) -> bool:
-    if (enabled := section.get("enabled", False)) not in (True, False):
-        raise Refused(f"enabled = {enabled!r}: must be true or false")
-    return bool(enabled)
+def real_number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise Refused("must be a number")
+    return float(value)
 
 
-def off(why: str, value: Any) -> tuple[Settings, str]:
-    """Raises Refused unless `value` is off: false, 0, nothing, or a section that is not enabled or on no device."""
-    section = value if isinstance(value, dict) else {}
-    is_off = not value or value in ("none", "no") or section.get("enabled", True) is False
-    if is_off or section.get("device", "not said") in ("none", None):
-        return {}, "off"
-    raise Refused(why)
+def whole(key: str) -> Rule:
+    return lambda value: ({key: whole_number(value)}, "") if value is not None else ({}, "")
 
 
-def axis(key: str, value: Any) -> tuple[Settings, str]:
-    """Returns the setting for the number of ranks along an axis inside the model: 1 is off, and 0 in DeepSpeed."""
-    if (ranks := whole_number(value)) < 0:
-        raise Refused("must be a whole number of ranks")
-    return ({key: ranks}, OF_AXES[key]) if ranks > 1 else ({}, "off")
+def number(key: str) -> Rule:
+    return lambda value: ({key: real_number(value)}, "") if value is not None else ({}, "")
 
 
-def one_of(name: str, value: Any) -> tuple[Settings, str]:
-    """Returns the settings of one value of the map `name`, in any case. Raises Refused for another."""
-    row, word = KEYS["values"][name], str(value).lower()
-    choices = row["to"]
-    if word not in choices and "true" in choices:
-        word = "true" if word in ON else "false" if word in OFF else word
-    if word not in choices:
-        why = row.get("refused", "true or false")
-        raise Refused(f"{why}; what can be translated: {', '.join(choices)}")
-    settings = {row["key"]: choices[word]} | row.get("beside", {}) if choices[word] != "" else {}
-    return settings, row.get("said", "") if settings or word not in OFF else "off"
+def scalar(key: str) -> Rule:
+    """Returns the rule of a number that a recipe keeps whole where it is."""
+
+    def rule(value: Any) -> Result:
+        if value is None:
+            return {}, ""
+        given = real_number(value)
+        return {key: int(given) if given == int(given) else given}, ""
+
+    return rule
 
 
-def device(what: str, value: Any) -> tuple[Settings, str]:
-    """Returns the storage tier of `what` (optimizer, params), from a section. Raises Refused."""
-    same = {"device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init"}
-    same |= {"pipeline_read", "pipeline_write", "ratio"}
-    settings, said = one_of(f"{what}_device", value.get("device") or "none")
-    if not settings:
-        return settings, said
-    if value.get("ratio", 1) != 1:
-        raise Refused(f"ratio {value['ratio']}: all of it or nothing")
-    if other := [name for name in value if name not in same]:
-        raise Refused(f"{', '.join(other)}: has no counterpart")
-    return settings | (path_of(value.get("nvme_path"))[0] if "nvme" in settings.values() else {}), said
+def text(key: str, remark: str = "") -> Rule:
+    """Returns the rule of a key whose text is the setting's; empty and absent set nothing."""
+
+    def rule(value: Any) -> Result:
+        if value is not None and not isinstance(value, str):
+            raise Refused("must be text")
+        return ({key: value}, remark) if value else ({}, "")
+
+    return rule
 
 
-def path_of(value: Any) -> tuple[Settings, str]:
-    return ({"offload.path": value}, "") if value and value != "none" else ({}, "off")
+def noted(remark: str) -> Rule:
+    """Returns the rule of a key that sets nothing, with a remark where it is on."""
+    return lambda value: ({}, remark if is_on(value) else "")
 
 
-def half_of(value: Any) -> tuple[Settings, str]:
-    if value.get("enabled") == "auto":
-        return {}, "auto: Shardbook's default stays, bf16 on a GPU"
-    return ({"precision.params": "bf16"}, "masters stay fp32") if is_enabled(value) else ({}, "off")
+def switch(key: str, on: Any, otherwise: Any = None, remark: str = "", **beside: Any) -> Rule:
+    """Returns the rule of a yes or no, in any spelling; with `on` come the settings `beside`, `section__key`."""
+    also = {name.replace("__", "."): value for name, value in beside.items()}
+
+    def rule(value: Any) -> Result:
+        if value is None or str(value).lower() in OFF:
+            return ({}, "") if otherwise is None or value is None else ({key: otherwise}, "")
+        if str(value).lower() not in ON:
+            raise Refused(f"must be true or false, not {value!r}")
+        return {key: on} | also, remark
+
+    return rule
 
 
-def fp16_of(value: Any) -> tuple[Settings, str]:
-    if value.get("enabled") != "auto" and is_enabled(value):
-        raise Refused("fp16 with loss scaling has no counterpart; use bf16 (precision.params=bf16)")
-    return half_of(value)
+def choice(key: str, to: dict[str, Any], refused: str = "has no counterpart", remark: str = "") -> Rule:
+    """Returns the rule of a key with a few words, in any case; a word that becomes None sets nothing."""
+
+    def rule(value: Any) -> Result:
+        if value is None and "none" not in to:
+            return {}, ""
+        word = str(value).lower()
+        if word not in to and "true" in to:
+            word = "true" if word in ON else "false" if word in OFF else word
+        if word not in to:
+            raise Refused(f"{refused}; what can be translated: {', '.join(to)}")
+        return ({key: to[word]}, remark) if to[word] is not None else ({}, "")
+
+    return rule
 
 
-def printed_of(value: Any) -> tuple[Settings, str]:
-    steps = whole_number(value)
-    rare = f"Shardbook logs the loss as rarely, once in {steps} steps: set train.logging_steps=10 to see more of it"
-    return {"train.logging_steps": steps}, rare if steps > 10 else ""
+def axis(key: str) -> Rule:
+    """Returns the rule of the number of ranks along an axis inside the model: 1 is off, and 0 in DeepSpeed."""
 
+    def rule(value: Any) -> Result:
+        if (ranks := whole_number(1 if value is None else value)) < 0:
+            raise Refused("must be a whole number of ranks")
+        return ({key: ranks}, REMARKS[key]) if ranks > 1 else ({}, "")
 
-def params_of(section: Any, said: list[str], absent: Settings) -> Settings:
-    """Returns the `params` of an optimizer or scheduler; in the place of "auto" its value, and what DeepSpeed takes for
-    those that are `absent`, which `said` tells both."""
-    given = section.get("params", {})
-    said += [f"{name} is absent: {value} in DeepSpeed" for name, value in absent.items() if name not in given]
-    params = absent | given
-    for name in [name for name, given in params.items() if given == "auto"]:
-        if name in AUTO:
-            params[name] = AUTO[name]
-            said.append(f"{name} is auto: {AUTO[name]} in transformers")
-        else:
-            del params[name]
-            said.append(f"{name} is auto, so Shardbook's default")
-    return params
-
-
-def optimizer_of(value: Any) -> tuple[Settings, str]:
-    if str(value.get("type", "")).lower() not in ("adam", "adamw", "fusedadam"):
-        raise Refused(f"{value.get('type')} has no counterpart; optim.name is adamw")
-    settings: Settings = {"optim.name": "adamw"}
-    names = {"lr": "learning_rate", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
-    same, said = (("adam_w_mode", True), ("bias_correction", True)), ["matrices decay, vectors (norms, biases) do not"]
-    for name, given in params_of(value, said, {"lr": 1e-3}).items():
-        if name in names:
-            settings[f"optim.{names[name]}"] = [float(x) for x in given] if name == "betas" else float(given)
-        elif name not in ("torch_adam", "fused") and (name, given) not in same:
-            raise Refused(f"params.{name} = {given!r} has no counterpart")
-    return settings, "; ".join(said)
-
-
-def scheduler_of(value: Any) -> tuple[Settings, str]:
-    shapes = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-    if value.get("type") not in shapes:
-        raise Refused(f"{value.get('type')} has no counterpart; what can be translated: {', '.join(shapes)}")
-    settings: Settings = {"optim.lr_scheduler_type": shapes[value["type"]]}
-    said: list[str] = []
-    absent = {"warmup_num_steps": 1000} | ({"warmup_max_lr": 1e-3} if value["type"] != "WarmupCosineLR" else {})
-    params = params_of(value, said, absent)
-    for name, given in params.items():
-        if name == "warmup_num_steps":
-            settings["optim.warmup_steps"] = whole_number(given)
-        elif name == "total_num_steps":
-            settings["train.steps"] = whole_number(given)
-        elif name == "warmup_max_lr":
-            settings["optim.learning_rate"] = float(given)
-        elif name in ("warmup_min_lr", "warmup_min_ratio", "cos_min_ratio"):
-            if given:
-                said.append(f"{name} = {given} becomes 0")
-        elif name == "warmup_type":
-            said += [] if given == "linear" else [f"warm-up is linear in place of {given}"]
-        elif (name, given) != ("last_batch_iteration", -1):
-            raise Refused(f"params.{name} = {given!r} has no counterpart")
-    if "warmup_type" not in params and value["type"] != "WarmupCosineLR":
-        said.append("warm-up is linear in place of log, DeepSpeed's default")
-    return settings, "; ".join(said)
-
-
-def secondary_of(value: Any) -> tuple[Settings, str]:
-    if not isinstance(value, int) or value < 1:
-        raise Refused("must be a whole number of ranks, at least 1")
-    return ({STAGE: "zeropp", "parallel.secondary_shard": value}, "hpZ") if value > 1 else ({}, "off")
-
-
-def replicas_of(value: Any) -> tuple[Settings, str]:
-    shards: Settings = {STAGE: "hsdp", "parallel.dp_shard_size": whole_number(value)}
-    return (shards, "MiCS is hybrid shard") if value > 0 else ({}, "off")
-
-
-def runs_of(value: Any) -> tuple[Settings, str]:
-    """Returns the checkpointing for DeepSpeed's interval, which keeps the first input of each run of layers."""
-    if whole_number(value) < 0:
-        raise Refused("must be a whole number of layers")
-    said = f"the input of each block is kept, not of each run of {value}" if whole_number(value) > 1 else ""
-    return ({"activation.checkpointing": "full"}, said) if whole_number(value) else ({}, "off")
-
-
-def tracker_of(value: Any) -> tuple[Settings, str]:
-    if not is_enabled(value):
-        return {}, "off"
-    project = {"run.project": value["project"]} if value.get("project") else {}
-    left = [name for name in ("team", "group") if value.get(name)]
-    return {"run.report_to": "wandb"} | project, f"set {', '.join(left)} as wandb's own variables" if left else ""
-
-
-def wrap_of(value: Any) -> tuple[Settings, str]:
-    return {"parallel.wrap": f"size:{whole_number(value)}"} if whole_number(value) else {}, ""
-
-
-KINDS: dict[str, Callable[[str, Any], tuple[Settings, str]]] = {
-    "free": lambda why, value: ({}, why),
-    "whole": lambda key, value: ({key: whole_number(value)}, ""),
-    "number": lambda key, value: ({key: float(value)}, ""),
-    **{each.__name__: each for each in (off, axis, one_of, device)},
-}
-
-
-def rules_of(program: str) -> dict[str, Rule]:
-    """Returns the rules of keys.toml for the keys of `program`."""
-    found: dict[str, Rule] = {}
-    for kind, rows in KEYS[program].items():
-        for what, keys in rows.items():
-            found |= dict.fromkeys(keys, globals()[what] if kind == "by" else partial(KINDS[kind], what))
-    return found
-
-
-DEEPSPEED = rules_of("deepspeed")
-ACCELERATE = rules_of("accelerate") | {f"fsdp_config.{name}": rule for name, rule in rules_of("fsdp").items()}
+    return rule

@@ -1,0 +1,349 @@
+"""axolotl's YAML: the meaning of its keys.
+
+Source: axolotl's configuration reference and its schema in 0.19, with earlier spellings of its examples.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from shardbook.recipe import RecipeError
+from shardbook.recipe.learning import PAIRED
+from shardbook.translate.deepspeed import FP16
+from shardbook.translate.layout import read_layout
+from shardbook.translate.rules import (
+    ACCUMULATION,
+    BATCH,
+    CP_SIZE,
+    TP_SIZE,
+    Entry,
+    File,
+    Program,
+    Refused,
+    Result,
+    Rule,
+    Settings,
+    absent_entries,
+    axis,
+    choice,
+    ignored,
+    is_on,
+    listed_rules,
+    noted,
+    number,
+    off,
+    only,
+    read_section,
+    scalar,
+    switch,
+    text,
+    whole,
+    whole_number,
+    words,
+)
+from shardbook.translate.trainer import (
+    SCHEDULES,
+    columns_of,
+    epochs_of,
+    half_of,
+    interval_of,
+    one_or_list,
+    optimizer_of,
+    saved_modules_of,
+    source_of,
+    targets_of,
+    trainer_rules,
+    when,
+)
+
+METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "simpo": "simpo"}
+INSTEAD = "method is sft, dpo, orpo, simpo, reward or distill"
+ROLES = {
+    "user",
+    "human",
+    "assistant",
+    "gpt",
+    "system",
+    "tool",
+    "observation",
+    "function_call",
+    "model",
+    "input",
+    "output",
+}
+
+
+def method_of(file: File) -> str:
+    """Returns the method. Raises RecipeError where it is one that a recipe has not."""
+    rl = file.keys.get("rl")
+    if is_on(rl) and str(rl).lower() not in METHODS:
+        raise RecipeError(f"{file.path}: rl = {rl}, which has no counterpart; {INSTEAD}")
+    return METHODS[str(rl).lower()] if is_on(rl) else "reward" if file.is_on("reward_model") else "sft"
+
+
+def adapter_of(value: Any) -> Result:
+    return choice("", {"lora": None, "qlora": None, "none": None, "": None})(value)
+
+
+def datasets_of(key: str, is_paired: bool = False) -> Rule:
+    """Returns the rule of `datasets` or `test_datasets`: a list of sources, each with the shape of its rows, which are
+    pairs or not."""
+
+    def rule(value: Any) -> Result:
+        settings: Settings = {}
+        sources: list[str] = []
+        remarks: list[str] = []
+        for row in value or []:
+            for name, given in _dataset(row, is_paired, sources, remarks).items():
+                if settings.setdefault(name, given) != given:
+                    raise Refused(f"its data sets differ in {name}: {settings[name]} and {given}")
+        return ({key: one_or_list(sources)} if sources else {}) | settings, "; ".join(dict.fromkeys(remarks))
+
+    return rule
+
+
+def pretrained_on(value: Any) -> Result:
+    rows = [value] if isinstance(value, str | dict) else value or []
+    return datasets_of("data.train")(
+        [{"type": "pretrain"} | (row if isinstance(row, dict) else {"path": row}) for row in rows]
+    )
+
+
+OF_DATASET = set(
+    words("""path name split type data_files ds_type field_messages message_property_mappings
+message_field_role message_field_content roles roles_to_train train_on_eos train_on_eot chat_template conversation
+field trust_remote_code message_field_training message_field_training_detail field_system field_tools
+field_chosen field_rejected drop_system_message field_human field_model revision text_column chat_template_jinja
+field_thinking template_thinking_key""")
+)
+DRAWN_BY_TEMPLATE = "rows are written by the tokenizer's chat template, not in {}'s text"
+
+
+def _dataset(row: dict[str, Any], is_paired: bool, sources: list[str], remarks: list[str]) -> Settings:
+    """Returns the settings of one data set, and adds its sources and remarks. Raises Refused."""
+    if other := [name for name, given in row.items() if name not in OF_DATASET and is_on(given)]:
+        raise Refused(f"{', '.join(other)} of a data set: has no counterpart")
+    if row.get("revision"):
+        raise Refused("a revision of a data set has no counterpart: save it as a file")
+    files = row.get("data_files")
+    if files and "/" in str(row.get("path", "")) and not str(row["path"]).startswith((".", "/")):
+        raise Refused(f"files inside of {row['path']} have no counterpart: name them in data.train")
+    names = files if isinstance(files, list) else [files] if files else [row.get("path")]
+    split = row.get("split")
+    sources += [source_of(name, split, None if files else row.get("name")) for name in names]
+    if is_on(row.get("chat_template")) or is_on(row.get("conversation")):
+        remarks.append("the tokenizer's own chat template is used: where it has none, set data.chat_template")
+    return _shape(row, is_paired, remarks)
+
+
+def _shape(row: dict[str, Any], is_paired: bool, remarks: list[str]) -> Settings:
+    kind = row.get("type")
+    if isinstance(kind, dict):
+        fields = {"system": "field_system", "instruction": "field_instruction", "input": "field_input"}
+        fields |= {"output": "field_output", "prompt": "field_prompt", "chosen": "field_chosen"}
+        fields |= {"rejected": "field_rejected"}
+        remarks.append(DRAWN_BY_TEMPLATE.format("a format"))
+        return columns_of({field: kind.get(name) for field, name in fields.items()})
+    base, _, variant = str(kind or "chat_template").partition(".")
+    base = base.partition(":")[0]
+    if base in ("completion", "pretrain"):
+        field = row.get("field") or row.get("text_column")
+        return {"data.train_on": "all"} | columns_of({"text": field if field != "text" else None})
+    if base.startswith("alpaca"):
+        remarks.append(DRAWN_BY_TEMPLATE.format("Alpaca"))
+        return {}
+    if variant in ("intel", "icr"):  # of preferences
+        return {"data.columns": {"prompt": "question" if variant == "intel" else "input"}}
+    if base not in ("chat_template", "sharegpt", "chatml", "llama3", "zephyr", "bradley_terry") or variant not in READ:
+        raise Refused(f"rows of type {kind} are not read by that name; docs/data.md lists what is: set data.train")
+    mapping = row.get("message_property_mappings") or {}
+    role = row.get("message_field_role") or mapping.get("role", "role")
+    content = row.get("message_field_content") or mapping.get("content", "content")
+    if (role, content) not in (("role", "content"), ("from", "value")):
+        raise Refused(f"messages of {role} and {content} are not read; role and content are, and from and value")
+    if other := {word for many in (row.get("roles") or {}).values() for word in many} - ROLES:
+        raise Refused(f"the role {sorted(other)[0]} is not read")
+    if row.get("roles_to_train") not in (None, ["assistant"], ["gpt"], "assistant"):
+        raise Refused(f"roles_to_train = {row['roles_to_train']}: answers are trained; data.train_on")
+    if row.get("train_on_eos") not in (None, "turn"):
+        raise Refused(f"train_on_eos = {row['train_on_eos']}: the end of each trained answer is trained")
+    columns = {
+        "chosen": row.get("field_chosen"),
+        "rejected": row.get("field_rejected"),
+        "system": row.get("field_system"),
+    }
+    field = row.get("field_messages") or row.get("field")
+    if is_paired and role != "from" and variant in ("", "default"):
+        columns["prompt"] = field or "messages"
+    elif field not in (None, "messages", "conversations"):
+        columns["conversations" if role == "from" else "messages"] = field
+    return columns_of(columns | {"tools": row.get("field_tools")})
+
+
+READ = ("", "default", "argilla", "argilla_chat", "ultra", "load_role", "load_multirole", "load_ultrachat")
+
+
+def batch_of(file: File) -> Rule:
+    """Returns the rule of batch_size, rows of a step on each rank, of which micro_batch_size makes the accumulation."""
+
+    def rule(value: Any) -> Result:
+        if value is None or file.keys.get("gradient_accumulation_steps") is not None:
+            return {}, ""
+        rows, micro = whole_number(value), whole_number(file.keys.get("micro_batch_size") or 1)
+        if rows % micro:
+            raise Refused(f"{rows} rows are no whole number of micro-batches of {micro}")
+        return {ACCUMULATION: rows // micro}, ""
+
+    return rule
+
+
+def per_epoch(what: str) -> Rule:
+    return noted(f"a number an epoch has no counterpart: set train.{what}_steps")
+
+
+def plugins_of(value: Any) -> Result:
+    """Returns nothing to set for plugins that are kernels."""
+    if other := [name for name in value or [] if not any(kind in name for kind in ("liger", "cut_cross", "kernels"))]:
+        raise Refused(f"{', '.join(other)} has no counterpart")
+    return {}, ""
+
+
+def hub_of(value: Any) -> Result:
+    return ({"train.push_to_hub": True, "train.hub_model_id": value}, "") if value else ({}, "")
+
+
+def template_of(value: Any) -> Result:
+    if value and not str(value).endswith((".jinja", ".jinja2")):
+        raise Refused("a template is a file here: write it to one, and set data.chat_template")
+    return ({"data.chat_template": value}, "") if value else ({}, "")
+
+
+def special_of(value: Any) -> Result:
+    """Returns a remark for tokens that a file names, which most name as the tokenizer has them."""
+    named = [name for name, token in (value or {}).items() if name != "pad_token" and token]
+    return {}, f"the tokenizer's own {', '.join(named)} are used" if named else ""
+
+
+def longer_of(value: Any) -> Result:
+    if str(value).lower() == "truncate":
+        return {}, ""
+    return {}, "rows longer than data.max_length are cut and counted, not dropped"
+
+
+def rules_of(file: File, method: str) -> dict[str, Rule]:
+    is_paired = method in PAIRED
+    lora: dict[str, Rule] = {
+        "lora_r": whole("lora.r"),
+        "lora_alpha": scalar("lora.lora_alpha"),
+        "lora_dropout": number("lora.lora_dropout"),
+        "lora_target_linear": switch("lora.target_modules", "all-linear"),
+        "lora_target_modules": ignored if file.is_on("lora_target_linear") else targets_of,
+        "lora_modules_to_save": saved_modules_of,
+        "lora_model_dir": text("lora.adapter"),
+        "peft_use_rslora": switch("lora.use_rslora", True),
+        "peft_use_dora": switch("lora.use_dora", True),
+    }
+    beta = number("preference.beta") if is_paired else ignored
+    return {
+        **trainer_rules(file),
+        **listed_rules("axolotl"),
+        "base_model": text("model.path"),
+        "revision_of_model": text("model.revision"),
+        "tokenizer_config": text("model.tokenizer"),
+        "adapter": adapter_of,
+        **when(file.is_on("adapter"), lora),
+        "load_in_4bit": switch("model.load_in_4bit", True)
+        if file.is_on("adapter")
+        else off("four bits need an adapter"),
+        "rl": ignored,
+        "reward_model": ignored,
+        "rl_beta": beta,
+        "dpo_beta": beta,
+        "orpo_alpha": beta,
+        "simpo_gamma": number("preference.simpo_gamma"),
+        "cpo_alpha": only(0, 0.0),
+        "rpo_alpha": number("preference.rpo_alpha"),
+        "dpo_loss_type": lambda value: choice(
+            "preference.loss_type", {name: name for name in words("sigmoid hinge ipo robust apo_zero apo_down")}
+        )(value[0] if isinstance(value, list) and len(value) == 1 else value),
+        "datasets": datasets_of("data.train", is_paired),
+        "test_datasets": datasets_of("data.eval", is_paired),
+        "pretraining_dataset": pretrained_on,
+        "val_set_size": scalar("data.eval_size"),
+        "dataset_processes": whole("data.num_proc"),
+        "chat_template": noted("the tokenizer's own is used: where it has none, set data.chat_template"),
+        "chat_template_jinja": template_of,
+        "chat_template_kwargs": lambda value: ({"data.chat_template_kwargs": value}, "") if value else ({}, ""),
+        "default_system_message": text("data.system"),
+        "eot_tokens": noted("a template's own end of a turn is trained, and exported as a stop"),
+        "special_tokens": special_of,
+        "sequence_len": whole("data.max_length"),
+        "excess_length_strategy": longer_of,
+        "sample_packing": switch("data.packing", True, False),
+        "train_on_inputs": switch("data.train_on", "all"),
+        "micro_batch_size": whole(BATCH),
+        "batch_size": batch_of(file),
+        "num_epochs": epochs_of(file),
+        "optimizer": optimizer_of,
+        "lr_scheduler": choice("optim.lr_scheduler_type", SCHEDULES),
+        "bfloat16": half_of,
+        "float16": off(FP16),
+        "float32": ignored,
+        "activation_offloading": switch(
+            "offload.activations", "cpu", None, "inputs of blocks", activation__checkpointing="full"
+        ),
+        "save_steps": interval_of(file, "save", "steps"),
+        "eval_steps": interval_of(file, "eval", "steps"),
+        "evals_per_epoch": per_epoch("eval"),
+        "saves_per_epoch": per_epoch("save"),
+        "plugins": plugins_of,
+        "wandb_project": lambda value: (
+            ({"run.report_to": "wandb", "run.project": value}, "") if is_on(value) else ({}, "")
+        ),
+        "use_wandb": switch("run.report_to", "wandb"),
+        "wandb_name": noted("the run is named by run.name"),
+        "use_tensorboard": switch("run.report_to", "tensorboard"),
+        "hub_model_id": hub_of,
+        "dp_shard_size": whole("parallel.dp_shard_size"),
+        "dp_replicate_size": whole("parallel.dp_replicate_size"),
+        "tensor_parallel_size": axis(TP_SIZE),
+        "context_parallel_size": axis(CP_SIZE),
+        "sequence_parallel_degree": axis(CP_SIZE),
+    }
+
+
+DEFAULTS: dict[str, Any] = {
+    "lr_scheduler": "cosine",
+    "sample_packing": False,
+    "num_epochs": 1.0,
+    "warmup_ratio": 0.03,
+    "micro_batch_size": 1,
+}
+
+
+def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
+    """Returns the entries of axolotl's keys. Raises RecipeError for a method without counterpart."""
+    method = method_of(file)
+    rules = rules_of(file, method)
+    entries = read_section(file.keys, rules)
+    if method != "sft":
+        key = "rl" if method != "reward" else "reward_model"
+        loss = {"preference.loss_type": "ipo"} if file.keys.get("rl") == "ipo" else {}
+        entries.append(Entry(f"({key})", None, {"method": method} | loss, f"{key} = {file.keys[key]}"))
+    if method == "simpo" and file.keys.get("cpo_alpha") is None:
+        why = "absent is 1.0 in TRL, a likelihood added to SimPO's loss, which has no counterpart: write cpo_alpha: 0"
+        entries.append(Entry("(cpo_alpha)", None, {}, why, refused=True))
+    if file.keys.get("adapter") == "qlora" or (file.is_on("adapter") and file.is_on("load_in_4bit")):
+        bits = {"model.load_in_4bit": True, "model.bnb_4bit_use_double_quant": True}
+        entries.append(Entry("(adapter)", None, bits, "axolotl quantises the scales too"))
+    layout = read_layout(file, "axolotl", fsdp_alone=True)
+    is_sharded = any("parallel.dp_shard_size" in entry.settings for entry in entries)
+    entries += [entry for entry in layout if not (entry.key == "(deepspeed, fsdp)" and (launched or is_sharded))]
+    if not any(entry.settings.get("run.report_to") for entry in entries):
+        entries.append(Entry("(wandb_project)", None, {"run.report_to": "none"}, "no tracker is named"))
+    if file.keys.get("excess_length_strategy") is None:
+        entries.append(Entry("(excess_length_strategy)", None, {}, longer_of(None)[1]))
+    defaults = DEFAULTS | ({"warmup_ratio": None} if file.keys.get("warmup_steps") is not None else {})
+    return entries + absent_entries(file.keys, defaults, rules, entries, "axolotl")
+
+
+AXOLOTL = Program("axolotl's YAML", frozenset(rules_of(File(Path(), {}), "sft")), read)

@@ -1,0 +1,49 @@
+"""How a trainer's file says that ranks share the model: its parts for DeepSpeed and for FSDP."""
+
+from collections.abc import Callable
+from typing import Any
+
+from shardbook.translate.accelerate import RULES, fsdp_rules, named_file, sharded_by
+from shardbook.translate.deepspeed import DEEPSPEED
+from shardbook.translate.rules import STAGE, Entry, File, Refused, Result, is_on, read_section
+
+
+def read_layout(file: File, program: str, fsdp_alone: bool = False) -> list[Entry]:
+    """Returns the entries of a trainer's part for DeepSpeed (a file, or keys) and for FSDP; ddp where there is neither.
+
+    `fsdp_alone`: fsdp_config shards by itself, without `fsdp` beside it.
+    """
+    entries: list[Entry] = []
+    if is_on(named := file.keys.get("deepspeed")):
+        part = File(file.path, named) if isinstance(named, dict) else named_file(file, named, "deepspeed")
+        inside = [part] if isinstance(part, Entry) else DEEPSPEED.read(part, program)
+        entries += [_inside(entry, "deepspeed") for entry in inside if entry.key != "deepspeed"] or inside
+        entries += [part] if isinstance(part, Entry) and part not in entries else []
+    words_of_fsdp, section = file.keys.get("fsdp"), file.keys.get("fsdp_config")
+    if is_on(words_of_fsdp) or (fsdp_alone and is_on(section)):
+        entries += _read("fsdp", words_of_fsdp, sharded_by)
+        if isinstance(section, dict):
+            inside = read_section({"fsdp_config": section}, fsdp_rules("fsdp_config"))
+            if fsdp_alone and not any(STAGE in entry.settings for entry in [*entries, *inside]):
+                entries.append(Entry("(fsdp_config)", None, {STAGE: "zero3"}, "shards parameters"))
+            entries += inside
+        elif is_on(section):
+            entries.append(Entry("fsdp_config", section, {}, "must be a section: keys and values", refused=True))
+    if isinstance(axes := file.keys.get("parallelism_config"), dict):
+        rules = {key: rule for key, rule in RULES.items() if key.startswith("parallelism_config.")}
+        entries += read_section({"parallelism_config": axes}, rules)
+    if not any(STAGE in entry.settings or entry.refused for entry in entries):
+        entries.append(Entry("(deepspeed, fsdp)", None, {STAGE: "ddp"}, f"neither is in the file: {program} runs DDP"))
+    return entries
+
+
+def _inside(entry: Entry, section: str) -> Entry:
+    key = entry.key if entry.key.startswith("(") else f"{section}: {entry.key}"
+    return Entry(key, entry.value, entry.settings, entry.remark, entry.refused)
+
+
+def _read(key: str, value: Any, rule: Callable[[Any], Result]) -> list[Entry]:
+    try:
+        return [Entry(key, value, *rule(value))]
+    except Refused as error:
+        return [Entry(key, value, {}, str(error), refused=True)]

@@ -1,0 +1,111 @@
+"""The checks of several keys together: what the settings of one key make of another's, and what a recipe refuses."""
+
+from dataclasses import replace
+from typing import Any
+
+from shardbook.recipe import TIERS, Recipe, Train
+from shardbook.recipe.refusals import Conflict, conflicts, with_settings
+from shardbook.translate.rules import ACCUMULATION, AXES, BATCH, STAGE, Entry, Settings
+
+# settings that a run can do without, left out where a recipe refuses them -> the name of the key that asked
+LEFT_OUT = {
+    "parallel.backward_prefetch": "fsdp_backward_prefetch",
+    "parallel.forward_prefetch": "fsdp_forward_prefetch",
+    "offload.params": "(offload of parameters)",
+}
+
+
+def join(entries: list[Entry]) -> Settings:
+    """Returns the settings of all entries, the last word on each; refuses axes that two keys set."""
+    for key in AXES:  # accelerate too refuses cp_size beside sp_size
+        if sum(key in entry.settings for entry in entries) > 1:
+            refuse(entries, {key}, f"is {key} here, and so is another key of this file; set one of them to 1")
+    settings: Settings = {}
+    for entry in entries:
+        for key, value in entry.settings.items():
+            if key == STAGE and settings.get(STAGE) in ("zeropp", "hsdp") and value in ("zero3", "zeropp"):
+                continue  # a switch has said more than the stage's number
+            settings[key] = value
+    return settings
+
+
+def settle(entries: list[Entry]) -> Settings:
+    """Returns a recipe's settings, in which nothing contradicts; adds an entry for each change."""
+    settings = join(entries)
+
+    def note(key: str, value: Any, changed: Settings, remark: str, refused: bool = False) -> None:
+        settings.update(changed)
+        entries.append(Entry(key, value, changed, remark, refused))
+
+    _check_batch(settings, entries)
+    settings.setdefault(STAGE, "zero3")
+    if settings[STAGE] == "zero3" and int(settings.get("parallel.dp_replicate_size", 1)) > 1:
+        note("parallelism_config", None, {STAGE: "hsdp"}, "replicas of a sharded copy")
+    for conflict in _conflicts(settings):
+        for key in LEFT_OUT.keys() & set(conflict.keys):
+            del settings[key]
+            note(LEFT_OUT[key], None, {}, f"left out: {conflict.why}")
+    params = settings.get("offload.params", "none")
+    if TIERS.index(params) > TIERS.index(settings.get("offload.optimizer", "none")):
+        note("(offload of parameters)", None, {"offload.optimizer": params}, "what they are made of goes with them")
+    drop_refused(settings, entries)
+    tier = settings.get("offload.optimizer", "none")
+    if tier == "nvme" and "offload.path" not in settings:
+        note("(nvme_path)", None, {}, "names no directory: set offload.path", refused=True)
+    elif tier != "nvme" and settings.pop("offload.path", None):
+        note("(nvme_path)", None, {}, "left out: nothing goes to a disk")
+    if settings.get("train.eval_steps") and not (settings.get("data.eval") or settings.get("data.eval_size")):
+        del settings["train.eval_steps"]
+        note("(eval_steps)", None, {}, "left out: no held-out rows are named; set data.eval or data.eval_size")
+    if settings.get("train.steps"):
+        settings.pop("train.epochs", None)
+    elif "train.epochs" not in settings:
+        note(
+            "(steps or epochs)", None, {"train.epochs": 1}, "the file does not say how long: set train.epochs or steps"
+        )
+    if settings.get("precision.params") == "bf16":
+        note("(bf16)", None, {}, "on a CPU some 70 times slower than fp32: there set precision.params=fp32")
+    return settings
+
+
+def _check_batch(settings: Settings, entries: list[Entry]) -> None:
+    """Refuses train_batch_size, which is of all ranks, where the two keys that it follows from are not beside it; else
+    tells for how many ranks it is true."""
+    for at, entry in enumerate(entries):
+        if entry.key.endswith("train_batch_size") and BATCH not in entry.settings and type(entry.value) is int:
+            if not {BATCH, ACCUMULATION} <= settings.keys():
+                why = "is of all ranks: write train_micro_batch_size_per_gpu and gradient_accumulation_steps beside it"
+                entries[at] = replace(entry, remark=why, refused=True)
+                continue
+            rows, accumulation = settings[BATCH], settings[ACCUMULATION]
+            ranks, rest = divmod(entry.value, rows * accumulation)
+            shown = f"{entry.value} = {rows} x {accumulation} x {ranks} ranks: other ranks step with other rows"
+            if rest or not ranks:
+                shown = f"{entry.value} is no whole number of ranks with {rows} x {accumulation} rows"
+            entries[at] = replace(entry, remark=shown, refused=bool(rest or not ranks))
+
+
+def _conflicts(settings: Settings) -> list[Conflict]:
+    return conflicts(with_settings(Recipe(train=Train(epochs=1)), settings))
+
+
+def refuse(entries: list[Entry], keys: set[str], why: str) -> None:
+    """Makes each entry that sets one of `keys` a refused one, which sets nothing."""
+    for at, entry in enumerate(entries):
+        if keys & set(entry.settings):
+            entries[at] = replace(entry, settings={}, remark=why, refused=True)
+
+
+def drop_refused(settings: Settings, entries: list[Entry]) -> None:
+    """Refuses what a recipe refuses, in its words: sizes along tp, cp and pp, else the offload that contradicts
+    them."""
+    against = _conflicts(settings)
+    for key in [key for key in AXES if key in settings]:
+        if why := "; ".join(conflict.said for conflict in against if key in conflict.keys):
+            refuse(entries, {key}, why)
+            del settings[key]
+    offload = [one for one in against if "offload.optimizer" in one.keys and not {*one.keys} & {*AXES}]
+    if why := "; ".join(one.said for one in offload):
+        for key in ("offload.optimizer", "offload.params", "offload.path"):
+            settings.pop(key, None)
+        entries.append(Entry("(offload)", None, {}, why, refused=True))

@@ -1,0 +1,291 @@
+"""TRL's arguments, as a YAML for `trl sft --config` or as a command: the meaning of those that are its own.
+
+Sources: the documentation of SFTConfig, DPOConfig, RewardConfig, ORPOConfig, CPOConfig, ModelConfig and ScriptArguments
+in TRL 1.16; earlier spellings, and the words of the alignment handbook and open-r1, whose files are read too.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from shardbook.paths import is_hub_id
+from shardbook.recipe import RecipeError
+from shardbook.recipe.learning import PAIRED
+from shardbook.translate.layout import read_layout
+from shardbook.translate.rules import (
+    Entry,
+    File,
+    Program,
+    Refused,
+    Result,
+    Rule,
+    absent_entries,
+    choice,
+    ignored,
+    is_on,
+    listed_rules,
+    noted,
+    number,
+    off,
+    only,
+    read_section,
+    real_number,
+    scalar,
+    switch,
+    text,
+    whole,
+    words,
+)
+from shardbook.translate.trainer import (
+    DEFAULTS,
+    columns_of,
+    listed,
+    one_or_list,
+    saved_modules_of,
+    source_of,
+    targets_of,
+    trainer_rules,
+    when,
+)
+
+METHODS = {"sft": "sft", "dpo": "dpo", "reward": "reward", "orpo": "orpo", "cpo": "simpo"}
+UNKNOWN = {
+    "GRPO": ("num_generations", "reward_funcs", "reward_weights", "num_iterations", "use_vllm", "vllm_mode"),
+    "KTO": ("desirable_weight", "undesirable_weight"),
+    "online methods": ("reward_model_path", "judge", "missing_eos_penalty", "kl_coef", "num_ppo_epochs"),
+    "distillation": ("teacher_model_name_or_path", "lmbda", "seq_kd"),
+}
+# of the names of a pair's losses, those that only a file of pairs has
+OF_PAIRS = words("""beta loss_type max_prompt_length max_completion_length precompute_ref_log_probs rpo_alpha
+label_smoothing reference_free simpo_gamma cpo_alpha ref_model_name_or_path force_use_ref_model""")
+
+
+def loss_of(method: str) -> Rule:
+    """Returns the rule of loss_type, which names another thing for each method."""
+
+    def rule(value: Any) -> Result:
+        losses = [value] if isinstance(value, str) or value is None else list(value)
+        if len(losses) != 1:
+            raise Refused("a sum of losses has no counterpart")
+        if method == "sft":
+            return only("nll", "chunked_nll")(losses[0])
+        if method in ("simpo", "orpo"):
+            return only("simpo", "sigmoid" if method == "orpo" else "simpo")(losses[0])
+        return ({"preference.loss_type": losses[0]}, "") if losses[0] is not None else ({}, "")
+
+    return rule
+
+
+def datasets_of(file: File) -> Rule:
+    """Returns the rule of dataset_name, with its split; held-out rows only where they are evaluated."""
+
+    def rule(value: Any) -> Result:
+        sources = {
+            "data.train": source_of(value, file.keys.get("dataset_train_split"), file.keys.get("dataset_config"))
+        }
+        if is_evaluated(file) and is_hub_id(value):
+            sources["data.eval"] = source_of(
+                value, file.keys.get("dataset_test_split", "test"), file.keys.get("dataset_config")
+            )
+        return sources, ""
+
+    return rule
+
+
+def mixer_of(file: File) -> Rule:
+    """Returns the rule of the alignment handbook's mixer: hub ids with the share of each that is read."""
+
+    def rule(value: Any) -> Result:
+        if parts := [name for name, share in value.items() if real_number(share) != 1]:
+            raise Refused(f"a part of {parts[0]} has no counterpart: set data.train, and data.weights for shares")
+        splits = listed(file.keys.get("dataset_splits") or ["train", "test"])
+        held = [split for split in splits if "test" in split]
+        named = {split: [source_of(name, split) for name in value] for split in splits}
+        sources = {"data.train": one_or_list([name for split in splits if split not in held for name in named[split]])}
+        if held and is_evaluated(file):
+            sources["data.eval"] = one_or_list([name for split in held for name in named[split]])
+        return sources, ""
+
+    return rule
+
+
+def mixture_of(file: File) -> Rule:
+    """Returns the rule of `datasets`, and of the alignment handbook's newer `dataset_mixture`."""
+
+    def rule(value: Any) -> Result:
+        rows = value.get("datasets", []) if isinstance(value, dict) else value
+        held = value.get("test_split_size") if isinstance(value, dict) else file.keys.get("test_split_size")
+        sources: list[Any] = []
+        weights = []
+        for row in rows or []:
+            known = {"path", "id", "name", "config", "split", "data_files", "columns", "weight", "fraction", "data_dir"}
+            if other := [name for name, given in row.items() if name not in known and given]:
+                raise Refused(f"{', '.join(other)} of a data set: has no counterpart")
+            if row.get("data_dir"):
+                raise Refused(f"the directory {row['data_dir']} of {row.get('path')} has no counterpart")
+            path = row.get("data_files") or row.get("path") or row.get("id")
+            subset = row.get("config") or (row.get("name") if not row.get("data_files") else None)
+            sources += [path] if isinstance(path, list) else [source_of(path, row.get("split"), subset)]
+            weights.append(real_number(row.get("weight") or row.get("fraction") or 1))
+        if set(weights) - {1.0}:
+            raise Refused("a part of a data set has no counterpart: set data.train, and data.weights for shares")
+        return {"data.train": one_or_list(sources)} | ({"data.eval_size": held} if held else {}), ""
+
+    return rule
+
+
+def template_of(value: Any) -> Result:
+    if value and str(value).endswith((".jinja", ".jinja2")):
+        return {"data.chat_template": value}, ""
+    if value:
+        raise Refused("a template is a file here: write it to one, and set data.chat_template")
+    return {}, ""
+
+
+def text_field_of(value: Any) -> Result:
+    return columns_of({"text": value} if value not in ("messages", "conversations") else {}), ""
+
+
+def is_evaluated(file: File) -> bool:
+    strategy = file.keys.get("eval_strategy", file.keys.get("evaluation_strategy"))
+    return is_on(strategy)
+
+
+def method_of(file: File, program: str) -> tuple[str, Entry | None]:
+    """Returns the method, and the entry that tells where it is not in the command. Raises RecipeError where it is one
+    that a recipe has not."""
+    instead = "method is sft, dpo, orpo, simpo, reward or distill"
+    for name, signs in UNKNOWN.items():
+        if present := [sign for sign in signs if file.keys.get(sign) is not None]:
+            raise RecipeError(
+                f"{file.path}: trains by {name} ({', '.join(present)}), which has no counterpart; {instead}"
+            )
+    named = program.removesuffix(".py").rpartition(" ")[2].removeprefix("run_")
+    if program.startswith("trl ") or named in METHODS:
+        if named not in METHODS:
+            raise RecipeError(f"{file.path}: {program} has no counterpart; {instead}")
+        if named == "cpo" and file.keys.get("loss_type") != "simpo":
+            raise RecipeError(f"{file.path}: trains by CPO, which has no counterpart; {instead}")
+        return METHODS[named], None
+    pairs = [sign for sign in OF_PAIRS if file.keys.get(sign) is not None]
+    if set(pairs) - {"loss_type"}:
+        method = "simpo" if file.keys.get("loss_type") == "simpo" else "orpo" if _is_orpo(file) else "dpo"
+        beside = "; for ORPO set method=orpo" if method == "dpo" else ""
+        return method, Entry("(trainer)", None, {"method": method}, f"{', '.join(pairs)} are of pairs{beside}")
+    return "sft", Entry("(trainer)", None, {}, "the file does not name it: SFT; for others set method")
+
+
+def _is_orpo(file: File) -> bool:
+    """Returns whether names say what the keys do not: ORPO has no key that DPO has not."""
+    names = [*file.path.parts, *(str(file.keys.get(key)) for key in ("output_dir", "hub_model_id", "run_name"))]
+    return any("orpo" in re.split(r"[^a-z]+", name.lower()) for name in names)
+
+
+def trained_of(file: File, method: str) -> Entry | None:
+    """Returns the entry of the tokens that are trained: TRL trains all of a conversation's unless told otherwise."""
+    if method != "sft" or is_on(file.keys.get("completion_only_loss")) or is_on(file.keys.get("assistant_only_loss")):
+        return None
+    why = "absent is all tokens of a conversation in TRL (of prompt and completion the completion: train_on=assistant)"
+    return Entry("(assistant_only_loss)", None, {"data.train_on": "all"}, why)
+
+
+def rules_of(file: File, method: str) -> dict[str, Rule]:
+    has_lora = is_on(file.keys.get("use_peft"))
+    is_paired = method in PAIRED
+    return {
+        **trainer_rules(file),
+        **listed_rules("trl"),
+        "use_peft": ignored,
+        **when(
+            has_lora,
+            {
+                "lora_r": whole("lora.r"),
+                "lora_alpha": scalar("lora.lora_alpha"),
+                "lora_dropout": number("lora.lora_dropout"),
+                "lora_target_modules": targets_of,
+                "lora_modules_to_save": saved_modules_of,
+                "use_rslora": switch("lora.use_rslora", True),
+                "use_dora": switch("lora.use_dora", True),
+            },
+        ),
+        "load_in_4bit": switch("model.load_in_4bit", True),
+        **when(
+            is_on(file.keys.get("load_in_4bit")),
+            {
+                "bnb_4bit_quant_type": choice("", {"nf4": None}),
+                "use_bnb_nested_quant": switch("model.bnb_4bit_use_double_quant", True),
+                "bnb_4bit_use_double_quant": switch("model.bnb_4bit_use_double_quant", True),
+            },
+        ),
+        "dataset_name": datasets_of(file),
+        "dataset_train_split": ignored,
+        "dataset_config": ignored if file.keys.get("dataset_name") else off(),
+        "dataset_mixer": mixer_of(file),
+        "dataset_mixture": mixture_of(file),
+        "datasets": mixture_of(file),
+        "dataset_text_field": text_field_of,
+        "text_column": text_field_of,
+        "chat_template": template_of,
+        "chat_template_path": template_of,
+        "system_prompt": text("data.system"),
+        "eos_token": noted("a template's own end of a turn is trained, and exported as a stop"),
+        "pad_token": ignored,
+        "max_length": whole("data.max_length"),
+        "max_seq_length": whole("data.max_length"),
+        "max_prompt_length": noted("a pair is cut at data.max_length as a whole"),
+        "max_completion_length": noted("a pair is cut at data.max_length as a whole"),
+        "max_target_length": noted("a pair is cut at data.max_length as a whole"),
+        "truncation_mode": only("keep_start", why="what is longer than data.max_length loses its end"),
+        "packing": switch("data.packing", True, False),
+        "assistant_only_loss": switch("data.train_on", "assistant"),
+        "completion_only_loss": switch("data.train_on", "assistant"),
+        "activation_offloading": switch(
+            "offload.activations", "cpu", None, "inputs of blocks", activation__checkpointing="full"
+        ),
+        "loss_type": loss_of(method),
+        **when(is_paired, {"beta": number("preference.beta")}),
+        "rpo_alpha": number("preference.rpo_alpha"),
+        "label_smoothing": number("preference.label_smoothing"),
+        "simpo_gamma": number("preference.simpo_gamma"),
+        "cpo_alpha": only(0, 0.0),
+        "f_divergence_type": only("reverse_kl", "FDivergenceType.REVERSE_KL"),
+        **dict.fromkeys(
+            words("f_alpha_divergence_coef discopop_tau ref_model_mixup_alpha ref_model_sync_steps"), ignored
+        ),
+        "ref_model_name_or_path": only(file.keys.get("model_name_or_path"), why="the reference is the model itself"),
+    }
+
+
+RATES = {"sft": 2e-5, "reward": 1e-4}
+
+
+def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
+    """Returns the entries of TRL's arguments. `program` is the command or script, where the file is one; `launched`:
+    a launcher's configuration says how ranks share the model. Raises RecipeError for a method without counterpart."""
+    method, trainer_entry = method_of(file, program)
+    rules = rules_of(file, method)
+    entries = read_section(file.keys, rules)
+    entries += [trainer_entry] if trainer_entry else []
+    if method != "sft" and not trainer_entry:
+        entries.append(Entry("(command)", None, {"method": method}, program))
+    layout = read_layout(file, "TRL")
+    entries += [entry for entry in layout if not (launched and entry.key == "(deepspeed, fsdp)")]
+    defaults: dict[str, Any] = DEFAULTS | {
+        "learning_rate": RATES.get(method, 1e-6),
+        "gradient_checkpointing": True,
+        "bf16": True,
+        "max_length": 1024,
+    }
+    if method == "sft":
+        defaults["packing"] = False
+    if is_on(file.keys.get("use_peft")):
+        defaults |= {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
+    if (trained := trained_of(file, method)) is not None:
+        entries.append(trained)
+    if method == "simpo" and file.keys.get("cpo_alpha") is None:
+        why = "absent is 1.0 in TRL, a likelihood added to SimPO's loss, which has no counterpart: write cpo_alpha: 0"
+        entries.append(Entry("(cpo_alpha)", None, {}, why, refused=True))
+    return entries + absent_entries(file.keys, defaults, rules, entries, "TRL")
+
+
+TRL = Program("TRL's arguments", frozenset(rules_of(File(Path(), {}), "sft")), read)
