@@ -23,6 +23,7 @@ from shardbook.data.fields import read_fields
 from shardbook.data.formats import RawRow, read_row, without_none
 from shardbook.data.json_rows import read_json_rows
 from shardbook.data.pairs import split_pair
+from shardbook.data.slices import split_slice
 from shardbook.paths import is_hub_id
 from shardbook.recipe import Data, RecipeError, first_line, nearest
 
@@ -72,8 +73,9 @@ def find_files(name: str, what: str) -> Files:
     if not name:
         said = f"needs a file, a pattern of files (rows/*.jsonl), a directory, a hub id or {' or '.join(DATASETS)}"
         raise RecipeError(f"{what} = '': {said}")
-    path = chitchat_file(name) if name in DATASETS else Path(name).expanduser()
-    is_pattern = bool(set(name) & set("*?[")) and not path.exists()
+    source, _ = split_slice(name, what)
+    path = chitchat_file(source) if source in DATASETS else Path(source).expanduser()
+    is_pattern = bool(set(source) & set("*?[")) and not path.exists()
     kind = "" if is_pattern else kind_of(path)
     if path.is_file() and not kind:
         said = f"this kind of file is not read; {', '.join(READERS)} are, also with {' or '.join(PACKED)} behind"
@@ -93,7 +95,7 @@ def find_files(name: str, what: str) -> Files:
                 return _readable(Files(reader, files, suffix), name, what)
         said = "no file matches it that ends with" if is_pattern else "has no saved dataset, and no file that ends with"
         raise RecipeError(f"{what} = {name!r}: {said} {', '.join(READERS)}")
-    if not is_hub_id(name):
+    if not is_hub_id(source):
         ids = "owner/name, owner/name:split or owner/name:subset:split"
         raise RecipeError(f"{what} = {name!r}: no such directory, and not a hub id ({ids})")
     return Files(HUB, [])

@@ -35,6 +35,7 @@ from shardbook.data.files import (
 )
 from shardbook.data.formats import RawRow, without_none
 from shardbook.data.json_rows import VERSION, JsonRow, read_json_rows
+from shardbook.data.slices import split_slice
 from shardbook.recipe import RecipeError, first_line
 
 JSON_COLUMNS = Features({name: Value("large_string" if name == "text" else "string") for name in JsonRow._fields})
@@ -76,7 +77,10 @@ def load_sources(spec: str | list[str], what: str, columns: dict[str, str] | Non
     for name in names:
         files = find_files(name, what)
         local = files.reader != HUB
-        table, is_json = (_load_local(files, name, what), files.reader == JSON) if local else _load_hub(name, what)
+        source, part = split_slice(name, what)
+        table, is_json = (_load_local(files, source, what), files.reader == JSON) if local else _load_hub(source, what)
+        if part and not len(table := table.select(part.rows(len(table)))):
+            raise RecipeError(f"{what} = {name!r}: this slice of it holds no rows")
         fields = _fields_of_json(table) if is_json else _fields_of_columns(table)
         renames = taken_columns(columns or {}, list(fields), names, what, name)
         taken = {renames.get(name, name): kinds for name, kinds in fields.items()}

@@ -4,6 +4,7 @@ Invariant: a number that the run did not measure is absent; nothing here compute
 """
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def write_card(run: Path, name: str) -> tuple[str, str]:
         "library_name": "peft" if recipe["lora"]["r"] else "transformers",
         "tags": ["shardbook", method],
         "base_model": [model] if is_hub_id(model) else [],
-        "datasets": [source.partition(":")[0] for source in map(str, sources) if is_hub_id(source.partition(":")[0])],
+        "datasets": list(filter(is_hub_id, (re.split(r"[:\[]", str(source))[0] for source in sources))),
     }
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items() if value), "---", ""]
     lines += [f"# {name}", ""]

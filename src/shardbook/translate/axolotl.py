@@ -9,7 +9,7 @@ from typing import Any
 from shardbook.recipe import RecipeError
 from shardbook.recipe.learning import PAIRED
 from shardbook.translate.deepspeed import FP16
-from shardbook.translate.layout import read_layout
+from shardbook.translate.layout import read_layout, without_layout
 from shardbook.translate.rules import (
     ACCUMULATION,
     BATCH,
@@ -220,7 +220,7 @@ def template_of(value: Any) -> Result:
 def special_of(value: Any) -> Result:
     """Returns a remark for tokens that a file names, which most name as the tokenizer has them."""
     named = [name for name, token in (value or {}).items() if name != "pad_token" and token]
-    return {}, f"the tokenizer's own {', '.join(named)} are used" if named else ""
+    return {}, f"not set: the tokenizer has {', '.join(named)} already, or it cannot be trained by" if named else ""
 
 
 def longer_of(value: Any) -> Result:
@@ -288,9 +288,9 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
         "bfloat16": half_of,
         "float16": off(FP16),
         "float32": ignored,
-        "activation_offloading": switch(
+        "activation_offloading": lambda value: switch(
             "offload.activations", "cpu", None, "inputs of blocks", activation__checkpointing="full"
-        ),
+        )(value in (True, "legacy") or value),
         "save_steps": interval_of(file, "save", "steps"),
         "eval_steps": interval_of(file, "eval", "steps"),
         "evals_per_epoch": per_epoch("eval"),
@@ -324,7 +324,7 @@ def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
     """Returns the entries of axolotl's keys. Raises RecipeError for a method without counterpart."""
     method = method_of(file)
     rules = rules_of(file, method)
-    entries = read_section(file.keys, rules)
+    entries = without_layout(read_section(file.keys, rules))
     if method != "sft":
         key = "rl" if method != "reward" else "reward_model"
         loss = {"preference.loss_type": "ipo"} if file.keys.get("rl") == "ipo" else {}

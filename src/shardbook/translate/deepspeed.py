@@ -5,6 +5,7 @@ each by its name and by its alias. "auto" is filled in by transformers' Trainer,
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shardbook.translate.rules import (
@@ -70,6 +71,13 @@ def fp16_of(value: Any) -> Result:
     return half_of(value)
 
 
+def half_inside(value: Any) -> Result:
+    """Returns what bf16 or fp16 says inside another program's file, whose word is meant by "auto"."""
+    if value.get("enabled") == "auto":
+        return {}, ""
+    return half_of(value)
+
+
 def is_enabled(section: Any) -> bool:
     if (enabled := section.get("enabled", False)) not in (True, False):
         raise Refused(f"enabled = {enabled!r}: must be true or false")
@@ -107,7 +115,7 @@ def path_of(value: Any) -> Result:
     return ({"offload.path": value}, "") if value and value != "none" else ({}, "")
 
 
-def optimizer_of(value: Any) -> Result:
+def optimizer_of(auto: Settings, value: Any) -> Result:
     if str(value.get("type", "")).lower() not in ("adam", "adamw", "fusedadam"):
         raise Refused(f"{value.get('type')} has no counterpart; optim.name is adamw")
     settings: Settings = {"optim.name": "adamw"}
@@ -116,7 +124,7 @@ def optimizer_of(value: Any) -> Result:
         (("adam_w_mode", True), ("bias_correction", True)),
         ["matrices decay, vectors (norms, biases) do not"],
     )
-    for name, given in _params(value, remarks, {"lr": 1e-3}).items():
+    for name, given in _params(value, auto, remarks, {"lr": 1e-3}).items():
         if name in names:
             read = (lambda betas: [real_number(beta) for beta in betas]) if name == "betas" else real_number
             settings[f"optim.{names[name]}"] = read(given)
@@ -125,14 +133,14 @@ def optimizer_of(value: Any) -> Result:
     return settings, "; ".join(remarks)
 
 
-def scheduler_of(value: Any) -> Result:
+def scheduler_of(auto: Settings, value: Any) -> Result:
     shapes = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     if value.get("type") not in shapes:
         raise Refused(f"{value.get('type')} has no counterpart; what can be translated: {', '.join(shapes)}")
     settings: Settings = {"optim.lr_scheduler_type": shapes[value["type"]]}
     remarks: list[str] = []
     absent = {"warmup_num_steps": 1000} | ({"warmup_max_lr": 1e-3} if value["type"] != "WarmupCosineLR" else {})
-    params = _params(value, remarks, absent)
+    params = _params(value, auto, remarks, absent)
     for name, given in params.items():
         if name == "warmup_num_steps":
             settings["optim.warmup_steps"] = whole_number(given)
@@ -152,19 +160,19 @@ def scheduler_of(value: Any) -> Result:
     return settings, "; ".join(remarks)
 
 
-def _params(section: Any, remarks: list[str], absent: Settings) -> Settings:
+def _params(section: Any, auto: Settings, remarks: list[str], absent: Settings) -> Settings:
     """Returns the `params` of an optimizer or scheduler; in the place of "auto" its value, and what DeepSpeed takes for
-    those that are `absent`, both of which `remarks` then tell."""
+    those that are `absent`, both of which `remarks` then tell. Without `auto` another file has those values."""
     given = section.get("params", {})
     remarks += [f"{name} is absent: {value} in DeepSpeed" for name, value in absent.items() if name not in given]
     params = absent | given
     for name in [name for name, value in params.items() if value == "auto"]:
-        if name in AUTO:
-            params[name] = AUTO[name]
-            remarks.append(f"{name} is auto: {AUTO[name]} in transformers")
+        if name in auto:
+            params[name] = auto[name]
+            remarks.append(f"{name} is auto: {auto[name]} in transformers")
         else:
             del params[name]
-            remarks.append(f"{name} is auto, so Shardbook's default")
+            remarks += [f"{name} is auto, so Shardbook's default"] if auto else []
     return params
 
 
@@ -236,8 +244,8 @@ RULES: dict[str, Rule] = {
     "train_micro_batch_size_per_gpu": whole(BATCH),
     "gradient_accumulation_steps": whole(ACCUMULATION),
     "gradient_clipping": lambda value: ({"optim.max_grad_norm": real_number(value)}, ""),
-    "optimizer": optimizer_of,
-    "scheduler": scheduler_of,
+    "optimizer": partial(optimizer_of, AUTO),
+    "scheduler": partial(scheduler_of, AUTO),
     "bf16": half_of,
     "bfloat16": half_of,
     "fp16": fp16_of,
@@ -297,7 +305,11 @@ def read(file: File, inside: str = "") -> list[Entry]:
 
     `inside`: the program whose file names this one, and whose values stand in the place of "auto".
     """
-    entries = read_section(file.keys, RULES, auto={} if inside else AUTO)
+    if inside:
+        rules = RULES | {"optimizer": partial(optimizer_of, {}), "scheduler": partial(scheduler_of, {})}
+        entries = read_section(file.keys, rules | dict.fromkeys(("bf16", "bfloat16", "fp16"), half_inside), auto={})
+    else:
+        entries = read_section(file.keys, RULES, auto=AUTO)
     if "gradient_clipping" not in file.keys:
         entries.append(Entry("(gradient_clipping)", None, {"optim.max_grad_norm": 0.0}, "absent is off in DeepSpeed"))
     if "stage" not in file.section("zero_optimization") and not inside:

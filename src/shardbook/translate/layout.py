@@ -6,6 +6,7 @@ from typing import Any
 from shardbook.translate.accelerate import RULES, fsdp_rules, named_file, sharded_by
 from shardbook.translate.deepspeed import DEEPSPEED
 from shardbook.translate.rules import STAGE, Entry, File, Refused, Result, is_on, read_section
+from shardbook.translate.trainer import LAYOUTS
 
 
 def read_layout(file: File, program: str, fsdp_alone: bool = False) -> list[Entry]:
@@ -35,6 +36,11 @@ def read_layout(file: File, program: str, fsdp_alone: bool = False) -> list[Entr
     if not any(STAGE in entry.settings or entry.refused for entry in entries):
         entries.append(Entry("(deepspeed, fsdp)", None, {STAGE: "ddp"}, f"neither is in the file: {program} runs DDP"))
     return entries
+
+
+def without_layout(entries: list[Entry]) -> list[Entry]:
+    """Returns the entries but those of keys that `read_layout` has read."""
+    return [entry for entry in entries if entry.key not in LAYOUTS or not is_on(entry.value)]
 
 
 def _inside(entry: Entry, section: str) -> Entry:

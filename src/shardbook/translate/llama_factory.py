@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardbook.recipe import RecipeError
+from shardbook.recipe import RecipeError, first_line
 from shardbook.recipe.learning import PAIRED
-from shardbook.translate.layout import read_layout
+from shardbook.translate.layout import read_layout, without_layout
 from shardbook.translate.reading import read_keys
 from shardbook.translate.rules import (
     Entry,
@@ -33,6 +33,7 @@ from shardbook.translate.rules import (
     switch,
     text,
     whole,
+    whole_number,
 )
 from shardbook.translate.trainer import (
     DEFAULTS,
@@ -106,10 +107,11 @@ def read_data(file: File, method: str) -> list[Entry]:
                 if any(columns.get(field, column) != column for field, column in names.items()):
                     raise Refused("its data sets name a field differently: rename the columns of one")
                 columns |= names
-            settings = {setting: one_or_list([source for source, _ in parts])}
+            rows = f"[:{whole_number(count)}]" if (count := file.keys.get("max_samples")) else ""
+            settings = {setting: one_or_list([f"{source}{rows}" for source, _ in parts])}
             entries.append(Entry(key, file.keys[key], settings | columns_of(columns)))
-        except Refused as error:
-            entries.append(Entry(key, file.keys[key], {}, str(error), refused=True))
+        except (Refused, TypeError, ValueError) as error:
+            entries.append(Entry(key, file.keys[key], {}, first_line(error), refused=True))
     return entries
 
 
@@ -210,9 +212,7 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
         "mask_history": switch("data.train_on", "last"),
         "mix_strategy": only("concat", "interleave_under", "interleave_over"),
         "interleave_probs": mixed_by(file),
-        "max_samples": off(
-            "a part of a data set has no counterpart: cut its file, or leave this out to train all of it"
-        ),
+        "max_samples": noted("the first rows of each source, a slice behind its name"),
         "val_size": scalar("data.eval_size"),
         "packing": switch("data.packing", True, False),
         "neat_packing": switch("data.packing", True),
@@ -231,7 +231,8 @@ def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
     method = method_of(file)
     rules = rules_of(file, method)
     layout = read_layout(file, "LLaMA-Factory")
-    entries = read_section({key: value for key, value in file.keys.items() if key not in DATA}, rules)
+    keys = {key: value for key, value in file.keys.items() if key not in DATA}
+    entries = without_layout(read_section(keys, rules))
     entries += read_data(file, method)
     if method != "sft":
         settings = {"method": method}

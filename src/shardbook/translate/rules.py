@@ -89,8 +89,8 @@ def read_section(
 ) -> list[Entry]:
     """Returns an entry for each of `keys`, and for each key of a section that has rules for its parts.
 
-    `auto`: where the program puts values in the place of the word "auto", by the last part of a key; a key without one
-    keeps Shardbook's default. None: "auto" is a value like others.
+    `auto`: what stands for the word "auto", by the last part of a key; a key without one keeps Shardbook's default, or,
+    where none has one, what another file says. None: "auto" is a value like others.
     """
     entries = []
     for name, value in keys.items():
@@ -125,7 +125,7 @@ def _auto_entry(key: str, rule: Rule, auto: dict[str, Any]) -> Entry:
         return Entry(key, "auto", rule(auto[name])[0], "auto: the default of transformers' Trainer")
     if rule is ignored or key in HAVE_AUTO:
         return Entry(key, "auto", *rule("auto"))
-    return Entry(key, "auto", {}, "Shardbook's default")
+    return Entry(key, "auto", {}, "Shardbook's default" if auto else "")
 
 
 HAVE_AUTO = {"pipeline.stages"}  # keys whose rule has a word of its own for "auto"

@@ -40,7 +40,7 @@ def settle(entries: list[Entry]) -> Settings:
     _check_batch(settings, entries)
     settings.setdefault(STAGE, "zero3")
     if settings[STAGE] == "zero3" and int(settings.get("parallel.dp_replicate_size", 1)) > 1:
-        note("parallelism_config", None, {STAGE: "hsdp"}, "replicas of a sharded copy")
+        note("(dp_replicate_size)", None, {STAGE: "hsdp"}, "replicas of a sharded copy")
     for conflict in _conflicts(settings):
         for key in LEFT_OUT.keys() & set(conflict.keys):
             del settings[key]

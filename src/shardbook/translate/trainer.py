@@ -46,7 +46,7 @@ OPTIMIZERS = {
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 REMOTE = "a model's code from elsewhere is not run: it must be one of transformers"
 EACH_EPOCH = "once an epoch has no counterpart: set train.{}_steps to the steps of an epoch"
-LAYOUTS = (*words("deepspeed fsdp fsdp_config"), "parallelism_config", "tensor_parallel_size")
+LAYOUTS = words("deepspeed fsdp fsdp_config parallelism_config")  # read by read_layout
 
 
 def beta_of(file: File) -> Rule:
@@ -237,16 +237,16 @@ def when(is_so: bool, rules: dict[str, Rule]) -> dict[str, Rule]:
 
 
 def source_of(path: Any, split: Any = None, subset: Any = None) -> str:
-    """Returns a source of data.train: a file, a directory, or a hub id with its subset and split. Raises Refused."""
+    """Returns a source of data.train: a file, a directory, or a hub id with its subset, split and slice. Raises
+    Refused."""
     if not isinstance(path, str) or not path:
         raise Refused("must be the name of a data set")
+    split, bracket, part = str(split or "train").partition("[")
     parts = [] if subset in (None, "", "default") else [subset]
-    parts += [split or "train"] if parts or split not in (None, "", "train") else []
+    parts += [split] if parts or split != "train" else []
     if parts and not is_hub_id(path):
         raise Refused(f"{path}: {':'.join(parts)} of files here has no counterpart: name its files in data.train")
-    if "[" in str(split):
-        raise Refused(f"a part of a split, {split}, has no counterpart: leave it out to train all, or cut a file")
-    return ":".join([path, *parts])
+    return ":".join([path, *parts]) + bracket + part
 
 
 def one_or_list(names: list[Any]) -> Any:
@@ -257,7 +257,7 @@ def trainer_rules(file: File) -> dict[str, Rule]:
     """Returns the rules of TrainingArguments. Some read other keys of the file beside their own."""
     return {
         **listed_rules("trainer"),
-        **dict.fromkeys(LAYOUTS, ignored),  # read by read_layout
+        **dict.fromkeys(LAYOUTS, ignored),
         "model_name_or_path": text("model.path"),
         "model_revision": text("model.revision"),
         "tokenizer_name": text("model.tokenizer"),

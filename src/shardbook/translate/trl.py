@@ -11,7 +11,7 @@ from typing import Any
 from shardbook.paths import is_hub_id
 from shardbook.recipe import RecipeError
 from shardbook.recipe.learning import PAIRED
-from shardbook.translate.layout import read_layout
+from shardbook.translate.layout import read_layout, without_layout
 from shardbook.translate.rules import (
     Entry,
     File,
@@ -264,7 +264,7 @@ def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
     a launcher's configuration says how ranks share the model. Raises RecipeError for a method without counterpart."""
     method, trainer_entry = method_of(file, program)
     rules = rules_of(file, method)
-    entries = read_section(file.keys, rules)
+    entries = without_layout(read_section(file.keys, rules))
     entries += [trainer_entry] if trainer_entry else []
     if method != "sft" and not trainer_entry:
         entries.append(Entry("(command)", None, {"method": method}, program))
