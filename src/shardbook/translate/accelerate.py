@@ -208,6 +208,9 @@ def named_file(file: File, named: Any, key: str) -> File | Entry:
     return File(path, read_keys(path))
 
 
+UNEVEN = "num_processes / num_machines"
+
+
 def shards_of(file: File, entries: list[Entry]) -> Entry:
     """Returns the entry of the ranks that share a copy under hybrid shard: those inside a machine."""
     ranks, machines = file.keys.get("num_processes"), file.keys.get("num_machines", 1)
@@ -216,10 +219,8 @@ def shards_of(file: File, entries: list[Entry]) -> Entry:
     if all(type(count) is int and count > 0 for count in (ranks, machines)) and ranks % (machines * inside) == 0:
         shards = {"parallel.dp_shard_size": ranks // (machines * inside)}
         return Entry("num_processes", ranks, shards, "hsdp shards inside a machine")
-    has_replicas = any("parallel.dp_replicate_size" in entry.settings for entry in entries)
     why = "hsdp needs a whole number of shards on each machine: set parallel.dp_shard_size"
-    instead = {} if has_replicas else {STAGE: "zero3"}
-    return Entry("num_processes / num_machines", f"{ranks} / {machines}", instead, why, refused=True)
+    return Entry(UNEVEN, f"{ranks} / {machines}", {}, why, refused=True)
 
 
 def sharded_by(value: Any) -> Result:
@@ -233,7 +234,7 @@ def sharded_by(value: Any) -> Result:
         if word == "offload":
             settings |= {"offload.params": "cpu", "offload.optimizer": "cpu"}
         elif word != "auto_wrap":
-            settings |= STRATEGY(str(word).removesuffix("_zero2") if word == "hybrid_shard" else word)[0]
+            settings |= STRATEGY(word)[0]
     return settings, ""
 
 

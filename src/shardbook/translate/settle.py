@@ -5,6 +5,7 @@ from typing import Any
 
 from shardbook.recipe import TIERS, Recipe, Train
 from shardbook.recipe.refusals import Conflict, conflicts, with_settings
+from shardbook.translate.accelerate import UNEVEN
 from shardbook.translate.rules import ACCUMULATION, AXES, BATCH, STAGE, Entry, Settings
 
 # settings that a run can do without, left out where a recipe refuses them -> the name of the key that asked
@@ -39,6 +40,11 @@ def settle(entries: list[Entry]) -> Settings:
 
     _check_batch(settings, entries)
     settings.setdefault(STAGE, "zero3")
+    if settings[STAGE] == "hsdp" and not {"parallel.dp_shard_size", "parallel.dp_replicate_size"} & settings.keys():
+        settings[STAGE] = "zero3"
+        if not any(entry.key == UNEVEN for entry in entries):
+            why = "hybrid shard needs the ranks that share a copy: set parallel.stage=hsdp and parallel.dp_shard_size"
+            note("(hybrid shard)", None, {}, why, refused=True)
     if settings[STAGE] == "zero3" and int(settings.get("parallel.dp_replicate_size", 1)) > 1:
         note("(dp_replicate_size)", None, {STAGE: "hsdp"}, "replicas of a sharded copy")
     for conflict in _conflicts(settings):
