@@ -104,10 +104,9 @@ def _read_script(path: Path) -> list[Entry]:
     program = TRL if started.startswith("trl ") else find_program(file, (LLAMA_FACTORY, TRL, AXOLOTL))
     entries = [*program.read(file, started, bool(launcher)), *launcher]
     for at, entry in enumerate(entries):
-        if isinstance(entry.value, str) and VARIABLE.search(entry.value) and (entry.settings or entry.remark):
-            entries[at] = replace(
-                entry, settings={}, remark="holds a variable of the shell: write its value", refused=True
-            )
+        if (entry.settings or entry.remark) and VARIABLE.search(str(entry.value)):
+            why = "holds a variable of the shell: write its value"
+            entries[at] = replace(entry, settings={}, remark=why, refused=True)
     return entries
 
 

@@ -1,6 +1,7 @@
 """How a trainer's file says that ranks share the model: its parts for DeepSpeed and for FSDP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from shardbook.translate.accelerate import RULES, fsdp_rules, named_file, sharded_by
@@ -17,17 +18,17 @@ def read_layout(file: File, program: str, fsdp_alone: bool = False) -> list[Entr
     entries: list[Entry] = []
     if is_on(named := file.keys.get("deepspeed")):
         part = File(file.path, named) if isinstance(named, dict) else named_file(file, named, "deepspeed")
-        inside = [part] if isinstance(part, Entry) else DEEPSPEED.read(part, program)
-        entries += [_inside(entry, "deepspeed") for entry in inside if entry.key != "deepspeed"] or inside
-        entries += [part] if isinstance(part, Entry) and part not in entries else []
+        inside: Iterable[Entry] = (
+            [part] if isinstance(part, Entry) else map(_of_deepspeed, DEEPSPEED.read(part, program))
+        )
+        entries += inside
     words_of_fsdp, section = file.keys.get("fsdp"), file.keys.get("fsdp_config")
     if is_on(words_of_fsdp) or (fsdp_alone and is_on(section)):
         entries += _read("fsdp", words_of_fsdp, sharded_by)
         if isinstance(section, dict):
-            inside = read_section({"fsdp_config": section}, fsdp_rules("fsdp_config"))
-            if fsdp_alone and not any(STAGE in entry.settings for entry in [*entries, *inside]):
+            entries += read_section({"fsdp_config": section}, fsdp_rules("fsdp_config"))
+            if fsdp_alone and not any(STAGE in entry.settings for entry in entries):
                 entries.append(Entry("(fsdp_config)", None, {STAGE: "zero3"}, "shards parameters"))
-            entries += inside
         elif is_on(section):
             entries.append(Entry("fsdp_config", section, {}, "must be a section: keys and values", refused=True))
     if isinstance(axes := file.keys.get("parallelism_config"), dict):
@@ -43,9 +44,8 @@ def without_layout(entries: list[Entry]) -> list[Entry]:
     return [entry for entry in entries if entry.key not in LAYOUTS or not is_on(entry.value)]
 
 
-def _inside(entry: Entry, section: str) -> Entry:
-    key = entry.key if entry.key.startswith("(") else f"{section}: {entry.key}"
-    return Entry(key, entry.value, entry.settings, entry.remark, entry.refused)
+def _of_deepspeed(entry: Entry) -> Entry:
+    return entry if entry.key.startswith("(") else replace(entry, key=f"deepspeed: {entry.key}")
 
 
 def _read(key: str, value: Any, rule: Callable[[Any], Result]) -> list[Entry]:
