@@ -1,6 +1,6 @@
 """How a trainer's file says that ranks share the model: its parts for DeepSpeed and for FSDP."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
