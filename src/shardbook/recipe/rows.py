@@ -25,7 +25,7 @@ OURS += [
 class Data(Section):
     train: str | list[str] = key(
         "chitchat",
-        "File, pattern, directory, hub id (owner/name:subset:split) or chitchat, with a slice, [:9], behind; or a list.",
+        "File, pattern, directory, hub id (owner/name:subset:split), chitchat; with a slice, [:9], behind; or a list.",
     )
     weights: list[int | float] = key(
         [], "Share of an epoch's documents for each source of a list in train, [3, 1]; []: each document once."

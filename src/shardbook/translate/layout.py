@@ -18,10 +18,7 @@ def read_layout(file: File, program: str, fsdp_alone: bool = False) -> list[Entr
     entries: list[Entry] = []
     if is_on(named := file.keys.get("deepspeed")):
         part = File(file.path, named) if isinstance(named, dict) else named_file(file, named, "deepspeed")
-        inside: Iterable[Entry] = (
-            [part] if isinstance(part, Entry) else map(_of_deepspeed, DEEPSPEED.read(part, program))
-        )
-        entries += inside
+        entries += [part] if isinstance(part, Entry) else map(_of_deepspeed, DEEPSPEED.read(part, program))
     words_of_fsdp, section = file.keys.get("fsdp"), file.keys.get("fsdp_config")
     if is_on(words_of_fsdp) or (fsdp_alone and is_on(section)):
         entries += _read("fsdp", words_of_fsdp, sharded_by)
