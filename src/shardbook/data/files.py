@@ -33,6 +33,7 @@ PACKED = (".gz", ".zst")  # may stand behind each of them
 SAVED, HUB = "saved", "hub"  # a directory that `datasets` saved, and a hub id
 MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # the first two bytes of a file
 PACKED_BYTES = 2**16  # of a .zst file that are unpacked at once
+LONGEST = 2**31 - 1  # characters of a field of a .csv file: any, where Python's own reader takes 131,072
 BEGINNING = 2**20  # bytes of a .json file that are looked at
 
 
@@ -272,6 +273,7 @@ def _first_row(files: Files, name: str, what: str) -> tuple[RawRow | None, str]:
 def _first_of_table(text: io.TextIOWrapper, path: Path, separator: str) -> list[RawRow]:
     """Returns the first row of a .csv or .tsv file, in a list that is empty where there is none. Raises ValueError
     where the names of columns are broken."""
+    csv.field_size_limit(LONGEST)
     rows = csv.DictReader(text, delimiter=separator)
     if len(names := list(rows.fieldnames or ())) == 1 and ";" in names[0]:
         raise ValueError(f"{path.name}: its first line, {names[0]}, is separated by ';'; only ',' separates columns")

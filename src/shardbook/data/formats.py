@@ -226,6 +226,9 @@ def from_turns(turns: list[Any], where: str) -> list[Message]:
         if len(pairs) > 1:
             raise RecipeError(f"{where}: message {number} has from and value, and role and content too; leave two out")
         role, value = map(turn.pop, pairs[0])
+        if left := [name for name in ("role", "content") if name in turn]:
+            both = " and ".join((*pairs[0], *left))
+            raise RecipeError(f"{where}: message {number} has {both}; leave {' and '.join(left)} out")
         if not isinstance(role, str) or (role not in ROLES and "from" in pairs[0]):  # a role may be the template's own
             raise RecipeError(f"{where}: message {number} is from {role!r}; must be of {', '.join(ROLES)}")
         message = turn | {"role": ROLES.get(role, role), "content": value}

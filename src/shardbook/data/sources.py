@@ -147,7 +147,10 @@ def mix(numbers: np.ndarray, counts: list[int], weights: list[float]) -> np.ndar
 
 def _load_local(files: Files, name: str, what: str) -> Dataset:
     if files.reader == SAVED:
-        loaded = load_from_disk(str(files.paths[0]))
+        try:
+            loaded = load_from_disk(str(files.paths[0]))
+        except IndexError:  # of `datasets`, for a table without a file
+            raise RecipeError(f"{what} = {name!r}: holds no rows") from None
         if not isinstance(loaded, Dataset):
             raise RecipeError(f"{what} = {name!r}: holds the splits {', '.join(loaded)}; name the directory of one")
         return loaded

@@ -7,20 +7,22 @@ in a shell script). Invariant: no key is dropped in silence (rules.py); a file o
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shardbook.recipe import RecipeError, nearest, parse_recipe
-from shardbook.translate.accelerate import ACCELERATE
+from shardbook.translate.accelerate import ACCELERATE, launcher_keys
+from shardbook.translate.arguments import TRANSFORMERS
 from shardbook.translate.axolotl import AXOLOTL
 from shardbook.translate.deepspeed import DEEPSPEED
 from shardbook.translate.llama_factory import LLAMA_FACTORY
-from shardbook.translate.reading import SHELL, VARIABLE, read_command, read_keys
-from shardbook.translate.rules import Entry, File, Program, Settings
+from shardbook.translate.reading import SHELL, VARIABLE, Command, read_command, read_keys
+from shardbook.translate.rules import STAGE, Entry, File, Program, Settings
 from shardbook.translate.settle import settle
-from shardbook.translate.trl import TRL
+from shardbook.translate.trl import TRL, is_trl_script
 from shardbook.translate.write import describe, write_recipe
 
 # in the order in which they are asked: where two know as many of a file's keys, the first has it
-PROGRAMS = (DEEPSPEED, ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRL)
+PROGRAMS = (DEEPSPEED, ACCELERATE, TRANSFORMERS, AXOLOTL, LLAMA_FACTORY, TRL)
 READS = f"translate reads {', '.join(program.name for program in PROGRAMS[:-1])} and {TRL.name}"
 # what a file looks like that is none of them, by keys that only it has
 LOOKS = {
@@ -89,20 +91,16 @@ def find_program(file: File, of: tuple[Program, ...] = PROGRAMS) -> Program:
 
 
 def _read_script(path: Path) -> list[Entry]:
-    """Returns the entries of the command in a shell script: its arguments, the files that it names, its launcher's."""
-    started, arguments, launched = read_command(path)
-    keys = dict(arguments)
+    """Returns the entries of the command in a shell script: its launcher's, then its arguments', which count more, with
+    those in the files that both name."""
+    command = read_command(path)
+    keys = dict(command.arguments)
     if isinstance(named := keys.pop("config", None), str):
-        file = File(path, {})
-        if (config := file.find(named)) is None:
-            raise RecipeError(f"{path}: --config {named}: no such file; one of that name beside this one is read too")
-        keys = read_keys(config) | keys
-    if not keys:
-        raise RecipeError(f"{path}: {started}: has no arguments (--name value)")
-    launcher = _read_launcher(path, launched)
+        keys = read_keys(_find(File(path, {}), named, "--config")) | keys
     file = File(path, keys)
-    program = TRL if started.startswith("trl ") else find_program(file, (LLAMA_FACTORY, TRL, AXOLOTL))
-    entries = [*program.read(file, started, bool(launcher)), *launcher]
+    launcher = _read_launcher(file, command)
+    program = _program_of(command.program) or find_program(file, (TRANSFORMERS, LLAMA_FACTORY, TRL, AXOLOTL))
+    entries = [*launcher, *program.read(file, command.program, any(STAGE in entry.settings for entry in launcher))]
     for at, entry in enumerate(entries):
         if (entry.settings or entry.remark) and VARIABLE.search(str(entry.value)):
             why = "holds a variable of the shell: write its value"
@@ -110,12 +108,27 @@ def _read_script(path: Path) -> list[Entry]:
     return entries
 
 
-def _read_launcher(path: Path, launched: Settings) -> list[Entry]:
-    """Returns the entries of the accelerate YAML that `accelerate launch --config_file` names."""
-    named = launched.get("config_file")
-    if not isinstance(named, str):
-        return []
-    if (config := File(path, {}).find(named)) is None:
+def _program_of(started: str) -> Program | None:
+    """Returns the program that a command's name says, if one does."""
+    commands = {"trl": TRL, "llamafactory-cli": LLAMA_FACTORY, "axolotl": AXOLOTL}
+    return commands.get(started.partition(" ")[0]) or (TRL if is_trl_script(started) else None)
+
+
+def _read_launcher(file: File, command: Command) -> list[Entry]:
+    """Returns the entries of a launcher's arguments, and of the YAML that `accelerate launch --config_file` names."""
+    given = dict(command.of_launcher)
+    if command.launcher != "accelerate":
+        return [Entry(f"--{name}", value, {}) for name, value in given.items()]
+    keys: dict[str, Any] = {}
+    if isinstance(named := given.pop("config_file", None), str):
+        keys = read_keys(_find(file, named, "--config_file"))
+    for name, value in launcher_keys(given).items():
+        keys[name] = keys.get(name, {}) | value if isinstance(value, dict) else value
+    return ACCELERATE.read(File(file.path, keys)) if keys else []
+
+
+def _find(file: File, named: str, what: str) -> Path:
+    if (path := file.find(named)) is None:
         why = "no such file; one of that name beside this one is read too"
-        return [Entry("--config_file", named, {}, why, refused=True)]
-    return ACCELERATE.read(File(config, read_keys(config)))
+        raise RecipeError(f"{file.path}: {what} {named}: {why}")
+    return path

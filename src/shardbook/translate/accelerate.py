@@ -192,10 +192,29 @@ def read(file: File) -> list[Entry]:
                 entries[at] = replace(entry, settings={}, remark="nothing to set: ZeRO shards over all ranks")
     elif program == "MEGATRON_LM" and not any(entry.key.endswith("use_distributed_optimizer") for entry in entries):
         entries.append(Entry("(use_distributed_optimizer)", None, {STAGE: "ddp"}, "absent is false in accelerate"))
+    if program == "DEEPSPEED" and not named and file.section("deepspeed_config").get("zero_stage") is None:
+        entries.append(Entry("(zero_stage)", None, {STAGE: "zero2"}, "absent is 2 in accelerate"))
+    if file.keys.get("mixed_precision") is None and not named:
+        entries.append(Entry("(mixed_precision)", None, {"precision.params": "fp32"}, "absent is no in accelerate"))
     is_hybrid = any(entry.settings.get(STAGE) == "hsdp" for entry in entries)
     if is_hybrid and not any("parallel.dp_shard_size" in entry.settings for entry in entries):
         entries.append(shards_of(file, entries))
     return entries
+
+
+def launcher_keys(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `accelerate launch` as the keys of its file."""
+    keys: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if name in ("use_fsdp", "use_deepspeed", "use_megatron_lm", "multi_gpu"):
+            keys["distributed_type"] = name.removeprefix("use_").upper()
+            continue
+        sections = {"fsdp_": "fsdp_config", "megatron_lm_": "megatron_lm_config", "dynamo_": "dynamo_config"}
+        sections |= {"parallelism_config_": "parallelism_config"}
+        section = next((section for start, section in sections.items() if name.startswith(start)), "")
+        section = section or "deepspeed_config" * (name in IN_DEEPSPEED or name == "deepspeed_config_file")
+        keys[section or name] = keys.get(section, {}) | {name: value} if section else value
+    return keys
 
 
 def named_file(file: File, named: Any, key: str) -> File | Entry:

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardbook.recipe import RecipeError
 from shardbook.recipe.learning import PAIRED
+from shardbook.translate.axolotl_data import datasets_of, pretrained_on
 from shardbook.translate.deepspeed import FP16
 from shardbook.translate.layout import read_layout, without_layout
 from shardbook.translate.rules import (
@@ -21,7 +22,6 @@ from shardbook.translate.rules import (
     Refused,
     Result,
     Rule,
-    Settings,
     absent_entries,
     axis,
     choice,
@@ -42,34 +42,20 @@ from shardbook.translate.rules import (
 )
 from shardbook.translate.trainer import (
     SCHEDULES,
-    columns_of,
+    chat_kwargs_of,
     epochs_of,
     half_of,
     interval_of,
-    one_or_list,
     optimizer_of,
     saved_modules_of,
-    source_of,
     targets_of,
     trainer_rules,
     when,
 )
+from shardbook.translate.trl import dropout_of
 
 METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "simpo": "simpo"}
 INSTEAD = "method is sft, dpo, orpo, simpo, reward or distill"
-ROLES = {
-    "user",
-    "human",
-    "assistant",
-    "gpt",
-    "system",
-    "tool",
-    "observation",
-    "function_call",
-    "model",
-    "input",
-    "output",
-}
 
 
 def method_of(file: File) -> str:
@@ -82,104 +68,6 @@ def method_of(file: File) -> str:
 
 def adapter_of(value: Any) -> Result:
     return choice("", {"lora": None, "qlora": None, "none": None, "": None})(value)
-
-
-def datasets_of(key: str, is_paired: bool = False) -> Rule:
-    """Returns the rule of `datasets` or `test_datasets`: a list of sources, each with the shape of its rows, which are
-    pairs or not."""
-
-    def rule(value: Any) -> Result:
-        settings: Settings = {}
-        sources: list[str] = []
-        remarks: list[str] = []
-        for row in value or []:
-            for name, given in _dataset(row, is_paired, sources, remarks).items():
-                if settings.setdefault(name, given) != given:
-                    raise Refused(f"its data sets differ in {name}: {settings[name]} and {given}")
-        return ({key: one_or_list(sources)} if sources else {}) | settings, "; ".join(dict.fromkeys(remarks))
-
-    return rule
-
-
-def pretrained_on(value: Any) -> Result:
-    rows = [value] if isinstance(value, str | dict) else value or []
-    return datasets_of("data.train")(
-        [{"type": "pretrain"} | (row if isinstance(row, dict) else {"path": row}) for row in rows]
-    )
-
-
-OF_DATASET = set(
-    words("""path name split type data_files ds_type field_messages message_property_mappings
-message_field_role message_field_content roles roles_to_train train_on_eos train_on_eot chat_template conversation
-field trust_remote_code message_field_training message_field_training_detail field_system field_tools
-field_chosen field_rejected drop_system_message field_human field_model revision text_column chat_template_jinja
-field_thinking template_thinking_key""")
-)
-DRAWN_BY_TEMPLATE = "rows are written by the tokenizer's chat template, not in {}'s text"
-
-
-def _dataset(row: dict[str, Any], is_paired: bool, sources: list[str], remarks: list[str]) -> Settings:
-    """Returns the settings of one data set, and adds its sources and remarks. Raises Refused."""
-    if other := [name for name, given in row.items() if name not in OF_DATASET and is_on(given)]:
-        raise Refused(f"{', '.join(other)} of a data set: has no counterpart")
-    if row.get("revision"):
-        raise Refused("a revision of a data set has no counterpart: save it as a file")
-    files = row.get("data_files")
-    if files and "/" in str(row.get("path", "")) and not str(row["path"]).startswith((".", "/")):
-        raise Refused(f"files inside of {row['path']} have no counterpart: name them in data.train")
-    names = files if isinstance(files, list) else [files] if files else [row.get("path")]
-    split = row.get("split")
-    sources += [source_of(name, split, None if files else row.get("name")) for name in names]
-    if is_on(row.get("chat_template")) or is_on(row.get("conversation")):
-        remarks.append("the tokenizer's own chat template is used: where it has none, set data.chat_template")
-    return _shape(row, is_paired, remarks)
-
-
-def _shape(row: dict[str, Any], is_paired: bool, remarks: list[str]) -> Settings:
-    kind = row.get("type")
-    if isinstance(kind, dict):
-        fields = {"system": "field_system", "instruction": "field_instruction", "input": "field_input"}
-        fields |= {"output": "field_output", "prompt": "field_prompt", "chosen": "field_chosen"}
-        fields |= {"rejected": "field_rejected"}
-        remarks.append(DRAWN_BY_TEMPLATE.format("a format"))
-        return columns_of({field: kind.get(name) for field, name in fields.items()})
-    base, _, variant = str(kind or "chat_template").partition(".")
-    base = base.partition(":")[0]
-    if base in ("completion", "pretrain"):
-        field = row.get("field") or row.get("text_column")
-        return {"data.train_on": "all"} | columns_of({"text": field if field != "text" else None})
-    if base.startswith("alpaca"):
-        remarks.append(DRAWN_BY_TEMPLATE.format("Alpaca"))
-        return {}
-    if variant in ("intel", "icr"):  # of preferences
-        return {"data.columns": {"prompt": "question" if variant == "intel" else "input"}}
-    if base not in ("chat_template", "sharegpt", "chatml", "llama3", "zephyr", "bradley_terry") or variant not in READ:
-        raise Refused(f"rows of type {kind} are not read by that name; docs/data.md lists what is: set data.train")
-    mapping = row.get("message_property_mappings") or {}
-    role = row.get("message_field_role") or mapping.get("role", "role")
-    content = row.get("message_field_content") or mapping.get("content", "content")
-    if (role, content) not in (("role", "content"), ("from", "value")):
-        raise Refused(f"messages of {role} and {content} are not read; role and content are, and from and value")
-    if other := {word for many in (row.get("roles") or {}).values() for word in many} - ROLES:
-        raise Refused(f"the role {sorted(other)[0]} is not read")
-    if row.get("roles_to_train") not in (None, ["assistant"], ["gpt"], "assistant"):
-        raise Refused(f"roles_to_train = {row['roles_to_train']}: answers are trained; data.train_on")
-    if row.get("train_on_eos") not in (None, "turn"):
-        raise Refused(f"train_on_eos = {row['train_on_eos']}: the end of each trained answer is trained")
-    columns = {
-        "chosen": row.get("field_chosen"),
-        "rejected": row.get("field_rejected"),
-        "system": row.get("field_system"),
-    }
-    field = row.get("field_messages") or row.get("field")
-    if is_paired and role != "from" and variant in ("", "default"):
-        columns["prompt"] = field or "messages"
-    elif field not in (None, "messages", "conversations"):
-        columns["conversations" if role == "from" else "messages"] = field
-    return columns_of(columns | {"tools": row.get("field_tools")})
-
-
-READ = ("", "default", "argilla", "argilla_chat", "ultra", "load_role", "load_multirole", "load_ultrachat")
 
 
 def batch_of(file: File) -> Rule:
@@ -234,7 +122,7 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
     lora: dict[str, Rule] = {
         "lora_r": whole("lora.r"),
         "lora_alpha": scalar("lora.lora_alpha"),
-        "lora_dropout": number("lora.lora_dropout"),
+        "lora_dropout": dropout_of(method, True),
         "lora_target_linear": switch("lora.target_modules", "all-linear"),
         "lora_target_modules": ignored if file.is_on("lora_target_linear") else targets_of,
         "lora_modules_to_save": saved_modules_of,
@@ -258,7 +146,9 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
         "reward_model": ignored,
         "rl_beta": beta,
         "dpo_beta": beta,
-        "orpo_alpha": beta,
+        "orpo_alpha": beta if file.keys.get("rl_beta") is None else ignored,
+        "base_model_config": only(file.keys.get("base_model"), why="a model's config is its own"),
+        "loss_watchdog_threshold": noted("only a loss that is not finite ends a run"),
         "simpo_gamma": number("preference.simpo_gamma"),
         "cpo_alpha": only(0, 0.0),
         "rpo_alpha": number("preference.rpo_alpha"),
@@ -272,7 +162,7 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
         "dataset_processes": whole("data.num_proc"),
         "chat_template": noted("the tokenizer's own is used: where it has none, set data.chat_template"),
         "chat_template_jinja": template_of,
-        "chat_template_kwargs": lambda value: ({"data.chat_template_kwargs": value}, "") if value else ({}, ""),
+        "chat_template_kwargs": chat_kwargs_of,
         "default_system_message": text("data.system"),
         "eot_tokens": noted("a template's own end of a turn is trained, and exported as a stop"),
         "special_tokens": special_of,
@@ -297,7 +187,7 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
         "saves_per_epoch": per_epoch("save"),
         "plugins": plugins_of,
         "wandb_project": lambda value: (
-            ({"run.report_to": "wandb", "run.project": value}, "") if is_on(value) else ({}, "")
+            ({"run.report_to": "wandb", "run.project": str(value)}, "") if is_on(value) else ({}, "")
         ),
         "use_wandb": switch("run.report_to", "wandb"),
         "wandb_name": noted("the run is named by run.name"),
@@ -340,6 +230,10 @@ def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
     entries += [entry for entry in layout if not (entry.key == "(deepspeed, fsdp)" and (launched or is_sharded))]
     if not any(entry.settings.get("run.report_to") for entry in entries):
         entries.append(Entry("(wandb_project)", None, {"run.report_to": "none"}, "no tracker is named"))
+    if file.is_on("adapter") and file.keys.get("lora_r") is None and not file.keys.get("lora_model_dir"):
+        entries.append(Entry("(lora_r)", None, {}, "an adapter needs a rank: set lora.r", refused=True))
+    if not any(file.keys.get(name) for name in ("save_steps", "save_strategy", "saves_per_epoch")):
+        entries.append(Entry("(save_strategy)", None, {}, "absent is each epoch in axolotl: set train.save_steps"))
     if file.keys.get("excess_length_strategy") is None:
         entries.append(Entry("(excess_length_strategy)", None, {}, longer_of(None)[1]))
     defaults = DEFAULTS | ({"warmup_ratio": None} if file.keys.get("warmup_steps") is not None else {})

@@ -25,6 +25,7 @@ from shardbook.translate.rules import (
     axis,
     choice,
     ignored,
+    is_on,
     listed_rules,
     off,
     read_section,
@@ -60,6 +61,8 @@ def stage_of(value: Any) -> Result:
 
 
 def half_of(value: Any) -> Result:
+    if masters := [name for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states") if value.get(name)]:
+        raise Refused(f"{masters[0]}: masters are fp32; set precision.master=bf16 and optim.name=adamw_bf16")
     if value.get("enabled") == "auto":
         return {}, "auto: Shardbook's default stays, bf16 on a GPU"
     return ({"precision.params": "bf16"}, "masters stay fp32") if is_enabled(value) else ({}, "")
@@ -72,10 +75,12 @@ def fp16_of(value: Any) -> Result:
 
 
 def half_inside(value: Any) -> Result:
-    """Returns what bf16 or fp16 says inside another program's file, whose word is meant by "auto"."""
-    if value.get("enabled") == "auto":
-        return {}, ""
-    return half_of(value)
+    """Returns what bf16 says inside another program's file, whose word is meant by "auto"."""
+    return ({}, "") if value.get("enabled") == "auto" else half_of(value)
+
+
+def fp16_inside(value: Any) -> Result:
+    return ({}, "") if value.get("enabled") == "auto" else fp16_of(value)
 
 
 def is_enabled(section: Any) -> bool:
@@ -120,15 +125,17 @@ def optimizer_of(auto: Settings, value: Any) -> Result:
         raise Refused(f"{value.get('type')} has no counterpart; optim.name is adamw")
     settings: Settings = {"optim.name": "adamw"}
     names = {"lr": "learning_rate", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
-    same, remarks = (
-        (("adam_w_mode", True), ("bias_correction", True)),
-        ["matrices decay, vectors (norms, biases) do not"],
-    )
-    for name, given in _params(value, auto, remarks, {"lr": 1e-3}).items():
+    absent: Settings = {"lr": 1e-3}
+    if not auto:  # inside another program's file, whose own values would stay
+        absent |= {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+    if is_on(value.get("params", {}).get("torch_adam")):
+        absent["weight_decay"] = 0.01
+    same, remarks = {"adam_w_mode": True, "bias_correction": True}, ["matrices decay, vectors (norms, biases) do not"]
+    for name, given in _params(value, auto, remarks, absent).items():
         if name in names:
             read = (lambda betas: [real_number(beta) for beta in betas]) if name == "betas" else real_number
             settings[f"optim.{names[name]}"] = read(given)
-        elif name not in ("torch_adam", "fused") and (name, given) not in same:
+        elif name not in ("torch_adam", "fused") and same.get(name) is not given:
             raise Refused(f"params.{name} = {given!r} has no counterpart")
     return settings, "; ".join(remarks)
 
@@ -297,6 +304,13 @@ RULES: dict[str, Rule] = {
         "a split of one's own has no counterpart: blocks are dealt out evenly, the last stage has none more",
     ),
 }
+RULES_INSIDE = RULES | {
+    "optimizer": partial(optimizer_of, {}),
+    "scheduler": partial(scheduler_of, {}),
+    "bf16": half_inside,
+    "bfloat16": half_inside,
+    "fp16": fp16_inside,
+}
 SWITCHES = {"parallel.quantize_weights", "parallel.quantize_gradients", "parallel.secondary_shard"}
 
 
@@ -307,7 +321,9 @@ def read(file: File, inside: str = "") -> list[Entry]:
     """
     if inside:
         rules = RULES | {"optimizer": partial(optimizer_of, {}), "scheduler": partial(scheduler_of, {})}
-        entries = read_section(file.keys, rules | dict.fromkeys(("bf16", "bfloat16", "fp16"), half_inside), auto={})
+        entries = read_section(
+            file.keys, rules | dict.fromkeys(("bf16", "bfloat16"), half_inside) | {"fp16": fp16_inside}, auto={}
+        )
     else:
         entries = read_section(file.keys, RULES, auto=AUTO)
     if "gradient_clipping" not in file.keys:

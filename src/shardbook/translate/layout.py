@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from shardbook.recipe import first_line
 from shardbook.translate.accelerate import RULES, fsdp_rules, named_file, sharded_by
 from shardbook.translate.deepspeed import DEEPSPEED
-from shardbook.translate.rules import STAGE, Entry, File, Refused, Result, is_on, read_section
+from shardbook.translate.rules import STAGE, WRONG, Entry, File, Result, is_on, read_section
 from shardbook.translate.trainer import LAYOUTS
 
 
@@ -48,5 +49,5 @@ def _of_deepspeed(entry: Entry) -> Entry:
 def _read(key: str, value: Any, rule: Callable[[Any], Result]) -> list[Entry]:
     try:
         return [Entry(key, value, *rule(value))]
-    except Refused as error:
-        return [Entry(key, value, {}, str(error), refused=True)]
+    except WRONG as error:
+        return [Entry(key, value, {}, first_line(error), refused=True)]

@@ -12,6 +12,7 @@ from shardbook.recipe.learning import PAIRED
 from shardbook.translate.layout import read_layout, without_layout
 from shardbook.translate.reading import read_keys
 from shardbook.translate.rules import (
+    WRONG,
     Entry,
     File,
     Program,
@@ -46,7 +47,10 @@ from shardbook.translate.trainer import (
     trainer_rules,
     when,
 )
+from shardbook.translate.trl import dropout_of
 
+LOSSES = {"sigmoid": None, "orpo": None, "simpo": None, "hinge": "hinge", "ipo": "ipo"}
+MIXED = ("interleave_under", "interleave_over")
 STAGES = {"pt": "sft", "sft": "sft", "rm": "reward", "dpo": "dpo"}
 INSTEAD = "method is sft, dpo, orpo, simpo, reward or distill"
 
@@ -64,14 +68,27 @@ def method_of(file: File) -> str:
     return loss if stage == "dpo" and loss in ("orpo", "simpo") else STAGES[stage]
 
 
+def packing_of(value: Any) -> Result:
+    return switch("data.packing", True, False, "documents do not see each other")(value)
+
+
 def tuned_by(value: Any) -> Result:
     return choice("", {"lora": None, "full": None}, "parts of a model that are trained have no counterpart but LoRA")(
         value
     )
 
 
-def bits_of(value: Any) -> Result:
-    return choice("model.load_in_4bit", {"4": True, "none": None})(value)
+def bits_of(file: File) -> Rule:
+    """Returns the rule of quantization_bit, with what its neighbours say of the four bits."""
+
+    def rule(value: Any) -> Result:
+        settings, _ = choice("model.load_in_4bit", {"4": True, "none": None})(value)
+        if settings:
+            only("nf4", why="the four-bit format is nf4")(file.keys.get("quantization_type"))
+            settings["model.bnb_4bit_use_double_quant"] = is_on(file.keys.get("double_quantization", True))
+        return settings, "scales are quantised too" if settings.get("model.bnb_4bit_use_double_quant") else ""
+
+    return rule
 
 
 def adapter_of(value: Any) -> Result:
@@ -81,7 +98,10 @@ def adapter_of(value: Any) -> Result:
 
 
 def alpha_of(file: File) -> Rule:
-    return lambda value: scalar("lora.lora_alpha")(2 * int(file.keys.get("lora_rank", 8)) if value is None else value)
+    def rule(value: Any) -> Result:
+        return scalar("lora.lora_alpha")(2 * whole_number(file.keys.get("lora_rank") or 8) if value is None else value)
+
+    return rule
 
 
 def mixed_by(file: File) -> Rule:
@@ -110,7 +130,7 @@ def read_data(file: File, method: str) -> list[Entry]:
             rows = f"[:{whole_number(count)}]" if (count := file.keys.get("max_samples")) else ""
             settings = {setting: one_or_list([f"{source}{rows}" for source, _ in parts])}
             entries.append(Entry(key, file.keys[key], settings | columns_of(columns)))
-        except (Refused, TypeError, ValueError) as error:
+        except (*WRONG, AttributeError) as error:
             entries.append(Entry(key, file.keys[key], {}, first_line(error), refused=True))
     return entries
 
@@ -181,14 +201,14 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
         "stage": ignored,
         "finetuning_type": tuned_by,
         "adapter_name_or_path": adapter_of,
-        "quantization_bit": bits_of,
+        "quantization_bit": bits_of(file),
         "quantization_method": only("bnb", "bitsandbytes", "BNB"),
         **when(
             has_lora,
             {
                 "lora_rank": whole("lora.r"),
                 "lora_alpha": alpha_of(file),
-                "lora_dropout": number("lora.lora_dropout"),
+                "lora_dropout": dropout_of("sft" if method == "reward" else method, True),
                 "lora_target": targets_of,
                 "additional_target": saved_modules_of,
                 "use_rslora": switch("lora.use_rslora", True),
@@ -196,6 +216,7 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
             },
         ),
         "use_muon": switch("optim.name", "muon"),
+        **({"optim": ignored} if file.is_on("use_muon") else {}),
         "pure_bf16": switch("precision.master", "bf16", None, "rounded stochastically", **pure),
         "train_from_scratch": switch("model.init", "random"),
         "disable_gradient_checkpointing": switch("activation.checkpointing", "none", "full"),
@@ -210,18 +231,16 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
         "cutoff_len": whole("data.max_length"),
         "train_on_prompt": switch("data.train_on", "all"),
         "mask_history": switch("data.train_on", "last"),
-        "mix_strategy": only("concat", "interleave_under", "interleave_over"),
+        "mix_strategy": only("concat", *MIXED * bool(file.keys.get("interleave_probs"))),
         "interleave_probs": mixed_by(file),
         "max_samples": noted("the first rows of each source, a slice behind its name"),
         "val_size": scalar("data.eval_size"),
-        "packing": switch("data.packing", True, False),
+        "packing": ignored if file.is_on("neat_packing") else packing_of,
         "neat_packing": switch("data.packing", True),
+        "ignore_pad_token_for_loss": only(True, why="padding is not trained"),
         **when(is_paired, {"pref_beta": number("preference.beta"), "simpo_gamma": number("preference.simpo_gamma")}),
         "pref_ftx": number("preference.rpo_alpha") if method == "dpo" else off(),
-        "pref_loss": choice(
-            "preference.loss_type",
-            {"sigmoid": None, "orpo": None, "simpo": None, "hinge": "hinge", "ipo": "ipo"},
-        ),
+        "pref_loss": choice("preference.loss_type", LOSSES) if file.keys.get("stage") == "dpo" else ignored,
         "fp8": off("fp8 has no counterpart; precision.params is fp32 or bf16"),
     }
 
@@ -239,6 +258,9 @@ def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
         entries.append(Entry("(stage, pref_loss)", None, settings, f"stage = {json.dumps(file.keys.get('stage'))}"))
     if file.keys.get("stage") == "pt":
         entries.append(Entry("(stage)", None, {"data.train_on": "all"}, "pt trains each token of a text"))
+        entries.append(
+            Entry("(cutoff_len)", None, {}, "texts are not joined and sliced: what is longer is cut, and counted")
+        )
     entries += [entry for entry in layout if not (launched and entry.key == "(deepspeed, fsdp)")]
     defaults: dict[str, Any] = DEFAULTS | {
         "cutoff_len": 2048,
@@ -246,7 +268,8 @@ def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
         "packing": file.keys.get("stage") == "pt" or is_on(file.keys.get("neat_packing")),
     }
     if str(file.keys.get("finetuning_type", "lora")) == "lora":
-        defaults |= {"lora_rank": 8, "lora_alpha": 2 * int(file.keys.get("lora_rank") or 8)}
+        rank = file.keys.get("lora_rank") or 8
+        defaults |= {"lora_rank": 8} | ({"lora_alpha": 2 * rank} if isinstance(rank, int) else {})
     return entries + absent_entries(file.keys, defaults, rules, entries, "LLaMA-Factory")
 
 

@@ -1,9 +1,11 @@
 """Configuration files, read: JSON, YAML, and the arguments of a command in a shell script."""
 
+import itertools
 import json
 import re
 import shlex
 from collections import Counter
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ import yaml
 from shardbook.recipe import RecipeError, first_line
 
 SHELL = (".sh", ".bash", ".slurm", ".sbatch")
-VARIABLE = re.compile(r"\$[{(\w]|`")
+VARIABLE = re.compile(r"[$`]")
+CONFIGS = (".yaml", ".yml", ".json")
+LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
 TRAINERS = ("trl", "llamafactory-cli", "axolotl")  # commands, before one of what they do
 
 
@@ -59,54 +63,96 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _finite_node(loader: _Loader, node: yaml.ScalarNode) -> float:
+    if not isfinite(value := loader.construct_yaml_float(node)):
+        raise ValueError(f"{node.value}: not a finite number")
+    return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _finite_node)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
 
-def read_commands(path: Path) -> list[list[str]]:
-    """Returns the words of each command in a shell script that starts a training program. Raises RecipeError."""
+def read_command(path: Path) -> "Command":
+    """Returns the one command in a shell script that starts a training program. Raises RecipeError."""
     try:
         script = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read: {first_line(error)}") from None
-    commands = []
-    for line in script.replace("\\\n", " ").splitlines():
-        try:
-            command = shlex.split(line, comments=True)
-        except ValueError as error:
-            raise RecipeError(f"{path}: not a shell script: {first_line(error)}: {line.strip()[:80]}") from None
-        if any(is_script(word) or word in TRAINERS for word in command) and any(
-            word.startswith("--") for word in command
-        ):
-            commands.append(command)
-    return commands
-
-
-def is_script(word: str) -> bool:
-    return word.endswith(".py") and not word.startswith("-")
-
-
-def read_command(path: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Returns of the one command in a shell script that starts a training program: what it starts ("sft.py", "trl
-    dpo"), the arguments of that, and those of the launcher before it, by name. Raises RecipeError."""
-    commands = read_commands(path)
+    commands = [words for line in script.replace("\\\n", " ").splitlines() for words in _split(path, line)]
+    commands = [words for words in commands if any(map(_starts, words[:-1]))]
     if len(commands) != 1:
         what = f"{len(commands)} commands of a training program" if commands else "no command of a training program"
         raise RecipeError(f"{path}: holds {what} with arguments (--name value); one is translated")
-    [command] = commands
-    at = next(at for at, word in enumerate(command) if is_script(word) or word in TRAINERS)
-    program, rest = Path(command[at]).name, command[at + 1 :]
-    while rest and not rest[0].startswith("-") and not rest[0].endswith((".yaml", ".yml", ".json")):
+    [words] = commands
+    at = next(at for at, word in enumerate(words) if _starts(word))
+    program, rest = Path(words[at]).name, words[at + 1 :]
+    if program in TRAINERS and not rest[0].startswith("-"):
         program = f"{program} {rest.pop(0)}"
-    if rest and not rest[0].startswith("-"):
-        rest.insert(0, "--config")
-    return program, _arguments(path, rest), _arguments(path, command[:at])
+    plain = list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
+    arguments = _arguments(path, rest[len(plain) :])
+    for word in plain:
+        name, equals, value = word.partition("=")
+        if word.endswith(CONFIGS):
+            arguments.setdefault("config", word)
+        elif equals and name.isidentifier():
+            arguments[name] = _value(value)
+        else:
+            why = (
+                "a variable of the shell: write its value"
+                if VARIABLE.search(word)
+                else "not an argument (--name value)"
+            )
+            raise RecipeError(f"{path}: {word}: {why}")
+    launcher = words[:at]
+    exported = [word for word in launcher if re.match(r"(ACCELERATE|FSDP|DEEPSPEED)_\w+=", word)]
+    if exported:
+        raise RecipeError(f"{path}: {exported[0]}: a variable of the environment; write it as an argument")
+    name = next((Path(word).name for word in launcher if Path(word).name in LAUNCHERS), "")
+    return Command(program, arguments, name, _arguments(path, launcher))
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that starts training: what it runs ("sft.py", "trl dpo"), with its arguments by name, and its launcher
+    ("torchrun", "accelerate", or none) with those that stand before it."""
+
+    program: str
+    arguments: dict[str, Any]
+    launcher: str
+    of_launcher: dict[str, Any]
+
+
+def _split(path: Path, line: str) -> list[list[str]]:
+    """Returns the words of each command of a line, without what is redirected. Raises RecipeError for a line that
+    cannot be read, unless it starts no training program."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
+    lexer.whitespace_split = True
+    try:
+        tokens = list(lexer)
+    except ValueError as error:
+        if not any(map(_starts, line.split())):
+            return []
+        raise RecipeError(f"{path}: not a shell script: {first_line(error)}: {line.strip()[:80]}") from None
+    commands: list[list[str]] = [[]]
+    for token in tokens:
+        if set(token) <= set(";&|<>"):
+            commands.append([])
+        else:
+            commands[-1].append(token)
+    return commands
+
+
+def _starts(word: str) -> bool:
+    return word in TRAINERS or (word.endswith(".py") and not word.startswith("-"))
 
 
 def _arguments(path: Path, command: list[str]) -> dict[str, Any]:
-    """Returns the arguments `--name value`, `--name=value`, `--name` (true) and `--name a b` (a list)."""
-    arguments: dict[str, Any] = {}
+    """Returns the arguments `--name value`, `--name=value`, `--name` (true), `--no_name` (false) and `--name a b` (a
+    list)."""
+    arguments: dict[str, list[Any]] = {}
     values: list[Any] = []
     for word in command:
         if word.startswith("--") and len(word) > 2:
@@ -115,19 +161,14 @@ def _arguments(path: Path, command: list[str]) -> dict[str, Any]:
             if name in arguments:
                 raise RecipeError(f"{path}: --{name}: more than once")
             arguments[name] = values
-        elif word in ("|", ">", "2>&1", "&", ";", "&&", ">>", "2>"):
-            break
-        elif arguments:
+        else:
             values.append(_value(word))
-    # `--no_x` is how HfArgumentParser writes that x is false
     return {
-        name.removeprefix("no_") if not values else name: _joined(values) if values else not name.startswith("no_")
+        name if values else name.removeprefix("no_"): (values[0] if len(values) == 1 else values)
+        if values
+        else not name.startswith("no_")
         for name, values in arguments.items()
     }
-
-
-def _joined(values: list[Any]) -> Any:
-    return values[0] if len(values) == 1 else values
 
 
 def _value(word: str) -> Any:

@@ -8,6 +8,7 @@ import json
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ STAGE = "parallel.stage"
 AXES = TP_SIZE, CP_SIZE, PP_SIZE = "parallel.tp_size", "parallel.cp_size", "parallel.pp_size"
 BATCH, ACCUMULATION = "train.per_device_train_batch_size", "train.gradient_accumulation_steps"
 ON, OFF = ("true", "on", "yes", "1"), ("false", "off", "no", "none", "null", "0", "")
+WRONG = (TypeError, ValueError, OverflowError)  # of a value that a rule cannot read
 COMMENTS = ("_", "//", "#", "$")  # a name that begins so, with a text, is a comment
 REMARKS = {
     TP_SIZE: "neighbouring ranks; between matrices they split tokens too",
@@ -30,7 +32,7 @@ REMARKS = {
 }
 
 
-class Refused(Exception):
+class Refused(ValueError):
     """The error of a value without a counterpart in a recipe; its message says why, or what to set instead."""
 
 
@@ -68,7 +70,7 @@ class Entry:
 
     def __str__(self) -> str:
         shown = json.dumps(self.value, default=str)
-        became = ", ".join(f"{name} = {json.dumps(value)}" for name, value in self.settings.items())
+        became = ", ".join(f"{name} = {json.dumps(value, default=str)}" for name, value in self.settings.items())
         result = "REFUSED, " * self.refused + "; ".join(part for part in (became, self.remark) if part)
         if self.value is None:  # a key that is not in the file, and still means something
             return f"{self.key}: {result}"
@@ -114,7 +116,7 @@ def read_section(
             entries.append(Entry(key, value, {}, str(error), refused=True))
         except AttributeError:
             entries.append(Entry(key, value, {}, "must be a section: keys and values", refused=True))
-        except (TypeError, ValueError) as error:
+        except WRONG as error:
             entries.append(Entry(key, value, {}, f"not what this key takes ({first_line(error)})", refused=True))
     return entries
 
@@ -139,7 +141,10 @@ def absent_entries(
     entries = []
     for name, default in defaults.items():
         if keys.get(name) is None:
-            settings, _ = rules[name](default)
+            try:
+                settings, _ = rules[name](default)
+            except WRONG:  # of a key beside it, which is refused by itself
+                continue
             if settings and not settings.keys() <= decided:
                 left = {key: value for key, value in settings.items() if key not in decided}
                 entries.append(Entry(f"({name})", None, left, f"absent is {json.dumps(default)} in {program}"))
@@ -198,9 +203,9 @@ def whole_number(value: Any) -> int:
 
 
 def real_number(value: Any) -> float:
-    if isinstance(value, bool):
-        raise Refused("must be a number")
-    return float(value)
+    if isinstance(value, bool) or not isfinite(given := float(value)):
+        raise Refused("must be a finite number")
+    return given
 
 
 def whole(key: str) -> Rule:

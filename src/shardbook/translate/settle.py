@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from shardbook.recipe import TIERS, Recipe, Train
 from shardbook.recipe.refusals import Conflict, conflicts, with_settings
 from shardbook.translate.accelerate import UNEVEN
@@ -32,6 +34,7 @@ def join(entries: list[Entry]) -> Settings:
 
 def settle(entries: list[Entry]) -> Settings:
     """Returns a recipe's settings, in which nothing contradicts; adds an entry for each change."""
+    refuse_values(entries)
     settings = join(entries)
 
     def note(key: str, value: Any, changed: Settings, remark: str, refused: bool = False) -> None:
@@ -69,6 +72,7 @@ def settle(entries: list[Entry]) -> Settings:
         note(
             "(steps or epochs)", None, {"train.epochs": 1}, "the file does not say how long: set train.epochs or steps"
         )
+    refuse_conflicts(settings, entries)
     if settings.get("precision.params") == "bf16":
         note("(bf16)", None, {}, "on a CPU some 70 times slower than fp32: there set precision.params=fp32")
     return settings
@@ -84,7 +88,7 @@ def _check_batch(settings: Settings, entries: list[Entry]) -> None:
                 entries[at] = replace(entry, remark=why, refused=True)
                 continue
             rows, accumulation = settings[BATCH], settings[ACCUMULATION]
-            ranks, rest = divmod(entry.value, rows * accumulation)
+            ranks, rest = divmod(entry.value, max(rows * accumulation, 1))
             shown = f"{entry.value} = {rows} x {accumulation} x {ranks} ranks: other ranks step with other rows"
             if rest or not ranks:
                 shown = f"{entry.value} is no whole number of ranks with {rows} x {accumulation} rows"
@@ -115,3 +119,36 @@ def drop_refused(settings: Settings, entries: list[Entry]) -> None:
         for key in ("offload.optimizer", "offload.params", "offload.path"):
             settings.pop(key, None)
         entries.append(Entry("(offload)", None, {}, why, refused=True))
+
+
+def refuse_values(entries: list[Entry]) -> None:
+    """Refuses each entry that sets a key to what a recipe cannot have, in the recipe's words."""
+    for at, entry in enumerate(entries):
+        for key, value in entry.settings.items():
+            if why := _refusal(key, value):
+                entries[at] = replace(entry, settings={}, remark=f"{key}: {why}", refused=True)
+
+
+def _refusal(key: str, value: Any) -> str:
+    """Returns why a recipe cannot have `value` at `key`, empty where it can: what contradicts another key is no reason
+    yet."""
+    section, _, name = key.rpartition(".")
+    try:
+        Recipe.model_validate({"train": {"epochs": 1}} | ({section: {name: value}} if section else {name: value}))
+    except ValidationError as error:
+        place = tuple(key.split("."))
+        return next((one["msg"].lower() for one in error.errors() if one["loc"][: len(place)] == place), "")
+    return ""
+
+
+def refuse_conflicts(settings: Settings, entries: list[Entry]) -> None:
+    """Refuses what contradicts in the end, until nothing does: of two keys the one that is named first."""
+    while keys := [
+        (key, conflict.said)
+        for conflict in _conflicts(settings)
+        for key in conflict.keys
+        if key in settings and key not in ("method", STAGE)
+    ]:
+        key, why = keys[0]
+        refuse(entries, {key}, why)
+        del settings[key]

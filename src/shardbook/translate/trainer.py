@@ -86,8 +86,9 @@ def warmup_of(file: File) -> Rule:
         if value is None or "constant" in (file.keys.get("lr_scheduler_type"), file.keys.get("lr_scheduler")):
             # which warms nothing up
             return {}, ""
-        steps = real_number(file.keys.get("warmup_steps") or 0)
-        warmup = steps if steps > 0 else real_number(file.keys.get("warmup_ratio") or 0)
+        given = file.keys.get("warmup_steps"), file.keys.get("warmup_ratio")
+        steps, ratio = (real_number(value if given == (None, None) else one or 0) for one in given)
+        warmup = steps if steps > 0 else ratio
         return {"optim.warmup_steps": int(warmup) if warmup == int(warmup) else warmup}, ""
 
     return rule
@@ -182,6 +183,19 @@ def report_to_of(value: Any) -> Result:
         return {}, "wandb, the default" if value else ""
     named = [str(tracker).lower() for tracker in trackers if is_on(tracker)]
     return {"run.report_to": named[0] if len(named) == 1 else named if named else "none"}, ""
+
+
+def accelerator_of(value: Any) -> Result:
+    """Returns nothing to set for accelerate's own words, but for those that make other batches."""
+    if changed := [name for name in ("split_batches", "use_configured_state") if is_on((value or {}).get(name))]:
+        raise Refused(f"{changed[0]} has no counterpart: train.per_device_train_batch_size is of one rank")
+    return {}, ""
+
+
+def chat_kwargs_of(value: Any) -> Result:
+    if value and (empty := [name for name, given in value.items() if given is None]):
+        raise Refused(f"{empty[0]} has no value")
+    return ({"data.chat_template_kwargs": value}, "") if value else ({}, "")
 
 
 def output_of(value: Any) -> Result:
@@ -297,7 +311,9 @@ def trainer_rules(file: File) -> dict[str, Rule]:
         "torch_compile": switch("train.compile", True),
         "torch_compile_backend": only("inductor", why="train.compile is torch.compile with inductor"),
         "full_determinism": switch("train.deterministic", True),
-        "train_sampling_strategy": only("random", "sequential", why="rows come in random order"),
+        "train_sampling_strategy": only("random", why="rows come in random order"),
+        "average_tokens_across_devices": only(True, why="a step's loss is divided by all of its tokens"),
+        "accelerator_config": accelerator_of,
         "report_to": report_to_of,
         "run_name": noted("the run is named by run.name"),
         "output_dir": output_of,

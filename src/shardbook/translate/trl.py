@@ -13,6 +13,7 @@ from shardbook.recipe import RecipeError
 from shardbook.recipe.learning import PAIRED
 from shardbook.translate.layout import read_layout, without_layout
 from shardbook.translate.rules import (
+    STAGE,
     Entry,
     File,
     Program,
@@ -55,6 +56,11 @@ UNKNOWN = {
     "online methods": ("reward_model_path", "judge", "missing_eos_penalty", "kl_coef", "num_ppo_epochs"),
     "distillation": ("teacher_model_name_or_path", "lmbda", "seq_kd"),
 }
+OTHERS = set(words("kto grpo rloo ppo gkd xpo nash online prm bco distillation"))  # scripts that train by them
+OF_ORPO = {"beta", "max_prompt_length", "max_completion_length"}
+# what `trl --accelerate_config` calls its own files
+OWN_CONFIGS = {"fsdp1": "zero3", "fsdp2": "zero3", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3"}
+OWN_CONFIGS |= {"multi_gpu": "ddp", "single_gpu": "ddp"}
 # of the names of a pair's losses, those that only a file of pairs has
 OF_PAIRS = words("""beta loss_type max_prompt_length max_completion_length precompute_ref_log_probs rpo_alpha
 label_smoothing reference_free simpo_gamma cpo_alpha ref_model_name_or_path force_use_ref_model""")
@@ -67,13 +73,26 @@ def loss_of(method: str) -> Rule:
         losses = [value] if isinstance(value, str) or value is None else list(value)
         if len(losses) != 1:
             raise Refused("a sum of losses has no counterpart")
-        if method == "sft":
+        if method in ("sft", "reward"):
             return only("nll", "chunked_nll")(losses[0])
         if method in ("simpo", "orpo"):
             return only("simpo", "sigmoid" if method == "orpo" else "simpo")(losses[0])
         return ({"preference.loss_type": losses[0]}, "") if losses[0] is not None else ({}, "")
 
     return rule
+
+
+def dropout_of(method: str, is_disabled: Any) -> Rule:
+    """Returns the rule of lora_dropout, which TRL sets to 0 where answers are compared."""
+    if method == "sft" or not is_on(is_disabled):
+        return number("lora.lora_dropout")
+    return lambda value: ({"lora.lora_dropout": 0.0}, "dropout is off where answers are compared (disable_dropout)")
+
+
+def length_of(value: Any) -> Result:
+    if value is None:
+        raise Refused("rows of any length have no counterpart: set data.max_length")
+    return whole("data.max_length")(value)
 
 
 def datasets_of(file: File) -> Rule:
@@ -151,6 +170,15 @@ def is_evaluated(file: File) -> bool:
     return is_on(strategy)
 
 
+def is_trl_script(name: str) -> bool:
+    """Returns whether a script has the name of one of TRL's, or of a way to train that TRL has."""
+    return any(part in METHODS or part in OTHERS for part in _parts(name))
+
+
+def _parts(name: str) -> list[str]:
+    return re.split(r"[^a-z]+", name.lower().removesuffix(".py"))
+
+
 def method_of(file: File, program: str) -> tuple[str, Entry | None]:
     """Returns the method, and the entry that tells where it is not in the command. Raises RecipeError where it is one
     that a recipe has not."""
@@ -160,8 +188,8 @@ def method_of(file: File, program: str) -> tuple[str, Entry | None]:
             raise RecipeError(
                 f"{file.path}: trains by {name} ({', '.join(present)}), which has no counterpart; {instead}"
             )
-    named = program.removesuffix(".py").rpartition(" ")[2].removeprefix("run_")
-    if program.startswith("trl ") or named in METHODS:
+    named = next((part for part in _parts(program) if part in METHODS or part in OTHERS), "")
+    if program.startswith("trl ") or named:
         if named not in METHODS:
             raise RecipeError(f"{file.path}: {program} has no counterpart; {instead}")
         if named == "cpo" and file.keys.get("loss_type") != "simpo":
@@ -169,16 +197,20 @@ def method_of(file: File, program: str) -> tuple[str, Entry | None]:
         return METHODS[named], None
     pairs = [sign for sign in OF_PAIRS if file.keys.get(sign) is not None]
     if set(pairs) - {"loss_type"}:
-        method = "simpo" if file.keys.get("loss_type") == "simpo" else "orpo" if _is_orpo(file) else "dpo"
-        beside = "; for ORPO set method=orpo" if method == "dpo" else ""
-        return method, Entry("(trainer)", None, {"method": method}, f"{', '.join(pairs)} are of pairs{beside}")
+        why = f"{', '.join(pairs)} are of pairs"
+        if file.keys.get("loss_type") == "simpo":
+            return "simpo", Entry("(trainer)", None, {"method": "simpo"}, why)
+        if set(pairs) <= OF_ORPO and (name := _orpo_in(file)):
+            return "orpo", Entry("(trainer)", None, {"method": "orpo"}, f"{why}, and {name} names ORPO")
+        return "dpo", Entry("(trainer)", None, {"method": "dpo"}, f"{why}; for ORPO set method=orpo")
     return "sft", Entry("(trainer)", None, {}, "the file does not name it: SFT; for others set method")
 
 
-def _is_orpo(file: File) -> bool:
-    """Returns whether names say what the keys do not: ORPO has no key that DPO has not."""
-    names = [*file.path.parts, *(str(file.keys.get(key)) for key in ("output_dir", "hub_model_id", "run_name"))]
-    return any("orpo" in re.split(r"[^a-z]+", name.lower()) for name in names)
+def _orpo_in(file: File) -> str:
+    """Returns the name that says what the keys do not, since ORPO has none that DPO has not; else nothing."""
+    names = {"the file's name": file.path.name, "its folder": file.path.resolve().parent.name}
+    names |= {key: str(file.keys.get(key)) for key in ("output_dir", "hub_model_id", "run_name")}
+    return next((what for what, name in names.items() if "orpo" in _parts(name)), "")
 
 
 def trained_of(file: File, method: str) -> Entry | None:
@@ -201,7 +233,7 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
             {
                 "lora_r": whole("lora.r"),
                 "lora_alpha": scalar("lora.lora_alpha"),
-                "lora_dropout": number("lora.lora_dropout"),
+                "lora_dropout": dropout_of(method, file.keys.get("disable_dropout", True)),
                 "lora_target_modules": targets_of,
                 "lora_modules_to_save": saved_modules_of,
                 "use_rslora": switch("lora.use_rslora", True),
@@ -230,7 +262,10 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
         "system_prompt": text("data.system"),
         "eos_token": noted("a template's own end of a turn is trained, and exported as a stop"),
         "pad_token": ignored,
-        "max_length": whole("data.max_length"),
+        "packing_strategy": only("bfd", "bfd_requeue", "ffd", why="documents are cut at data.max_length, not split"),
+        "accelerate_config": choice(STAGE, OWN_CONFIGS),
+        **dict.fromkeys(words("num_processes num_machines machine_rank main_process_ip main_process_port"), ignored),
+        "max_length": length_of,
         "max_seq_length": whole("data.max_length"),
         "max_prompt_length": noted("a pair is cut at data.max_length as a whole"),
         "max_completion_length": noted("a pair is cut at data.max_length as a whole"),
@@ -275,9 +310,12 @@ def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
         "gradient_checkpointing": True,
         "bf16": True,
         "max_length": 1024,
+        "packing": False,
     }
-    if method == "sft":
-        defaults["packing"] = False
+    if "max_length" in file.keys:  # also where it is none
+        del defaults["max_length"]
+    if method == "reward":
+        entries.append(Entry("(max_length)", None, {}, "pairs that are longer are cut, not dropped"))
     if is_on(file.keys.get("use_peft")):
         defaults |= {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
     if (trained := trained_of(file, method)) is not None:

@@ -46,4 +46,6 @@ def as_toml(value: object) -> str:
     if isinstance(value, dict):
         inside = ", ".join(f"{json.dumps(name)} = {as_toml(one)}" for name, one in value.items())
         return f"{{ {inside} }}"
-    return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_toml, value))}]"
+    return json.dumps(value, ensure_ascii=False, default=str)
