@@ -68,7 +68,8 @@ def settle(entries: list[Entry]) -> Settings:
         note("(eval_steps)", None, {}, "left out: no held-out rows are named; set data.eval or data.eval_size")
     if settings.get("train.steps"):
         settings.pop("train.epochs", None)
-    elif "train.epochs" not in settings:
+    refuse_sections(settings, entries)
+    if not {"train.steps", "train.epochs"} & settings.keys():
         note(
             "(steps or epochs)", None, {"train.epochs": 1}, "the file does not say how long: set train.epochs or steps"
         )
@@ -139,6 +140,28 @@ def _refusal(key: str, value: Any) -> str:
         place = tuple(key.split("."))
         return next((one["msg"].lower() for one in error.errors() if one["loc"][: len(place)] == place), "")
     return ""
+
+
+def refuse_sections(settings: Settings, entries: list[Entry]) -> None:
+    """Refuses what a section of a recipe refuses by itself, until none does: the setting that its error names first."""
+    while True:
+        sections: dict[str, Any] = {"train": {} if {"train.steps", "train.epochs"} & settings.keys() else {"epochs": 1}}
+        for key, value in settings.items():
+            section, _, name = key.rpartition(".")
+            sections.setdefault(section, {})[name] = value
+        wrong = []
+        for section, keys in sections.items():
+            if section:
+                try:
+                    Recipe.model_fields[section].annotation.model_validate(keys)  # type: ignore[union-attr]
+                except ValidationError as error:
+                    text = error.errors()[0]["msg"].removeprefix("Value error, ")
+                    wrong += [(text.find(name), f"{section}.{name}", text) for name in keys if name in text]
+        if not wrong:
+            return
+        _, key, why = min(wrong)
+        refuse(entries, {key}, why)
+        del settings[key]
 
 
 def refuse_conflicts(settings: Settings, entries: list[Entry]) -> None:

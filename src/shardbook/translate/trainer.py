@@ -319,7 +319,7 @@ def trainer_rules(file: File) -> dict[str, Rule]:
         "output_dir": output_of,
         "resume_from_checkpoint": resumed_of,
         "push_to_hub": hub_of(file),
-        "hub_model_id": text("train.hub_model_id"),
+        "hub_model_id": text("train.hub_model_id") if file.is_on("push_to_hub") else ignored,
         "wandb_project": text("run.project"),
         "wandb_entity": noted("set WANDB_ENTITY, wandb's own variable"),
         "wandb_run_group": text("run.group"),

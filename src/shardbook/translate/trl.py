@@ -304,7 +304,8 @@ def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
     if method != "sft" and not trainer_entry:
         entries.append(Entry("(command)", None, {"method": method}, program))
     layout = read_layout(file, "TRL")
-    entries += [entry for entry in layout if not (launched and entry.key == "(deepspeed, fsdp)")]
+    is_laid_out = launched or file.is_on("accelerate_config")
+    entries += [entry for entry in layout if not (is_laid_out and entry.key == "(deepspeed, fsdp)")]
     defaults: dict[str, Any] = DEFAULTS | {
         "learning_rate": RATES.get(method, 1e-6),
         "gradient_checkpointing": True,

@@ -1,0 +1,183 @@
+"""Inputs that once became another number, or a traceback: each with what it must become."""
+
+import json
+
+import pytest
+
+from shardbook.cli import main
+from shardbook.recipe import parse_recipe
+from shardbook.translate import translate
+from shardbook.translate.write import write_recipe
+
+TRL = {"model_name_or_path": "a/b", "dataset_name": "c/d"}
+AXOLOTL = {"base_model": "a/b", "sequence_len": 512}
+FACTORY = {"model_name_or_path": "a/b", "stage": "sft", "finetuning_type": "lora", "cutoff_len": 64}
+
+
+def settings_of(folder, keys, file="a.yaml"):
+    (folder / file).write_text(keys if isinstance(keys, str) else json.dumps(keys))
+    settings, entries = translate(folder / file)
+    parse_recipe(write_recipe(settings, entries, file), file)
+    return settings, {entry.key: entry.remark for entry in entries if entry.refused}
+
+
+BECOMES = {
+    "axolotl warms up by itself": (AXOLOTL, {"optim.warmup_steps": 0.03}),
+    "a batch of pairs is of pairs": (TRL | {"beta": 0.1}, {"data.packing": False}),
+    "dropout is off where answers are compared": (
+        TRL | {"beta": 0.1, "use_peft": True, "lora_dropout": 0.1}, {"lora.lora_dropout": 0.0}),
+    "unless it is kept": (
+        TRL | {"beta": 0.1, "use_peft": True, "lora_dropout": 0.1, "disable_dropout": False},
+        {"lora.lora_dropout": 0.1}),
+    "arguments that all have are of none": (
+        {"model_name_or_path": "a/b", "learning_rate": 1e-4, "num_train_epochs": 2, "bf16": True, "output_dir": "x"},
+        {"lora.r": None, "optim.lr_scheduler_type": "linear", "train.per_device_train_batch_size": 8,
+         "activation.checkpointing": None}),
+    "four bits of LLaMA-Factory": (
+        FACTORY | {"quantization_bit": 4}, {"model.load_in_4bit": True, "model.bnb_4bit_use_double_quant": True}),
+    "a DPO file in a folder of ORPO": (
+        TRL | {"beta": 0.1, "loss_type": "sigmoid", "output_dir": "out/orpo"}, {"method": "dpo"}),
+    "an ORPO file": (TRL | {"beta": 0.1, "output_dir": "out/zephyr-orpo"}, {"method": "orpo"}),
+    "Muon": (FACTORY | {"use_muon": True, "optim": "adamw_torch"}, {"optim.name": "muon"}),
+    "neat packing packs": (FACTORY | {"neat_packing": True, "packing": False}, {"data.packing": True}),
+    "axolotl's own beta": (AXOLOTL | {"rl": "orpo", "rl_beta": 0.1, "orpo_alpha": 0.5}, {"preference.beta": 0.1}),
+    "accelerate's ZeRO": ({"distributed_type": "DEEPSPEED", "deepspeed_config": {}},
+                          {"parallel.stage": "zero2", "precision.params": "fp32"}),
+    "a loss of pairs counts for pairs": (FACTORY | {"pref_loss": "hinge"}, {"preference.loss_type": None}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BECOMES)
+def test_a_number_is_the_other_programs(name, tmp_path):
+    keys, expected = BECOMES[name]
+    settings, refused = settings_of(tmp_path, keys)
+    assert {key: settings.get(key) for key in expected} == expected and not refused
+
+
+REFUSED = {
+    "bf16 masters": ({"train_batch_size": "auto", "bf16": {"enabled": True, "bf16_optimizer_states": True}}, ["bf16"]),
+    "no length": (TRL | {"max_length": None}, ["max_length"]),
+    "rows in order": (TRL | {"train_sampling_strategy": "sequential"}, ["train_sampling_strategy"]),
+    "documents that are split": (TRL | {"packing": True, "packing_strategy": "wrapped"}, ["packing_strategy"]),
+    "batches that are split": (TRL | {"accelerator_config": {"split_batches": True}}, ["accelerator_config"]),
+    "another mean": (TRL | {"average_tokens_across_devices": False}, ["average_tokens_across_devices"]),
+    "rows that are dropped": (AXOLOTL | {"min_sample_len": 9}, ["min_sample_len"]),
+    "another config": (AXOLOTL | {"base_model_config": "c/d"}, ["base_model_config"]),
+    "padding that is trained": (FACTORY | {"ignore_pad_token_for_loss": False}, ["ignore_pad_token_for_loss"]),
+    "an adapter on an adapter": (FACTORY | {"create_new_adapter": True}, ["create_new_adapter"]),
+    "a mix without shares": (FACTORY | {"mix_strategy": "interleave_under"}, ["mix_strategy"]),
+    "fp4": (FACTORY | {"quantization_bit": 4, "quantization_type": "fp4"}, ["quantization_bit"]),
+    "which tokens are trained": (
+        AXOLOTL | {"datasets": [{"path": "c/d", "type": "chat_template", "train_on_eot": "all"}]}, ["datasets"]),
+    "an adapter without a rank": (AXOLOTL | {"adapter": "lora"}, ["(lora_r)"]),
+    "a loss that is not known": (TRL | {"beta": 0.1, "loss_type": "exo_pair"}, ["loss_type"]),
+    "a loss with labels smoothed": (TRL | {"beta": 0.1, "label_smoothing": 0.1}, ["label_smoothing"]),
+    "four bits without adapters": (TRL | {"load_in_4bit": True}, ["load_in_4bit"]),
+    "bf16 with an optimizer of 8 bits": (FACTORY | {"pure_bf16": True, "optim": "adamw_8bit"}, ["pure_bf16"]),
+    "likelihood in ORPO": (AXOLOTL | {"rl": "orpo", "rpo_alpha": 0.5}, ["rpo_alpha"]),
+    "endless": (TRL | {"max_steps": 10**400}, ["max_steps"]),
+    "no word of FSDP": (TRL | {"fsdp": 5}, ["fsdp"]),
+    "a word for a number": (
+        TRL | {"gradient_checkpointing_kwargs": {"every_n_layers": "x"}, "gradient_checkpointing": True},
+        ["gradient_checkpointing"]),
+    "a table of numbers": (FACTORY | {"dataset_dir": {"x": 5}, "dataset": "x"}, ["dataset"]),
+    "a list of ranks": (FACTORY | {"lora_rank": [8]}, ["lora_rank"]),
+    "no rows": ({"train_micro_batch_size_per_gpu": 0, "gradient_accumulation_steps": 1, "train_batch_size": 4},
+                ["train_batch_size", "train_micro_batch_size_per_gpu"]),
+    "an argument of no value": (AXOLOTL | {"chat_template_kwargs": {"date": None}}, ["chat_template_kwargs"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_counterpart_is_refused_by_name(name, tmp_path):
+    keys, expected = REFUSED[name]
+    file = "a.json" if "train_micro_batch_size_per_gpu" in keys or "bf16" in keys else "a.yaml"
+    _, refused = settings_of(tmp_path, keys, file)
+    assert sorted(refused) == sorted(expected)
+
+
+def test_what_yaml_reads_as_a_day_is_kept(tmp_path):
+    text = "base_model: a/b\nchat_template_kwargs: {date: 2024-01-01}\nwandb_project: 2024-05-01\n"
+    settings, refused = settings_of(tmp_path, text)
+    assert (
+        str(settings["data.chat_template_kwargs"]["date"]) == "2024-01-01" and settings["run.project"] == "2024-05-01"
+    )
+    assert not refused
+
+
+def test_a_number_that_is_none_is_refused(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("base_model: a/b\nlearning_rate: .nan\n")
+    assert main(["translate", str(tmp_path / "a.yaml")]) == 2
+    assert ".nan: not a finite number" in capsys.readouterr().err
+
+
+def test_an_optimizer_of_deepspeed_has_its_own_defaults(tmp_path):
+    """transformers fills in what says auto, and leaves what is absent to DeepSpeed."""
+    inside = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "zero_optimization": {"stage": 2}}
+    settings, _ = settings_of(tmp_path, TRL | {"weight_decay": 0.1, "adam_beta2": 0.95, "deepspeed": inside})
+    assert settings["optim.weight_decay"] == 0.0 and settings["optim.betas"] == [0.9, 0.999]
+    inside["optimizer"]["params"]["torch_adam"] = True
+    settings, _ = settings_of(tmp_path, TRL | {"deepspeed": inside})
+    assert settings["optim.weight_decay"] == 0.01  # of torch.optim.AdamW
+
+
+SCRIPTS = {
+    "ARGS='--use_peft'\ntorchrun sft.py $ARGS --model_name_or_path a/b": "$ARGS: a variable of the shell",
+    "axolotl train config.yml other --learning-rate 1e-5": "other: not an argument (--name value)",
+    "python kto.py --model_name_or_path a/b --dataset_name c/d": "kto.py has no counterpart",
+    "python train_grpo.py --model_name_or_path a/b --max_prompt_length 9": "train_grpo.py has no counterpart",
+    "ACCELERATE_MIXED_PRECISION=fp16 trl sft --model_name_or_path a/b": "ACCELERATE_MIXED_PRECISION=fp16: a variable",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_that_hides_something_is_refused(script, tmp_path, capsys):
+    (tmp_path / "run.sh").write_text(script + "\n")
+    assert main(["translate", str(tmp_path / "run.sh")]) == 2
+    assert SCRIPTS[script] in capsys.readouterr().err
+
+
+COMMANDS = {
+    "trl sft --model_name_or_path a/b --dataset_name c/d --max_steps $STEPS": ({}, ["max_steps"]),
+    'trl sft --model_name_or_path a/b --dataset_name "$@"': ({"data.train": None}, ["dataset_name"]),
+    "llamafactory-cli train --model_name_or_path a/b --stage sft --lora_rank $RANK": ({}, ["lora_rank"]),
+    "trl sft --model_name_or_path a/b --dataset_name c/d; echo done > log.txt": ({"data.train": "c/d"}, []),
+    "trl sft --model_name_or_path a/b --dataset_name c/d >log.txt 2>&1": ({"data.train": "c/d"}, []),
+    'echo "two\nlines"\ntrl sft --model_name_or_path a/b --dataset_name c/d': ({"data.train": "c/d"}, []),
+    "trl sft --accelerate_config zero3 --num_processes 8 --model_name_or_path a/b --dataset_name c/d": (
+        {"parallel.stage": "zero3"}, []),
+    "python reward_modeling.py --model_name_or_path a/b --dataset_name c/d": ({"method": "reward"}, []),
+    "torchrun --nproc_per_node=4 train.py --model_name_or_path a/b --data_path ./alpaca.json --bf16 True "
+    "--fsdp 'full_shard auto_wrap' --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer --tf32 True": (
+        {"lora.r": None, "parallel.stage": "zero3", "precision.params": "bf16", "data.train": "./alpaca.json"}, []),
+    "accelerate launch --mixed_precision fp16 --use_deepspeed --zero_stage 3 --gradient_clipping 0.5 sft.py "
+    "--model_name_or_path a/b --dataset_name c/d": (
+        {"parallel.stage": "zero3", "optim.max_grad_norm": 0.5}, ["mixed_precision"]),
+    "deepspeed --num_gpus 8 train.py --deepspeed ds.json --model_name_or_path a/b --data_path x.json": (
+        {"parallel.stage": "zero2", "data.train": "x.json"}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command(command, tmp_path):
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}')
+    expected, names = COMMANDS[command]
+    settings, refused = settings_of(tmp_path, f"#!/bin/bash\n{command}\n", "run.sh")
+    assert {key: settings.get(key) for key in expected} == expected and sorted(refused) == names
+
+
+def test_arguments_count_more_than_their_launchers_file(tmp_path):
+    (tmp_path / "acc.yaml").write_text(
+        "distributed_type: DEEPSPEED\nmixed_precision: 'no'\n"
+        "deepspeed_config: {zero_stage: 3, gradient_accumulation_steps: 1}\n"
+    )
+    command = "accelerate launch --config_file acc.yaml sft.py --model_name_or_path a/b --dataset_name c/d"
+    settings, refused = settings_of(tmp_path, f"{command} --bf16 true --gradient_accumulation_steps 8\n", "run.sh")
+    assert (settings["precision.params"], settings["train.gradient_accumulation_steps"]) == ("bf16", 8) and not refused
+    assert settings["parallel.stage"] == "zero3"
+
+
+def test_a_command_of_llama_factory_with_a_file(tmp_path):
+    (tmp_path / "c.yml").write_text(json.dumps(FACTORY | {"learning_rate": 1e-4}))
+    settings, refused = settings_of(tmp_path, "llamafactory-cli train c.yml learning_rate=1e-5\n", "run.sh")
+    assert settings["optim.learning_rate"] == 1e-5 and settings["lora.r"] == 8 and not refused
