@@ -77,8 +77,9 @@ def test_a_pattern_with_brackets_is_no_slice(folder):
         ("[9:2]", "this slice of it holds no rows"),
         ("[:101%]", "percents are at most 100"),
         ("[:5][:2]", "a slice is of one split; write a list of sources"),
-        ("[-3:]", "no file matches it"),
-        ("[:half]", "no file matches it"),
+        ("[-3:]", r"a slice behind a name is \[start:stop\]"),
+        ("[:half]", r"a slice behind a name is \[start:stop\]"),
+        (":test", "a file or a directory has no splits"),
     ],
 )
 def test_what_is_no_slice_is_refused(behind, words, folder):

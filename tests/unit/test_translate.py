@@ -843,7 +843,7 @@ def test_the_command(tmp_path, capsys):
     assert main(["translate", str(good), "--out", str(tmp_path / "mine.toml")]) == 2  # exists
     assert main(["translate", str(bad)]) == 2
     out, err = capsys.readouterr()
-    assert "2 of its keys have no counterpart: zero_optimization.offload_optimizer" in err
+    assert "2 of its keys are refused: zero_optimization.offload_optimizer" in err
     assert main(["translate", str(bad), "--without-refused"]) == 0
     out, err = capsys.readouterr()
     assert "# zero_optimization.offload_param" in out and parse_recipe(out, "out").parallel.stage == "zero3"
@@ -871,11 +871,11 @@ HYBRID = "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HYBRID_S
         ("a.json", '{"gradient_clipping": NaN}', "not JSON: NaN: not a finite number"),
         ("a.json", '{"bf16": {}, "bf16": {"enabled": true}}', "not JSON: bf16: more than once"),
         ("a.json", "[" * 100_000, "not JSON: maximum recursion depth exceeded"),
-        ("a.json", '{"train_micro_batch_size_per_gpu": 2.7}', "counterpart: train_micro_batch_size_per_gpu; "),
-        ("a.json", '{"gradient_accumulation_steps": true}', "counterpart: gradient_accumulation_steps; "),
-        ("a.json", '{"zero_optimization": {"stage": true}}', "counterpart: zero_optimization.stage; "),
+        ("a.json", '{"train_micro_batch_size_per_gpu": 2.7}', "refused: train_micro_batch_size_per_gpu; "),
+        ("a.json", '{"gradient_accumulation_steps": true}', "refused: gradient_accumulation_steps; "),
+        ("a.json", '{"zero_optimization": {"stage": true}}', "refused: zero_optimization.stage; "),
         ("a.yaml", "num_machines: 1\nnum_machines: 2", "not YAML: num_machines: more than once"),
-        ("a.yaml", "main_process_ip: 2024-01-01\nnobody: 2024-01-01", "counterpart: nobody; "),
+        ("a.yaml", "main_process_ip: 2024-01-01\nnobody: 2024-01-01", "refused: nobody; "),
         ("a.yaml", "deepspeed_config: {deepspeed_config_file: [a]}", "deepspeed_config_file = ['a']: must be a path"),
         *(
             ("a.yaml", f"{HYBRID}num_processes: {ranks}\nnum_machines: {machines}", "num_processes / num_machines; ")
@@ -987,4 +987,4 @@ def test_what_is_no_section_or_no_switch_is_refused_in_one_line(config, key, sai
     lines = capsys.readouterr().err.splitlines()
     (line,) = [line for line in lines if "REFUSED" in line]
     assert line.startswith(f"{key} = ") and line.endswith(f": REFUSED, {said}")
-    assert lines[-1].endswith(f"1 of its keys have no counterpart: {key}; --without-refused leaves them out")
+    assert lines[-1].endswith(f"1 of its keys are refused: {key}; --without-refused leaves them out")

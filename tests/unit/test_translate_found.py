@@ -44,6 +44,23 @@ BECOMES = {
     "accelerate's ZeRO": ({"distributed_type": "DEEPSPEED", "deepspeed_config": {}},
                           {"parallel.stage": "zero2", "precision.params": "fp32"}),
     "a loss of pairs counts for pairs": (FACTORY | {"pref_loss": "hinge"}, {"preference.loss_type": None}),
+    "DeepSpeed's own lines": (
+        TRL | {"logging_steps": 3, "deepspeed": {"steps_per_print": 2000, "zero_optimization": {"stage": 2}}},
+        {"train.logging_steps": 3}),
+    "answers as text, in a conversation": (
+        AXOLOTL | {"rl": "dpo", "datasets": [{"path": "c/d", "type": "chatml.intel"}]},
+        {"data.columns": {"instruction": "question"}}),
+    "answers by other names": (
+        AXOLOTL | {"rl": "dpo", "datasets": [{"path": "c/d", "type": "llama3.argilla"}]},
+        {"data.columns": {"chosen": "chosen_response", "rejected": "rejected_response"}}),
+    "OpenOrca": (
+        AXOLOTL | {"datasets": [{"path": "c/d", "type": "alpaca_w_system.load_open_orca"}]},
+        {"data.columns": {"instruction": "question", "output": "response", "system": "system_prompt"}}),
+    "a system prompt": (
+        AXOLOTL | {"datasets": [{"path": "c/d", "type": {"system_prompt": "Hi", "field_instruction": "q"}}]},
+        {"data.system": "Hi", "data.columns": {"instruction": "q"}}),
+    "a file has no split": (TRL | {"dataset_name": "data/x.jsonl", "eval_strategy": "steps"},
+                            {"data.train": "data/x.jsonl", "data.eval": None}),
 }  # fmt: skip
 
 
@@ -69,6 +86,8 @@ REFUSED = {
     "fp4": (FACTORY | {"quantization_bit": 4, "quantization_type": "fp4"}, ["quantization_bit"]),
     "which tokens are trained": (
         AXOLOTL | {"datasets": [{"path": "c/d", "type": "chat_template", "train_on_eot": "all"}]}, ["datasets"]),
+    "texts beside conversations": (
+        AXOLOTL | {"datasets": [{"path": "c/d", "type": "alpaca"}, {"path": "e", "type": "completion"}]}, ["datasets"]),
     "an adapter without a rank": (AXOLOTL | {"adapter": "lora"}, ["(lora_r)"]),
     "a loss that is not known": (TRL | {"beta": 0.1, "loss_type": "exo_pair"}, ["loss_type"]),
     "a loss with labels smoothed": (TRL | {"beta": 0.1, "label_smoothing": 0.1}, ["label_smoothing"]),
@@ -122,7 +141,7 @@ def test_an_optimizer_of_deepspeed_has_its_own_defaults(tmp_path):
 
 
 SCRIPTS = {
-    "ARGS='--use_peft'\ntorchrun sft.py $ARGS --model_name_or_path a/b": "$ARGS: a variable of the shell",
+    "torchrun sft.py $ARGS --model_name_or_path a/b": "$ARGS: a variable of the shell",
     "axolotl train config.yml other --learning-rate 1e-5": "other: not an argument (--name value)",
     "python kto.py --model_name_or_path a/b --dataset_name c/d": "kto.py has no counterpart",
     "python train_grpo.py --model_name_or_path a/b --max_prompt_length 9": "train_grpo.py has no counterpart",
@@ -138,6 +157,10 @@ def test_a_script_that_hides_something_is_refused(script, tmp_path, capsys):
 
 
 COMMANDS = {
+    "ARGS='--use_peft'\nexport M=a/b\ntorchrun sft.py $ARGS --model_name_or_path ${M} --dataset_name c/d": (
+        {"lora.r": 16, "model.path": "a/b"}, []),
+    "M=a/b\nM=c/d\ntrl sft --model_name_or_path $M --dataset_name c/d": ({}, ["model_name_or_path"]),
+    "accelerate launch -m axolotl.cli.train --base_model a/b --sequence_len 64": ({"model.path": "a/b"}, []),
     "trl sft --model_name_or_path a/b --dataset_name c/d --max_steps $STEPS": ({}, ["max_steps"]),
     'trl sft --model_name_or_path a/b --dataset_name "$@"': ({"data.train": None}, ["dataset_name"]),
     "llamafactory-cli train --model_name_or_path a/b --stage sft --lora_rank $RANK": ({}, ["lora_rank"]),
@@ -181,3 +204,33 @@ def test_a_command_of_llama_factory_with_a_file(tmp_path):
     (tmp_path / "c.yml").write_text(json.dumps(FACTORY | {"learning_rate": 1e-4}))
     settings, refused = settings_of(tmp_path, "llamafactory-cli train c.yml learning_rate=1e-5\n", "run.sh")
     assert settings["optim.learning_rate"] == 1e-5 and settings["lora.r"] == 8 and not refused
+
+
+def test_a_recipe_without_data_does_not_train_on_other_data(tmp_path, capsys):
+    """What is not in the file, or was refused, is empty in the recipe, which a run then names."""
+    (tmp_path / "a.yaml").write_text(json.dumps(AXOLOTL | {"datasets": [{"path": "c/d", "type": "input_output"}]}))
+    out = tmp_path / "mine.toml"
+    assert main(["translate", str(tmp_path / "a.yaml"), "--without-refused", "--out", str(out)]) == 0
+    assert main(["train", str(out), "model.path=smollm2-135m", "--dry-run"]) == 2
+    assert "data.train = ''" in capsys.readouterr().err
+    assert main(["train", str(out), "data.train=chitchat", "model.path=", "--dry-run"]) == 2
+    assert "model.path = ''" in capsys.readouterr().err
+
+
+def test_a_setting_that_gives_way_says_to_what(tmp_path):
+    (tmp_path / "a.yaml").write_text(json.dumps(TRL | {"torch_dtype": "bfloat16", "bf16": False}))
+    _, entries = translate(tmp_path / "a.yaml")
+    lines = {entry.key: str(entry) for entry in entries}
+    assert lines["torch_dtype"] == 'torch_dtype = "bfloat16": precision.params is set by bf16'
+    assert lines["bf16"].startswith('bf16 = false: precision.params = "fp32"')
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [("x.yaml", "a recipe's file ends in .toml"), ("x", "ends in .toml"), ("no/x.toml", "no such directory")],
+)
+def test_a_place_that_cannot_be_written_is_refused_first(out, words, tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text(json.dumps(TRL))
+    assert main(["translate", str(tmp_path / "a.yaml"), "--out", str(tmp_path / out)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and words in lines[0]

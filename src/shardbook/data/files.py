@@ -95,7 +95,10 @@ def find_files(name: str, what: str) -> Files:
             if files := [file for kind, file in there if kind == suffix]:
                 return _readable(Files(reader, files, suffix), name, what)
         said = "no file matches it that ends with" if is_pattern else "has no saved dataset, and no file that ends with"
-        raise RecipeError(f"{what} = {name!r}: {said} {', '.join(READERS)}")
+        hint = "; a slice behind a name is [start:stop], of counts or percents" * ("[" in name)
+        raise RecipeError(f"{what} = {name!r}: {said} {', '.join(READERS)}{hint}")
+    if ":" in source and Path(source.partition(":")[0]).exists():
+        raise RecipeError(f"{what} = {name!r}: a file or a directory has no splits; name the files of one")
     if not is_hub_id(source):
         ids = "owner/name, owner/name:split or owner/name:subset:split"
         raise RecipeError(f"{what} = {name!r}: no such directory, and not a hub id ({ids})")

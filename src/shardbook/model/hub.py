@@ -25,7 +25,7 @@ def fetch_folder(path: str, revision: str, what: str, patterns: list[str]) -> Pa
     matching `patterns`). Raises RecipeError, which names the recipe key `what`."""
     if path in embedded.MODELS:
         return embedded.embedded_folder(path)
-    if Path(path).is_dir():
+    if path and Path(path).is_dir():  # an empty path would be the working directory
         return Path(path)
     if not is_hub_id(path):
         raise RecipeError(f"{what} = {path!r}: no such directory, and not a hub id (owner/name)")

@@ -23,7 +23,7 @@ def shape_config(path: str, max_length: int, what: str = "model.path") -> PreTra
     """Returns the config of `path`: a local directory (or its config.json), or a name or hub id of shapes.toml. Fetches
     nothing. Raises RecipeError for any other path, with the nearest known name."""
     local = Path(path).parent if path.endswith("config.json") else Path(path)
-    if local.is_dir():
+    if path and local.is_dir():
         return load_config(Model(path=str(local)), local, max_length, what)
     for name, known in known_shapes().items():
         if path == name or path in known["ids"]:

@@ -34,24 +34,25 @@ LOOKS = {
     "ms-swift's": {"train_type", "tuner_type", "swift_version"},
     "NeMo's": {"exp_manager"},
     "verl's": {"actor_rollout_ref"},
-    "Lightning's": {"trainer"},
+    "Lightning's, NeMo's or verl's": {"trainer"},
     "a data set's dataset_info.json": {"hf_hub_url", "file_name"},
 }
 
 
 def translate_file(file: Path, out: Path | None, without_refused: bool) -> None:
     """Prints each key's result and writes the recipe. Raises RecipeError for refused keys, unless `without_refused`."""
+    if out is not None and (out.exists() or out.suffix != ".toml" or not out.parent.is_dir()):
+        why = "exists; name a new file" if out.exists() else "a recipe's file ends in .toml"
+        raise RecipeError(f"--out {out}: {why if out.parent.is_dir() else 'no such directory'}")
     settings, entries = translate(file)
     print("\n".join(describe(entries)), file=sys.stderr)
     if (refused := [entry.key for entry in entries if entry.refused]) and not without_refused:
-        count = f"{len(refused)} of its keys have no counterpart: {', '.join(refused)}"
+        count = f"{len(refused)} of its keys are refused: {', '.join(refused)}"
         raise RecipeError(f"{file}: {count}; --without-refused leaves them out")
     text = write_recipe(settings, entries, file.name)
     parse_recipe(text, str(file))
     if out is None:
         print(text, end="")
-    elif out.exists():
-        raise RecipeError(f"--out {out}: exists; name a new file")
     else:
         try:
             out.write_text(text)
@@ -66,6 +67,8 @@ def translate(path: Path) -> tuple[Settings, list[Entry]]:
     Raises RecipeError where the file cannot be read, is of none of the programs, or trains by a method that a recipe
     has not. Refused keys are entries: the caller decides.
     """
+    if path.suffix == ".toml":
+        raise RecipeError(f"{path}: a .toml is a recipe already; {READS}")
     if path.suffix in SHELL:
         entries = _read_script(path)
     else:
@@ -80,6 +83,8 @@ def find_program(file: File, of: tuple[Program, ...] = PROGRAMS) -> Program:
     for look, signs in LOOKS.items():
         if signs & file.keys.keys():
             raise RecipeError(f"{file.path}: looks like {look}; {READS}")
+    if any(isinstance(value, dict) and "_component_" in value for value in file.keys.values()):
+        raise RecipeError(f"{file.path}: looks like torchtune's; {READS}")
     known = {program: len(program.keys & file.keys.keys()) for program in of}
     best = max(known, key=lambda program: known[program])
     if not known[best]:

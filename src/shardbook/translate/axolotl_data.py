@@ -3,7 +3,7 @@
 from typing import Any
 
 from shardbook.translate.rules import Refused, Result, Rule, Settings, is_on, words
-from shardbook.translate.trainer import columns_of, one_or_list, source_of
+from shardbook.translate.sources import columns_of, one_or_list, source_of
 
 ROLES = {
     "user",
@@ -28,10 +28,15 @@ def datasets_of(key: str, is_paired: bool = False) -> Rule:
         settings: Settings = {}
         sources: list[str] = []
         remarks: list[str] = []
+        trained = set()
         for row in value or []:
-            for name, given in _dataset(row, is_paired, sources, remarks).items():
+            of_row = _dataset(row, is_paired, sources, remarks)
+            trained.add(of_row.get("data.train_on", "answers"))
+            for name, given in of_row.items():
                 if settings.setdefault(name, given) != given:
                     raise Refused(f"its data sets differ in {name}: {settings[name]} and {given}")
+        if len(trained) > 1:
+            raise Refused("data.train_on is one for all sources: train texts and conversations apart")
         return ({key: one_or_list(sources)} if sources else {}) | settings, "; ".join(dict.fromkeys(remarks))
 
     return rule
@@ -76,18 +81,19 @@ def _shape(row: dict[str, Any], is_paired: bool, remarks: list[str]) -> Settings
         fields |= {"output": "field_output", "prompt": "field_prompt", "chosen": "field_chosen"}
         fields |= {"rejected": "field_rejected"}
         remarks.append(DRAWN_BY_TEMPLATE.format("a format"))
-        return columns_of({field: kind.get(name) for field, name in fields.items()})
+        system = {"data.system": kind["system_prompt"]} if kind.get("system_prompt") else {}
+        return columns_of({field: kind.get(name) for field, name in fields.items()}) | system
     base, _, variant = str(kind or "chat_template").partition(".")
-    base = base.partition(":")[0]
+    base, variant = base.partition(":")[0], variant.removeprefix("load_")
     if base in ("completion", "pretrain"):
         field = row.get("field") or row.get("text_column")
         remarks.append("texts longer than data.max_length are cut, not split into parts")
         return {"data.train_on": "all"} | columns_of({"text": field if field != "text" else None})
-    if base.startswith("alpaca"):
+    if base.startswith("alpaca") and variant in ALPACA:
         remarks.append(DRAWN_BY_TEMPLATE.format("Alpaca"))
-        return {}
-    if variant in ("intel", "icr"):  # of preferences
-        return {"data.columns": {"prompt": "question" if variant == "intel" else "input"}}
+        return columns_of(ALPACA[variant])
+    if base in ("chatml", "llama3") and variant in PAIRS:
+        return columns_of(PAIRS[variant])
     if base not in ("chat_template", "sharegpt", "chatml", "llama3", "zephyr", "bradley_terry") or variant not in READ:
         raise Refused(f"rows of type {kind} are not read by that name; docs/data.md lists what is: set data.train")
     mapping = row.get("message_property_mappings") or {}
@@ -114,4 +120,16 @@ def _shape(row: dict[str, Any], is_paired: bool, remarks: list[str]) -> Settings
     return columns_of(columns | {"tools": row.get("field_tools")})
 
 
-READ = ("", "default", "argilla", "argilla_chat", "ultra", "load_role", "load_multirole", "load_ultrachat")
+READ = ("", "default", "argilla", "argilla_chat", "ultra", "role", "multirole", "ultrachat")
+ALPACA: dict[str, dict[str, str]] = {
+    "": {},
+    "qa": {"instruction": "question", "output": "answer"},
+    "open_orca": {"instruction": "question", "output": "response", "system": "system_prompt"},
+}
+# of preferences whose answers are texts, in a conversation
+PAIRS: dict[str, dict[str, str]] = {
+    "intel": {"instruction": "question"},
+    "icr": {"instruction": "input"},
+    "prompt_pairs": {"instruction": "prompt"},
+    "argilla": {"chosen": "chosen_response", "rejected": "rejected_response"},
+}

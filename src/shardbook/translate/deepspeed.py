@@ -250,7 +250,7 @@ RULES: dict[str, Rule] = {
     "tensorboard": off("set run.report_to=tensorboard"),
     "train_micro_batch_size_per_gpu": whole(BATCH),
     "gradient_accumulation_steps": whole(ACCUMULATION),
-    "gradient_clipping": lambda value: ({"optim.max_grad_norm": real_number(value)}, ""),
+    "gradient_clipping": lambda value: ({"optim.max_grad_norm": real_number(value or 0.0)}, ""),
     "optimizer": partial(optimizer_of, AUTO),
     "scheduler": partial(scheduler_of, AUTO),
     "bf16": half_of,
@@ -310,6 +310,7 @@ RULES_INSIDE = RULES | {
     "bf16": half_inside,
     "bfloat16": half_inside,
     "fp16": fp16_inside,
+    "steps_per_print": ignored,  # of its own lines
 }
 SWITCHES = {"parallel.quantize_weights", "parallel.quantize_gradients", "parallel.secondary_shard"}
 
@@ -319,13 +320,7 @@ def read(file: File, inside: str = "") -> list[Entry]:
 
     `inside`: the program whose file names this one, and whose values stand in the place of "auto".
     """
-    if inside:
-        rules = RULES | {"optimizer": partial(optimizer_of, {}), "scheduler": partial(scheduler_of, {})}
-        entries = read_section(
-            file.keys, rules | dict.fromkeys(("bf16", "bfloat16"), half_inside) | {"fp16": fp16_inside}, auto={}
-        )
-    else:
-        entries = read_section(file.keys, RULES, auto=AUTO)
+    entries = read_section(file.keys, RULES_INSIDE if inside else RULES, auto={} if inside else AUTO)
     if "gradient_clipping" not in file.keys:
         entries.append(Entry("(gradient_clipping)", None, {"optim.max_grad_norm": 0.0}, "absent is off in DeepSpeed"))
     if "stage" not in file.section("zero_optimization") and not inside:

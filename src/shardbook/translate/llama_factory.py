@@ -36,17 +36,8 @@ from shardbook.translate.rules import (
     whole,
     whole_number,
 )
-from shardbook.translate.trainer import (
-    DEFAULTS,
-    columns_of,
-    listed,
-    one_or_list,
-    saved_modules_of,
-    source_of,
-    targets_of,
-    trainer_rules,
-    when,
-)
+from shardbook.translate.sources import columns_of, listed, one_or_list, source_of
+from shardbook.translate.trainer import DEFAULTS, saved_modules_of, targets_of, trainer_rules, when
 from shardbook.translate.trl import dropout_of
 
 LOSSES = {"sigmoid": None, "orpo": None, "simpo": None, "hinge": "hinge", "ipo": "ipo"}

@@ -17,6 +17,7 @@ from shardbook.recipe import RecipeError, first_line
 SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 VARIABLE = re.compile(r"[$`]")
 CONFIGS = (".yaml", ".yml", ".json")
+MODULES = {"axolotl.cli.train": "axolotl train"}
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
 TRAINERS = ("trl", "llamafactory-cli", "axolotl")  # commands, before one of what they do
 
@@ -81,14 +82,15 @@ def read_command(path: Path) -> "Command":
         script = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read: {first_line(error)}") from None
-    commands = [words for line in script.replace("\\\n", " ").splitlines() for words in _split(path, line)]
+    script = _with_values(script.replace("\\\n", " "))
+    commands = [words for line in script.splitlines() for words in _split(path, line)]
     commands = [words for words in commands if any(map(_starts, words[:-1]))]
     if len(commands) != 1:
         what = f"{len(commands)} commands of a training program" if commands else "no command of a training program"
         raise RecipeError(f"{path}: holds {what} with arguments (--name value); one is translated")
     [words] = commands
     at = next(at for at, word in enumerate(words) if _starts(word))
-    program, rest = Path(words[at]).name, words[at + 1 :]
+    program, rest = MODULES.get(words[at], Path(words[at]).name), words[at + 1 :]
     if program in TRAINERS and not rest[0].startswith("-"):
         program = f"{program} {rest.pop(0)}"
     plain = list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
@@ -112,6 +114,18 @@ def read_command(path: Path) -> "Command":
         raise RecipeError(f"{path}: {exported[0]}: a variable of the environment; write it as an argument")
     name = next((Path(word).name for word in launcher if Path(word).name in LAUNCHERS), "")
     return Command(program, arguments, name, _arguments(path, launcher))
+
+
+def _with_values(script: str) -> str:
+    """Returns a script with the values of variables that it assigns once, as NAME=value without another variable."""
+    lines = re.findall(r"^\s*(?:export\s+)?(\w+)=(\S*|'[^']*'|\"[^\"]*\")\s*(?:#.*)?$", script, re.MULTILINE)
+    values: dict[str, set[str]] = {}
+    for name, value in lines:
+        values.setdefault(name, set()).add(value.strip("'\""))
+    for name, given in values.items():
+        if len(given) == 1 and not VARIABLE.search(value := given.pop()):
+            script = re.sub(rf"\$\{{{name}\}}|\${name}\b", lambda _, value=value: value, script)
+    return script
 
 
 @dataclass(frozen=True)
@@ -146,7 +160,7 @@ def _split(path: Path, line: str) -> list[list[str]]:
 
 
 def _starts(word: str) -> bool:
-    return word in TRAINERS or (word.endswith(".py") and not word.startswith("-"))
+    return word in TRAINERS or word in MODULES or (word.endswith(".py") and not word.startswith("-"))
 
 
 def _arguments(path: Path, command: list[str]) -> dict[str, Any]:

@@ -197,15 +197,21 @@ def only(*values: Any, why: str = "has no counterpart") -> Rule:
 
 
 def whole_number(value: Any) -> int:
-    if isinstance(value, bool) or int(value) != float(value):
-        raise Refused("must be a whole number")
-    return int(value)
+    try:
+        if not isinstance(value, bool) and int(value) == float(value):
+            return int(value)
+    except WRONG:
+        pass
+    raise Refused(f"must be a whole number, not {value!r}")
 
 
 def real_number(value: Any) -> float:
-    if isinstance(value, bool) or not isfinite(given := float(value)):
-        raise Refused("must be a finite number")
-    return given
+    try:
+        if not isinstance(value, bool) and isfinite(given := float(value)):
+            return given
+    except WRONG:
+        pass
+    raise Refused(f"must be a finite number, not {value!r}")
 
 
 def whole(key: str) -> Rule:

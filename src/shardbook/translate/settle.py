@@ -24,12 +24,22 @@ def join(entries: list[Entry]) -> Settings:
         if sum(key in entry.settings for entry in entries) > 1:
             refuse(entries, {key}, f"is {key} here, and so is another key of this file; set one of them to 1")
     settings: Settings = {}
-    for entry in entries:
+    setters: dict[str, int] = {}  # key of a recipe -> the number of the entry that sets it
+    for number, entry in enumerate(entries):
         for key, value in entry.settings.items():
             if key == STAGE and settings.get(STAGE) in ("zeropp", "hsdp") and value in ("zero3", "zeropp"):
                 continue  # a switch has said more than the stage's number
-            settings[key] = value
+            if key in setters and settings[key] != value and key != STAGE:
+                _give_way(entries, setters[key], key, entry.key)
+            settings[key], setters[key] = value, number
     return settings
+
+
+def _give_way(entries: list[Entry], number: int, key: str, to: str) -> None:
+    """Takes a setting from an entry, whose line then tells which key sets another value."""
+    entry = entries[number]
+    left = {name: value for name, value in entry.settings.items() if name != key}
+    entries[number] = replace(entry, settings=left, remark=f"{key} is set by {to}")
 
 
 def settle(entries: list[Entry]) -> Settings:
@@ -117,9 +127,10 @@ def drop_refused(settings: Settings, entries: list[Entry]) -> None:
             del settings[key]
     offload = [one for one in against if "offload.optimizer" in one.keys and not {*one.keys} & {*AXES}]
     if why := "; ".join(one.said for one in offload):
-        for key in ("offload.optimizer", "offload.params", "offload.path"):
+        keys = {"offload.optimizer", "offload.params", "offload.path"}
+        refuse(entries, keys, why)
+        for key in keys:
             settings.pop(key, None)
-        entries.append(Entry("(offload)", None, {}, why, refused=True))
 
 
 def refuse_values(entries: list[Entry]) -> None:

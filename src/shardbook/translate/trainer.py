@@ -6,7 +6,6 @@ Source: transformers' documentation of TrainingArguments, of 4.4x and 5.x.
 import re
 from typing import Any
 
-from shardbook.paths import is_hub_id
 from shardbook.translate.deepspeed import FP16
 from shardbook.translate.rules import (
     ACCUMULATION,
@@ -17,7 +16,6 @@ from shardbook.translate.rules import (
     Refused,
     Result,
     Rule,
-    Settings,
     choice,
     ignored,
     is_on,
@@ -33,6 +31,7 @@ from shardbook.translate.rules import (
     whole_number,
     words,
 )
+from shardbook.translate.sources import listed
 
 ADAMW = words("""adamw adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_torch_npu_fused paged_adamw
 paged_adamw_32bit adamw_anyprecision""")
@@ -227,11 +226,6 @@ def hub_of(file: File) -> Rule:
     return rule
 
 
-def listed(value: Any) -> list[str]:
-    """Returns a list, also one written as text with commas."""
-    return [str(part).strip() for part in (value.split(",") if isinstance(value, str) else value) if str(part).strip()]
-
-
 def targets_of(value: Any) -> Result:
     if value is None or value in ("all", "all-linear", ["all-linear"], ["all"]):
         return ({"lora.target_modules": "all-linear"}, "") if value is not None else ({}, "")
@@ -248,23 +242,6 @@ def saved_modules_of(value: Any) -> Result:
 def when(is_so: bool, rules: dict[str, Rule]) -> dict[str, Rule]:
     """Returns the rules, or those of keys that count for nothing where not `is_so`."""
     return rules if is_so else dict.fromkeys(rules, ignored)
-
-
-def source_of(path: Any, split: Any = None, subset: Any = None) -> str:
-    """Returns a source of data.train: a file, a directory, or a hub id with its subset, split and slice. Raises
-    Refused."""
-    if not isinstance(path, str) or not path:
-        raise Refused("must be the name of a data set")
-    split, bracket, part = str(split or "train").partition("[")
-    parts = [] if subset in (None, "", "default") else [subset]
-    parts += [split] if parts or split != "train" else []
-    if parts and not is_hub_id(path):
-        raise Refused(f"{path}: {':'.join(parts)} of files here has no counterpart: name its files in data.train")
-    return ":".join([path, *parts]) + bracket + part
-
-
-def one_or_list(names: list[Any]) -> Any:
-    return names[0] if len(names) == 1 else names
 
 
 def trainer_rules(file: File) -> dict[str, Rule]:
@@ -337,9 +314,3 @@ DEFAULTS: dict[str, Any] = {
     "save_steps": 500,
     "bf16": False,
 }
-
-
-def columns_of(names: dict[str, Any]) -> Settings:
-    """Returns data.columns for the fields whose columns have other names."""
-    columns = {field: column for field, column in names.items() if column and column != field}
-    return {"data.columns": columns} if columns else {}

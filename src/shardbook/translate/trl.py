@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shardbook.paths import is_hub_id
 from shardbook.recipe import RecipeError
 from shardbook.recipe.learning import PAIRED
 from shardbook.translate.layout import read_layout, without_layout
@@ -37,17 +36,8 @@ from shardbook.translate.rules import (
     whole,
     words,
 )
-from shardbook.translate.trainer import (
-    DEFAULTS,
-    columns_of,
-    listed,
-    one_or_list,
-    saved_modules_of,
-    source_of,
-    targets_of,
-    trainer_rules,
-    when,
-)
+from shardbook.translate.sources import columns_of, is_of_hub, listed, one_or_list, source_of
+from shardbook.translate.trainer import DEFAULTS, saved_modules_of, targets_of, trainer_rules, when
 
 METHODS = {"sft": "sft", "dpo": "dpo", "reward": "reward", "orpo": "orpo", "cpo": "simpo"}
 UNKNOWN = {
@@ -102,7 +92,7 @@ def datasets_of(file: File) -> Rule:
         sources = {
             "data.train": source_of(value, file.keys.get("dataset_train_split"), file.keys.get("dataset_config"))
         }
-        if is_evaluated(file) and is_hub_id(value):
+        if is_evaluated(file) and is_of_hub(value):
             sources["data.eval"] = source_of(
                 value, file.keys.get("dataset_test_split", "test"), file.keys.get("dataset_config")
             )
@@ -197,7 +187,7 @@ def method_of(file: File, program: str) -> tuple[str, Entry | None]:
         return METHODS[named], None
     pairs = [sign for sign in OF_PAIRS if file.keys.get(sign) is not None]
     if set(pairs) - {"loss_type"}:
-        why = f"{', '.join(pairs)} are of pairs"
+        why = f"{', '.join(pairs)}: it trains pairs"
         if file.keys.get("loss_type") == "simpo":
             return "simpo", Entry("(trainer)", None, {"method": "simpo"}, why)
         if set(pairs) <= OF_ORPO and (name := _orpo_in(file)):
@@ -263,6 +253,7 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
         "eos_token": noted("a template's own end of a turn is trained, and exported as a stop"),
         "pad_token": ignored,
         "packing_strategy": only("bfd", "bfd_requeue", "ffd", why="documents are cut at data.max_length, not split"),
+        "env": noted("set them in the environment"),
         "accelerate_config": choice(STAGE, OWN_CONFIGS),
         **dict.fromkeys(words("num_processes num_machines machine_rank main_process_ip main_process_port"), ignored),
         "max_length": length_of,

@@ -7,7 +7,6 @@ from shardbook.recipe import Recipe
 from shardbook.translate.rules import Entry, Settings
 
 NOTHING = "nothing to set (off, the launcher's, or without an effect on a number)"
-MISSING = {"model.path": "model", "data.train": "data"}
 
 
 def describe(entries: Iterable[Entry]) -> list[str]:
@@ -24,8 +23,9 @@ def write_recipe(settings: Settings, entries: list[Entry], source: str) -> str:
     """Returns the settings as a recipe in TOML, which loads; each line names the key that it is from."""
     origin = {key: entry.key for entry in entries for key in entry.settings}
     lines = [f"# Translated from {source}."]
-    if missing := [key for key in MISSING if key not in settings]:
+    if missing := [key for key in ("model.path", "data.train") if key not in settings]:
         lines[0] += f" Not in it: set {' and '.join(missing)}."
+        settings = settings | dict.fromkeys(missing, "")  # else a run would take Shardbook's defaults for them
     lines += [f"# {' '.join(str(entry).split())}" for entry in entries if entry.refused]
     sections = {"": {key: value for key, value in settings.items() if "." not in key}}
     for section in Recipe.model_fields:
