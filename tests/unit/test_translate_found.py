@@ -234,3 +234,11 @@ def test_a_place_that_cannot_be_written_is_refused_first(out, words, tmp_path, c
     assert main(["translate", str(tmp_path / "a.yaml"), "--out", str(tmp_path / out)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and words in lines[0]
+
+
+def test_a_key_that_is_refused_sets_nothing_at_all(tmp_path):
+    """pure_bf16 makes three settings, of which one contradicts another key."""
+    (tmp_path / "a.yaml").write_text(json.dumps(FACTORY | {"pure_bf16": True, "optim": "adamw_8bit"}))
+    settings, entries = translate(tmp_path / "a.yaml")
+    assert [entry.key for entry in entries if entry.refused] == ["pure_bf16"]
+    assert not {"precision.master", "precision.params"} & settings.keys() and settings["optim.name"] == "adamw_8bit"

@@ -1,5 +1,6 @@
 """The checks of several keys together: what the settings of one key make of another's, and what a recipe refuses."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ def join(entries: list[Entry]) -> Settings:
     """Returns the settings of all entries, the last word on each; refuses axes that two keys set."""
     for key in AXES:  # accelerate too refuses cp_size beside sp_size
         if sum(key in entry.settings for entry in entries) > 1:
-            refuse(entries, {key}, f"is {key} here, and so is another key of this file; set one of them to 1")
+            refuse({}, entries, {key}, f"is {key} here, and so is another key of this file; set one of them to 1")
     settings: Settings = {}
     setters: dict[str, int] = {}  # key of a recipe -> the number of the entry that sets it
     for number, entry in enumerate(entries):
@@ -110,11 +111,16 @@ def _conflicts(settings: Settings) -> list[Conflict]:
     return conflicts(with_settings(Recipe(train=Train(epochs=1)), settings))
 
 
-def refuse(entries: list[Entry], keys: set[str], why: str) -> None:
-    """Makes each entry that sets one of `keys` a refused one, which sets nothing."""
+def refuse(settings: Settings, entries: list[Entry], keys: set[str], why: str) -> None:
+    """Makes each entry that sets one of `keys` a refused one. What it sets, and no other entry does, is taken from
+    `settings`."""
+    gone = set(keys)
     for at, entry in enumerate(entries):
         if keys & set(entry.settings):
+            gone |= entry.settings.keys()
             entries[at] = replace(entry, settings={}, remark=why, refused=True)
+    for key in gone - {key for entry in entries for key in entry.settings}:
+        settings.pop(key, None)
 
 
 def drop_refused(settings: Settings, entries: list[Entry]) -> None:
@@ -123,14 +129,10 @@ def drop_refused(settings: Settings, entries: list[Entry]) -> None:
     against = _conflicts(settings)
     for key in [key for key in AXES if key in settings]:
         if why := "; ".join(conflict.said for conflict in against if key in conflict.keys):
-            refuse(entries, {key}, why)
-            del settings[key]
+            refuse(settings, entries, {key}, why)
     offload = [one for one in against if "offload.optimizer" in one.keys and not {*one.keys} & {*AXES}]
     if why := "; ".join(one.said for one in offload):
-        keys = {"offload.optimizer", "offload.params", "offload.path"}
-        refuse(entries, keys, why)
-        for key in keys:
-            settings.pop(key, None)
+        refuse(settings, entries, {"offload.optimizer", "offload.params", "offload.path"}, why)
 
 
 def refuse_values(entries: list[Entry]) -> None:
@@ -167,12 +169,12 @@ def refuse_sections(settings: Settings, entries: list[Entry]) -> None:
                     Recipe.model_fields[section].annotation.model_validate(keys)  # type: ignore[union-attr]
                 except ValidationError as error:
                     text = error.errors()[0]["msg"].removeprefix("Value error, ")
-                    wrong += [(text.find(name), f"{section}.{name}", text) for name in keys if name in text]
+                    named = ((re.search(rf"\b{name}\b", text), f"{section}.{name}") for name in keys)
+                    wrong += [(match.start(), key, text) for match, key in named if match]
         if not wrong:
             return
         _, key, why = min(wrong)
-        refuse(entries, {key}, why)
-        del settings[key]
+        refuse(settings, entries, {key}, why)
 
 
 def refuse_conflicts(settings: Settings, entries: list[Entry]) -> None:
@@ -184,5 +186,4 @@ def refuse_conflicts(settings: Settings, entries: list[Entry]) -> None:
         if key in settings and key not in ("method", STAGE)
     ]:
         key, why = keys[0]
-        refuse(entries, {key}, why)
-        del settings[key]
+        refuse(settings, entries, {key}, why)
