@@ -142,7 +142,7 @@ def test_an_optimizer_of_deepspeed_has_its_own_defaults(tmp_path):
 
 SCRIPTS = {
     "torchrun sft.py $ARGS --model_name_or_path a/b": "$ARGS: a variable of the shell",
-    "axolotl train config.yml other --learning-rate 1e-5": "other: not an argument (--name value)",
+    "axolotl train config.yml other --learning-rate 1e-5": "other: not --name value",
     "python kto.py --model_name_or_path a/b --dataset_name c/d": "kto.py has no counterpart",
     "python train_grpo.py --model_name_or_path a/b --max_prompt_length 9": "train_grpo.py has no counterpart",
     "ACCELERATE_MIXED_PRECISION=fp16 trl sft --model_name_or_path a/b": "ACCELERATE_MIXED_PRECISION=fp16: a variable",
@@ -166,6 +166,7 @@ COMMANDS = {
     "llamafactory-cli train --model_name_or_path a/b --stage sft --lora_rank $RANK": ({}, ["lora_rank"]),
     "trl sft --model_name_or_path a/b --dataset_name c/d; echo done > log.txt": ({"data.train": "c/d"}, []),
     "trl sft --model_name_or_path a/b --dataset_name c/d >log.txt 2>&1": ({"data.train": "c/d"}, []),
+    "trl sft --model_name_or_path a/b --dataset_name c/d --run_name '' --seed 7": ({"train.seed": 7}, []),
     'echo "two\nlines"\ntrl sft --model_name_or_path a/b --dataset_name c/d': ({"data.train": "c/d"}, []),
     "trl sft --accelerate_config zero3 --num_processes 8 --model_name_or_path a/b --dataset_name c/d": (
         {"parallel.stage": "zero3"}, []),

@@ -102,12 +102,8 @@ def read_command(path: Path) -> "Command":
         elif equals and name.isidentifier():
             arguments[name] = _value(value)
         else:
-            why = (
-                "a variable of the shell: write its value"
-                if VARIABLE.search(word)
-                else "not an argument (--name value)"
-            )
-            raise RecipeError(f"{path}: {word}: {why}")
+            kind = "a variable of the shell: write its value" if VARIABLE.search(word) else "not --name value"
+            raise RecipeError(f"{path}: {word}: {kind}")
     launcher = words[:at]
     exported = [word for word in launcher if re.match(r"(ACCELERATE|FSDP|DEEPSPEED)_\w+=", word)]
     if exported:
@@ -152,7 +148,7 @@ def _split(path: Path, line: str) -> list[list[str]]:
         raise RecipeError(f"{path}: not a shell script: {first_line(error)}: {line.strip()[:80]}") from None
     commands: list[list[str]] = [[]]
     for token in tokens:
-        if set(token) <= set(";&|<>"):
+        if token and set(token) <= set(";&|<>"):
             commands.append([])
         else:
             commands[-1].append(token)
@@ -177,12 +173,13 @@ def _arguments(path: Path, command: list[str]) -> dict[str, Any]:
             arguments[name] = values
         else:
             values.append(_value(word))
-    return {
-        name if values else name.removeprefix("no_"): (values[0] if len(values) == 1 else values)
-        if values
-        else not name.startswith("no_")
-        for name, values in arguments.items()
-    }
+    return dict(_argument(name, values) for name, values in arguments.items())
+
+
+def _argument(name: str, values: list[Any]) -> tuple[str, Any]:
+    if not values:  # as HfArgumentParser writes yes and no
+        return name.removeprefix("no_"), not name.startswith("no_")
+    return name, values[0] if len(values) == 1 else values
 
 
 def _value(word: str) -> Any:
