@@ -72,6 +72,7 @@ def test_a_pattern_with_brackets_is_no_slice(folder):
 @pytest.mark.parametrize(
     ("behind", "words"),
     [
+        ("[13:]", "this slice of it holds no rows"),
         ("[20:]", "this slice of it holds no rows"),
         ("[5:5]", "this slice of it holds no rows"),
         ("[9:2]", "this slice of it holds no rows"),
@@ -90,3 +91,8 @@ def test_what_is_no_slice_is_refused(behind, words, folder):
 def test_a_sum_of_splits_has_no_slice():
     with pytest.raises(RecipeError, match="a slice is of one split"):
         find_files("owner/name:train+test[:10]", "data.train")
+
+
+def test_a_name_that_no_file_can_have_is_no_slice():
+    with pytest.raises(RecipeError):
+        find_files("x" * 300 + "[:2]", "data.train")

@@ -44,6 +44,18 @@ BECOMES = {
     "accelerate's ZeRO": ({"distributed_type": "DEEPSPEED", "deepspeed_config": {}},
                           {"parallel.stage": "zero2", "precision.params": "fp32"}),
     "a loss of pairs counts for pairs": (FACTORY | {"pref_loss": "hinge"}, {"preference.loss_type": None}),
+    "axolotl's length": ({"base_model": "a/b"}, {"data.max_length": 512}),
+    "0.0 is off": (TRL | {"neftune_noise_alpha": 0.0, "label_smoothing_factor": 0.0}, {}),
+    "AdamW in bf16": (FACTORY | {"pure_bf16": True, "optim": "adamw_torch", "bf16": False},
+                      {"optim.name": "adamw_bf16", "precision.master": "bf16", "precision.params": "bf16"}),
+    "a batch in DeepSpeed's JSON": (
+        TRL | {"per_device_train_batch_size": 4, "deepspeed": {"train_batch_size": 32}},
+        {"train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 1}),
+    "FSDP that keeps its units": (
+        {"distributed_type": "FSDP", "fsdp_config": {
+            "fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_offload_params": True,
+            "fsdp_auto_wrap_policy": "NO_WRAP"}},
+        {"parallel.stage": "zero2", "offload.params": None, "offload.optimizer": "cpu"}),
     "DeepSpeed's own lines": (
         TRL | {"logging_steps": 3, "deepspeed": {"steps_per_print": 2000, "zero_optimization": {"stage": 2}}},
         {"train.logging_steps": 3}),
@@ -88,11 +100,22 @@ REFUSED = {
         AXOLOTL | {"datasets": [{"path": "c/d", "type": "chat_template", "train_on_eot": "all"}]}, ["datasets"]),
     "texts beside conversations": (
         AXOLOTL | {"datasets": [{"path": "c/d", "type": "alpaca"}, {"path": "e", "type": "completion"}]}, ["datasets"]),
+    "held-out rows of another shape": (
+        AXOLOTL | {"datasets": [{"path": "c/d", "type": {"field_instruction": "q", "field_output": "a"}}],
+                   "test_datasets": [{"path": "e/f", "type": "completion", "field": "body"}]}, ["test_datasets"]),
+    "a slice from behind": (TRL | {"dataset_train_split": "train[-100:]"}, ["dataset_name"]),
+    "a slice of one of two": (TRL | {"dataset_train_split": "train[:10%]+train[90%:]"}, ["dataset_name"]),
+    "fewer than no rows": (FACTORY | {"dataset_dir": "ONLINE", "dataset": "c/d", "max_samples": -1}, ["dataset"]),
+    "a warm-up of the whole run": (TRL | {"warmup_ratio": 1.0}, ["warmup_ratio"]),
+    "no number inside of a list": (AXOLOTL | {"chat_template_kwargs": {"a": [None]}}, ["chat_template_kwargs"]),
+    "a part that is nothing": (
+        TRL | {"dataset_mixture": {"datasets": [{"id": "c/d", "weight": 0.0}]}}, ["dataset_mixture"]),
+    "rows of no size": (TRL | {"per_device_train_batch_size": 0}, ["per_device_train_batch_size"]),
     "an adapter without a rank": (AXOLOTL | {"adapter": "lora"}, ["(lora_r)"]),
     "a loss that is not known": (TRL | {"beta": 0.1, "loss_type": "exo_pair"}, ["loss_type"]),
     "a loss with labels smoothed": (TRL | {"beta": 0.1, "label_smoothing": 0.1}, ["label_smoothing"]),
     "four bits without adapters": (TRL | {"load_in_4bit": True}, ["load_in_4bit"]),
-    "bf16 with an optimizer of 8 bits": (FACTORY | {"pure_bf16": True, "optim": "adamw_8bit"}, ["pure_bf16"]),
+    "bf16 with an optimizer of 8 bits": (FACTORY | {"pure_bf16": True, "optim": "adamw_8bit"}, ["optim"]),
     "likelihood in ORPO": (AXOLOTL | {"rl": "orpo", "rpo_alpha": 0.5}, ["rpo_alpha"]),
     "endless": (TRL | {"max_steps": 10**400}, ["max_steps"]),
     "no word of FSDP": (TRL | {"fsdp": 5}, ["fsdp"]),
@@ -156,7 +179,36 @@ def test_a_script_that_hides_something_is_refused(script, tmp_path, capsys):
     assert SCRIPTS[script] in capsys.readouterr().err
 
 
+SFT = "sft.py --model_name_or_path a/b --dataset_name c/d"
 COMMANDS = {
+    f"accelerate launch --use_fsdp --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP {SFT}": (
+        {"parallel.stage": "zero3"}, []),
+    "accelerate launch --config_file fsdp.yaml -m axolotl.cli.train ax.yml": (
+        {"parallel.stage": "zero3", "precision.params": "bf16"}, []),
+    f"python -m accelerate.commands.launch --config_file fsdp.yaml {SFT}": ({"parallel.stage": "zero3"}, []),
+    f"srun --nodes 2 accelerate launch --num_cpu_threads_per_process 4 {SFT}": ({"parallel.stage": "ddp"}, []),
+    "accelerate launch --mixed_precision bf16 train.py --model_name_or_path a/b --data_path x.json": (
+        {"precision.params": "bf16"}, []),
+    "accelerate launch --num_processes 8 -m axolotl.cli.train ax.yml": ({"precision.params": None}, []),
+    f"accelerate launch --config_file ds.yaml {SFT} --max_grad_norm 0.3 --weight_decay 0.1": (
+        {"optim.max_grad_norm": 0.0, "optim.weight_decay": 0.0, "parallel.stage": "zero2"}, []),
+    f"accelerate launch --config_file empty.yaml --use_deepspeed --zero_stage 3 {SFT}": (
+        {"parallel.stage": "zero3"}, []),
+    f"LR=1e-4;\npython {SFT} --learning_rate $LR --max_steps 7": (
+        {"optim.learning_rate": 1e-4, "train.steps": 7}, []),
+    f"python {SFT} --run_name a#b --max_steps 7  # a note": ({"train.steps": 7}, []),
+    f"python {SFT} --use_peft --lora_target_modules q_proj v_proj 2>&1 | tee log": (
+        {"lora.target_modules": ["q_proj", "v_proj"]}, []),
+    f"python {SFT} --max_steps 100 2>&1 | tee log": ({"train.steps": 100}, []),
+    f"LR=1e-4\nif [ $1 = big ]; then LR=2e-4; fi\npython {SFT} --learning_rate $LR": ({}, ["learning_rate"]),
+    f"LR=1e-4\nfor LR in 2e-4 3e-4; do\npython {SFT} --learning_rate $LR\ndone": ({}, ["learning_rate"]),
+    f"python {SFT} --dataset_train_split $SPLIT": ({"data.train": "c/d"}, ["dataset_train_split"]),
+    f"python {SFT} --use_peft $PEFT": ({"lora.r": None}, ["use_peft"]),
+    f"python {SFT} --system_prompt 'Be brief. # really: 1:30' --seed 010": (
+        {"data.system": "Be brief. # really: 1:30", "train.seed": 10}, []),
+    f"python {SFT} --no_cuda": ({}, []),
+    f"pip install trl\npython {SFT} --seed 3": ({"train.seed": 3}, []),
+    "/opt/conda/bin/trl sft --model_name_or_path a/b --dataset_name c/d": ({"model.path": "a/b"}, []),
     "ARGS='--use_peft'\nexport M=a/b\ntorchrun sft.py $ARGS --model_name_or_path ${M} --dataset_name c/d": (
         {"lora.r": 16, "model.path": "a/b"}, []),
     "M=a/b\nM=c/d\ntrl sft --model_name_or_path $M --dataset_name c/d": ({}, ["model_name_or_path"]),
@@ -184,7 +236,15 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command(command, tmp_path):
-    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}')
+    inside = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    for file, keys in {
+        "ds.json": inside | ({} if "ds.yaml" in command else {"gradient_clipping": "auto"}),
+        "ds.yaml": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}},
+        "fsdp.yaml": {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}},
+        "empty.yaml": {"distributed_type": "DEEPSPEED", "deepspeed_config": None},
+        "ax.yml": AXOLOTL | {"bf16": "auto"},
+    }.items():
+        (tmp_path / file).write_text(json.dumps(keys))
     expected, names = COMMANDS[command]
     settings, refused = settings_of(tmp_path, f"#!/bin/bash\n{command}\n", "run.sh")
     assert {key: settings.get(key) for key in expected} == expected and sorted(refused) == names
@@ -238,8 +298,9 @@ def test_a_place_that_cannot_be_written_is_refused_first(out, words, tmp_path, c
 
 
 def test_a_key_that_is_refused_sets_nothing_at_all(tmp_path):
-    """pure_bf16 makes three settings, of which one contradicts another key."""
-    (tmp_path / "a.yaml").write_text(json.dumps(FACTORY | {"pure_bf16": True, "optim": "adamw_8bit"}))
+    """Offload of parameters makes two settings, of which one contradicts LoRA."""
+    fsdp = {"fsdp": "full_shard", "fsdp_config": {"offload_params": True}}
+    (tmp_path / "a.yaml").write_text(json.dumps(TRL | fsdp | {"use_peft": True}))
     settings, entries = translate(tmp_path / "a.yaml")
-    assert [entry.key for entry in entries if entry.refused] == ["pure_bf16"]
-    assert not {"precision.master", "precision.params"} & settings.keys() and settings["optim.name"] == "adamw_8bit"
+    assert [entry.key for entry in entries if entry.refused] == ["fsdp_config.offload_params"]
+    assert not [key for key in settings if key.startswith("offload.")]

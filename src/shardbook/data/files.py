@@ -76,7 +76,10 @@ def find_files(name: str, what: str) -> Files:
         raise RecipeError(f"{what} = '': {said}")
     source, _ = split_slice(name, what)
     path = chitchat_file(source) if source in DATASETS else Path(source).expanduser()
-    is_pattern = bool(set(source) & set("*?[")) and not path.exists()
+    try:
+        is_pattern = not path.exists() and bool(set(source) & set("*?["))
+    except OSError as error:
+        raise RecipeError(f"{what} = {name!r}: {error.strerror}") from None
     kind = "" if is_pattern else kind_of(path)
     if path.is_file() and not kind:
         said = f"this kind of file is not read; {', '.join(READERS)} are, also with {' or '.join(PACKED)} behind"

@@ -29,8 +29,8 @@ class Slice:
 
 def split_slice(name: str, what: str) -> tuple[str, Slice | None]:
     """Returns a source's name without its slice, and the slice. `what` is the recipe key, for errors. Raises
-    RecipeError for a slice that is not at the end of one split."""
-    if not (found := FORM.fullmatch(name)) or Path(name).exists():
+    RecipeError for a slice that is not at the end of one split, or of more than 100 percent."""
+    if not (found := FORM.fullmatch(name)) or _is_path(name):
         return name, None
     source, start, from_percent, stop, to_percent = found.groups()
     if "+" in source.partition(":")[2] or FORM.fullmatch(source):
@@ -39,3 +39,10 @@ def split_slice(name: str, what: str) -> tuple[str, Slice | None]:
     if part.in_percent and max(part.start or 0, part.stop or 0) > 100:
         raise RecipeError(f"{what} = {name!r}: percents are at most 100")
     return source, part
+
+
+def _is_path(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except OSError:  # no name that a file can have
+        return False

@@ -79,8 +79,10 @@ def load_sources(spec: str | list[str], what: str, columns: dict[str, str] | Non
         local = files.reader != HUB
         source, part = split_slice(name, what)
         table, is_json = (_load_local(files, source, what), files.reader == JSON) if local else _load_hub(source, what)
-        if part and not len(table := table.select(part.rows(len(table)))):
-            raise RecipeError(f"{what} = {name!r}: this slice of it holds no rows")
+        if part:
+            if not (rows := part.rows(len(table))):
+                raise RecipeError(f"{what} = {name!r}: this slice of it holds no rows")
+            table = table.select(rows)
         fields = _fields_of_json(table) if is_json else _fields_of_columns(table)
         renames = taken_columns(columns or {}, list(fields), names, what, name)
         taken = {renames.get(name, name): kinds for name, kinds in fields.items()}

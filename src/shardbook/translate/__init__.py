@@ -5,7 +5,6 @@ in a shell script). Invariant: no key is dropped in silence (rules.py); a file o
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from shardbook.translate.arguments import TRANSFORMERS
 from shardbook.translate.axolotl import AXOLOTL
 from shardbook.translate.deepspeed import DEEPSPEED
 from shardbook.translate.llama_factory import LLAMA_FACTORY
-from shardbook.translate.reading import SHELL, VARIABLE, Command, read_command, read_keys
-from shardbook.translate.rules import STAGE, Entry, File, Program, Settings
+from shardbook.translate.reading import SHELL, VARIABLE, read_command, read_keys
+from shardbook.translate.rules import NO_FILE, Entry, File, Program, Settings
 from shardbook.translate.settle import settle
 from shardbook.translate.trl import TRL, is_trl_script
 from shardbook.translate.write import describe, write_recipe
@@ -97,20 +96,20 @@ def find_program(file: File, of: tuple[Program, ...] = PROGRAMS) -> Program:
 
 def _read_script(path: Path) -> list[Entry]:
     """Returns the entries of the command in a shell script: its launcher's, then its arguments', which count more, with
-    those in the files that both name."""
+    those in the files that both name. An argument that holds a variable counts as absent."""
     command = read_command(path)
-    keys = dict(command.arguments)
-    if isinstance(named := keys.pop("config", None), str):
+    given = command.arguments | {f"--{name}": value for name, value in command.of_launcher.items()}
+    unknown = {name: value for name, value in given.items() if VARIABLE.search(str(value))}
+    keys = {name: value for name, value in command.arguments.items() if name not in unknown}
+    if (named := keys.pop("config", None)) is not None:
         keys = read_keys(_find(File(path, {}), named, "--config")) | keys
+    of_launcher = {name: value for name, value in command.of_launcher.items() if f"--{name}" not in unknown}
     file = File(path, keys)
-    launcher = _read_launcher(file, command)
+    launcher = _read_launcher(file, command.launcher, of_launcher)
     program = _program_of(command.program) or find_program(file, (TRANSFORMERS, LLAMA_FACTORY, TRL, AXOLOTL))
-    entries = [*launcher, *program.read(file, command.program, any(STAGE in entry.settings for entry in launcher))]
-    for at, entry in enumerate(entries):
-        if (entry.settings or entry.remark) and VARIABLE.search(str(entry.value)):
-            why = "holds a variable of the shell: write its value"
-            entries[at] = replace(entry, settings={}, remark=why, refused=True)
-    return entries
+    why = "holds a variable of the shell: write its value"
+    refused = [Entry(name, value, {}, why, refused=True) for name, value in unknown.items()]
+    return [*launcher, *program.read(file, command.program, launcher), *refused]
 
 
 def _program_of(started: str) -> Program | None:
@@ -119,21 +118,28 @@ def _program_of(started: str) -> Program | None:
     return commands.get(started.partition(" ")[0]) or (TRL if is_trl_script(started) else None)
 
 
-def _read_launcher(file: File, command: Command) -> list[Entry]:
-    """Returns the entries of a launcher's arguments, and of the YAML that `accelerate launch --config_file` names."""
-    given = dict(command.of_launcher)
-    if command.launcher != "accelerate":
+def _read_launcher(file: File, launcher: str, given: Settings) -> list[Entry]:
+    """Returns the entries of a launcher's arguments, and of the YAML that `accelerate launch --config_file` names. A
+    DeepSpeed JSON that these name becomes the program's own, which leaves to it what says auto."""
+    if launcher != "accelerate":
         return [Entry(f"--{name}", value, {}) for name, value in given.items()]
     keys: dict[str, Any] = {}
-    if isinstance(named := given.pop("config_file", None), str):
-        keys = read_keys(_find(file, named, "--config_file"))
+    if (named := given.pop("config_file", None)) is not None:
+        file_of_launcher = File(_find(file, named, "--config_file"), {})
+        keys = read_keys(file_of_launcher.path)
+    else:
+        file_of_launcher = file
     for name, value in launcher_keys(given).items():
-        keys[name] = keys.get(name, {}) | value if isinstance(value, dict) else value
-    return ACCELERATE.read(File(file.path, keys)) if keys else []
+        keys[name] = (keys.get(name) or {}) | value if isinstance(value, dict) else value
+    section = keys.get("deepspeed_config")
+    if isinstance(section, dict) and (json_file := section.pop("deepspeed_config_file", None)):
+        file.keys.setdefault("deepspeed", str(_find(file_of_launcher, json_file, "deepspeed_config_file")))
+    return ACCELERATE.read(File(file.path, keys), launches=True) if keys else []
 
 
-def _find(file: File, named: str, what: str) -> Path:
+def _find(file: File, named: Any, what: str) -> Path:
+    if not isinstance(named, str):
+        raise RecipeError(f"{file.path}: {what} = {named!r}: must be a path")
     if (path := file.find(named)) is None:
-        why = "no such file; one of that name beside this one is read too"
-        raise RecipeError(f"{file.path}: {what} {named}: {why}")
+        raise RecipeError(f"{file.path}: {what} {named}: {NO_FILE}")
     return path

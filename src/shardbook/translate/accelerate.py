@@ -15,6 +15,7 @@ from shardbook.translate.rules import (
     ACCUMULATION,
     AXES,
     CP_SIZE,
+    NO_FILE,
     PP_SIZE,
     STAGE,
     TP_SIZE,
@@ -149,6 +150,7 @@ RULES: dict[str, Rule] = {
         words("""compute_environment debug enable_cpu_affinity gpu_ids machine_rank main_process_ip main_process_port
         main_training_function num_machines num_processes rdzv_backend rdzv_conf same_network use_cpu tpu_env
         tpu_use_cluster tpu_use_sudo ipex_config mpirun_config commands command_file tpu_name tpu_zone tpu_vm
+        num_cpu_threads_per_process use_parallelism_config module no_python cpu quiet tee role log_dir tpu
         downcast_bf16 max_restarts monitor_interval deepspeed_hostfile deepspeed_multinode_launcher
         dynamo_config.dynamo_mode dynamo_config.dynamo_use_dynamic dynamo_config.dynamo_use_fullgraph
         dynamo_config.dynamo_use_regional_compilation"""),
@@ -178,8 +180,9 @@ RULES: dict[str, Rule] = {
 }
 
 
-def read(file: File) -> list[Entry]:
-    """Returns the entries of an accelerate YAML, and of a DeepSpeed JSON that it names."""
+def read(file: File, launches: bool = False) -> list[Entry]:
+    """Returns the entries of an accelerate YAML, and of a DeepSpeed JSON that it names. `launches`: it is of a command,
+    whose arguments say the dtype where it does not."""
     entries = read_section(file.keys, RULES | {"deepspeed_config.deepspeed_config_file": ignored})
     if named := file.section("deepspeed_config").get("deepspeed_config_file"):
         inside = named_file(file, named, "deepspeed_config.deepspeed_config_file")
@@ -194,7 +197,9 @@ def read(file: File) -> list[Entry]:
         entries.append(Entry("(use_distributed_optimizer)", None, {STAGE: "ddp"}, "absent is false in accelerate"))
     if program == "DEEPSPEED" and not named and file.section("deepspeed_config").get("zero_stage") is None:
         entries.append(Entry("(zero_stage)", None, {STAGE: "zero2"}, "absent is 2 in accelerate"))
-    if file.keys.get("mixed_precision") is None and not named:
+    if program == "FSDP" and not any(STAGE in entry.settings or entry.refused for entry in entries):
+        entries.append(Entry("(fsdp_sharding_strategy)", None, {STAGE: "zero3"}, "absent is FULL_SHARD in accelerate"))
+    if file.keys.get("mixed_precision") is None and not named and not launches:
         entries.append(Entry("(mixed_precision)", None, {"precision.params": "fp32"}, "absent is no in accelerate"))
     is_hybrid = any(entry.settings.get(STAGE) == "hsdp" for entry in entries)
     if is_hybrid and not any("parallel.dp_shard_size" in entry.settings for entry in entries):
@@ -223,7 +228,7 @@ def named_file(file: File, named: Any, key: str) -> File | Entry:
     if not isinstance(named, str):
         raise RecipeError(f"{file.path}: {key} = {named!r}: must be a path")
     if (path := file.find(named)) is None:
-        return Entry(key, named, {}, "no such file; one of that name beside this one is read too", refused=True)
+        return Entry(key, named, {}, NO_FILE, refused=True)
     return File(path, read_keys(path))
 
 

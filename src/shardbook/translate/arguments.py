@@ -1,9 +1,11 @@
 """transformers' own arguments, of a script that has no others but for its model and data."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardbook.translate.layout import read_layout, without_layout
 from shardbook.translate.rules import (
+    STAGE,
     Entry,
     File,
     Program,
@@ -17,14 +19,15 @@ from shardbook.translate.rules import (
 from shardbook.translate.trainer import DEFAULTS, trainer_rules
 
 
-def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
+def read(file: File, program: str = "", launcher: Sequence[Entry] = ()) -> list[Entry]:
     """Returns the entries of a script that has transformers' own arguments, as Stanford Alpaca's and FastChat's."""
     rules = plain_rules(file)
     entries = without_layout(read_section(file.keys, rules))
+    is_launched = any(STAGE in entry.settings for entry in launcher)
     layout = read_layout(file, "transformers")
-    entries += [entry for entry in layout if not (launched and entry.key == "(deepspeed, fsdp)")]
+    entries += [entry for entry in layout if not (is_launched and entry.key == "(deepspeed, fsdp)")]
     entries.append(Entry("(trainer)", None, {}, "what it trains is its script's: here answers of conversations"))
-    return entries + absent_entries(file.keys, DEFAULTS, rules, entries, "transformers")
+    return entries + absent_entries(file.keys, DEFAULTS, rules, [*launcher, *entries], "transformers")
 
 
 def plain_rules(file: File) -> dict[str, Rule]:

@@ -3,18 +3,20 @@
 Source: axolotl's configuration reference and its schema in 0.19, with earlier spellings of its examples.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from shardbook.recipe import RecipeError
 from shardbook.recipe.learning import PAIRED
-from shardbook.translate.axolotl_data import datasets_of, pretrained_on
+from shardbook.translate.axolotl_data import datasets_of, held_out_of, pretrained_on
 from shardbook.translate.deepspeed import FP16
 from shardbook.translate.layout import read_layout, without_layout
 from shardbook.translate.rules import (
     ACCUMULATION,
     BATCH,
     CP_SIZE,
+    STAGE,
     TP_SIZE,
     Entry,
     File,
@@ -156,7 +158,7 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
             "preference.loss_type", {name: name for name in words("sigmoid hinge ipo robust apo_zero apo_down")}
         )(value[0] if isinstance(value, list) and len(value) == 1 else value),
         "datasets": datasets_of("data.train", is_paired),
-        "test_datasets": datasets_of("data.eval", is_paired),
+        "test_datasets": held_out_of(file.keys.get("datasets"), is_paired),
         "pretraining_dataset": pretrained_on,
         "val_set_size": scalar("data.eval_size"),
         "dataset_processes": whole("data.num_proc"),
@@ -204,13 +206,14 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
 DEFAULTS: dict[str, Any] = {
     "lr_scheduler": "cosine",
     "sample_packing": False,
+    "sequence_len": 512,
     "num_epochs": 1.0,
     "warmup_ratio": 0.03,
     "micro_batch_size": 1,
 }
 
 
-def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
+def read(file: File, program: str = "", launcher: Sequence[Entry] = ()) -> list[Entry]:
     """Returns the entries of axolotl's keys. Raises RecipeError for a method without counterpart."""
     method = method_of(file)
     rules = rules_of(file, method)
@@ -225,9 +228,10 @@ def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
     if file.keys.get("adapter") == "qlora" or (file.is_on("adapter") and file.is_on("load_in_4bit")):
         bits = {"model.load_in_4bit": True, "model.bnb_4bit_use_double_quant": True}
         entries.append(Entry("(adapter)", None, bits, "axolotl quantises the scales too"))
+    is_launched = any(STAGE in entry.settings for entry in launcher)
     layout = read_layout(file, "axolotl", fsdp_alone=True)
     is_sharded = any("parallel.dp_shard_size" in entry.settings for entry in entries)
-    entries += [entry for entry in layout if not (entry.key == "(deepspeed, fsdp)" and (launched or is_sharded))]
+    entries += [entry for entry in layout if not (entry.key == "(deepspeed, fsdp)" and (is_launched or is_sharded))]
     if not any(entry.settings.get("run.report_to") for entry in entries):
         entries.append(Entry("(wandb_project)", None, {"run.report_to": "none"}, "no tracker is named"))
     if file.is_on("adapter") and file.keys.get("lora_r") is None and not file.keys.get("lora_model_dir"):
@@ -236,6 +240,8 @@ def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
         entries.append(Entry("(save_strategy)", None, {}, "absent is each epoch in axolotl: set train.save_steps"))
     if file.keys.get("excess_length_strategy") is None:
         entries.append(Entry("(excess_length_strategy)", None, {}, longer_of(None)[1]))
+    if file.keys.get("warmup_steps") is None and file.keys.get("warmup_ratio") is None:
+        entries.append(Entry("(warmup_steps)", None, {}, "axolotl's own warm-up is of 100 steps at most"))
     defaults = DEFAULTS | ({"warmup_ratio": None} if file.keys.get("warmup_steps") is not None else {})
     return entries + absent_entries(file.keys, defaults, rules, entries, "axolotl")
 

@@ -20,6 +20,20 @@ ROLES = {
 }
 
 
+def held_out_of(datasets: Any, is_paired: bool) -> Rule:
+    """Returns the rule of `test_datasets`, whose rows must be shaped as those of `datasets`."""
+
+    def rule(value: Any) -> Result:
+        settings, remark = datasets_of("data.eval", is_paired)(value)
+        shape = {key: given for key, given in settings.items() if key != "data.eval"}
+        trained, _ = datasets_of("data.train", is_paired)(datasets)
+        if settings and shape != {key: given for key, given in trained.items() if key != "data.train"}:
+            raise Refused("its rows have another shape than those of datasets: name them alike")
+        return {key: given for key, given in settings.items() if key == "data.eval"}, remark
+
+    return rule
+
+
 def datasets_of(key: str, is_paired: bool = False) -> Rule:
     """Returns the rule of `datasets` or `test_datasets`: a list of sources, each with the shape of its rows, which are
     pairs or not."""

@@ -4,6 +4,7 @@ Sources: the arguments of LLaMA-Factory 0.9.5 (hparams) and its README of data f
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from shardbook.recipe.learning import PAIRED
 from shardbook.translate.layout import read_layout, without_layout
 from shardbook.translate.reading import read_keys
 from shardbook.translate.rules import (
+    STAGE,
     WRONG,
     Entry,
     File,
@@ -36,8 +38,8 @@ from shardbook.translate.rules import (
     whole,
     whole_number,
 )
-from shardbook.translate.sources import columns_of, listed, one_or_list, source_of
-from shardbook.translate.trainer import DEFAULTS, saved_modules_of, targets_of, trainer_rules, when
+from shardbook.translate.sources import checked, columns_of, listed, one_or_list, source_of
+from shardbook.translate.trainer import DEFAULTS, optimizer_of, saved_modules_of, targets_of, trainer_rules, when
 from shardbook.translate.trl import dropout_of
 
 LOSSES = {"sigmoid": None, "orpo": None, "simpo": None, "hinge": "hinge", "ipo": "ipo"}
@@ -61,6 +63,13 @@ def method_of(file: File) -> str:
 
 def packing_of(value: Any) -> Result:
     return switch("data.packing", True, False, "documents do not see each other")(value)
+
+
+def optim_beside_pure(value: Any) -> Result:
+    """Returns nothing to set for AdamW, which pure_bf16 makes adamw_bf16."""
+    if optimizer_of(value)[0] != {"optim.name": "adamw"}:
+        raise Refused("beside pure_bf16 the optimizer is AdamW in bf16")
+    return {}, ""
 
 
 def tuned_by(value: Any) -> Result:
@@ -119,7 +128,7 @@ def read_data(file: File, method: str) -> list[Entry]:
                     raise Refused("its data sets name a field differently: rename the columns of one")
                 columns |= names
             rows = f"[:{whole_number(count)}]" if (count := file.keys.get("max_samples")) else ""
-            settings = {setting: one_or_list([f"{source}{rows}" for source, _ in parts])}
+            settings = {setting: one_or_list([checked(f"{source}{rows}") for source, _ in parts])}
             entries.append(Entry(key, file.keys[key], settings | columns_of(columns)))
         except (*WRONG, AttributeError) as error:
             entries.append(Entry(key, file.keys[key], {}, first_line(error), refused=True))
@@ -208,6 +217,7 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
         ),
         "use_muon": switch("optim.name", "muon"),
         **({"optim": ignored} if file.is_on("use_muon") else {}),
+        **({"optim": optim_beside_pure, "bf16": ignored} if file.is_on("pure_bf16") else {}),
         "pure_bf16": switch("precision.master", "bf16", None, "rounded stochastically", **pure),
         "train_from_scratch": switch("model.init", "random"),
         "disable_gradient_checkpointing": switch("activation.checkpointing", "none", "full"),
@@ -236,10 +246,11 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
     }
 
 
-def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
+def read(file: File, program: str = "", launcher: Sequence[Entry] = ()) -> list[Entry]:
     """Returns the entries of LLaMA-Factory's arguments. Raises RecipeError for a stage without counterpart."""
     method = method_of(file)
     rules = rules_of(file, method)
+    is_launched = any(STAGE in entry.settings for entry in launcher)
     layout = read_layout(file, "LLaMA-Factory")
     keys = {key: value for key, value in file.keys.items() if key not in DATA}
     entries = without_layout(read_section(keys, rules))
@@ -252,7 +263,7 @@ def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
         entries.append(
             Entry("(cutoff_len)", None, {}, "texts are not joined and sliced: what is longer is cut, and counted")
         )
-    entries += [entry for entry in layout if not (launched and entry.key == "(deepspeed, fsdp)")]
+    entries += [entry for entry in layout if not (is_launched and entry.key == "(deepspeed, fsdp)")]
     defaults: dict[str, Any] = DEFAULTS | {
         "cutoff_len": 2048,
         "disable_gradient_checkpointing": False,
@@ -261,7 +272,7 @@ def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
     if str(file.keys.get("finetuning_type", "lora")) == "lora":
         rank = file.keys.get("lora_rank") or 8
         defaults |= {"lora_rank": 8} | ({"lora_alpha": 2 * rank} if isinstance(rank, int) else {})
-    return entries + absent_entries(file.keys, defaults, rules, entries, "LLaMA-Factory")
+    return entries + absent_entries(file.keys, defaults, rules, [*launcher, *entries], "LLaMA-Factory")
 
 
 DATA = ("dataset", "eval_dataset")

@@ -18,7 +18,9 @@ SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 VARIABLE = re.compile(r"[$`]")
 CONFIGS = (".yaml", ".yml", ".json")
 MODULES = {"axolotl.cli.train": "axolotl train"}
-LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
+LAUNCHERS = {"accelerate": "accelerate", "accelerate.commands.launch": "accelerate", "torchrun": "torchrun"}
+LAUNCHERS |= {"torch.distributed.run": "torchrun", "deepspeed": "deepspeed"}
+OTHERS = ("pip", "pip3", "uv", "conda", "echo", "cd", "git")  # commands that may name a program
 TRAINERS = ("trl", "llamafactory-cli", "axolotl")  # commands, before one of what they do
 
 
@@ -84,7 +86,7 @@ def read_command(path: Path) -> "Command":
         raise RecipeError(f"{path}: cannot be read: {first_line(error)}") from None
     script = _with_values(script.replace("\\\n", " "))
     commands = [words for line in script.splitlines() for words in _split(path, line)]
-    commands = [words for words in commands if any(map(_starts, words[:-1]))]
+    commands = [words for words in commands if any(map(_starts, words[:-1])) and words[0] not in OTHERS]
     if len(commands) != 1:
         what = f"{len(commands)} commands of a training program" if commands else "no command of a training program"
         raise RecipeError(f"{path}: holds {what} with arguments (--name value); one is translated")
@@ -104,23 +106,26 @@ def read_command(path: Path) -> "Command":
         else:
             kind = "a variable of the shell: write its value" if VARIABLE.search(word) else "not --name value"
             raise RecipeError(f"{path}: {word}: {kind}")
-    launcher = words[:at]
-    exported = [word for word in launcher if re.match(r"(ACCELERATE|FSDP|DEEPSPEED)_\w+=", word)]
-    if exported:
+    if exported := [word for word in words[:at] if re.match(r"(ACCELERATE|FSDP|DEEPSPEED)_\w+=", word)]:
         raise RecipeError(f"{path}: {exported[0]}: a variable of the environment; write it as an argument")
-    name = next((Path(word).name for word in launcher if Path(word).name in LAUNCHERS), "")
-    return Command(program, arguments, name, _arguments(path, launcher))
+    launched = [place for place, word in enumerate(words[:at]) if Path(word).name in LAUNCHERS]
+    place, launcher = (launched[0], LAUNCHERS[Path(words[launched[0]]).name]) if launched else (0, "")
+    before = [word for word in words[place:at] if word not in ("launch", "-m", "-u", "python", "python3")]
+    return Command(program, arguments, launcher, _arguments(path, before))
+
+
+ASSIGNED = re.compile(
+    r"""^\s*(?:export\s+)?(\w+)=(?:([^\s;&|'"$`]*)|'([^']*)'|"([^"$`]*)")\s*;?\s*(?:\#.*)?$""", re.MULTILINE
+)
 
 
 def _with_values(script: str) -> str:
     """Returns a script with the values of variables that it assigns once, as NAME=value without another variable."""
-    lines = re.findall(r"^\s*(?:export\s+)?(\w+)=(\S*|'[^']*'|\"[^\"]*\")\s*(?:#.*)?$", script, re.MULTILINE)
-    values: dict[str, set[str]] = {}
-    for name, value in lines:
-        values.setdefault(name, set()).add(value.strip("'\""))
-    for name, given in values.items():
-        if len(given) == 1 and not VARIABLE.search(value := given.pop()):
-            script = re.sub(rf"\$\{{{name}\}}|\${name}\b", lambda _, value=value: value, script)
+    for name, *values in ASSIGNED.findall(script):
+        value = "".join(values)
+        elsewhere = rf"\b{name}\+?=|\bfor\s+{name}\b|\bread\b.*\b{name}\b"
+        if len(re.findall(elsewhere, script)) == 1:
+            script = re.sub(rf"\$\{{{name}\}}|\${name}\b", value.replace("\\", r"\\"), script)
     return script
 
 
@@ -138,8 +143,9 @@ class Command:
 def _split(path: Path, line: str) -> list[list[str]]:
     """Returns the words of each command of a line, without what is redirected. Raises RecipeError for a line that
     cannot be read, unless it starts no training program."""
+    line = re.sub(r"\s\d>&?\s*\S+", " ", line)  # 2>&1
     lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
-    lexer.whitespace_split = True
+    lexer.whitespace_split, lexer.commenters = True, ""
     try:
         tokens = list(lexer)
     except ValueError as error:
@@ -147,7 +153,7 @@ def _split(path: Path, line: str) -> list[list[str]]:
             return []
         raise RecipeError(f"{path}: not a shell script: {first_line(error)}: {line.strip()[:80]}") from None
     commands: list[list[str]] = [[]]
-    for token in tokens:
+    for token in itertools.takewhile(lambda token: not token.startswith("#"), tokens):
         if token and set(token) <= set(";&|<>"):
             commands.append([])
         else:
@@ -156,7 +162,7 @@ def _split(path: Path, line: str) -> list[list[str]]:
 
 
 def _starts(word: str) -> bool:
-    return word in TRAINERS or word in MODULES or (word.endswith(".py") and not word.startswith("-"))
+    return Path(word).name in TRAINERS or word in MODULES or (word.endswith(".py") and not word.startswith("-"))
 
 
 def _arguments(path: Path, command: list[str]) -> dict[str, Any]:
@@ -173,20 +179,27 @@ def _arguments(path: Path, command: list[str]) -> dict[str, Any]:
             arguments[name] = values
         else:
             values.append(_value(word))
-    return dict(_argument(name, values) for name, values in arguments.items())
+    read: dict[str, Any] = {}
+    for name, values in arguments.items():
+        is_no = name.startswith("no_") and not values and name not in ("no_cuda", "no_python")
+        name = name.removeprefix("no_") if is_no else name  # as HfArgumentParser writes that it is false
+        if name in read:
+            raise RecipeError(f"{path}: --{name}: more than once")
+        read[name] = not is_no if not values else values[0] if len(values) == 1 else values
+    return read
 
 
-def _argument(name: str, values: list[Any]) -> tuple[str, Any]:
-    if not values:  # as HfArgumentParser writes yes and no
-        return name.removeprefix("no_"), not name.startswith("no_")
-    return name, values[0] if len(values) == 1 else values
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+WORDS = {"true": True, "false": False, "null": None}
 
 
 def _value(word: str) -> Any:
-    """Returns a word of a command line as YAML would read it: a number, true or false, a list, else text."""
-    if VARIABLE.search(word):
-        return word
+    """Returns a word of a command line: a number, true, false or null, a list or a table as JSON; all else is text."""
+    if word.lower() in WORDS:
+        return WORDS[word.lower()]
+    if NUMBER.fullmatch(word):
+        return int(word) if word.lstrip("+-").isdigit() else float(word)
     try:
-        return json.loads(word) if word[:1] in "[{" else yaml.load(word, _Loader) if word else word
-    except (ValueError, yaml.YAMLError):
+        return json.loads(word) if word[:1] in "[{" and word else word
+    except ValueError:
         return word

@@ -24,6 +24,7 @@ AXES = TP_SIZE, CP_SIZE, PP_SIZE = "parallel.tp_size", "parallel.cp_size", "para
 BATCH, ACCUMULATION = "train.per_device_train_batch_size", "train.gradient_accumulation_steps"
 ON, OFF = ("true", "on", "yes", "1"), ("false", "off", "no", "none", "null", "0", "")
 WRONG = (TypeError, ValueError, OverflowError)  # of a value that a rule cannot read
+NO_FILE = "no such file; one of that name beside this one is read too"
 COMMENTS = ("_", "//", "#", "$")  # a name that begins so, with a text, is a comment
 REMARKS = {
     TP_SIZE: "neighbouring ranks; between matrices they split tokens too",
@@ -47,7 +48,10 @@ class File:
         """Returns the file that this one names: from the working directory, one of its own folders, or beside it."""
         named = Path(name).expanduser()
         places = [named, *(folder / named for folder in self.path.resolve().parents), self.path.parent / named.name]
-        return next((place for place in places if place.is_file()), None)
+        try:
+            return next((place for place in places if place.is_file()), None)
+        except OSError:  # no name that a file can have
+            return None
 
     def section(self, name: str) -> dict[str, Any]:
         """Returns the keys of a section, none where it is absent or no section."""
@@ -157,6 +161,8 @@ def words(text: str) -> list[str]:
 
 def is_on(value: Any) -> bool:
     """Returns whether a value is neither false, none, 0 nor empty, also as a word in quotes."""
+    if isinstance(value, int | float):
+        return value != 0
     return value not in ([], {}) and str(value).strip().lower() not in OFF
 
 

@@ -63,8 +63,8 @@ def settle(entries: list[Entry]) -> Settings:
         note("(dp_replicate_size)", None, {STAGE: "hsdp"}, "replicas of a sharded copy")
     for conflict in _conflicts(settings):
         for key in LEFT_OUT.keys() & set(conflict.keys):
-            del settings[key]
-            note(LEFT_OUT[key], None, {}, f"left out: {conflict.why}")
+            if settings.pop(key, None) is not None:
+                note(LEFT_OUT[key], None, {}, f"left out: {conflict.why}")
     params = settings.get("offload.params", "none")
     if TIERS.index(params) > TIERS.index(settings.get("offload.optimizer", "none")):
         note("(offload of parameters)", None, {"offload.optimizer": params}, "what they are made of goes with them")
@@ -94,7 +94,9 @@ def _check_batch(settings: Settings, entries: list[Entry]) -> None:
     """Refuses train_batch_size, which is of all ranks, where the two keys that it follows from are not beside it; else
     tells for how many ranks it is true."""
     for at, entry in enumerate(entries):
-        if entry.key.endswith("train_batch_size") and BATCH not in entry.settings and type(entry.value) is int:
+        if entry.key in ("train_batch_size", "deepspeed: train_batch_size") and type(entry.value) is int:
+            if entry.key != "train_batch_size":
+                settings.setdefault(ACCUMULATION, 1)  # of a trainer that does not say it
             if not {BATCH, ACCUMULATION} <= settings.keys():
                 why = "is of all ranks: write train_micro_batch_size_per_gpu and gradient_accumulation_steps beside it"
                 entries[at] = replace(entry, remark=why, refused=True)

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from shardbook.data.slices import split_slice
 from shardbook.paths import is_hub_id
+from shardbook.recipe import RecipeError
 from shardbook.translate.rules import Refused, Settings
 
 FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".gz", ".zst", ".txt")
@@ -29,7 +31,18 @@ def source_of(path: Any, split: Any = None, subset: Any = None) -> str:
     parts += [split] if parts or split != "train" else []
     if parts and not is_of_hub(path):
         raise Refused(f"{path}: {':'.join(parts)} of files here has no counterpart: name its files in data.train")
-    return ":".join([path, *parts]) + bracket + part
+    return checked(":".join([path, *parts]) + bracket + part)
+
+
+def checked(source: str) -> str:
+    """Returns a source whose slice, if it has one, data.train can have. Raises Refused."""
+    try:
+        name, _ = split_slice(source, "data.train")
+    except RecipeError as error:
+        raise Refused(str(error)) from None
+    if "[" in name:
+        raise Refused(f"{source}: a slice is [start:stop] at the end, of counts or percents")
+    return source
 
 
 def one_or_list(names: list[Any]) -> Any:

@@ -3,6 +3,7 @@
 Source: transformers' documentation of TrainingArguments, of 4.4x and 5.x.
 """
 
+import json
 import re
 from typing import Any
 
@@ -88,6 +89,8 @@ def warmup_of(file: File) -> Rule:
         given = file.keys.get("warmup_steps"), file.keys.get("warmup_ratio")
         steps, ratio = (real_number(value if given == (None, None) else one or 0) for one in given)
         warmup = steps if steps > 0 else ratio
+        if steps <= 0 and ratio >= 1:
+            raise Refused("a share of the run is below 1")
         return {"optim.warmup_steps": int(warmup) if warmup == int(warmup) else warmup}, ""
 
     return rule
@@ -192,8 +195,8 @@ def accelerator_of(value: Any) -> Result:
 
 
 def chat_kwargs_of(value: Any) -> Result:
-    if value and (empty := [name for name, given in value.items() if given is None]):
-        raise Refused(f"{empty[0]} has no value")
+    if value and "null" in re.findall(r'"[^"]*"|\w+', json.dumps(value, default=str)):
+        raise Refused("one of them has no value")
     return ({"data.chat_template_kwargs": value}, "") if value else ({}, "")
 
 

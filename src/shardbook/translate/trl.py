@@ -5,6 +5,7 @@ in TRL 1.16; earlier spellings, and the words of the alignment handbook and open
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def mixture_of(file: File) -> Rule:
         rows = value.get("datasets", []) if isinstance(value, dict) else value
         held = value.get("test_split_size") if isinstance(value, dict) else file.keys.get("test_split_size")
         sources: list[Any] = []
-        weights = []
+        weights: list[float] = []
         for row in rows or []:
             known = {"path", "id", "name", "config", "split", "data_files", "columns", "weight", "fraction", "data_dir"}
             if other := [name for name, given in row.items() if name not in known and given]:
@@ -135,7 +136,8 @@ def mixture_of(file: File) -> Rule:
             path = row.get("data_files") or row.get("path") or row.get("id")
             subset = row.get("config") or (row.get("name") if not row.get("data_files") else None)
             sources += [path] if isinstance(path, list) else [source_of(path, row.get("split"), subset)]
-            weights.append(real_number(row.get("weight") or row.get("fraction") or 1))
+            shares = [row[name] for name in ("weight", "fraction") if row.get(name) is not None]
+            weights += map(real_number, shares[:1])
         if set(weights) - {1.0}:
             raise Refused("a part of a data set has no counterpart: set data.train, and data.weights for shares")
         return {"data.train": one_or_list(sources)} | ({"data.eval_size": held} if held else {}), ""
@@ -285,17 +287,18 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
 RATES = {"sft": 2e-5, "reward": 1e-4}
 
 
-def read(file: File, program: str = "", launched: bool = False) -> list[Entry]:
-    """Returns the entries of TRL's arguments. `program` is the command or script, where the file is one; `launched`:
-    a launcher's configuration says how ranks share the model. Raises RecipeError for a method without counterpart."""
+def read(file: File, program: str = "", launcher: Sequence[Entry] = ()) -> list[Entry]:
+    """Returns the entries of TRL's arguments. `program` is the command or script, where the file is one; `launcher`,
+    the entries of what launches it. Raises RecipeError for a method without counterpart."""
     method, trainer_entry = method_of(file, program)
     rules = rules_of(file, method)
     entries = without_layout(read_section(file.keys, rules))
     entries += [trainer_entry] if trainer_entry else []
     if method != "sft" and not trainer_entry:
         entries.append(Entry("(command)", None, {"method": method}, program))
+    is_launched = any(STAGE in entry.settings for entry in launcher)
     layout = read_layout(file, "TRL")
-    is_laid_out = launched or file.is_on("accelerate_config")
+    is_laid_out = is_launched or file.is_on("accelerate_config")
     entries += [entry for entry in layout if not (is_laid_out and entry.key == "(deepspeed, fsdp)")]
     defaults: dict[str, Any] = DEFAULTS | {
         "learning_rate": RATES.get(method, 1e-6),
