@@ -7,6 +7,8 @@ import pytest
 from shardbook.cli import main
 from shardbook.recipe import parse_recipe
 from shardbook.translate import translate
+from shardbook.translate.rules import Entry
+from shardbook.translate.settle import refuse
 from shardbook.translate.write import write_recipe
 
 TRL = {"model_name_or_path": "a/b", "dataset_name": "c/d"}
@@ -298,8 +300,12 @@ def test_a_place_that_cannot_be_written_is_refused_first(out, words, tmp_path, c
 
 
 def test_a_key_that_is_refused_sets_nothing_at_all(tmp_path):
-    """Offload of parameters makes two settings, of which one contradicts LoRA."""
-    fsdp = {"fsdp": "full_shard", "fsdp_config": {"offload_params": True}}
+    """Also not what is right of it, unless another key says the same."""
+    settings = {"optim.name": "adamw_bf16", "precision.master": "bf16", "precision.params": "bf16"}
+    entries = [Entry("pure_bf16", True, dict(settings)), Entry("bf16", True, {"precision.params": "bf16"})]
+    refuse(settings, entries, {"precision.master"}, "why")
+    assert settings == {"precision.params": "bf16"} and [entry.refused for entry in entries] == [True, False]
+    fsdp = {"fsdp": "full_shard", "fsdp_config": {"offload_params": True}}  # two settings, and one contradicts LoRA
     (tmp_path / "a.yaml").write_text(json.dumps(TRL | fsdp | {"use_peft": True}))
     settings, entries = translate(tmp_path / "a.yaml")
     assert [entry.key for entry in entries if entry.refused] == ["fsdp_config.offload_params"]
