@@ -10,6 +10,7 @@ from templates import PLAIN, TEMPLATES, TOOLS
 from tiny import CHATML, encode_row, tokenizer, trained_text
 
 from shardbook.data.chat import Encoder
+from shardbook.data.formats import read_row
 from shardbook.recipe import RecipeError
 
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -557,3 +558,24 @@ def test_a_template_reads_the_day_that_it_is_given():
     known = coder.apply_chat_template(chat, tokenize=False)
     day = "01 May 2024|1 of May|Wednesday 00:00|100% 122|%d|2024-05-01"
     assert coder.decode(encoded.ids) == re.sub("<.*?2.*?>", f"<{day}>", known, count=1)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"name": "look", "parameters": {"at": "sky"}},
+        {"function": {"name": "look", "arguments": {"at": "sky"}, "thought": "why"}},
+        {"function": {"name": "look", "arguments": {"at": "sky"}}, "result": "blue"},
+    ],
+)
+def test_a_call_has_nothing_beside_its_name_and_arguments(extra):
+    with pytest.raises(RecipeError, match=r"a tool call of message 1 has \w+; a call has a name and arguments"):
+        read_row({"messages": [USER, {"role": "assistant", "tool_calls": [extra]}]}, "row 0")
+    good = {"id": "a", "index": 0, "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    read_row({"messages": [USER, {"role": "assistant", "tool_calls": [good]}]}, "row 0")
+
+
+def test_two_contents_of_a_message_are_refused():
+    turns = [{"from": "human", "value": "hi", "content": "lost words"}, {"from": "gpt", "value": "yo"}]
+    with pytest.raises(RecipeError, match="message 0 has from and value and content; leave content out"):
+        read_row({"conversations": turns}, "row 0")

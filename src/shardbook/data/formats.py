@@ -12,6 +12,7 @@ from shardbook.recipe import RecipeError
 RawRow = dict[str, Any]
 Message = dict[str, Any]
 PLAIN = {"role", "content"}
+OF_CALL = {"id", "type", "index", "function", "name", "arguments"}
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -177,6 +178,10 @@ def _read_call(call: Any, number: int, where: str) -> dict[str, Any]:
     function = (call.get("function") or call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RecipeError(f"{where}: a tool call of message {number} needs a name and arguments")
+    inside = function.items() if function is call else [*function.items(), *call.items()]
+    if unread := [name for name, value in inside if name not in OF_CALL and value not in (None, "", [], {})]:
+        extra = f"a tool call of message {number} has {', '.join(unread)}"
+        raise RecipeError(f"{where}: {extra}; a call has a name and arguments")
     arguments = _json(function.get("arguments") or {}, f"{where}: arguments of {function['name']} in message {number}")
     whole = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {"id": call["id"], **whole} if call.get("id") is not None else whole

@@ -16,6 +16,7 @@ from shardbook.translate.rules import (
     ACCUMULATION,
     BATCH,
     CP_SIZE,
+    INSTEAD,
     STAGE,
     TP_SIZE,
     Entry,
@@ -54,10 +55,9 @@ from shardbook.translate.trainer import (
     trainer_rules,
     when,
 )
-from shardbook.translate.trl import dropout_of
+from shardbook.translate.trl import dropout_of, likelihood_of
 
 METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "simpo": "simpo"}
-INSTEAD = "method is sft, dpo, orpo, simpo, reward or distill"
 
 
 def method_of(file: File) -> str:
@@ -222,9 +222,7 @@ def read(file: File, program: str = "", launcher: Sequence[Entry] = ()) -> list[
         key = "rl" if method != "reward" else "reward_model"
         loss = {"preference.loss_type": "ipo"} if file.keys.get("rl") == "ipo" else {}
         entries.append(Entry(f"({key})", None, {"method": method} | loss, f"{key} = {file.keys[key]}"))
-    if method == "simpo" and file.keys.get("cpo_alpha") is None:
-        why = "absent is 1.0 in TRL, a likelihood added to SimPO's loss, which has no counterpart: write cpo_alpha: 0"
-        entries.append(Entry("(cpo_alpha)", None, {}, why, refused=True))
+    entries += likelihood_of(file, method)
     if file.keys.get("adapter") == "qlora" or (file.is_on("adapter") and file.is_on("load_in_4bit")):
         bits = {"model.load_in_4bit": True, "model.bnb_4bit_use_double_quant": True}
         entries.append(Entry("(adapter)", None, bits, "axolotl quantises the scales too"))

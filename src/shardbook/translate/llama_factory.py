@@ -13,6 +13,7 @@ from shardbook.recipe.learning import PAIRED
 from shardbook.translate.layout import read_layout, without_layout
 from shardbook.translate.reading import read_keys
 from shardbook.translate.rules import (
+    INSTEAD,
     STAGE,
     WRONG,
     Entry,
@@ -45,7 +46,6 @@ from shardbook.translate.trl import dropout_of
 LOSSES = {"sigmoid": None, "orpo": None, "simpo": None, "hinge": "hinge", "ipo": "ipo"}
 MIXED = ("interleave_under", "interleave_over")
 STAGES = {"pt": "sft", "sft": "sft", "rm": "reward", "dpo": "dpo"}
-INSTEAD = "method is sft, dpo, orpo, simpo, reward or distill"
 
 
 def method_of(file: File) -> str:

@@ -25,6 +25,7 @@ BATCH, ACCUMULATION = "train.per_device_train_batch_size", "train.gradient_accum
 ON, OFF = ("true", "on", "yes", "1"), ("false", "off", "no", "none", "null", "0", "")
 WRONG = (TypeError, ValueError, OverflowError)  # of a value that a rule cannot read
 NO_FILE = "no such file; one of that name beside this one is read too"
+INSTEAD = "method is sft, dpo, orpo, simpo, reward or distill"
 COMMENTS = ("_", "//", "#", "$")  # a name that begins so, with a text, is a comment
 REMARKS = {
     TP_SIZE: "neighbouring ranks; between matrices they split tokens too",

@@ -13,6 +13,7 @@ from shardbook.recipe import RecipeError
 from shardbook.recipe.learning import PAIRED
 from shardbook.translate.layout import read_layout, without_layout
 from shardbook.translate.rules import (
+    INSTEAD,
     STAGE,
     Entry,
     File,
@@ -174,18 +175,17 @@ def _parts(name: str) -> list[str]:
 def method_of(file: File, program: str) -> tuple[str, Entry | None]:
     """Returns the method, and the entry that tells where it is not in the command. Raises RecipeError where it is one
     that a recipe has not."""
-    instead = "method is sft, dpo, orpo, simpo, reward or distill"
     for name, signs in UNKNOWN.items():
         if present := [sign for sign in signs if file.keys.get(sign) is not None]:
             raise RecipeError(
-                f"{file.path}: trains by {name} ({', '.join(present)}), which has no counterpart; {instead}"
+                f"{file.path}: trains by {name} ({', '.join(present)}), which has no counterpart; {INSTEAD}"
             )
     named = next((part for part in _parts(program) if part in METHODS or part in OTHERS), "")
     if program.startswith("trl ") or named:
         if named not in METHODS:
-            raise RecipeError(f"{file.path}: {program} has no counterpart; {instead}")
+            raise RecipeError(f"{file.path}: {program} has no counterpart; {INSTEAD}")
         if named == "cpo" and file.keys.get("loss_type") != "simpo":
-            raise RecipeError(f"{file.path}: trains by CPO, which has no counterpart; {instead}")
+            raise RecipeError(f"{file.path}: trains by CPO, which has no counterpart; {INSTEAD}")
         return METHODS[named], None
     pairs = [sign for sign in OF_PAIRS if file.keys.get(sign) is not None]
     if set(pairs) - {"loss_type"}:
@@ -284,6 +284,14 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
     }
 
 
+def likelihood_of(file: File, method: str) -> list[Entry]:
+    """Returns the refused entry of the likelihood that TRL adds to SimPO's loss where cpo_alpha is absent."""
+    if method != "simpo" or file.keys.get("cpo_alpha") is not None:
+        return []
+    why = "absent is 1.0 in TRL, a likelihood added to SimPO's loss, which has no counterpart: write cpo_alpha: 0"
+    return [Entry("(cpo_alpha)", None, {}, why, refused=True)]
+
+
 RATES = {"sft": 2e-5, "reward": 1e-4}
 
 
@@ -315,9 +323,7 @@ def read(file: File, program: str = "", launcher: Sequence[Entry] = ()) -> list[
         defaults |= {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
     if (trained := trained_of(file, method)) is not None:
         entries.append(trained)
-    if method == "simpo" and file.keys.get("cpo_alpha") is None:
-        why = "absent is 1.0 in TRL, a likelihood added to SimPO's loss, which has no counterpart: write cpo_alpha: 0"
-        entries.append(Entry("(cpo_alpha)", None, {}, why, refused=True))
+    entries += likelihood_of(file, method)
     return entries + absent_entries(file.keys, defaults, rules, entries, "TRL")
 
 
