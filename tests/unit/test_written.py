@@ -579,3 +579,19 @@ def test_two_contents_of_a_message_are_refused():
     turns = [{"from": "human", "value": "hi", "content": "lost words"}, {"from": "gpt", "value": "yo"}]
     with pytest.raises(RecipeError, match="message 0 has from and value and content; leave content out"):
         read_row({"conversations": turns}, "row 0")
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_parameters_inside_of_parameters_are_written_or_refused(name):
+    """Templates that write a schema as JSON have them; one that lists a tool's own parameters loses them."""
+    inner = {"type": "object", "properties": {"latitude": {"type": "number"}}}
+    schema = {"type": "object", "properties": {"at": inner, "far": {"type": "array", "items": inner}}}
+    tool = {"type": "function", "function": {"name": "look", "description": "Looks up.", "parameters": schema}}
+    row = {**CALLING, "tools": [tool]}
+    coder = tokenizer(TOOLS[name])
+    rendered = coder.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
+    if "latitude" in rendered:
+        encode_row(row, coder, "row 7")
+    else:
+        with pytest.raises(RecipeError, match=r"does not write the parameter at\.latitude of the tool look"):
+            encode_row(row, coder, "row 7")

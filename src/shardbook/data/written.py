@@ -162,6 +162,18 @@ def _values_of(messages: list[Message], tools: list[Any] | None) -> Iterator[tup
             yield f"the parameter {name} of {what}", name
             if isinstance(parameter, dict) and isinstance(description := parameter.get("description"), str):
                 yield f"what {name} is, a parameter of {what}", description.strip()
+            yield from _names_inside(parameter, name, what)
+
+
+def _names_inside(schema: Any, path: str, of: str) -> Iterator[tuple[str, Any]]:
+    """Yields the names of what a parameter's schema has inside: properties, also those of a list's items."""
+    if not isinstance(schema, dict):
+        return
+    yield from _names_inside(schema.get("items"), f"{path}[]", of)
+    inside = schema.get("properties")
+    for name, each in inside.items() if isinstance(inside, dict) else ():
+        yield f"the parameter {path}.{name} of {of}", name
+        yield from _names_inside(each, f"{path}.{name}", of)
 
 
 def _leaves(value: Any, of: str, path: str = "") -> Iterator[tuple[str, Any]]:
