@@ -30,9 +30,9 @@ class Slice:
 def split_slice(name: str, what: str) -> tuple[str, Slice | None]:
     """Returns a source's name without its slice, and the slice. `what` is the recipe key, for errors. Raises
     RecipeError for a slice that is not at the end of one split, or of more than 100 percent."""
-    if not (found := FORM.fullmatch(name)) or _is_path(name):
+    if not (match := FORM.fullmatch(name)) or _is_path(name):
         return name, None
-    source, start, from_percent, stop, to_percent = found.groups()
+    source, start, from_percent, stop, to_percent = match.groups()
     if "+" in source.partition(":")[2] or FORM.fullmatch(source):
         raise RecipeError(f"{what} = {name!r}: a slice is of one split; write a list of sources")
     part = Slice(int(start) if start else None, int(stop) if stop else None, bool(from_percent or to_percent))

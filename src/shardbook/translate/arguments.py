@@ -5,7 +5,6 @@ from pathlib import Path
 
 from shardbook.translate.layout import read_layout, without_layout
 from shardbook.translate.rules import (
-    STAGE,
     Entry,
     File,
     Program,
@@ -23,9 +22,7 @@ def read(file: File, program: str = "", launcher: Sequence[Entry] = ()) -> list[
     """Returns the entries of a script that has transformers' own arguments, as Stanford Alpaca's and FastChat's."""
     rules = plain_rules(file)
     entries = without_layout(read_section(file.keys, rules))
-    is_launched = any(STAGE in entry.settings for entry in launcher)
-    layout = read_layout(file, "transformers")
-    entries += [entry for entry in layout if not (is_launched and entry.key == "(deepspeed, fsdp)")]
+    entries += read_layout(file, "transformers", launcher)
     entries.append(Entry("(trainer)", None, {}, "what it trains is its script's: here answers of conversations"))
     return entries + absent_entries(file.keys, DEFAULTS, rules, [*launcher, *entries], "transformers")
 

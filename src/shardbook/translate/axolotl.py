@@ -17,7 +17,6 @@ from shardbook.translate.rules import (
     BATCH,
     CP_SIZE,
     INSTEAD,
-    STAGE,
     TP_SIZE,
     Entry,
     File,
@@ -226,10 +225,8 @@ def read(file: File, program: str = "", launcher: Sequence[Entry] = ()) -> list[
     if file.keys.get("adapter") == "qlora" or (file.is_on("adapter") and file.is_on("load_in_4bit")):
         bits = {"model.load_in_4bit": True, "model.bnb_4bit_use_double_quant": True}
         entries.append(Entry("(adapter)", None, bits, "axolotl quantises the scales too"))
-    is_launched = any(STAGE in entry.settings for entry in launcher)
-    layout = read_layout(file, "axolotl", fsdp_alone=True)
     is_sharded = any("parallel.dp_shard_size" in entry.settings for entry in entries)
-    entries += [entry for entry in layout if not (entry.key == "(deepspeed, fsdp)" and (is_launched or is_sharded))]
+    entries += read_layout(file, "axolotl", launcher, fsdp_alone=True, is_laid_out=is_sharded)
     if not any(entry.settings.get("run.report_to") for entry in entries):
         entries.append(Entry("(wandb_project)", None, {"run.report_to": "none"}, "no tracker is named"))
     if file.is_on("adapter") and file.keys.get("lora_r") is None and not file.keys.get("lora_model_dir"):

@@ -1,6 +1,6 @@
-"""How a trainer's file says that ranks share the model: its parts for DeepSpeed and for FSDP."""
+"""The layout reads from a trainer's file how ranks share the model: its parts for DeepSpeed and for FSDP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,11 @@ from shardbook.translate.rules import STAGE, WRONG, Entry, File, Result, is_on, 
 from shardbook.translate.trainer import LAYOUTS
 
 
-def read_layout(file: File, program: str, fsdp_alone: bool = False) -> list[Entry]:
-    """Returns the entries of a trainer's part for DeepSpeed (a file, or keys) and for FSDP; ddp where there is neither.
+def read_layout(
+    file: File, program: str, launcher: Sequence[Entry], fsdp_alone: bool = False, is_laid_out: bool = False
+) -> list[Entry]:
+    """Returns the entries of a trainer's part for DeepSpeed (a file, or keys) and for FSDP. Where there is neither, and
+    no entry of its `launcher` nor another of its keys (`is_laid_out`) says a stage, that is ddp.
 
     `fsdp_alone`: fsdp_config shards by itself, without `fsdp` beside it.
     """
@@ -32,7 +35,8 @@ def read_layout(file: File, program: str, fsdp_alone: bool = False) -> list[Entr
     if isinstance(axes := file.keys.get("parallelism_config"), dict):
         rules = {key: rule for key, rule in RULES.items() if key.startswith("parallelism_config.")}
         entries += read_section({"parallelism_config": axes}, rules)
-    if not any(STAGE in entry.settings or entry.refused for entry in entries):
+    has_stage = is_laid_out or any(STAGE in entry.settings for entry in launcher)
+    if not (has_stage or any(STAGE in entry.settings or entry.refused for entry in entries)):
         entries.append(Entry("(deepspeed, fsdp)", None, {STAGE: "ddp"}, f"neither is in the file: {program} runs DDP"))
     return entries
 

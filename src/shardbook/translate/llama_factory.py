@@ -14,7 +14,6 @@ from shardbook.translate.layout import read_layout, without_layout
 from shardbook.translate.reading import read_keys
 from shardbook.translate.rules import (
     INSTEAD,
-    STAGE,
     WRONG,
     Entry,
     File,
@@ -250,8 +249,6 @@ def read(file: File, program: str = "", launcher: Sequence[Entry] = ()) -> list[
     """Returns the entries of LLaMA-Factory's arguments. Raises RecipeError for a stage without counterpart."""
     method = method_of(file)
     rules = rules_of(file, method)
-    is_launched = any(STAGE in entry.settings for entry in launcher)
-    layout = read_layout(file, "LLaMA-Factory")
     keys = {key: value for key, value in file.keys.items() if key not in DATA}
     entries = without_layout(read_section(keys, rules))
     entries += read_data(file, method)
@@ -263,7 +260,7 @@ def read(file: File, program: str = "", launcher: Sequence[Entry] = ()) -> list[
         entries.append(
             Entry("(cutoff_len)", None, {}, "texts are not joined and sliced: what is longer is cut, and counted")
         )
-    entries += [entry for entry in layout if not (is_launched and entry.key == "(deepspeed, fsdp)")]
+    entries += read_layout(file, "LLaMA-Factory", launcher)
     defaults: dict[str, Any] = DEFAULTS | {
         "cutoff_len": 2048,
         "disable_gradient_checkpointing": False,

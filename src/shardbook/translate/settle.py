@@ -159,6 +159,7 @@ def _refusal(key: str, value: Any) -> str:
 
 def refuse_sections(settings: Settings, entries: list[Entry]) -> None:
     """Refuses what a section of a recipe refuses by itself, until none does: the setting that its error names first."""
+    plain = Recipe(train=Train(epochs=1))
     while True:
         sections: dict[str, Any] = {"train": {} if {"train.steps", "train.epochs"} & settings.keys() else {"epochs": 1}}
         for key, value in settings.items():
@@ -168,7 +169,7 @@ def refuse_sections(settings: Settings, entries: list[Entry]) -> None:
         for section, keys in sections.items():
             if section:
                 try:
-                    Recipe.model_fields[section].annotation.model_validate(keys)  # type: ignore[union-attr]
+                    type(getattr(plain, section)).model_validate(keys)
                 except ValidationError as error:
                     text = error.errors()[0]["msg"].removeprefix("Value error, ")
                     named = ((re.search(rf"\b{name}\b", text), f"{section}.{name}") for name in keys)

@@ -304,10 +304,7 @@ def read(file: File, program: str = "", launcher: Sequence[Entry] = ()) -> list[
     entries += [trainer_entry] if trainer_entry else []
     if method != "sft" and not trainer_entry:
         entries.append(Entry("(command)", None, {"method": method}, program))
-    is_launched = any(STAGE in entry.settings for entry in launcher)
-    layout = read_layout(file, "TRL")
-    is_laid_out = is_launched or file.is_on("accelerate_config")
-    entries += [entry for entry in layout if not (is_laid_out and entry.key == "(deepspeed, fsdp)")]
+    entries += read_layout(file, "TRL", launcher, is_laid_out=file.is_on("accelerate_config"))
     defaults: dict[str, Any] = DEFAULTS | {
         "learning_rate": RATES.get(method, 1e-6),
         "gradient_checkpointing": True,

@@ -1,4 +1,4 @@
-"""What a translation prints: a line for each key, in three lists, and the recipe."""
+"""The writer prints a translation: a line for each key, in three lists, and the recipe."""
 
 import json
 from collections.abc import Iterable
