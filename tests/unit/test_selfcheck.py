@@ -6,9 +6,12 @@ import dataclasses
 import pytest
 import torch
 from families import released_config, small_config
+from hypothesis import given, reject
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 from test_model import assert_close, gradients, micro, rows
 from tiny import config, said_by, write_model
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from varlen import plain_varlen_attn
 
 from shardbook.model import attention, masks, parts, selfcheck
@@ -227,14 +230,42 @@ def test_parameters_without_a_gradient_are_frozen():
 
 
 def test_a_config_is_made_small_in_widths_and_not_in_switches():
-    from transformers import AutoConfig
-
     large = AutoConfig.for_model("gemma3_text", num_hidden_layers=62, use_bidirectional_attention=False)
     small = selfcheck.shrink_config(large)
     assert small.layer_types == ["sliding_attention"] * 2 + ["full_attention"] * 2 and small.num_hidden_layers == 4
     assert small.sliding_window == 4 and small.hidden_size == 32 and small.vocab_size == 128
     kept = ("hidden_activation", "rope_parameters", "query_pre_attn_scalar", "attn_logit_softcapping", "attention_bias")
     assert all(getattr(small, name) == getattr(large, name) for name in kept)
+
+
+@examples(max_examples=40)
+@given(
+    family=st.sampled_from(["llama", "qwen3", "gemma3_text", "mixtral", "phi", "olmo2", "gpt_oss", "gpt2", "gpt_neox"]),
+    heads=st.integers(1, 12),
+    shared=st.integers(1, 12),
+    head_dim=st.sampled_from([8, 16, 40, 64]),
+    is_named=st.booleans(),
+    layers=st.integers(1, 6),
+)
+def test_heads_and_widths_of_any_valid_config_pass(family, heads, shared, head_dim, is_named, layers):
+    """Valid is what transformers itself builds and runs, at the size that the config has."""
+    words = {"hidden_size": heads * head_dim, "intermediate_size": 2 * heads * head_dim, "num_hidden_layers": layers}
+    words |= {"num_attention_heads": heads, "vocab_size": 300, "pad_token_id": 0}
+    words |= {"num_key_value_heads": heads if heads % shared else heads // shared}
+    words |= {"head_dim": head_dim} if is_named else {}
+    try:
+        large = AutoConfig.for_model(family, **words)
+        with torch.no_grad():
+            AutoModelForCausalLM.from_config(large)(input_ids=torch.arange(3, 9)[None])
+    except Exception:
+        reject()
+    assert check_family(large).refused == ""
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(2, 3), (3, 2), (4, 3), (8, 3), (1, 2)])
+def test_key_heads_that_do_not_divide_the_heads_are_refused(heads, key_heads):
+    wrong = config(num_attention_heads=heads, num_key_value_heads=key_heads, hidden_size=96)
+    assert "num_key_value_heads" in check_family(wrong).refused
 
 
 def test_what_depends_on_each_other_is_made_small_together():
