@@ -24,7 +24,7 @@ from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint import load_checkpoint
 from shardbook.run.console import Console
 from shardbook.run.directory import read_facts
-from shardbook.run.evaluated import evaluation_recipe
+from shardbook.run.evaluated import describe_rows, evaluation_recipe
 from shardbook.run.evaluation import evaluate
 from shardbook.run.out_of_memory import OomGuard
 from shardbook.run.prepare import Job, lay_out_run, prepare_job
@@ -43,6 +43,8 @@ def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, i
     laid = lay_out_run(recipe, World(ranks.world_size, ranks.ranks_per_node, ranks.rank, ranks.device), in_turn)
     job = prepare_job(laid, in_turn)
     assert job.held_out is not None  # evaluation_recipe has seen to it
+    if rows := describe_rows(recipe, run):
+        console.print(f"rows     {rows}")
     console.print(f"eval     {job.held_out.summary}")
     sharded = build(job, ranks.device)
     oom_guard = OomGuard(job, sharded)

@@ -11,7 +11,7 @@ from world import metrics, run_train, run_world
 
 from shardbook.cli import main
 from shardbook.recipe import RecipeError
-from shardbook.run.evaluated import evaluation_recipe
+from shardbook.run.evaluated import describe_rows, evaluation_recipe
 
 
 def evaluate_rank(words):
@@ -46,6 +46,10 @@ def test_a_run_s_export_has_the_loss_that_its_run_logged(recipe, tiny):
     rows = f"data={tiny}/chats.jsonl"
     own, plain = evaluated(1, run, rows), evaluated(1, run / "export", rows, "data.max_length=128")
     assert own["loss"] == pytest.approx(plain["loss"], rel=1e-6) and own["examples"] == plain["examples"] > 6
+    ((code, out, err),) = run_world(1, evaluate_rank, [str(run), f"data.eval={tiny}/chats.jsonl"])
+    assert code == 0, err
+    assert f"rows     data.eval={tiny}/chats.jsonl, in place of data.eval_size=6 of the run\n" in out
+    assert f"loss {own['loss']:.4f}" in out and " rows     " not in out
 
 
 def test_a_result_that_is_in_no_checkpoint_is_read_from_the_export(recipe):
@@ -72,6 +76,27 @@ def test_adapters_are_evaluated_with_their_base(recipe):
     words = ["lora.r=4", "data.eval_size=6", "optim.learning_rate=1e-1", "train.steps=3"]
     run = run_train(2, recipe, "adapters", *words)
     assert evaluated(2, run)["loss"] == pytest.approx(last(run)["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("held", "words", "rows", "line"),
+    [
+        ("eval_size = 6", [], ("", 6), ""),
+        ("eval_size = 6", ["data.eval=b.jsonl"], ("b.jsonl", 0), "data.eval=b.jsonl, in place of data.eval_size=6"),
+        ("eval = 'a.jsonl'", ["data.eval_size=0.5"], ("", 0.5), "data.eval_size=0.5, in place of data.eval=a.jsonl"),
+        ("eval = 'a.jsonl'", ["data.eval=b.jsonl"], ("b.jsonl", 0), "data.eval=b.jsonl, in place of data.eval=a.jsonl"),
+        ("eval_size = 6", ["data=b.jsonl"], ("b.jsonl", 0), "data.eval=b.jsonl, in place of data.eval_size=6"),
+        ("eval_size = 0", ["data.eval=b.jsonl"], ("b.jsonl", 0), "data.eval=b.jsonl, in place of none"),
+        ("eval_size = 6", ["data.eval="], ("", 6), ""),
+    ],
+)
+def test_rows_that_are_named_take_the_place_of_those_that_the_run_held_out(tmp_path, held, words, rows, line):
+    (tmp_path / "resolved.toml").write_text(f"[data]\ntrain = 'a.jsonl'\n{held}\n[train]\nsteps = 5\n")
+    recipe, run = evaluation_recipe(str(tmp_path), words)
+    assert (recipe.data.eval, recipe.data.eval_size) == rows
+    assert describe_rows(recipe, run) == line + " of the run" * bool(line)
+    with pytest.raises(RecipeError, match="eval_size = 3: set one of the two"):
+        evaluation_recipe(str(tmp_path), ["data.eval=b.jsonl", "data.eval_size=3"])
 
 
 def test_what_cannot_be_evaluated_is_refused(recipe, tmp_path, capsys):
