@@ -187,7 +187,7 @@ def test_a_recipe_wraps_its_model_and_fits(name, tmp_path):
     path = list_recipes()[name]
     recipe, world = load_recipe(path), int(HEADER.match(path.read_text())[2])
     if count := COUNTS.get(recipe.model.path, 0):
-        config = shape_config(recipe.model.path, recipe.data.max_length)
+        config = shape_config(recipe.model, recipe.data.max_length)
     else:
         family, facts, count = CONFIGS[recipe.model.path]
         config = AutoConfig.for_model(family, **facts)

@@ -5,12 +5,13 @@ import dataclasses
 import pytest
 import torch
 from tiny import config, write_model
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from shardbook.data.loader import Batching, build_micro_batch
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model, count_flops, materialize
-from shardbook.model.families import load_config
+from shardbook.model.families import load_config, shares_of_noise
 from shardbook.model.hub import model_folder, tokenizer_folder
 from shardbook.model.loss_head import LossHead
 from shardbook.model.weights import load_weights
@@ -214,7 +215,8 @@ def test_flops_of_a_token():
     ("family", "changes", "message"),
     [
         ("t5", {}, "transformers has no causal LM of the family 't5'"),
-        ("gpt2", {}, "resid_pdrop = 0.1; only 0 is supported"),
+        ("gpt2", {}, "resid_pdrop = 0.1; only 0 is supported: set model.disable_dropout=true to train without it"),
+        ("mpt", {"attn_config": {"attn_pdrop": 1}}, "attn_pdrop = 1; only 0 is supported"),
         ("phimoe", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; only 0 is supported"),
         ("qwen3_moe", {"output_router_logits": True}, "output_router_logits = true; only false is supported"),
         ("qwen3_vl", {}, "transformers has no causal LM of the family 'qwen3_vl'"),
@@ -233,6 +235,19 @@ def test_models_that_cannot_be_trained(tmp_path, family, changes, message):
     made.save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=message):
         load_config(Model(path=str(tmp_path)), tmp_path, 64)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("gpt2", {}), ("phimoe", {"router_jitter_noise": 0.1}), ("mpt", {"attn_config": {"attn_pdrop": 1}})],
+)
+def test_dropout_that_is_disabled_drops_nothing(tmp_path, family, changes):
+    config(family, **changes).save_pretrained(tmp_path)
+    made = load_config(Model(path=str(tmp_path), disable_dropout=True), tmp_path, 64)
+    assert shares_of_noise(made) == []
+    torch.manual_seed(0)
+    model = build_model(made, "fp32")
+    assert not [name for name, each in model.named_modules() if isinstance(each, nn.Dropout) and each.p]
 
 
 def test_a_directory_without_a_config(tmp_path):

@@ -49,7 +49,7 @@ def bytes_of_stage(words, stage):
     from shardbook.plan.peak import predict_peak
 
     recipe = recipe_of(*words)
-    config = with_layers(shape_config(recipe.model.path, 8192), LAYERS)
+    config = with_layers(shape_config(recipe.model, 8192), LAYERS)
     dist.init_process_group("fake", rank=stage * WORLD // RANKS, world_size=WORLD, store=FakeStore())
     send = PipelineLinks.send
 
@@ -196,7 +196,7 @@ def test_a_pipeline_is_not_simulated():
 
     recipe = recipe_of()
     with pytest.raises(RecipeError, match=r"parallel.pp_size = 4: no pipeline is simulated; leave --simulate out"):
-        simulate_step(lay_out(recipe, World(8, 8), shape_config(recipe.model.path, 8192), None), lambda *_: None)
+        simulate_step(lay_out(recipe, World(8, 8), shape_config(recipe.model, 8192), None), lambda *_: None)
 
 
 def test_what_is_offloaded_is_not_simulated():
@@ -205,7 +205,7 @@ def test_what_is_offloaded_is_not_simulated():
 
     recipe = recipe_of("parallel.pp_size=1", "offload.optimizer=cpu")
     with pytest.raises(RecipeError, match=r"offload.optimizer = 'cpu': a host's memory is not simulated"):
-        simulate_step(lay_out(recipe, World(8, 8), shape_config(recipe.model.path, 8192), None), lambda *_: None)
+        simulate_step(lay_out(recipe, World(8, 8), shape_config(recipe.model, 8192), None), lambda *_: None)
 
 
 def test_no_pipeline_is_advised_where_it_waits_and_all_fits():

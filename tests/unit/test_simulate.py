@@ -46,13 +46,13 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
 
     if isinstance(stage, Path):
         recipe = resolve_precision(load_recipe(stage), "cuda")
-        config = shape_config(recipe.model.path, recipe.data.max_length)
+        config = shape_config(recipe.model, recipe.data.max_length)
     else:
         recipe = settings(stage, checkpointing, micros, *more)
-        config = with_layers(shape_config(recipe.model.path, 1024), layers)
+        config = with_layers(shape_config(recipe.model, 1024), layers)
     simulate.LAYERS = (layers, layers) if whole else (4, 5)
-    path, there = recipe.distill.teacher, World(world, min(8, world))
-    teacher = with_layers(shape_config(path, 1024), TEACHER_LAYERS) if path else None
+    beside, there = recipe.distill, World(world, min(8, world))
+    teacher = with_layers(shape_config(beside.model, 1024), TEACHER_LAYERS) if beside.teacher else None
     objective = build_objective(recipe.method, recipe.preference, recipe.distill)
     found = simulate.simulate_step(lay_out(recipe, there, config, teacher), objective.terms)
     layout = lay_out(recipe, there, config, teacher).layout
@@ -69,7 +69,7 @@ def held_by_a_block(checkpointing, ranks):
     from shardbook.objectives import build_objective
 
     recipe = settings("zero3", checkpointing, 1, f"parallel.tp_size={ranks}", f"data.max_length={TOKENS}")
-    config = shape_config(recipe.model.path, TOKENS)
+    config = shape_config(recipe.model, TOKENS)
     shares = build_objective(recipe.method, recipe.preference, recipe.distill).terms
     laid = lay_out(recipe, World(8, 8), config, None)
     found = (simulate._simulate(laid.with_layers(n), shares) for n in (2, 3))

@@ -10,6 +10,7 @@ from shardbook.model import embedded
 from shardbook.model.causal_lm import build_model, count_flops
 from shardbook.model.shapes import shape_config
 from shardbook.parallel.units import count_parameters
+from shardbook.recipe import Model
 
 
 def logits(folder):
@@ -65,7 +66,7 @@ def test_flops_of_stacks_are_those_that_a_token_meets():
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_flops_are_those_of_the_experts_that_a_token_reaches(name):
-    model = build_model(shape_config(name, 1024), "fp32")
+    model = build_model(shape_config(Model(path=name), 1024), "fp32")
     whole, active = COUNTED[name]
     assert count_parameters(model.parameters()) == whole
     assert count_flops(model).per_token == 6 * active

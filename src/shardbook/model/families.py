@@ -59,8 +59,11 @@ def load_config(model: Model, folder: Path, max_length: int, what: str = "model.
     for name, value in config.to_dict().items():
         if name in SIZES and isinstance(value, int) and value < 1:
             raise RecipeError(f"{said}: no usable config.json: {name} = {value}; must be at least 1")
-        if type(value) in (int, float) and value != 0 and any(word in name for word in RANDOM) and name not in NOT_OURS:
-            raise RecipeError(f"{said}: {name} = {value}; only 0 is supported")
+    for owner, name, value in shares_of_noise(config):
+        if not model.disable_dropout:
+            way_out = "set model.disable_dropout=true to train without it"
+            raise RecipeError(f"{said}: {name} = {value}; only 0 is supported: {way_out}")
+        owner[name] = type(value)(0)
     if getattr(config, "output_router_logits", False):
         raise RecipeError(f"{said}: output_router_logits = true; only false is supported: there is no auxiliary loss")
     rope = getattr(config, "rope_parameters", None) or {}
@@ -81,6 +84,20 @@ def load_config(model: Model, folder: Path, max_length: int, what: str = "model.
             f"set {what} to a copy in bf16"
         )
     return config
+
+
+def shares_of_noise(config: PreTrainedConfig) -> list[tuple[dict[str, Any], str, float]]:
+    """Returns each dropout or jitter above 0 of a config, or of one inside of it: the values that hold it, its name
+    there, and its share."""
+    found, inside = list[tuple[dict[str, Any], str, float]](), [vars(config)]
+    while inside:
+        values = inside.pop()
+        for name, value in values.items():
+            if isinstance(value, dict | PreTrainedConfig):
+                inside.append(value if isinstance(value, dict) else vars(value))
+            elif type(value) in (int, float) and value != 0 and any(word in str(name) for word in RANDOM):
+                found += [(values, name, value)] * (name not in NOT_OURS)
+    return found
 
 
 def blame(words: dict[str, Any], build: Callable[[dict[str, Any]], Any]) -> str:

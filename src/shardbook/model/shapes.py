@@ -19,12 +19,13 @@ def known_shapes() -> dict[str, dict[str, Any]]:
     return tomllib.loads(Path(__file__).with_name("shapes.toml").read_text())
 
 
-def shape_config(path: str, max_length: int, what: str = "model.path") -> PreTrainedConfig:
-    """Returns the config of `path`: a local directory (or its config.json), or a name or hub id of shapes.toml. Fetches
-    nothing. Raises RecipeError for any other path, with the nearest known name."""
+def shape_config(model: Model, max_length: int, what: str = "model.path") -> PreTrainedConfig:
+    """Returns the config of `model.path`: a local directory (or its config.json), or a name or hub id of shapes.toml.
+    Fetches nothing. Raises RecipeError for any other path, with the nearest known name."""
+    path = model.path
     local = Path(path).parent if path.endswith("config.json") else Path(path)
     if path and local.is_dir():
-        return load_config(Model(path=str(local)), local, max_length, what)
+        return load_config(model, local, max_length, what)
     for name, known in known_shapes().items():
         if path == name or path in known["ids"]:
             config = known["config"]

@@ -324,9 +324,9 @@ def with_sizes(parallel: Parallel, sizes: ParallelSizes) -> dict[str, Any]:
 def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> Planner:
     """Returns a planner for `recipe` on GPUs. Reads only the model's shapes; RecipeError where they are not known."""
     recipe = resolve_precision(recipe, "cuda")
-    config = shape_config(recipe.model.path, recipe.data.max_length)
-    path, longest = recipe.distill.teacher, recipe.data.max_length
-    teacher = shape_config(path, longest, "distill.teacher") if path else None
+    config = shape_config(recipe.model, recipe.data.max_length)
+    distill, longest = recipe.distill, recipe.data.max_length
+    teacher = shape_config(distill.model, longest, "distill.teacher") if distill.teacher else None
     whole = with_settings(recipe, {f"parallel.{key}": own for key, own in pipeline_settings(Parallel()).items()})
     attention = kernel_on_gpu(recipe.model.attention, check_family(config).demands)
     model = build_adapted(whole, config, attention, teacher)

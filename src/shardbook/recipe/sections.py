@@ -55,6 +55,9 @@ class Model(Section):
         "auto",
         "Attention kernel: varlen or flex (GPU, without dense masks), sdpa or eager; auto: the first that can run.",
     )
+    disable_dropout: bool = key(
+        False, "Set each dropout and jitter of the model's config to 0; without, a config with one above 0 is refused."
+    )
     load_in_4bit: bool = key(False, "Keep the matrices of blocks, frozen under lora.r, in four bits (QLoRA).")
     bnb_4bit_quant_type: Literal["nf4"] = key("nf4", "The four-bit format: nf4, quantiles of a normal distribution.")
     bnb_4bit_use_double_quant: bool = key(

@@ -24,12 +24,12 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # on the Hub
 def check_files(recipe: Recipe) -> None:
     """Raises RecipeError where something that the recipe names is missing, of another kind, or broken at its beginning:
     a tracker's package, run.dir, the template, models and their configs, checkpoints, sources of data."""
-    model, teacher, sequences, configs = recipe.model, recipe.distill.teacher, recipe.sequences, []
+    model, distill, sequences, configs = recipe.model, recipe.distill, recipe.sequences, []
     check_installed(recipe.run)
     check_run_directory(recipe.run)
     check_push(recipe.train)
     read_template(recipe.data.chat_template)
-    models = {"model.path": model} | ({"distill.teacher": Model(path=teacher)} if teacher else {})
+    models = {"model.path": model} | ({"distill.teacher": distill.model} if distill.teacher else {})
     for what, each in models.items():
         if each.path not in embedded.MODELS:  # it is converted once, with torch
             folder = fetch_folder(each.path, each.revision, what, CONFIG_FILES)

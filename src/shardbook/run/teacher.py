@@ -12,7 +12,7 @@ from shardbook.model.families import load_config
 from shardbook.model.hub import CONFIG_FILES, WEIGHT_FILES, fetch_folder, tokenizer_folder
 from shardbook.model.weights import load_weights
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.recipe import Model, Recipe, RecipeError
+from shardbook.recipe import Recipe, RecipeError
 
 KEY = "distill.teacher"
 
@@ -23,7 +23,7 @@ def load_teacher(recipe: Recipe) -> PreTrainedConfig | None:
     if not (path := recipe.distill.teacher):
         return None
     folder = fetch_folder(path, "main", KEY, CONFIG_FILES)
-    config = load_config(Model(path=path), folder, recipe.data.max_length, KEY)
+    config = load_config(recipe.distill.model, folder, recipe.data.max_length, KEY)
     ours, theirs = load_tokenizer(tokenizer_folder(recipe.model), "model.tokenizer"), load_tokenizer(folder, KEY)
     if (here := digest_tokens(ours)) != (there := digest_tokens(theirs)):
         raise RecipeError(
