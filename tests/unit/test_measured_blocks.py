@@ -4,12 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from families import small_config
 from test_peak import settings
 from test_simulate import apart  # noqa: F401
 from test_simulate import settings as recipe_of
 from tiny import config, said_by
 from transformers import AutoConfig, Gemma3TextConfig, GptOssConfig, Qwen3NextConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.utils.import_utils import is_tracing
 
 from shardbook.comm.torch_private import fake_tensors
 from shardbook.model import causal_lm
@@ -17,7 +19,7 @@ from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.selfcheck import check_family
 from shardbook.plan import blocks
 from shardbook.plan.blocks import kinds_of, measure_blocks
-from shardbook.plan.timeline import LiveBytes
+from shardbook.plan.timeline import LiveBytes, meta_tensors
 
 SIZES = {
     "vocab_size": 1024,
@@ -173,6 +175,72 @@ def test_a_plan_of_any_family(apart, family, stage, checkpointing):  # noqa: F81
 def test_one_kind_that_is_measured_for_two_is_seen(apart):  # noqa: F811
     peak, simulated = apart(planned, "qwen3_next", "zero2", "none", True)
     assert peak / simulated != pytest.approx(1, abs=0.02)
+
+
+def on_fake_tensors(patch):
+    """Has blocks run on fake tensors, as if none ran on meta tensors."""
+    make = blocks.full_rows
+
+    def refuse(*given):
+        if torch.get_default_device().type == "meta":
+            raise RuntimeError("not on meta tensors")
+        return make(*given)
+
+    patch.setattr(blocks, "full_rows", refuse)
+
+
+def shapes_of(measured):
+    """Every number of what is measured; the order of moments does not count."""
+    return dataclasses.asdict(measured) | {
+        "blocks": {
+            kind: {name: sorted(map(str, value)) if isinstance(value, tuple) else value for name, value in each.items()}
+            for kind, each in dataclasses.asdict(measured)["blocks"].items()
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "checkpointing"),
+    [
+        ("ctrl", "none"),
+        ("bloom", "full"),
+        ("gpt_oss", "none"),
+        pytest.param("qwen3_next", "none", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "full", marks=pytest.mark.slow),
+    ],
+)
+def test_meta_tensors_tell_what_fake_ones_do(family, checkpointing, monkeypatch):
+    """Attention of one's own, sinks, linear attention whose mask asks for numbers. In fp32: in bf16 a CPU's LayerNorm
+    keeps its statistics in bf16, a GPU's and meta's in fp32."""
+    monkeypatch.setattr(blocks, "_measured", {})
+    few = small_config(family)
+    recipe = settings(data={"max_length": 256, "packing": False})
+    on_meta = measure_blocks(few, recipe, checkpointing, "fp32")
+    blocks._measured.clear()
+    on_fake_tensors(monkeypatch)
+    assert shapes_of(measure_blocks(few, recipe, checkpointing, "fp32")) == shapes_of(on_meta)
+
+
+def test_a_buffer_that_the_first_forward_casts_is_no_micro_batch_s():
+    """ctrl's table of positions: counted with the shortest row alone, it would make longer rows cheaper."""
+    measured = measure_blocks(small_config("ctrl"), settings(), "none", "bf16")
+    assert measured.before.fixed == 0 and measured.blocks[0].kept.fixed >= 0
+
+
+def test_sdpa_is_never_taken_apart_on_meta_tensors():
+    """No kernel of it is for that device: its scores would be counted, which no kernel keeps."""
+    query = torch.empty(1, 2, 8, 4, device="meta")
+    with meta_tensors(), pytest.raises(NotImplementedError, match="looks at the device"):
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    assert torch.nn.functional.scaled_dot_product_attention(query, query, query).shape == query.shape
+
+
+def test_transformers_takes_meta_tensors_for_fake_ones_inside_only():
+    tensor = torch.empty(1, device="meta")
+    with pytest.raises(KeyError), meta_tensors():
+        assert is_tracing(tensor) and not is_tracing(torch.empty(1))
+        raise KeyError
+    assert not is_tracing(tensor)
 
 
 def measured_with(config, layers, packing):

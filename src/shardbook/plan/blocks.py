@@ -7,8 +7,8 @@ micro-batches of two lengths (three, where a dense mask grows with their square)
 """
 
 import copy
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from shardbook.model.laid_out import build_adapted
 from shardbook.model.selfcheck import check_family, raise_if_ours, remember
 from shardbook.parallel.context import ContextAxis
 from shardbook.parallel.tensor import TensorAxis
-from shardbook.plan.timeline import Timeline, full_rows
+from shardbook.plan.timeline import Timeline, full_rows, meta_tensors
 from shardbook.recipe import Activation, Distill, Offload, Parallel, Precision, Recipe, RecipeError, Train, first_line
 
 LENGTH = 128  # tokens of the shortest row, for each rank along tp and cp
@@ -213,17 +213,20 @@ def lend_groups(model: nn.Module) -> None:
 
 def run(recipe: Recipe, kinds: Kinds, kernel: Kernel, lengths: Sequence[int]) -> list[Timeline]:
     """Calls a model of few layers forward and backward with micro-batches of full rows of `lengths`, as training does.
-    Meta tensors are faster than fake ones, and have the same sizes; but kernels of torch's own look at the device, and
-    some families ask whether a fake tensor is one. Raises Unmeasured where a block runs on neither."""
-    for device in [torch.device(name) for name in ("meta", "cpu")][kernel.is_dense :]:
+    Meta tensors are faster than fake ones, and have the same sizes; but sdpa looks at the device, and some families ask
+    for a number. Raises Unmeasured where a block runs on neither."""
+    for device, without_memory in ((torch.device("meta"), meta_tensors()), (torch.device("cpu"), fake_tensors())):
         model = build_adapted(recipe, copy.deepcopy(kinds.few), kernel)
         lend_groups(model)
         apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)
         lines = list[Timeline]()
-        with fake_tensors() if device.type == "cpu" else nullcontext():
+        with without_memory:
             materialize(model, device)
+            buffers = list(model.buffers())
             try:
-                for length in lengths:
+                for number, length in enumerate([lengths[0], *lengths]):
+                    if number == 1 and all(map(operator.is_, model.buffers(), buffers)):
+                        continue  # else the first forward moved or cast them, and no other one does
                     rows = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": length})})
                     with device:
                         batch = full_rows(rows, recipe.parallel.cp_size)
@@ -234,11 +237,11 @@ def run(recipe: Recipe, kinds: Kinds, kernel: Kernel, lengths: Sequence[int]) ->
                     for hook in line.hooks:
                         hook.remove()
                     model.zero_grad()
-                return lines
+                return lines[-len(lengths) :]
             except Exception as error:
                 raise_if_ours(error)
                 why = first_line(error)
-    place = min(lines[-1].place[1], len(model.blocks) - 1)
+    place = min(line.place[1], len(model.blocks) - 1)
     kind = type(model.blocks[place]).__name__
     raise Unmeasured(
         f"model.path = {recipe.model.path!r}: block {kinds.layers[place]}, a {kind}, cannot run without memory "
