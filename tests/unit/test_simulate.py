@@ -51,11 +51,11 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
         recipe = settings(stage, checkpointing, micros, *more)
         config = with_layers(shape_config(recipe.model, 1024), layers)
     simulate.LAYERS = (layers, layers) if whole else (4, 5)
-    beside, there = recipe.distill, World(world, min(8, world))
-    teacher = with_layers(shape_config(beside.model, 1024), TEACHER_LAYERS) if beside.teacher else None
+    distill, ranks = recipe.distill, World(world, min(8, world))
+    teacher = with_layers(shape_config(distill.model, 1024), TEACHER_LAYERS) if distill.teacher else None
     objective = build_objective(recipe.method, recipe.preference, recipe.distill)
-    found = simulate.simulate_step(lay_out(recipe, there, config, teacher), objective.terms)
-    layout = lay_out(recipe, there, config, teacher).layout
+    found = simulate.simulate_step(lay_out(recipe, ranks, config, teacher), objective.terms)
+    layout = lay_out(recipe, ranks, config, teacher).layout
     kept = predict_resident(layout, 0, recipe.optim.name)
     peak = predict_peak(layout, config, recipe).total
     return (found.peak_bytes, found.kept_bytes), (peak, kept.params_bytes + kept.optimizer_bytes)

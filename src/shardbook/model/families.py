@@ -89,15 +89,19 @@ def load_config(model: Model, folder: Path, max_length: int, what: str = "model.
 def shares_of_noise(config: PreTrainedConfig) -> list[tuple[dict[str, Any], str, float]]:
     """Returns each dropout or jitter above 0 of a config, or of one inside of it: the values that hold it, its name
     there, and its share."""
-    found, inside = list[tuple[dict[str, Any], str, float]](), [vars(config)]
+    shares, inside = list[tuple[dict[str, Any], str, float]](), [vars(config)]
     while inside:
         values = inside.pop()
         for name, value in values.items():
             if isinstance(value, dict | PreTrainedConfig):
                 inside.append(value if isinstance(value, dict) else vars(value))
-            elif type(value) in (int, float) and value != 0 and any(word in str(name) for word in RANDOM):
-                found += [(values, name, value)] * (name not in NOT_OURS)
-    return found
+            elif type(value) in (int, float) and value != 0 and _is_noise(str(name)):
+                shares.append((values, name, value))
+    return shares
+
+
+def _is_noise(name: str) -> bool:
+    return any(word in name for word in RANDOM) and name not in NOT_OURS
 
 
 def blame(words: dict[str, Any], build: Callable[[dict[str, Any]], Any]) -> str:

@@ -28,8 +28,7 @@ _WIDTHS = """
 8: linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim mamba_headdim mamba_n_heads mamba_num_heads
 8: n_mamba_heads rotary_dim global_head_dim mamba_d_state state_size ssm_state_size laurel_rank gated_norm_rank
 8: d_rel index_head_dim indexer_head_dim index_block_size
-4: num_attention_heads n_head n_heads attention_heads num_heads swa_num_attention_heads linear_num_value_heads
-4: linear_num_heads num_query_groups indexer_budget mamba_dt_rank time_step_rank num_experts num_local_experts
+4: num_query_groups indexer_budget mamba_dt_rank time_step_rank num_experts num_local_experts
 4: n_routed_experts moe_num_experts zero_expert_num sliding_window attention_window_size sliding_window_size
 4: window_size local_attention attention_chunk_size index_topk
 2: linear_num_key_heads n_groups mamba_n_groups mamba_ngroups o_groups heads_per_ngram num_experts_per_tok
@@ -39,7 +38,7 @@ _WIDTHS = """
 """
 _LINES = [line.partition(":") for line in _WIDTHS.split("\n")]
 SIZES = {name: int(size) for size, _, names in _LINES for name in names.split()}
-# three of them would not divide the other widths, which are powers of two
+# at most four of these; three would not divide the other widths, which are powers of two
 HEADS = ["num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads", "swa_num_attention_heads"]
 HEADS += ["linear_num_value_heads", "linear_num_heads"]
 LAYER_COUNTS = ["num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "num_layers_per_stack"]
@@ -103,8 +102,8 @@ def _small(name: str, value: Any, layers: int, kept: list[int]) -> Any:
         return len(kept)
     if name in TOKENS:
         return min(value, VOCABULARY - 1)
-    if name in HEADS and value == 3:
-        return 2
+    if name in HEADS:
+        return 2 if value == 3 else min(value, 4)
     return min(value, SIZES.get(name, value))
 
 

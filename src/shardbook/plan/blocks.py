@@ -215,29 +215,29 @@ def run(recipe: Recipe, kinds: Kinds, kernel: Kernel, lengths: Sequence[int]) ->
     """Calls a model of few layers forward and backward with micro-batches of full rows of `lengths`, as training does.
     Meta tensors are faster than fake ones, and have the same sizes; but sdpa looks at the device, and some families ask
     for a number. Raises Unmeasured where a block runs on neither."""
-    for device, without_memory in ((torch.device("meta"), meta_tensors()), (torch.device("cpu"), fake_tensors())):
+    for device, without_memory in ((torch.device("meta"), meta_tensors), (torch.device("cpu"), fake_tensors)):
         model = build_adapted(recipe, copy.deepcopy(kinds.few), kernel)
         lend_groups(model)
         apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)
-        lines = list[Timeline]()
-        with without_memory:
+        lines = dict[int, Timeline]()
+        with without_memory():
             materialize(model, device)
             buffers = list(model.buffers())
             try:
-                for number, length in enumerate([lengths[0], *lengths]):
-                    if number == 1 and all(map(operator.is_, model.buffers(), buffers)):
-                        continue  # else the first forward moved or cast them, and no other one does
+                for length in [*lengths, lengths[0]]:
+                    if length in lines and all(map(operator.is_, model.buffers(), buffers)):
+                        break  # else the first forward cast buffers, which no other one does: it is called again
                     rows = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": length})})
                     with device:
                         batch = full_rows(rows, recipe.parallel.cp_size)
                     tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
-                    lines.append(Timeline(model, model.blocks, [*model.buffers(), *tensors], model.head))
-                    with lines[-1] as line:
+                    line = lines[length] = Timeline(model, model.blocks, [*model.buffers(), *tensors], model.head)
+                    with line:
                         model(batch, summed=True).sum().backward()
                     for hook in line.hooks:
                         hook.remove()
                     model.zero_grad()
-                return lines[-len(lengths) :]
+                return list(lines.values())
             except Exception as error:
                 raise_if_ours(error)
                 why = first_line(error)
