@@ -142,6 +142,7 @@ def ask_all() -> dict[str, dict]:
             said = check_family(config)
         of = {"kind": said.kind, "why": (said.refused or said.apart).partition(" (")[0]}
         of |= {"together": said.together.partition(" (")[0]}
+        of |= {"uncached": said.uncached.partition(" (")[0]}
         of |= {"kernels": str(said.demands).removeprefix(" and "), "frozen": len(said.unreached)}
         found[family] = {name: value for name, value in of.items() if value}
     return found
@@ -153,7 +154,9 @@ def write_page(found: dict[str, dict]) -> str:
         "# Families",
         "",
         "Shardbook lists no model families in its code. Before a run it builds a small model from the model's config",
-        "(smaller widths, the same switches), and compares it with transformers' own forward of each document alone.",
+        "(smaller widths, the same switches), and compares it with transformers' own forward of each document alone; the",
+        "files that transformers writes of it, with what a run reads of them; and a prompt that is continued with a cache,",
+        "as samples are, with the whole forward.",
         "`make families` does this for every type of causal language model, with the default config, and writes this",
         f"page; a test keeps it in step with its data. It was made with transformers {transformers.__version__}.",
     ]
@@ -166,6 +169,8 @@ def write_page(found: dict[str, dict]) -> str:
                 remarks.append(f"attention by a dense mask: it takes {kernels}")
             if together := said.get("together"):
                 remarks.append(f"one pipeline stage: {together}")
+            if uncached := said.get("uncached"):
+                remarks.append(f"no samples while it trains: {uncached}")
             if frozen := said.get("frozen"):
                 kinds = f"{frozen} kinds of parameters get" if frozen > 1 else "one kind of parameters gets"
                 remarks.append(f"{kinds} no gradient: they stay frozen")

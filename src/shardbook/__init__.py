@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardbook.ranks.signals import listen_early
 from shardbook.recipe import Parallel, Precision, RecipeError
+from shardbook.versions import refuse_early
 
 if TYPE_CHECKING:
     from shardbook.parallel.library import shard_model
@@ -21,6 +22,7 @@ HOMES |= dict.fromkeys(("plan_module", "ModulePlan"), "plan.module")
 __version__ = "0.2.0"
 
 listen_early()
+refuse_early()
 
 
 def __getattr__(name: str) -> Any:

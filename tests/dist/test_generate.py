@@ -7,6 +7,7 @@ import shutil
 import pytest
 import reference
 import torch
+from families import write_family
 from live import SettledBytes
 from tiny import tokenizer, write_model
 from torch.distributed.tensor import DTensor
@@ -269,6 +270,10 @@ def test_families(recipe, tmp_path):
     families = ("qwen3", "olmo2", "smollm3", "granite", "phi3")
     sources = {family: write_model(tmp_path / family, family, tied=False) for family in families}
     runs = {family: (*GENERATES, ZERO3, f"model.path={source}") for family, source in sources.items()}
+    # what keeps a state in place of keys, or beside them
+    for family in ("qwen3_next", "lfm2", "mamba2"):
+        sources[family] = write_family(tmp_path / family, family)
+        runs[family] = (*GENERATES, ZERO3, f"model.path={sources[family]}", "data.packing=false")
     said = run_world(2, run_all, recipe, runs)
     for family, source in sources.items():
         assert_tokens(recipe, said, [family], source)
@@ -362,10 +367,12 @@ def test_prompts_of_ones_own(recipe, tiny, tmp_path):
     assert one["prompts"] == [tokenizer()(text)["input_ids"] for text in asked]
     ((code, _, said),) = run_world(1, train_rank, [str(recipe), "run.name=none", *words])
     assert code == 2 and said.count("\n") == 1 and "generate.samples = 4: rows of text have no prompt" in said
-    ((code, _, said),) = run_world(
+    ((code, out, _),) = run_world(
         1, train_rank, [str(recipe), "run.name=long", *words[:3], given, "generate.max_new_tokens=90"]
     )
-    assert code == 2 and "generate.max_new_tokens = 90 and data.max_length = 128: the prompt 'tell me more" in said
+    assert code == 0 and "samples  1 of 2 prompts left out: the longest has " in out
+    assert "leaves no room for generate.max_new_tokens = 90 in data.max_length = 128\n" in out.replace("\n ", " ")
+    assert {sample["prompt"] for sample in samples_of(recipe.parent / "long")} == {chat[0]}
 
 
 SMOLLM2 = {  # SmolLM2-135M, with 2 of its 30 layers

@@ -13,6 +13,7 @@ from torch._inductor import metrics
 from shardbook.comm.fused import fused
 from shardbook.model import nf4
 from shardbook.recipe import RecipeError
+from shardbook.versions import release_of
 
 
 def weights(rows: int = 96, width: int = 192) -> torch.Tensor:
@@ -129,6 +130,23 @@ def test_nothing_of_a_whole_weights_size_is_kept(compiled):
     assert found and not any(is_whole(tensor) for tensor in found)
 
 
+def test_planted_a_weight_that_forward_saves_is_kept(monkeypatch):
+    def forward(ctx, input, packed, absmax, nested):
+        weight = nf4.unpack_nf4(packed, absmax, input.shape[-1], nested, input.dtype, again=False)
+        ctx.save_for_backward(weight)
+        return torch.nn.functional.linear(input, weight)
+
+    def backward(ctx, gradient):
+        return gradient @ ctx.saved_tensors[0], None, None, None
+
+    monkeypatch.setattr(nf4._Product, "forward", staticmethod(forward))
+    monkeypatch.setattr(nf4._Product, "backward", staticmethod(backward))
+    assert any(is_whole(tensor) for tensor in kept(packed_linear(), weights(7, 192).requires_grad_()))
+
+
+@pytest.mark.skipif(
+    release_of(torch.__version__) >= (2, 14), reason="from torch 2.14 on the compiler keeps the packed bytes either way"
+)
 def test_planted_the_same_call_in_backward_keeps_it(monkeypatch):
     def backward(ctx, gradient):
         weight = nf4.unpack_nf4(*ctx.saved_tensors, ctx.width, ctx.nested, gradient.dtype, again=False)

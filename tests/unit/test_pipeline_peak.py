@@ -5,6 +5,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 from world import forks
 
+from shardbook.comm.torch_private import frees_early
 from shardbook.model.shapes import shape_config
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import build_cluster
@@ -106,10 +107,12 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("words", CASES, ids=str)
 def test_stages_take_what_the_plan_says(words):
+    # from torch 2.15 on a gradient is added to its sum where it is made; a plan counts those of a block together
+    most = 0.015 if frees_early() and "parallel.stage=zero1" in words else 0.01
     with ProcessPoolExecutor(1, mp_context=forks()) as apart:
         for stage in (0, 1, RANKS - 1):
             peak, formula = apart.submit(bytes_of_stage, words, stage).result(240)
-            assert formula / peak == pytest.approx(1, abs=0.01), (stage, formula / 1e9, peak / 1e9)
+            assert -0.01 < formula / peak - 1 < most, (stage, formula / 1e9, peak / 1e9)
 
 
 def test_a_plan_is_of_the_fullest_stage_and_the_slowest():

@@ -12,11 +12,12 @@ import torch._functorch.config
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from shardbook.comm import torch_private
 from shardbook.recipe import RecipeError
+from shardbook.versions import release_of
 
 PROGRESS = [part for part in torch_private.NEEDED if part != "cuda" or torch.cuda.is_available()]
 
@@ -53,7 +54,7 @@ def test_a_name_that_is_gone_is_one_line(monkeypatch, part, path):
         torch_private.probe(*PROGRESS)
     said = str(refused.value)
     assert said.startswith(f"torch {torch.__version__} lacks ") and "\n" not in said
-    assert path.split("|")[0] in said and "tested with torch 2.11 to 2.13" in said
+    assert path.split("|")[0] in said and "tested with torch 2.11 to 2.15" in said
 
 
 @pytest.mark.parametrize("part", ["stages", "run", "simulate"])
@@ -88,7 +89,7 @@ def test_a_run_ends_with_that_line_and_exit_code_2(run, name):
     assert ended.returncode == 2, ended.stderr
     *_, last = ended.stderr.strip().splitlines()
     assert "Traceback" not in ended.stderr and last.startswith(f"shardbook: torch {torch.__version__} lacks torch.")
-    assert name.split(".")[-1] in last and last.endswith("it is tested with torch 2.11 to 2.13: install one of these")
+    assert name.split(".")[-1] in last and last.endswith("it is tested with torch 2.11 to 2.15: install one of these")
 
 
 def test_the_custom_collectives_have_the_shape_we_implement():
@@ -204,3 +205,9 @@ def test_fully_shard_asks_each_parameter_anew_when_its_shard_is_final():
     asked = inspect.getsource(FSDPParam.all_gather_inputs.fget)
     assert "num_fn_params not in (1, 5)" in asked and "fsdp_pre_all_gather(" in asked
     assert "_module_info.param_name" in inspect.getsource(FSDPParam)
+
+
+def test_what_a_plan_counts_asks_when_buffers_are_freed():
+    """Of torch 2.13 the last gather's buffer is there while the next is copied; of 2.15 it is not."""
+    has = hasattr(_fsdp_param_group.FSDPCommContext, "release_all_gather_state_for_comm_reuse")
+    assert torch_private.frees_early() == has == (release_of(torch.__version__) >= (2, 15))

@@ -12,6 +12,7 @@ import shardbook
 from shardbook.cli.files import run_export, run_init, run_push, show_recipes
 from shardbook.plan.hardware import build_cluster
 from shardbook.recipe import RecipeError, describe_keys, find_recipe, load_recipe, parse_recipe
+from shardbook.versions import check_versions
 
 # The recipe that `plan --model` plans, with the settings that the shipped recipes have on GPUs.
 PLAIN = """
@@ -122,6 +123,7 @@ def main(words: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     keys = [*vars(asked).get("overrides", ()), *rest]
     try:
+        check_versions()
         if (nproc := vars(asked).get("nproc")) is not None and nproc < 1:
             raise RecipeError(f"--nproc {nproc}: must be at least 1")
         match asked.command:

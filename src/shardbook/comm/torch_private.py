@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardbook.recipe import RecipeError
+from shardbook.versions import TESTED, check_versions
 
-TESTED = "2.11 to 2.13"
 FSDP = "torch.distributed.fsdp._fully_shard"
 NEEDED: dict[str, list[str]] = {}  # part -> paths; `a|b`: one of the two is enough
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -32,12 +32,14 @@ def _needs(part: str, *paths: str) -> Callable[[Function], Function]:
 
 
 def probe(*parts: str) -> None:
-    """Raises RecipeError where this torch lacks a name that one of `parts` needs. Imports modules, starts nothing."""
+    """Raises RecipeError where this torch is too old, or lacks a name that one of `parts` needs. Imports modules,
+    starts nothing."""
+    check_versions()
     paths = [path for part in parts for path in NEEDED[part]]
     if lacks := [path.replace("|", " or ") for path in paths if not any(map(_has, path.split("|")))]:
         raise RecipeError(
             f"torch {torch.__version__} lacks {', '.join(lacks)}, which Shardbook uses; it is tested with torch "
-            f"{TESTED}: install one of these"
+            f"{' to '.join(TESTED['torch'])}: install one of these"
         )
 
 
@@ -86,6 +88,14 @@ def secondary_meshes_through(get: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         module._get_post_forward_mesh_info = real  # type: ignore[attr-defined]
+
+
+def frees_early() -> bool:
+    """Returns whether fully_shard frees what torch before 2.15 holds a little longer: in forward the buffer of a gather
+    until that of the next one has been copied, and a unit's last gradient until the sum is there. A sum of one rank is
+    no longer divided by one either. Nothing public says so."""
+    context = import_module(f"{FSDP}._fsdp_param_group").FSDPCommContext
+    return hasattr(context, "release_all_gather_state_for_comm_reuse")
 
 
 @_needs("stages", "torch.autograd.Variable._execution_engine.queue_callback")

@@ -9,6 +9,7 @@ before the stage.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -139,6 +140,9 @@ def recomputed(
         saved = partial(keep_chosen, policy) if has_router else policy
         eager["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
     compiled = eager.copy()
+    if "respect_saved_tensors_hooks" in signature(checkpoint).parameters:  # from torch 2.14 on
+        # offloading's hook takes blocks' inputs, not what selective recompute saves inside of them
+        eager["respect_saved_tensors_hooks"] = False
     if has_router:
         eager["context_fn"] = partial(choice_contexts, policy)
 

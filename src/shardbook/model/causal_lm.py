@@ -8,6 +8,7 @@ weights in.
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from shardbook.parallel.layout import DTYPES
 from shardbook.parallel.schedule import Pipeline
 from shardbook.parallel.units import count_parameters, matrices_of, stacked_parameters
 from shardbook.recipe import Distill
+
+# transformers' names of the argument by which a forward takes a cache, the newest first
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
 class CausalLM(nn.Module):
@@ -72,6 +76,9 @@ class CausalLM(nn.Module):
         names = parts.names
         outer = f"{names.base}.{names.embedding}.weight", f"{names.head}.weight"
         self.files = FileNames(parts.whole, kept, *outer, self.is_tied, parts.stacked)
+        # Asked of the forward: one that lacks the name swallows the cache in its **kwargs, and goes on without a state.
+        taken = signature(parts.base.forward).parameters
+        self.cache_argument = next((name for name in CACHE_ARGUMENTS if name in taken), "")  # empty: it takes no cache
 
     def tie(self) -> None:
         """Makes head and embedding one parameter, where the config says so."""
@@ -163,8 +170,9 @@ class CausalLM(nn.Module):
     def next_logits(self, input_ids: Tensor, position_ids: Tensor, attended: Tensor, cache: Cache) -> Tensor:
         """Returns the logits [B, vocabulary] of the token that follows input_ids [B, l], the last l of the L tokens
         that `cache` then holds. `attended` [B, L]: 0 for padding, which is on the left. Runs transformers' forward."""
-        given = {"input_ids": input_ids, "attention_mask": attended, "position_ids": position_ids}
-        hidden = self.base(**given, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+        given: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attended, "position_ids": position_ids}
+        given[self.cache_argument] = cache
+        hidden = self.base(**given, use_cache=True).last_hidden_state[:, -1]
         return self.head(self.scale_hidden(hidden) if self.scale_hidden else hidden)
 
 

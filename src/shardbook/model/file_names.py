@@ -37,9 +37,12 @@ class FileNames:
     # of the model: the files' shapes of parameters that are stacks, which it has as rows
     stacked: dict[str, torch.Size]
     conversions: list[Any] = field(init=False)
+    shapes: "WholeShapes" = field(init=False)  # before ranks share the parameters
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "conversions", get_model_conversion_mapping(self.whole, add_legacy=False))
+        shapes = {name: parameter.shape for name, parameter in self.whole.named_parameters()}
+        object.__setattr__(self, "shapes", WholeShapes(shapes | self.stacked))
 
     def may_be_left(self, name: str) -> bool:
         """Returns whether a file may hold `name` though the model has no such tensor: its family says so."""
@@ -93,8 +96,9 @@ class FileNames:
                     f"weights: {new} is made of its files' tensors by {unknown[0]}, which is not known here"
                 )
             ordered = {pattern: tuple(by_pattern.get(pattern, ())) for pattern in converter.source_patterns}
+            asked = {"full_layer_name": new, "model": self.shapes, "config": self.whole.config}
             for target, name in self._targets(new, converter).items():
-                found[name] = Assembled(ordered, converter, target, name in self.stacked)
+                found[name] = Assembled(ordered, converter, target, name in self.stacked, asked)
         return found
 
     def _targets(self, name: str, transform: Any) -> dict[str, str]:
@@ -129,20 +133,33 @@ class FileNames:
         return {name: part.shape for name, part in self.to_files(whole)}
 
 
-# Operations that change no row, but its place. (Along another dim they do: seen by what they make of numbers of rows.)
-MOVE_ROWS = {"MergeModulelist", "Concatenate", "Chunk", "Interleave"}
+# Operations that change no row, but its place, or leave rows out. (Along another dim they do: seen by what they make of
+# numbers of rows.)
+MOVE_ROWS = {"MergeModulelist", "Concatenate", "Chunk", "Split", "Interleave", "Inkling2UnpadVocab"}
+
+
+@dataclass(frozen=True)
+class WholeShapes:
+    """The model that an operation is told of while it moves numbers of rows: all that is asked of its parameters is a
+    shape, of the whole, and a dtype, that of the numbers."""
+
+    shapes: dict[str, torch.Size]
+
+    def get_parameter(self, name: str) -> Tensor:
+        return torch.empty(self.shapes[name], dtype=torch.int64, device="meta")
 
 
 @dataclass(frozen=True, eq=False)
 class Assembled:
     """A tensor of a model whose rows lie elsewhere in its files: in the tensors of `sources`, by patterns of their
     names, of which transformers' `converter` makes what it calls `target`. It is run on numbers of rows. `is_stack`:
-    the model has all rows of a stack as one matrix."""
+    the model has all rows of a stack as one matrix. `asked`: what operations are told of the model."""
 
     sources: dict[str, tuple[StoredTensor, ...]]
     converter: Any
     target: str
     is_stack: bool
+    asked: dict[str, Any]
 
     @property
     def pieces(self) -> list[StoredTensor]:
@@ -199,8 +216,8 @@ class Assembled:
             return None
         try:
             for operation in self.converter.operations:
-                made = operation.convert(made, *patterns)
+                made = operation.convert(made, *patterns, **self.asked)
             found: Tensor = made[self.target][0] if isinstance(made[self.target], list) else made[self.target]
             return found.squeeze(-1) if found.shape[-1] == 1 else None
-        except (RuntimeError, ValueError, KeyError):  # uneven parts
+        except (RuntimeError, ValueError, KeyError, TypeError):  # uneven parts, or a model that is asked for more
             return None

@@ -88,8 +88,8 @@ def check_recipe(recipe: Recipe, config: PreTrainedConfig) -> None:
         raise RecipeError(f"parallel.cp_size = {recipe.parallel.cp_size}: {said} cannot be split: {why}; set it to 1")
     if recipe.parallel.pp_size > 1 and found.together:
         raise RecipeError(f"parallel.pp_size = {recipe.parallel.pp_size}: {said}: {found.together}; set it to 1")
-    if recipe.generate.steps and found.apart:
-        raise RecipeError(f"generate.steps: {said} reads the padding before a prompt; set generate.steps=0")
+    if recipe.generate.steps and found.uncached:
+        raise RecipeError(f"generate.steps: {said} continues no prompt: {found.uncached}; set generate.steps=0")
 
 
 def layout_of(recipe: Recipe, model: CausalLM, world: World, chosen: dict[Any, Any] | None = None) -> Layout:

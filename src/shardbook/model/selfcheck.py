@@ -7,39 +7,45 @@ it names no family. It needs no weights, no GPU and no process group.
 import json
 import re
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from shardbook.model import attention
 from shardbook.model.causal_lm import CausalLM, materialize
+from shardbook.model.comparisons import (
+    STEPS,
+    TOLERANCE,
+    compare_files,
+    decode_by_steps,
+    differences,
+    gradients_of,
+    heeds_positions,
+    raise_if_ours,
+    run_in_halves,
+    said,
+)
 from shardbook.model.families import blame
 from shardbook.model.masks import make_mask, read_rule
-from shardbook.model.parts import Unfit, copy_module
-from shardbook.model.pipeline import keep_blocks
+from shardbook.model.parts import Unfit
 from shardbook.model.shrink import VOCABULARY, shrink_config
 from shardbook.parallel.batch import Batch
-from shardbook.recipe import RecipeError, first_line
+from shardbook.recipe import RecipeError
 
-TOLERANCE = 1e-5  # of the loss, and of gradients over the norm of the whole; the smallest leak that was seen is 2e-5
 MOST = 4_000_000  # parameters of a small model: a text tower has some 100,000
 LENGTH = 16  # of a row
 DOCUMENTS = ((5, 2, 9), (11, 3))  # lengths in each row; windows and chunks of the small model have 4
-
-
-Found = tuple[Tensor, dict[str, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class Verdict:
     demands: attention.Demands = attention.PLAIN
     splits_heads: bool = True  # ranks can share its heads and rows: each layer has as many, and positions are heeded
     together: str = ""  # the reason why its layers must lie on one rank
+    uncached: str = ""  # the reason why it continues no prompts
     unreached: tuple[str, ...] = ()  # parameters that get no gradient, `*` for any number in a name
 
     @property
@@ -174,16 +181,18 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
         found.append(f"loss off by {loss:.0e}, gradients by {gradient:.0e}")
     if found[-1]:
         raise Unfit(f"a document alone is not what transformers computes ({found[-1]})")
+    compare_files(ours, theirs)
     apart = f"documents of a packed row see each other ({found[0]})" if found[0] else ""
     demands = attention.Demands(tuple(sorted(listening.arguments)), not has_kernels, listening.is_dense)
     text = config.get_text_config()
     splits = demands == attention.PLAIN and not apart and listening.heads == {attention.heads_of(text)}
     splits = splits and heeds_positions(ours, alone)
     together = run_in_halves(ours, alone, wanted)
-    return Verdict("", apart, demands, splits, together, unreached(wanted[1]))
+    uncached = decode_by_steps(ours, theirs, [each for each in documents if len(each) > STEPS])
+    return Verdict("", apart, demands, splits, together, uncached, unreached(wanted[1]))
 
 
-def run_theirs(small: PreTrainedConfig, documents: list[Tensor]) -> tuple[nn.Module, list[Tensor]]:
+def run_theirs(small: PreTrainedConfig, documents: list[Tensor]) -> tuple[PreTrainedModel, list[Tensor]]:
     """Returns transformers' own model of a small config, and its loss of each document. Raises Unfit."""
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(small).parameters())
@@ -202,45 +211,6 @@ def run_theirs(small: PreTrainedConfig, documents: list[Tensor]) -> tuple[nn.Mod
     if not all(map(torch.equal, before, theirs.parameters())):  # a checkpoint would hold the change
         raise Unfit("its forward in evaluation changes its weights")
     return theirs, losses
-
-
-def heeds_positions(model: CausalLM, batch: Batch) -> bool:
-    """Returns whether positions change what `model` computes: a slice of a row begins at one of its own."""
-    with torch.no_grad():
-        losses = [model(replace(batch, position_ids=times * batch.position_ids), summed=True) for times in (1, 3)]
-    return not torch.equal(*losses)
-
-
-def run_in_halves(model: CausalLM, batch: Batch, wanted: Found) -> str:
-    """Returns the reason why the layers of `model` cannot lie on two ranks; empty where they can."""
-    base, names, whole = model.base, model.names, range(len(model.all_blocks))
-    if len(whole) == 1:
-        return "it has one block"
-    outside = set(base.parameters()) - {p for block in model.blocks for p in block.parameters()}
-    outside -= {p for part in (model.embedding, model.norm) if part is not None for p in part.parameters()}
-    if outside or not names.norm or model.files.buffers:
-        return "it has parameters, or buffers that files hold, beside its embedding, blocks and last norm"
-    halves = [copy_module(model) for _ in range(2)]
-    for half, numbers in zip(halves, (whole[: len(whole) // 2], whole[len(whole) // 2 :]), strict=True):
-        setattr(half, names.base, copy_module(base))
-        keep_blocks(half, numbers, not numbers.start, numbers.start > 0)
-    try:
-        hidden = halves[0](batch)
-        sent = hidden.detach().requires_grad_()
-        loss = halves[1](batch, summed=True, hidden=sent)
-        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        second = torch.autograd.grad(loss, [sent, *named.values()], allow_unused=True)
-        first = torch.autograd.grad(hidden, list(named.values()), second[0], allow_unused=True)
-    except Exception as error:
-        raise_if_ours(error)
-        return f"its blocks pass on more than hidden states ({said(error)})"
-    both = dict[str, Tensor | None](dict.fromkeys(wanted[1]))
-    for name, *parts in zip(named, first, second[1:], strict=True):
-        there = [part for part in parts if part is not None]
-        both[name] = sum(there[1:], start=there[0]) if there else None
-    if max(differences((loss.detach(), both), wanted)) > TOLERANCE:
-        return "its blocks pass on more than hidden states"
-    return ""
 
 
 class Listening(attention.Attend):
@@ -268,38 +238,6 @@ class Listening(attention.Attend):
         is_handed_on = any(attention_mask is mask for mask in self.masks)
         self.is_dense |= not is_handed_on or not query.shape[-1] == key.shape[-1] == value.shape[-1]
         return super().__call__(module, query, key, value, attention_mask, **named)
-
-
-def raise_if_ours(error: Exception) -> None:
-    """Raises an `error` of a forward or a backward again where code of this package raised it: an Unfit, or a bug that
-    Python found. A RuntimeError is torch's answer to what it is asked for, and a RecipeError says what is not known."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_here = frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]
-    if is_here and not isinstance(error, RuntimeError | RecipeError):
-        raise error
-
-
-def said(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
-def gradients_of(model: nn.Module, loss: Tensor) -> Found:
-    """Returns a loss and its gradients by name."""
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    none = {name: None for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    return loss.detach(), none | dict(zip(named, found, strict=True))
-
-
-def differences(made: Found, wanted: Found) -> tuple[float, float]:
-    """Returns how far a loss is off, relatively, and the largest difference of a gradient over the norm of them all."""
-    loss = abs((made[0] / wanted[0] - 1).item())
-    whole = torch.stack([g.norm() for g in wanted[1].values() if g is not None]).norm()
-    worst = 0.0
-    for name, gradient in wanted[1].items():
-        pair = [torch.zeros(1) if g is None else g.flatten() for g in (gradient, made[1][name])]
-        worst = max(worst, ((pair[1] - pair[0]).norm() / whole).item())
-    return (loss, worst) if loss == loss and worst == worst else (1.0, 1.0)
 
 
 def kind_of(name: str) -> str:

@@ -32,7 +32,7 @@ class StoredTensor:
     """A tensor in an open file."""
 
     path: Path
-    file: io.FileIO
+    file: io.FileIO | io.BytesIO
     dtype: str  # as the format writes it
     shape: tuple[int, ...]
     start: int  # of its first byte in the file

@@ -21,8 +21,9 @@ from shardbook.comm.torch_private import fake_group, fake_tensors, probe
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.attention import Kernel, kernel_of, kernel_on_gpu
 from shardbook.model.causal_lm import build_model, materialize
+from shardbook.model.comparisons import raise_if_ours
 from shardbook.model.laid_out import build_adapted
-from shardbook.model.selfcheck import check_family, raise_if_ours, remember
+from shardbook.model.selfcheck import check_family, remember
 from shardbook.parallel.context import ContextAxis
 from shardbook.parallel.tensor import TensorAxis
 from shardbook.plan.timeline import Timeline, full_rows, meta_tensors

@@ -1,12 +1,13 @@
 """Running sums of a rank's bytes of parameters and gradients, over the events of a step.
 
-Invariant: as fully_shard (torch 2.11 to 2.13) and parallel/replicated.py hold them; plan/simulate.py counts the same.
+Invariant: as fully_shard (torch 2.11 to 2.15) and parallel/replicated.py hold them; plan/simulate.py counts the same.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import compress
 from math import prod
 
+from shardbook.comm.torch_private import frees_early
 from shardbook.memory.host_state import STAGINGS, fetched_bytes
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import Action
@@ -23,6 +24,7 @@ class ShardedBytes:
         self.layout, self.micros, self.sums, self.gathered = layout, micros, 0, 0
         self.compute, self.reduce = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
         self.master, self.fetched = layout.dtype("master").itemsize, fetched_bytes(layout)
+        self.frees_early = frees_early()
         self.is_away = layout.offload.optimizer != "none"
         self.every = layout.stage.reduce_every_micro or micros == 1
 
@@ -59,7 +61,8 @@ class ShardedBytes:
             elif what == "compute":
                 if size := flying.get(unit, 0):
                     self.gathered += size
-                    if unit in named and is_forward:  # its buffer is copied; the last one's is still there
+                    if unit in named and is_forward:  # its buffer is copied
+                        last *= not self.frees_early
                         yield "gather", unit, now()
                     del flying[unit]
                     last = size if is_forward else 0  # held until the next gather
@@ -77,13 +80,14 @@ class ShardedBytes:
             elif what == "reduce":
                 reducing, own, shard = trained * self.reduce, own_grads * self.compute * self.every, trained // shards
                 waited = own_grads * self.reduce * (not self.every)
-                is_alone = shards == 1 < self.layout.tp_size
+                is_alone = shards == 1 < self.layout.tp_size and not self.frees_early
                 if is_alone:  # copied once more, when its own are gone
                     reducing, own, self.sums, waited = 2 * reducing, 0, self.sums - waited, 0
                 if unit in named:
                     # the output comes when own gradients are gone, but for the last (a loop has it) and along tp
                     held = prod(next(compress(reversed(unit.shapes), reversed(unit.trained)), (0,)))
-                    gone = own - held * self.compute * self.every if self.layout.tp_size == 1 else 0
+                    held *= not self.frees_early
+                    gone = own - held * self.compute * self.every if self.layout.tp_size == 1 or self.frees_early else 0
                     yield "reduction", unit, now(own, max(0, shard * self.reduce - gone))
                 reducing = trained * self.reduce
                 self.sums += self._kept(shard, micro, is_last) - waited

@@ -17,7 +17,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from shardbook.comm.ledger import Traffic
 from shardbook.comm.torch_private import fake_tensors, in_backward, probe
-from shardbook.model.selfcheck import raise_if_ours
+from shardbook.model.comparisons import raise_if_ours
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.library import read_arguments

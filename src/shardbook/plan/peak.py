@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from shardbook.arithmetic import ceil_div
 from shardbook.memory.host_state import fetched_bytes
-from shardbook.model.attention import head_size
+from shardbook.model.attention import head_size, heads_of
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import Unit, backward_order
 from shardbook.plan.events import step_passes
@@ -188,7 +188,7 @@ def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe)
     gathered = predict_gathered_peak(layout) if layout.switches.secondary else sum(whole) * itemsize
     size = tokens, rows * length**2
     block = forward_bytes(config, recipe, layout.precision.params, size) + rows * length**2
-    keys = config.num_key_value_heads * head_size(config)
+    keys = heads_of(config)[1] * head_size(config)
     drawn = rows * config.vocab_size * (itemsize + FP32)  # temperature is the host's work
     return Peak(
         params=int(state.params_bytes),

@@ -26,6 +26,7 @@ from shardbook.ranks.exits import PREEMPTED
 from shardbook.run.metrics import Metrics
 from shardbook.run.prepare import Job
 from shardbook.terminal import LOG_WIDTH
+from shardbook.versions import describe_newer
 
 PEAK_OFF = 0.05  # a predicted peak that is more off than this is reported
 UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
@@ -71,6 +72,10 @@ class Console:
         self.print(f"train    {job.documents.summary}")
         if job.held_out:
             self.print(f"eval     {job.held_out.summary}")
+        if job.prompts.left_out:
+            self.print(f"samples  {job.prompts.left_out}")
+        if newer := describe_newer():
+            self.print(f"versions {newer}")
         self.output.print(describe_layout(job))
         if seconds := job.forecast.get("predicted/perf/step_seconds"):
             self.print(f"forecast {seconds:.2f} s a step of full rows (arithmetic: docs/planning.md)")

@@ -41,7 +41,7 @@ class Samples:
     def take(self, step: int, pause: Callable[[], AbstractContextManager[None]]) -> None:
         """Continues the prompts inside `pause`, if due; logs all samples and shows the first ones. Collective."""
         every = self.job.recipe.generate.steps
-        if not every or (step % every and step != self.job.steps):
+        if not self.job.prompts.ids or (step % every and step != self.job.steps):
             return
         with pause():
             found = self._continue(step)
@@ -51,7 +51,7 @@ class Samples:
                 for ids, own in zip(self.job.prompts.ids, found, strict=True)
             ]
             self.recorder.log_samples(samples)
-            texts = self.job.recipe.generate.prompts or [sample["prompt"] for sample in samples]
+            texts = self.job.prompts.texts or [sample["prompt"] for sample in samples]
             for text, sample in zip(texts[:SHOWN], samples, strict=False):
                 self.console.show_sample(step, str(text), str(sample["completion"]))
 

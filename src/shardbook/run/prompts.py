@@ -18,41 +18,52 @@ LOOKED_AT = 1000  # documents searched for prompts
 
 @dataclass(frozen=True)
 class Prompts:
+    """The prompts of a run's samples, which may be none."""
+
     ids: list[list[int]]
     stops: list[int]  # tokens that end an answer
+    texts: list[str]  # of the recipe, one for each; none where rows begin with them
+    left_out: str = ""  # words on those that leave no room for an answer
 
 
 def build_prompts(
     recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, documents: Documents
 ) -> Prompts:
-    """Returns the prompts, the same in every step; none where generate.steps is 0. `folder`: the model's. Raises
-    RecipeError where a prompt leaves no room for an answer, or rows hold no prompt."""
+    """Returns the prompts, the same in every step; none where generate.steps is 0. `folder`: the model's. Prompts that
+    leave no room for an answer are left out. Raises RecipeError where rows hold no prompt."""
     asked, room = recipe.generate, recipe.data.max_length - recipe.generate.max_new_tokens
     if not asked.steps:
-        return Prompts([], [])
+        return Prompts([], [], [])
     encoder = build_encoder(tokenizer, recipe.data)
-    said = f"generate.max_new_tokens = {asked.max_new_tokens} and data.max_length = {recipe.data.max_length}"
-    way_out = "lower the first, or raise the second"
-    found = [encoder.prompt(text, f"generate.prompts: {text!r}") for text in asked.prompts]
-    for text, ids in zip(asked.prompts, found, strict=True):
-        if len(ids) > room:
-            raise RecipeError(f"{said}: the prompt {text[:40]!r} has {len(ids)} tokens; {way_out}")
+    every = [encoder.prompt(text, f"generate.prompts: {text!r}") for text in asked.prompts]
+    fitting = [(text, ids) for text, ids in zip(asked.prompts, every, strict=True) if len(ids) <= room]
+    texts, ids = [text for text, _ in fitting], [ids for _, ids in fitting]
     if not asked.prompts:
-        begun = 0
-        for number in nsmallest(LOOKED_AT, chain.from_iterable(documents.rows)):
-            row = documents.encoded[number]
-            ids = row["input_ids"][: row["mask"].index(True)]
-            begun += bool(ids)
-            if 0 < len(ids) <= room and len(found) < asked.samples:
-                found.append(ids)
-        if not begun:
-            raise RecipeError(f"generate.samples = {asked.samples}: rows of text have no prompt; set generate.prompts")
-        if len(found) < asked.samples:
-            raise RecipeError(
-                f"generate.samples = {asked.samples}: {len(found)} rows have a prompt that leaves room for an answer "
-                f"({said}); ask for fewer, or set generate.prompts"
-            )
-    return Prompts(found, find_stops(tokenizer, config, folder, encoder))
+        ids = _prompts_of_rows(documents, asked.samples, room)
+    left_out = ""
+    if lacking := asked.count - len(ids):
+        answer = f"for generate.max_new_tokens = {asked.max_new_tokens} in data.max_length = {recipe.data.max_length}"
+        if asked.prompts:
+            longest = f"the longest has {max(map(len, every))} tokens, which leaves no room {answer}"
+            left_out = f"{lacking} of {asked.count} prompts left out: {longest}"
+        else:
+            left_out = f"{len(ids)} in place of {asked.count}: no more rows have a prompt that leaves room {answer}"
+    return Prompts(ids, find_stops(tokenizer, config, folder, encoder), texts, left_out)
+
+
+def _prompts_of_rows(documents: Documents, count: int, room: int) -> list[list[int]]:
+    """Returns what the first rows with at most `room` tokens before their first trained one begin with, at most `count`
+    of them. Raises RecipeError where no row has a token before it."""
+    begun, found = 0, list[list[int]]()
+    for number in nsmallest(LOOKED_AT, chain.from_iterable(documents.rows)):
+        row = documents.encoded[number]
+        ids = row["input_ids"][: row["mask"].index(True)]
+        begun += bool(ids)
+        if 0 < len(ids) <= room and len(found) < count:
+            found.append(ids)
+    if not begun:
+        raise RecipeError(f"generate.samples = {count}: rows of text have no prompt; set generate.prompts")
+    return found
 
 
 def build_encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Encoder:

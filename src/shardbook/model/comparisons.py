@@ -1,0 +1,162 @@
+"""What is compared with transformers' own small model of a family: files, cached steps, halves; and by which measure.
+
+Each comparison takes our model and returns the reason why the family cannot do a thing, empty where it can, or raises
+Unfit where it cannot be trained at all.
+"""
+
+import io
+import traceback
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from shardbook.model.causal_lm import CausalLM
+from shardbook.model.parts import Unfit, copy_module
+from shardbook.model.pipeline import keep_blocks
+from shardbook.model.stored import StoredTensor
+from shardbook.model.weights import stored_buffers
+from shardbook.parallel.batch import Batch
+from shardbook.recipe import RecipeError, first_line
+
+TOLERANCE = 1e-5  # of the loss, and of gradients over the norm of the whole; the smallest leak that was seen is 2e-5
+STEPS = 3  # tokens that are added to a prompt
+
+Found = tuple[Tensor, dict[str, Tensor | None]]
+
+
+def compare_files(model: CausalLM, theirs: PreTrainedModel) -> None:
+    """Raises Unfit where the files that transformers writes of `theirs` do not fill `model`, which has its numbers, or
+    where `model` writes others."""
+    parameters = dict(model.named_parameters()) | stored_buffers(model)  # as load_weights asks for them
+    tensors = {name: tensor.detach() for name, tensor in parameters.items()}
+    whole = {name: tensor for name, tensor in theirs.state_dict().items() if name in tensors}
+    try:
+        wanted = revert_weight_conversion(theirs, whole)
+        written = dict(model.files.to_files(tensors.items()))
+        stored = model.files.by_model_names({name: in_memory(tensor) for name, tensor in wanted.items()})
+        if missing := [name for name in tensors if name not in stored]:
+            raise Unfit(f"its files, as transformers writes them, lack {missing[0]}")
+        filled = {name: stored[name].read_rows(slice(0, *stored[name].shape[:1] or [1])) for name in tensors}
+    except Exception as error:
+        raise_if_ours(error)
+        raise Unfit(f"no file can fill it ({said(error)})") from None
+    pairs = [(filled[name], tensor) for name, tensor in tensors.items()]
+    pairs += [(written[name], tensor) for name, tensor in wanted.items() if name in written]
+    if written.keys() != wanted.keys() or not all(torch.equal(one.view_as(other), other) for one, other in pairs):
+        raise Unfit("its files are not those that transformers writes of it")
+
+
+def in_memory(tensor: Tensor) -> StoredTensor:
+    """Returns a tensor, in fp32, as if a file had it."""
+    return StoredTensor(Path("memory"), io.BytesIO(tensor.float().numpy().tobytes()), "F32", tuple(tensor.shape), 0)
+
+
+def heeds_positions(model: CausalLM, batch: Batch) -> bool:
+    """Returns whether positions change what `model` computes: a slice of a row begins at one of its own."""
+    with torch.no_grad():
+        losses = [model(replace(batch, position_ids=times * batch.position_ids), summed=True) for times in (1, 3)]
+    return not torch.equal(*losses)
+
+
+def run_in_halves(model: CausalLM, batch: Batch, wanted: Found) -> str:
+    """Returns the reason why the layers of `model` cannot lie on two ranks; empty where they can."""
+    base, names, whole = model.base, model.names, range(len(model.all_blocks))
+    if len(whole) == 1:
+        return "it has one block"
+    outside = set(base.parameters()) - {p for block in model.blocks for p in block.parameters()}
+    outside -= {p for part in (model.embedding, model.norm) if part is not None for p in part.parameters()}
+    if outside or not names.norm or model.files.buffers:
+        return "it has parameters, or buffers that files hold, beside its embedding, blocks and last norm"
+    halves = [copy_module(model) for _ in range(2)]
+    for half, numbers in zip(halves, (whole[: len(whole) // 2], whole[len(whole) // 2 :]), strict=True):
+        setattr(half, names.base, copy_module(base))
+        keep_blocks(half, numbers, not numbers.start, numbers.start > 0)
+    try:
+        hidden = halves[0](batch)
+        sent = hidden.detach().requires_grad_()
+        loss = halves[1](batch, summed=True, hidden=sent)
+        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        second = torch.autograd.grad(loss, [sent, *named.values()], allow_unused=True)
+        first = torch.autograd.grad(hidden, list(named.values()), second[0], allow_unused=True)
+    except Exception as error:
+        raise_if_ours(error)
+        return f"its blocks pass on more than hidden states ({said(error)})"
+    both = dict[str, Tensor | None](dict.fromkeys(wanted[1]))
+    for name, *parts in zip(named, first, second[1:], strict=True):
+        there = [part for part in parts if part is not None]
+        both[name] = sum(there[1:], start=there[0]) if there else None
+    if max(differences((loss.detach(), both), wanted)) > TOLERANCE:
+        return "its blocks pass on more than hidden states"
+    return ""
+
+
+@torch.no_grad()
+def decode_by_steps(model: CausalLM, theirs: nn.Module, rows: list[Tensor]) -> str:
+    """Returns the reason why `model` cannot continue prompts token by token with a cache, as samples do; empty where it
+    can: the logits are those of `theirs` of each whole row."""
+    if not model.cache_argument:
+        return "its forward takes no cache"
+    try:
+        wanted = torch.stack([theirs(input_ids=row[None], use_cache=False).logits[0, -STEPS - 1 :] for row in rows])
+        off = relative_error(cached_logits(model, rows), wanted)
+    except Exception as error:
+        raise_if_ours(error)
+        return f"its forward with a cache fails ({said(error)})"
+    return "" if off < TOLERANCE else f"with a cache it computes other logits (off by {off:.0e})"
+
+
+@torch.no_grad()
+def cached_logits(model: CausalLM, rows: list[Tensor]) -> Tensor:
+    """Returns the logits [B, STEPS + 1, vocabulary] after prompts, padded on the left, and after each of STEPS further
+    tokens, with a cache. A prompt is one of `rows`, of any length, but for its last STEPS tokens."""
+    width = max(map(len, rows))
+    ids, attended = torch.zeros(2, len(rows), width, dtype=torch.int64)
+    for number, row in enumerate(rows):
+        ids[number, width - len(row) :], attended[number, width - len(row) :] = row, 1
+    cache, places = DynamicCache(config=model.config), (attended.cumsum(-1) - 1).clamp(min=0)
+    steps = pairwise([0, *range(width - STEPS, width + 1)])
+    logits = [model(ids[:, start:end], places[:, start:end], attended[:, :end], cache=cache) for start, end in steps]
+    return torch.stack(logits, 1)
+
+
+def relative_error(made: Tensor, wanted: Tensor) -> float:
+    """Returns the norm of a difference over that of what is wanted; 1 where numbers are not finite."""
+    off = ((made - wanted).norm() / wanted.norm()).item()
+    return off if off == off else 1.0
+
+
+def raise_if_ours(error: Exception) -> None:
+    """Raises an `error` of a forward or a backward again where code of this package raised it: an Unfit, or a bug that
+    Python found. A RuntimeError is torch's answer to what it is asked for, and a RecipeError says what is not known."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_here = frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]
+    if is_here and not isinstance(error, RuntimeError | RecipeError):
+        raise error
+
+
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def gradients_of(model: nn.Module, loss: Tensor) -> Found:
+    """Returns a loss and its gradients by name."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    none = {name: None for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return loss.detach(), none | dict(zip(named, found, strict=True))
+
+
+def differences(made: Found, wanted: Found) -> tuple[float, float]:
+    """Returns how far a loss is off, relatively, and the largest difference of a gradient over the norm of them all."""
+    loss = abs((made[0] / wanted[0] - 1).item())
+    whole = torch.stack([g.norm() for g in wanted[1].values() if g is not None]).norm()
+    worst = 0.0
+    for name, gradient in wanted[1].items():
+        pair = [torch.zeros(1) if g is None else g.flatten() for g in (gradient, made[1][name])]
+        worst = max(worst, ((pair[1] - pair[0]).norm() / whole).item())
+    return (loss, worst) if loss == loss and worst == worst else (1.0, 1.0)

@@ -1,0 +1,75 @@
+"""Words about versions of torch and transformers: older ones are refused in a line, newer ones are named."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from tiny import said_by
+
+from shardbook import versions
+from shardbook.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def installed(monkeypatch, **packages):
+    monkeypatch.setattr(versions, "installed_versions", lambda: packages)
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "words"),
+    [
+        ("torch", "2.10.0", "torch 2.10.0 is older than Shardbook runs on; it is tested with 2.11 to 2.15: "),
+        ("torch", "2.9.1+cu128", "torch 2.9.1+cu128 is older than "),
+        (
+            "transformers",
+            "5.16.1",
+            "transformers 5.16.1 is older than Shardbook runs on; it is tested with 5.17 to 5.24: ",
+        ),
+        ("transformers", "4.57.6", "transformers 4.57.6 is older than "),
+    ],
+)
+def test_what_is_too_old_is_refused_in_one_line(package, version, words, monkeypatch, capsys):
+    installed(monkeypatch, **{package: version})
+    refusal = said_by(versions.check_versions)
+    assert refusal.startswith(words)
+    assert refusal.endswith(f": pip install --upgrade '{package}>={versions.TESTED[package][0]}'")
+    assert main(["plan", "llama8b-fsdp"]) == 2
+    assert capsys.readouterr().err == f"shardbook: {refusal}\n"
+
+
+RANK = """
+import importlib.metadata, runpy, sys
+importlib.metadata.version = lambda package: {"torch": "2.10.0", "transformers": "5.24.0"}[package]
+sys.modules["torch"] = None  # as one whose import fails
+sys.orig_argv[1:] = ["-m", "shardbook.train", "smollm2-135m-fsdp"]
+runpy.run_module("shardbook.train", run_name="__main__")
+"""
+
+
+def test_a_rank_says_so_before_it_imports_torch():
+    ended = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("shardbook: torch 2.10.0 is older than Shardbook runs on")
+
+
+def test_what_is_newer_is_named(monkeypatch):
+    installed(monkeypatch, torch="2.15.1+cu132", transformers="5.24.2")
+    assert versions.describe_newer() == ""
+    versions.check_versions()
+    installed(monkeypatch, torch="2.16.0.dev20261101", transformers="6.0.0")
+    versions.check_versions()
+    assert versions.describe_newer() == (
+        "newer than tested: torch 2.16.0.dev20261101 (tested: 2.11 to 2.15), transformers 6.0.0 (tested: 5.17 to 5.24)"
+    )
+
+
+def test_what_is_asked_of_pip_is_the_oldest_that_is_tested():
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {f"{package}>={oldest}" for package, (oldest, _) in versions.TESTED.items()} <= set(needs)
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
+    for package, limits in versions.TESTED.items():
+        oldest, newest = map(versions.release_of, limits)
+        assert oldest <= versions.release_of(pinned[package]) <= newest
