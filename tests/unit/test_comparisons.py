@@ -8,7 +8,7 @@ from pathlib import Path
 import families
 import pytest
 import torch
-from test_selfcheck import ROUNDS, pair
+from test_selfcheck import pair
 from tiny import config, said_by
 from transformers import core_model_loading as loading
 
@@ -37,7 +37,7 @@ ROWS = [torch.arange(3, 3 + length) * 7 % 120 + 3 for length in (5, 9, 14)]
 
 
 def assert_cached(family):
-    """A cached step is the whole forward to 1e-6, or to four times what fp32 costs the whole forward itself."""
+    """A cached step is the whole forward to 1e-6 or, where that itself is off by so much in fp32, four times that."""
     theirs, ours = pair(family)
 
     def whole(model):
@@ -45,11 +45,14 @@ def assert_cached(family):
             return torch.stack([model(input_ids=row[None], use_cache=False).logits[0, -STEPS - 1 :] for row in ROWS])
 
     wanted = whole(theirs)
-    off, bound = relative_error(cached_logits(ours, ROWS), wanted), ROUNDS.get(family, 1e-6)
-    assert off < bound or off < 4 * relative_error(wanted.double(), whole(copy.deepcopy(theirs).double())), (
-        family,
-        off,
-    )
+    off = relative_error(cached_logits(ours, ROWS), wanted)
+    if off < 1e-6:
+        return
+    try:
+        rounding = relative_error(wanted.double(), whole(copy.deepcopy(theirs).double()))
+    except RuntimeError:  # experts that do not run in fp64
+        rounding = 1e-6
+    assert off < 4 * rounding, (family, off)
 
 
 @pytest.mark.parametrize("family", CACHED)
