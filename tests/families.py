@@ -154,9 +154,9 @@ def write_page(found: dict[str, dict]) -> str:
         "# Families",
         "",
         "Shardbook lists no model families in its code. Before a run it builds a small model from the model's config",
-        "(smaller widths, the same switches), and compares it with transformers' own forward of each document alone; the",
-        "files that transformers writes of it, with what a run reads of them; and a prompt that is continued with a cache,",
-        "as samples are, with the whole forward.",
+        "(smaller widths, the same switches), and compares with transformers' own model: the forward and backward of",
+        "packed documents, with each document alone; what a run reads and writes, with transformers' own files; and a",
+        "prompt that is continued with a cache, as samples are, with the whole forward.",
         "`make families` does this for every type of causal language model, with the default config, and writes this",
         f"page; a test keeps it in step with its data. It was made with transformers {transformers.__version__}.",
     ]

@@ -266,6 +266,7 @@ def test_adapters_over_a_base(four, recipe, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.newest
 def test_families(recipe, tmp_path):
     families = ("qwen3", "olmo2", "smollm3", "granite", "phi3")
     sources = {family: write_model(tmp_path / family, family, tied=False) for family in families}

@@ -61,6 +61,7 @@ def test_a_cached_step_is_that_of_the_whole_forward(family):
 
 
 @pytest.mark.slow
+@pytest.mark.newest
 def test_so_it_is_for_every_family_that_makes_samples():
     listed = json.loads(families.DATA.read_text())
     sampling = [
