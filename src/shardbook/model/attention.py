@@ -151,12 +151,16 @@ class Attend:
         if axis is not None:
             query, key, value = axis.seq_to_heads(query, key, value)
         if (chosen := named.pop("indices", None)) is not None:
+            attention_mask = causal_mask(query) if attention_mask is None else attention_mask
             attention_mask = only_chosen(added_mask(attention_mask, query), chosen)
         if self.kernel is not None:
             made, _ = self.kernel(module, query, key, value, attention_mask, **named)
         elif self.is_eager or unknown_arguments(named):
-            attend = sys.modules[type(module).__module__].eager_attention_forward
-            mask = added_mask(attention_mask, query) if attention_mask is None or not self.is_eager else attention_mask
+            attend, mask = sys.modules[type(module).__module__].eager_attention_forward, attention_mask
+            if mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True):  # as transformers' sdpa
+                mask = causal_mask(query)
+            if mask is not None and not self.is_eager:
+                mask = added_mask(mask, query)
             made, _ = attend(module, query, key, value, mask, **named)
         else:
             made, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **named)
@@ -174,11 +178,14 @@ def only_chosen(mask: Tensor, chosen: Tensor) -> Tensor:
     return mask.masked_fill(others[:, None], torch.finfo(mask.dtype).min)
 
 
-def added_mask(mask: Tensor | None, query: Tensor) -> Tensor:
-    """Returns a mask [B, 1, L, L] to be added to scores, of bools or, from None, of plain causal rows."""
-    if mask is None:
-        length = query.shape[2]
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query.device).tril()
+def causal_mask(query: Tensor) -> Tensor:
+    """Returns the mask [1, 1, L, L] of plain causal rows, to be added to scores."""
+    length = query.shape[2]
+    return added_mask(torch.ones(1, 1, length, length, dtype=torch.bool, device=query.device).tril(), query)
+
+
+def added_mask(mask: Tensor, query: Tensor) -> Tensor:
+    """Returns a mask [B, 1, L, L] to be added to scores, which may be of bools."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)

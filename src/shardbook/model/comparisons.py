@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from shardbook.model.attention import KERNELS, use_attention
 from shardbook.model.causal_lm import CausalLM
 from shardbook.model.parts import Unfit, copy_module
 from shardbook.model.pipeline import keep_blocks
@@ -54,6 +55,18 @@ def compare_files(model: CausalLM, theirs: PreTrainedModel) -> None:
 def in_memory(tensor: Tensor) -> StoredTensor:
     """Returns a tensor, in fp32, as if a file had it."""
     return StoredTensor(Path("memory"), io.BytesIO(tensor.float().numpy().tobytes()), "F32", tuple(tensor.shape), 0)
+
+
+def compare_eager(model: CausalLM, batch: Batch, wanted: Found) -> str:
+    """Has `model` call its family's own eager attention from now on, as a run does whose kernels know not all of its
+    arguments. Returns how far it is then off; empty where it is right."""
+    use_attention(model.config, KERNELS["eager"])
+    try:
+        loss, gradient = differences(gradients_of(model, model(batch, summed=True)), wanted)
+    except Exception as error:
+        raise_if_ours(error)
+        return said(error)
+    return "" if max(loss, gradient) < TOLERANCE else f"loss off by {loss:.0e}, gradients by {gradient:.0e}"
 
 
 def heeds_positions(model: CausalLM, batch: Batch) -> bool:

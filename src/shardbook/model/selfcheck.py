@@ -27,6 +27,7 @@ from shardbook.model.causal_lm import CausalLM, materialize
 from shardbook.model.comparisons import (
     STEPS,
     TOLERANCE,
+    compare_eager,
     compare_files,
     decode_by_steps,
     differences,
@@ -184,6 +185,8 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
     compare_files(ours, theirs)
     apart = f"documents of a packed row see each other ({found[0]})" if found[0] else ""
     demands = attention.Demands(tuple(sorted(listening.arguments)), not has_kernels, listening.is_dense)
+    if demands.arguments and (reason := compare_eager(ours, alone, wanted)):
+        raise Unfit(f"a document alone is not what transformers computes by eager attention ({reason})")
     text = config.get_text_config()
     splits = demands == attention.PLAIN and not apart and listening.heads == {attention.heads_of(text)}
     splits = splits and heeds_positions(ours, alone)

@@ -84,10 +84,11 @@ class ShardedBytes:
                 if is_alone:  # copied once more, when its own are gone
                     reducing, own, self.sums, waited = 2 * reducing, 0, self.sums - waited, 0
                 if unit in named:
-                    # the output comes when own gradients are gone, but for the last (a loop has it) and along tp
-                    held = prod(next(compress(reversed(unit.shapes), reversed(unit.trained)), (0,)))
-                    held *= not self.frees_early
-                    gone = own - held * self.compute * self.every if self.layout.tp_size == 1 or self.frees_early else 0
+                    # the output comes when own gradients are gone: before torch 2.15 all but the last one, which a loop
+                    # has, and along tp none
+                    last_shape = next(compress(reversed(unit.shapes), reversed(unit.trained)), (0,))
+                    kept = prod(last_shape) * self.compute * self.every if self.layout.tp_size == 1 else own
+                    gone = own - kept * (not self.frees_early)
                     yield "reduction", unit, now(own, max(0, shard * self.reduce - gone))
                 reducing = trained * self.reduce
                 self.sums += self._kept(shard, micro, is_last) - waited
