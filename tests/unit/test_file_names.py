@@ -21,7 +21,9 @@ from shardbook.recipe import Model, RecipeError
 # experts by themselves in two ways, renamed alone, stacked already, with a buffer, put one after another, a head's name
 FAMILIES = ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "deepseek_v3", "olmo_hybrid", "gpt_neox", "afmoe"]
 FAMILIES += ["inkling2_text", "hrm_text"]  # rows interleaved, and chunks of one tensor
-FAMILIES = [family for family in FAMILIES if family in CONFIG_MAPPING]  # transformers 5.17 has no inkling2_text
+FAMILIES += ["sarvam_moe", "lara_mini"]  # one fused matrix that is split into three
+# transformers 5.17 has no inkling2_text, and before 5.24 there are none of the last two
+FAMILIES = [family for family in FAMILIES if family in CONFIG_MAPPING]
 interleaves = pytest.mark.skipif(
     "inkling2_text" not in CONFIG_MAPPING, reason="of a family that this transformers lacks"
 )

@@ -1,10 +1,12 @@
 """Words about versions of torch and transformers: older ones are refused in a line, newer ones are named."""
 
+import json
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import other_versions
 import pytest
 from tiny import said_by
 
@@ -73,3 +75,57 @@ def test_what_is_asked_of_pip_is_the_oldest_that_is_tested():
     for package, limits in versions.TESTED.items():
         oldest, newest = map(versions.release_of, limits)
         assert oldest <= versions.release_of(pinned[package]) <= newest
+
+
+def stacks():
+    return json.loads(other_versions.DATA.read_text())
+
+
+def test_the_page_is_made_of_the_data():
+    page = other_versions.PAGE.read_text()
+    assert page == other_versions.write_page(stacks())
+    first, *others = stacks()  # planted: a test that failed
+    assert page != other_versions.write_page([first | {"failed": ["unit.test_torch::test_x"]}, *others])
+
+
+def test_both_ends_of_what_is_tested_were_run_and_passed():
+    for package, ends in versions.TESTED.items():
+        run = [versions.release_of(stack["versions"][package]) for stack in stacks()]
+        assert {*map(versions.release_of, ends)} == {min(run), max(run)}
+    for stack in stacks():
+        assert stack["failed"] == [] and {*stack["suites"]} == {*other_versions.SUITES}
+        assert all(passed and not failed for passed, failed, _ in stack["suites"].values())
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.unit.test_torch" name="test_a"/>
+<testcase classname="tests.unit.test_torch" name="test_b"><failure message="no"/></testcase>
+<testcase classname="tests.dist.test_stages" name="test_c[zero3]"><skipped/></testcase>
+<testcase classname="" name="tests.unit.test_nf4"><error message="no import"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_report_is_counted_by_suite(tmp_path):
+    (tmp_path / "report.xml").write_text(REPORT)
+    suites, failed = other_versions.read_report(tmp_path / "report.xml")
+    assert suites["torch's names"] == [1, 1, 0] and suites["stages"] == [0, 0, 1] and suites["NF4"] == [0, 1, 0]
+    assert failed == ["unit.test_torch::test_b", "unit.test_nf4::tests.unit.test_nf4"]
+
+
+def test_a_stack_takes_the_place_of_the_same_versions(tmp_path, monkeypatch):
+    monkeypatch.setattr(other_versions, "DATA", tmp_path / "versions.json")
+    monkeypatch.setattr(other_versions, "PAGE", tmp_path / "versions.md")
+    suites = {name: [1, 0, 0] for name in other_versions.SUITES}
+    for torch, day in (
+        ("2.9.1", "2026-01-01"),
+        ("2.15.0+cpu", "2026-01-02"),
+        ("2.11.0", "2026-01-03"),
+        ("2.9.1", "2026-01-04"),
+    ):
+        numbers = {"torch": torch, "transformers": "5.24.0"}
+        other_versions.keep({"versions": numbers, "python": "3.11.7", "day": day, "suites": suites, "failed": []})
+    assert [(stack["versions"]["torch"], stack["day"][-1]) for stack in stacks()] == [
+        ("2.15.0+cpu", "2"),
+        ("2.11.0", "3"),
+        ("2.9.1", "4"),
+    ]
