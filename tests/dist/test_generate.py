@@ -77,7 +77,8 @@ def settings_of(sharded):
     for unit in sharded.layout.units:
         state = unit.handle._get_fsdp_state()
         ahead = [len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch)]
-        groups = [(g.post_forward_mesh_info is None, g._reshard_after_forward) for g in state._fsdp_param_groups]
+        every = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch before 2.13 has one
+        groups = [(g.post_forward_mesh_info is None, g._reshard_after_forward) for g in every if g]
         found.append((ahead, groups))
     return found
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import families
 import pytest
 import torch
+import transformers
 from test_selfcheck import pair
 from tiny import config, said_by
+from transformers import CONFIG_MAPPING
 from transformers import core_model_loading as loading
 
 from shardbook.model import comparisons, file_names, selfcheck
@@ -19,7 +21,10 @@ from shardbook.model.laid_out import check_recipe
 from shardbook.model.selfcheck import check_family
 from shardbook.model.stored import StoredTensor
 from shardbook.recipe import Recipe
+from shardbook.versions import release_of
 
+# of which some families do not read what they wrote, and others have another cache
+IS_OLD = release_of(transformers.__version__) < (5, 23)
 # full rows, windows, chunks, sinks, latent attention, alibi, learned positions; states in place of keys or beside them
 CACHED = [
     "llama",
@@ -68,8 +73,11 @@ def test_so_it_is_for_every_family_that_makes_samples():
         name for name, about in listed.items() if about["kind"] in ("packed", "rows") and "uncached" not in about
     ]
     assert len(sampling) > 110
-    for family in sampling:
-        assert_cached(family)
+    for family in (name for name in sampling if name in CONFIG_MAPPING):  # an older transformers has fewer
+        verdict = check_family(families.released_config(family))
+        assert IS_OLD or not (verdict.refused or verdict.uncached), (family, verdict)
+        if not (verdict.refused or verdict.uncached):
+            assert_cached(family)
 
 
 def test_a_name_that_a_forward_swallows_is_found():

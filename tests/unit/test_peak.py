@@ -1,11 +1,14 @@
 """The peak's formulas: what a block keeps, counted; what to change when it does not fit; the recipes' predictions."""
 
+from inspect import signature
+
 import pytest
 import torch
 from headers import predict_mfu
 from live import allocated
 from tiny import config
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
 
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.attention import KERNELS
@@ -19,6 +22,8 @@ from shardbook.plan.work import loss_bytes
 from shardbook.recipe import Activation, Parallel, Precision, Recipe, Train
 
 ROWS, LENGTH = 2, 128
+# torch 2.11's varlen kernel takes as many heads of keys as of queries, so they are repeated as for a dense mask
+KERNEL_SHARES = "enable_gqa" in signature(varlen_attn).parameters
 RANDOM_STATE = 16  # two numbers of varlen's kernel, whatever the tokens
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -144,7 +149,8 @@ def test_a_dense_mask_shows_in_the_peak():
     kernel = predict_peak(layout, made, recipe)
     made._attn_implementation = "sdpa"
     dense = predict_peak(layout, made, recipe)
-    by_token = 8 * (8 * 2048 * 2 * (64 - 32) * 2)  # of 8 blocks: keys and values, repeated for each head of queries
+    # of 8 blocks: keys and values, repeated for each head of queries
+    by_token = 8 * (8 * 2048 * 2 * (64 - 32) * 2) * KERNEL_SHARES
     # bf16 in each; the bool that it was made from is gone with the forward
     assert dense.activations - kernel.activations == 8 * 2048**2 * 8 * 2 + by_token - 8 * RANDOM_STATE
     full = recipe.model_copy(update={"activation": Activation(checkpointing="full")})
@@ -152,7 +158,7 @@ def test_a_dense_mask_shows_in_the_peak():
     made._attn_implementation = "varlen"
     # bool alone is held, for the blocks that are run again; what one has in the dtype of compute is its work
     assert seen.activations - predict_peak(layout, made, full).activations == 8 * 2048**2
-    assert seen.working - predict_peak(layout, made, full).working >= 8 * 2048**2 * 2
+    assert seen.working - predict_peak(layout, made, full).working >= 8 * 2048**2 * 2 - RANDOM_STATE
 
 
 def test_rows_of_131072_tokens_fit_where_a_dense_mask_would_not():
@@ -167,7 +173,7 @@ def test_rows_of_131072_tokens_fit_where_a_dense_mask_would_not():
     assert peak.total < 0.92 * 141e9, str(peak)
     made._attn_implementation = "sdpa"
     dense = predict_peak(layout, made, recipe).total
-    repeated = 2 * (4096 - 1024) * 2  # keys and values, for each head of queries
+    repeated = 2 * (4096 - 1024) * 2 * KERNEL_SHARES  # keys and values, for each head of queries
     assert dense - peak.total == 131_072**2 * 3 + 131_072 * repeated - RANDOM_STATE and dense > 0.92 * 141e9
 
 
