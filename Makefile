@@ -136,7 +136,7 @@ test-cpu: $(DEV)  ## numbers on another processor: units, real weights and the p
 	$(NARROW) $(BY_FILE) -m "not slow or narrow" tests/unit $(COUNTS_ALONE:%=--ignore tests/unit/test_%.py) \
 		tests/dist/test_hard_cases.py tests/dist/test_stages.py tests/e2e/test_embedded.py $(if $(TIER),,tests/dist/test_zeropp.py)
 
-# Not .venv: other versions of everything lie beside it, and each call brings them up to date. OLDEST=1: of torch and
+# Other versions of everything lie in folders of .venv, and each call brings them up to date. OLDEST=1: of torch and
 # transformers the oldest that pyproject.toml allows.
 OLDEST ?=
 OTHER := .venv/$(if $(OLDEST),oldest,newest)

@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -69,12 +70,12 @@ def write_page(stacks: list[dict]) -> str:
     lines = [
         "# What is tested with which versions",
         "",
-        "Each change is tested with the versions in `constraints.txt`: all tests, on CPU ranks. Beside them",
+        "Each change is tested with the versions in `constraints.txt`: what CI runs, on CPU ranks. Beside them",
         "`make test-newest` makes an environment of the newest versions of everything in `.venv/newest`, and",
         "`make test-newest OLDEST=1` one of the oldest torch and transformers in `.venv/oldest`; it runs there what",
-        "would notice, in some fifteen minutes, and writes this page. A warning that something will change is an error",
-        "in them. An older torch or transformers is refused in one line; of a newer one a run says at its start that",
-        "it is not tested. No GPU is used.",
+        "would notice, in some fifteen minutes, and writes this page. A FutureWarning is an error in them. An older",
+        "torch or transformers is refused in one line; of a newer one a run says at its start that it is not tested.",
+        "No GPU is used.",
         "",
         "| torch | transformers | Python | others | day | tests that passed |",
         "|---|---|---|---|---|---|",
@@ -108,7 +109,7 @@ def keep(stack: dict) -> None:
 
     def newest_first(each: dict) -> list[list[int]]:
         numbers = (each["versions"]["torch"], each["versions"]["transformers"], each["python"])
-        return [[int(part) for part in number.partition("+")[0].split(".")] for number in numbers]
+        return [[int(part) for part in re.findall(r"\d+", number.partition("+")[0])] for number in numbers]
 
     stacks = sorted([*kept, stack], key=newest_first, reverse=True)
     DATA.write_text(json.dumps(stacks, indent=1) + "\n")
@@ -123,8 +124,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         code = run_suites(report)
-        if not report.is_file():
-            print("test-newest: pytest ended without a report; nothing is kept", file=sys.stderr)
+        if code not in (0, 1) or not report.is_file():  # interrupted, or nothing was collected
+            print("test-newest: pytest did not run to its end; nothing is kept", file=sys.stderr)
             return code or 1
         suites, failed = read_report(report)
     day = datetime.datetime.now(tz=datetime.UTC).date().isoformat()

@@ -7,9 +7,9 @@ takes (docs/library.md).
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardbook.ranks.signals import listen_early
+from shardbook.comm.versions import check_versions
+from shardbook.ranks.signals import listen_early, refuse_early
 from shardbook.recipe import Parallel, Precision, RecipeError
-from shardbook.versions import refuse_early
 
 if TYPE_CHECKING:
     from shardbook.parallel.library import shard_model
@@ -29,4 +29,5 @@ def __getattr__(name: str) -> Any:
     """Imports the names that need torch on their first use, so that a command line is refused in milliseconds."""
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_versions()  # of an older torch the import would fail in words of its own
     return getattr(import_module(f"shardbook.{HOMES[name]}"), name)

@@ -14,6 +14,7 @@ from tiny import config, said_by
 from transformers import CONFIG_MAPPING
 from transformers import core_model_loading as loading
 
+from shardbook.comm.versions import release_of
 from shardbook.model import comparisons, file_names, selfcheck
 from shardbook.model.causal_lm import CausalLM
 from shardbook.model.comparisons import STEPS, cached_logits, decode_by_steps, relative_error
@@ -21,7 +22,6 @@ from shardbook.model.laid_out import check_recipe
 from shardbook.model.selfcheck import check_family
 from shardbook.model.stored import StoredTensor
 from shardbook.recipe import Recipe
-from shardbook.versions import release_of
 
 # of which some families do not read what they wrote, and others have another cache
 IS_OLD = release_of(transformers.__version__) < (5, 23)
@@ -129,6 +129,39 @@ def test_a_conversion_that_is_left_out_is_found(monkeypatch):
 def test_an_operation_that_is_not_known_is_found(monkeypatch):
     monkeypatch.setattr(file_names, "MOVE_ROWS", {"MergeModulelist"})
     assert refusal_of("qwen3_moe", monkeypatch).startswith("no file can fill it (RecipeError: weights: ")
+
+
+def test_what_is_not_made_of_rows_is_found(monkeypatch):
+    """Of parts side by side no row is a row of a file."""
+    names = [f"self_attn.o_proj.{half}.weight" for half in ("left", "right")]
+    sides = loading.WeightConverter(names, "self_attn.o_proj.weight", operations=[loading.Concatenate(dim=1)])
+    monkeypatch.setattr(file_names, "get_model_conversion_mapping", lambda *_, **__: [sides])
+    monkeypatch.setattr(comparisons, "revert_weight_conversion", lambda _, state: halved(state))
+    monkeypatch.setattr(file_names.FileNames, "to_files", lambda _, tensors: halved(dict(tensors)).items())
+    refusal = refusal_of("llama", monkeypatch)
+    assert (
+        refusal
+        == "no file can fill it: model.layers.0.self_attn.o_proj.weight is not made of rows of its files' tensors"
+    )
+
+
+def halved(state):
+    """A state in which each output projection is two halves, side by side."""
+    parts = {}
+    for name, tensor in state.items():
+        stem = name.removesuffix(".weight")
+        if stem.endswith("o_proj"):
+            left, right = tensor.chunk(2, 1)
+            parts |= {f"{stem}.left.weight": left, f"{stem}.right.weight": right}
+        else:
+            parts[name] = tensor
+    return parts
+
+
+def test_tensors_of_another_shape_are_found(monkeypatch):
+    real = file_names.FileNames.to_files
+    monkeypatch.setattr(file_names.FileNames, "to_files", lambda *given: ((name, t[:1]) for name, t in real(*given)))
+    assert refusal_of("llama", monkeypatch) == "its files are not those that transformers writes of it"
 
 
 def test_rows_in_another_place_are_found(monkeypatch):

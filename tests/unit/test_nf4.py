@@ -11,9 +11,9 @@ from torch._dynamo.utils import counters
 from torch._inductor import metrics
 
 from shardbook.comm.fused import fused
+from shardbook.comm.versions import release_of
 from shardbook.model import nf4
 from shardbook.recipe import RecipeError
-from shardbook.versions import release_of
 
 
 def weights(rows: int = 96, width: int = 192) -> torch.Tensor:

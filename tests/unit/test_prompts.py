@@ -61,7 +61,7 @@ def test_prompts_of_rows(tmp_path):
     prompts = prompts_of(tmp_path, FRAME + 8 + 8, samples=2)
     assert list(map(len, prompts.ids)) == [FRAME + 2]
     answer = f"generate.max_new_tokens = 8 in data.max_length = {FRAME + 16}"
-    assert prompts.left_out == f"1 in place of 2: no more rows have a prompt that leaves room for {answer}"
+    assert prompts.left_out == f"1 in place of 2: no more of the first 1,000 rows leave room for {answer}"
 
 
 def test_rows_of_text_have_none(tmp_path):

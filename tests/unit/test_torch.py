@@ -12,12 +12,12 @@ import torch._functorch.config
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fully_shard
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from shardbook.comm import torch_private
+from shardbook.comm.versions import release_of
 from shardbook.recipe import RecipeError
-from shardbook.versions import release_of
 
 PROGRESS = [part for part in torch_private.NEEDED if part != "cuda" or torch.cuda.is_available()]
 
@@ -209,5 +209,4 @@ def test_fully_shard_asks_each_parameter_anew_when_its_shard_is_final():
 
 def test_what_a_plan_counts_asks_when_buffers_are_freed():
     """Of torch 2.13 the last gather's buffer is there while the next is copied; of 2.15 it is not."""
-    has = hasattr(_fsdp_param_group.FSDPCommContext, "release_all_gather_state_for_comm_reuse")
-    assert torch_private.frees_early() == has == (release_of(torch.__version__) >= (2, 15))
+    assert torch_private.frees_early() == (release_of(torch.__version__) >= (2, 15))

@@ -1,6 +1,7 @@
 """Words about versions of torch and transformers: older ones are refused in a line, newer ones are named."""
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -10,8 +11,9 @@ import other_versions
 import pytest
 from tiny import said_by
 
-from shardbook import versions
+import shardbook
 from shardbook.cli import main
+from shardbook.comm import versions
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,10 +53,23 @@ runpy.run_module("shardbook.train", run_name="__main__")
 """
 
 
-def test_a_rank_says_so_before_it_imports_torch():
-    ended = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True)
+def test_a_rank_says_so_before_it_imports_torch(tmp_path):
+    kept = {"SHARDBOOK_EXIT_FILE": str(tmp_path / "exit")}
+    ended = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True, env=os.environ | kept)
+    assert (tmp_path / "exit").read_text().split() == ["2"]
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
     assert ended.stderr.startswith("shardbook: torch 2.10.0 is older than Shardbook runs on")
+
+
+def test_a_package_without_a_version_is_not_asked(monkeypatch):
+    monkeypatch.setattr(versions, "version", lambda package: None)  # of an empty METADATA
+    assert versions.installed_versions() == {}
+    versions.check_versions()
+
+
+def test_the_library_says_so_before_it_is_imported(monkeypatch):
+    installed(monkeypatch, torch="2.15.0", transformers="4.57.0")
+    assert said_by(getattr, shardbook, "plan_module").startswith("transformers 4.57.0 is older than Shardbook runs on")
 
 
 def test_what_is_newer_is_named(monkeypatch):
@@ -118,14 +133,14 @@ def test_a_stack_takes_the_place_of_the_same_versions(tmp_path, monkeypatch):
     suites = {name: [1, 0, 0] for name in other_versions.SUITES}
     for torch, day in (
         ("2.9.1", "2026-01-01"),
-        ("2.15.0+cpu", "2026-01-02"),
+        ("2.15.0rc1+cpu", "2026-01-02"),
         ("2.11.0", "2026-01-03"),
         ("2.9.1", "2026-01-04"),
     ):
         numbers = {"torch": torch, "transformers": "5.24.0"}
         other_versions.keep({"versions": numbers, "python": "3.11.7", "day": day, "suites": suites, "failed": []})
     assert [(stack["versions"]["torch"], stack["day"][-1]) for stack in stacks()] == [
-        ("2.15.0+cpu", "2"),
+        ("2.15.0rc1+cpu", "2"),
         ("2.11.0", "3"),
         ("2.9.1", "4"),
     ]

@@ -10,9 +10,9 @@ from typing import Any
 
 import shardbook
 from shardbook.cli.files import run_export, run_init, run_push, show_recipes
+from shardbook.comm.versions import check_versions
 from shardbook.plan.hardware import build_cluster
 from shardbook.recipe import RecipeError, describe_keys, find_recipe, load_recipe, parse_recipe
-from shardbook.versions import check_versions
 
 # The recipe that `plan --model` plans, with the settings that the shipped recipes have on GPUs.
 PLAIN = """

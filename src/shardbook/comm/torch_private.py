@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardbook.comm.versions import TESTED
 from shardbook.recipe import RecipeError
-from shardbook.versions import TESTED, check_versions
 
 FSDP = "torch.distributed.fsdp._fully_shard"
 NEEDED: dict[str, list[str]] = {}  # part -> paths; `a|b`: one of the two is enough
@@ -32,9 +32,7 @@ def _needs(part: str, *paths: str) -> Callable[[Function], Function]:
 
 
 def probe(*parts: str) -> None:
-    """Raises RecipeError where this torch is too old, or lacks a name that one of `parts` needs. Imports modules,
-    starts nothing."""
-    check_versions()
+    """Raises RecipeError where this torch lacks a name that one of `parts` needs. Imports modules, starts nothing."""
     paths = [path for part in parts for path in NEEDED[part]]
     if lacks := [path.replace("|", " or ") for path in paths if not any(map(_has, path.split("|")))]:
         raise RecipeError(
@@ -60,8 +58,7 @@ def _has(path: str) -> bool:
 
 def _words_of(made: type) -> set[str]:
     """Returns the names that the methods of a class use."""
-    codes = (getattr(method, "__code__", None) for method in vars(made).values())
-    return {word for code in codes if code for word in code.co_names}
+    return {word for method in vars(made).values() for word in getattr(getattr(method, "__code__", 0), "co_names", ())}
 
 
 # -- stages: fully_shard, the end of a backward, operations on many gradients at once
@@ -90,12 +87,13 @@ def secondary_meshes_through(get: Callable[..., Any]) -> Iterator[None]:
         module._get_post_forward_mesh_info = real  # type: ignore[attr-defined]
 
 
+@_needs("stages", f"{FSDP}._fsdp_param_group.FSDPCommContext")
 def frees_early() -> bool:
-    """Returns whether fully_shard frees what torch before 2.15 holds a little longer: in forward the buffer of a gather
-    until that of the next one has been copied, and a unit's last gradient until the sum is there. A sum of one rank is
-    no longer divided by one either. Nothing public says so."""
-    context = import_module(f"{FSDP}._fsdp_param_group").FSDPCommContext
-    return hasattr(context, "release_all_gather_state_for_comm_reuse")
+    """Returns whether fully_shard frees, as from torch 2.15 on, a gather's buffer before the next one is copied, and a
+    unit's last gradient before its sum is made (nor does one rank divide by one). Nothing public says so."""
+    return hasattr(
+        import_module(f"{FSDP}._fsdp_param_group").FSDPCommContext, "release_all_gather_state_for_comm_reuse"
+    )
 
 
 @_needs("stages", "torch.autograd.Variable._execution_engine.queue_callback")
@@ -333,23 +331,20 @@ def dispatch_base() -> Any:
     "torch.multiprocessing.reductions.StorageWeakRef",
 )
 def storages_in(result: Any) -> Iterator[tuple[int, Any]]:
-    """Yields the storage number, and a weak reference to the storage, of every tensor that an operation returned; for a
-    DTensor of this rank's shard (to_local would be an operation itself). Python's weakref would refer to a wrapper,
-    which dies before the storage."""
+    """Yields the number of, and a weak reference to, the storage of each tensor that an operation returned; of a
+    DTensor, of its shard (to_local is an operation itself). Python's weakref refers to a wrapper, which dies before it."""
     from torch.distributed.tensor import DTensor
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._pytree import tree_leaves
 
     for tensor in tree_leaves(result):
         if isinstance(tensor, Tensor):
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            storage: Any = local.untyped_storage()
+            storage: Any = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
             yield storage._cdata, StorageWeakRef(storage)
 
 
 @_needs("simulate", "torch.UntypedStorage._new_with_weak_ptr")
 def bytes_there(reference: Any) -> int | None:
-    """Returns the bytes of the storage that one of storages_in's references names, None where it is gone. The size may
-    change (fully_shard frees gathered parameters by resizing), and only the storage knows it."""
+    """Returns the bytes now of a storage that storages_in refers to, 0 of one that was freed; None where it is gone."""
     storage: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return None if storage is None else storage.nbytes()

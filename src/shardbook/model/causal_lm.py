@@ -171,6 +171,7 @@ class CausalLM(nn.Module):
         """Returns the logits [B, vocabulary] of the token that follows input_ids [B, l], the last l of the L tokens
         that `cache` then holds. `attended` [B, L]: 0 for padding, which is on the left. Runs transformers' forward."""
         given: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attended, "position_ids": position_ids}
+        assert self.cache_argument, "its forward takes no cache"
         given[self.cache_argument] = cache
         hidden = self.base(**given, use_cache=True).last_hidden_state[:, -1]
         return self.head(self.scale_hidden(hidden) if self.scale_hidden else hidden)

@@ -219,5 +219,5 @@ class Assembled:
                 made = operation.convert(made, *patterns, **self.asked)
             found: Tensor = made[self.target][0] if isinstance(made[self.target], list) else made[self.target]
             return found.squeeze(-1) if found.shape[-1] == 1 else None
-        except (RuntimeError, ValueError, KeyError, TypeError):  # uneven parts, or a model that is asked for more
+        except (RuntimeError, ValueError, KeyError, AttributeError):  # uneven parts, or WholeShapes is asked for more
             return None

@@ -1,7 +1,8 @@
 """Self-check: finds the properties of a config's family by running a small model of it, on the host, in a second.
 
 Invariant: it compares our forward and backward of packed rows with transformers' own forward of each document alone, so
-it names no family. It needs no weights, no GPU and no process group.
+it names no family; files, eager attention and cached steps are compared in comparisons.py. It needs no weights, no GPU
+and no process group.
 """
 
 import json

@@ -178,7 +178,8 @@ def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Pe
 
 def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Peak:
     """Returns the bytes while samples are generated: every parameter stays gathered (with hpZ, as in a forward), beside
-    a cache of keys and values. Prompts count as full: with their continuation they have data.max_length tokens."""
+    a cache of keys and values. Prompts count as full: with their continuation they have data.max_length tokens.
+    Layers that keep a state in place of keys count as if they had keys: their states are not measured."""
     state, asked = predict_resident(layout, 0, recipe.optim.name), recipe.generate
     itemsize, length = layout.dtype("params").itemsize, recipe.data.max_length
     rows = ceil_div(asked.count, layout.data_rank(0)[1])

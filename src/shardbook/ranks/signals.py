@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from types import FrameType
 
-from shardbook.ranks.exits import PREEMPTED, exit_rank
+from shardbook.comm.versions import check_versions
+from shardbook.ranks.exits import PREEMPTED, WRONG, exit_rank
+from shardbook.recipe import RecipeError
 
 PROGRAM = "shardbook.train"  # the module that is a rank, as `python -m` names it
+RANKS = (PROGRAM, "shardbook.evaluate")  # with that of an evaluation
 # SIGTERMs that come within so many seconds are one request: a scheduler may signal every process of a job, and the
 # launcher passes its own on.
 ONE_REQUEST_SECONDS = 2.0
@@ -65,3 +68,15 @@ def listen_early() -> None:
     """Listens from now on where this process is a rank: until then it would die of the signal, alone."""
     if ("-m", PROGRAM) in pairwise(sys.orig_argv):
         EARLY.append(StopFlag().listen())
+
+
+def refuse_early() -> None:
+    """Ends this process with one line where it is a rank and torch or transformers is too old: what it imports next
+    may fail first, in words of its own."""
+    if not any(("-m", module) in pairwise(sys.orig_argv) for module in RANKS):
+        return
+    try:
+        check_versions()
+    except RecipeError as error:
+        print(f"shardbook: {error}", file=sys.stderr, flush=True)
+        exit_rank(WRONG)

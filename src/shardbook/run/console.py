@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 
 from shardbook.comm.ledger import Traffic
+from shardbook.comm.versions import describe_newer
 from shardbook.memory.host_state import offloaded_bytes
 from shardbook.model.attention import PLAIN
 from shardbook.model.selfcheck import check_family
@@ -26,7 +27,6 @@ from shardbook.ranks.exits import PREEMPTED
 from shardbook.run.metrics import Metrics
 from shardbook.run.prepare import Job
 from shardbook.terminal import LOG_WIDTH
-from shardbook.versions import describe_newer
 
 PEAK_OFF = 0.05  # a predicted peak that is more off than this is reported
 UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]

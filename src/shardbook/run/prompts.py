@@ -47,23 +47,25 @@ def build_prompts(
             longest = f"the longest has {max(map(len, every))} tokens, which leaves no room {answer}"
             left_out = f"{lacking} of {asked.count} prompts left out: {longest}"
         else:
-            left_out = f"{len(ids)} in place of {asked.count}: no more rows have a prompt that leaves room {answer}"
+            left_out = (
+                f"{len(ids)} in place of {asked.count}: no more of the first {LOOKED_AT:,} rows leave room {answer}"
+            )
     return Prompts(ids, find_stops(tokenizer, config, folder, encoder), texts, left_out)
 
 
 def _prompts_of_rows(documents: Documents, count: int, room: int) -> list[list[int]]:
     """Returns what the first rows with at most `room` tokens before their first trained one begin with, at most `count`
     of them. Raises RecipeError where no row has a token before it."""
-    begun, found = 0, list[list[int]]()
+    begun, prompts = 0, list[list[int]]()
     for number in nsmallest(LOOKED_AT, chain.from_iterable(documents.rows)):
         row = documents.encoded[number]
         ids = row["input_ids"][: row["mask"].index(True)]
         begun += bool(ids)
-        if 0 < len(ids) <= room and len(found) < count:
-            found.append(ids)
+        if 0 < len(ids) <= room and len(prompts) < count:
+            prompts.append(ids)
     if not begun:
         raise RecipeError(f"generate.samples = {count}: rows of text have no prompt; set generate.prompts")
-    return found
+    return prompts
 
 
 def build_encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Encoder:

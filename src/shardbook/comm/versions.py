@@ -1,13 +1,11 @@
 """Versions of torch and transformers: those that are tested, and what is said of others, before either is imported."""
 
+import contextlib
 import re
-import sys
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 
 from shardbook.recipe import RecipeError
 
-RANKS = ("shardbook.train", "shardbook.evaluate")  # the modules that are a rank, as `python -m` names them
 TESTED = {"torch": ("2.11", "2.15"), "transformers": ("5.17", "5.24")}  # the oldest and the newest of each
 
 
@@ -21,10 +19,9 @@ def installed_versions() -> dict[str, str]:
     place."""
     versions = dict[str, str]()
     for package in TESTED:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
+        with contextlib.suppress(PackageNotFoundError):
+            if number := version(package):  # None, of an empty METADATA
+                versions[package] = number
     return versions
 
 
@@ -37,18 +34,6 @@ def check_versions() -> None:
                 f"{package} {installed} is older than Shardbook runs on; it is tested with {oldest} to {newest}: "
                 f"pip install --upgrade '{package}>={oldest}'"
             )
-
-
-def refuse_early() -> None:
-    """Ends this process with that line and exit code 2 where it is a rank: what it would import next may fail first, in
-    words of its own."""
-    if not any(("-m", module) in pairwise(sys.orig_argv) for module in RANKS):
-        return
-    try:
-        check_versions()
-    except RecipeError as error:
-        print(f"shardbook: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def describe_newer() -> str:
