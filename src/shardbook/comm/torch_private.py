@@ -332,7 +332,7 @@ def dispatch_base() -> Any:
 )
 def storages_in(result: Any) -> Iterator[tuple[int, Any]]:
     """Yields the number of, and a weak reference to, the storage of each tensor that an operation returned; of a
-    DTensor, of its shard (to_local is an operation itself). Python's weakref refers to a wrapper, which dies before it."""
+    DTensor, of its shard (to_local is an operation itself). Python's weakref is of a wrapper, which dies before it."""
     from torch.distributed.tensor import DTensor
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._pytree import tree_leaves
