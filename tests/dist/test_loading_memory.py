@@ -55,10 +55,20 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def ask_family(folder):
+    """The self-check reads tensors of a small model, in memory: before something is planted, or counted."""
+    from shardbook.model.families import load_config
+    from shardbook.model.selfcheck import check_family
+    from shardbook.recipe import Model
+
+    check_family(load_config(Model(path=str(folder)), folder, 64))
+
+
 def whole_first(folder):
     """Planted bug: every rank reads whole tensors, and keeps them."""
     from shardbook.model.stored import StoredTensor
 
+    ask_family(folder)
     read, kept = StoredTensor.read_rows, []
 
     def greedy(stored, rows):
@@ -75,6 +85,7 @@ def mapped(folder):
 
     from shardbook.model.stored import StoredTensor
 
+    ask_family(folder)
     opened = {}
 
     def read_rows(stored, rows):
@@ -179,6 +190,7 @@ def load_counting(folder, bug):
     from shardbook.model import stored, weights
     from shardbook.model.stored import StoredTensor
 
+    ask_family(folder)
     opened, held, own, counting = [], [], [], []
     bug and bug(stored, weights)
     read = StoredTensor.read_rows
