@@ -12,6 +12,7 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from shardbook.recipe.gone import drop_gone, explain_gone
 from shardbook.recipe.schema import Recipe
 from shardbook.recipe.sections import FORMS, NAMES, RecipeError, Section, nearest
 
@@ -45,6 +46,8 @@ def parse_recipe(text: str, source: str, overrides: list[str] | None = None) -> 
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{source}: not TOML: {error}") from None
+    if Path(source).name == "resolved.toml":  # of a run, maybe of another version: it has every key of its day
+        drop_gone(given)
     for word in overrides or []:
         _override(given, word)
     given.setdefault("train", {})
@@ -176,6 +179,8 @@ def _explain(error: Any) -> str:
         path.append(key)
     name = ".".join(path)
     if error["type"] == "extra_forbidden":
+        if gone := explain_gone(name):
+            return f"{name} = {inside!r}: {gone}"
         if known_as := other_words().get(path[-1].lower()):
             return f"{name} is not a key of a recipe; here it is {known_as}"
         every = [row[0] for row in describe_keys()] + list(Recipe.model_fields)

@@ -31,6 +31,7 @@ from shardbook.paths import write_whole
 from shardbook.ranks.distributed import broadcast_from_main, leave_hangs_in
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe, first_line, flatten_recipe
+from shardbook.recipe.gone import GONE, find_gone
 from shardbook.run.files import check_push, check_run_directory, unwritable
 from shardbook.run.operations import sync_directory
 from shardbook.run.stored_items import in_gb, list_checkpoints, newest_checkpoint, remove_leftovers, step_of
@@ -120,6 +121,13 @@ class RunDirectory:
         if newest and step_of(newest) > steps:
             ends = f"its newest checkpoint is of step {step_of(newest)}, and the recipe ends at step {steps}"
             raise RecipeError(f"run {self.path}: {ends}; raise train.steps, or choose another run.name")
+        gone = find_gone(_read_resolved(self.path / "resolved.toml") if newest else {})
+        for name, (default, way_out) in GONE.items():
+            if gone.get(name, default) != default:
+                raise RecipeError(
+                    f"run {self.path}: {name} was {gone[name]!r} there, which is not a key any more ({way_out}); "
+                    f"choose another run.name, with train.resume_from_checkpoint={newest} to go on from there"
+                )
         here, there = flatten_recipe(recipe), _read_minimised(self.path / "resolved.toml") if newest else {}
         for name, value in there.items():
             if here.get(name, value) != value:
