@@ -89,20 +89,8 @@ def added(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def reduced(
-    gradients: list[list[Tensor]], nodes: int, bits: tuple[int, int], block: int, residual: dict | None = None
-) -> list[Tensor]:
-    """qgZ: `gradients` of each rank -> the sum, through two hops; one where there is one node. `residual`: what the
-    last hop rounded off before, by sender and destination; None without error feedback."""
-
-    def last_hop(row: Tensor, bits: int, sender: int, destination: int) -> Tensor:
-        if residual is None:
-            return round_trip(row, bits, block)
-        row = residual.get((sender, destination), torch.zeros(())) + row
-        back = round_trip(row, bits, block)
-        residual[sender, destination] = row - back
-        return back
-
+def reduced(gradients: list[list[Tensor]], nodes: int, bits: tuple[int, int], block: int) -> list[Tensor]:
+    """qgZ: `gradients` of each rank -> the sum, through two hops; one where there is one node."""
     ranks = len(gradients)
     inside = ranks // nodes
     cut = [shards_of(tensors, ranks) for tensors in gradients]  # [source][destination]
@@ -111,13 +99,9 @@ def reduced(
         partial = []
         for node in range(nodes):  # in each node, the rank at this place adds up what its neighbours send it
             sources = [node * inside + neighbour for neighbour in range(inside)]
-            if nodes > 1:
-                sent = [round_trip(cut[source][destination], bits[0], block) for source in sources]
-            else:
-                sent = [last_hop(cut[source][destination], bits[0], source, destination) for source in sources]
-            partial.append(added(sent))
+            partial.append(added([round_trip(cut[source][destination], bits[0], block) for source in sources]))
         if nodes > 1:  # and sends it to its namesake in the destination's node
-            partial = [added([last_hop(part, bits[1], node, destination) for node, part in enumerate(partial)])]
+            partial = [added([round_trip(part, bits[1], block) for part in partial])]
         pieces.append(partial[0])
     return tensors_of(pieces, gradients[0])
 
@@ -132,7 +116,6 @@ class Wire:
     gradients_bits: tuple[int, int] | None = None
     block: int = 128
     min_params: int = 0  # a unit of fewer stays exact
-    error_feedback: bool = False
 
     def quantizes(self, unit: list[Tensor]) -> bool:
         return sum(p.numel() for p in unit) >= self.min_params
@@ -152,7 +135,6 @@ def train(scenario, wire: Wire, steps: int, max_norm: float, rate: float, decay:
     decays = [{"params": group, "weight_decay": decay * (number == 0)} for number, group in enumerate(groups)]
     optimizer = torch.optim.AdamW(decays, lr=rate, eps=reference.EPS, fused=True)
     result = reference.Result([], [], [], {})
-    residual: list[dict | None] = [{} if wire.error_feedback else None for _ in units]
     for step in range(steps):
         with torch.no_grad():
             for unit in units:
@@ -170,10 +152,10 @@ def train(scenario, wire: Wire, steps: int, max_norm: float, rate: float, decay:
                 gradients = torch.autograd.grad(loss, list(named.values()))
                 found.append(dict(zip(named.values(), gradients, strict=True)))
                 losses[rank] += loss.detach()
-            for unit, left in zip(units, residual, strict=True):
+            for unit in units:
                 each = [[gradients[p] for p in unit] for gradients in found]
                 if wire.gradients_bits and wire.quantizes(unit):
-                    sums = reduced(each, wire.nodes, wire.gradients_bits, wire.block, left)
+                    sums = reduced(each, wire.nodes, wire.gradients_bits, wire.block)
                 else:
                     sums = [torch.stack(parts).sum(0) for parts in zip(*each, strict=True)]
                 for p, value in zip(unit, sums, strict=True):

@@ -109,7 +109,6 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             sums = job.objective.add_up(meter.watch(run_step(sharded, batch.micros, loss, ranks.device)), ranks.device)
             norm = clip_gradients(sharded.gradients, recipe.optim.max_grad_norm)
             step_if_finite(optimizer, norm)
-            sharded.end_step(norm)
             state = TrainState(step, state.tokens + int(batch.totals.tokens), job.loader.state_dict())
             batches.prefetch()
             collect(step)  # while a device still computes

@@ -25,7 +25,7 @@ RECIPE = ROOT / "recipes" / "smollm2-135m-fsdp.toml"
 ROWS = 4  # of 128 tokens in a step, over all ranks
 ZEROPP = "parallel.stage=zeropp"
 QWZ, HPZ = "parallel.quantize_weights=8", "parallel.secondary_shard=node"
-QGZ, CARRIED = "parallel.quantize_gradients=[8,4]", "parallel.quantize_error_feedback=true"
+QGZ = "parallel.quantize_gradients=[8,4]"
 OURS = "optim.name=adamw_bf16"
 STUDIES = {  # variants: ranks of a node, and keys; the first is what the others are held to
     "convergence": {  # hpZ needs two ranks in a node to differ from zero3
@@ -33,7 +33,6 @@ STUDIES = {  # variants: ranks of a node, and keys; the first is what the others
         "qwZ, 8 bits": (1, [ZEROPP, QWZ]),
         "qwZ, 4 bits": (1, [ZEROPP, "parallel.quantize_weights=4"]),
         "qgZ": (1, [ZEROPP, QGZ]),
-        "qgZ, error feedback": (1, [ZEROPP, QGZ, CARRIED]),
         "hpZ": (2, [ZEROPP, HPZ]),
         "all": (2, [ZEROPP, QWZ, QGZ, HPZ]),
     },

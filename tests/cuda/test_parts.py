@@ -54,11 +54,6 @@ def test_every_stage_and_axis(case, recipe, models, tmp_path):
 RUNS = {
     "bf16": ("precision.params=bf16", "parallel.stage=ddp", "model.attention=eager"),
     "zeropp": ("parallel.stage=zeropp", "parallel.quantize_weights=8", "parallel.quantize_gradients=[8,4]"),
-    "error-feedback": (
-        "parallel.stage=zeropp",
-        "parallel.quantize_gradients=[8,4]",
-        "parallel.quantize_error_feedback=true",
-    ),
     "hpZ": ("parallel.stage=zeropp", "parallel.secondary_shard=2"),
     "inputs-away": ("activation.checkpointing=full", "offload.activations=cpu"),
     "adamw_bf16": ("optim.name=adamw_bf16",),

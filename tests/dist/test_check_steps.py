@@ -15,7 +15,7 @@ RUNS = {
     "zero3": (),
     "ddp": ("parallel.stage=ddp",),
     "zero1": ("parallel.stage=zero1", "optim.max_grad_norm=0.5"),
-    "carried": ("parallel.stage=zeropp", "parallel.quantize_gradients=[8,4]", "parallel.quantize_error_feedback=true"),
+    "qgZ": ("parallel.stage=zeropp", "parallel.quantize_gradients=[8,4]"),
     "dropout": ("lora.r=4", "lora.lora_dropout=0.5"),
 }
 

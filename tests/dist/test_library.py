@@ -33,7 +33,7 @@ EXACT = {
 NEAR = {
     2: {
         "qwZ": Parallel(stage="zeropp", quantize_weights=8),
-        "qgZ": Parallel(stage="zeropp", quantize_gradients=[8, 8], quantize_error_feedback=True),
+        "qgZ": Parallel(stage="zeropp", quantize_gradients=[8, 8]),
     },
     4: {"all": Parallel(stage="zeropp", quantize_weights=8, quantize_gradients=[8, 8], secondary_shard="node")},
 }

@@ -219,10 +219,7 @@ def resumed(trained, extra, recipe, name, size, *words):
     return run(size, recipe, name, *SAVING, *words)
 
 
-CARRIED = ("parallel.stage=zeropp", "parallel.quantize_gradients=[8,4]", "parallel.quantize_error_feedback=true")
-
-
-@pytest.mark.parametrize("extra", [LOW, EIGHT, CARRIED], ids=["moments", "8-bit", "carried"])
+@pytest.mark.parametrize("extra", [LOW, EIGHT], ids=["moments", "8-bit"])
 def test_room_is_asked_for_what_is_written(extra, recipe, large, request):
     """Predicted before a run: all but random states, and up to a part of eight bits' blocks; asked at a save: all."""
     if extra is EIGHT:

@@ -1,9 +1,6 @@
 """ZeRO++ against the same collectives written out in one process (tests/quantized.py): four ranks as two nodes of two,
 bit for bit; exact bytes; and every switch through the whole of `train()`."""
 
-import dataclasses
-import json
-
 import pytest
 import quantized
 import reference
@@ -18,7 +15,6 @@ from cases import (
     run_cases,
     same_bits,
 )
-from old_checkpoints import make_old
 from safetensors.torch import load_file
 from toys import DECAY, RATE, Scenario, Toy, train_toy
 from world import losses, run_train, run_world, train_rank
@@ -43,7 +39,6 @@ SWITCHES = {
         "quantize_gradients": [8, 4],
         "quantize_min_params": 500,
     },
-    "qgZ-carried": {"quantize_gradients": [8, 4], "quantize_error_feedback": True},
     "all-blocks-of-64": {
         "quantize_weights": 8,
         "quantize_gradients": [8, 4],
@@ -51,7 +46,7 @@ SWITCHES = {
         "quantize_block": 64,
     },
 }
-EACH_ALONE = ("qwZ-4", "qgZ", "hpZ", "qgZ-carried", "all")  # and once all together: for make test
+EACH_ALONE = ("qwZ-4", "qgZ", "hpZ", "all")  # and once all together: for make test
 
 
 def scenario_of(name, **more):
@@ -71,7 +66,6 @@ def wire_of(name, ranks_per_node):
         tuple(bits) if bits else None,
         block,
         keys.get("quantize_min_params", 0),
-        keys.get("quantize_error_feedback", False),
     )
 
 
@@ -124,7 +118,6 @@ def test_four_ranks_bitwise_as_written_out(ranks_per_node, micros, names, tmp_pa
 
 
 ALL = ("parallel.quantize_weights=8", "parallel.quantize_gradients=[8,4]", "parallel.secondary_shard=node")
-CARRIED = "parallel.quantize_error_feedback=true"
 BF16 = ("precision.params=bf16", "precision.reduce=bf16")
 RUNS = {
     "qwZ": Case("zeropp", 1, 4, 1, extra=ALL[:1]),
@@ -137,7 +130,6 @@ RUNS = {
     "zero3, bf16": Case("zero3", 1, 4, 3, clips=True, extra=BF16),
     "all, bf16": Case("zeropp", 1, 4, 3, clips=True, extra=(*ALL, *BF16)),
     "all": Case("zeropp", 1, 4, 3, clips=True, extra=ALL),
-    "all, carried": Case("zeropp", 1, 4, 3, clips=True, extra=(*ALL, CARRIED)),
     "all, recomputed, untied": Case("zeropp", 1, 4, 1, tied=False, checkpointing="selective", extra=ALL),
     "all, kept and prefetched": Case(
         "zeropp",
@@ -148,8 +140,8 @@ RUNS = {
         extra=(*ALL, "parallel.reshard_root=false", "parallel.forward_prefetch=2", "parallel.quantize_min_params=8000"),
     ),
     "hsdp, inside a node": Case("hsdp", 2, 2, 3, clips=True, extra=ALL[:2]),
-    "hsdp, carried, small units left out": Case(
-        "hsdp", 2, 2, 3, clips=True, extra=(*ALL[:2], CARRIED, *BF16, "parallel.quantize_min_params=8000")
+    "hsdp, small units left out": Case(
+        "hsdp", 2, 2, 3, clips=True, extra=(*ALL[:2], *BF16, "parallel.quantize_min_params=8000")
     ),
 }
 
@@ -157,13 +149,12 @@ RUNS = {
 LEFT_OUT = (  # of make test
     "zero3, bf16",
     "all, bf16",
-    "all, carried",
     "hsdp, inside a node",
     "qwZ",
     "hpZ, first gathers kept",
     "all, recomputed, untied",
     "all, kept and prefetched",
-    "hsdp, carried, small units left out",
+    "hsdp, small units left out",
 )
 
 
@@ -274,14 +265,13 @@ def test_backward_gathers_nothing_between_nodes(outcomes):
         assert sent_between_nodes(backward, axis_groups({"dp_replicate": 1, "dp_shard": 4}, rank, 2), rank, 2) == 0
 
 
-def test_bytes_of_secondary_shards_after_a_forward_and_of_error_feedback():
+def test_bytes_of_secondary_shards_after_a_forward():
     """By hand, of Toy over four ranks as two nodes. A block has matrices of 2, 8 and 8 rows (2 become 4) of 8, 2 and 8,
-    and biases of 2 (4), 8 and 8; the rest 257 (260) rows of 8 and two vectors of 8."""
-    block, outer = 4 * 8 + 8 * 2 + 8 * 8 + 4 + 8 + 8, 260 * 8 + 8 + 8
+    and biases of 2 (4), 8 and 8."""
+    block = 4 * 8 + 8 * 2 + 8 * 8 + 4 + 8 + 8
     shared = 2 * block // 2 * 4  # of one of two ranks that share the blocks; the rest stays whole for its backward
-    sent = (2 * block + outer) // 2 * 4  # what crosses to two nodes
-    for secondary, residual, groups in run_world(4, switched_bytes, environment={"LOCAL_WORLD_SIZE": "2"}):
-        assert secondary == (shared, shared) and residual == (2 * sent, 2 * sent)  # now, and before the step
+    for secondary, groups in run_world(4, switched_bytes, environment={"LOCAL_WORLD_SIZE": "2"}):
+        assert secondary == (shared, shared)
         assert groups == 2  # of secondary shards, and across them; of all units together
 
 
@@ -290,25 +280,22 @@ def switched_bytes():
 
     from shardbook.parallel.mesh import build_mesh
     from shardbook.parallel.sharding import apply_stage, build_hops
-    from shardbook.plan.formulas import predict_residual, predict_secondary
+    from shardbook.plan.formulas import predict_secondary
     from shardbook.ranks.distributed import start_distributed
 
     start_distributed()
-    switches = {"secondary_shard": "node", "quantize_gradients": [8, 4], "quantize_error_feedback": True}
+    switches = {"secondary_shard": "node", "quantize_gradients": [8, 4]}
     scenario, model = Scenario(parallel=switches), Toy()
     layout = scenario.layout(model, "zeropp", 1, 4)
     mesh = build_mesh(layout.sizes, "cpu")
     hops = [len(dist.distributed_c10d._world.pg_map), build_hops(layout, mesh)]
     before = len(dist.distributed_c10d._world.pg_map)
-    sharded = apply_stage(model, layout, mesh)
+    apply_stage(model, layout, mesh)
     groups = len(dist.distributed_c10d._world.pg_map) - before - (before - hops[0])
     with torch.no_grad():
         model(torch.arange(9), True)
     kept = [p.to_local().untyped_storage().nbytes() for block in model.layers for p in block.parameters()]
-    sharded.begin_step()
-    both = [*sharded.residuals.values(), *sharded.residuals_before.values()]
-    residuals = [tensor.untyped_storage().nbytes() for tensor in both]
-    return [(sum(kept), predict_secondary(layout)), (sum(residuals), predict_residual(layout)), groups]
+    return [(sum(kept), predict_secondary(layout)), groups]
 
 
 @pytest.mark.parametrize("shards, ranks_per_node", [(6, 4), (4, 6)])
@@ -327,7 +314,6 @@ def test_nodes_that_do_not_fit_are_refused(shards, ranks_per_node):
         ),
         ({"stage": "zeropp"}, ["none of its switches is zero3", "quantize_weights=8"]),
         ({"stage": "zeropp", "quantize_gradients": [8]}, ["quantize_gradients = [8]", "[8, 4]"]),
-        ({"stage": "zeropp", "quantize_weights": 8, "quantize_error_feedback": True}, ["no gradient is quantised"]),
         ({"stage": "zeropp", "secondary_shard": 3}, ["secondary_shard = 3", "divide the 4 ranks"]),
         ({"stage": "zeropp", "secondary_shard": 1}, ["secondary_shard = 1", "more than 1", "stage=zero2"]),
         (
@@ -350,28 +336,8 @@ def test_refused(keys, words):
 SAVING = ("train.steps=4", "train.save_steps=2", "parallel.stage=zeropp", "optim.max_grad_norm=0.5")
 
 
-def train_on(source, words, forgets):
-    """A rank that goes on from checkpoint `source`; with `forgets` it loads no error feedback: a planted bug."""
-    from shardbook.run import start
-
-    if forgets:
-        real = start.load_checkpoint
-        start.load_checkpoint = lambda path, sharded, *more: real(
-            path, dataclasses.replace(sharded, residuals={}), *more
-        )
-    return train_rank([*words, f"train.resume_from_checkpoint={source}"])
-
-
-def train_as_version_0_1(words):
-    """A rank whose checkpoints have the key that residuals had before 0.2."""
-    from shardbook.run import checkpoint
-
-    checkpoint.RESIDUAL = checkpoint.EARLIER_RESIDUAL
-    return train_rank(words)
-
-
 NODES = {"LOCAL_WORLD_SIZE": "2"}
-EVERY_SWITCH = [*SAVING, *ALL, CARRIED, "train.gradient_accumulation_steps=2"]
+EVERY_SWITCH = [*SAVING, *ALL, "train.gradient_accumulation_steps=2"]
 
 
 @pytest.fixture(scope="module")
@@ -379,65 +345,19 @@ def straight(recipe):
     return run_train(4, recipe, "straight", *EVERY_SWITCH, environment=NODES)
 
 
-def go_on(recipe, name, start, forgets=False):
+def go_on(recipe, name, start):
     """The exported weights of a run that goes on from step 2 of `start`."""
     source, asked = start / "checkpoints" / "step-000002", [str(recipe), f"run.name={name}", *EVERY_SWITCH]
-    results = run_world(4, train_on, source, asked, forgets, environment=NODES)
-    assert [code for code, _, _ in results] == [0] * 4, results
+    words = [*asked, f"train.resume_from_checkpoint={source}"]
+    assert [code for code, _, _ in run_world(4, train_rank, words, environment=NODES)] == [0] * 4
     return load_file(recipe.parent / name / "export" / "model.safetensors")
 
 
 def test_resume_is_bitwise_with_every_switch(recipe, straight):
-    """Secondary shards are made anew from what was loaded, and what was not yet sent is still sent."""
+    """Secondary shards are made anew from what was loaded."""
     weights, wanted = go_on(recipe, "again", straight), load_file(straight / "export" / "model.safetensors")
     assert losses(recipe.parent / "again") == losses(straight)[2:]
     assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.slow
-def test_a_resume_that_forgets_the_residuals_is_seen(recipe, straight):
-    weights, wanted = go_on(recipe, "forgetful", straight, True), load_file(straight / "export" / "model.safetensors")
-    assert not all(torch.equal(weights[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_version_0_1_continues_bitwise(recipe, straight):
-    words = [str(recipe), "run.name=earlier", *EVERY_SWITCH]
-    assert [code for code, _, _ in run_world(4, train_as_version_0_1, words, environment=NODES)] == [0] * 4
-    earlier = recipe.parent / "earlier"
-    make_old(earlier / "checkpoints" / "step-000002")
-    state = json.loads((earlier / "checkpoints" / "step-000002" / "state.json").read_text())
-    # as that version wrote them, word by word
-    assert state.pop("optimizer") == "AdamW" and state["loader"].pop("data") and state.pop("log")
-    assert state.pop("flash_attention") == "FA2"
-    assert state["loader"].pop("rows_per_step") == 8
-    (earlier / "checkpoints" / "step-000002" / "state.json").write_text(json.dumps(state))
-    assert list(state) == ["step", "tokens", "loader", "ranks", "unsent", "shapes"]
-    assert state["ranks"] == [4, "cpu"] and list(state["loader"]) == ["consumed_rows", "rows", "seed"]
-    norms = "32x32 16x32 16x32 32x32 48x32 48x32 32x48 32 32"
-    exchanges = "[('dp_shard_inside', 2, 8), ('dp_shard_across', 2, 4)]"
-    assert state["unsent"][0] == f"0: {norms} over dp_replicate 1 x dp_shard 4, {exchanges}"
-    weights, wanted = go_on(recipe, "on", earlier), load_file(straight / "export" / "model.safetensors")
-    assert losses(recipe.parent / "on") == losses(straight)[2:]
-    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.slow
-def test_what_was_not_sent_is_not_carried_into_other_exchanges(recipe):
-    """hsdp 2 x 2 in one node and zeropp over four carry as many elements, but not the same ones; it is said."""
-    words = [*SAVING[:2], ALL[1], CARRIED, "train.export=false", "train.gradient_accumulation_steps=1"]
-    hybrid = run_train(4, recipe, "hybrid", *words, "parallel.stage=hsdp", "parallel.dp_shard_size=2")
-    source = hybrid / "checkpoints" / "step-000002"
-    for name, more, said in (
-        ("to-hsdp", ["parallel.stage=hsdp", "parallel.dp_shard_size=2"], False),
-        ("to-zeropp", ["parallel.stage=zeropp"], True),
-        ("to-none", ["parallel.stage=zero3", "parallel.quantize_gradients=[]", CARRIED.replace("true", "false")], True),
-    ):
-        asked = [str(recipe), f"run.name={name}", *words, *more]
-        results = run_world(4, train_on, source, asked, False)
-        assert [code for code, _, _ in results] == [0] * 4, results
-        assert ("begun anew: residuals of error feedback: other exchanges" in results[0][1]) is said, results[0][1]
-    assert losses(recipe.parent / "to-hsdp") == losses(hybrid)[2:]
 
 
 def test_one_rank_a_node_takes_one_hop_across(recipe, tiny, tmp_path):
@@ -569,28 +489,10 @@ def nibbles_swapped_on_the_way_back():
     collectives.dequantize = dequantize
 
 
-@plant
-def error_feedback_forgets():
-    from shardbook.comm import collectives
-
-    real = collectives.QuantizedReduceScatter.__call__
-
-    def call(self, output_tensor, input_tensor, group, op, async_op=False):
-        real(self, output_tensor, input_tensor, group, op)
-        self.residual.zero_()
-
-    collectives.QuantizedReduceScatter.__call__ = call
-
-
 @pytest.mark.parametrize(
-    "bug",
-    [
-        pytest.param(bug, marks=[pytest.mark.slow] * (bug not in ("own_shard_exact", "error_feedback_forgets")))
-        for bug in PLANTS
-    ],
+    "bug", [pytest.param(bug, marks=[pytest.mark.slow] * (bug != "own_shard_exact")) for bug in PLANTS]
 )
 def test_a_planted_bug_turns_the_suite_red(bug, tmp_path):
-    name = "qgZ-carried" if bug == "error_feedback_forgets" else "all"
-    run_world(4, train_all, [name], tmp_path, 2, bug, environment={"LOCAL_WORLD_SIZE": "2"})
+    run_world(4, train_all, ["all"], tmp_path, 2, bug, environment={"LOCAL_WORLD_SIZE": "2"})
     with pytest.raises(AssertionError):
-        assert_as_written_out(name, tmp_path, 2, 2)
+        assert_as_written_out("all", tmp_path, 2, 2)

@@ -1,4 +1,4 @@
-"""A key that went is refused by name with what to set instead; a run's resolved.toml that holds it at the default loads."""
+"""A key that went is refused with what to set instead; a run's resolved.toml that holds it at the default loads."""
 
 import re
 

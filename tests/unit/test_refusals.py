@@ -49,7 +49,6 @@ ALONE = [  # settings that break one row each, in the table's order
     {"parallel.quantize_gradients": [8, 4], "parallel.stage": "fsdp"},
     {"parallel.stage": "zeropp"},
     HSDP | {"parallel.quantize_gradients": [8]},
-    HSDP | {"parallel.quantize_error_feedback": True},
     {"parallel.quantize_block": 64},
     {"parallel.pipeline_chunks": 2},
     TWO | LOOPED | {"parallel.pipeline_chunks": 1, "train.gradient_accumulation_steps": 2},

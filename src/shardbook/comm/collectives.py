@@ -32,7 +32,6 @@ class ZeroppSwitches:
     inside: int = 1
     block: int = 128
     min_params: int = 0  # units of fewer parameters stay unquantised
-    error_feedback: bool = False  # qgZ: the rounding error of the last exchange is added to the next reduction
 
     def quantizes(self, numel: int) -> bool:
         return numel >= self.min_params
@@ -79,13 +78,11 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
     """Reduce-scatter as all-to-alls of block-quantised slices: inside the node, then across nodes.
 
     Each hop quantises, exchanges, dequantises and adds in fp32, so an element is rounded twice and no more, however
-    many ranks there are. `hops`: the group of each exchange and its bits. `residual`: for error feedback, the rounding
-    error of this rank's last exchange, fp32, flat, one slice for each rank of that exchange; it is added to the next
-    reduction (Seide et al., 1-bit stochastic gradient descent, Interspeech 2014, section 2.1). None: it is dropped.
+    many ranks there are. `hops`: the group of each exchange and its bits.
     """
 
-    def __init__(self, hops: list[tuple[dist.ProcessGroup, int]], block: int, residual: Tensor | None = None):
-        self.hops, self.block, self.residual = hops, block, residual
+    def __init__(self, hops: list[tuple[dist.ProcessGroup, int]], block: int):
+        self.hops, self.block = hops, block
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -98,13 +95,7 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
         slices = input_tensor.view(-1, self.hops[0][0].size(), len(output_tensor)).transpose(0, 1)
         for number, (exchange, bits) in enumerate(self.hops, start=1):
             is_last = number == len(self.hops)
-            if is_last and self.residual is not None:
-                slices = self.residual.view(slices.shape).add_(slices)
             sent = quantize(slices, bits, self.block)
-            if is_last and self.residual is not None:
-                back = torch.empty_like(slices)
-                dequantize(sent[None], back, bits, self.block)
-                slices.sub_(back).nan_to_num_(0.0, 0.0, 0.0)  # NaN and inf were sent once: kept, they would come again
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=exchange)
             summed = output_tensor[None] if is_last else slices.new_empty(slices.shape[1:], dtype=torch.float32)

@@ -16,7 +16,7 @@ from shardbook.recipe import first_line
 from shardbook.run.console import readable_bytes
 from shardbook.run.metrics import read_rows
 
-CATEGORIES = ("params", "grads", "optimizer", "residual")  # of memory/<what>_bytes
+CATEGORIES = ("params", "grads", "optimizer")  # of memory/<what>_bytes
 MIN_STEPS = 6  # whose speeds are compared: by chance they all say the same in 3 of 100 pairs of runs
 ROUNDING = 1e-5  # stages add in another order: they agree to 1e-6 in a step, and steps add up
 PREFIXES = {"paper": "paper/", "predicted": "predicted/", "measured": ""}  # source -> prefix of its metrics' names

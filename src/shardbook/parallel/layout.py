@@ -184,13 +184,6 @@ class Layout:
         """Returns the numbers of the blocks that this rank has, of a model of `whole` blocks."""
         return [number for chunk in range(self.pipeline.chunks) for number in self.pipeline.own_layers(chunk, whole)]
 
-    def residual_numel(self, unit: Unit) -> int:
-        """Returns the elements that error feedback keeps on a rank for `unit`: as many as its last exchange sends."""
-        if not (self.switches.error_feedback and self.switches.quantizes(unit.numel) and self.hops):
-            return 0
-        earlier = prod(ranks for _, ranks, _ in self.hops[:-1])
-        return unit.padded_numel(self.shards, trained_only=True) // earlier
-
     def data_rank(self, rank: int) -> DataRank:
         replica, shard = (rank_along(self.sizes, axis, rank) for axis in DATA_AXES)
         dp_rank, cp_rank = divmod(replica * self.shards + shard, self.cp_size)

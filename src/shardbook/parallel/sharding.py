@@ -7,11 +7,10 @@ factor is 1. `shard_model` does the same for a loop of one's own: see docs/libra
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -21,7 +20,7 @@ from shardbook.comm.collectives import QuantizedAllGather, QuantizedReduceScatte
 from shardbook.parallel.byte_gather import gather_bytes
 from shardbook.parallel.context import set_cp_group
 from shardbook.parallel.layout import Layout
-from shardbook.parallel.mesh import build_node_mesh, describe_sizes
+from shardbook.parallel.mesh import build_node_mesh
 from shardbook.parallel.pass_monitor import PassMonitor
 from shardbook.parallel.pipeline import PipelineLinks, build_pipeline_links
 from shardbook.parallel.replicated import ReplicatedParameters
@@ -35,15 +34,11 @@ class ShardedModel:
 
     model: nn.Module
     layout: Layout
-    # Error feedback's residuals, flat fp32, by a name of their unit and mesh. A checkpoint must hold them, and they can
-    # be loaded only under the same name. Empty without error feedback.
-    residuals: dict[str, Tensor]
     replicated: ReplicatedParameters | None = None
     mesh: DeviceMesh | None = None  # set where it has an axis tp
     parts: "list[ShardedModel]" = field(default_factory=list)  # one for each chunk of layers, where there are several
     links: PipelineLinks | None = None  # to the neighbours along pp
     offloaded: Any = None  # memory/host_adamw.py's HostAdamW, where masters are not on the device
-    residuals_before: dict[str, Tensor] = field(default_factory=dict)  # the residuals before this step
     is_last: bool = True  # the step's last micro-batch; True by default: a loop that never sets it always reduces
 
     @property
@@ -75,14 +70,6 @@ class ShardedModel:
     def begin_step(self) -> None:
         if self.offloaded:
             self.offloaded.begin_step()
-        for name, residual in self.residuals.items():
-            self.residuals_before.setdefault(name, torch.empty_like(residual)).copy_(residual)
-
-    def end_step(self, norm: Tensor) -> None:
-        """Puts back the residuals of before the step where its gradient `norm` is not finite, without a host sync."""
-        for name, residual in self.residuals.items():
-            bad = ~torch.isfinite(norm.to(residual.device, non_blocking=True))
-            torch.where(bad, self.residuals_before[name], residual, out=residual)
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
@@ -140,7 +127,7 @@ class ShardedModel:
 
 def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool = True) -> ShardedModel:
     """Puts `model` under its stage, in place; `mesh` has the axes of `layout.sizes`. Tensors of the model may lie on
-    the meta device; all others are moved to the mesh's device, where residuals of error feedback are made too.
+    the meta device; all others are moved to the mesh's device.
 
     Where there is more than one shard each unit is wrapped with fully_shard, inner before outer, the root last. A model
     of several chunks of layers has a root for each: after a backward of one nothing is done to the others. `ours`: the
@@ -158,7 +145,7 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
     if len(parts) == 1:
         parts[0].links = links
         return parts[0]
-    return ShardedModel(model, layout, {}, parts=parts, links=links)
+    return ShardedModel(model, layout, parts=parts, links=links)
 
 
 def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, monitor: PassMonitor) -> ShardedModel:
@@ -168,14 +155,14 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, monitor: PassMoni
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(mesh.device_type)
         replicas = mesh.get_group(DP_REPLICATE) if layout.replicas > 1 else None  # ranks with the same parameters
-        return ShardedModel(model, layout, {}, ReplicatedParameters(model, layout, replicas, output, monitor))
+        return ShardedModel(model, layout, ReplicatedParameters(model, layout, replicas, output, monitor))
     whole = mesh if layout.tp_size > 1 else None
     if whole:
         place_on_mesh(model, whole)
     switches, shards, hops = layout.switches, layout.shards, build_hops(layout, mesh)
     # Not 2-D for one replica: fully_shard would all-reduce along the first axis, in a group of one rank.
     mesh = mesh[DP_REPLICATE, DP_SHARD] if layout.replicas > 1 else mesh[DP_SHARD]
-    order, residuals = [*layout.units[-2::-1], layout.units[-1]], dict[str, Tensor]()
+    order = [*layout.units[-2::-1], layout.units[-1]]
     with share_secondary_mesh():
         for unit in order:
             policy = MixedPrecisionPolicy(
@@ -186,7 +173,7 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, monitor: PassMoni
             modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
             reshards = unit.reshard_after_forward and ((unit.gathers_again and switches.secondary) or True)
             fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
-    for number, unit in enumerate(order):
+    for unit in order:
         gather_bytes(unit)
         # SUM with factor 1: the default divides by the number of ranks, though the loss is divided already. The plain
         # sum is forced because gloo has no pre-multiplied one.
@@ -200,14 +187,9 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, monitor: PassMoni
             if switches.weights_bits:
                 unit.handle.set_custom_all_gather(QuantizedAllGather(shards, switches.weights_bits, switches.block))
             if hops:
-                residual = None
-                if kept := layout.residual_numel(unit):
-                    shapes = " ".join("x".join(map(str, shape)) for shape in compress(unit.shapes, unit.trained))
-                    name = f"{number}: {shapes} over {describe_sizes(layout.sizes)}, {layout.hops}"
-                    residual = residuals[name] = torch.zeros(kept, device=mesh.device_type)
-                unit.handle.set_custom_reduce_scatter(QuantizedReduceScatter(hops, switches.block, residual))
+                unit.handle.set_custom_reduce_scatter(QuantizedReduceScatter(hops, switches.block))
     apply_prefetch(layout)
-    return ShardedModel(model, layout, residuals, mesh=whole)
+    return ShardedModel(model, layout, mesh=whole)
 
 
 def separate_reductions(roots: list[nn.Module]) -> None:

@@ -28,5 +28,4 @@ def read_switches(parallel: Parallel, shards: int, ranks_per_node: int) -> Zerop
         inside=inside if shards % inside == 0 else shards,
         block=parallel.quantize_block,
         min_params=parallel.quantize_min_params,
-        error_feedback=parallel.quantize_error_feedback,
     )

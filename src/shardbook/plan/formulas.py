@@ -76,7 +76,7 @@ def predict_copied(layout: Layout, rank: int, optimizer_name: str) -> int:
     shapes, on_device = [shape for unit in layout.units for shape in unit.shapes], replace(layout, offload=Offload())
     kept = predict_resident(on_device, rank, optimizer_name)
     most = max(map(prod, shapes)) * 4 // layout.shards * (layout.replicas > 1)
-    each = int(kept.grads_bytes + kept.optimizer_bytes) // layout.replicas + most + predict_residual(layout) // 2
+    each = int(kept.grads_bytes + kept.optimizer_bytes) // layout.replicas + most
     return each + COPY_ALIGN * 8 * len(shapes) + 2**13
 
 
@@ -86,11 +86,6 @@ def predict_secondary(layout: Layout) -> int:
         return 0
     whole = sum(unit.padded_numel(layout.shards) for unit in layout.units if unit.gathers_again)
     return whole // layout.switches.secondary * layout.dtype("params").itemsize
-
-
-def predict_residual(layout: Layout) -> int:
-    """Returns the bytes that error feedback keeps on a rank, in fp32: residuals now, and before the step."""
-    return 2 * sum(map(layout.residual_numel, layout.units)) * 4
 
 
 def paper_resident(stage: Stage, parameters: int, ranks: int) -> Resident:
@@ -113,8 +108,6 @@ def predict_memory_metrics(layout: Layout, optimizer_name: str, peak: dict[str, 
     metrics = {f"predicted/memory/{what}": value for what, value in kept.items()}
     metrics |= {f"paper/memory/{what}": value for what, value in paper.items()}
     metrics |= {f"predicted/peak/{term}_bytes": value for term, value in peak.items()}
-    if residual := predict_residual(layout):
-        metrics["predicted/memory/residual_bytes"] = residual
     if layout.offload.optimizer != "none":
         metrics |= {f"predicted/memory/{where}_bytes": size for where, size in offloaded_bytes(layout, 0).items()}
         metrics |= {f"predicted/offload/{what}_bytes": size for what, size in step_bytes(layout, 0, micros).items()}

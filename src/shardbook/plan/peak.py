@@ -19,13 +19,7 @@ from shardbook.model.attention import head_size, heads_of
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import Unit, backward_order
 from shardbook.plan.events import step_passes
-from shardbook.plan.formulas import (
-    Resident,
-    predict_gathered_peak,
-    predict_resident,
-    predict_residual,
-    predict_secondary,
-)
+from shardbook.plan.formulas import Resident, predict_gathered_peak, predict_resident, predict_secondary
 from shardbook.plan.live import CopiedBytes, ShardedBytes
 from shardbook.plan.work import FP32, Work, count_work, forward_bytes
 from shardbook.recipe import Recipe
@@ -147,7 +141,7 @@ def fold_moments(
     live = (CopiedBytes if layout.is_replicated else ShardedBytes)(layout, few)
     named, flying = {unit for chunk in visits for _, unit in chunk}, Counter[int]()
     constants = {"params": int(state.params_bytes), "optimizer": int(state.optimizer_bytes)}
-    residual, secondary = predict_residual(layout), predict_secondary(layout)
+    secondary = predict_secondary(layout)
     found = list[tuple[bool, str, Peak]]()
     for action, events in step_passes(layout, few):
         flying[action.chunk] += action.is_forward
@@ -156,7 +150,7 @@ def fold_moments(
                 name, held, working = visits[action.chunk][moment, unit]
                 peak = Peak(
                     **constants,
-                    grads=sums + residual,
+                    grads=sums,
                     gathered=gathered + secondary,
                     buffers=buffers,
                     activations=held + around(action.chunk, flying),
@@ -193,7 +187,7 @@ def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe)
     drawn = rows * config.vocab_size * (itemsize + FP32)  # temperature is the host's work
     return Peak(
         params=int(state.params_bytes),
-        grads=predict_residual(layout),
+        grads=0,
         optimizer=int(state.optimizer_bytes),
         gathered=gathered + predict_secondary(layout),
         buffers=max(whole) * itemsize * (layout.shards > 1) + fetched_bytes(layout),

@@ -159,8 +159,6 @@ RULES = (
          "parallel.stage=zero3", given=f"{UNQUANTISED} parallel.secondary_shard=0"),
     Rule(QGZ, "", "two numbers, bits inside a node and across, like [8, 4]", "",
          when=lambda recipe: len(recipe.parallel.quantize_gradients) != 2),
-    Rule("parallel.quantize_error_feedback=True", "", "no gradient is quantised",
-         "leave it out, or set parallel.quantize_gradients=[8,4]", given="parallel.quantize_gradients=[]"),
     Rule("parallel.quantize_min_params!=0 parallel.quantize_block!=128", "", "nothing is quantised", "leave it out",
          given=UNQUANTISED),
     # the pipeline schedule

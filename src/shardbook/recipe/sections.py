@@ -118,9 +118,6 @@ class Parallel(Section):
     secondary_shard: Annotated[int, Field(ge=0)] | Literal["node"] = key(
         0, "ZeRO++ hpZ: backward gathers among N ranks (a node to quantize_gradients), or a node's (0: among all)."
     )
-    quantize_error_feedback: bool = key(
-        False, "Add the rounding error of qgZ's last exchange to the next reduction; prints the memory it takes."
-    )
     quantize_block: Literal[64, 128, 256] = key(128, "Elements that share a scale.")
     quantize_min_params: int = key(0, "Units of fewer parameters are sent unquantised; prints which.", ge=0)
 

@@ -1,4 +1,4 @@
-"""Checkpoints: model, optimizer, loader position, and each rank's random state and residuals of error feedback.
+"""Checkpoints: model, optimizer, loader position, and each rank's random state.
 
 torch's distributed checkpoint (DCP) plans who writes and reads what, item_storage.py moves the bytes, stored_items.py
 says what a whole checkpoint is. Tensors are stored with their global shapes, so a load reshards them for another world
@@ -43,7 +43,6 @@ from shardbook.run.stored_items import Damaged, Facts, StoredCheckpoint, begin, 
 from shardbook.run.stored_metadata import Reader, TensorsOnly
 
 OPTIMIZER = "optimizer"  # kind of the optimizer state; absent in checkpoints of versions before 0.2: AdamW
-RESIDUAL, EARLIER_RESIDUAL = "residual", "unsent"  # the second in checkpoints of versions before 0.2
 BASE = "base"  # digest of the adapters' base model; absent or empty where the checkpoint has every parameter
 TEACHER = "teacher"  # digest of the teacher; absent without one
 FLASH = "flash_attention"  # the implementation that was active; absent in checkpoints of earlier versions: FA2
@@ -83,7 +82,7 @@ def save_checkpoint(
     RunFailed where it cannot be written, has a number that is not finite, or `check_held` says that another launch has
     the run: nothing is published then. With `background` it only plans; that copies and publishes. Collective."""
     path = folder / name_of(state.step)
-    own = {_own_key(): _rng_state() | _numbered(sharded.residuals, RESIDUAL)}
+    own = {_own_key(): _rng_state()}
     tensors = _tensors(sharded.masters, optimizer) | own
     planner = PlanOnce(tensors, _plans.pop(optimizer, None))
 
@@ -108,7 +107,7 @@ def save_checkpoint(
     _plans[optimizer] = planner.planned()
     if isinstance(writer, StagingWriter) and background:
         background.begin(state.step, writer, later)
-        if sharded.residuals or sharded.offloaded:  # backward changes them, else only the optimizer's step does
+        if sharded.offloaded:  # backward changes them, else only the optimizer's step does
             background.wait_copied()
     return path
 
@@ -122,7 +121,6 @@ def _facts(sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: Train
         "log": state.log,
         "ranks": _ranks(sharded),
         OPTIMIZER: state_kind(optimizer, sharded.layout.shards),
-        RESIDUAL: list(sharded.residuals),
         FLASH: current_flash(),
     }
     frozen = {BASE: base_identity(sharded.model), TEACHER: teacher_identity(sharded.model)}
@@ -174,26 +172,22 @@ def load_checkpoint(
     path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, is_clean: bool = True
 ) -> tuple[TrainState, str]:
     """Loads the model from a whole checkpoint, the optimizer where its stored state is of the same kind, and, where
-    the ranks are the same, this rank's random state and its residuals, if they belong to the same exchanges.
+    the ranks are the same, this rank's random state.
 
     Returns the run's state, and a list for people of the parts that were not loaded, empty where all were. Raises
     RecipeError as check_checkpoint does, and, unless `is_clean`, where state that a load of a damaged checkpoint has
     changed would not be loaded. Collective.
     """
-    model, residuals = sharded.masters, sharded.residuals
+    model = sharded.masters
     stored, stands = check_checkpoint(path, sharded)
     state = stored.state
     kind, there_kind = state_kind(optimizer, sharded.layout.shards), state.get(OPTIMIZER, "AdamW")
     same_kind = kind == there_kind
     read = _tensors(model, optimizer) if same_kind else {"model": _parameters(model)}
-    key = EARLIER_RESIDUAL if EARLIER_RESIDUAL in state else RESIDUAL
-    there_kept = state.get(key, [])
-    same_world, same_exchanges = state["ranks"] == _ranks(sharded), there_kept == list(residuals)
+    same_world = state["ranks"] == _ranks(sharded)
     if same_world:
-        read[_own_key()] = _rng_state() | (_numbered(residuals, key) if same_exchanges else {})
+        read[_own_key()] = _rng_state()
     lost = [] if same_kind else [f"optimizer state: of {there_kind}, here {kind}"]
-    if (there_kept or residuals) and not (same_world and same_exchanges):
-        lost.append("residuals of error feedback: other exchanges")
     if lost and not is_clean:
         said = f"checkpoint {path} cannot follow the load of a damaged one ({lost[0]})"
         raise RecipeError(f"{said}; remove the damaged one, and start again")
@@ -301,10 +295,6 @@ def _ranks(sharded: ShardedModel) -> list[Any]:
 
 def _own_key() -> str:
     return f"own.{dist.get_rank()}"
-
-
-def _numbered(residuals: dict[str, Tensor], key: str) -> dict[str, Tensor]:
-    return {f"{key}.{number}": tensor for number, tensor in enumerate(residuals.values())}
 
 
 def _rng_state() -> dict[str, Tensor]:

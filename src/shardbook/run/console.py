@@ -21,7 +21,7 @@ from shardbook.model.selfcheck import check_family
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
 from shardbook.plan.axes import describe_pipeline, describe_sharing
-from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_residual
+from shardbook.plan.formulas import predict_gathered_peak, predict_resident
 from shardbook.plan.peak import Peak
 from shardbook.ranks.exits import PREEMPTED
 from shardbook.run.metrics import Metrics
@@ -212,8 +212,6 @@ def describe_switches(layout: Layout) -> str:
         hops = [f"{bits} bits among {ranks} ranks" for _, ranks, bits in layout.hops]
         why = "" if len(hops) > 1 else ", one hop: there is one node" if one_node else ", one hop: one rank a node"
         on.append(f"qgZ: gradients in {', then '.join(hops)}{why}")
-    if kept := predict_residual(layout):
-        on.append(f"error feedback: {readable_bytes(kept)} more in each rank's memory, half of it in a checkpoint")
     left = [unit for unit in layout.units if unit.shapes and not switches.quantizes(unit.numel)]
     if left and (switches.weights_bits or switches.gradients_bits):
         on.append(f"{len(left)} units of {sum(unit.numel for unit in left):,} parameters unquantised")

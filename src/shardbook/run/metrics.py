@@ -129,8 +129,6 @@ def memory_metrics(sharded: ShardedModel, optimizer: torch.optim.Optimizer | Non
         "memory/grads_bytes": kept_bytes(p.grad for p in sharded.model.parameters()),
         "memory/optimizer_bytes": kept_bytes(states),
     }
-    if residual := kept_bytes([*sharded.residuals.values(), *sharded.residuals_before.values()]):
-        measured["memory/residual_bytes"] = residual
     if sharded.offloaded:
         measured |= {f"memory/{where}_bytes": count for where, count in sharded.offloaded.bytes().items()}
     return measured

@@ -1,8 +1,8 @@
 """Finds a rank that computes wrongly (`train.check_steps`): a micro-batch is run twice, and bits are compared.
 
 Compared are the loss and what the rank hands to each reduction of gradients, so that a wrong bit is known where it
-arose, before a sum spreads it. Invariant: no number of the run changes: gradients, random states and residuals of error
-feedback are put back. Sums of bits are exact, and equal in any order.
+arose, before a sum spreads it. Invariant: no number of the run changes: gradients and random states are put back. Sums
+of bits are exact, and equal in any order.
 """
 
 import torch
@@ -63,5 +63,4 @@ def _run(sharded: ShardedModel, micro: MicroBatch, loss_function: LossFunction, 
     if on_gpu:
         torch.cuda.synchronize()  # gradients are reduced in a stream of their own
     sharded.model.zero_grad()
-    sharded.end_step(torch.tensor(torch.nan))  # residuals
     return [int(each) for each in sums]

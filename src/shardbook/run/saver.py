@@ -8,7 +8,7 @@ import torch
 from shardbook.memory.host_state import available_memory
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.plan.formulas import predict_copied, predict_residual
+from shardbook.plan.formulas import predict_copied
 from shardbook.ranks.distributed import sum_over_ranks
 from shardbook.ranks.exits import RunFailed
 from shardbook.run.background import Background
@@ -95,11 +95,10 @@ class Saver:
 
 
 def predict_bytes(job: Job) -> int:
-    """Returns the bytes of a checkpoint's parameters, optimizer state and residuals, of all ranks; Muon's matrices take
+    """Returns the bytes of a checkpoint's parameters and optimizer state, of all ranks; Muon's matrices take
     less. 0 where a run saves nothing."""
     if not job.recipe.train.save_steps:
         return 0
     row, itemsize = OPTIMIZERS[job.recipe.optim.name], job.layout.dtype("master").itemsize
     counts = [prod(shape) for shape in whole_shapes(job.model).values()]
-    residuals = predict_residual(job.layout) // 2 * job.layout.world_size  # not those of before the step
-    return residuals + sum(count * itemsize + row.state_bytes(count, itemsize) for count in counts)
+    return sum(count * itemsize + row.state_bytes(count, itemsize) for count in counts)
