@@ -115,10 +115,6 @@ class Wire:
     weights_bits: int = 0
     gradients_bits: tuple[int, int] | None = None
     block: int = 128
-    min_params: int = 0  # a unit of fewer stays exact
-
-    def quantizes(self, unit: list[Tensor]) -> bool:
-        return sum(p.numel() for p in unit) >= self.min_params
 
 
 def train(scenario, wire: Wire, steps: int, max_norm: float, rate: float, decay: float) -> reference.Result:
@@ -140,7 +136,7 @@ def train(scenario, wire: Wire, steps: int, max_norm: float, rate: float, decay:
             for unit in units:
                 exact = [torch.cat(masters[p]).detach() for p in unit]
                 values = exact
-                if wire.weights_bits and wire.quantizes(unit):
+                if wire.weights_bits:
                     values = gathered(exact, wire.ranks, wire.weights_bits, wire.block)
                 for p, value in zip(unit, values, strict=True):
                     p.copy_(value)
@@ -154,7 +150,7 @@ def train(scenario, wire: Wire, steps: int, max_norm: float, rate: float, decay:
                 losses[rank] += loss.detach()
             for unit in units:
                 each = [[gradients[p] for p in unit] for gradients in found]
-                if wire.gradients_bits and wire.quantizes(unit):
+                if wire.gradients_bits:
                     sums = reduced(each, wire.nodes, wire.gradients_bits, wire.block)
                 else:
                     sums = [torch.stack(parts).sum(0) for parts in zip(*each, strict=True)]

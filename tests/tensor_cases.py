@@ -74,7 +74,7 @@ def covering_cases() -> list[Case]:
         of_model("qwen3", "zero3", 1, 2, 2, micros=2, clips=True, extra=both[:1]),
         of_model("smollm3", "zero3", 1, 1, 2, extra=both),
         of_model("granite", "ddp", 1, 1, 2, micros=2, clips=True),
-        of_model("mistral", "zero2", 1, 1, 2, micros=2, extra=("parallel.wrap=none",)),
+        of_model("mistral", "zero2", 1, 1, 2, micros=2),
     ]
     return quick_cases() + chosen
 

@@ -30,7 +30,6 @@ KNOBS = [
         Case("zero3", 1, 2, 3, True, extra=("parallel.reshard_min_params=3000", "parallel.forward_prefetch=1"), cp=2),
     ),
     (1e-6, Case("zero3", 1, 2, 3, checkpointing="full", extra=("offload.activations=cpu",), cp=2)),
-    (1e-6, Case("zero3", 1, 1, 1, extra=("parallel.wrap=size:20000",), cp=2)),
     (None, Case("zero3", 1, 2, 3, True, extra=("precision.params=bf16",), cp=2)),
     (None, Case("zero3", 1, 1, 1, True, extra=("optim.name=muon", "optim.learning_rate=1e-4"), cp=2)),
     (None, Case("zero3", 1, 1, 3, extra=("lora.r=4", "lora.lora_alpha=8"), cp=2)),

@@ -207,10 +207,8 @@ def test_samples_compile_and_knobs_beside_a_teacher(recipe, teachers):
     asked = ("generate.steps=2", "generate.samples=2", "generate.max_new_tokens=8")
     knobs = {
         "samples": asked,
-        "size": ("parallel.wrap=size:2000",),
-        "none": ("parallel.wrap=none",),
         "ahead": ("parallel.forward_prefetch=2", "parallel.backward_prefetch=2"),
-        "kept": ("parallel.reshard_root=false",),
+        "kept": ("parallel.reshard_min_params=8000",),
     }
     for name, words in knobs.items():
         run = run_train(2, recipe, f"knob-{name}", *words_of(teachers / "untied"), *words)

@@ -26,7 +26,7 @@ EXACT = {
         "zero2": "zero2",
         "zero3": "zero3",
         "hpZ": Parallel(stage="zeropp", secondary_shard=2),
-        "ahead": Parallel(stage="zero3", forward_prefetch=1, backward_prefetch=2, reshard_root=False),
+        "ahead": Parallel(stage="zero3", forward_prefetch=1, backward_prefetch=2),
     },
     4: {"hsdp": Parallel(stage="hsdp", dp_shard_size=2), "hpZ": Parallel(stage="zeropp", secondary_shard="node")},
 }

@@ -21,23 +21,6 @@ class Wide(nn.Module):
         return hidden + self.down(torch.tanh(self.up(hidden)))
 
 
-class Mixed(Wide):
-    """A block with two matrices that are units by themselves and as much again beside them: a unit around units."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(100, WIDTH))
-
-    def forward(self, hidden, gated):
-        return super().forward(hidden, gated) * self.scale.mean(0)
-
-
-class MixedToy(Toy):
-    def __init__(self):
-        super().__init__(vocab=257, width=WIDTH)
-        self.layers = nn.ModuleList(Mixed() for _ in range(LAYERS))
-
-
 class WideToy(Toy):
     def __init__(self):
         super().__init__(vocab=257, width=WIDTH)
@@ -71,7 +54,7 @@ def watch_gathers(stage, parallel):
         seen.append(layout)
         return Gathered(layout.units, ROOT)
 
-    scenario = Scenario(build=MixedToy if "wrap" in parallel else WideToy, micros=3, parallel=parallel)
+    scenario = Scenario(build=WideToy, micros=3, parallel=parallel)
     _, gathered = train_toy(scenario, stage, 1, 2, 2, 0.0, watch)
     return gathered.most_units, gathered.most_bytes, predict_gathered_peak(seen[0])
 
@@ -89,19 +72,13 @@ ROOT = (258 * WIDTH + 2 * WIDTH) * 4  # 257 rows padded to two equal shards
         ("zero3", {"backward_prefetch": 0}, 1),
         ("zero3", {"forward_prefetch": 2, "backward_prefetch": 0}, 3),
         ("zero3", {"forward_prefetch": 1, "backward_prefetch": 3}, 4),
-        ("zero3", {"reshard_root": False}, 2),
         ("zero3", {"reshard_min_params": BLOCK // 4 + 1}, LAYERS),  # every block is smaller
-        pytest.param("zero3", {"wrap": "size:1000"}, 3, marks=pytest.mark.slow),  # two matrices, the block around them
-        pytest.param(
-            "zero3", {"wrap": "size:1000", "forward_prefetch": 3, "backward_prefetch": 1}, 5, marks=pytest.mark.slow
-        ),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
 )
 def test_gathered_at_once(stage, parallel, blocks, watched):
     for most_units, most_bytes, predicted in (found[str((stage, parallel))] for found in watched):
-        if "wrap" not in parallel:
-            assert most_bytes == ROOT + blocks * BLOCK
+        assert most_bytes == ROOT + blocks * BLOCK
         assert most_units == blocks
         assert most_bytes == predicted
 

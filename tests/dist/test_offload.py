@@ -355,7 +355,6 @@ REFUSED = {
     "missing": (["offload.optimizer=nvme", "offload.path=/no/such"], "offload.path = '/no/such': does not exist"),
     "a file": (["offload.optimizer=nvme", "offload.path=/etc/passwd"], "is a file"),
     "memory": (["offload.optimizer=nvme", "offload.path=/dev/shm"], "tmpfs, which is memory"),
-    "whole": ([*ON_HOST, "parallel.wrap=none"], "parallel.wrap = 'none': the one unit has all parameters"),
     "other": (["offload.optimizer=cpu", "optim.name=adamw_bf16"], "optim.name = 'adamw_bf16': the host runs AdamW"),
     "nothing recomputed": (["offload.activations=cpu"], "only recomputed blocks offload inputs"),
     "secondary": (

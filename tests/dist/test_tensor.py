@@ -73,7 +73,6 @@ KNOBS = [
         Case("zero3", 1, 2, 3, True, extra=("parallel.reshard_min_params=3000", "parallel.forward_prefetch=1"), tp=2),
     ),
     (1e-6, Case("zero3", 1, 2, 3, checkpointing="full", extra=("offload.activations=cpu",), tp=2)),
-    (1e-6, Case("zero2", 1, 2, 3, extra=("parallel.wrap=none",), tp=2)),
     (None, Case("zero3", 1, 2, 3, True, extra=("precision.params=bf16",), tp=2)),
     (None, Case("zero1", 1, 2, 3, True, extra=("precision.params=bf16", "precision.reduce=bf16"), tp=2)),
     (None, Case("zero3", 1, 1, 1, True, extra=("optim.name=lion", "optim.learning_rate=1e-4"), tp=2)),

@@ -34,17 +34,6 @@ SWITCHES = {
     "qwZ-hpZ": {"quantize_weights": 8, "secondary_shard": 2},
     "qwZ-4-qgZ": {"quantize_weights": 4, "quantize_gradients": [8, 4]},
     "all": {"quantize_weights": 8, "quantize_gradients": [8, 4], "secondary_shard": "node"},
-    "all-but-small-units": {
-        "quantize_weights": 8,
-        "quantize_gradients": [8, 4],
-        "quantize_min_params": 500,
-    },
-    "all-blocks-of-64": {
-        "quantize_weights": 8,
-        "quantize_gradients": [8, 4],
-        "secondary_shard": "node",
-        "quantize_block": 64,
-    },
 }
 EACH_ALONE = ("qwZ-4", "qgZ", "hpZ", "all")  # and once all together: for make test
 
@@ -58,15 +47,7 @@ def wire_of(name, ranks_per_node):
     secondary = keys.get("secondary_shard", 0)
     inside = secondary if secondary and secondary != "node" else ranks_per_node
     bits = keys.get("quantize_gradients")
-    weights, block = keys.get("quantize_weights", 0), keys.get("quantize_block", 128)
-    return quantized.Wire(
-        4,
-        4 // inside,
-        weights,
-        tuple(bits) if bits else None,
-        block,
-        keys.get("quantize_min_params", 0),
-    )
+    return quantized.Wire(4, 4 // inside, keys.get("quantize_weights", 0), tuple(bits) if bits else None)
 
 
 def train_all(names, folder, micros, bug=None):
@@ -87,7 +68,7 @@ def assert_as_written_out(name, folder, ranks_per_node, micros):
         got = torch.load(folder / f"{name}.{rank}", weights_only=False)
         # the loss is summed over ranks in another order
         assert got.losses[:1] == pytest.approx(wanted.losses[:1], rel=1e-6), name
-        if "quantize_gradients" in SWITCHES[name] and not wire.min_params:
+        if "quantize_gradients" in SWITCHES[name]:
             assert got.losses == pytest.approx(wanted.losses, rel=1e-6), name
             got.losses = wanted.losses
             assert got.norms == wanted.norms and same_bits(got, wanted), name
@@ -124,7 +105,7 @@ RUNS = {
     "qgZ": Case("zeropp", 1, 4, 3, clips=True, tied=False, extra=ALL[1:2]),
     "hpZ": Case("zeropp", 1, 4, 3, clips=True, checkpointing="full", extra=ALL[2:]),
     "hpZ, first gathers kept": Case(
-        "zeropp", 1, 4, 3, clips=True, extra=(ALL[2], "parallel.reshard_root=false", "parallel.forward_prefetch=1")
+        "zeropp", 1, 4, 3, clips=True, extra=(ALL[2], "parallel.reshard_min_params=8000", "parallel.forward_prefetch=1")
     ),
     "zero3": Case("zero3", 1, 4, 3, clips=True),  # what they are held against
     "zero3, bf16": Case("zero3", 1, 4, 3, clips=True, extra=BF16),
@@ -137,12 +118,10 @@ RUNS = {
         4,
         3,
         tied=False,
-        extra=(*ALL, "parallel.reshard_root=false", "parallel.forward_prefetch=2", "parallel.quantize_min_params=8000"),
+        extra=(*ALL, "parallel.reshard_min_params=8000", "parallel.forward_prefetch=2"),
     ),
     "hsdp, inside a node": Case("hsdp", 2, 2, 3, clips=True, extra=ALL[:2]),
-    "hsdp, small units left out": Case(
-        "hsdp", 2, 2, 3, clips=True, extra=(*ALL[:2], *BF16, "parallel.quantize_min_params=8000")
-    ),
+    "hsdp, bf16": Case("hsdp", 2, 2, 3, clips=True, extra=(*ALL[:2], *BF16)),
 }
 
 
@@ -154,7 +133,7 @@ LEFT_OUT = (  # of make test
     "hpZ, first gathers kept",
     "all, recomputed, untied",
     "all, kept and prefetched",
-    "hsdp, small units left out",
+    "hsdp, bf16",
 )
 
 
@@ -316,11 +295,6 @@ def test_nodes_that_do_not_fit_are_refused(shards, ranks_per_node):
         ({"stage": "zeropp", "quantize_gradients": [8]}, ["quantize_gradients = [8]", "[8, 4]"]),
         ({"stage": "zeropp", "secondary_shard": 3}, ["secondary_shard = 3", "divide the 4 ranks"]),
         ({"stage": "zeropp", "secondary_shard": 1}, ["secondary_shard = 1", "more than 1", "stage=zero2"]),
-        (
-            {"stage": "zeropp", "secondary_shard": 2, "quantize_min_params": 9},
-            ["quantize_min_params = 9", "nothing is"],
-        ),
-        ({"stage": "zero3", "quantize_block": 64}, ["quantize_block = 64", "nothing is quantised"]),
         ({"stage": "zeropp", "secondary_shard": 8}, ["secondary_shard = 8", "divide the 4 ranks"]),
     ],
     ids=str,

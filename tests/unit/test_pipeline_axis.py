@@ -33,8 +33,6 @@ REFUSED = {  # a recipe's words, and what the error says
     "qwZ": ([TWO, "parallel.stage=hsdp", "parallel.quantize_weights=8"], SWITCH),
     "qgZ": ([TWO, "parallel.quantize_gradients=[8, 4]"], SWITCH),
     "hpZ": ([TWO, "parallel.stage=hsdp", "parallel.secondary_shard=2"], SWITCH),
-    "one unit": ([TWO, "parallel.wrap=none"], ["parallel.wrap = 'none'", "set parallel.wrap=block"]),
-    "units": ([TWO, "parallel.wrap=size:1000"], ["parallel.wrap = 'size:1000'", "set parallel.wrap=block"]),
     "lora": ([TWO, "lora.r=4"], ["lora.r = 4", "leave one of the two out"]),
     "distill": (
         [TWO, "method=distill", "distill.teacher=somewhere"],

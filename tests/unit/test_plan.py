@@ -68,9 +68,7 @@ def test_units_chosen_once_are_those_of_each_layout():
     for key, value in (
         ("stage", "zero3"),
         ("stage", "zero2"),
-        ("wrap", "size:500000"),
         ("reshard_min_params", 10**7),
-        ("reshard_root", False),
         ("pp_size", 2),
     ):
         once, alone = (units_of(each, {f"parallel.{key}": value}) for each in (planner, build_planner(recipe)))

@@ -124,8 +124,6 @@ WRONG = {
     "activation.checkpointing=every:0": ["activation.checkpointing = 'every:0'", "every:<whole number>"],
     "activation.checkpointing=budget:1.5": ["activation.checkpointing = 'budget:1.5'", "budget:<0.0 to 1.0>"],
     "activation.checkpointing=budget:0.5": ["'budget:0.5'", "set train.compile=true, or choose selective"],
-    "parallel.wrap=blok": ["parallel.wrap = 'blok'", "block, none, size:<whole number>", "did you mean block?"],
-    "parallel.wrap=size:0": ["parallel.wrap = 'size:0'", "size:<whole number>"],
     "parallel.forward_prefetch=-2": ["parallel.forward_prefetch = -2", "greater than or equal to -1"],
     "parallel.pipeline_chunks=2": ["parallel.pipeline_chunks = 2: there is no pipeline; set parallel.pp_size"],
     "parallel.pipeline_schedule=gpipe": ["parallel.pipeline_schedule = 'gpipe': there is no pipeline"],
@@ -188,7 +186,7 @@ def test_wrong_recipes_exit_2_with_one_line(file, word, capsys):
 
 BESIDE = {  # a contradiction is found beside an error in the same section, and beside a section that contradicts itself
     ("optim.learning_rate=fast", "optim.name=muon", "parallel.tp_size=2"): "optim.learning_rate = 'fast'",
-    ("parallel.wrapp=1", "parallel.tp_size=2", "optim.name=muon"): "parallel.wrapp is not a key",
+    ("parallel.stagee=1", "parallel.tp_size=2", "optim.name=muon"): "parallel.stagee is not a key",
     ("train.steps=x", "parallel.tp_size=2", "optim.name=muon"): "train.steps = 'x'",
     ("data.eval=a.jsonl", "data.eval_size=3", "parallel.tp_size=2", "optim.name=muon"): "set one of the two",
 }
@@ -230,7 +228,6 @@ def test_wrong_preferences_exit_2_with_one_line(file, words, capsys):
 TENSOR = {  # what does not go with tensor parallel, and the way out
     ("parallel.stage=zeropp",): "set parallel.stage=zero3",
     ("parallel.stage=hsdp", "parallel.secondary_shard=2"): "leave parallel.quantize_weights",
-    ("parallel.wrap=size:1000",): "set parallel.wrap=block",
     ("lora.r=4",): "leave one of the two out",
     ("method=reward",): "leave parallel.tp_size out",
     ("generate.steps=5",): "set generate.steps=0",
@@ -269,8 +266,6 @@ def test_what_does_not_compose_with_context_parallel_exits_2(file, words, capsys
 PIPELINE = {  # and with pipeline parallel
     ("parallel.stage=zeropp",): "set parallel.stage=zero3",
     ("parallel.stage=hsdp", "parallel.secondary_shard=2"): "leave parallel.quantize_weights",
-    ("parallel.wrap=none",): "set parallel.wrap=block",
-    ("parallel.wrap=size:1000",): "set parallel.wrap=block",
     ("lora.r=4",): "leave one of the two out",
     ("method=dpo",): "leave parallel.pp_size out",
     ("method=reward",): "leave parallel.pp_size out",

@@ -43,13 +43,12 @@ ALONE = [  # settings that break one row each, in the table's order
     {"parallel.dp_replicate_size": 2},
     {"parallel.dp_shard_size": 2, "parallel.stage": "ddp"},
     {"parallel.stage": "hsdp"},
-    {"parallel.reshard_root": False, "parallel.stage": "zero1"},
+    {"parallel.reshard_min_params": 5, "parallel.stage": "zero1"},
     {"parallel.backward_prefetch": 1, "parallel.stage": "ddp"},
     {"parallel.forward_prefetch": 1, "parallel.stage": "ddp"},
     {"parallel.quantize_gradients": [8, 4], "parallel.stage": "fsdp"},
     {"parallel.stage": "zeropp"},
     HSDP | {"parallel.quantize_gradients": [8]},
-    {"parallel.quantize_block": 64},
     {"parallel.pipeline_chunks": 2},
     TWO | LOOPED | {"parallel.pipeline_chunks": 1, "train.gradient_accumulation_steps": 2},
     TWO | {"parallel.pipeline_chunks": 2},
@@ -58,8 +57,6 @@ ALONE = [  # settings that break one row each, in the table's order
     {"parallel.cp_size": 3},
     {"parallel.cp_size": 2, "parallel.stage": "zeropp", "parallel.quantize_weights": 8},
     HSDP | {"parallel.cp_size": 2, "parallel.secondary_shard": 2},
-    {"parallel.tp_size": 2, "parallel.wrap": "size:5"},
-    TWO | {"parallel.wrap": "none"},
     TWO | {"lora.r": 4},
     {"parallel.tp_size": 2, "method": "reward"},
     {"parallel.cp_size": 2, "method": "dpo"},
@@ -102,12 +99,10 @@ ALONE = [  # settings that break one row each, in the table's order
     {"offload.params": "cpu", "parallel.stage": "zero2"},
     {"train.async_save": True, "offload.optimizer": "nvme"},
     {"parallel.stage": "zeropp", "parallel.secondary_shard": 2} | HOST,
-    {"offload.params": "cpu", "parallel.wrap": "none"},
     {"train.check_steps": 10},
     HOST | {"train.check_steps": 10, "train.deterministic": True},
     {"offload.activations": "cpu"},
     {"activation.checkpointing": "budget:0.5"},
-    {"parallel.wrap": "size:5", "train.compile": True},
 ]
 
 
@@ -190,8 +185,8 @@ def test_a_section_that_is_wrong_by_itself_hides_and_makes_no_contradiction(tmp_
 def test_a_loop_of_ones_own_asks_the_table():
     check_parallel(Parallel(stage="zeropp", quantize_weights=8))
     with pytest.raises(RecipeError) as error:
-        shard_model(nn.Linear(2, 2), blocks=[], stage=Parallel(stage="zero1", reshard_root=False, quantize_block=64))
-    assert "zero1 keeps every parameter" in str(error.value) and "quantize_block = 64: nothing is" in str(error.value)
+        shard_model(nn.Linear(2, 2), blocks=[], stage=Parallel(stage="zero1", reshard_min_params=5, quantize_weights=8))
+    assert "zero1 keeps every parameter" in str(error.value) and "zero1 does not have it" in str(error.value)
 
 
 PLANTED = refusals.Rule("activation.checkpointing=full", "parallel.stage=zero3", "planted", "leave it")
@@ -218,7 +213,7 @@ def test_what_a_plan_tries_is_a_recipe_that_loads():
     for name, words in (
         ("smollm2-135m-offload", []),
         ("smollm2-135m-distill", []),
-        ("smollm2-135m-fsdp", ["parallel.wrap=size:100000"]),
+        ("smollm2-135m-fsdp", ["parallel.reshard_min_params=100000"]),
         ("smollm2-135m-tp", []),
     ):
         planner = build_planner(load_recipe(find_recipe(name), words))

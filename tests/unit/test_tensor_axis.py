@@ -24,7 +24,6 @@ BESIDE = {  # what a recipe may not have beside tp_size = 2, and what the error 
     "muon": (["optim.name=muon"], ["optim.name = 'muon'", "set optim.name=adamw"]),
     "adamw_bf16": (["optim.name=adamw_bf16"], ["optim.name = 'adamw_bf16'", "set optim.name=adamw"]),
     "adamw_8bit": (["optim.name=adamw_8bit"], ["optim.name = 'adamw_8bit'", "set optim.name=adamw"]),
-    "wrap": (["parallel.wrap=size:1000"], ["parallel.wrap = 'size:1000'", "set parallel.wrap=block"]),
     "length": (["data.max_length=127"], ["data.max_length = 127", "must be a multiple of 2"]),
     "none": (["parallel.tp_size=0"], ["parallel.tp_size = 0", "greater than or equal to 1"]),
 }

@@ -513,7 +513,7 @@ ACCELERATE = {
                 "fsdp_backward_prefetch_policy": "NO_PREFETCH",
             },
         },
-        {"parallel.stage": "zero2", "parallel.wrap": "size:100000000"},
+        {"parallel.stage": "zero2"},
         [],
     ),
     "hybrid shard over two machines": (
@@ -692,8 +692,8 @@ ACCELERATE = {
             "fsdp_config": {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000},
             "parallelism_config": {"parallelism_config_tp_size": 2},
         },
-        {"parallel.wrap": "size:1000", "parallel.tp_size": None},
-        ["parallelism_config.parallelism_config_tp_size"],
+        {"parallel.stage": "zero3", "parallel.tp_size": 2},
+        [],
     ),
     "the Megatron-LM guide": (
         {

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardbook.axes import ACROSS, DP_SHARD, INSIDE
-from shardbook.comm.quantize import dequantize, quantize
+from shardbook.comm.quantize import BLOCK, dequantize, quantize
 from shardbook.comm.torch_private import collective_base, secondary_meshes_through
 
 AllGather: Any = collective_base("AllGather")
@@ -30,11 +30,6 @@ class ZeroppSwitches:
     gradients_bits: tuple[int, int] | None = None  # qgZ: bits inside a node, bits across nodes
     secondary: int = 0  # hpZ: ranks that together keep a copy between forward and backward; 0: off
     inside: int = 1
-    block: int = 128
-    min_params: int = 0  # units of fewer parameters stay unquantised
-
-    def quantizes(self, numel: int) -> bool:
-        return numel >= self.min_params
 
     def hops(self, shards: int) -> list[tuple[str, int, int]]:
         """Returns qgZ's exchanges over `shards` ranks, in order: mesh axis, ranks along it, bits. There is one exchange
@@ -56,8 +51,8 @@ class QuantizedAllGather(_Allocates, AllGather):
     """All-gather of block-quantised shards over a group of `ranks`. Over a group of another size (hpZ's, inside a node)
     it is a plain all-gather of the weights that were dequantised once: so forward and backward see the same weights."""
 
-    def __init__(self, ranks: int, bits: int, block: int):
-        self.ranks, self.bits, self.block = ranks, bits, block
+    def __init__(self, ranks: int, bits: int):
+        self.ranks, self.bits = ranks, bits
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -68,10 +63,10 @@ class QuantizedAllGather(_Allocates, AllGather):
         if group.size() != self.ranks:
             all_gather(output_tensor, input_tensor, group)
             return
-        sent = quantize(input_tensor[None], self.bits, self.block)
+        sent = quantize(input_tensor[None], self.bits, BLOCK)
         received = sent.new_empty(self.ranks, sent.shape[1])
         all_gather(received, sent, group)
-        dequantize(received[None], output_tensor.view(self.ranks, -1), self.bits, self.block)
+        dequantize(received[None], output_tensor.view(self.ranks, -1), self.bits, BLOCK)
 
 
 class QuantizedReduceScatter(_Allocates, ReduceScatter):
@@ -81,8 +76,8 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
     many ranks there are. `hops`: the group of each exchange and its bits.
     """
 
-    def __init__(self, hops: list[tuple[dist.ProcessGroup, int]], block: int):
-        self.hops, self.block = hops, block
+    def __init__(self, hops: list[tuple[dist.ProcessGroup, int]]):
+        self.hops = hops
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -95,11 +90,11 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
         slices = input_tensor.view(-1, self.hops[0][0].size(), len(output_tensor)).transpose(0, 1)
         for number, (exchange, bits) in enumerate(self.hops, start=1):
             is_last = number == len(self.hops)
-            sent = quantize(slices, bits, self.block)
+            sent = quantize(slices, bits, BLOCK)
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=exchange)
             summed = output_tensor[None] if is_last else slices.new_empty(slices.shape[1:], dtype=torch.float32)
-            dequantize(received, summed, bits, self.block)
+            dequantize(received, summed, bits, BLOCK)
             slices = summed[:, None]
 
 

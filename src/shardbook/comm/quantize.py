@@ -17,6 +17,7 @@ from shardbook.arithmetic import ceil_div
 from shardbook.comm.fused import fused
 
 LARGEST = {8: 127, 4: 7}  # bits -> steps on either side of zero: -128 and -8 stay unused, for a symmetric range
+BLOCK = 128  # elements that share a scale
 BLOCKS = (64, 128, 256)
 SCALE_BYTES = 4  # fp32
 TINY = 127 * 2.0**-126

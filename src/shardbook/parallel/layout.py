@@ -28,12 +28,12 @@ from shardbook.parallel.mesh import (
 from shardbook.parallel.schedule import Pipeline
 from shardbook.parallel.switches import read_switches
 from shardbook.parallel.units import Unit, backward_order, choose_units
-from shardbook.recipe import Offload, Parallel, Precision, RecipeError, Stage, find_stage
+from shardbook.recipe import Offload, Parallel, Precision, Stage, find_stage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by their names in a recipe
 ON_DEVICE, WHOLE_MODEL = Offload(), Pipeline()
 # what choose_units reads of [parallel]
-UNIT_KEYS = ("wrap", "reshard_min_params", "reshard_root", "forward_prefetch", "backward_prefetch", "pp_size")
+UNIT_KEYS = ("reshard_min_params", "forward_prefetch", "backward_prefetch", "pp_size")
 BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb: an all-reduce of less costs its latency, not its bytes
 
 
@@ -51,7 +51,7 @@ class Layout:
     stage: Stage
     sizes: dict[str, int]  # of every mesh axis that parameters lie on, outermost first
     units: tuple[Unit, ...]  # this rank's, chunk of layers after chunk, each in forward order, its root last
-    parallel: Parallel  # the knobs between the table's rows: prefetch, wrap
+    parallel: Parallel  # the knobs between the table's rows: prefetch
     precision: Precision  # without `auto`
     switches: ZeroppSwitches
     ranks_per_node: int
@@ -97,9 +97,9 @@ class Layout:
         """The number of ranks, by axis, that compute one micro-batch together: they split matrices, rows or layers."""
         return {TP: self.tp_size, CP: self.cp_size, PP: self.pipeline.ranks}
 
-    def dtype(self, what: Literal["params", "reduce", "output", "master"]) -> torch.dtype:
+    def dtype(self, what: Literal["params", "reduce", "master"]) -> torch.dtype:
         """Returns a dtype. params: of gathered parameters and compute; reduce: of gradients on the network and their
-        sum; output: of the model's output; master: of parameters at rest, reduced gradients and optimizer state."""
+        sum; master: of parameters at rest, reduced gradients and optimizer state."""
         return DTYPES[getattr(self.precision, what)]
 
     @property
@@ -239,12 +239,6 @@ def build_layout(
             chosen[key] = choose_units(view, *each, frees, parallel)
         chunks.append(chosen[key])
     units = tuple(unit for chunk in chunks for unit in chunk)
-    largest = max(unit.numel for unit in units)
-    if (switches.weights_bits or switches.gradients_bits) and not switches.quantizes(largest):
-        raise RecipeError(
-            f"parallel.quantize_min_params = {switches.min_params}: leaves every unit unquantised (the largest has "
-            f"{largest:,} parameters); must be less"
-        )
     beside = getattr(getattr(model, "teacher", None), "config", None)
     found = (stage, sizes, units, parallel, precision, switches, ranks_per_node, offload, beside, parallel.cp_size)
     return Layout(*found, getattr(model, "pipeline", WHOLE_MODEL), tuple(map(len, chunks)))

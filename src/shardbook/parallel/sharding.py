@@ -149,7 +149,8 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
 
 
 def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, monitor: PassMonitor) -> ShardedModel:
-    output = layout.dtype("output") if getattr(model, "has_last_pp_stage", True) else layout.dtype("params")
+    # losses are fp32; hidden states for the next pipeline stage are not
+    output = torch.float32 if getattr(model, "has_last_pp_stage", True) else layout.dtype("params")
     if layout.is_replicated:
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
@@ -183,11 +184,10 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, monitor: PassMoni
         if hasattr(unit.handle, "set_reduce_scatter_unused_params"):  # torch >= 2.13
             # Where only some ranks used a parameter the others reduce zeros: else ranks would sum unequal buffers.
             unit.handle.set_reduce_scatter_unused_params(True, recurse=False)
-        if unit.shapes and switches.quantizes(unit.numel):
-            if switches.weights_bits:
-                unit.handle.set_custom_all_gather(QuantizedAllGather(shards, switches.weights_bits, switches.block))
-            if hops:
-                unit.handle.set_custom_reduce_scatter(QuantizedReduceScatter(hops, switches.block))
+        if unit.shapes and switches.weights_bits:
+            unit.handle.set_custom_all_gather(QuantizedAllGather(shards, switches.weights_bits))
+        if unit.shapes and hops:
+            unit.handle.set_custom_reduce_scatter(QuantizedReduceScatter(hops))
     apply_prefetch(layout)
     return ShardedModel(model, layout, mesh=whole)
 

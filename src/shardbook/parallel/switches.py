@@ -26,6 +26,4 @@ def read_switches(parallel: Parallel, shards: int, ranks_per_node: int) -> Zerop
         gradients_bits=(bits[0], bits[1]) if bits else None,
         secondary=secondary if secondary < shards else 0,  # one node: every gather is inside it already
         inside=inside if shards % inside == 0 else shards,
-        block=parallel.quantize_block,
-        min_params=parallel.quantize_min_params,
     )

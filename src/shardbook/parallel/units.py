@@ -131,28 +131,18 @@ def choose_units(
 ) -> tuple[Unit, ...]:
     """Returns the units of `model` in forward order, outer before inner, but the root (with all other parameters) last.
 
-    `frees`: whether the stage frees parameters after forward. `parts`: the groups of modules that are units with
-    `wrap = block`, in forward order; `blocks`: the blocks among them. `wrap = size:<n>`: each smallest module inside a
-    block (no norm by itself) with n parameters that no smaller one took, and each other part of n parameters; the root
-    takes the rest. `wrap = none`: the root takes everything. Raises RecipeError where a knob would change nothing.
+    `frees`: whether the stage frees parameters after forward. `parts`: the groups of modules that are units, in forward
+    order; `blocks`: the blocks among them. Raises RecipeError where a knob would change nothing.
     """
     in_blocks = {module for block in blocks for module in block.modules()}
     hidden = matrices_of(blocks)
-    kind, _, least = parallel.wrap.partition(":")
-    chosen = list(parts) if kind == "block" else []
-    for part in parts if kind == "size" else []:
-        if part[0] in in_blocks:
-            chosen += [[module] for module in _modules_of_size(part[0], int(least))]
-        elif sum(p.numel() for p in _parameters(part)) >= int(least):
-            chosen.append(part)
     outer = [part for part in parts if part[0] not in in_blocks and not hasattr(part[0], FORWARD_ONLY)]
     units, taken = [], set[nn.Parameter]()
-    for modules in [*chosen[::-1], [model]]:  # inner before outer: an inner unit's parameters are its own
+    for modules in [*parts[::-1], [model]]:  # inner before outer: an inner unit's parameters are its own
         own = [p for p in _parameters(modules) if p not in taken]
         taken |= set(own)
         fate = getattr(modules[0], FORWARD_ONLY, "")
-        is_freed = modules[0] in in_blocks or fate == FREED or parallel.reshard_root
-        is_freed &= frees and sum(p.numel() for p in own) >= parallel.reshard_min_params
+        is_freed = frees and sum(p.numel() for p in own) >= parallel.reshard_min_params
         is_lookup = all(isinstance(module, nn.Embedding) for module in modules)
         # embedding and head in one unit, around all blocks; not the only end that a pipeline stage has
         is_around = outer == [modules] and not is_lookup and modules != parts[-1]
@@ -185,15 +175,14 @@ def _check_units(units: list[Unit], blocks: Sequence[nn.Module], frees: bool, pa
     own = [unit for unit in units if unit.shapes and (whole or unit.modules[0] in blocks)]
     if max(parallel.forward_prefetch, parallel.backward_prefetch) > 0 and len(own) == 1 and whole:
         raise RecipeError(
-            f"parallel.wrap = {parallel.wrap!r} leaves one unit of {own[0].numel:,} parameters, so there is no next "
-            "one to gather ahead; set parallel.wrap=block, or leave the prefetch out"
+            f"one unit of {own[0].numel:,} parameters has all, so there is no next one to gather ahead; leave "
+            "parallel.forward_prefetch and parallel.backward_prefetch out"
         )
     if frees and not any(unit.frees for unit in own):
         largest = max(unit.numel for unit in own)
         raise RecipeError(
-            f"parallel.reshard_min_params = {parallel.reshard_min_params}, parallel.reshard_root = "
-            f"{str(parallel.reshard_root).lower()}: nothing would be freed (the largest of {len(own)} "
-            f"units has {largest:,} parameters); keep less, or set parallel.stage=zero2"
+            f"parallel.reshard_min_params = {parallel.reshard_min_params}: nothing would be freed (the largest of "
+            f"{len(own)} units has {largest:,} parameters); set less, or parallel.stage=zero2"
         )
 
 
@@ -208,17 +197,6 @@ def parameters_of_units(units: Sequence[Unit]) -> dict[Unit, list[nn.Parameter]]
 
 def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list(dict.fromkeys(p for module in modules for p in module.parameters()))
-
-
-def _modules_of_size(module: nn.Module, least: int) -> list[nn.Module]:
-    """Returns the smallest modules of `module` with `least` parameters that no smaller one took; outer ones first. A
-    norm stays with the module around it: alone it would cost a gather of its own, and models list norms out of the
-    order in which they run, by which units are prefetched."""
-    found = [inner for child in module.children() for inner in _modules_of_size(child, least)]
-    taken = set(_parameters(found))
-    left = sum(p.numel() for p in module.parameters() if p not in taken)
-    is_norm = not list(module.children()) and all(p.ndim < 2 for p in module.parameters())
-    return [module, *found] if left >= least and not is_norm else found
 
 
 def count_parameters(parameters: Iterable[nn.Parameter]) -> int:

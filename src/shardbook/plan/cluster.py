@@ -235,7 +235,7 @@ class Planner:
             choices += [(cluster.a_node, cp, size) for size in PP_SIZES]
         found = list[ParallelSizes]()
         for each in dict.fromkeys(choices):
-            parallel = Parallel(wrap=asked.wrap).model_copy(update=with_sizes(asked, each))
+            parallel = Parallel().model_copy(update=with_sizes(asked, each))
             inside = each[0] if both else each[0] * each[1]
             if each == own or cluster.a_node % inside or cluster.gpus % prod(each) or cluster.nodes % each[2]:
                 continue

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shardbook.arithmetic import ceil_div, round_up
 from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP, WORLD
 from shardbook.comm.ledger import Traffic, Volume
-from shardbook.comm.quantize import buffer_bytes
+from shardbook.comm.quantize import BLOCK, buffer_bytes
 from shardbook.memory.host_state import moved_bytes, plan_unit
 from shardbook.optim.muon import WIRE_BYTES
 from shardbook.optim.table import OPTIMIZERS
@@ -73,22 +73,22 @@ def gathering(layout: Layout, unit: Unit, is_forward: bool) -> Sends:
         return ()
     whole, is_secondary = unit.padded_numel(shards), switches.secondary and not is_forward
     payload = whole * layout.dtype("params").itemsize
-    if switches.weights_bits and switches.quantizes(unit.numel) and not is_secondary:
-        payload = shards * buffer_bytes(whole // shards, switches.weights_bits, switches.block)
+    if switches.weights_bits and not is_secondary:
+        payload = shards * buffer_bytes(whole // shards, switches.weights_bits, BLOCK)
     return (("all_gather", INSIDE if is_secondary else DP_SHARD, payload),)
 
 
 def reduction(layout: Layout, unit: Unit) -> Sends:
     """Returns the collectives that reduce gradients of `unit` over its shards: a reduce-scatter, or qgZ's hops."""
-    shards, switches = layout.shards, layout.switches
+    shards = layout.shards
     trained = unit.padded_numel(shards, trained_only=True)
     if shards == 1 or not trained:
         return ()
-    if not (layout.hops and switches.quantizes(unit.numel)):
+    if not layout.hops:
         return (("reduce_scatter", DP_SHARD, trained * layout.dtype("reduce").itemsize),)
     hops, slices = list[tuple[str, str, int]](), shards
     for axis, ranks, bits in layout.hops:  # each leaves a rank with one slice of every `ranks`
-        hops.append(("all_to_all", axis, slices * buffer_bytes(trained // shards, bits, switches.block)))
+        hops.append(("all_to_all", axis, slices * buffer_bytes(trained // shards, bits, BLOCK)))
         slices //= ranks
     return tuple(hops)
 
@@ -131,9 +131,7 @@ class _Chunk:
         units = [unit for unit in own.units if any(unit.hidden) and not unit.forward_only]
         self.first_block = units[0] if units else None
         self.of_blocks = {*units, *(unit for unit in own.units if unit.in_block and not unit.forward_only)}
-        # the numbers of a unit's blocks, in the whole model; where a unit is no block, one has those of all
-        shared = [[number] for number in numbers] if len(units) == len(numbers) else [numbers]
-        self.blocks = dict(zip(units, shared, strict=False))
+        self.number_of = dict(zip(units, numbers, strict=False))  # of a unit that is a block, in the whole model
 
     def run(self, is_forward: bool, is_last: bool, gathered: frozenset[Unit], inside: Inside) -> Made:
         """Returns the events of a pass that begins with the units `gathered`, and those with which it ends; `is_last`:
@@ -163,12 +161,12 @@ class _Chunk:
             yield Event("free", unit)
 
     def _exchanges(self, unit: Unit, inside: Inside, is_forward: bool) -> Sends:
-        """Returns what the blocks of `unit` send inside a pass."""
-        numbers = self.blocks.get(unit, ())
+        """Returns what `unit` sends inside a pass, where it is a block."""
+        if unit not in self.number_of:
+            return ()
         if is_forward:
-            return inside.forward * len(numbers)
-        each = (inside.again if number in inside.recomputed else inside.backward for number in reversed(numbers))
-        return sum(each, ())
+            return inside.forward
+        return inside.again if self.number_of[unit] in inside.recomputed else inside.backward
 
     def _forward(self, now: set[Unit], inside: Inside) -> Iterator[Event]:
         order, replicated, running = self.layout.run_order(is_forward=True), self.layout.is_replicated, list[Unit]()
@@ -180,15 +178,12 @@ class _Chunk:
                 yield from self._free(unit, now)
 
         for unit, ahead in order:
-            begins = unit is self.first_block and self.is_first
-            if begins and not unit.spans:
+            if unit is self.first_block and self.is_first:
                 yield Event("exchange", None, inside.embedding[0])
             while running and unit.modules[0] not in running[-1].inside and not running[-1].spans:
                 yield from leave(running.pop())
             # where each rank has all parameters they are cast at once
             yield from self._gather((each for each, _ in order) if replicated else (unit, *ahead), now, True)
-            if unit.spans and unit in self.blocks:  # it has all blocks, which run before it is left
-                yield Event("exchange", None, inside.embedding[0] * begins + self._exchanges(unit, inside, True))
             running.append(unit)
         while running and not running[-1].spans:
             yield from leave(running.pop())
@@ -234,8 +229,6 @@ class _Chunk:
             while running and unit.modules[0] not in running[-1].inside:
                 yield from leave(running.pop())
             yield from self._gather((unit, *ahead), now, False)
-            if unit.spans and unit in self.blocks:
-                yield Event("exchange", None, self._exchanges(unit, inside, False))
             (late if unit.spans or unit in unreached else running).append(unit)
         if has_loss:
             yield Event("exchange", None, inside.loss[1])

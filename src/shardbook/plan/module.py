@@ -207,10 +207,7 @@ def measure_module(
 ) -> tuple[Visits, int]:
     """Returns what a micro-batch takes at the moments of a pass, and the bytes of its tensors and of the model's
     buffers, which are there all the time. Raises Unmeasured where it does not run on fake tensors."""
-    compute, output = layout.dtype("params"), layout.dtype("output")
-    names = {module: name for name, module in model.named_modules()}
-    if layout.parallel.wrap not in ("block", "none"):
-        raise Unmeasured(f"parallel.wrap = {layout.parallel.wrap!r}: parts of blocks are not measured, {WITHOUT}")
+    compute, names = layout.dtype("params"), {module: name for name, module in model.named_modules()}
     with fake_tensors(), replaced_tensors(model, compute):
         given = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="cpu"))
         beside = [*model.buffers(), *tensors_in(given)]
@@ -218,7 +215,7 @@ def measure_module(
         if layout.casts or not layout.is_replicated:  # what a unit is given, as fully_shard and replicated.py do
             for module in dict.fromkeys(module for unit in layout.units for module in unit.modules):
                 walk.hooks.append(module.register_forward_pre_hook(partial(cast_inputs, compute), with_kwargs=True))
-        walk.hooks.append(model.register_forward_hook(lambda module, args, made: cast_floats(made, output)))
+        walk.hooks.append(model.register_forward_hook(lambda module, args, made: cast_floats(made, torch.float32)))
         try:
             with walk:
                 found = loss(model, given)

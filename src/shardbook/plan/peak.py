@@ -9,7 +9,6 @@ fully_shard holds; Korthikanti et al., arXiv 2205.05198, section 4, for the idea
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
 
 from transformers import PreTrainedConfig
 
@@ -70,18 +69,16 @@ def _visits(layout: Layout, chunk: int, own: Sequence[Unit], work: Work, vocabul
         visits["backward of the loss", None] = "loss, backward", work.held(chunk), work.loss_backward
         if not by_head:
             visits["start of backward", None] = "last norm", work.held(chunk), work.norm + tied
-        if not back:  # one unit: nothing is gathered, reduced or freed while its blocks run
-            visits |= _in_one_unit(visits, layout, spanning[-1], chunk, work)
     for unit in sorted((unit for unit in order if unit.forward_only), key=lambda unit: unit.numel)[-1:]:
         visits["forward", unit] = "teacher", 0, work.teacher
     for unit in by_head:
         visits["gather", unit] = "head, gathered", work.held(chunk), work.stream
         visits["reduction", unit] = "head", work.held(chunk) + recv, 0
     count = len(blocks)
-    for number in work.looked_at(chunk, count):
+    for number in work.looked_at(chunk):
         unit, name, grads = blocks[count - 1 - number], f"block {number + 1}", recv if number < count - 1 else ahead
-        held = work.held(chunk, number + 1, count) + grads
-        block, before = work.block_of(chunk, number, count), work.held(chunk, number, count)
+        held = work.held(chunk, number + 1) + grads
+        block, before = work.blocks[chunk][number], work.held(chunk, number)
         visits["gather", unit] = f"{name}, gathered", before, work.stream
         visits["forward", unit] = f"{name}, forward", before, block.forward
         visits["backward", unit] = name, held, block.inside + tied
@@ -90,22 +87,6 @@ def _visits(layout: Layout, chunk: int, own: Sequence[Unit], work: Work, vocabul
         # a tied weight's two gradients and, for a moment, their sum
         visits["backward", unit], visits["reduction", unit] = ("end", recv, 3 * tied), ("end, reduced", recv, 0)
     return visits
-
-
-def _in_one_unit(visits: Visits, layout: Layout, unit: Unit, chunk: int, work: Work) -> Visits:
-    """Returns the fullest of a chunk's blocks, or of what is in `visits`, where `unit` has them all: in forward, and in
-    backward, to whose end gradients pile up, but where autograd adds them to sums that are there already."""
-    count, forward, backward = len(work.blocks[chunk]), ("end of forward", None), ("start of backward", None)
-    matrices = sum(prod(shape) for shape in unit.trained_matrices) * layout.dtype("params").itemsize
-    piled, head = (0, 0) if layout.is_replicated else (matrices // count, work.head_gradient)
-    found: dict[tuple[str, Unit | None], list[tuple[str, int, int]]]
-    found = {moment: [visits[moment]] for moment in (forward, backward)}
-    for number in work.looked_at(chunk, count):
-        block, before = work.block_of(chunk, number, count), work.held(chunk, number, count)
-        found[forward].append((f"block {number + 1}, forward", before, block.forward))
-        grads = piled * (count - 1 - number) + head
-        found[backward].append((f"block {number + 1}", work.held(chunk, number + 1, count), block.inside + grads))
-    return {moment: max(each, key=lambda one: one[1] + one[2]) for moment, each in found.items()}
 
 
 def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> dict[str, Peak]:

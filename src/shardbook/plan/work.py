@@ -42,26 +42,20 @@ class Work:
     norm: int  # what the last norm needs in backward
     teacher: int  # what a block of the model beside needs in forward
 
-    def held(self, chunk: int, units: int | None = None, of: int | None = None) -> int:
-        """Returns the bytes that the blocks of a chunk hold for backward: of those in the first `units` (None: all) of
-        its `of` units, which may be blocks, parts of them, or more."""
-        blocks = self.blocks[chunk]
-        if of is not None and of != len(blocks):
-            return self.held(chunk) * (units or 0) // of
-        recomputed = sum(block.kind[1] for block in blocks[:units])
+    def held(self, chunk: int, count: int | None = None) -> int:
+        """Returns the bytes that the first `count` blocks of a chunk (None: all) hold for backward."""
+        blocks = self.blocks[chunk][:count]
+        recomputed = sum(block.kind[1] for block in blocks)
         # all inputs leave but the last; two are back at once
-        return sum(block.kept for block in blocks[:units]) - self.offloaded * max(0, recomputed - 3)
+        return sum(block.kept for block in blocks) - self.offloaded * max(0, recomputed - 3)
 
-    def block_of(self, chunk: int, unit: int, of: int) -> BlockWork:
-        return self.blocks[chunk][unit * len(self.blocks[chunk]) // of]
-
-    def looked_at(self, chunk: int, of: int) -> list[int]:
-        """Returns which of a chunk's `of` units may be fullest in backward, the last first: of each kind of block the
-        last two, where most is held, and the first two, where most is reduced."""
+    def looked_at(self, chunk: int) -> list[int]:
+        """Returns which of a chunk's blocks may be fullest in backward, the last first: of each kind of block the last
+        two, where most is held, and the first two, where most is reduced."""
         alike = dict[tuple[int, bool], list[int]]()
-        for number in range(of):
-            alike.setdefault(self.block_of(chunk, number, of).kind, []).append(number)
-        return sorted({number for own in alike.values() for number in own[:2] + own[-2:]}, reverse=True)
+        for number, block in enumerate(self.blocks[chunk]):
+            alike.setdefault(block.kind, []).append(number)
+        return sorted({number for numbers in alike.values() for number in numbers[:2] + numbers[-2:]}, reverse=True)
 
     def around(self, pipeline: Pipeline, chunk: int) -> int:
         """Returns the bytes that a pass through a chunk holds until its backward, beside those of its blocks."""
@@ -89,12 +83,11 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
         for is_again in {is_again for _, is_again in own}
     }
     around = next(iter(under.values()))
-    # where gradients do not wait for the end of a block's backward, each leaves before the next
-    leave = layout.is_replicated or layout.parallel.wrap.startswith("size")
 
     def work_of(key: tuple[int, bool], block: Block) -> BlockWork:
         kept = block.kept.of(*size)
-        inside = fullest(block.alone if leave else block.backward, *size) - int(kept)
+        # where each rank has all parameters, a gradient does not wait for the end of its block's backward
+        inside = fullest(block.alone if layout.is_replicated else block.backward, *size) - int(kept)
         if budget is not None:
             kept = max(block.stream.of(*size), budget * kept)
         return BlockWork(key, int(kept), inside, fullest(block.forward, *size))

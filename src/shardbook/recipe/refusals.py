@@ -145,7 +145,7 @@ RULES = (
       for axis in ("dp_replicate", "dp_shard")),
     Rule("parallel.stage=hsdp", "", "set at least one of parallel.dp_replicate_size and parallel.dp_shard_size", "",
          "parallel.dp_replicate_size=-1 parallel.dp_shard_size=-1"),
-    Rule("parallel.reshard_min_params!=0 parallel.reshard_root=False", "",
+    Rule("parallel.reshard_min_params!=0", "",
          "{stage.name} keeps every parameter gathered through a step",
          f"leave it out, or set parallel.stage to {RESHARDING}", given=GATHERED),
     Rule("parallel.backward_prefetch!=-1", "", "{stage.name} gathers nothing in backward",
@@ -159,8 +159,6 @@ RULES = (
          "parallel.stage=zero3", given=f"{UNQUANTISED} parallel.secondary_shard=0"),
     Rule(QGZ, "", "two numbers, bits inside a node and across, like [8, 4]", "",
          when=lambda recipe: len(recipe.parallel.quantize_gradients) != 2),
-    Rule("parallel.quantize_min_params!=0 parallel.quantize_block!=128", "", "nothing is quantised", "leave it out",
-         given=UNQUANTISED),
     # the pipeline schedule
     Rule("parallel.pipeline_chunks!=1 parallel.pipeline_schedule!=1f1b", "", "there is no pipeline",
          "set parallel.pp_size, or leave it out", given="parallel.pp_size=1"),
@@ -182,8 +180,6 @@ RULES = (
     Rule(AXES, "parallel.stage=zeropp", f"{APART}it has groups inside a part of the mesh", "set parallel.stage=zero3"),
     Rule(AXES, f"{QWZ} {QGZ} {HPZ}", f"{APART}a switch of ZeRO++ has groups inside a part of the mesh",
          f"leave parallel.{', '.join(SWITCHES)} out", given="parallel.stage!=zeropp"),
-    Rule(TP, "parallel.wrap=size:*", f"{APART}a block's halves gather tokens for all of it", "set parallel.wrap=block"),
-    Rule(PP, "parallel.wrap!=block", f"{APART}a unit may reach into two pipeline stages", "set parallel.wrap=block"),
     Rule(f"{TP} {PP}", LORA, NOT_YET, "leave one of the two out"),
     Rule(TP, "method=reward|distill", NOT_YET, "leave parallel.tp_size out"),
     Rule(CP, "method!=sft", NOT_YET, "leave parallel.cp_size out"),
@@ -242,8 +238,6 @@ RULES = (
     Rule("train.async_save=True|wait", "offload.optimizer=nvme",
          "state on the disk would be copied to the host's memory", "leave train.async_save out"),
     Rule(STATE, HPZ, "secondary shards stay on the device", "leave one of the two out"),
-    Rule("offload.params!=none", "parallel.wrap=none", "the one unit has all parameters, so none could be offloaded",
-         "set parallel.wrap=block"),
     # what is computed twice
     Rule("train.check_steps!=0", "", "without deterministic kernels bits may differ anyway",
          "set train.deterministic=true", given="train.deterministic=False"),
@@ -253,9 +247,6 @@ RULES = (
          "only recomputed blocks offload inputs", "set activation.checkpointing=full, selective or every:<n>"),
     Rule("activation.checkpointing=budget:*", "", "only the compiler can keep a budget",
          "set train.compile=true, or choose selective or every:<n>", "train.compile=False"),
-    Rule("parallel.wrap=size:*", "activation.checkpointing!=none train.compile=True",
-         "blocks are recomputed and compiled whole, a unit inside one would be gathered again or break its graph",
-         "set parallel.wrap=block, or leave the other out"),
 )
 # fmt: on
 OF_PARALLEL = [rule for rule in RULES if rule.sections == {"parallel"}]

@@ -20,11 +20,9 @@ def nearest(word: str, known: list[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-WRAPS = r"^(block|none|size:[1-9]\d*)$"
 CHECKPOINTINGS = r"^(none|full|selective|every:[1-9]\d*|budget:(0(\.\d+)?|1(\.0+)?))$"
 NAMES = r"^(\w[\w.-]{0,99})?$"
 FORMS = {  # the values that a pattern allows, for people
-    WRAPS: ["block", "none", "size:<whole number>"],
     CHECKPOINTINGS: ["none", "full", "selective", "every:<whole number>", "budget:<0.0 to 1.0>"],
 }
 
@@ -96,14 +94,8 @@ class Parallel(Section):
     pipeline_chunks: int = key(
         1, "Chunks of layers on each rank along pp, with interleaved; N of them make the bubble N times smaller.", ge=1
     )
-    wrap: str = key(
-        "block", "Units, which are gathered together: block, none (one unit), or size:<parameters>.", pattern=WRAPS
-    )
     reshard_min_params: int = key(
         0, "With zero3, hsdp or zeropp: units of fewer parameters stay gathered through a step, as in zero2.", ge=0
-    )
-    reshard_root: bool = key(
-        True, "With zero3, hsdp or zeropp: free embedding, norm and head after each backward (false: each step)."
     )
     forward_prefetch: int = key(
         -1, "Units gathered ahead of the running one in forward; -1: each as it is reached.", ge=-1
@@ -118,8 +110,6 @@ class Parallel(Section):
     secondary_shard: Annotated[int, Field(ge=0)] | Literal["node"] = key(
         0, "ZeRO++ hpZ: backward gathers among N ranks (a node to quantize_gradients), or a node's (0: among all)."
     )
-    quantize_block: Literal[64, 128, 256] = key(128, "Elements that share a scale.")
-    quantize_min_params: int = key(0, "Units of fewer parameters are sent unquantised; prints which.", ge=0)
 
     @property
     def row_ranks(self) -> int:
@@ -137,7 +127,6 @@ class Precision(Section):
         "auto", "Compute and all-gather dtype; auto: bf16 on a GPU, fp32 on a CPU."
     )
     reduce: Literal["fp32", "bf16"] = key("fp32", "Dtype in which gradients are summed across ranks.")
-    output: Literal["fp32", "bf16"] = key("fp32", "Dtype of the model's result, the loss of each trained token.")
     master: Literal["fp32", "bf16"] = key(
         "fp32", "Dtype of the sharded weights and their gradients; bf16 needs optim.name=adamw_bf16."
     )

@@ -144,7 +144,7 @@ def describe_layout(job: Job) -> Table:
         table.add_row("tensor", sharing)
     if stages := describe_pipeline(layout, job.loader.accumulation):
         table.add_row("pipeline", stages)
-    table.add_row("units", f"{len(own)}, wrapped by {layout.parallel.wrap}; {freed}")
+    table.add_row("units", f"{len(own)}; {freed}")
     if layout.shards > 1:
         ahead = f"ahead {layout.forward_prefetch} forward, {layout.backward_prefetch} backward"
         whole = readable_bytes(predict_gathered_peak(layout))
@@ -164,7 +164,7 @@ def describe_layout(job: Job) -> Table:
     frozen = f"; {trained:,} of them trained, the others at rest in {at_rest}" * (is_part and job.recipe.lora.r > 0)
     of_first = " in the layers of the first rank, as all that follows" * bool(stages)
     table.add_row("parameters", f"{count:,}{of_first}{frozen}")
-    computed = f"computed {precision.params}, reduced {precision.reduce}, returned {precision.output}"
+    computed = f"computed {precision.params}, reduced {precision.reduce}"
     table.add_row("dtypes", f"kept {precision.master}, {computed}")
     state = predict_resident(layout, 0, job.recipe.optim.name)
     parts = state.params_bytes, state.grads_bytes, peak.optimizer if peak else state.optimizer_bytes
@@ -212,9 +212,6 @@ def describe_switches(layout: Layout) -> str:
         hops = [f"{bits} bits among {ranks} ranks" for _, ranks, bits in layout.hops]
         why = "" if len(hops) > 1 else ", one hop: there is one node" if one_node else ", one hop: one rank a node"
         on.append(f"qgZ: gradients in {', then '.join(hops)}{why}")
-    left = [unit for unit in layout.units if unit.shapes and not switches.quantizes(unit.numel)]
-    if left and (switches.weights_bits or switches.gradients_bits):
-        on.append(f"{len(left)} units of {sum(unit.numel for unit in left):,} parameters unquantised")
     return "; ".join(on) or "off"
 
 

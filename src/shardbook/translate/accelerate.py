@@ -42,10 +42,16 @@ STRATEGY = choice(STAGE, STRATEGIES | RESHARDING, "HYBRID_SHARD_ZERO2 and others
 DTYPES = {"no": "fp32", "none": "fp32", "false": "fp32", "bf16": "bf16"}
 HALF = "fp16 with loss scaling and fp8 have no counterpart; use bf16 (precision.params is fp32 or bf16)"
 AHEAD = "units gathered ahead of the running one"
+BLOCKS = "becomes blocks: a model's blocks are gathered one at a time"
 
 
 def wrap_of(value: Any) -> Result:
-    return ({"parallel.wrap": f"size:{size}"}, "") if (size := whole_number(value or 0)) else ({}, "")
+    choice("", dict.fromkeys(("transformer_based_wrap", "size_based_wrap", "no_wrap")))(value)
+    return {}, BLOCKS * (str(value).lower() in ("size_based_wrap", "no_wrap"))
+
+
+def least_of(value: Any) -> Result:
+    return {}, BLOCKS if whole_number(value or 0) else ""
 
 
 def policy_of(value: Any) -> Result:
@@ -72,12 +78,8 @@ FSDP: dict[str, Rule] = {
     ),
     "sharding_strategy": STRATEGY,
     "reshard_after_forward": STRATEGY,
-    "auto_wrap_policy": choice(
-        "parallel.wrap",
-        {"transformer_based_wrap": None, "size_based_wrap": None, "no_wrap": "none"},
-        "parallel.wrap is block, none or size:<n>",
-    ),
-    "min_num_params": wrap_of,
+    "auto_wrap_policy": wrap_of,
+    "min_num_params": least_of,
     **dict.fromkeys(
         ("backward_prefetch", "backward_prefetch_policy"),
         choice("parallel.backward_prefetch", {"backward_pre": 1, "backward_post": 0, "no_prefetch": 0}, remark=AHEAD),
