@@ -121,7 +121,7 @@ test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and 
 
 # Each promise of docs/reliability.md.
 RELIABLE = $(addprefix tests/unit/test_,$(addsuffix .py,stored_items checkpoint_errors restarts stop trackers host_syncs)) \
-	$(addprefix tests/dist/test_,$(addsuffix .py,damage background resume save_plan bad_steps optimizers check_steps tensor_files))
+	$(addprefix tests/dist/test_,$(addsuffix .py,damage background resume save_plan nonfinite optimizers check_steps tensor_files))
 test-reliability: $(DEV)  ## crash points, damage, full disks, 296 kills and what is planted against them, the long ones too
 	$(PYTEST) $(BY_FILE) -m "" $(RELIABLE)
 	$(PYTEST) $(SIDE_BY_SIDE) --dist load -m "" tests/dist/test_zombies.py tests/dist/test_kills.py

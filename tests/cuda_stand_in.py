@@ -389,13 +389,6 @@ class StandIn(Machine):
             destroy(*args)
 
         self.put(dist, "destroy_process_group", end)
-        group = torch.optim.Optimizer._group_tensors_by_device_and_dtype
-
-        def grouped(lists, *given):
-            """By the stand-in's device: else AdamW would copy `found_inf` to the host, as its tensors seem to be."""
-            return {(self.device_of(kept[0][0][0]), dtype): kept for (_, dtype), kept in group(lists, *given).items()}
-
-        self.put(torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(grouped))
 
 
 def check_error(code: int) -> None:

@@ -20,7 +20,7 @@ def keep_run(folder: Path, losses=(4.0, 3.0, 2.5, 2.25, 2.0, 1.5, 1.25), speed=1
     rows = [{"step": 0, "eval/loss": 4.5}]
     for step, loss in enumerate(losses, 1):
         row = {"step": step, "train/loss": loss, "train/learning_rate": 1e-5 * step, "train/grad_norm": 1.0}
-        row |= {"perf/step_seconds": 1.0, "perf/tokens_per_second_per_device": speed + step, "train/bad_steps": 0}
+        row |= {"perf/step_seconds": 1.0, "perf/tokens_per_second_per_device": speed + step}
         row |= {"comm/sent_bytes": 2.0**20, "comm/inter_node_bytes": 0} | MEMORY | TRAFFIC
         rows.append(row | {"predicted/peak/params_bytes": 2.0**21} | metrics)
     rows[-1]["eval/loss"] = 2.0

@@ -17,7 +17,7 @@ from shardbook.memory.block_inputs import send_inputs
 from shardbook.memory.host_adamw import materialize_state
 from shardbook.model.causal_lm import apply_compile
 from shardbook.model.laid_out import World
-from shardbook.optim import clip_gradients, learning_rate, set_learning_rate, step_if_finite
+from shardbook.optim import clip_gradients, learning_rate, set_learning_rate
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.pipeline import run_step
 from shardbook.parallel.sharding import ShardedModel, apply_stage
@@ -108,7 +108,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             meter.check_results(step, batch.micros[0], loss)
             sums = job.objective.add_up(meter.watch(run_step(sharded, batch.micros, loss, ranks.device)), ranks.device)
             norm = clip_gradients(sharded.gradients, recipe.optim.max_grad_norm)
-            step_if_finite(optimizer, norm)
+            optimizer.step()
             state = TrainState(step, state.tokens + int(batch.totals.tokens), job.loader.state_dict())
             batches.prefetch()
             collect(step)  # while a device still computes

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from quantisation import BLOCK, against_a_copy, beside_a_copy, four_bits
 
+from shardbook.comm.fused import fused
 from shardbook.comm.quantize import dequantize, quantize
 from shardbook.model.loss_head import chunk_cross_entropy
 from shardbook.optim import adamw_bf16, elementwise
@@ -34,8 +35,7 @@ def adamw(device: str) -> tuple[Callable[[], object], int]:
     tensors = [torch.randn(numel, device=device).mul_(0.02).bfloat16() for _ in range(4)]
     tensors[3].abs_()
     (keys,) = adamw_bf16.draw_keys([(1, 0, *adamw_bf16.pieces_of(0, numel))], torch.device(device))
-    good = torch.zeros((), device=device)
-    return partial(adamw_bf16.update_shard, tensors, LIMITS.to(device), keys, 0, good), 7 * 2 * numel
+    return partial(adamw_bf16.update_shard, tensors, LIMITS.to(device), keys, 0), 7 * 2 * numel
 
 
 def lion(device: str) -> tuple[Callable[[], object], int]:
@@ -43,7 +43,7 @@ def lion(device: str) -> tuple[Callable[[], object], int]:
     shape = (8192, 2**15) if device == "cuda" else (64, 2**10)
     tensors = [torch.randn(shape, device=device) for _ in range(3)]
     rates = elementwise.place_numbers([1.0, -1e-5, 0.1, 0.01], torch.device(device))
-    update = elementwise.update_unless(torch.zeros((), device=device), update_lion, 3, torch.device(device))
+    update = fused(update_lion, device)
     return partial(update, *tensors, rates), 5 * tensors[0].nbytes
 
 

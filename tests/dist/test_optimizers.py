@@ -9,7 +9,6 @@ import torch
 from cases import Case, assert_exact_bytes, assert_replicas_agree, outcomes_of, relative_error, run_cases, same_bits
 from eight_bit import FOLDER, add_torchao
 from safetensors.torch import load_file
-from test_bad_steps import train_toys
 from tiny import write_model
 from toys import Scenario, Toy, train_toy
 from world import losses, metrics, run_world, train_rank
@@ -105,59 +104,6 @@ def test_8_bits_in_every_stage(build, vocab, torchao):
             weights = {name: torch.tensor(weight) for name, weight in rank["weights"].items()}
             assert max(relative_error(weights[name], want.weights[name]) for name in weights) < 2e-2
         assert ranks[0]["weights"] == ranks[1]["weights"] and ranks[0]["losses"] == ranks[1]["losses"]
-
-
-def on_a_device(optimizer, norm):
-    """As where only a device knows of the norm: each step is told by `found_inf`."""
-    from shardbook import optim
-
-    optim.settle_counts(optimizer)
-    optimizer.found_inf = (~torch.isfinite(norm)).float()
-    optimizer.step()
-    optimizer.unsettled, optimizer.found_inf = optimizer.found_inf.item, None
-
-
-def left_out(step_if_finite):
-    add_torchao()
-    torch.compiler.set_stance("force_eager")
-    return train_toys(
-        LEFT_OUT, ("adamw_8bit",), ("passed", "loss", "gradient"), step_if_finite, {"build": Large, "vocab": 256}
-    )
-
-
-LEFT_OUT = [("ddp", 2, 1), ("zero3", 1, 2)]
-
-
-def test_8_bits_leave_a_bad_step_out(torchao):
-    """Codes and scales to the bit, told by `found_inf` or not."""
-    told, known = run_world(2, left_out, on_a_device)[0], run_world(2, left_out, None)[0]
-    assert told == known
-    for stage, *_ in LEFT_OUT:
-        losses, wanted = told[stage, "adamw_8bit", "passed"]
-        assert [len(parts) for parts in wanted[0].values()].count(3) >= 2  # the embedding's moments are of eight bits
-        for kind in ("loss", "gradient"):
-            assert told[stage, "adamw_8bit", kind] == (losses, wanted) and wanted[0] == wanted[1] != wanted[2]
-
-
-def step_where_nothing_can_be_read():
-    add_torchao()
-    from shardbook import optim
-    from shardbook.recipe import Optim
-
-    torch.compiler.set_stance("force_eager")
-    optim.send_to_host = lambda flag: lambda: 0.0
-    device = torch.device("meta")  # has no numbers: what reads one raises
-    model = torch.nn.Linear(64, 64).to(device)
-    optimizer = optim.build_optimizer(model, Optim(name="adamw_8bit"))
-    for _ in range(2):
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter)
-        optim.step_if_finite(optimizer, torch.empty((), device=device))
-    return [int(optimizer.state[parameter]["step"]) for parameter in model.parameters()]
-
-
-def test_8_bits_wait_for_no_norm(torchao):
-    assert run_world(1, step_where_nothing_can_be_read) == [[2, 2]]
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ def test_rows_that_are_gone_are_said(recipe, straight):
     run = cut_back(straight, "torn", 4)
     kept = "".join(json.dumps(row) + "\n" for row in metrics(straight) if row["step"] <= 4)
     state = json.loads((run / "checkpoints" / "step-000004" / "state.json").read_text())
-    assert state["log"] == {"metrics": len(kept), "bad_steps": 0}
+    assert state["log"] == {"metrics": len(kept)}
     (run / "metrics.jsonl").write_text(kept[:-9])
     lost = len(kept.splitlines(keepends=True)[-1])
     for name, said in (("torn", f"{lost:,} of {len(kept):,} bytes are gone since step 4 was saved"), ("named", "")):
@@ -410,7 +410,7 @@ def test_weights_that_are_not_finite_are_not_saved_where_nothing_was_logged(reci
     words = [str(recipe), "run.name=broken", *SAVING, "train.save_steps=0", "train.logging_steps=0"]
     words += ["optim.learning_rate=1e30", "data.eval_size=0", "train.eval_steps=0"]
     for code, _, errors in run_world(2, stop_after_step_3, 0, words):
-        assert code == 1 and "step 3: train/loss is" in errors and "train/grad_norm nan" in errors, errors
+        assert code == 1 and "step 2: train/grad_norm is not finite, as step 3 found; lower" in errors, errors
     assert newest_checkpoint(recipe.parent / "broken" / "checkpoints") is None
 
 

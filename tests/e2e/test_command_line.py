@@ -29,7 +29,6 @@ STEP_KEYS = {
     "step",
     "train/loss",
     "train/grad_norm",
-    "train/bad_steps",
     "train/learning_rate",
     "train/tokens",
     "perf/loader_wait_seconds",

@@ -136,7 +136,7 @@ def launches_of_a_step(parameters: int, monkeypatch) -> int:
     for parameter in model:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    monkeypatch.setattr(ours, "update_unless", lambda *how, **_: lambda *given: None)
+    monkeypatch.setattr(ours, "fused", lambda *how, **_: lambda *given: None)
     with Launches() as launches:
         optimizer.step()
     return launches.count
@@ -242,7 +242,7 @@ def test_stochastically_twice_is_seen_too(monkeypatch):
         second.copy_(rounded(second.float() * numbers[2], keys[:, 2:4], places))
         real(weights, gradients, first, second, keys, places, torch.cat([numbers[:2], torch.ones(1), numbers[3:]]))
 
-    monkeypatch.setattr(ours, "update_unless", lambda *how, **_: update)
+    monkeypatch.setattr(ours, "fused", lambda *how, **_: update)
     with pytest.raises(AssertionError):
         test_every_bit_is_that_of_one_rounding(torch.float32)
 

@@ -1,6 +1,5 @@
 """Nothing inside a step makes the host wait for the device: a forward and backward where numbers cannot be read."""
 
-import copy
 import dataclasses
 from types import SimpleNamespace
 
@@ -8,22 +7,19 @@ import pytest
 import torch
 from test_model import FAMILIES, rows
 from tiny import config
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardbook import optim
 from shardbook.data.loader import Batching, build_micro_batch
 from shardbook.data.tokenized import Totals
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model
 from shardbook.model.teacher import attach_teacher
 from shardbook.objectives import build_objective
-from shardbook.optim import build_optimizer, step_if_finite
+from shardbook.optim import build_optimizer
 from shardbook.recipe import Distill, Optim, Preference
-from shardbook.run.bad_steps import BadSteps
-from shardbook.run.checkpoint import TrainState
 from shardbook.run.generate import pick
+from shardbook.run.nonfinite import FirstNonFinite
 
 DEVICE = torch.device("meta")  # has no numbers: what reads one raises
 
@@ -128,17 +124,17 @@ def test_distillation():
     run(model, build_objective("distill", Preference(), Distill()), True, 1)
 
 
-def test_bad_steps_are_counted():
+def test_the_first_norm_that_is_not_finite_is_noted():
     class Loader:
         consumed_rows, rows_per_step, accumulation = 0, 4, 2
 
-    bad = BadSteps(Loader(), TrainState(0, 0, {}), 0, DEVICE, print)
+    nonfinite = FirstNonFinite(Loader(), 0, DEVICE)
     with NoLists(), NoCopies():
         # of a loss, of a loss with metrics, of a pipeline's stage without either, in two chunks
         for step, shapes in enumerate(((1, 1), (3, 3), ((),) * 4), 1):
-            list(bad.watch([torch.zeros(n, device=DEVICE) for n in shapes]))
-            bad.count(step, torch.zeros((), device=DEVICE))
-            assert bad.take().shape == (6,)
+            list(nonfinite.watch([torch.zeros(n, device=DEVICE) for n in shapes]))
+            nonfinite.note(step, torch.zeros((), device=DEVICE))
+            assert nonfinite.first.shape == (3,)
 
 
 SEEN = r"called on meta|torch\.nonzero|out of meta|method tensor of|_to_copy"
@@ -194,41 +190,12 @@ def test_tokens_are_drawn_on_the_host(temperature):
 
 
 @pytest.mark.parametrize("name", ["adamw_bf16", "lion", "ademamix", "muon"])
-def test_a_step_that_may_be_left_out(name, monkeypatch):
-    """Whether its norm is finite is known on the device alone; the host waits for the flag of the step before."""
-    waited = []
-    monkeypatch.setattr(optim, "send_to_host", lambda flag: lambda: waited.append(flag) or 0.0)
+def test_a_step_of_an_optimizer(name):
     betas = [0.9, 0.99, 0.999][: 2 + (name == "ademamix")]
     model = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2)).to(DEVICE)
     model.blocks = list(model)
     optimizer = build_optimizer(model, Optim(name=name, betas=betas))
-    for step in range(2):
+    for _ in range(2):
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
-        step_if_finite(optimizer, torch.empty((), device=DEVICE))
-        assert len(waited) == (step if name != "muon" else 0)  # muon's counts are on the device
-
-
-@pytest.mark.parametrize("name", ["adamw", "adamw_bf16", "lion", "ademamix", "muon"])
-def test_a_first_step_that_is_left_out_makes_the_state_that_a_checkpoint_asks_for(name):
-    """Else torch would make it, by a step that it counts."""
-    betas = [0.9, 0.99, 0.999][: 2 + (name == "ademamix")]
-    model = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
-    model.blocks = list(model)
-    optimizer, before = build_optimizer(model, Optim(name=name, betas=betas)), copy.deepcopy(model.state_dict())
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, torch.nan)
-    step_if_finite(optimizer, torch.tensor(torch.nan))
-    optim.settle_counts(optimizer)
-    optimizer.zero_grad()
-    saved = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
-    state = {key: value for key, value in saved.items() if key.startswith("state.")}
-    assert all(not value.any() for value in state.values()) and len(state) >= 6
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-
-
-def test_one_that_reads_the_norm_is_seen():
-    """Planted bug: an optimizer without `found_inf`."""
-    model = torch.nn.Linear(8, 8).to(DEVICE)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        step_if_finite(torch.optim.SGD(model.parameters(), lr=0.1), torch.empty((), device=DEVICE))
+        optimizer.step()

@@ -14,9 +14,8 @@ from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import Run
 from shardbook.run import metrics, rows
-from shardbook.run.bad_steps import BadSteps
-from shardbook.run.checkpoint import TrainState
 from shardbook.run.console import Console
+from shardbook.run.nonfinite import FirstNonFinite
 
 
 class Device:
@@ -78,18 +77,17 @@ def logged(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def bad_steps():
-    """The counts of a run in which one bad step is too many."""
+def first_nonfinite():
     loader = SimpleNamespace(consumed_rows=0, rows_per_step=4, accumulation=1)
-    return BadSteps(loader, TrainState(0, 0, {}), 0, torch.device("cpu"), print)
+    return FirstNonFinite(loader, 0, torch.device("cpu"))
 
 
 def take_steps(folder, seen, losses, device=None, logging=1, pauses=(), fails=None):
     """As the loop does: of each step one second of the `device`. `seen`: of the rows that are there after each step."""
     recorder, console = metrics.Recorder(folder, "run", Run(report_to="none"), {}, True, 0), Console(False)
     stop, pace = StopFlag(), metrics.StepTimer(1, Flops(1, 1))
-    bad = bad_steps()
-    reads = rows.Rows(recorder, console, ["train/loss"], pace, stop, bad)
+    nonfinite = first_nonfinite()
+    reads = rows.Rows(recorder, console, ["train/loss"], pace, stop, nonfinite)
     with recorder, console.start(0, len(losses)), reads as here:
         pace.begin()
         for step, loss in enumerate(losses, 1):
@@ -99,7 +97,7 @@ def take_steps(folder, seen, losses, device=None, logging=1, pauses=(), fails=No
                 raise KeyError("in the step")
             if device:
                 device.queued.append(1.0)
-            bad.count(step, torch.tensor(2.0))
+            nonfinite.note(step, torch.tensor(2.0))
             if step % logging == 0:
                 row = [here.read(step, torch.tensor([loss]), torch.tensor(2.0)), {"train/tokens": step}, pace.take()]
             if step in pauses:
@@ -117,8 +115,8 @@ def test_on_a_gpu_a_row_is_written_when_the_next_step_is_on_its_way(device, tmp_
     found = logged(tmp_path)
     assert [(row["step"], row["train/loss"], row["train/tokens"]) for row in found] == [(n, n, n) for n in (1, 2, 3, 4)]
     assert [row["perf/step_seconds"] for row in found] == [1.0] * 4  # the device's own, whenever they are read
-    order = ["step", "train/loss", "train/grad_norm", "train/bad_steps", "train/tokens"]
-    assert list(found[0]) == [*order, *list(found[0])[5:]]
+    order = ["step", "train/loss", "train/grad_norm", "train/tokens"]
+    assert list(found[0]) == [*order, *list(found[0])[4:]]
 
 
 def test_an_evaluation_reads_first_and_ranks_ask_again_after_it(device, tmp_path):
@@ -168,10 +166,10 @@ def read(loss, margin, norm):
 
     dist.init_process_group("gloo", rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
     names = ["train/loss", "train/rewards/margins"]
-    bad, norm = bad_steps(), torch.tensor(norm)
-    bad.count(3, norm)
+    nonfinite, norm = first_nonfinite(), torch.tensor(norm)
+    nonfinite.note(3, norm)
     try:
-        return str(rows.read_loss(torch.tensor([loss, margin]), names, norm, 3, bad)[0]())
+        return str(rows.read_loss(torch.tensor([loss, margin]), names, norm, 3, nonfinite)[0]())
     except RunFailed as error:
         return str(error)
 
@@ -181,7 +179,7 @@ def read(loss, margin, norm):
     [
         (
             (0.5, 1.0, 2.0),
-            "{'train/loss': 0.5, 'train/rewards/margins': 1.0, 'train/grad_norm': 2.0, 'train/bad_steps': 0}",
+            "{'train/loss': 0.5, 'train/rewards/margins': 1.0, 'train/grad_norm': 2.0}",
         ),
         ((math.nan, math.nan, 2.0), "step 3: train/loss is nan and train/grad_norm 2.0; lower optim.learning_rate"),
         ((0.5, 1.0, math.inf), "step 3: train/loss is 0.5 and train/grad_norm inf; lower optim.learning_rate"),

@@ -2,9 +2,9 @@
 them while the device goes on (ZeRO-Offload, arXiv 2101.06840, section 4; ZeRO-Infinity, arXiv 2104.07857, section 5).
 
 Invariant: the bits of torch's fused AdamW over the same shards on a CPU: a tier changes where bytes lie and who waits
-for whom, never a number. No unit is stepped before the norm of all gradients is known to be finite; an all-gather,
-prefetched ones too, waits for its own unit alone. The bytes of gradients under way are bounded, on the device and on
-the host: backward waits where the host adds them up too slowly.
+for whom, never a number. No unit is stepped before the norm of all gradients is known; an all-gather, prefetched ones
+too, waits for its own unit alone. The bytes of gradients under way are bounded, on the device and on the host: backward
+waits where the host adds them up too slowly.
 """
 
 import time
@@ -180,7 +180,7 @@ class HostAdamW(torch.optim.Optimizer):
         own = [master for master in self.tree.parameters() if master in self.squares]
         norm = gradient_norm([*own], [self.squares[master] for master in own])
         self.coefficient = min(1.0, float(max_norm / (norm + 1e-6))) if max_norm else 1.0
-        return norm.pin_memory() if self.device.type == "cuda" else norm  # the device counts bad steps without a wait
+        return norm.pin_memory() if self.device.type == "cuda" else norm  # the device looks at it without a wait
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Begins the step of every unit that has gradients, in forward order."""

@@ -5,7 +5,7 @@ the full gradient, the same on every rank and in every layout.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -93,48 +93,6 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         scale_together([local_values(gradient) for gradient in gradients.values()], scale)
     return norm
-
-
-def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
-    """Steps `optimizer` where the gradient `norm`, the same on every rank, is finite; else weights, moments and step
-    counts keep their bits. Nothing waits for a norm on a device: `found_inf`, which torch's GradScaler sets too, says
-    it there; others than torch's AdamW are told of bad steps alone where it is known. Collective where a step is."""
-    settle_counts(optimizer)
-    own: Any = optimizer
-    found_inf, is_fused = (~torch.isfinite(norm)).float(), isinstance(optimizer, torch.optim.AdamW)
-    if is_fused or hasattr(optimizer, "found_inf"):
-        own.found_inf, own.grad_scale = found_inf if is_fused or not norm.is_cpu or found_inf else None, None
-        optimizer.step()
-        if hasattr(optimizer, "counts_on_host") and own.found_inf is not None:
-            own.unsettled = send_to_host(found_inf)
-        own.found_inf = None  # else a later step that is given none would be skipped too
-    elif not found_inf:
-        optimizer.step()
-
-
-def send_to_host(flag: Tensor) -> Callable[[], float]:
-    """Begins to copy `flag` to the host. Returns a function that waits for that alone, not for later work."""
-    there = torch.empty((), pin_memory=flag.is_cuda).copy_(flag, non_blocking=True)
-    copied = torch.cuda.Event() if flag.is_cuda else None
-    if copied:
-        copied.record()
-
-    def wait() -> float:
-        if copied:
-            copied.synchronize()
-        return there.item()
-
-    return wait
-
-
-def settle_counts(optimizer: torch.optim.Optimizer) -> None:
-    """Takes back the step that the host counted, for an optimizer whose counts are there, where the last one was left
-    out. Call it before counts are read: at the next step the device has long known."""
-    own: Any = optimizer
-    if (unsettled := getattr(optimizer, "unsettled", None)) and unsettled():
-        for state in optimizer.state.values():
-            state["step"] -= 1
-    own.unsettled = None
 
 
 def gradient_norm(

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardbook.arithmetic import ceil_div
-from shardbook.optim.elementwise import local_values, send_numbers, update_unless
+from shardbook.comm.fused import fused
+from shardbook.optim.elementwise import local_values, send_numbers
 from shardbook.parallel.units import GLOBAL_SHAPES
 
 PIECE = 2**16  # elements of the whole tensor that share keys: so a shard may begin and end at any element
@@ -41,11 +42,8 @@ class AdamWBf16(torch.optim.Optimizer):
     `settings`: lr, betas, eps. `numbers`: for each parameter, in the order of `groups`, its number among all parameters
     of the model; None: `groups` has them all."""
 
-    counts_on_host = True
-
     def __init__(self, groups: list[dict[str, Any]], settings: dict[str, Any], numbers: list[int] | None = None):
         super().__init__(groups, settings | {"weight_decay": 0.0})
-        self.found_inf: Tensor | None = None
         self.numbers = numbers or range(sum(len(group["params"]) for group in self.param_groups))
 
     @torch.no_grad()
@@ -74,7 +72,7 @@ class AdamWBf16(torch.optim.Optimizer):
                 drawn.append((step, number, *pieces_of(first, flat[0].numel())))
         if found:
             for (flat, own, first), keys in zip(found, draw_keys(drawn, found[0][0][0].device), strict=True):
-                update_shard(flat, own, keys, first, self.found_inf)
+                update_shard(flat, own, keys, first)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads moments as bf16: torch's own casts them to the parameter's dtype, and back loses nothing."""
@@ -120,9 +118,7 @@ def pieces_of(first: int, length: int) -> tuple[int, int]:
     return first // PIECE, ceil_div(first + length, PIECE) - first // PIECE
 
 
-def update_shard(
-    flat: list[Tensor], numbers: Tensor, keys: Tensor, first: int, found_inf: Tensor | None = None
-) -> None:
+def update_shard(flat: list[Tensor], numbers: Tensor, keys: Tensor, first: int) -> None:
     """Runs `update` on a shard that begins at element `first` and whose pieces have `keys`, in runs of pieces. `flat`:
     weights, gradients and the two moments. Where two ranks have parts of a piece, both use the keys of the whole
     piece."""
@@ -132,8 +128,9 @@ def update_shard(
         piece, place = (first + begin) // PIECE - first // PIECE, (first + begin) % PIECE
         views = (tensor[begin : begin + count * width].view(count, width) for tensor in flat)
         # whole pieces are nearly all of a shard; each other width would be a graph of its own
-        run = update_unless(found_inf, update, len(flat), device, static_widths=width == PIECE)
-        run(*views, keys[piece : piece + count], places[place : place + width], numbers)
+        fused(update, device.type, static_widths=width == PIECE)(
+            *views, keys[piece : piece + count], places[place : place + width], numbers
+        )
 
 
 def runs(first: int, length: int, most: int) -> Iterator[tuple[int, int, int]]:

@@ -7,7 +7,6 @@ are the same however rows are sharded.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -46,12 +45,9 @@ class Elementwise(torch.optim.Optimizer, ABC):
     moments: ClassVar[tuple[str, ...]]
     update: ClassVar[Callable[..., None]]  # (weights, gradients, moments, `numbers`), in place; fp32, of one shape
 
-    counts_on_host = True
-
     def __init__(self, groups: list[dict[str, Any]], optim: Optim):
         super().__init__(groups, {"lr": optim.learning_rate, "weight_decay": 0.0})
         self.optim = optim
-        self.found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no gradient is made anew here
@@ -69,41 +65,11 @@ class Elementwise(torch.optim.Optimizer, ABC):
                 if (step := int(state["step"])) not in numbers:
                     both = 1 - group["lr"] * group["weight_decay"], -group["lr"]
                     numbers[step] = place_numbers([*both, *self.numbers(step)], tensors[0].device)
-                update_unless(self.found_inf, self.update, len(tensors), tensors[0].device)(*tensors, numbers[step])
+                fused(self.update, tensors[0].device.type)(*tensors, numbers[step])
 
     @abstractmethod
     def numbers(self, step: int) -> Sequence[float]:
         """Returns the coefficients that `update` takes at `step` after the weights' factor and the negative rate."""
-
-
-@cache
-def kept_where(update: Callable[..., None], count: int) -> Callable[..., None]:
-    """Returns `update`, which changes its first `count` tensors but the second, a gradient, with an argument more in
-    front: where that is not zero, they keep their bits. On a GPU it is one kernel as before."""
-
-    def updated(found_inf: Tensor, weight: Tensor, gradient: Tensor, *others: Any) -> None:
-        kept = weight, *others[: count - 2]
-        changed = [each.clone() for each in kept]
-        update(changed[0], gradient, *changed[1:], *others[count - 2 :])
-        for each, new in zip(kept, changed, strict=True):
-            keep_where(found_inf, each, new)
-
-    return updated
-
-
-def update_unless(
-    found_inf: Tensor | None, update: Callable[..., None], count: int, device: torch.device, static_widths: bool = False
-) -> Callable[..., None]:
-    """Returns `update`, fused for `device`, as kept_where where there is a `found_inf`. Without `static_widths` all
-    shapes share a graph, which costs nothing where each tensor is read from its beginning to its end."""
-    if found_inf is None:
-        return fused(update, device.type, static_widths=static_widths)
-    return partial(fused(kept_where(update, count), device.type, static_widths=static_widths), found_inf)
-
-
-def keep_where(found_inf: Tensor | None, tensor: Tensor, new: Tensor) -> None:
-    """Sets `tensor` to `new`, but where `found_inf` is not zero."""
-    tensor.copy_(new if found_inf is None else torch.where(found_inf > 0, tensor, new))
 
 
 def place_numbers(numbers: Sequence[float], device: torch.device) -> Sequence[float] | Tensor:

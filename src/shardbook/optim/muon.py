@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardbook.arithmetic import ceil_div
-from shardbook.optim.elementwise import keep_where, local_values, step_adamw
+from shardbook.optim.elementwise import local_values, step_adamw
 from shardbook.parallel.units import matrices_of
 from shardbook.recipe import Optim
 
@@ -37,7 +37,6 @@ class Muon(torch.optim.Optimizer):
                     split.append(group | {"params": found, "is_matrix": is_matrix})
         super().__init__(split, {"lr": optim.learning_rate, "weight_decay": 0.0})
         self.optim = optim
-        self.found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no gradient is made anew here
@@ -60,8 +59,7 @@ class Muon(torch.optim.Optimizer):
                 updates = orthogonal_rows([self._advance(parameter) for parameter in some], shape, group)
                 for parameter, update in zip(some, updates, strict=True):
                     weight = local_values(parameter)
-                    decayed = weight * (1 - rate * decay)
-                    keep_where(self.found_inf, weight, decayed.add_(update, alpha=-rate * RATIO * max(shape) ** 0.5))
+                    weight.mul_(1 - rate * decay).add_(update, alpha=-rate * RATIO * max(shape) ** 0.5)
 
     def _advance(self, parameter: nn.Parameter) -> Tensor:
         """Updates the momentum of this rank's rows and returns its Nesterov look-ahead, in bf16."""
@@ -70,7 +68,7 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
         momentum, gradient = local_values(state["momentum_buffer"]), local_values(parameter.grad)
-        keep_where(self.found_inf, momentum, momentum.lerp(gradient, 1 - self.optim.momentum))
+        momentum.lerp_(gradient, 1 - self.optim.momentum)
         return gradient.lerp(momentum, self.optim.momentum).bfloat16()
 
     def _step_others(self, parameters: Sequence[nn.Parameter], rate: float, decay: float) -> None:
@@ -83,7 +81,6 @@ class Muon(torch.optim.Optimizer):
         tensors: list[Any] = [parameters, *moments, [parameter.grad for parameter in parameters]]
         parts = [[local_values(each) for each in some] for some in tensors]
         rates: dict[str, Any] = {"lr": rate, "weight_decay": decay, "eps": self.optim.eps}
-        rates |= {"grad_scale": None, "found_inf": self.found_inf}
         step_adamw(parts, [state["step"] for state in states], self.optim.betas, **rates)
 
 

@@ -48,9 +48,9 @@ def adamw_settings(optim: Optim) -> dict[str, Any]:
 
 
 def build_adamw_8bit(model: nn.Module, groups: Groups, optim: Optim) -> torch.optim.Optimizer:
-    from shardbook.optim.adamw_8bit import AdamW8bit
+    from torchao import optim as torchao
 
-    return AdamW8bit(groups, **adamw_settings(optim))
+    return torchao.AdamW8bit(groups, **adamw_settings(optim))
 
 
 def in_8_bits(numel: int, itemsize: int) -> int:

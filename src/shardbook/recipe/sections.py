@@ -212,9 +212,6 @@ class Train(Section):
     )
     save_total_limit: int = key(0, "Keep this many newest checkpoints (0: all).", ge=0)
     logging_steps: int = key(1, "Log every N steps, each its own loss, not a mean (0: off).", ge=0)
-    max_bad_steps: int = key(
-        0, "Steps in a row that may be skipped because their norm is not finite (0: the first ends the run).", ge=0
-    )
     check_steps: int = key(
         0, "Every N steps run a micro-batch twice and compare bits, to find a GPU that computes wrongly (0: off).", ge=0
     )

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from shardbook.model.adapters import base_identity, kept_parameters
 from shardbook.model.flash import DEFAULT, current_flash
 from shardbook.model.teacher import teacher_identity
-from shardbook.optim import settle_counts, state_kind
+from shardbook.optim import state_kind
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.parallel.units import GLOBAL_SHAPES, TP_SHARDED
 from shardbook.ranks.distributed import agree, broadcast_from_main
@@ -268,7 +268,6 @@ def _cause(error: BaseException) -> str:
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns the tensors that a checkpoint holds, without the optimizer's hyperparameters: the recipe has them, and
     flat they are eleven pickles a parameter and rank, three quarters of the entries of rank 0's plan."""
-    settle_counts(optimizer)
     # The optimizer's own tensors: DCP loads into them, so no learning rate or decay is loaded from a checkpoint.
     # torch's set_optimizer_state_dict would cast each to the dtype of its parameter.
     flat = get_optimizer_state_dict(model, optimizer, options=FLAT)

@@ -20,11 +20,11 @@ from shardbook.ranks.distributed import Ranks
 from shardbook.ranks.progress import mark_each
 from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import flatten_recipe
-from shardbook.run.bad_steps import BadSteps
 from shardbook.run.checkpoint import TrainState
 from shardbook.run.console import Console
 from shardbook.run.directory import RunDirectory
 from shardbook.run.metrics import Metrics, Recorder, StepTimer, memory_metrics, peak_metrics
+from shardbook.run.nonfinite import FirstNonFinite
 from shardbook.run.prepare import Job
 from shardbook.run.repeat import check_results
 from shardbook.run.rows import RowPart, Rows
@@ -57,8 +57,8 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
         )
         self.first_steps = first_steps(recipe.train.compile, layout.mesh)
         self.pace = StepTimer(ranks.world_size, job.flops, self.first_steps)
-        self.bad = BadSteps(job.loader, state, recipe.train.max_bad_steps, ranks.device, console.print)
-        self.rows = Rows(self.recorder, console, job.objective.names("train"), self.pace, stop, self.bad)
+        self.nonfinite = FirstNonFinite(job.loader, state.step, ranks.device)
+        self.rows = Rows(self.recorder, console, job.objective.names("train"), self.pace, stop, self.nonfinite)
         self.ledger = Ledger(layout.groups(ranks.rank))
         inside = read_inside(layout, job.config, recipe, ranks.rank, job.loader.peek)
         how = recipe.train.gradient_accumulation_steps, recipe.optim.name, recipe.forwards_per_micro, ranks.rank
@@ -86,14 +86,15 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
 
     def watch(self, passes: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yields the terms of a step's micro-batches, each marked as progress."""
-        return mark_each(self.bad.watch(passes), "micro-batch")
+        return mark_each(self.nonfinite.watch(passes), "micro-batch")
 
     def finish(self, state: TrainState, rate: float, sums: Tensor, norm: Tensor, saves: bool) -> None:
-        """Finishes a step at the learning `rate`, and counts it where its `norm` is not finite. Where it is logged or
-        saved, or is the last, begins to read its loss and norm: on a GPU while the next step computes. Collective."""
+        """Finishes a step at the learning `rate`, and remembers it where its `norm` is the first that is not finite.
+        Where it is logged or saved, or is the last, begins to read its loss and norm: on a GPU while the next step
+        computes. Collective."""
         if self.ledger.close():
             self.console.show_traffic(self.ledger.traffic, self.predicted)
-        self.bad.count(state.step, norm)
+        self.nonfinite.note(state.step, norm)
         logs = is_due(state.step, self.job.recipe.train.logging_steps)
         self._last = state.step, sums, norm
         if logs or saves or state.step == self.job.steps:
@@ -116,13 +117,13 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
         self._row = []
 
     def check(self) -> None:
-        """Raises RunFailed where a value of the last step is not finite and must not be saved. Collective."""
+        """Raises RunFailed where a value is not finite and must not be saved. Collective."""
         self._read_last()()
 
     def mark(self) -> dict[str, int]:
         """Returns the part of a checkpoint that belongs to the log: the bytes of metrics.jsonl, which are on the disk
-        then, and the number of `bad_steps`."""
-        return {"metrics": self.recorder.sync(), "bad_steps": int(self.bad.known)}
+        then."""
+        return {"metrics": self.recorder.sync()}
 
     def _read_last(self) -> Callable[[], Metrics]:
         step, sums, norm = self._last

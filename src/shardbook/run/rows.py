@@ -1,8 +1,8 @@
 """Rows: reads a step's loss and norm from the device without a wait, and logs them with the rest of its row.
 
-Invariant: a value that is not finite ends the run with its step's own number, before it is saved; unless the norm is
-not finite either, and the step changed nothing (bad_steps.py). A row is logged when the next step's work is launched
-(on a CPU: when its step is done), and before an evaluation, samples, a save or the end.
+Invariant: a value that is not finite ends the run with its step's own number, before it is saved; so does the norm of
+an earlier step, of which nothing was read (nonfinite.py). A row is logged when the next step's work is launched (on a
+CPU: when its step is done), and before an evaluation, samples, a save or the end.
 """
 
 import contextlib
@@ -17,27 +17,26 @@ from torch import Tensor
 
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.signals import StopFlag
-from shardbook.run.bad_steps import BadSteps
 from shardbook.run.console import Console
 from shardbook.run.metrics import DeviceEvent, Metrics, Recorder, StepTimer
+from shardbook.run.nonfinite import FirstNonFinite
 
 RowPart = Metrics | Callable[[], Metrics]  # of a row: known metrics, or a function to call when the device has them
 LAST_SECONDS = 10.0  # for which a failing run waits for its last row: with a lost rank it would wait for ever
 
 
 def read_loss(
-    sums: Tensor, names: list[str], norm: Tensor, step: int, bad: BadSteps
+    sums: Tensor, names: list[str], norm: Tensor, step: int, nonfinite: FirstNonFinite
 ) -> tuple[Callable[[], Metrics], DeviceEvent]:
     """Begins to add `sums` [1 + metrics] of this rank, the loss first, over ranks and to read them with the gradient
-    norm and the counts of `bad` steps. Returns a function that waits for the metrics, and the moment from which on it
-    does not wait. Collective.
+    norm and the first step that was `nonfinite`. Returns a function that waits for the metrics, and the moment from
+    which on it does not wait. Collective.
 
-    The function raises RunFailed where a value is not finite: to train on would only save broken weights. Not where the
-    norm is not finite either, unless too many such steps were in a row.
+    The function raises RunFailed where a value is not finite: to train on would only save broken weights.
     """
     dist.all_reduce(sums)
     # torch takes pinned memory for such a copy by itself; a tensor on the host is not copied
-    coming = [tensor.to("cpu", non_blocking=True).view(-1) for tensor in (sums, norm, bad.take())]
+    coming = [tensor.to("cpu", non_blocking=True).view(-1) for tensor in (sums, norm, nonfinite.first)]
     moment = DeviceEvent()
 
     @cache
@@ -45,14 +44,13 @@ def read_loss(
         moment.wait()
         values = [value for tensor in coming[:2] for value in tensor.tolist()]
         metrics: Metrics = dict(zip([*names, "train/grad_norm"], values, strict=True))
-        broken = [name for name, value in metrics.items() if not math.isfinite(value)]
-        said, looked_at = f"train/loss is {values[0]} and train/grad_norm {values[-1]}", ""
-        if broken and broken[-1] != "train/grad_norm":
+        both, sections = f"train/loss is {values[0]} and train/grad_norm {values[-1]}", ""
+        nonfinite.check(step, coming[2].tolist(), both)
+        if broken := [name for name, value in metrics.items() if not math.isfinite(value)]:
             if names[0] not in broken:
-                said, looked_at = f"{broken[0]} is {metrics[broken[0]]}", "[preference], [distill] and "
-            raise RunFailed(f"step {step}: {said}; lower optim.learning_rate, or look at {looked_at}its rows")
-        metrics = {name: value for name, value in metrics.items() if name not in broken}
-        return metrics | {"train/bad_steps": int(bad.read(step, coming[2].tolist(), said))}
+                both, sections = f"{broken[0]} is {metrics[broken[0]]}", "[preference], [distill] and "
+            raise RunFailed(f"step {step}: {both}; lower optim.learning_rate, or look at {sections}its rows")
+        return metrics
 
     return read, moment
 
@@ -61,10 +59,16 @@ class Rows(contextlib.AbstractContextManager["Rows"]):
     """Logs the rows of the steps inside, in order; at most one waits for the device. All ranks make the same reads."""
 
     def __init__(
-        self, recorder: Recorder, console: Console, names: list[str], pace: StepTimer, stop: StopFlag, bad: BadSteps
+        self,
+        recorder: Recorder,
+        console: Console,
+        names: list[str],
+        pace: StepTimer,
+        stop: StopFlag,
+        nonfinite: FirstNonFinite,
     ):
         self.recorder, self.console, self.names, self.pace, self.stop = recorder, console, names, pace, stop
-        self.bad = bad
+        self.nonfinite = nonfinite
         self.lags = torch.cuda.is_available()  # whether a read at once would make the host wait for the device
         self.step = 0  # the last one read
         self._read: Callable[[], Metrics] = dict
@@ -76,7 +80,7 @@ class Rows(contextlib.AbstractContextManager["Rows"]):
         if step != self.step:
             self.flush()
             self.step = step
-            self._read, self._moment = read_loss(sums, self.names, norm, step, self.bad)
+            self._read, self._moment = read_loss(sums, self.names, norm, step, self.nonfinite)
             if not self.lags:
                 self.flush()
         return self._read
@@ -116,7 +120,7 @@ class Rows(contextlib.AbstractContextManager["Rows"]):
         if error is None:
             self.flush()
         elif self._waiting and self._moment:
-            self.bad.alone = True
+            self.nonfinite.alone = True
             with contextlib.suppress(Exception):  # the run ends by its own error, also where the device is broken
                 until = time.perf_counter() + LAST_SECONDS
                 while not self._moment.has_come() and time.perf_counter() < until:
