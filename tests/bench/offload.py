@@ -24,7 +24,8 @@ from transformers import AutoConfig
 
 from shardbook.data.loader import MicroBatch
 from shardbook.memory.direct_io import DirectFile, page_buffer
-from shardbook.memory.host_adamw import materialize_state
+from shardbook.memory.host_adamw import BUCKET_BYTES, materialize_state
+from shardbook.memory.tiers import RING
 from shardbook.model.causal_lm import build_model
 from shardbook.model.weights import init_weights
 from shardbook.objectives.sft import sft_loss
@@ -37,7 +38,7 @@ from shardbook.recipe import parse_recipe, resolve_precision
 
 ROOT = Path(__file__).parents[2]
 PARAMETERS = 32 * 2**20
-BUCKET = 4 * 2**20  # elements: the default 48 MiB of masters and moments
+BUCKET = BUCKET_BYTES // 12  # elements of masters and both moments
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -99,10 +100,10 @@ def fio_rate(folder: Path, what: str, size: int, engine: str) -> float:
 
 
 def bench_pipeline(folder: Path, rounds: int) -> dict:
-    """Seconds of AdamW through a file: in a ring of four, against its transfers and its arithmetic alone."""
+    """Seconds of AdamW through a file: in a ring, against its transfers and its arithmetic alone."""
     parts, size = PARAMETERS // BUCKET, 3 * BUCKET * 4
     file = DirectFile(folder, parts * size)
-    slots, gradient = [page_buffer(size) for _ in range(4)], torch.rand(BUCKET)
+    slots, gradient = [page_buffer(size) for _ in range(RING)], torch.rand(BUCKET)
     reader, writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     def step(slot):
@@ -118,17 +119,17 @@ def bench_pipeline(folder: Path, rounds: int) -> dict:
         written = []
 
         def read(number):
-            if number >= 4:
-                written[number - 4].result()
-            file.read(slots[number % 4], number * size)
+            if number >= RING:
+                written[number - RING].result()
+            file.read(slots[number % RING], number * size)
 
-        reads = {number: reader.submit(read, number) for number in range(3)}
+        reads = {number: reader.submit(read, number) for number in range(RING - 1)}
         for number in range(parts):
             reads.pop(number).result()
-            step(slots[number % 4])
-            written.append(writer.submit(file.write, slots[number % 4], number * size))
-            if number + 3 < parts:
-                reads[number + 3] = reader.submit(read, number + 3)
+            step(slots[number % RING])
+            written.append(writer.submit(file.write, slots[number % RING], number * size))
+            if (later := number + RING - 1) < parts:
+                reads[later] = reader.submit(read, later)
         for future in written:
             future.result()
 

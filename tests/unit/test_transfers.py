@@ -13,11 +13,12 @@ import torch
 from test_peak import settings
 from tiny import config
 
+from shardbook.memory import host_state
 from shardbook.memory.block_inputs import HostInputs
 from shardbook.memory.direct_io import PAGE, page_buffer
 from shardbook.memory.host_adamw import HostAdamW
 from shardbook.memory.host_state import STAGINGS, OffloadedUnit, allocate_units, staging_bytes
-from shardbook.memory.tiers import Prefetcher
+from shardbook.memory.tiers import RING, Prefetcher
 from shardbook.model.attention import KERNELS
 from shardbook.model.laid_out import build_adapted
 from shardbook.parallel.layout import build_layout
@@ -123,7 +124,7 @@ def is_mapped(pointer):
 
 
 def laid_out(tied=True, lora=None, world=4, **tiers):
-    recipe = settings(offload={"optimizer": "cpu", "threads": 1, **tiers})
+    recipe = settings(offload={"optimizer": "cpu", **tiers})
     made = config("llama", tied=tied, num_hidden_layers=3)
     adapted = resolve_precision(settings(**({"lora": lora} if lora else {})), "cpu")
     model = build_adapted(adapted, made, KERNELS["varlen"], None)
@@ -180,7 +181,9 @@ def held(layout, number, pin=False):
 
 def host_adamw_of(layout, device=CUDA):
     file = SimpleNamespace(read=None, write=None) if layout.offload.optimizer == "nvme" else None
-    return HostAdamW(torch.nn.Linear(1, 1), Optim(), [], layout, file, device)
+    with pytest.MonkeyPatch.context() as patch:  # a share of cores is asked of all ranks, and there is one process
+        patch.setattr(host_state, "threads_here", lambda ranks_here, device_type: 1)
+        return HostAdamW(torch.nn.Linear(1, 1), Optim(), [], layout, file, device)
 
 
 def test_gradients_leave_in_order_are_held_until_they_landed_and_are_bounded(cuda):
@@ -253,7 +256,7 @@ def test_what_the_device_copies_from_is_pinned_and_threads_set_their_device(cuda
     layout = laid_out(world=1, optimizer="nvme", path="/scratch")
     optimizer = host_adamw_of(layout)
     pinned = [*optimizer.disk.slots, *(staging.buffer for staging in optimizer.stagings)]
-    assert len(optimizer.disk.slots) == layout.offload.ring and {one.data_ptr() for one in pinned} == {*cuda.pages}
+    assert len(optimizer.disk.slots) == RING and {one.data_ptr() for one in pinned} == {*cuda.pages}
     prefetcher = Prefetcher(SimpleNamespace(read=lambda into, offset: into.fill_(offset)), PAGE, CUDA)
     assert {one.data_ptr() for one in prefetcher.pages} < {*cuda.pages}
     shards = torch.zeros(PAGE, dtype=torch.uint8)

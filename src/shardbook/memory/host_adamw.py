@@ -41,6 +41,7 @@ from shardbook.ranks.distributed import agree
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Optim
 
+BUCKET_BYTES = 48 * 2**20  # of state that AdamW takes at once
 Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]  # AdamW's settings, and the masters that have them
 
 
@@ -70,17 +71,17 @@ class HostAdamW(torch.optim.Optimizer):
         """Takes `tree`: a module of all masters, in the model's order, in which norms are summed. Collective."""
         super().__init__(parameter_groups(tree, optim), adamw_settings(optim))
         self.tree, self.units, self.layout, self.file, self.device = tree, units, layout, file, device
-        self.tier, offload = build_tier(layout, units, file, device), layout.offload
+        self.tier = build_tier(layout, units, file, device)
         self.is_last, self.coefficient = True, 1.0
         self.fetched: list[Tensor] = []  # on the device: shards of the unit that is being gathered
         self.squares: dict[nn.Parameter, Tensor] = {}  # sums of squared gradients, by master
         self.moved = Counter[str]()  # bytes moved in this step
         self.waited = self.seconds = 0.0  # seconds that all-gathers waited for steps; seconds of the host's steps
-        self.bucket = max(ALIGN, offload.bucket_mb * 2**20 // (3 * FP32) // ALIGN * ALIGN)
+        self.bucket = max(ALIGN, BUCKET_BYTES // (len(STATE) * FP32) // ALIGN * ALIGN)
         is_cuda, own = device.type == "cuda", torch.get_num_threads()
         self.stagings = [Staging(page_buffer(host_state.staging_bytes(layout), is_cuda)) for _ in range(STAGINGS)]
         self.d2h_stream = torch.cuda.Stream() if is_cuda else None
-        threads = offload.threads or host_state.threads_here(layout.ranks_per_node, device.type)
+        threads = host_state.threads_here(layout.ranks_per_node, device.type)
         # two threads: gradients are added up beside the steps, since backward waits for the buffers that they leave
         self.accumulator, self.worker = (
             ThreadPoolExecutor(1, name, self._begin_thread, (threads,)) for name in ("gradients", "host-adamw")
@@ -88,8 +89,8 @@ class HostAdamW(torch.optim.Optimizer):
         for pool in (self.accumulator, self.worker):
             pool.submit(int).result()
         torch.set_num_threads(own)  # a thread's first setting also sets every thread that has none yet
-        uploads = is_cuda and offload.params == "none"
-        self.disk = DiskState(file, self.bucket, offload.ring, is_cuda, uploads) if file is not None else None
+        uploads = is_cuda and layout.offload.params == "none"
+        self.disk = DiskState(file, self.bucket, is_cuda, uploads) if file is not None else None
         for unit in units:
             for number, (master, param) in enumerate(zip(unit.masters, unit.params, strict=True)):
                 if master.requires_grad:

@@ -19,6 +19,7 @@ from shardbook.memory.direct_io import DirectFile, page_buffer
 from shardbook.memory.host_state import FP32, STATE, OffloadedUnit, prefetches
 from shardbook.parallel.layout import Layout
 
+RING = 4  # buckets in flight between disk and AdamW
 Updates = Iterable[tuple[int, int, Tensor]]  # first and last element in the flat buffer of masters, and these masters
 
 
@@ -181,12 +182,12 @@ class Prefetcher:
 
 
 class DiskState:
-    """Masters and moments in a file, stepped through `ring` host buffers: a bucket is updated while later ones are read
+    """Masters and moments in a file, stepped through RING host buffers: a bucket is updated while later ones are read
     and earlier ones written. `uploads`: masters are copied on to a GPU."""
 
-    def __init__(self, file: DirectFile, bucket: int, ring: int, is_cuda: bool, uploads: bool):
+    def __init__(self, file: DirectFile, bucket: int, is_cuda: bool, uploads: bool):
         self.file, self.bucket, self.uploads = file, bucket, uploads
-        self.slots = [page_buffer(len(STATE) * bucket * FP32, is_cuda) for _ in range(ring)]
+        self.slots = [page_buffer(len(STATE) * bucket * FP32, is_cuda) for _ in range(RING)]
         self.reader, self.writer = ThreadPoolExecutor(1, "reads"), ThreadPoolExecutor(1, "writes")
 
     def buckets(self, unit: OffloadedUnit, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, list[Tensor]]]:

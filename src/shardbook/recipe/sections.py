@@ -179,9 +179,6 @@ class Offload(Section):
         "none", "Where inputs of recomputed blocks are kept for backward: none (the device) or cpu."
     )
     path: str = key("", "Directory on the disk that nvme uses; nothing is left in it.")
-    threads: int = key(0, "Threads of the host's AdamW in each rank (0: its share of the cores).", ge=0)
-    bucket_mb: int = key(48, "MiB of state that AdamW takes at once.", ge=1)
-    ring: int = key(4, "Buckets in flight between disk and AdamW.", ge=2)
 
     @model_validator(mode="after")
     def validate_tiers(self) -> "Offload":
