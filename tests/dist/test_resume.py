@@ -2,14 +2,12 @@
 
 import json
 import os
-import pickle
 import shutil
 from datetime import date
 from functools import partialmethod
 
 import pytest
 import torch
-from old_checkpoints import make_old
 from safetensors.torch import load_file
 from tiny import CHATML
 from world import losses, metrics, run_train, run_world, train_rank
@@ -388,22 +386,19 @@ def without_memory(words):
     return train_rank(words)
 
 
-class Evil:
-    def __init__(self, made):
-        self.made = made
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.made),)
-
-
-def test_a_stranger_s_checkpoint_runs_no_code(recipe, straight, tmp_path):
-    copy, made = tmp_path / "step-000004", tmp_path / "made"
-    shutil.copytree(straight / "checkpoints" / "step-000004", copy)
-    make_old(copy)
-    (copy / ".metadata").write_bytes(pickle.dumps(Evil(made)))
-    error = refused(recipe, 2, f"evil-{tmp_path.name}", f"train.resume_from_checkpoint={copy}")
-    assert f"checkpoint {copy}: its .metadata asks for posix.mkdir, which is not called" in error.splitlines()[-1]
-    assert not made.exists()
+def test_a_checkpoint_of_an_earlier_version_is_refused(recipe, straight, tmp_path):
+    """Named by the recipe, and as the run's newest: the run neither begins anew beside it nor goes back behind it."""
+    run = recipe.parent / "earlier"
+    shutil.copytree(straight, run, ignore=shutil.ignore_patterns("step-000006"))
+    for copy, name, words in (
+        (tmp_path / "step-000004", f"named-{tmp_path.name}", [f"train.resume_from_checkpoint={tmp_path}/step-000004"]),
+        (run / "checkpoints" / "step-000006", "earlier", [*SAVING, "train.steps=8"]),
+    ):
+        copy.mkdir()
+        for file in ("__0_0.distcp", "__1_0.distcp", ".metadata", "state.json", "COMPLETE"):
+            (copy / file).touch()
+        error = refused(recipe, 2, name, *words)
+        assert f"checkpoint {copy}: of an earlier version (0.1, or 0.2 before its release" in error.splitlines()[-1]
 
 
 def test_weights_that_are_not_finite_are_not_saved_where_nothing_was_logged(recipe):
@@ -474,7 +469,7 @@ def test_a_checkpoint_past_the_end_or_of_other_rows_is_refused(recipe, straight)
     assert "so epochs are other steps; change train.gradient_accumulation_steps, or set train.steps" in error
 
 
-def test_other_data_of_as_many_rows_is_refused_and_an_older_checkpoint_is_not_asked(recipe, tiny, tmp_path):
+def test_other_data_of_as_many_rows_is_refused(recipe, tiny, tmp_path):
     chats = (tiny / "chats.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "other.jsonl").write_text("".join(reversed(chats)))
     words = (
@@ -485,14 +480,9 @@ def test_other_data_of_as_many_rows_is_refused_and_an_older_checkpoint_is_not_as
         "train.eval_steps=0",
     )
     plain = (*words[:2], "data.packing=false", "data.eval_size=0", "train.eval_steps=0")
-    run = run_train(2, recipe, "other-data", *plain, "train.steps=4")
+    run_train(2, recipe, "other-data", *plain, "train.steps=4")
     error = refused(recipe, 2, "other-data", *words)
     assert "the checkpoint was made with other data (" in error and "as many rows): keep [data], and the day" in error
-    state = make_old(run / "checkpoints" / "step-000004") / "state.json"
-    facts = json.loads(state.read_text())
-    del facts["loader"]["data"]
-    state.write_text(json.dumps(facts))
-    run_train(2, recipe, "other-data", *words)
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ import pytest
 import reference
 import torch
 from cases import DECAY, RATE, TOLERANCE, documents_of_steps, relative_error
-from old_checkpoints import whole_tensors
 from safetensors.torch import load_file
 from tensor_cases import write_models
+from torch.distributed.checkpoint import state_dict_loader
 from world import losses, metrics, run_train, run_world, train_rank
 
 SAVING = ("train.steps=5", "train.save_steps=2", "optim.eps=1e-3", "train.eval_steps=2")
@@ -58,9 +58,18 @@ def straight(recipe):
 def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All of model and optimizer in a checkpoint, whole, without ranks."""
     from shardbook.run.checkpoint import checkpoint_shapes, read_parameters
+    from shardbook.run.item_storage import ItemReader
+    from shardbook.run.stored_items import read_stored
 
     weights = dict(read_parameters(checkpoint, checkpoint_shapes(checkpoint)))
-    moments = whole_tensors(checkpoint, "optimizer.")
+    items = read_stored(checkpoint).items
+    moments = {
+        item.name: torch.empty(item.shape, dtype=getattr(torch, item.dtype))
+        for rows in items.values()
+        for item in rows
+        if item.name.startswith("optimizer.")
+    }
+    state_dict_loader.load(moments, storage_reader=ItemReader(checkpoint, items), no_dist=True)
     assert len(moments) == 3 * len(weights), "two moments and a count of each parameter"
     return weights | moments
 

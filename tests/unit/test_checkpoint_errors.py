@@ -1,24 +1,20 @@
-"""What goes wrong while a checkpoint is read or written is called what it is, and one of a stranger runs no code."""
+"""What goes wrong while a checkpoint is read or written is called what it is."""
 
-import json
-import os
-import pickle
 from traceback import StackSummary
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import DefaultSavePlanner, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from shardbook.ranks import exits
 from shardbook.ranks.exits import RunFailed, report_error
 from shardbook.recipe import RecipeError
 from shardbook.run.checkpoint import _writable, checkpoint_shapes, read_parameters
-from shardbook.run.stored_items import MARKER, STATE
-from shardbook.run.stored_metadata import Reader
+from shardbook.run.item_storage import ItemWriter
+from shardbook.run.stored_items import begin, publish
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "none": torch.zeros(0, 4)}
 LOST = "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2011"
@@ -42,10 +38,18 @@ def of_rank_1(error):
 @pytest.fixture
 def checkpoint(tmp_path):
     path = tmp_path / "step-000002"
-    state_dict_saver.save({"model": TENSORS}, checkpoint_id=path, no_dist=True)
-    shapes = {name: list(tensor.shape) for name, tensor in TENSORS.items()}
-    (path / STATE).write_text(json.dumps({"step": 2, "tokens": 1, "loader": {}, "shapes": shapes}))
-    (path / MARKER).touch()
+    state = {
+        "step": 2,
+        "tokens": 1,
+        "loader": {},
+        "shapes": {name: [*tensor.shape] for name, tensor in TENSORS.items()},
+    }
+
+    def finish(side, written):
+        publish(side, 2, state, written, keep=0, check_held=lambda: None)
+
+    writer = ItemWriter(path, 0, lambda: begin(tmp_path, 2, needed=1), finish)
+    state_dict_saver.save({"model": TENSORS}, storage_writer=writer, planner=DefaultSavePlanner(), no_dist=True)
     return path
 
 
@@ -112,70 +116,3 @@ def test_a_writer_that_fails_inside_dcp(error, raised, said, tmp_path, monkeypat
     monkeypatch.setattr(FileSystemWriter, "write_data", write_data)
     with pytest.raises(raised, match=said), _writable(tmp_path / "step-000001"):
         state_dict_saver.save({"model": TENSORS}, checkpoint_id=tmp_path / "step-000001", no_dist=True)
-
-
-class Evil:
-    def __init__(self, made):
-        self.made = made
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.made),)
-
-
-def test_a_metadata_that_would_run_code_is_refused(checkpoint, tmp_path):
-    file, made = checkpoint / ".metadata", tmp_path / "made"
-    metadata = pickle.loads(file.read_bytes())
-    metadata.planner_data = Evil(made)  # deep inside of what is well formed
-    file.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(RecipeError, match=r"its .metadata asks for posix.mkdir, which is not called"):
-        read(checkpoint)
-    assert not made.exists()
-    pickle.loads(file.read_bytes())
-    assert made.exists()  # it would have
-
-
-def call(name, *words):
-    """A pickle that calls what `name` says with `words`."""
-    return f"c{name}\n({''.join(words)}tR.".encode()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        call("posix\nsystem", "Vtrue\n"),
-        call("builtins\neval", "V1\n"),
-        call("torch\nload", "Vfile\n"),
-        call("torch.distributed.checkpoint.metadata\nMetadata.__init__"),
-        call("builtins\ngetattr", "ctorch\nSize\n", "V__class__\n"),
-    ],
-)
-def test_nothing_that_is_no_description_is_called(content, checkpoint):
-    (checkpoint / ".metadata").write_bytes(content)
-    with pytest.raises(RecipeError, match=r"which is not called|damaged"):
-        read(checkpoint)
-
-
-def test_a_member_of_an_enum_may_be_written_as_earlier_pythons_do(checkpoint):
-    """Early Pythons 3.11 write a call of getattr; of anything but an enum it gives nothing."""
-    name = "torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING"
-    (checkpoint / ".metadata").write_bytes(call("builtins\ngetattr", f"c{name}\n", "VTORCH_CHANNELS_LAST\n"))
-    assert Reader(checkpoint).read_metadata().name == "TORCH_CHANNELS_LAST"
-
-
-def test_an_entry_that_is_a_pickle_in_the_place_of_a_tensor(checkpoint, tmp_path):
-    file, made = checkpoint / ".metadata", tmp_path / "made"
-    metadata = pickle.loads(file.read_bytes())
-    metadata.state_dict_metadata["model.a"] = BytesStorageMetadata()
-    where = next(place for index, place in metadata.storage_data.items() if index.fqn == "model.a")
-    torch.save(Evil(made), checkpoint / "evil")
-    place = type(where)("evil", 0, (checkpoint / "evil").stat().st_size)
-    index = next(index for index in metadata.storage_data if index.fqn == "model.a")
-    metadata.storage_data = {key: value for key, value in metadata.storage_data.items() if key != index}
-    metadata.storage_data[type(index)("model.a")] = place
-    file.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(RecipeError, match=r"model.a is a pickle there, which is not read; must be a tensor"):
-        read(checkpoint)
-    assert not made.exists()
-    box = {"model.a": torch.empty(2, 3)}
-    state_dict_loader.load(box, checkpoint_id=checkpoint, no_dist=True)
-    assert made.exists()  # DCP by itself would have run it

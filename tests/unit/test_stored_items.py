@@ -59,7 +59,7 @@ def judge(folder):
     """The step of the newest checkpoint, each of which must be whole; 0 without one."""
     found = list_checkpoints(folder)
     for each in found:
-        assert verify(each)
+        verify(each)
         assert json.loads((each / "state.json").read_text())["step"] == step_of(each)
     return step_of(found[0]) if found else 0
 
@@ -262,7 +262,7 @@ def test_planted_hash_of_the_tensor_in_place_of_the_bytes_written(tmp_path, monk
     from shardbook.run import item_storage
 
     column = torch.arange(12.0).reshape(4, 3)[:, 1]
-    assert verify(save_tensor(tmp_path / "good", column))
+    verify(save_tensor(tmp_path / "good", column))
     real, hashed = item_storage.bytes_of, []
 
     def bytes_of(tensor):
@@ -418,17 +418,13 @@ def test_the_command_verifies_all_of_a_run(tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     for step in (1, 2, 3):
         save(run / "checkpoints", step)
-    old = run / "checkpoints" / "step-000000"
-    old.mkdir()
-    (old / "COMPLETE").touch()
-    (old / "state.json").write_text("{}")
     assert main(["verify", str(run)]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert [line.partition(": ")[2].partition(",")[0] for line in said] == [*["whole"] * 3, "of an earlier version"]
+    assert [line.partition(": ")[2].partition(",")[0] for line in said] == ["whole"] * 3
     (run / "checkpoints" / "step-000002" / "rank-0.bin").unlink()
     assert main(["verify", str(run)]) == 1
     said = capsys.readouterr().out.splitlines()
-    assert "step-000002: damaged (rank-0.bin: No such file or directory); remove it" in said[1] and len(said) == 4
+    assert "step-000002: damaged (rank-0.bin: No such file or directory); remove it" in said[1] and len(said) == 3
     real = run_verify.verify  # the run goes on meanwhile, and prunes
 
     def verify_beside(path):
@@ -438,6 +434,27 @@ def test_the_command_verifies_all_of_a_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run_verify, "verify", verify_beside)
     assert main(["verify", str(run)]) == 0
     assert capsys.readouterr().out.splitlines()[1].endswith("step-000002: its run has removed it meanwhile")
+
+
+def test_a_checkpoint_of_an_earlier_version_is_listed_and_refused(tmp_path, capsys):
+    """A run that did not see it would begin anew beside it; and it is not damaged, so no run goes back behind it."""
+    run = tmp_path / "run"
+    save(run / "checkpoints", 1)
+    earlier = run / "checkpoints" / "step-000002"
+    earlier.mkdir()
+    for file in ("__0_0.distcp", ".metadata", "state.json", "COMPLETE"):
+        (earlier / file).touch()
+    assert newest_checkpoint(run / "checkpoints") == earlier
+    with pytest.raises(RecipeError) as met:
+        read_stored(earlier)
+    assert not isinstance(met.value, Damaged) and str(met.value) == (
+        f"checkpoint {earlier}: of an earlier version (0.1, or 0.2 before its release, wrote *.distcp files), which is "
+        "not read, only manifest.json with .items files is; choose another run.name, and set model.path to an export "
+        "by the version that wrote it"
+    )
+    assert main(["verify", str(run)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == str(met.value) and said[1].startswith(f"checkpoint {run}/checkpoints/step-000001: whole, ")
     assert main(["verify", str(tmp_path)]) == 2
     assert f"{tmp_path}: has no checkpoint" in capsys.readouterr().err
 

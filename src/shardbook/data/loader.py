@@ -168,10 +168,9 @@ class Loader:
                 f"{here['rows']} rows and seed {here['seed']}: keep [data] and train.seed, "
                 "or start a new run from the export (model.path)"
             )
-        there = state.get("data", here["data"])  # absent in checkpoints of versions before 0.2
-        if there != (here["data"] if "-" in there else here["data"].partition("-")[0]):  # old ones have the first half
+        if state["data"] != here["data"]:
             raise RecipeError(
-                f"the checkpoint was made with other data ({there} there, {here['data']} here; as many rows): "
+                f"the checkpoint was made with other data ({state['data']} there, {here['data']} here; as many rows): "
                 "keep [data], and the day that a chat template writes (data.chat_template_date), or start a new run "
                 "from the export (model.path)"
             )

@@ -176,7 +176,6 @@ def _lay_out(
         summary += f"; {dropped:,} {examples} without {why} dropped"
     for source in sources:
         summary += f"; {source.name}: {source.note}" * bool(source.note)
-    # checkpoints of earlier versions have only the first half: the loader compares as much as there is
     content = hashlib.sha256(column(encoded, "content")[documents].astype("<i8").tobytes()).hexdigest()[:16]
     digest = f"{digest_rows(encoded, documents, length, trained)}-{content}"
     mean, totals = float(length.mean()) / sequences, Totals(int(trained.sum()), len(documents), int(chosen.sum()))

@@ -19,10 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.checkpoint.storage import StorageReader
 
 from shardbook.model.adapters import base_identity, kept_parameters
 from shardbook.model.flash import DEFAULT, current_flash
@@ -30,7 +27,7 @@ from shardbook.model.teacher import teacher_identity
 from shardbook.optim import state_kind
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.parallel.units import GLOBAL_SHAPES, TP_SHARDED
-from shardbook.ranks.distributed import agree, broadcast_from_main
+from shardbook.ranks.distributed import broadcast_from_main
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.lost import is_lost_peer
 from shardbook.ranks.progress import long_phase
@@ -40,12 +37,11 @@ from shardbook.run.background import Background, StagingWriter
 from shardbook.run.item_storage import ItemReader, ItemWriter
 from shardbook.run.save_plan import Planned, PlanOnce
 from shardbook.run.stored_items import Damaged, Facts, StoredCheckpoint, begin, damaged, name_of, publish, read_stored
-from shardbook.run.stored_metadata import Reader, TensorsOnly
 
-OPTIMIZER = "optimizer"  # kind of the optimizer state; absent in checkpoints of versions before 0.2: AdamW
+OPTIMIZER = "optimizer"  # kind of the optimizer state
 BASE = "base"  # digest of the adapters' base model; absent or empty where the checkpoint has every parameter
 TEACHER = "teacher"  # digest of the teacher; absent without one
-FLASH = "flash_attention"  # the implementation that was active; absent in checkpoints of earlier versions: FA2
+FLASH = "flash_attention"  # the implementation that was active
 # one flat key a tensor and moment: names, not parameter numbers, so another grouping or layout still matches
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 HYPERPARAMETERS = "param_groups."  # prefix of their keys in the optimizer's flat state
@@ -139,7 +135,7 @@ def check_checkpoint(path: Path, sharded: ShardedModel) -> tuple[StoredCheckpoin
     with _readable(path):
         state = stored.state
         here, there = whole_shapes(sharded.masters), state["shapes"]
-        stands = TrainState(state["step"], state["tokens"], state["loader"], state.get("log", {}))
+        stands = TrainState(state["step"], state["tokens"], state["loader"], state["log"])
     if differ := [
         f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
         for name in here | there
@@ -181,7 +177,7 @@ def load_checkpoint(
     model = sharded.masters
     stored, stands = check_checkpoint(path, sharded)
     state = stored.state
-    kind, there_kind = state_kind(optimizer, sharded.layout.shards), state.get(OPTIMIZER, "AdamW")
+    kind, there_kind = state_kind(optimizer, sharded.layout.shards), state[OPTIMIZER]
     same_kind = kind == there_kind
     read = _tensors(model, optimizer) if same_kind else {"model": _parameters(model)}
     same_world = state["ranks"] == _ranks(sharded)
@@ -191,9 +187,8 @@ def load_checkpoint(
     if lost and not is_clean:
         said = f"checkpoint {path} cannot follow the load of a damaged one ({lost[0]})"
         raise RecipeError(f"{said}; remove the damaged one, and start again")
-    reader, planner = agree(lambda: _reader(path, stored))
     with _readable(path):
-        state_dict_loader.load(read, storage_reader=reader, planner=planner)
+        state_dict_loader.load(read, storage_reader=ItemReader(path, stored.items))
     if same_world:
         torch.set_rng_state(read[_own_key()]["cpu"])
         if "cuda" in read[_own_key()]:
@@ -210,21 +205,13 @@ def checkpoint_shapes(path: Path) -> dict[str, torch.Size]:
 def read_parameters(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
     """Yields `(name, full tensor in fp32)` of the model parameters in a checkpoint, one at a time and without a process
     group, so that one host can export a 70B."""
-    reader, planner = _reader(path, _read(path))
+    reader = ItemReader(path, _read(path).items)
     for name, shape in shapes.items():
         box = {f"model.{name}": torch.empty(shape)}
         with _readable(path), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what is asked for
-            state_dict_loader.load(box, storage_reader=reader, planner=planner, no_dist=True)
+            state_dict_loader.load(box, storage_reader=reader, no_dist=True)
         yield name, box[f"model.{name}"]
-
-
-def _reader(path: Path, stored: StoredCheckpoint) -> tuple[StorageReader, LoadPlanner]:
-    """Returns DCP's storage and planner for a checkpoint of any version."""
-    with _readable(path):
-        if stored.verified:
-            return ItemReader(path, stored.items), DefaultLoadPlanner()
-        return Reader(path), TensorsOnly(path)
 
 
 @contextlib.contextmanager

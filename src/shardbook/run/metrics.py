@@ -32,7 +32,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(whole.split(b"\n") if newline else (), 1):
         try:
-            rows.append(json.loads(line.replace(b"memory/unsent_bytes", b"memory/residual_bytes")))  # a name before 0.2
+            rows.append(json.loads(line))
         except ValueError as error:
             raise RecipeError(f"{path}: row {number} is damaged ({first_line(error)})") from None
     return rows

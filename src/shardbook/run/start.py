@@ -2,8 +2,7 @@
 random weights.
 
 Invariant: all ranks start from the same checkpoint, whose bytes are verified. A line says each checkpoint that was
-skipped as damaged, each that cannot be verified, each part of the state that begins anew, and another implementation
-of attention.
+skipped as damaged, each part of the state that begins anew, and another implementation of attention.
 """
 
 import time
@@ -24,7 +23,7 @@ from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint import TrainState, check_checkpoint, load_checkpoint, other_bits
 from shardbook.run.prepare import Job
 from shardbook.run.reference import Reference
-from shardbook.run.stored_items import WAY_OUT, Damaged, has_hashes, list_checkpoints
+from shardbook.run.stored_items import WAY_OUT, Damaged, list_checkpoints
 from shardbook.run.teacher import fill_teacher
 
 T = TypeVar("T")
@@ -57,7 +56,7 @@ def start_from(
             said = f"checkpoint {path} is at step {found.step}, the recipe ends at step {job.steps}"
             raise RecipeError(f"{said}; raise train.steps")
         here = loader.rows_per_step
-        if not recipe.train.steps and (there := found.loader.get("rows_per_step", here)) != here:
+        if not recipe.train.steps and (there := found.loader["rows_per_step"]) != here:
             said = f"checkpoint {path}: its steps have {there} rows, here they have {here}, so epochs are other steps"
             raise RecipeError(f"{said}; change train.gradient_accumulation_steps, or set train.steps")
         if differs := other_bits(stored):
@@ -83,8 +82,6 @@ def start_from(
         if named:  # its log is another run's
             state = replace(state, log={})
         source = str(earlier[0])
-        if not has_hashes(earlier[0]):
-            _say(f"warning  checkpoint {source}: of an earlier version, without hashes: it cannot be verified")
         if lost:
             _say(f"warning  begun anew: {lost}")
     sharded.upload_shards()

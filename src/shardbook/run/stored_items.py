@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_128
 
-from shardbook.recipe import RecipeError, first_line
+from shardbook.recipe import RecipeError
 from shardbook.run import operations
 
 MANIFEST, STATE = "manifest.json", "state.json"
-MARKER = "COMPLETE"  # of a checkpoint of earlier versions, which has no hashes
+EARLIER = "*.distcp"  # the files of a checkpoint of 0.1, or of 0.2 before it was released
 PIECE = 4 << 20  # bytes that are hashed and written at once, so that they are read from memory once
 JOINED = 64 << 10  # smaller pieces are joined to this; larger ones are not copied, which would double the CPU's work
 WAY_OUT = "; remove it, and the run goes on from the one before"
@@ -54,8 +54,7 @@ class StoredCheckpoint(NamedTuple):
     """All of a checkpoint but its tensors' bytes, verified."""
 
     state: dict[str, Any]
-    items: dict[str, list[Item]]  # by .bin file; empty for a checkpoint without hashes
-    verified: bool
+    items: dict[str, list[Item]]  # by .bin file
 
 
 def name_of(step: int) -> str:
@@ -68,10 +67,10 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Returns the checkpoints in `folder`, newest first, damaged ones too. A checkpoint of an earlier version counts
-    where its marker is there: one that was left half written has files and no marker."""
-    paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(filter(_is_checkpoint, paths), key=step_of, reverse=True)
+    """Returns the checkpoints in `folder`, newest first: damaged ones too, and those of earlier versions, since a run
+    that passed over them would begin at step 0 beside them."""
+    paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and path.is_dir()]
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -174,20 +173,16 @@ def remove_leftovers(folder: Path) -> list[str]:
     return stays
 
 
-def has_hashes(path: Path) -> bool:
-    """Returns whether a checkpoint can be verified; those of earlier versions cannot."""
-    return (path / MANIFEST).exists() or not (path / MARKER).exists()
-
-
 def read_stored(path: Path) -> StoredCheckpoint:
     """Returns a checkpoint's state and items, verified, and checks that its files have their sizes. Raises Damaged, or
-    RecipeError where there is no checkpoint."""
-    if not has_hashes(path):
-        try:
-            return StoredCheckpoint(json.loads((path / STATE).read_text()), {}, False)
-        except (OSError, ValueError) as error:
-            raise damaged(path, STATE, first_line(error)) from error
-    if not _is_checkpoint(path):
+    RecipeError where there is no checkpoint, or one of an earlier version."""
+    if any(path.glob(EARLIER)):
+        raise RecipeError(
+            f"checkpoint {path}: of an earlier version (0.1, or 0.2 before its release, wrote {EARLIER} files), which "
+            f"is not read, only {MANIFEST} with .items files is; choose another run.name, and set model.path to an "
+            "export by the version that wrote it"
+        )
+    if not path.is_dir():
         raise RecipeError(f"checkpoint {path}: incomplete or not a checkpoint (no {MANIFEST} in it)")
     listed = _read_manifest(path)
     state = json.loads(_read_whole(path, STATE, listed))
@@ -205,7 +200,7 @@ def read_stored(path: Path) -> StoredCheckpoint:
             if ends != [*(row.begin for row in rows), *listed[data]]:
                 raise damaged(path, name, f"its items are not all of {data}")
             items[data] = rows
-    return StoredCheckpoint(state, items, True)
+    return StoredCheckpoint(state, items)
 
 
 def open_data(path: Path, name: str) -> io.BufferedReader:
@@ -235,15 +230,14 @@ def read_item(path: Path, name: str, file: io.BufferedReader, item: Item, buffer
     return view
 
 
-def verify(path: Path) -> bool:
-    """Reads all of a checkpoint. Returns whether it has hashes; raises Damaged where a byte is not what was written."""
+def verify(path: Path) -> None:
+    """Reads all of a checkpoint. Raises as read_stored does, and Damaged where a byte is not what was written."""
     stored = read_stored(path)
     buffer = memoryview(bytearray(max((item.length for items in stored.items.values() for item in items), default=0)))
     for name, items in stored.items.items():
         with open_data(path, name) as file:
             for item in items:
                 read_item(path, name, file, item, buffer)
-    return stored.verified
 
 
 def damaged(path: Path, name: str, what: str) -> Damaged:
@@ -254,11 +248,6 @@ def damaged(path: Path, name: str, what: str) -> Damaged:
 
 def in_gb(count: int) -> str:
     return f"{count / 10**9:.3g} GB"
-
-
-def _is_checkpoint(path: Path) -> bool:
-    complete = (path / MANIFEST).exists() or (path / MARKER).exists()
-    return path.is_dir() and (complete or not any(path.glob("*.distcp")))
 
 
 def _facts(text: bytes) -> Facts:
