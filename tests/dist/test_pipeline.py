@@ -167,7 +167,6 @@ KNOBS = [
     (None, Case("zero2", 1, 2, 3, True, extra=LOW, pp=2)),  # tied: both ends round alike
     (None, deep("zero3", 1, 1, 2, extra=LOW, pp=2, chunks=2, schedule="interleaved")),
     (None, Case("zero3", 1, 1, 1, True, extra=("optim.name=lion", "optim.learning_rate=1e-4"), pp=2)),
-    (None, Case("zero3", 1, 2, 1, extra=("optim.name=ademamix", "optim.betas=[0.9, 0.999, 0.9999]"), pp=2)),
 ]
 
 

@@ -110,16 +110,15 @@ def test_other_stages_in_bf16_stay_near(case, recipe, tiny, tmp_path, wanted):
     assert_exact_bytes(outcomes)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_bf16", "adamw_8bit", "lion", "muon", "ademamix"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_bf16", "adamw_8bit", "lion", "muon"])
 def test_two_steps_of_an_optimizer_beside_a_cpu(name, recipe):
     if name == "adamw_8bit":
         pytest.importorskip("torchao", reason="adamw_8bit needs torchao")
     words = ("train.steps=3", f"optim.name={name}", "optim.learning_rate=1e-3", *FP32)
-    words += ("optim.betas=[0.9, 0.95, 0.999]",) * (name == "ademamix")
     on_gpu = run_train(1, recipe, f"{name}-gpu", *words)
     on_cpu = run_train(1, recipe, f"{name}-cpu", *words, environment={"CUDA_VISIBLE_DEVICES": ""})
     # steps whose size is the sign's, or of few bits, differ where two devices' gradients round to other sides of zero
-    bound = TOLERANCE if name in ("adamw", "ademamix") else 1e-2
+    bound = TOLERANCE if name == "adamw" else 1e-2
     assert losses(on_gpu) == pytest.approx(losses(on_cpu), rel=bound)
 
 

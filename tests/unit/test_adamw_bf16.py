@@ -327,8 +327,7 @@ def count_bytes_of_state(name, dtype):
     try:
         model = torch.nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in SHAPES)
         model.blocks = [model]
-        more = {"betas": [0.9, 0.999, 0.9999]} if name == "ademamix" else {}
-        optimizer = build_optimizer(model, Optim(name=name, **more))
+        optimizer = build_optimizer(model, Optim(name=name))
         for parameter in model:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()

@@ -205,7 +205,7 @@ ONE_HOME = {
     r"-\(-": {"arithmetic.py"},
     r'\.partial"': {"paths.py"},
     r"width = 140": set(),
-    r'name (?:[!=]=|in|not in) \(?"(?:adamw|lion|ademamix|muon)': {"recipe/schema.py", "recipe/learning.py"},
+    r'name (?:[!=]=|in|not in) \(?"(?:adamw|lion|muon)': {"recipe/schema.py", "recipe/learning.py"},
 }
 
 

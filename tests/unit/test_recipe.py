@@ -103,7 +103,7 @@ WRONG = {
     "optim=adamw": ["optim = 'adamw': is a section; set a key of it, optim.<key>"],
     "optim.learning_rate=fast": ["optim.learning_rate = 'fast'", "number"],
     "optim.learning_rate=0.0": ["optim.learning_rate = 0.0", "greater than 0"],
-    "optim.name=adam_8bit": ["optim.name = 'adam_8bit'", "'lion', 'ademamix' or 'muon'; did you mean adamw_8bit?"],
+    "optim.name=adam_8bit": ["optim.name = 'adam_8bit'", "'lion' or 'muon'; did you mean adamw_8bit?"],
     "precision.master=bf16": ["precision.master = 'bf16' and optim.name = 'adamw'", "set optim.name=adamw_bf16"],
     "optim.betas=[0.9, 1.5]": ["betas = [0.9, 1.5]", "below 1"],
     "method=distill": ["method = 'distill': needs distill.teacher"],

@@ -1,13 +1,11 @@
-"""Lion and AdEMAMix: elementwise optimizers, so that a rank steps its shard by itself.
+"""Lion: an elementwise optimizer, so that a rank steps its shard by itself; and what optimizers ask of a shard.
 
-Invariant: a step is a function of gradients, state and the step count, with no collective and no host sync; its bits
-are the same however rows are sharded.
+Invariant: a step is a function of gradients and state, with no collective and no host sync; its bits are the same
+however rows are sharded.
 """
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,40 +36,6 @@ def step_adamw(tensors: Sequence[list[Tensor]], steps: list[Tensor], betas: Sequ
     adamw(weights, gradients, first, second, [], steps, fused=True, **how, **rates)
 
 
-class Elementwise(torch.optim.Optimizer, ABC):
-    """An optimizer with decoupled weight decay and an elementwise `update`. State of a parameter: `step` (fp32, on the
-    host) and `moments`, with the placement and dtype of the parameter."""
-
-    moments: ClassVar[tuple[str, ...]]
-    update: ClassVar[Callable[..., None]]  # (weights, gradients, moments, `numbers`), in place; fp32, of one shape
-
-    def __init__(self, groups: list[dict[str, Any]], optim: Optim):
-        super().__init__(groups, {"lr": optim.learning_rate, "weight_decay": 0.0})
-        self.optim = optim
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no gradient is made anew here
-        for group in self.param_groups:
-            numbers: dict[int, Sequence[float] | Tensor] = {}  # step -> coefficients, made once
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = torch.zeros(())
-                    state |= {name: torch.zeros_like(parameter) for name in self.moments}
-                state["step"] += 1
-                tensors = [local_values(each) for each in (parameter, parameter.grad, *map(state.get, self.moments))]
-                if (step := int(state["step"])) not in numbers:
-                    both = 1 - group["lr"] * group["weight_decay"], -group["lr"]
-                    numbers[step] = place_numbers([*both, *self.numbers(step)], tensors[0].device)
-                fused(self.update, tensors[0].device.type)(*tensors, numbers[step])
-
-    @abstractmethod
-    def numbers(self, step: int) -> Sequence[float]:
-        """Returns the coefficients that `update` takes at `step` after the weights' factor and the negative rate."""
-
-
 def place_numbers(numbers: Sequence[float], device: torch.device) -> Sequence[float] | Tensor:
     """Returns the numbers for a CPU, else one fp32 tensor: Python numbers would be compiled in, at each step anew."""
     return numbers if device.type == "cpu" else send_numbers(torch.tensor(numbers), device)
@@ -94,46 +58,28 @@ def update_lion(weight: Tensor, gradient: Tensor, momentum: Tensor, numbers: Any
     add_share(weight.mul_(decay), direction, rate)
 
 
-def update_ademamix(weight: Tensor, gradient: Tensor, fast: Tensor, square: Tensor, slow: Tensor, numbers: Any) -> None:
-    decay, rate, first, second, add_second, third, fast_size, square_size, alpha, eps = numbers
-    fast.lerp_(gradient, first)
-    if isinstance(add_second, Tensor):
-        square.mul_(second).add_(gradient * gradient * add_second)
-    else:
-        square.mul_(second).addcmul_(gradient, gradient, value=add_second)
-    slow.lerp_(gradient, third)
-    size = (square / square_size).sqrt_().add_(eps)
-    add_share(weight.mul_(decay), add_share(fast / fast_size, slow, alpha).div_(size), rate)
+class Lion(torch.optim.Optimizer):
+    """Lion: a step by the sign of a momentum (Chen et al., arXiv 2302.06675, program 1), with decoupled weight decay.
+    The paper's betas are 0.9 and 0.99, its rate a third to a tenth of AdamW's and its decay larger by the same factor.
+    State of a parameter: `step` (fp32, on the host) and `exp_avg`, with the parameter's placement and dtype."""
 
+    def __init__(self, groups: list[dict[str, Any]], optim: Optim):
+        super().__init__(groups, {"lr": optim.learning_rate, "weight_decay": 0.0})
+        self.betas = optim.betas
 
-class Lion(Elementwise):
-    """Lion: a step by the sign of a momentum (Chen et al., arXiv 2302.06675, program 1), with one moment. The paper's
-    betas are 0.9 and 0.99, its rate a third to a tenth of AdamW's and its decay larger by the same factor."""
-
-    moments, update = ("exp_avg",), staticmethod(update_lion)
-
-    def numbers(self, step: int) -> Sequence[float]:
-        first, second = self.optim.betas
-        return 1 - first, 1 - second
-
-
-class AdEMAMix(Elementwise):
-    """AdamW with a second, slow average of gradients (Pagliardini et al., arXiv 2409.03137, algorithm 1), so with three
-    moments. The slow average's share `alpha` and its beta rise over `alpha_warmup_steps`."""
-
-    moments, update = ("exp_avg", "exp_avg_sq", "exp_avg_slow"), staticmethod(update_ademamix)
-
-    def numbers(self, step: int) -> Sequence[float]:
-        first, second, _ = self.optim.betas
-        alpha, third = slow_average(self.optim, step)
-        return 1 - first, second, 1 - second, 1 - third, 1 - first**step, 1 - second**step, alpha, self.optim.eps
-
-
-def slow_average(optim: Optim, step: int) -> tuple[float, float]:
-    """Returns the share and the beta of the slow average at `step`: the paper's section 3, equations 2 and 3. The
-    half-life rises linearly from the half-life of the first beta."""
-    (start, _, beta), share = optim.betas, step / max(1, optim.alpha_warmup_steps)
-    if share >= 1:
-        return optim.alpha, beta
-    low, high = math.log(start), math.log(beta)
-    return optim.alpha * share, min(beta, math.exp(low * high / ((1 - share) * high + share * low)))
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no gradient is made anew here
+        first, second = self.betas
+        for group in self.param_groups:
+            coefficients = 1 - group["lr"] * group["weight_decay"], -group["lr"], 1 - first, 1 - second
+            placed: Sequence[float] | Tensor | None = None
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if not (state := self.state[parameter]):
+                    state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter)}
+                state["step"] += 1
+                tensors = [local_values(each) for each in (parameter, parameter.grad, state["exp_avg"])]
+                device = tensors[0].device
+                placed = place_numbers(coefficients, device) if placed is None else placed
+                fused(update_lion, device.type)(*tensors, placed)

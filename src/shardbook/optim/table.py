@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shardbook.optim.adamw_bf16 import AdamWBf16, numbers_in_whole
-from shardbook.optim.elementwise import AdEMAMix, Lion
+from shardbook.optim.elementwise import Lion
 from shardbook.optim.muon import Muon
 from shardbook.recipe import Optim, RecipeError, first_line
 from shardbook.recipe.learning import WHOLE_MATRICES
@@ -92,7 +92,6 @@ ROWS = (
     ),
     Optimizer("adamw_8bit", build_adamw_8bit, moment_bytes=in_8_bits, needs=needs_torchao, of_shards="AdamW8bit"),
     Optimizer("lion", lambda _, groups, optim: Lion(groups, optim), moments=1),
-    Optimizer("ademamix", lambda _, groups, optim: AdEMAMix(groups, optim), moments=3),
     Optimizer("muon", lambda model, groups, optim: Muon(groups, model.blocks, optim)),
 )
 OPTIMIZERS = {row.name: row for row in ROWS}

@@ -71,7 +71,8 @@ PAIRED = ("dpo", "orpo", "simpo")  # methods whose examples are pairs
 # pattern of the names of known optimizers that failed on sharded tensors (torch 2.13) -> why
 REFUSED_OPTIMIZERS = {
     "adafactor": "it needs means of whole rows and columns, which no rank has; set optim.name=adamw_8bit",
-    "bnb|paged|lion_8bit|ademamix_8bit": "bitsandbytes takes no sharded tensors; set optim.name=adamw_8bit or lion",
+    "bnb|paged|lion_8bit": "bitsandbytes takes no sharded tensors; set optim.name=adamw_8bit or lion",
+    "ademamix": "it went: three moments, which no recipe kept; set optim.name=adamw",
     "4bit": "torchao's 4-bit state takes no shards of unequal length; set optim.name=adamw_8bit",
     "schedule_free": "it has other weights for evaluation than for a step; set optim.name=adamw",
     "optimi|galore|apollo": "its state or its projections need whole matrices; set optim.name=adamw_8bit or muon",
@@ -82,18 +83,14 @@ WHOLE_MATRICES, HOST_OPTIMIZERS = ("muon",), ("adamw",)
 
 
 class Optim(Section):
-    name: Literal["adamw", "adamw_bf16", "adamw_8bit", "lion", "ademamix", "muon"] = key(
+    name: Literal["adamw", "adamw_bf16", "adamw_8bit", "lion", "muon"] = key(
         "adamw",
-        "AdamW with moments in precision.master, in bf16 or 8 bits (extra `8bit`); Lion; AdEMAMix; Muon for matrices.",
+        "AdamW with moments in precision.master, in bf16 or 8 bits (extra `8bit`); Lion; Muon for matrices.",
     )
     learning_rate: float = key(2e-5, "Peak learning rate.", gt=0)
     weight_decay: float = key(0.0, "Decoupled weight decay of matrices; vectors (norms, biases) have none.", ge=0)
-    betas: list[float] = key(
-        [0.9, 0.999], "Decay rates of the moments; ademamix: a third, [0.9, 0.999, 0.9999].", min_length=2, max_length=3
-    )
+    betas: list[float] = key([0.9, 0.999], "Decay rates of the moments.", min_length=2, max_length=2)
     momentum: float = key(0.95, "Muon's momentum.", ge=0, lt=1)
-    alpha: float = key(5.0, "Weight of AdEMAMix's slow average.", ge=0)
-    alpha_warmup_steps: int = key(0, "Steps over which alpha and the third beta rise (0: at once).", ge=0)
     eps: float = key(1e-8, "AdamW's epsilon.", gt=0)
     max_grad_norm: float = key(1.0, "Clip the norm of the full gradient to this (0: off).", ge=0)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = key(
@@ -119,12 +116,8 @@ class Optim(Section):
     def validate_numbers(self) -> "Optim":
         if self.warmup_steps != int(self.warmup_steps) and self.warmup_steps > 1:
             raise ValueError(f"warmup_steps = {self.warmup_steps}: a count of steps is whole, a share is below 1")
-        wanted = 3 if self.name == "ademamix" else 2
-        if len(self.betas) != wanted:
-            raise ValueError(f"betas = {self.betas}: {self.name} takes {wanted}")
-        for name, owner in {"momentum": "muon", "alpha": "ademamix", "alpha_warmup_steps": "ademamix"}.items():
-            if self.name != owner and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} = {getattr(self, name)}: only {owner} has it; leave it out")
+        if self.name != "muon" and self.momentum != type(self).model_fields["momentum"].default:
+            raise ValueError(f"momentum = {self.momentum}: only muon has it; leave it out")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {self.betas}: each must be at least 0 and below 1")
         return self
