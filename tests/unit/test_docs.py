@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,18 @@ def test_every_key_and_every_recipe_has_its_entry():
     for path in (ROOT / "recipes").glob("*.toml"):
         entry = recipes.partition(f"## {path.stem}\n")[2].partition("\n## ")[0]
         assert all(f"**{fact}:**" in entry for fact in ("run", "hardware", "measured")), path.stem
+
+
+def test_every_key_is_in_a_recipe_or_on_a_page():
+    """A key that none of them needs is one that nobody sets. (docs/reference lists all.)"""
+    recipes = [tomllib.loads(path.read_text()) for path in (ROOT / "recipes").glob("*.toml")]
+    tables = [(section, table) for recipe in recipes for section, table in recipe.items() if isinstance(table, dict)]
+    used = {f"{section}.{key}" for section, table in tables for key in table} | {"method"}
+    pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md") if "reference" not in path.parts]
+    codes = [code for page in pages for code in re.findall(r"`([^`\n]+)`|^(\w+) = ", page, re.MULTILINE)]
+    named = {word for code in codes for word in re.findall(r"[\w.]+", " ".join(code))}
+    keys = [name for name, _, _ in describe_keys()]
+    assert not [name for name in keys if not {name, name.rpartition(".")[2]} & (used | named)]
 
 
 METRIC = re.compile(r"""f?"(?:train|eval|memory|comm|perf|rewards|logps|offload)/[^"\s]*[^"\s/]\"""")
