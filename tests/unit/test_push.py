@@ -1,124 +1,70 @@
-"""Pushing to the Hub: one commit with the export, a card and the recipe, to a server that speaks its protocol."""
+"""Pushing to the Hub: one commit with the export and a card, to a stand-in for its client."""
 
-import base64
-import hashlib
+import inspect
 import json
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import yaml
+from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
+from huggingface_hub.utils import filter_repo_objects
 
 from shardbook import cli
 from shardbook.recipe import RecipeError, load_recipe
 from shardbook.run import push
-from shardbook.run.card import plot_losses, write_card
 
 ROOT = Path(__file__).parents[2]
 
 
-class Hub(BaseHTTPRequestHandler):
-    """A Hub that keeps what it is sent: repositories by name, each with its files."""
+class Hub:
+    """A stand-in for HfApi that keeps what it is sent: repositories by name, each with its files. Each call must be
+    one that HfApi takes."""
 
-    def log_message(self, *words):
-        pass
+    repos, private, breaks = {}, {}, False
 
-    def answer(self, body, status=200):
-        content = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+    def __getattribute__(self, name):
+        call = object.__getattribute__(self, name)
+        real = getattr(HfApi, name, None)
+        if name.startswith("_") or real is None:
+            return call
 
-    def body(self):
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        def checked(*given, **named):
+            inspect.signature(real).bind(self, *given, **named)
+            return call(*given, **named)
 
-    @property
-    def repos(self):
-        return self.server.repos
+        return checked
 
-    def do_GET(self):
-        name = re.match(r"/api/models/([^/]+/[^/?]+)", self.path)
-        if name and name[1] in self.repos:
-            return self.answer({"id": name[1], "modelId": name[1], "sha": "0" * 40, "private": True, "tags": []})
-        self.send_response(404)
-        self.send_header("X-Error-Code", "RepoNotFound")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+    def repo_exists(self, repo):
+        return repo in self.repos or repo == "owner/base"
 
-    def do_POST(self):
-        given = self.body()
-        if self.path == "/api/repos/create":
-            asked = json.loads(given)
-            name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
-            self.repos[name] = {}
-            self.server.private[name] = asked.get("private", asked.get("visibility") == "private")
-            return self.answer({"url": f"http://{self.headers['Host']}/{name}"})
-        if self.path == "/api/validate-yaml":
-            return self.answer({"errors": [], "warnings": []})
-        if "/preupload/" in self.path:
-            files = json.loads(given)["files"]
-            modes = {file["path"]: "lfs" if file["path"].endswith(".safetensors") else "regular" for file in files}
-            found = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
-            return self.answer({"files": found})
-        if self.path.endswith("/info/lfs/objects/batch"):
-            there = f"http://{self.headers['Host']}/upload/"
-            objects = [
-                {**each, "actions": {"upload": {"href": there + each["oid"], "header": {}}}}
-                for each in json.loads(given)["objects"]
-            ]
-            return self.answer({"transfer": "basic", "objects": objects})
-        if "/commit/" in self.path:
-            if self.server.breaks:
-                return self.answer({"error": "the disk is full"}, 507)
-            name = re.match(r"/api/models/([^/]+/[^/]+)/commit", self.path)[1]
-            for line in map(json.loads, given.splitlines()):
-                value = line["value"]
-                if line["key"] == "file":
-                    self.repos[name][value["path"]] = base64.b64decode(value["content"])
-                elif line["key"] == "lfsFile":
-                    self.repos[name][value["path"]] = self.server.uploads[value["oid"]]
-            address = f"http://{self.headers['Host']}/{name}"
-            return self.answer({"commitOid": "1" * 40, "commitUrl": f"{address}/commit/{'1' * 40}", "success": True})
-        return self.answer({}, 404)
+    def model_info(self, repo):
+        return SimpleNamespace(card_data=ModelCardData(license="apache-2.0"))
 
-    def do_PUT(self):
-        given = self.body()
-        self.server.uploads[self.path.rpartition("/")[2]] = given
-        self.answer({})
+    def create_repo(self, repo, private):
+        self.repos[repo], self.private[repo] = {}, private
 
-    def do_DELETE(self):
-        asked = json.loads(self.body())
-        name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
-        self.repos.pop(name, None)
-        self.answer({})
+    def upload_folder(self, repo_id, folder_path, commit_message, ignore_patterns):
+        if self.breaks:
+            raise OSError("the disk is full")
+        files = [str(path.relative_to(folder_path)) for path in folder_path.rglob("*") if path.is_file()]
+        for name in filter_repo_objects(files, ignore_patterns=ignore_patterns):
+            self.repos[repo_id][name] = (folder_path / name).read_bytes()
+        return SimpleNamespace(repo_url=f"https://hub/{repo_id}")
+
+    def delete_repo(self, repo, missing_ok):
+        self.repos.pop(repo, None)
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    from huggingface_hub import constants, hf_api
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.repos, server.private, server.uploads, server.breaks = {}, {}, {}, False
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    for module in (constants, hf_api):
-        monkeypatch.setattr(module, "ENDPOINT", address, raising=False)
-    monkeypatch.setattr(hf_api.HfApi, "__init__", of(hf_api.HfApi.__init__, address))
+    for name in ("repos", "private"):
+        monkeypatch.setattr(Hub, name, {})
+    monkeypatch.setattr(Hub, "breaks", False)
+    monkeypatch.setattr(push, "HfApi", Hub)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def of(init, address):
-    return lambda self, *given, **named: init(self, *given, **{"endpoint": address, **named})
+    return Hub
 
 
 @pytest.fixture
@@ -140,39 +86,52 @@ def run(tmp_path):
     return folder
 
 
-def test_what_is_pushed_is_the_export_a_card_and_the_recipe(run, hub, capsys):
+def test_what_is_pushed_is_the_export_and_a_card(run, hub, capsys):
+    (run / "export" / "more").mkdir()
+    (run / "export" / "more" / "file").write_text("not of the result")
     assert cli.main(["push", str(run), "--repo", "me/mine"]) == 0
     sent = hub.repos["me/mine"]
-    assert sorted(sent) == [
-        "README.md",
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "losses.svg",
-        "recipe.toml",
-    ]
-    assert sent["adapter_model.safetensors"] == (run / "export" / "adapter_model.safetensors").read_bytes()
-    assert hub.private == {"me/mine": True}
-    assert set(hub.uploads) == {hashlib.sha256(sent["adapter_model.safetensors"]).hexdigest()}
-    assert load_recipe(run / "push" / "recipe.toml").train.steps == 4
-    card = sent["README.md"].decode()
-    front = yaml.safe_load(card.split("---")[1])
-    assert front == {"library_name": "peft", "tags": ["shardbook", "sft"], "base_model": ["owner/base"]}
-    for said in (
-        "| loss, at the end | 3.0000 |",
-        "| held-out loss | 3.2500 |",
-        "dp_shard 2",
-        "LoRA of rank",
-        "torch 2.13.0",
-    ):
-        assert said in card
-    assert "shardbook train recipe.toml --nproc 2" in card
-    assert f"{run} -> " in capsys.readouterr().out
+    assert sorted(sent) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert sent["adapter_model.safetensors"] == b"weights" * 1000 and hub.private == {"me/mine": True}
+    card = ModelCard(sent["README.md"].decode())
+    front = {"base_model": "owner/base", "library_name": "peft", "license": "apache-2.0", "tags": ["shardbook", "sft"]}
+    assert card.data.to_dict() == front
+    before, _, recipe = card.text.partition("```toml\n")
+    assert (
+        before
+        == """
+# mine
+
+owner/base (main) trained with Shardbook by `sft`, LoRA of rank 16, on chitchat.
+
+- stage: zero3 on 2 ranks
+- steps: 4
+- final train loss: 3.0000
+- final eval loss: 3.2500
+- versions: shardbook 0.2.0, torch 2.13.0
+
+To repeat it: `shardbook train recipe.toml --nproc 2`, where recipe.toml is
+
+"""
+    )
+    assert recipe == (run / "resolved.toml").read_text().strip() + "\n```\n"
+    assert capsys.readouterr().out == f"{run} -> https://hub/me/mine\n"
 
 
-def test_a_number_that_was_not_measured_is_not_in_the_card(run):
-    card, plot = write_card(run, "me/mine")
-    assert "peak memory" not in card and plot.count("<polyline") == 2
-    assert "held out" not in plot_losses([{"step": 1, "train/loss": 2.0}]) and "polyline" not in plot_losses([])
+def test_what_was_not_measured_is_not_in_the_card_and_a_data_set_of_the_hub_is(run):
+    (run / "metrics.jsonl").write_text('{"step": 4, "train/loss": 3.0}\n')
+    words = ["data.train=owner/rows:train[:10%]", "model.path=owner/base"]
+    recipe = load_recipe(ROOT / "recipes" / "smollm2-135m-fsdp.toml", words)
+    card = push.build_card(run, recipe, None)
+    assert "eval loss" not in card.text and "final train loss: 3.0000\n- versions" in card.text
+    front = {"base_model": "owner/base", "library_name": "transformers", "datasets": ["owner/rows"]}
+    assert card.data.to_dict() == front | {"tags": ["shardbook", "sft"]}
+
+
+def test_a_card_that_lies_in_the_export_is_sent_as_it_is(run, hub):
+    (run / "export" / "README.md").write_text("mine")
+    assert push.push_run(run, "me/mine", public=True) == "https://hub/me/mine"
+    assert hub.repos["me/mine"]["README.md"] == b"mine" and hub.private == {"me/mine": False}
 
 
 def refusal(words, capsys) -> str:
@@ -191,7 +150,7 @@ def test_what_cannot_be_pushed_is_one_line_and_nothing_is_sent(run, hub, monkeyp
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     said = refusal([str(run), "--repo", "me/mine"], capsys)
-    assert "no token" in said and f"5 files of 0.00 GB lie in {run / 'push'}" in said
+    assert "no token" in said and f"the result lies in {run / 'export'}" in said
     (run / "run.json").write_text(json.dumps({"finished_steps": 0}))
     assert "has not finished" in refusal([str(run), "--repo", "me/mine"], capsys)
     assert hub.repos == {"me/taken": {}}

@@ -1,14 +1,25 @@
-"""Pushing a run's result to the Hub: its export, a model card and the recipe, in one commit: nothing is half sent."""
+"""Pushing a run's result to the Hub: its export with a model card, in one commit: nothing is half sent.
 
+Invariant: the card says what the run recorded; a loss that was not measured is absent.
+"""
+
+import re
 from pathlib import Path
+from typing import Any
 
-from shardbook.paths import whole_directory
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError
+
+from shardbook.paths import is_hub_id, write_whole
 from shardbook.ranks.exits import RunFailed
-from shardbook.recipe import RecipeError, Train, first_line
-from shardbook.run.card import write_card
+from shardbook.recipe import Recipe, RecipeError, Train, first_line, load_recipe
 from shardbook.run.console import Console
 from shardbook.run.directory import read_facts
 from shardbook.run.files import check_repo
+from shardbook.run.metrics import read_rows
+
+PACKAGES = ("shardbook", "torch", "transformers", "datasets", "cuda", "gpu")
+LOSSES = {"train": "train/loss", "eval": "eval/loss"}
 
 
 def push_if_asked(run: Path, train: Train, console: Console) -> None:
@@ -18,47 +29,74 @@ def push_if_asked(run: Path, train: Train, console: Console) -> None:
 
 
 def push_run(run: Path, repo: str, public: bool = False, export: Path | None = None) -> str:
-    """Pushes a finished run's `export` (default: the run's own) to `repo`, private unless `public`. Returns the
-    repository's address. Raises RecipeError where there is nothing to send or `repo` cannot be used, and RunFailed
-    where sending failed: then nothing was committed."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    folder = stage_push(run, repo, export or run / "export")
-    files = list(folder.iterdir())
-    size = sum(path.stat().st_size for path in files) / 1e9
-    waits = f"{len(files)} files of {size:.2f} GB lie in {folder}"
+    """Pushes a finished run's `export` (default: the run's own) to `repo`, private unless `public`. A README.md that
+    lies there is sent as it is, else a card is written. Returns the repository's address. Raises RecipeError where
+    there is nothing to send or `repo` cannot be used, and RunFailed where sending failed: then nothing is there."""
+    export = export or run / "export"
+    if not read_facts(run).get("finished_steps"):
+        raise RecipeError(f"{run}: has not finished; run its command again to its end, then push")
+    if not any(export.glob("*.safetensors")):
+        raise RecipeError(f"{export}: holds no weights; write them with `shardbook export {run}`")
+    recipe, hub = load_recipe(run / "resolved.toml"), HfApi()
     try:
         check_repo(repo)
-    except RecipeError as error:
-        raise RecipeError(f"{error}; {waits}") from None
-    hub = HfApi()
-    try:
         if hub.repo_exists(repo):
-            raise RecipeError(f"repository {repo}: is there already; name another, or delete it first; {waits}")
+            raise RecipeError(f"repository {repo}: is there already; name another, or delete it first")
+        if not (export / "README.md").exists():
+            write_whole(export / "README.md", str(build_card(run, recipe, read_license(hub, recipe.model.path))))
         hub.create_repo(repo, private=not public)
         try:
-            commit = hub.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"{run.name}, by Shardbook")
+            message = f"{run.name}, by Shardbook"
+            commit = hub.upload_folder(repo_id=repo, folder_path=export, commit_message=message, ignore_patterns="*/*")
         except BaseException:
             hub.delete_repo(repo, missing_ok=True)  # nothing half sent
             raise
+    except RecipeError as error:
+        raise RecipeError(f"{error}; the result lies in {export}") from None
     except (HfHubHTTPError, OSError) as error:
-        raise RunFailed(f"repository {repo}: not pushed: {first_line(error)}; {waits}") from None
+        why = first_line(error)
+        raise RunFailed(f"repository {repo}: not pushed: {why}; the result lies in {export}") from None
     return str(commit.repo_url)
 
 
-def stage_push(run: Path, repo: str, export: Path) -> Path:
-    """Makes push/ of a run: links to the export's files, README.md, losses.svg and recipe.toml. Returns it."""
-    if not read_facts(run).get("finished_steps"):
-        raise RecipeError(f"{run}: has not finished; run its command again to its end, then push")
-    if not export.is_dir() or not any(export.glob("*.safetensors")):
-        raise RecipeError(f"{export}: holds no weights; write them with `shardbook export {run}`")
-    card, plot = write_card(run, repo)
-    folder = run / "push"
-    with whole_directory(folder) as made:
-        for path in sorted(path for path in export.iterdir() if path.is_file() and path.name != "README.md"):
-            (made / path.name).symlink_to(path.resolve())
-        (made / "README.md").write_text(card)
-        (made / "losses.svg").write_text(plot)
-        (made / "recipe.toml").write_text((run / "resolved.toml").read_text())
-    return folder
+def read_license(hub: HfApi, base: str) -> str | None:
+    """Returns the license that the card of the model `base` names, which holds for what is trained from it."""
+    card = hub.model_info(base).card_data if is_hub_id(base) and hub.repo_exists(base) else None
+    return card.license if card else None
+
+
+def build_card(run: Path, recipe: Recipe, license: str | None) -> ModelCard:
+    """Returns the model card of a finished run: what it was trained from, how, and to which losses."""
+    facts, base, rank = read_facts(run), recipe.model.path, recipe.lora.r
+    last: dict[str, Any] = {key: value for row in read_rows(run / "metrics.jsonl") for key, value in row.items()}
+    sources = [recipe.data.train] if isinstance(recipe.data.train, str) else recipe.data.train
+    datasets = [name for source in sources if is_hub_id(name := re.split(r"[:\[]", str(source))[0])]
+    front = ModelCardData(
+        base_model=base if is_hub_id(base) else None,
+        library_name="peft" if rank else "transformers",
+        license=license,
+        datasets=datasets or None,
+        tags=["shardbook", recipe.method],
+    )
+    ranks = facts.get("world_size", 1)
+    lora = f", LoRA of rank {rank}" if rank else ""
+    losses = "".join(f"- final {name} loss: {last[key]:.4f}\n" for name, key in LOSSES.items() if key in last)
+    versions = ", ".join(f"{name} {facts[name]}" for name in PACKAGES if name in facts)
+    return ModelCard(f"""---
+{front.to_yaml()}
+---
+
+# {run.name}
+
+{base} ({recipe.model.revision}) trained with Shardbook by `{recipe.method}`{lora}, on {", ".join(map(str, sources))}.
+
+- stage: {recipe.parallel.stage} on {ranks} rank{"s" * (ranks > 1)}
+- steps: {facts["finished_steps"]:,}
+{losses}- versions: {versions}
+
+To repeat it: `shardbook train recipe.toml --nproc {ranks}`, where recipe.toml is
+
+```toml
+{(run / "resolved.toml").read_text().strip()}
+```
+""")

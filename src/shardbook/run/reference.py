@@ -15,8 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardbook.arithmetic import ceil_div
-from shardbook.data.loader import Batching, eval_micro_batches, eval_rows
+from shardbook.data.loader import eval_micro_batches, eval_rows
 from shardbook.data.tokenized import Documents, Row
 from shardbook.model.adapters import base_identity, weights_identity
 from shardbook.objectives.preference import log_probabilities
@@ -30,7 +29,6 @@ from shardbook.run.prepare import Job
 
 FILE = "reference.npz"
 HASHED = 10_000  # encoded rows at once
-PARTS = 10  # computed and saved one after another
 
 
 class Reference:
@@ -41,7 +39,7 @@ class Reference:
         self.is_wanted, self.recipe = job.objective.reference, job.recipe
         self.loader, self.held_out = job.loader, job.held_out
         self.file, self.ranks, self.console, self.stop = run / FILE, ranks, console, stop
-        self.stopped = False  # before all was computed, or just after
+        self.stopped = False  # before all was computed
         reached = range(min(job.steps * self.loader.rows_per_step, len(job.documents.rows)))
         trained = job.documents, [*map(self.loader.row_at, reached)]
         self.rows: dict[str, tuple[Documents, list[Row]]] = {"train": trained}
@@ -85,25 +83,37 @@ class Reference:
         return [row for row in self.rows[name][1] if unknown[list(row)].any()]
 
     def compute(self, sharded: ShardedModel) -> None:
-        """Computes the missing rows with the loaded weights, and saves them a part at a time: a kill loses one part,
-        and the micro-batches of the others stay the same. Where a rank is asked to stop, all stop after the same part.
-        Collective."""
-        here = self.loader.batching
+        """Computes the missing rows with the loaded weights in one pass, and saves all. Where a rank is asked to stop,
+        all stop before the same micro-batch, and nothing is saved. Collective."""
         for name, (documents, rows) in self.rows.items():
             missing = self._missing(name)
-            part = ceil_div(len(rows), PARTS * here.dp_size * here.batch_size) * here.dp_size * here.batch_size
-            for first in range(0, len(missing), part):
-                some = replace(documents, rows=missing[first : first + part])
-                self.found[name] = np.minimum(self.found[name], _compute(some, here, sharded, self.ranks))
-                if self.ranks.is_main:
-                    content = io.BytesIO()
-                    np.savez(content, **(self.found | {"digest": self.digest}))
-                    write_whole(self.file, content.getvalue())
-                done = len(rows) - len(missing) + min(first + part, len(missing))
-                self.console.print(f"reference {done:,} of {len(rows):,} rows of data.{name} computed")
-                self.stopped = sum_over_ranks(self.stop.asked)[0] > 0
-                if self.stopped:
-                    return
+            self.console.print(f"reference of {len(missing):,} of {len(rows):,} rows of data.{name} is computed")
+            computed = self._compute(replace(documents, rows=missing), sharded)
+            if self.stopped:
+                return
+            self.found[name] = np.minimum(self.found[name], computed)
+        if self.ranks.is_main:
+            content = io.BytesIO()
+            np.savez(content, **(self.found | {"digest": self.digest}))
+            write_whole(self.file, content.getvalue())
+
+    @torch.no_grad()
+    def _compute(self, documents: Documents, sharded: ShardedModel) -> np.ndarray:
+        """Returns log-probabilities, fp32 [encoded, sequences]; infinite for a document in no row."""
+        batching, device = self.loader.batching, self.ranks.device
+        logps = torch.full((len(documents.encoded), batching.sequences), torch.inf)
+        model, every = sharded.model.eval(), eval_rows(documents, batching)
+        for rows, micro in zip(every, eval_micro_batches(documents, batching), strict=True):
+            self.stopped = sum_over_ranks(self.stop.asked)[0] > 0
+            if self.stopped:
+                break
+            summed, _ = log_probabilities(model, micro.to(device))
+            logps[[document for row in rows for document in row]] = summed.view(-1, batching.sequences).cpu()
+        sharded.reshard()
+        model.train()
+        logps = logps.to(device)
+        dist.all_reduce(logps, dist.ReduceOp.MIN)  # each document is finite on one data-parallel rank
+        return logps.cpu().numpy()
 
     def attach(self) -> Documents | None:
         """Gives the loader's documents their reference, and returns the held-out documents with theirs."""
@@ -111,21 +121,6 @@ class Reference:
             return self.held_out
         self.loader.documents = replace(self.loader.documents, reference=self.found["train"])
         return self.held_out and replace(self.held_out, reference=self.found["eval"])
-
-
-@torch.no_grad()
-def _compute(documents: Documents, batching: Batching, sharded: ShardedModel, ranks: Ranks) -> np.ndarray:
-    """Returns log-probabilities, fp32 [encoded, sequences]; infinite for a document in no row. Collective."""
-    found = torch.full((len(documents.encoded), batching.sequences), torch.inf)
-    model, every = sharded.model.eval(), eval_rows(documents, batching)
-    for rows, micro in zip(every, eval_micro_batches(documents, batching), strict=True):
-        said, _ = log_probabilities(model, micro.to(ranks.device))
-        found[[document for row in rows for document in row]] = said.view(-1, batching.sequences).cpu()
-    sharded.reshard()
-    model.train()
-    found = found.to(ranks.device)
-    dist.all_reduce(found, dist.ReduceOp.MIN)  # each document is finite on one data-parallel rank
-    return found.cpu().numpy()
 
 
 def _read(file: Path) -> dict[str, Any]:
