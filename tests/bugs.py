@@ -195,8 +195,8 @@ def replicas_drift(train):
 
     real = host_adamw.build_optimizer
 
-    def build_optimizer(model, optim):
-        optimizer = real(model, optim)
+    def build_optimizer(model, *given):
+        optimizer = real(model, *given)
         step = optimizer.step
 
         def drifting():
@@ -216,8 +216,8 @@ def gradients_never_zeroed(train):
 
     real = host_adamw.build_optimizer
 
-    def build_optimizer(model, optim):
-        optimizer = real(model, optim)
+    def build_optimizer(model, *given):
+        optimizer = real(model, *given)
         optimizer.zero_grad = lambda: None
         return optimizer
 

@@ -79,7 +79,8 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     sharded = build(job, ranks.device)
     oom_guard = OomGuard(job, sharded)
     with oom_guard:
-        optimizer = oom_guard.optimizer = materialize_state(job.model, sharded, recipe.optim, ranks.device)
+        seed = recipe.train.seed
+        optimizer = oom_guard.optimizer = materialize_state(job.model, sharded, recipe.optim, ranks.device, seed)
         reference = Reference(job, run.path, ranks, console, stop)
         state, source = start_from(newest, job, sharded, optimizer, reference)
     if reference.stopped:

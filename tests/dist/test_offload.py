@@ -53,8 +53,8 @@ def train_all(recipe, runs):
     for name, words in runs.items():
         seen = {}
 
-        def materialize(model, sharded, optim, device, seen=seen):
-            seen["optimizer"], seen["sharded"] = real[0](model, sharded, optim, device), sharded
+        def materialize(model, sharded, *given, seen=seen):
+            seen["optimizer"], seen["sharded"] = real[0](model, sharded, *given), sharded
             return seen["optimizer"]
 
         def memory_metrics(*kept, seen=seen):

@@ -1,5 +1,5 @@
-"""Optimizers whose state is smaller, over ranks: the same bits in every stage and on every replica, exact bytes, a
-resume to the bit, and what a checkpoint of another optimizer does."""
+"""Optimizers whose state is smaller, over ranks: the same bits on every replica and in every stage of the same shards,
+exact bytes, a resume to the bit, and what a checkpoint of another optimizer does."""
 
 import importlib.util
 import shutil
@@ -28,19 +28,22 @@ def torchao():
 
 
 @pytest.mark.parametrize("extra", [OURS, LOW], ids=["moments", "weights-too"])
-def test_every_stage_has_the_same_bits(extra, recipe, tiny, tmp_path, wanted):
+def test_every_stage_of_the_same_shards_has_the_same_bits(extra, recipe, tiny, tmp_path, wanted):
     cases = [Case(*layout, tied=False, extra=extra) for layout in STAGES]  # 287 rows: shards are cut within a row of 8
     assert run_world(2, run_cases, recipe, tiny, cases, tmp_path) == [[], []]
     found = [outcomes_of(case, tmp_path) for case in cases]
     for outcomes in found:
         assert_exact_bytes(outcomes)
         assert_replicas_agree(outcomes)
-        assert same_bits(outcomes[0].result, found[0][0].result)
+    whole, *cut = [outcomes[0].result for outcomes in found]  # ddp has whole tensors, and so other noise
+    assert all(same_bits(result, cut[0]) for result in cut) and not same_bits(whole, cut[0])
     # near the plain process in fp32: its losses to the rounding of moments, and of weights at 2^-9 of each
-    want, got = wanted(cases[0]), found[0][0].result
-    assert got.losses == pytest.approx(want.losses, rel=2e-4 if extra is OURS else 5e-3) and got.losses != want.losses
-    errors = {name: relative_error(got.weights[name].float(), want.weights[name]) for name in want.weights}
-    assert max(errors.values()) < (2e-3 if extra is OURS else 1e-2), errors
+    want = wanted(cases[0])
+    for got in (whole, cut[0]):
+        close = pytest.approx(want.losses, rel=2e-4 if extra is OURS else 5e-3)
+        assert got.losses == close and got.losses != want.losses
+        errors = {name: relative_error(got.weights[name].float(), want.weights[name]) for name in want.weights}
+        assert max(errors.values()) < (2e-3 if extra is OURS else 1e-2), errors
 
 
 @pytest.mark.slow
@@ -50,6 +53,23 @@ def test_replicas_of_shards_have_the_same_bits(extra, recipe, tiny, tmp_path):
     assert run_world(4, run_cases, recipe, tiny, [case], tmp_path) == [[]] * 4
     assert_exact_bytes(outcomes_of(case, tmp_path))
     assert_replicas_agree(outcomes_of(case, tmp_path))
+
+
+def round_by_ranks(recipe, tiny, case, tmp_path):
+    """Planted: noise of each rank's own, also where ranks have the same shard."""
+    import torch.distributed as dist
+
+    from shardbook.optim import adamw_bf16
+
+    adamw_bf16.shard_of = lambda parameter: dist.get_rank()
+    return run_cases(recipe, tiny, [case], tmp_path)
+
+
+def test_replicas_that_round_apart_are_seen(recipe, tiny, tmp_path):
+    case = Case("ddp", 2, 1, extra=OURS)
+    run_world(2, round_by_ranks, recipe, tiny, case, tmp_path)
+    with pytest.raises(AssertionError):
+        assert_replicas_agree(outcomes_of(case, tmp_path))
 
 
 class Large(Toy):
@@ -197,7 +217,9 @@ def test_ours_goes_on_with_other_ranks(trained, recipe, large):
         trained, OURS, recipe, "other-ranks", 1, large, *OURS, "train.gradient_accumulation_steps=2"
     )
     assert "warning  begun anew: random state: other ranks\n" in printed
-    assert losses(folder) == pytest.approx(losses(trained(OURS)), rel=1e-6)
+    # step 3 has the moments of the checkpoint, and rounds them by other noise: 2^-7 of each, of what step 4 adds
+    assert losses(folder)[:3] == pytest.approx(losses(trained(OURS))[:3], rel=1e-6)
+    assert losses(folder) == pytest.approx(losses(trained(OURS)), rel=2e-4)
 
 
 def test_another_optimizer_begins_its_state_anew(trained, recipe, large):

@@ -164,8 +164,8 @@ def test_names_shapes_and_work_are_those_of_the_whole(ranks, chunks, tp_size, ti
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_bf16_moments_round_by_the_place_in_the_whole_model(tied):
-    """So bits are those of one stage, and copies of a tied weight stay the same."""
+def test_bf16_moments_round_by_the_number_in_the_whole_model(tied):
+    """So copies of a tied weight stay the same."""
 
     def numbers(model):
         optimizer = build_optimizer(model, Optim(name="adamw_bf16", learning_rate=1e-3))

@@ -277,17 +277,18 @@ class HostAdamW(torch.optim.Optimizer):
 
 
 def materialize_state(
-    model: CausalLM, sharded: ShardedModel, optim: Optim, device: torch.device
+    model: CausalLM, sharded: ShardedModel, optim: Optim, device: torch.device, seed: int = 0
 ) -> torch.optim.Optimizer:
-    """Gives the model memory, on the device and wherever its layout's offload says, and returns its optimizer. The
-    memory is uninitialized: load into `sharded.masters`, then `sharded.upload_shards()` copies it to where it is used.
+    """Gives the model memory, on the device and wherever its layout's offload says, and returns its optimizer, which
+    has the run's `seed`. The memory is uninitialized: load into `sharded.masters`, then `sharded.upload_shards()`
+    copies it to where it is used.
 
     Raises RecipeError, the same on every rank, where host or disk of a node have too little room. Collective.
     """
     layout = sharded.layout
     if layout.offload.optimizer == "none":
         materialize(model, device)
-        return build_optimizer(model, optim)
+        return build_optimizer(model, optim, seed)
     sizes, here = host_state.offloaded_bytes(layout, dist.get_rank()), layout.ranks_per_node
     is_first = dist.get_rank() % here == 0
     # one rank a node, before any of its ranks reserves: else a late rank counts what others reserved as not free

@@ -32,9 +32,10 @@ def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """Returns the optimizer optim.name over the sharded parameters. Muon takes the matrices of the model's `blocks`."""
-    return OPTIMIZERS[optim.name].build(model, parameter_groups(model, optim), optim)
+def build_optimizer(model: nn.Module, optim: Optim, seed: int = 0) -> torch.optim.Optimizer:
+    """Returns the optimizer optim.name over the sharded parameters. Muon takes the matrices of the model's `blocks`;
+    adamw_bf16 rounds by `seed`, the same on every rank."""
+    return OPTIMIZERS[optim.name].build(model, parameter_groups(model, optim), optim, seed)
 
 
 def state_kind(optimizer: torch.optim.Optimizer, shards: int) -> str:

@@ -47,7 +47,7 @@ def adamw_settings(optim: Optim) -> dict[str, Any]:
     return {"lr": optim.learning_rate, "betas": tuple(optim.betas), "eps": optim.eps}
 
 
-def build_adamw_8bit(model: nn.Module, groups: Groups, optim: Optim) -> torch.optim.Optimizer:
+def build_adamw_8bit(model: nn.Module, groups: Groups, optim: Optim, seed: int) -> torch.optim.Optimizer:
     from torchao import optim as torchao
 
     return torchao.AdamW8bit(groups, **adamw_settings(optim))
@@ -64,7 +64,7 @@ class Optimizer:
     """One optimizer, as a row of the table."""
 
     name: str  # its optim.name
-    build: Callable[[Any, Groups, Optim], torch.optim.Optimizer]  # takes a model and its parameter_groups
+    build: Callable[[Any, Groups, Optim, int], torch.optim.Optimizer]  # takes a model, its parameter_groups and a seed
     moments: int = 2  # of a parameter
     moment_bytes: Callable[[int, int], int] = mul  # of one moment: takes a shard's elements and the bytes of each
     needs: Callable[[str], None] | None = None  # takes a device type; raises RecipeError where the machine lacks it
@@ -84,14 +84,14 @@ class Optimizer:
 
 
 ROWS = (
-    Optimizer("adamw", lambda _, groups, optim: torch.optim.AdamW(groups, fused=True, **adamw_settings(optim))),
+    Optimizer("adamw", lambda _, groups, optim, seed: torch.optim.AdamW(groups, fused=True, **adamw_settings(optim))),
     Optimizer(
         "adamw_bf16",
-        lambda model, groups, optim: AdamWBf16(groups, adamw_settings(optim), numbers_in_whole(model)),
+        lambda model, groups, optim, seed: AdamWBf16(groups, adamw_settings(optim), seed, numbers_in_whole(model)),
         moment_bytes=lambda numel, _: numel * 2,
     ),
     Optimizer("adamw_8bit", build_adamw_8bit, moment_bytes=in_8_bits, needs=needs_torchao, of_shards="AdamW8bit"),
-    Optimizer("lion", lambda _, groups, optim: Lion(groups, optim), moments=1),
-    Optimizer("muon", lambda model, groups, optim: Muon(groups, model.blocks, optim)),
+    Optimizer("lion", lambda _, groups, optim, seed: Lion(groups, optim), moments=1),
+    Optimizer("muon", lambda model, groups, optim, seed: Muon(groups, model.blocks, optim)),
 )
 OPTIMIZERS = {row.name: row for row in ROWS}
