@@ -7,6 +7,7 @@ import functools
 import inspect
 
 from cases import MAX_NORM, Case, run_cases
+from planted import replace
 
 BUGS = {}  # name -> (function, the case it is planted in, what torch itself says of it, if it does)
 
@@ -20,14 +21,14 @@ def planted_in(*case, refused="", **options):
 
 
 @planted_in("zero1", 1, 2)
-def token_count_not_reduced(train):
+def token_count_not_reduced():
     from shardbook.run import prefetch
 
     prefetch.begin_sum = lambda *values: lambda: [float(value) for value in values]
 
 
 @planted_in("zero2", 1, 2, micros=3)
-def mean_of_means(train):
+def mean_of_means():
     from shardbook.run import prefetch, prepare
 
     real_sum, sft = prefetch.begin_sum, prepare.build_objective("sft", None)
@@ -40,7 +41,7 @@ def mean_of_means(train):
 
 
 @planted_in("zero2", 1, 2)
-def count_of_the_step_before(train):
+def count_of_the_step_before():
     from shardbook.run import prefetch
 
     real, begun = prefetch.begin_sum, []
@@ -55,7 +56,7 @@ def count_of_the_step_before(train):
 
 
 @planted_in("zero3", 1, 2, extra=("train.loss_chunk_tokens=16",))
-def head_loses_a_chunk(train):
+def head_loses_a_chunk():
     from shardbook.model import loss_head
 
     real = loss_head.add_product
@@ -63,48 +64,50 @@ def head_loses_a_chunk(train):
 
 
 @planted_in("zero3", 1, 2)
-def average_in_place_of_sum(train):
-    after_applying(train, lambda units: [unit.handle.set_gradient_divide_factor(2.0) for unit in units])
+def average_in_place_of_sum():
+    after_applying(lambda units: [unit.handle.set_gradient_divide_factor(2.0) for unit in units])
 
 
 @planted_in("hsdp", 2, 2)
-def divide_factor_of_the_wrong_group(train):
+def divide_factor_of_the_wrong_group():
     """Divided by the ranks of the shard group, as if each of them had not counted its tokens in the loss."""
-    after_applying(train, lambda units: [unit.handle.set_gradient_divide_factor(4 / 2) for unit in units])
+    after_applying(lambda units: [unit.handle.set_gradient_divide_factor(4 / 2) for unit in units])
 
 
 @planted_in("hsdp", 2, 2)
-def hsdp_all_reduce_skipped(train):
+def hsdp_all_reduce_skipped():
     import torch.distributed as dist
 
-    real_apply, real_reduce = train.apply_stage, dist.all_reduce
+    from shardbook.parallel.sharding import apply_stage
 
-    def apply_stage(model, layout, mesh):
-        sharded = real_apply(model, layout, mesh)
+    real = dist.all_reduce
+
+    def apply_and_skip(model, layout, mesh):
+        sharded = apply_stage(model, layout, mesh)
         replicas = mesh.get_group("dp_replicate")
 
         def all_reduce(tensor, *positional, group=None, **named):
-            return None if group is replicas else real_reduce(tensor, *positional, group=group, **named)
+            return None if group is replicas else real(tensor, *positional, group=group, **named)
 
         dist.all_reduce = all_reduce
         return sharded
 
-    train.apply_stage = apply_stage
+    replace(apply_stage, apply_and_skip)
 
 
 @planted_in("hsdp", 2, 2, micros=3)
-def all_reduce_forgets_the_earlier_micros(train):
+def all_reduce_forgets_the_earlier_micros():
     """Across replicas every micro-batch is reduced, and its partial sum added to what was summed already."""
-    in_each_micro_batch(train, lambda units: units[-1].handle.set_requires_all_reduce(True))
+    in_each_micro_batch(lambda units: units[-1].handle.set_requires_all_reduce(True))
 
 
 @planted_in("zero1", 1, 2, micros=3)
-def sync_on_every_micro_in_zero1(train):
-    in_each_micro_batch(train, lambda units: units[-1].handle.set_requires_gradient_sync(True))
+def sync_on_every_micro_in_zero1():
+    in_each_micro_batch(lambda units: units[-1].handle.set_requires_gradient_sync(True))
 
 
 @planted_in("zero1", 1, 2)
-def no_sync_on_the_last_micro(train):
+def no_sync_on_the_last_micro():
     from shardbook.parallel.sharding import ShardedModel
 
     real = ShardedModel.micro_batch
@@ -112,8 +115,10 @@ def no_sync_on_the_last_micro(train):
 
 
 @planted_in("zero3", 1, 2, clips=True)
-def local_gradient_norm(train):
+def local_gradient_norm():
     import torch
+
+    from shardbook.optim import clip_gradients
 
     def local(parameters, limit):
         parameters = [p for p in parameters if p.grad is not None]
@@ -121,72 +126,73 @@ def local_gradient_norm(train):
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm
 
-    train.clip_gradients = local
+    replace(clip_gradients, local)
 
 
 @planted_in("zero2", 1, 2, clips=True)
-def clip_before_reduce(train):
+def clip_before_reduce():
     """Each rank clips what it is about to send, and nobody clips the sum."""
     import torch.distributed as dist
 
-    real_clip = train.clip_gradients
-    train.clip_gradients = lambda parameters, limit: real_clip(parameters, 0)
-    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-    real_reduce = getattr(dist, name)
-    signature = inspect.signature(real_reduce)
+    from shardbook.optim import clip_gradients
 
-    @functools.wraps(real_reduce)
+    replace(clip_gradients, lambda parameters, limit: clip_gradients(parameters, 0))
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    real = getattr(dist, name)
+    signature = inspect.signature(real)
+
+    @functools.wraps(real)
     def reduce_scatter(*positional, **named):
         sent = signature.bind(*positional, **named).arguments["input"]
         sent.mul_(min(1.0, MAX_NORM / sent.norm().item()))
-        return real_reduce(*positional, **named)
+        return real(*positional, **named)
 
     setattr(dist, name, reduce_scatter)
 
 
 @planted_in("zero2", 1, 2)
-def stale_gathered_weights(train):
-    in_each_micro_batch(train, lambda units: units[-1].handle.set_reshard_after_backward(False))
+def stale_gathered_weights():
+    in_each_micro_batch(lambda units: units[-1].handle.set_reshard_after_backward(False))
 
 
 @planted_in("zero2", 1, 2)
-def evaluation_leaves_weights_gathered(train):
+def evaluation_leaves_weights_gathered():
     from shardbook.parallel.sharding import ShardedModel
 
     ShardedModel.reshard = lambda sharded: None
 
 
 @planted_in("zero3", 1, 3, refused="already managed by another FSDP group")
-def tied_weights_in_two_groups(train):
+def tied_weights_in_two_groups():
     from shardbook.model.causal_lm import CausalLM
 
     CausalLM.parts = property(lambda model: [[model.embedding], *[[b] for b in model.blocks], [model.norm, model.head]])
 
 
 @planted_in("zero3", 1, 2)
-def gradients_reduced_in_bf16(train):
-    real = train.apply_stage
+def gradients_reduced_in_bf16():
+    from shardbook.parallel.sharding import apply_stage
 
-    def apply_stage(model, layout, mesh):  # what predicts is not told of it
+    def apply_lower(model, layout, mesh):  # what predicts is not told of it
         lower = layout.precision.model_copy(update={"reduce": "bf16"})
-        return real(model, dataclasses.replace(layout, precision=lower), mesh)
+        return apply_stage(model, dataclasses.replace(layout, precision=lower), mesh)
 
-    train.apply_stage = apply_stage
-
-
-@planted_in("zero3", 1, 2)
-def block_left_unwrapped(train):
-    with_other_units(train, lambda units: (units[0], *units[2:]))
+    replace(apply_stage, apply_lower)
 
 
 @planted_in("zero3", 1, 2)
-def zero3_that_is_zero2(train):
+def block_left_unwrapped():
+    with_other_units(lambda units: (units[0], *units[2:]))
+
+
+@planted_in("zero3", 1, 2)
+def zero3_that_is_zero2():
     kept = functools.partial(dataclasses.replace, frees=False, reshard_after_forward=False)
-    with_other_units(train, lambda units: tuple(map(kept, units)))
+    with_other_units(lambda units: tuple(map(kept, units)))
 
 
 @planted_in("hsdp", 2, 1)
-def replicas_drift(train):
+def replicas_drift():
     """One replica steps a little further than the other; the first one's weights and every loss look right."""
     import torch
     import torch.distributed as dist
@@ -211,7 +217,7 @@ def replicas_drift(train):
 
 
 @planted_in("ddp", 2, 1)
-def gradients_never_zeroed(train):
+def gradients_never_zeroed():
     from shardbook.memory import host_adamw
 
     real = host_adamw.build_optimizer
@@ -225,14 +231,14 @@ def gradients_never_zeroed(train):
 
 
 @planted_in("zero1", 1, 3, tied=False)
-def padding_not_counted(train):
+def padding_not_counted():
     from shardbook.parallel.units import Unit
 
     Unit.padded_numel = lambda unit, shards, trained_only=False: unit.numel // shards * shards
 
 
 @planted_in("zero2", 1, 2)
-def ledger_counts_a_shard(train):
+def ledger_counts_a_shard():
     from shardbook.comm import ledger
 
     ledger.FUNCTIONS |= {
@@ -241,7 +247,7 @@ def ledger_counts_a_shard(train):
 
 
 @planted_in("zero3", 1, 1, tp=2)
-def uncut_gradients_not_summed(train):
+def uncut_gradients_not_summed():
     """Those of norms: each rank of the tensor axis saw tokens of its own. In the first step the loss is exact, the
     gradient 2.1e-2 off; and the ranks drift apart."""
     from shardbook.parallel import sharding
@@ -250,7 +256,7 @@ def uncut_gradients_not_summed(train):
 
 
 @planted_in("zero3", 1, 1, micros=3, tp=2)
-def uncut_gradients_summed_each_micro(train):
+def uncut_gradients_summed_each_micro():
     """The accumulated ones: what was summed is summed again. Loss exact, gradient 9.9e-2 off."""
     from shardbook.parallel.sharding import ShardedModel, sum_replicated_gradients
 
@@ -267,7 +273,7 @@ def uncut_gradients_summed_each_micro(train):
 
 
 @planted_in("zero3", 1, 1, tp=2)
-def uncut_gradients_summed_twice(train):
+def uncut_gradients_summed_twice():
     """Loss exact, gradient 6.1e-2 off."""
     from shardbook.parallel import sharding
 
@@ -276,7 +282,7 @@ def uncut_gradients_summed_twice(train):
 
 
 @planted_in("zero3", 1, 1, tp=2)
-def gathered_tokens_sliced_in_backward(train):
+def gathered_tokens_sliced_in_backward():
     """Each rank keeps of a gradient its own tokens' part, and not the other ranks' summands. Loss exact, gradient 0.78
     off."""
     from shardbook.parallel import tensor
@@ -289,7 +295,7 @@ def gathered_tokens_sliced_in_backward(train):
 
 
 @planted_in("zero3", 1, 2, clips=True, tp=2)
-def norm_skips_what_is_cut_twice(train):
+def norm_skips_what_is_cut_twice():
     """torch's placement of it says that it is no shard. Loss and gradient exact, the norm 33% too small."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -307,7 +313,7 @@ def norm_skips_what_is_cut_twice(train):
 
 
 @planted_in("zero3", 1, 1, clips=True, tp=2)
-def norm_counts_uncut_on_each_rank(train):
+def norm_counts_uncut_on_each_rank():
     """Loss and gradient exact, the norm 0.2% too large."""
     from shardbook import optim
 
@@ -318,7 +324,7 @@ def norm_counts_uncut_on_each_rank(train):
 
 
 @planted_in("zero3", 1, 1, tp=2)
-def tokens_counted_on_each_rank(train):
+def tokens_counted_on_each_rank():
     """As if ranks of the tensor axis had rows of their own: loss and gradient halved."""
     from shardbook.run import prepare
 
@@ -329,7 +335,7 @@ def tokens_counted_on_each_rank(train):
 
 
 @planted_in("zero3", 1, 1, tp=2, model="padded")
-def padding_token_is_trained(train):
+def padding_token_is_trained():
     """transformers' embedding leaves the row of config.pad_token_id as it is. Loss exact, gradient 15 times too large:
     that row is zero at first, and the slope of a norm is steep there."""
     from shardbook.parallel.tensor import ShardedEmbedding
@@ -338,7 +344,7 @@ def padding_token_is_trained(train):
 
 
 @planted_in("zero3", 1, 2, cp=2)
-def slopes_of_other_slices_lost(train):
+def slopes_of_other_slices_lost():
     """What other slices made of this one's keys and values sends nothing back. Loss exact."""
     from shardbook.parallel import context
 
@@ -349,7 +355,7 @@ def slopes_of_other_slices_lost(train):
 
 
 @planted_in("zero3", 1, 1, cp=2)
-def gradients_divided_by_slices(train):
+def gradients_divided_by_slices():
     """As if each slice's loss were a mean of its own. Loss exact."""
     from shardbook.parallel.sharding import ShardedModel
 
@@ -366,7 +372,7 @@ def gradients_divided_by_slices(train):
 
 
 @planted_in("zero3", 1, 1, cp=2)
-def positions_restart_in_each_slice(train):
+def positions_restart_in_each_slice():
     from shardbook.data import loader
 
     real = loader.slice_rows
@@ -379,7 +385,7 @@ def positions_restart_in_each_slice(train):
 
 
 @planted_in("zero3", 1, 1, cp=2)
-def targets_shifted_after_the_cut(train):
+def targets_shifted_after_the_cut():
     """The last token of each slice predicts nothing: one target a slice is lost, and not counted."""
     from shardbook.data import loader
 
@@ -397,7 +403,7 @@ def targets_shifted_after_the_cut(train):
 
 
 @planted_in("zero3", 1, 1, cp=2, extra=("data.max_length=256",))
-def slices_attend_without_documents(train):
+def slices_attend_without_documents():
     """As an attention that is told nothing but that rows are causal. In the run's rows alone: the self-check, whose
     rows are shorter, would refuse the family."""
     from shardbook.model import masks
@@ -409,7 +415,7 @@ def slices_attend_without_documents(train):
 
 
 @planted_in("zero3", 1, 1, cp=2)
-def slices_attend_alone(train):
+def slices_attend_alone():
     """The first slice's tokens stand for those of all: no exchange."""
     from shardbook.parallel import context
 
@@ -417,7 +423,7 @@ def slices_attend_alone(train):
 
 
 @planted_in("zero3", 1, 1, cp=2)
-def tokens_counted_on_each_slice(train):
+def tokens_counted_on_each_slice():
     """As tp's ranks, which see the same tokens: here loss and gradient double."""
     from shardbook.run import prepare
 
@@ -428,7 +434,7 @@ def tokens_counted_on_each_slice(train):
 
 
 @planted_in("zero3", 1, 1, cp=2)
-def context_ranks_read_other_rows(train):
+def context_ranks_read_other_rows():
     from shardbook.run import prepare
 
     real = prepare.choose_batching
@@ -438,7 +444,7 @@ def context_ranks_read_other_rows(train):
 
 
 @planted_in("zero3", 1, 1, cp=4)
-def keys_dealt_out_to_others(train):
+def keys_dealt_out_to_others():
     """Two heads of keys on four ranks: each computes with the wrong one."""
     from shardbook.model import context
 
@@ -449,7 +455,7 @@ def keys_dealt_out_to_others(train):
 
 
 @planted_in("zero3", 1, 1, extra=("train.per_device_train_batch_size=2",), tp=2)
-def tensor_ranks_shuffle_alone(train):
+def tensor_ranks_shuffle_alone():
     """The rows of a micro-batch in another order on each: loss 1.8e-2 off, gradient 0.59. With other rows, of which
     another number of tokens is trained, gloo ends the run: what the loss gathers has two sizes."""
     import torch.distributed as dist
@@ -464,22 +470,22 @@ def tensor_ranks_shuffle_alone(train):
 
 
 @planted_in("zero3", 1, 1, micros=3, pp=2)
-def gradients_scaled_by_micros(train):
+def gradients_scaled_by_micros():
     """The loss that is shown is divided, that of which gradients are taken is not."""
-    real = train.run_step
+    from shardbook.parallel.pipeline import run_step
 
-    def run_step(sharded, micros, loss_function, device):
+    def run_scaled(sharded, micros, loss_function, device):
         def scaled(*given):
             shares = loss_function(*given)
             return shares.detach() + len(micros) * (shares - shares.detach())
 
-        return real(sharded, micros, scaled, device)
+        return run_step(sharded, micros, scaled, device)
 
-    train.run_step = run_step
+    replace(run_step, run_scaled)
 
 
 @planted_in("zero2", 1, 1, micros=3, pp=2)
-def activations_of_the_micro_before(train):
+def activations_of_the_micro_before():
     """What is sent is what was made before."""
     from shardbook.parallel.pipeline import PipelineLinks
 
@@ -494,7 +500,7 @@ def activations_of_the_micro_before(train):
 
 
 @planted_in("zero2", 1, 1, micros=3, pp=2)
-def slopes_of_another_micro(train):
+def slopes_of_another_micro():
     """Of two micro-batches on their way the last is taken first. In the first step the loss is exact."""
     from shardbook.parallel.pipeline import MicroBatchRunner
 
@@ -510,7 +516,7 @@ def slopes_of_another_micro(train):
 
 
 @planted_in("zero1", 1, 2, micros=3, pp=2)
-def reduced_after_the_last_forward(train):
+def reduced_after_the_last_forward():
     """The last backward of a step told by the forwards, as in a loop without stages: gradients right, bytes more."""
     from shardbook.parallel.pipeline import MicroBatchRunner
 
@@ -523,14 +529,14 @@ def reduced_after_the_last_forward(train):
 
 
 @planted_in("zero3", 1, 1, pp=2)
-def tied_ends_not_summed(train):
+def tied_ends_not_summed():
     from shardbook.parallel.pipeline import PipelineLinks
 
     PipelineLinks.sum_tied = lambda links, model: None
 
 
 @planted_in("zero3", 1, 1, micros=3, pp=2)
-def tied_ends_summed_in_one_alone(train):
+def tied_ends_summed_in_one_alone():
     """The head's half goes to the embedding, and nothing comes back."""
     from shardbook.parallel.pipeline import PipelineLinks, tied_weight
 
@@ -547,7 +553,7 @@ def tied_ends_summed_in_one_alone(train):
 
 
 @planted_in("zero3", 1, 1, clips=True, tied=False, pp=2)
-def norm_of_own_layers_alone(train):
+def norm_of_own_layers_alone():
     """Each stage of the model scales by a norm of its own."""
     from shardbook import optim
 
@@ -556,7 +562,7 @@ def norm_of_own_layers_alone(train):
 
 
 @planted_in("zero3", 1, 1, clips=True, pp=2)
-def norm_counts_both_tied_ends(train):
+def norm_counts_both_tied_ends():
     """Loss and gradient exact."""
     from shardbook.parallel.pipeline import PipelineLinks
 
@@ -565,7 +571,7 @@ def norm_counts_both_tied_ends(train):
 
 
 @planted_in("zero3", 1, 1, pp=2)
-def tokens_counted_on_each_stage(train):
+def tokens_counted_on_each_stage():
     """Loss and gradient halved."""
     from shardbook.run import prepare
 
@@ -576,7 +582,7 @@ def tokens_counted_on_each_stage(train):
 
 
 @planted_in("zero3", 1, 2, 4, model="deep", pp=2, chunks=2, schedule="interleaved")
-def chunks_share_their_hooks(train):
+def chunks_share_their_hooks():
     """As if one root were over both: after a backward of one chunk the other's units are done with, too."""
     import copy
 
@@ -594,19 +600,19 @@ def chunks_share_their_hooks(train):
     PassMonitor.follow = lambda *given, **named: None  # its hooks too: it would refuse the second chunk's forward
 
 
-def after_applying(train, change):
+def after_applying(change):
     """`change(units)` once, when the stage has been applied."""
-    real = train.apply_stage
+    from shardbook.parallel.sharding import apply_stage
 
-    def apply_stage(model, layout, mesh):
-        sharded = real(model, layout, mesh)
+    def apply_and_change(model, layout, mesh):
+        sharded = apply_stage(model, layout, mesh)
         change(layout.units)
         return sharded
 
-    train.apply_stage = apply_stage
+    replace(apply_stage, apply_and_change)
 
 
-def in_each_micro_batch(train, change):
+def in_each_micro_batch(change):
     """`change(units)` in every micro-batch, when its schedule has been set."""
     from shardbook.parallel.sharding import ShardedModel
 
@@ -621,7 +627,7 @@ def in_each_micro_batch(train, change):
     ShardedModel.micro_batch = micro_batch
 
 
-def with_other_units(train, change):
+def with_other_units(change):
     """The layout has the units `change(units)`, for whoever applies or predicts."""
     from shardbook.model import laid_out
 
@@ -636,7 +642,5 @@ def with_other_units(train, change):
 
 def run_planted(name, *args):
     """`run_cases(*args)` on this rank with a bug in the package."""
-    from shardbook import train
-
-    BUGS[name][0](train)
+    BUGS[name][0]()
     return run_cases(*args)

@@ -13,6 +13,7 @@ from pathlib import Path
 import reference
 import torch
 import torch.distributed as dist
+from planted import replace
 from recorded import Record
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
@@ -171,7 +172,6 @@ class Outcome:
 
 def run_cases(recipe: Path, tiny: Path, cases: list[Case], results: Path) -> list[str]:
     """On each rank: train every case in one world; write its outcome to results/<case>.<rank>. Returns the errors."""
-    from shardbook import train
     from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import RecipeError, load_recipe
     from shardbook.run import prepare
@@ -189,61 +189,63 @@ def run_cases(recipe: Path, tiny: Path, cases: list[Case], results: Path) -> lis
     for case in cases:
         try:
             settings = load_recipe(recipe, [*case.words(tiny), f"run.dir={results}"])
-            outcome = run_case(train, settings, recipe, ranks, case)
+            outcome = run_case(settings, recipe, ranks, case)
             torch.save(outcome, results / f"{case.name}.{ranks.rank}")
         except RecipeError as error:  # met by every rank alike; anything else would leave the others waiting
             errors.append(f"{case.name}: {error}")
     return errors
 
 
-def run_case(train, settings, recipe: Path, ranks, case: Case) -> Outcome:
+def run_case(settings, recipe: Path, ranks, case: Case) -> Outcome:
     """`train.train` with eyes open: what passes between the story and its modules is noted, and nothing changed."""
+    from shardbook import train
     from shardbook.axes import WORLD
-    from shardbook.comm.ledger import sent_between_nodes
+    from shardbook.comm.ledger import Ledger, sent_between_nodes
+    from shardbook.optim import clip_gradients
+    from shardbook.parallel.sharding import apply_stage
     from shardbook.plan.formulas import predict_resident
-    from shardbook.run import meter
+    from shardbook.run.console import Console
+    from shardbook.run.metrics import memory_metrics
 
     seen, parts, record = {}, [], Record()
-    spied = {"apply_stage": train, "clip_gradients": train, "Console": train, "memory_metrics": meter, "Ledger": meter}
-    real = {name: getattr(home, name) for name, home in spied.items()}
 
-    def apply_stage(model, layout, mesh):
+    def apply_seen(model, layout, mesh):
         seen.update(model=model, layout=layout, mesh=mesh)
-        return real["apply_stage"](model, layout, mesh)
+        return apply_stage(model, layout, mesh)
 
-    def clip_gradients(parameters, max_norm):
+    def clip_seen(parameters, max_norm):
         named = seen["model"].named_parameters()
         parts.append({name: part(p.grad) for name, p in named if p.grad is not None})
-        return real["clip_gradients"](parameters, max_norm)
+        return clip_gradients(parameters, max_norm)
 
-    def memory_metrics(*kept):
-        found = real["memory_metrics"](*kept)
-        seen["memory"] = tuple(found[f"memory/{kind}_bytes"] for kind in ("params", "grads", "optimizer"))
-        return found
+    def measure_seen(*kept):
+        metrics = memory_metrics(*kept)
+        seen["memory"] = tuple(metrics[f"memory/{kind}_bytes"] for kind in ("params", "grads", "optimizer"))
+        return metrics
 
-    class Ledger(real["Ledger"]):
+    class SeenLedger(Ledger):
         def take_metrics(self, ranks_per_node, predicted, others):
             if self.traffic:  # whatever the machine is: as if every two ranks were a node
                 seen["inter_node"] = sent_between_nodes(self.traffic, self.groups, ranks.rank, 2)
             return super().take_metrics(ranks_per_node, predicted, others)
 
-    class Console(real["Console"]):
+    class SeenConsole(Console):
         def show_traffic(self, measured, predicted):
             seen["traffic"] = (dict(measured), dict(predicted))
 
         def print(self, text):
             pass
 
-    spies = {"apply_stage": apply_stage, "clip_gradients": clip_gradients}
-    spies |= {"memory_metrics": memory_metrics, "Ledger": Ledger, "Console": Console}
+    spies = {apply_stage: apply_seen, clip_gradients: clip_seen, memory_metrics: measure_seen}
+    spies |= {Ledger: SeenLedger, Console: SeenConsole}
     try:
-        for name, spy in spies.items():
-            setattr(spied[name], name, spy)
+        for real, spy in spies.items():
+            replace(real, spy)
         with record.follow(ranks.rank):
             assert train.train(settings, recipe, ranks) == 0
     finally:
-        for name, function in real.items():
-            setattr(spied[name], name, function)
+        for real, spy in spies.items():
+            replace(spy, real)
     model, layout = seen["model"], seen["layout"]
     beside = {axis: size for axis, size in (("cp", case.cp), ("tp", case.tp)) if size > 1}
     first = {"pp": case.pp} if case.pp > 1 else {}

@@ -2,10 +2,12 @@
 the plan lists them."""
 
 import contextlib
-from dataclasses import dataclass, field, replace
+import dataclasses
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from planted import replace
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 Happened = tuple[
@@ -58,20 +60,22 @@ class Record:
     @contextlib.contextmanager
     def follow(self, rank: int):
         """Notes the first step of a run, and what its plan lists of the global `rank`."""
-        from shardbook import train
-        from shardbook.run import meter
+        from shardbook.comm.ledger import Ledger
+        from shardbook.run.console import Console
 
-        class Console(train.Console):
+        class PlanConsole(Console):
             def show_job(console, job: Any) -> None:
                 self.layout, self.listed = job.layout, planned(job, rank)
 
-        real = train.Console, meter.Ledger
-        train.Console, meter.Ledger = Console, self.ledger(meter.Ledger)
+        spies = {Console: PlanConsole, Ledger: self.ledger(Ledger)}
+        for real, spy in spies.items():
+            replace(real, spy)
         try:
             with self.watch():
                 yield self
         finally:
-            train.Console, meter.Ledger = real
+            for real, spy in spies.items():
+                replace(spy, real)
 
     def differences(self) -> dict[str, str]:
         """Where what happened parts from the plan's list, and from one with a mistake, by its name."""
@@ -123,8 +127,10 @@ def planned(job: Any, rank: int) -> dict[str, list[Happened]]:
     deeper = layout.parallel.model_copy(update={"backward_prefetch": layout.backward_prefetch + 1})
     layouts = {
         "": layout,
-        "a prefetch one unit too early": replace(layout, parallel=deeper),
-        "a reduction in every micro-batch": replace(layout, stage=replace(layout.stage, reduce_every_micro=True)),
+        "a prefetch one unit too early": dataclasses.replace(layout, parallel=deeper),
+        "a reduction in every micro-batch": dataclasses.replace(
+            layout, stage=dataclasses.replace(layout.stage, reduce_every_micro=True)
+        ),
     }
     found = {name: _as_it_happens(each, step_events(each, *words)) for name, each in layouts.items()}
     return found | {"an event forgotten": found[""][: len(found[""]) // 2] + found[""][len(found[""]) // 2 + 1 :]}

@@ -40,16 +40,20 @@ def marked(name, work):
 
 def rank(words: list[str]) -> int:
     """One rank of a run, with the marks."""
-    import shardbook.train as train
+    sys.path.append(str(ROOT / "tests"))
+    from planted import replace
+
+    from shardbook.optim import clip_gradients
     from shardbook.run import prepare
+    from shardbook.train import main
 
     objective = prepare.build_objective("sft", None)
     objective = dataclasses.replace(objective, terms=marked("model", objective.terms))
     prepare.build_objective = lambda *given: objective
     torch.Tensor.backward = marked("model", torch.Tensor.backward)
-    train.clip_gradients = marked("clip", train.clip_gradients)
+    replace(clip_gradients, marked("clip", clip_gradients))
     torch.optim.AdamW.step = marked("optimizer", torch.optim.AdamW.step)
-    return train.main(words)
+    return main(words)
 
 
 def measure(stage: str, folder: Path) -> dict:

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from planted import replace
 from test_save_plan import save, start, state_of
 from world import losses, run_train, run_world, train_rank
 
@@ -94,21 +95,20 @@ def test_the_disk_is_looked_at_before_weights_are_read(recipe, straight):
 def short_of_room(words):
     from types import SimpleNamespace
 
-    from shardbook import train
     from shardbook.run import directory
-
-    real = train.predict_bytes
+    from shardbook.run.saver import predict_bytes
 
     def usage(path):
         return SimpleNamespace(free=int(1.5 * needed[0]))
 
     def predict(*given):
-        needed.append(real(*given))
+        needed.append(predict_bytes(*given))
         print("predicted", needed[0])
         return needed[0]
 
     needed = []
-    train.predict_bytes, directory.shutil.disk_usage = predict, usage
+    replace(predict_bytes, predict)
+    directory.shutil.disk_usage = usage
     return train_rank(words)
 
 

@@ -9,6 +9,7 @@ import reference
 import torch
 from families import write_family
 from live import SettledBytes
+from planted import replace
 from tiny import tokenizer, write_model
 from torch.distributed.tensor import DTensor
 from traced import traced
@@ -30,6 +31,7 @@ def run_all(recipe, runs):
     weights at the end, and how often it gathered for its samples. Settings and parameters are left as they were."""
     from shardbook import train
     from shardbook.comm.ledger import Ledger
+    from shardbook.parallel.sharding import apply_stage
     from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import load_recipe
     from shardbook.run import generate
@@ -37,7 +39,7 @@ def run_all(recipe, runs):
     ranks, said = start_distributed(), {}
     for name, words in runs.items():
         seen = {"tokens": {}, "prompts": None, "stops": None, "gathers": set()}
-        real, real_apply = generate.Samples._continue, train.apply_stage
+        real = generate.Samples._continue
 
         def spy(samples, step, seen=seen, real=real):
             before = settings_of(samples.sharded), torch.get_rng_state()
@@ -53,16 +55,18 @@ def run_all(recipe, runs):
             assert samples.sharded.model.training
             return seen["tokens"][step]
 
-        def apply_stage(*given, seen=seen, real_apply=real_apply):
-            seen["sharded"] = real_apply(*given)
+        def apply_seen(*given, seen=seen):
+            seen["sharded"] = apply_stage(*given)
             return seen["sharded"]
 
-        generate.Samples._continue, train.apply_stage = spy, apply_stage
+        generate.Samples._continue = spy
+        replace(apply_stage, apply_seen)
         recipe_of_run = load_recipe(recipe, [*words, f"run.name={name}"])
         try:
             assert train.train(recipe_of_run, recipe, ranks) == 0
         finally:
-            generate.Samples._continue, train.apply_stage = real, real_apply
+            generate.Samples._continue = real
+            replace(apply_seen, apply_stage)
         said[name] = {key: seen[key] for key in ("tokens", "prompts", "stops", "gathers")} | {
             "weights": digest(seen["sharded"])
         }
@@ -284,9 +288,7 @@ def stale(recipe, runs):
     """Planted bug: what was gathered before a step stays."""
     from bugs import in_each_micro_batch
 
-    in_each_micro_batch(
-        None, lambda units: [unit.handle.set_reshard_after_backward(False, recurse=False) for unit in units]
-    )
+    in_each_micro_batch(lambda units: [unit.handle.set_reshard_after_backward(False, recurse=False) for unit in units])
     return run_all(recipe, runs)
 
 

@@ -9,6 +9,7 @@ import socket
 import time
 
 import pytest
+from planted import replace
 from world import losses, run_train, start_ranks
 
 HANG_SECONDS = 3
@@ -21,41 +22,43 @@ def stand_still():
     time.sleep(3600)
 
 
-def stop_in(place, ranks):
-    """Each of `ranks` stops for good at `place` of its third step."""
-    import shardbook.train as train
-    from shardbook.data.loader import Loader
-    from shardbook.run.rows import Rows
+def stopping(real, ranks, last=STEP):
+    """`real`, but on each of `ranks` its call number `last` does not end."""
+    calls = []
 
-    if int(os.environ["RANK"]) not in ranks:
-        return
-    owner, name = ({"step_at": Loader, "read": Rows}.get(place, train), place)
-    real, calls = getattr(owner, name), []
-    last = STEP + (place == "step_at")  # a thread makes those of the next step
-
-    def stopping(*words):
+    def stops(*words):
         calls.append(1)
-        if len(calls) == last:
+        if len(calls) == last and int(os.environ["RANK"]) in ranks:
             stand_still()
         return real(*words)
 
-    setattr(owner, name, stopping)
+    return stops
 
 
 def rank_1_at_its_rows():
-    stop_in("step_at", [1])
+    from shardbook.data.loader import Loader
+
+    Loader.step_at = stopping(Loader.step_at, [1], STEP + 1)  # a thread makes those of the next step
+
+
+def stop_in_the_clip(*ranks):
+    from shardbook.optim import clip_gradients
+
+    replace(clip_gradients, stopping(clip_gradients, ranks))
 
 
 def rank_1_in_the_clip():
-    stop_in("clip_gradients", [1])
+    stop_in_the_clip(1)
 
 
 def ranks_1_and_2_in_the_clip():
-    stop_in("clip_gradients", [1, 2])
+    stop_in_the_clip(1, 2)
 
 
 def all_at_the_loss():
-    stop_in("read", range(8))
+    from shardbook.run.rows import Rows
+
+    Rows.read = stopping(Rows.read, range(8))
 
 
 def hang(recipe, folder, world, prepare):
@@ -139,17 +142,15 @@ def test_a_stopped_rank_that_nobody_names_turns_it_red(recipe, tmp_path):
 
 def take_long():
     """The first step, a checkpoint and each evaluation take longer than the limit; no held-out micro-batch does."""
-    import shardbook.run.checkpoint as checkpoint
-    import shardbook.train as train
-    from shardbook.run import prepare
+    from shardbook.optim import clip_gradients
+    from shardbook.run import checkpoint, prepare
 
-    clip, save, sft = train.clip_gradients, checkpoint.state_dict_saver.save, prepare.build_objective("sft", None)
-    steps = []
+    save, sft, steps = checkpoint.state_dict_saver.save, prepare.build_objective("sft", None), []
 
     def clip_late(*words):
         steps.append(1)
         time.sleep((HANG_SECONDS + 1) * (len(steps) == 1))
-        return clip(*words)
+        return clip_gradients(*words)
 
     def save_late(*words, **named):
         time.sleep(HANG_SECONDS + 1)
@@ -159,7 +160,8 @@ def take_long():
         time.sleep(0 if model.training else 0.6 * HANG_SECONDS)
         return sft.terms(model, *given)
 
-    train.clip_gradients, checkpoint.state_dict_saver.save = clip_late, save_late
+    replace(clip_gradients, clip_late)
+    checkpoint.state_dict_saver.save = save_late
     prepare.build_objective = lambda *given: dataclasses.replace(sft, terms=score_late)
 
 

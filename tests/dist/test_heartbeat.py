@@ -6,6 +6,7 @@ import socket
 import time
 
 import pytest
+from planted import replace
 from world import losses, run_train, start_ranks
 
 LOST_SECONDS = 6  # on a busy machine a thread may stand still for a while, and none is lost then
@@ -41,22 +42,23 @@ def test_a_rank_that_is_not_heard_of(recipe, tmp_path, frozen):
 
 def dawdle():
     """Rank 0 ends later than its peer by more than the limit, and rank 1 takes its second step so late."""
-    import shardbook.run.directory as rundir
-    import shardbook.train as train
+    from shardbook.optim import clip_gradients
+    from shardbook.run.directory import RunDirectory
 
-    finish, clip, steps = rundir.RunDirectory.finish, train.clip_gradients, []
+    finish, steps = RunDirectory.finish, []
 
     def clip_late(*words):
         steps.append(1)
         if os.environ["RANK"] == "1" and len(steps) == 2:
             time.sleep(LOST_SECONDS + 1)
-        return clip(*words)
+        return clip_gradients(*words)
 
     def finish_late(*words):
         time.sleep(LOST_SECONDS + 1)
         return finish(*words)
 
-    train.clip_gradients, rundir.RunDirectory.finish = clip_late, finish_late
+    replace(clip_gradients, clip_late)
+    RunDirectory.finish = finish_late
 
 
 @pytest.mark.slow
@@ -73,15 +75,13 @@ def test_ranks_that_wait_for_each_other_are_alive(recipe, tmp_path):
 
 def leave_early():
     """Rank 0 is done while rank 1 still is not."""
-    import shardbook.train as train
-
-    stop = train.stop_distributed
+    from shardbook.ranks.distributed import stop_distributed
 
     def stop_late(ranks):
         time.sleep(8 * ranks.rank)
-        stop(ranks)
+        stop_distributed(ranks)
 
-    train.stop_distributed = stop_late
+    replace(stop_distributed, stop_late)
 
 
 def test_rank_0_stays_for_those_who_are_not_done(recipe, tmp_path):

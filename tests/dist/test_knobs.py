@@ -14,6 +14,7 @@ from cases import (
     outcomes_of,
     run_cases,
 )
+from planted import replace
 from tiny import config
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
@@ -293,24 +294,24 @@ def train_with_own_reductions(words, separates):
     """The exit code, the groups that were made for reductions, and the groups of all reductions."""
     import torch.distributed as dist
 
-    import shardbook.train as train
-    from shardbook.parallel.sharding import separate_reductions
+    from shardbook.parallel.sharding import apply_stage, separate_reductions
 
-    made, real, new_group = [], train.apply_stage, dist.new_group
+    groups, new_group = [], dist.new_group
 
-    def apply_stage(model, *given):
-        sharded = real(model, *given)
+    def apply_and_separate(model, *given):
+        sharded = apply_stage(model, *given)
         if separates:  # as on a GPU
             separate_reductions([part.model for part in sharded.chunks])
         return sharded
 
     def count(*given, **named):
-        made.append(named.get("group_desc"))
+        groups.append(named.get("group_desc"))
         return new_group(*given, **named)
 
-    train.apply_stage, dist.new_group = apply_stage, count
+    replace(apply_stage, apply_and_separate)
+    dist.new_group = count
     code, used = groups_of_reductions(words)
-    return code, made.count("fsdp_reduce_scatter"), used
+    return code, groups.count("fsdp_reduce_scatter"), used
 
 
 @pytest.mark.skipif(

@@ -22,6 +22,7 @@ from cases import (
     run_cases,
     same_bits,
 )
+from planted import replace
 from transformers import AutoTokenizer, GenerationConfig
 from world import losses, metrics, run_train, run_world, train_rank
 
@@ -283,10 +284,9 @@ def swapped_in_export():
 
 
 def dropped_anew():
-    from shardbook import train
     from shardbook.memory.activation import apply_checkpointing
 
-    train.apply_checkpointing = lambda blocks, activation, is_random: apply_checkpointing(blocks, activation, False)
+    replace(apply_checkpointing, lambda blocks, activation, is_random: apply_checkpointing(blocks, activation, False))
 
 
 def any_base():

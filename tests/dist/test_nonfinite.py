@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from cuda_stand_in import on_cuda
+from planted import replace
 from world import metrics, run_world
 
 RUNS = {
@@ -25,16 +26,11 @@ def plant(kind):
     once the norm is known, in a `weight` or a `moment`."""
     import torch.distributed as dist
 
-    from shardbook import train
-    from shardbook.memory.host_adamw import HostAdamW
+    from shardbook.memory.host_adamw import HostAdamW, materialize_state
+    from shardbook.optim import clip_gradients
     from shardbook.parallel.pipeline import MicroBatchRunner
 
-    clip, accumulate, forward, settle = (
-        train.clip_gradients,
-        HostAdamW._accumulate,
-        MicroBatchRunner.forward,
-        train.materialize_state,
-    )
+    accumulate, forward = HostAdamW._accumulate, MicroBatchRunner.forward
     step, optimizers = [1], []
 
     def is_due(what):
@@ -58,7 +54,7 @@ def plant(kind):
             gradients = list(gradients)
             if is_due("gradient"):
                 gradients[0].grad.to_local().view(-1)[0] = torch.nan
-        norm = clip(gradients, limit)
+        norm = clip_gradients(gradients, limit)
         parameter = optimizers[0].param_groups[0]["params"][0]
         if is_due("weight"):
             parameter.detach().to_local().view(-1)[0] = torch.nan
@@ -67,15 +63,17 @@ def plant(kind):
         step[0] += 1
         return norm
 
-    def settled(*given):
-        optimizers.append(settle(*given))
+    def materialize_noted(*given):
+        optimizers.append(materialize_state(*given))
         return optimizers[0]
 
-    train.clip_gradients, train.materialize_state = clip_planted, settled
+    replace(clip_gradients, clip_planted)
+    replace(materialize_state, materialize_noted)
     HostAdamW._accumulate, MicroBatchRunner.forward = accumulate_planted, forward_planted
 
     def take_back():
-        train.clip_gradients, train.materialize_state = clip, settle
+        replace(clip_planted, clip_gradients)
+        replace(materialize_noted, materialize_state)
         HostAdamW._accumulate, MicroBatchRunner.forward = accumulate, forward
 
     return take_back

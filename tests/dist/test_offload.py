@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from planted import replace
 from recorded import Record
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
@@ -43,31 +44,33 @@ def train_all(recipe, runs):
     """On each rank: train each of `runs` (a name and words), and say what came of it."""
     from shardbook import train
     from shardbook.memory import host_adamw
+    from shardbook.memory.host_adamw import materialize_state
     from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import load_recipe
-    from shardbook.run import meter
+    from shardbook.run.metrics import memory_metrics
 
     host_adamw.BUCKET_BYTES = 2**20  # a unit has several
     ranks, said = start_distributed(), {}
-    real = train.materialize_state, meter.memory_metrics
     for name, words in runs.items():
         seen = {}
 
-        def materialize(model, sharded, *given, seen=seen):
-            seen["optimizer"], seen["sharded"] = real[0](model, sharded, *given), sharded
+        def materialize_seen(model, sharded, *given, seen=seen):
+            seen["optimizer"], seen["sharded"] = materialize_state(model, sharded, *given), sharded
             return seen["optimizer"]
 
-        def memory_metrics(*kept, seen=seen):
-            seen["memory"] = real[1](*kept)
+        def measure_seen(*kept, seen=seen):
+            seen["memory"] = memory_metrics(*kept)
             return seen["memory"]
 
-        train.materialize_state, meter.memory_metrics = materialize, memory_metrics
+        replace(materialize_state, materialize_seen)
+        replace(memory_metrics, measure_seen)
         settings = load_recipe(recipe, [*words, f"run.name={name}", "train.export=false"])
         try:
             with Record().follow(ranks.rank) as record:
                 assert train.train(settings, recipe, ranks) == 0
         finally:
-            train.materialize_state, meter.memory_metrics = real
+            replace(materialize_seen, materialize_state)
+            replace(measure_seen, memory_metrics)
         digests = digest(seen["sharded"], seen["optimizer"])
         said[name] = digests, seen["memory"], predicted(seen["sharded"], ranks.rank), record.differences()
     return said

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import Case, assert_exact_bytes, assert_replicas_agree, outcomes_of, relative_error, run_cases, same_bits
 from eight_bit import FOLDER, add_torchao
+from planted import replace
 from safetensors.torch import load_file
 from tiny import write_model
 from toys import Scenario, Toy, train_toy
@@ -142,20 +143,20 @@ def train_eager(words):
 
 def saying_its_room(words):
     """What a run predicts of a checkpoint before it begins, and what each save asks the disk for."""
-    from shardbook import train
-    from shardbook.run import checkpoint
+    from shardbook.run.saver import predict_bytes
+    from shardbook.run.stored_items import begin
 
-    def says(owner, name, count):
-        real = getattr(owner, name)
+    def print_prediction(job):
+        predicted = predict_bytes(job)
+        print("predict_bytes", predicted)
+        return predicted
 
-        def said(*given):
-            print(name, count(*given, real))
-            return real(*given)
+    def print_needed(folder, step, needed):
+        print("begin", needed)
+        return begin(folder, step, needed)
 
-        setattr(owner, name, said)
-
-    says(train, "predict_bytes", lambda job, real: real(job))
-    says(checkpoint, "begin", lambda folder, step, needed, real: needed)
+    replace(predict_bytes, print_prediction)
+    replace(begin, print_needed)
     return train_eager(words)
 
 

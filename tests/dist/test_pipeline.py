@@ -18,6 +18,7 @@ from cases import (
     same_bits,
 )
 from pipeline_cases import deep
+from planted import replace
 from safetensors.torch import load_file, save_file
 from world import metrics, run_train, run_world, train_rank
 
@@ -89,10 +90,10 @@ def a_backward_breaks():
     """In the middle of a model, whose first and last chunk of layers are then asked for a forward."""
     import torch
 
-    from shardbook import train
+    from shardbook.parallel.pipeline import run_step
     from shardbook.ranks.exits import RunFailed
 
-    def run_step(sharded, micros, loss_function, device):
+    def break_in_the_middle(sharded, micros, loss_function, device):
         micro, place = micros[0], sharded.layout.pipeline.rank
         middle, outer = (sharded.chunks[number] for number in (1 - place, place))
         width = middle.model.config.hidden_size
@@ -105,7 +106,7 @@ def a_backward_breaks():
             outer.model()
         raise RunFailed("gone on")
 
-    train.run_step = run_step
+    replace(run_step, break_in_the_middle)
 
 
 def test_what_broke_in_a_chunk_of_layers_broke_the_model(recipe, models):

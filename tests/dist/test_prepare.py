@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import pytest
+from planted import replace
 from world import losses, metrics, run_world, train_rank
 
 from shardbook.model.laid_out import World
@@ -38,20 +39,19 @@ def facts(job):
 
 def jobs_of_a_run(words, ranks_planned):
     """The job that this rank prepares, on its way into a run, and how often it measures blocks for that."""
-    from shardbook import train
     from shardbook.plan import blocks
 
-    real, jobs, measured, measure = train.prepare_job, [], [], blocks.measure
+    jobs, measured, measure = [], [], blocks.measure
     for known in blocks.KNOWN_BLOCKS:
         known.clear()
     blocks.measure = lambda *given: measured.append(1) or measure(*given)
 
     def prepare(laid, *more):
-        job = real(laid, *more)
+        job = prepare_job(laid, *more)
         jobs.append((job.world, facts(job)))  # now: a stage is applied in place
         return job
 
-    train.prepare_job = prepare
+    replace(prepare_job, prepare)
     code, _, error = train_rank(words)
     assert code == 0, error
     assert [world.size for world, _ in jobs] == [ranks_planned]

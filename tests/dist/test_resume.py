@@ -8,6 +8,7 @@ from functools import partialmethod
 
 import pytest
 import torch
+from planted import replace
 from safetensors.torch import load_file
 from tiny import CHATML
 from world import losses, metrics, run_train, run_world, train_rank
@@ -186,17 +187,17 @@ def stop_after_step_3(rank_that_is_told, words):
     """SIGTERM to one rank in the middle of step 3; both must finish that step, save, and leave with 75."""
     import signal
 
-    import shardbook.train as train
+    from shardbook.optim import clip_gradients
 
-    before, calls = train.clip_gradients, []
+    calls = []
 
     def clip(parameters, limit):
         calls.append(1)
         if len(calls) == 3 and int(os.environ["RANK"]) == rank_that_is_told:
             os.kill(os.getpid(), signal.SIGTERM)
-        return before(parameters, limit)
+        return clip_gradients(parameters, limit)
 
-    train.clip_gradients = clip
+    replace(clip_gradients, clip)
     return train_rank(words)
 
 
@@ -445,16 +446,14 @@ def stop_at_once(words):
     """SIGTERM to each rank when its weights are there."""
     import signal
 
-    import shardbook.train as train
+    from shardbook.run.start import start_from
 
-    before = train.start_from
-
-    def start_from(*given):
-        found = before(*given)
+    def start_and_stop(*given):
+        started = start_from(*given)
         os.kill(os.getpid(), signal.SIGTERM)
-        return found
+        return started
 
-    train.start_from = start_from
+    replace(start_from, start_and_stop)
     return train_rank(words)
 
 

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from cases import Case, assert_exact_bytes, outcomes_of, run_cases, whole
+from planted import replace
 from test_cuda import TOLERANCE, TOLERANCE_BF16, over_gloo
 from tiny import write_pairs
 from world import STREAMS, losses, metrics, run_train, run_world, train_rank
@@ -60,30 +61,32 @@ LORA = ("lora.r=4", "model.load_in_4bit=true")
 
 def packed_bytes(words):
     """Digests of the packed bytes that products met on this rank, and of those at rest."""
-    from shardbook import train
-    from shardbook.model import adapters
+    from shardbook.model.adapters import packed_product
+    from shardbook.parallel.sharding import apply_stage
+    from shardbook.ranks.distributed import stop_distributed
 
     met, at_rest, seen = set(), set(), {}
-    product, stage, stop = adapters.packed_product, train.apply_stage, train.stop_distributed
 
     def digest(tensor):
         plain = tensor.detach().cpu().contiguous().view(torch.uint8).flatten()
         return hashlib.sha256(plain.numpy().tobytes()).hexdigest()
 
-    def packed_product(module, *given):
+    def multiply_seen(module, *given):
         met.add(digest(module.weight_packed))
-        return product(module, *given)
+        return packed_product(module, *given)
 
-    def apply_stage(model, *given):
+    def apply_seen(model, *given):
         seen["model"] = model
-        return stage(model, *given)
+        return apply_stage(model, *given)
 
-    def stop_distributed(ranks):
+    def stop_seen(ranks):
         named = seen["model"].named_parameters()
         at_rest.update(digest(whole(p)) for name, p in named if name.endswith("weight_packed"))
-        stop(ranks)
+        stop_distributed(ranks)
 
-    adapters.packed_product, train.apply_stage, train.stop_distributed = packed_product, apply_stage, stop_distributed
+    replace(packed_product, multiply_seen)
+    replace(apply_stage, apply_seen)
+    replace(stop_distributed, stop_seen)
     assert train_rank(words)[0] == 0
     return met, at_rest
 

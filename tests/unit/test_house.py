@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,58 @@ def test_what_watches_over_ranks_knows_nothing_of_what_they_do(name):
 def test_no_file_imports_itself_in_a_circle():
     assert circle({name: imported_files(name) for name in modules()}) == []
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+TESTS = Path(__file__).parents[1]
+
+
+def nodes_of(scope: ast.AST, whole: bool = False) -> Iterator[ast.AST]:
+    """The nodes of a module or function; those of functions in it only if `whole`."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if whole or not isinstance(node, ast.FunctionDef | ast.Lambda):
+            yield from nodes_of(node, whole)
+
+
+def uses_of_train(tree: ast.Module) -> list[int]:
+    """The lines of a test that have the module `shardbook.train` for more than a call of its `train` or `main`."""
+    lines = []
+    for scope in (node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.FunctionDef)):
+        names = set()
+        for node in nodes_of(scope):
+            if isinstance(node, ast.ImportFrom) and node.module == "shardbook":
+                names |= {alias.asname or alias.name for alias in node.names if alias.name == "train"}
+            elif isinstance(node, ast.Import):
+                names |= {alias.asname or alias.name for alias in node.names if alias.name == "shardbook.train"}
+        if not names:
+            continue
+        nodes = [node for node in nodes_of(scope, whole=True) if isinstance(node, ast.Attribute | ast.Name)]
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
+        calls = {id(node.value) for node in attributes if node.attr in ("train", "main")}
+        lines += [node.lineno for node in nodes if ast.unparse(node) in names and id(node) not in calls]
+    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return lines + [node.lineno for node in strings if re.fullmatch(r"shardbook\.train\.\w+", node.value)]
+
+
+def test_no_test_patches_what_the_story_imported_by_name():
+    """Else the loop could not change without its tests: planted.replace takes a function where it lives."""
+    lines = {str(path.relative_to(TESTS)): uses_of_train(ast.parse(path.read_text())) for path in TESTS.rglob("*.py")}
+    assert {name: numbers for name, numbers in lines.items() if numbers} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from shardbook import optim, train\ntrain.clip_gradients = optim.Console = None",
+        "import shardbook.train as story\nmeter.Ledger, story.Console = Ledger, Console",
+        "import shardbook.train\nshardbook.train.run_step = None",
+        "def plant():\n    from shardbook import train\n    spied = {'apply_stage': train}",
+        "def plant():\n    from shardbook import train\n    setattr(train, 'run_step', None)",
+        "monkeypatch.setattr('shardbook.train.run_step', None)",
+    ],
+)
+def test_a_test_that_patches_the_story_turns_it_red(line):
+    assert uses_of_train(ast.parse(line)) != []
 
 
 def test_a_launcher_imports_no_torch():
