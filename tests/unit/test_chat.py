@@ -1,14 +1,11 @@
 """The loss mask against golden text: exactly the assistant's words and its end-of-turn mark."""
 
-import random
-
 import pytest
 from tiny import CHATML, encode_row, tokenizer, trained_text
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-import shardbook.data.template
 from shardbook.data.chat import Encoder
 from shardbook.recipe import RecipeError
 
@@ -98,57 +95,6 @@ def test_spaces_that_a_tokenizer_trims_from_offsets_are_trained(template):
     trims.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     assert (0, 0) not in (offsets := trims(code, return_offsets_mapping=True)["offset_mapping"]) and (11, 11) in offsets
     assert encode_row({"messages": chat}, trims, "row 7") == encode_row({"messages": chat}, whole, "row 7")
-
-
-STRIPPING = CHATML.replace("message['content']", "message['content'].split('</think>')[-1].strip()")
-FORGETFUL = THINKING.replace(
-    "m['content'] }}<", "'' if m['role'] == 'assistant' and not loop.last else m['content'] }}<"
-)
-EVERY = [CHATML, LLAMA3, THINKING, THOUGHTFUL, OPENED, MISTRAL, DEFAULT_SYSTEM, STRIPPING, FORGETFUL]
-WORDS = (
-    "ok",
-    " ok",
-    "ok\n",
-    "",
-    "  ",
-    "ünï 🙂",
-    "<|im_start|>assistant\nok<|im_end|>",
-    "a</think>b",
-    "<think>\n\n</think>",
-    "[/INST]",
-)
-
-
-def said_of(encoder: Encoder, messages: list) -> object:
-    try:
-        (encoded,) = encoder.encode([{"messages": messages}], ["row 7"])
-        return encoded.ids.tolist(), encoded.mask.tolist()
-    except RecipeError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("template", EVERY)
-def test_a_conversation_rendered_once_gives_what_each_header_rendered_alone_gives(template, monkeypatch):
-    monkeypatch.setattr(shardbook.data.template, "CHECKED", 2)
-    quick, slow = Encoder(tokenizer(template)), Encoder(tokenizer(template))
-    slow.template.shape = lambda roles: None
-    chance, encoded = random.Random(7), 0
-    for _ in range(150):
-        roles = chance.choices(("user", "assistant", "system"), (4, 5, 1), k=chance.randrange(1, 9))
-        chat = [{"role": role, "content": "".join(chance.choices(WORDS, k=2))} for role in roles]
-        said = said_of(quick, chat)
-        assert said == said_of(slow, chat), chat
-        encoded += isinstance(said, tuple)
-    assert encoded > 20 or template == FORGETFUL
-
-
-def test_a_conversation_is_rendered_once(monkeypatch):
-    encoder, rows = Encoder(tokenizer()), [{"messages": CHAT * 5}] * 3
-    encoder.encode(rows[:1], ["row 0"])
-    calls, render = [], encoder.template.render
-    monkeypatch.setattr(encoder.template, "render", lambda *words, **more: calls.append(1) or render(*words, **more))
-    encoder.encode(rows, ["row 0", "row 1", "row 2"])
-    assert len(calls) == len(rows)
 
 
 def test_prompt_and_completion():

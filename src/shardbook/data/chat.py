@@ -1,6 +1,7 @@
 """Chat: one raw row becomes token ids and a loss mask, which marks the tokens that are trained.
 
-The text is rendered once by the tokenizer's own chat template and tokenized once. A token is trained if its characters
+The text is rendered by the tokenizer's own chat template and tokenized once; what stands before an answer is rendered
+alone, which shows where the answer begins. A token is trained if its characters
 lie inside an assistant's answer, its end-of-turn mark included; the generation prompt, and an empty thought that the
 template puts before the answer, are not trained. Invariant: the ids are exactly those of the rendered conversation, so
 training sees the same tokens as inference.
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardbook.data.formats import OTHER_ROLES, PLAIN, Message, Text, read_row
 from shardbook.data.probe import THOUGHTS, calls_of, split_thought
-from shardbook.data.template import EMPTY_THOUGHT, OPENING, ChatTemplate, MessageSpan, Tools
+from shardbook.data.template import EMPTY_THOUGHT, OPENING, ChatTemplate, Tools
 from shardbook.data.written import OTHER_TEMPLATE, Written, check_media
 from shardbook.recipe import RecipeError, nearest
 
@@ -99,19 +100,15 @@ class Encoder:
             if message["role"] not in self.roles:
                 self._check_role(message["role"], f"{where}: message {number}")
         text = self.template.render(messages, where, tools)
-        places = self.template.find_places(messages, text, tools)
-        unread = () if places else tuple(self.written.check(messages, tools, text, where))
+        unread = tuple(self.written.check(messages, tools, text, where))
         if self.template.is_tagged and self.train_on != "all":
             return self._encode_tagged(messages, trained, text, tools, where, unread)
         if self.train_on == "all":  # the template writes its own special tokens
             return Rendered(text, [(0, len(text))], False, unread)
         spans = []
         for number in trained:
-            if len(messages[number]) > len(PLAIN):
-                spans.append(self._whole_span(messages, number, text, tools, where))
-            else:
-                place = places[number] if places else None
-                spans.append(self._answer_span(messages, number, text, place, tools, where))
+            find_span = self._whole_span if len(messages[number]) > len(PLAIN) else self._answer_span
+            spans.append(find_span(messages, number, text, tools, where))
         return Rendered(text, spans, False, unread)
 
     def _render_text(self, example: Text) -> "Rendered":
@@ -171,16 +168,13 @@ class Encoder:
         self.roles.add(role)
 
     def _answer_span(
-        self, messages: list[Message], number: int, text: str, place: MessageSpan | None, tools: Tools, where: str
+        self, messages: list[Message], number: int, text: str, tools: Tools, where: str
     ) -> tuple[int, int]:
         """Returns the character span of one answer in `text`: from its header's end to its end-of-turn mark."""
         answer, mark, ends = messages[number]["content"].strip(), self.template.end_of_turn(), -1
-        if place is None:
-            header, opening = self._find_header(messages, number, text, tools, where)
-            after = _skip_thought(text, header)
-            ways = [(header, False), *([(after, True)] if after else [])]
-        else:
-            header, opening, ways = place.header, place.opening, [(place.content, place.thinks)]
+        header, opening = self._find_header(messages, number, text, tools, where)
+        thought = _skip_thought(text, header)
+        ways = [(header, False), *([(thought, True)] if thought else [])]
         for at, thinks in ways:
             start = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
             if not text.startswith(answer, start):

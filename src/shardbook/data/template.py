@@ -1,18 +1,17 @@
-"""Template: how one tokenizer's chat template writes conversations, and where in the text it writes each message.
+"""Template: how one tokenizer's chat template writes conversations.
 
-Invariant: nothing here is known of a template but what it writes. What it writes around messages is kept for
-conversations of the same roles, so that a row of n messages is rendered once and not n times.
+Invariant: nothing here is known of a template but what it writes.
 """
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from shardbook.data.formats import PLAIN, Message
+from shardbook.data.formats import Message
 from shardbook.recipe import RecipeError, first_line
 
 Tools = list[Any] | None
@@ -25,26 +24,6 @@ CLOCK = "strftime_now"  # the function by which templates read the time
 DIRECTIVES = [f"%{letter}" for letter in "aAbBcCdDeFgGhHIjklmMnprRsStTuUVwWxXyYzZf"]
 DIRECTIVES += [f"%-{letter}" for letter in "dHIjlmMSUWy"]
 PLACEHOLDER = "\u2063placeholder\u2063"  # occurs in no template and no conversation
-SHAPES_KEPT = 4096  # entries of the caches by conversations' roles
-CHECKED = 16  # messages from the beginning whose headers are each rendered alone
-
-
-class Before(NamedTuple):
-    """The text that a template writes before a message: its header, an empty thought, and the part of the answer that a
-    generation prompt writes after the header."""
-
-    header: str
-    thought: str = ""
-    opening: str = ""
-
-
-class MessageSpan(NamedTuple):
-    """A message's place in a text: its header's end, its content's start, and whether an empty thought is between."""
-
-    header: int
-    content: int
-    thinks: bool
-    opening: str
 
 
 class ChatTemplate:
@@ -60,8 +39,6 @@ class ChatTemplate:
         self.reads_clock = CLOCK in self.source
         self.is_tagged = bool(TAG.search(self.source))
         self.end_of_turn = functools.cache(self._find_end_of_turn)
-        self.header = functools.lru_cache(SHAPES_KEPT)(self._render_header)
-        self.shape = functools.lru_cache(SHAPES_KEPT)(self._find_shape)
 
     def render(
         self, messages: list[Message], where: str, tools: Tools = None, add_generation_prompt: bool = False
@@ -85,62 +62,6 @@ class ChatTemplate:
         opening = {"role": messages[0]["role"], "content": PLACEHOLDER}
         return self.render([opening, *messages[1:]], where, tools).partition(PLACEHOLDER)[0]
 
-    def find_places(self, messages: list[Message], text: str, tools: Tools) -> list[MessageSpan] | None:
-        """Returns each message's place in `text`, or None where the template does not write these messages as it writes
-        placeholders of the same roles: then each answer's header is rendered alone."""
-        if tools or any(len(message) > len(PLAIN) for message in messages):
-            return None
-        shape = self.shape(tuple(message["role"] for message in messages))
-        if shape is None or not text.startswith(shape[0].header + shape[0].thought):
-            return None
-        places, at = [], 0
-        for (header, thought, opening), (after, more, _), message in zip(shape, shape[1:], messages, strict=False):
-            begin = at + len(header)
-            at, follows = begin + len(thought), after + more
-            places.append(MessageSpan(begin, at, bool(thought), opening))
-            content = message["content"]
-            if not text.startswith(content + follows, at):
-                content = content.strip()
-                if not text.startswith(content + follows, at):
-                    return None
-            at += len(content)
-        return places if at + len(shape[-1].header) == len(text) else None
-
-    def _find_shape(self, roles: tuple[str, ...]) -> list[Before] | None:
-        """Returns the text that the template writes before each message of a conversation of `roles`, then the text
-        after the last one. None where an answer's header in the conversation differs from the header rendered alone."""
-        messages = _placeholders(roles)
-        try:
-            text = self.render(messages, "")
-            shape, at, known = [], 0, dict[tuple[str, tuple[str, ...]], Before]()
-            for number, message in enumerate(messages):
-                begin = text.find(message["content"], at)
-                if begin < 0 or text.find(message["content"], begin + 1) > 0:
-                    return None
-                before = text[at:begin]
-                parts = Before(before)
-                if message["role"] == "assistant":
-                    # not all headers of a long conversation: a template depends on roles, the beginning and the end
-                    place = before, roles[max(0, number - 2) : number]
-                    if number < CHECKED or number >= len(roles) - 2 or place not in known:
-                        alone = self.header(roles[:number]) if number else before
-                        header = OPENING.sub("", alone)
-                        thought, opening = text[len(header) : begin], alone[len(header) :]
-                        if not (text.startswith(header) and at <= len(header) <= begin):
-                            return None
-                        if thought and not EMPTY_THOUGHT.fullmatch(thought):
-                            return None
-                        known[place] = Before(header[at:], thought, opening)
-                    parts = known[place]
-                shape.append(parts)
-                at = begin + len(message["content"])
-        except RecipeError:  # the template then refuses the conversation too, and that error is raised
-            return None
-        return [*shape, Before(text[at:])]
-
-    def _render_header(self, roles: tuple[str, ...]) -> str:
-        return self.render_before([*_placeholders(roles), {"role": "assistant", "content": ""}], len(roles), "")
-
     def _find_end_of_turn(self) -> str:
         """Returns the template's text after an answer, without white space around it, and without an end of sequence
         that only a last answer has."""
@@ -159,7 +80,3 @@ def _stopped_clock(clock: str) -> str:
     for directive in DIRECTIVES:
         read += f" | replace('{directive}', '{day.strftime(directive)}')"
     return f"{{% macro {CLOCK}(format) %}}{{{{ {read} | replace('{percent}', '%') }}}}{{% endmacro %}}\n"
-
-
-def _placeholders(roles: Sequence[str]) -> list[Message]:
-    return [{"role": role, "content": f"{PLACEHOLDER}{number}."} for number, role in enumerate(roles)]
