@@ -8,6 +8,7 @@ import json
 import math
 import sys
 import tempfile
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,13 @@ from shardbook.model.adapter_files import load_adapter
 from shardbook.model.laid_out import World
 from shardbook.model.weights import load_weights
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.ranks.distributed import Ranks, local_main_process_first, start_distributed, stop_distributed
+from shardbook.ranks.distributed import (
+    Ranks,
+    broadcast_from_main,
+    local_main_process_first,
+    start_distributed,
+    stop_distributed,
+)
 from shardbook.ranks.exits import DONE, exit_rank
 from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import Recipe, RecipeError
@@ -37,9 +44,10 @@ from shardbook.train import build, guard
 LIKELIHOODS = {"sft": "loss", "distill": "nll"}  # by method, the metric whose exponential is the perplexity
 
 
-def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, is_json: bool) -> int:
-    """Prints the held-out numbers of `model`, whose run directory is `run` where it has one. Returns the exit code."""
-    console, in_turn = Console(ranks.is_main and not is_json), partial(local_main_process_first, ranks)
+def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, is_shown: bool) -> dict[str, Any]:
+    """Returns the held-out numbers of `model`, whose run directory is `run` where it has one, with what they are of;
+    prints them where `is_shown`."""
+    console, in_turn = Console(ranks.is_main and is_shown), partial(local_main_process_first, ranks)
     laid = lay_out_run(recipe, World(ranks.world_size, ranks.ranks_per_node, ranks.rank, ranks.device), in_turn)
     job = prepare_job(laid, in_turn)
     assert job.held_out is not None  # evaluation_recipe has seen to it
@@ -56,9 +64,8 @@ def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, i
         reference = Reference(job, Path(folder), ranks, console, StopFlag())
         if not reference.read(sharded, job.folder, goes_on=False):
             reference.compute(sharded)
-        checkpoint = newest_checkpoint(run / "checkpoints") if run else None
-        finished = read_facts(run).get("finished_steps", 0) if run else 0
-        if checkpoint and step_of(checkpoint) >= finished:  # else the result is not in a checkpoint
+        checkpoint = broadcast_from_main(lambda: _find_result(run)) if run else None
+        if checkpoint:
             load_checkpoint(checkpoint, sharded, optimizer)
             source = str(checkpoint)
         elif run:
@@ -74,9 +81,14 @@ def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, i
     facts |= {"examples": int(held_out.totals.examples), "tokens": int(held_out.totals.tokens)}
     console.print(f"weights  {source}")
     console.print("result   " + "  ".join(f"{name} {value:.4f}" for name, value in found.items()))
-    if is_json and ranks.is_main:
-        print(json.dumps(facts | found, indent=1), flush=True)
-    return DONE
+    return facts | found
+
+
+def _find_result(run: Path) -> Path | None:
+    """Returns the newest checkpoint of a run; None where there is none, or the run's result is not in one. One rank
+    looks: a run that goes on may publish another meanwhile."""
+    checkpoint, finished = newest_checkpoint(run / "checkpoints"), read_facts(run).get("finished_steps", 0)
+    return checkpoint if checkpoint and step_of(checkpoint) >= finished else None
 
 
 def _load_export(run: Path, job: Job, sharded: ShardedModel) -> str:
@@ -101,9 +113,13 @@ def main(words: list[str] | None = None) -> int:
             raise RecipeError("no model: python -m shardbook.evaluate MODEL [--json] [section.key=value ...]")
         recipe, run = evaluation_recipe(named[0], named[1:])
         ranks = start_distributed(recipe.run.lost_seconds, recipe.run.hang_seconds)
-        code = evaluate_model(named[0], recipe, run, ranks, "--json" in given)
+        is_json = "--json" in given
+        with redirect_stdout(sys.stderr) if is_json else nullcontext():  # whatever else is said is not JSON
+            numbers = evaluate_model(named[0], recipe, run, ranks, not is_json)
+        if is_json and ranks.is_main:
+            print(json.dumps(numbers, indent=1), flush=True)
         stop_distributed(ranks)
-        return code
+        return DONE
 
     return guard(story)
 

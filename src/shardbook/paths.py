@@ -1,7 +1,9 @@
 """Hub ids, and files and directories that are complete if they exist. Imports nothing of this package."""
 
 import os
+import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +38,9 @@ def naming(path: Path) -> Iterator[None]:
 def whole_directory(out: Path, first_stays: bool = False) -> Iterator[Path]:
     """Yields an empty directory to fill, which becomes `out` when the block ends. It replaces an existing `out`; with
     `first_stays` an existing one stays, since other processes make the same directory and read it."""
-    side = out.with_name(f"{out.name}.{os.getpid()}.partial" if first_stays else f"{out.name}.partial")
+    # not a pid: containers and nodes that share a cache have equal ones, and would remove each other's
+    maker = f".{socket.gethostname()}-{secrets.token_hex(4)}" if first_stays else ""
+    side = out.with_name(f"{out.name}{maker}.partial")
     shutil.rmtree(side, ignore_errors=True)
     side.mkdir(parents=True)
     try:

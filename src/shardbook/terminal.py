@@ -1,4 +1,6 @@
-"""The console of commands, and its width. Imports nothing of this package."""
+"""The console of commands and its width, and lines of ranks. Imports nothing of this package."""
+
+import os
 
 from rich.console import Console
 
@@ -11,3 +13,10 @@ def build_console() -> Console:
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, LOG_WIDTH)
     return console
+
+
+def print_line(text: object, any_rank: bool = False) -> None:
+    """Prints a line for people at once, on rank 0, or with `any_rank` on the rank that calls it. Where standard output
+    is a program's (eval --json), evaluate.py has it redirected."""
+    if any_rank or os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import shutil
 
 import pytest
@@ -58,6 +59,27 @@ def test_a_result_that_is_in_no_checkpoint_is_read_from_the_export(recipe):
     shutil.rmtree(run / "checkpoints" / "step-000003", ignore_errors=True)  # as save_steps=2 of a longer run leaves it
     found = evaluated(1, run)
     assert found["weights"] == str(run / "export") and found["loss"] == pytest.approx(last(run)["loss"], rel=1e-6)
+
+
+def evaluate_late(words):
+    """Rank 1 looks while the newest checkpoint is not published yet, and a library of rank 0's prints a line."""
+    from shardbook import evaluate
+
+    real, prepare = evaluate.newest_checkpoint, evaluate.prepare_job
+    if os.environ["RANK"] == "1":
+        evaluate.newest_checkpoint = lambda folder: real(folder).with_name("step-000002")
+    evaluate.prepare_job = lambda *given: (print("a line of a library"), prepare(*given))[1]
+    return evaluate_rank(words)
+
+
+def test_ranks_evaluate_the_checkpoint_that_rank_0_finds(recipe):
+    words = ["optim.learning_rate=1e-2", "data.eval_size=6", "train.steps=4", "train.save_steps=2"]
+    run = run_train(2, recipe, "live", *words)
+    results = run_world(2, evaluate_late, [str(run), "--json"])
+    assert [code for code, _, _ in results] == [0, 0], results
+    found = json.loads(results[0][1])
+    assert found["weights"] == str(run / "checkpoints" / "step-000004") and "a line of a library" in results[0][2]
+    assert found["loss"] == pytest.approx(last(run)["loss"], rel=1e-6)
 
 
 def test_a_preference_has_accuracy_and_margin_against_its_reference(recipe, tmp_path):

@@ -144,7 +144,9 @@ def assert_undisturbed(recipe, name, words, folder, straight, prepare):
     for key in ("step", "train/loss", "train/grad_norm", "train/tokens"):
         assert [row[key] for row in metrics(run)] == [row[key] for row in metrics(straight)], key
     found, wanted = (list_checkpoints(each / "checkpoints") for each in (run, straight))
-    assert [each.name for each in found] == [each.name for each in wanted] and all(map(verify, found))
+    assert [each.name for each in found] == [each.name for each in wanted]
+    for each in found:
+        verify(each)
     for rank in range(2):
         mine, theirs = ((each[0] / f"rank-{rank}.bin").read_bytes() for each in (found, wanted))
         assert mine == theirs, f"rank {rank}"

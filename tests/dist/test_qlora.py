@@ -294,7 +294,6 @@ REFUSED = {
     f"lora.r=4 {FOUR} parallel.stage=zeropp parallel.secondary_shard=2": "leave parallel.secondary_shard out",
     f"lora.r=4 {FOUR} parallel.stage=hsdp parallel.secondary_shard=node": "= 'node': torch keeps no secondary shard",
     "lora.r=4 model.bnb_4bit_use_double_quant=true": "nothing is in 4 bits",
-    f"lora.r=4 {FOUR} model.bnb_4bit_quant_type=fp4": "model.bnb_4bit_quant_type",
 }
 
 

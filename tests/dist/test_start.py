@@ -1,12 +1,20 @@
 """Ranks that were not started alike are told so at once, each of them, and by what."""
 
+import json
 import os
+import platform
 import re
 import shutil
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 from tiny import CHATML
 from world import run_world, train_rank
+
+from shardbook.ranks.distributed import broadcast_from_main
+from shardbook.ranks.exits import RunFailed
+from shardbook.recipe import RecipeError
 
 
 def start_unlike(recipe, words, module):
@@ -32,6 +40,51 @@ def start_unlike(recipe, words, module):
 def test_ranks_that_differ(recipe, words, module, said):
     for code, _, errors in run_world(2, start_unlike, recipe, words, module):
         assert code == 2 and f"shardbook: rank 1 is not started like rank 0: {said}" in errors, errors
+
+
+def start_without_git(recipe):
+    """Rank 1 has another patch of Python, and no git."""
+    import shardbook.run.directory as rundir
+
+    if os.environ["RANK"] == "1":
+        rundir.environment.cache_clear()
+        minor = rundir.platform.python_version_tuple()[:2]
+        rundir.platform.python_version_tuple = lambda: (*minor, "99")
+        rundir.platform.python_version = lambda: ".".join((*minor, "99"))
+        rundir.shutil.which = rundir.subprocess.run = None  # an error where it is asked
+    return train_rank([str(recipe), "run.name=alike", "train.steps=1"])
+
+
+def test_a_rank_without_git_and_with_another_patch_of_python_is_no_other_start(recipe):
+    results = run_world(2, start_without_git, recipe)
+    assert [code for code, _, _ in results] == [0, 0], results
+    facts = json.loads((recipe.parent / "alike" / "run.json").read_text())
+    assert facts["python"] == platform.python_version()
+
+
+def broadcast_error(error):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    try:
+        broadcast_from_main(lambda: (_ for _ in ()).throw(error))
+    except Exception as met:
+        return type(met).__name__, str(met)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "No such file or directory", "some/where"),
+        OSError("of a library"),
+        RunFailed("taken"),
+        RecipeError("wrong"),
+    ],
+    ids=["errno", "library", "failed", "refused"],
+)
+def test_an_error_of_rank_0_is_that_of_all(error):
+    """Until then a rank waited in a collective that rank 0 had left."""
+    assert run_world(2, broadcast_error, error) == [(type(error).__name__, str(error))] * 2
 
 
 def test_nodes_of_unlike_size(recipe):

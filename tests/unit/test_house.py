@@ -267,6 +267,12 @@ def test_a_small_fact_has_one_home(fact):
     assert {name for name, path in modules().items() if re.search(fact, path.read_text())} <= ONE_HOME[fact]
 
 
+def test_lines_of_ranks_go_through_one_function():
+    """Else they would be printed by each rank, and stand in what `eval --json` prints for a program."""
+    rooms = {name: path.read_text() for name, path in modules().items() if name.startswith(("run/", "model/"))}
+    assert [name for name, text in rooms.items() if re.search(r"(?<![.\w])print\((?!self)", text)] == []
+
+
 TOOLS = {"plan", "compare", "translate", "cli", "evaluate.py", "data/look.py"}
 
 

@@ -210,6 +210,9 @@ def test_json_of_the_hub_is_read_as_local_files_are(tmp_path, monkeypatch):
     for name, row in (("one", rows[0]), ("two", rows[1])):
         (tmp_path / "parts" / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     assert rows_of("owner/parts:two:train") == [rows[1]] and rows_of("owner/parts:one:") == [rows[0]]
+    said = r"'owner/parts:train': names no subset, and it has 'one', 'two'; write owner/parts:subset:train"
+    with pytest.raises(RecipeError, match=said):
+        load_sources("owner/parts:train", "data.train")
     with pytest.raises(RecipeError, match="must be owner/name, owner/name:split or owner/name:subset:split"):
         load_sources("owner/parts:one:train:test", "data.train")
     with pytest.raises(RecipeError, match=r"the hub did not give it .*Unknown split"):

@@ -142,3 +142,16 @@ def test_who_stops_does_not_need_the_rows_of_the_next_step():
     run._error, stop.asked = RowError("of the step that nobody begins"), True
     run.prefetch()
     assert run.next_step() is None
+
+
+def test_flags_of_any_number_of_ranks_stay_apart(monkeypatch):
+    """Planted bug until 0.2: flags were digits of one number, and of 8,192 ranks a sum carried into the next flag."""
+    ranks, sums = 10_000, []
+    monkeypatch.setattr(prefetch, "begin_sum", lambda *values: lambda: [float(ranks * value) for value in values])
+    here = loader()
+    run = BatchPrefetcher(here, never(), lambda: [1.0, 0.0, 0.0], sums.append)
+    step = run.next_step()
+    assert sums == [[ranks, 0, 0]] and step.totals.tokens == ranks * sum(len(micro.targets) for micro in step.micros)
+    run.stop.asked = True
+    run.prefetch()
+    assert run.next_step() is None and sums == [[ranks, 0, 0]] * 2

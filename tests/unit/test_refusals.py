@@ -74,6 +74,7 @@ ALONE = [  # settings that break one row each, in the table's order
     {"preference.simpo_gamma": 1.0, "method": "orpo"},
     {"preference.precompute_ref_log_probs": False},
     {"distill.teacher": "x"},
+    {"distill.teacher_revision": "abc"},
     {"distill.temperature": 2.0},
     {"distill.kd_ratio": 0.1},
     DPO | {"preference.label_smoothing": 0.1},

@@ -12,6 +12,7 @@ import shardbook.model.weights as weights
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.families import load_config
 from shardbook.model.stored import FLOATS, open_tensors
+from shardbook.paths import whole_directory
 from shardbook.recipe import Model, RecipeError
 
 
@@ -236,3 +237,14 @@ def test_a_base_model_is_named_as_any_program_can_load_it(tmp_path, monkeypatch)
     monkeypatch.setattr(embedded, "embedded_folder", lambda name: tmp_path / "converted")
     assert loadable("./model") == str(tmp_path / "model") and loadable("owner/name") == "owner/name"
     assert loadable(embedded.MODEL) == str(tmp_path / "converted")
+
+
+def test_two_makers_of_one_directory_do_not_remove_each_others_parts(tmp_path):
+    """Also of equal pids, as in two containers on one cache. The first that is complete stays."""
+    out = tmp_path / "rows"
+    with whole_directory(out, first_stays=True) as slow:
+        (slow / "part").write_text("slow")
+        with whole_directory(out, first_stays=True) as fast:
+            (fast / "part").write_text("fast")
+        assert (slow / "part").read_text() == "slow"
+    assert (out / "part").read_text() == "fast" and [*tmp_path.iterdir()] == [out]

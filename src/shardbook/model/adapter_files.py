@@ -23,6 +23,7 @@ from shardbook.model.causal_lm import CausalLM
 from shardbook.model.weights import HIGH, LOW, MAGNITUDE, SCORE, local_rows
 from shardbook.paths import whole_directory
 from shardbook.recipe import Lora, RecipeError, first_line
+from shardbook.terminal import print_line
 
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."  # peft's
 
@@ -162,7 +163,7 @@ def save_adapter(
     if not write:
         return
     if names.is_deeper:
-        print(f"export   an adapter of {names.kind}, whose text is under {names.base[1]}", flush=True)
+        print_line(f"export   an adapter of {names.kind}, whose text is under {names.base[1]}")
     with whole_directory(out) as side:
         save_file(found, side / WEIGHTS, metadata={"format": "pt"})
         (side / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")

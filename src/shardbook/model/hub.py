@@ -15,7 +15,7 @@ from shardbook.recipe import Model, RecipeError, first_line
 
 INDEX = "model.safetensors.index.json"
 CONFIG_FILES = ["*.json", "*.jinja", "tokenizer*"]
-WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
+WEIGHTS = "model.safetensors"  # without an index
 HEADER_BYTES = 100 * 10**6  # of a weights file; the library's own limit: a longer one is refused
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # tensors of other dtypes are never read
 
@@ -45,19 +45,23 @@ def fetch_folder(path: str, revision: str, what: str, patterns: list[str]) -> Pa
 def weights_files(folder: Path) -> list[Path]:
     """Returns the weights files of a Hugging Face directory. Raises RecipeError where there is none."""
     if (folder / INDEX).is_file():
-        try:
-            names = json.loads((folder / INDEX).read_text())["weight_map"].values()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RecipeError(f"weights file {folder / INDEX}: damaged ({type(error).__name__}: {error})") from None
-        files = sorted({folder / file for file in names})
+        files = [folder / name for name in indexed_files(folder)]
         if absent := [file for file in files if not file.is_file()]:
             raise RecipeError(f"weights file {absent[0]}: named in {INDEX}, but not there")
         return files
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
     if (folder / "adapter_config.json").is_file():
         raise RecipeError(f"{folder}: holds an adapter; set model.path to its base, and lora.adapter to it")
-    raise RecipeError(f"{folder}: no model.safetensors and no {INDEX} (pickled weights are not read)")
+    raise RecipeError(f"{folder}: no {WEIGHTS} and no {INDEX} (pickled weights are not read)")
+
+
+def indexed_files(folder: Path) -> list[str]:
+    """Returns the names of the weights files in the index of a Hugging Face directory. Raises RecipeError."""
+    try:
+        return sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RecipeError(f"weights file {folder / INDEX}: damaged ({type(error).__name__}: {error})") from None
 
 
 def read_header(path: Path, file: io.FileIO) -> dict[str, tuple[str, tuple[int, ...], int]]:
@@ -94,15 +98,20 @@ def loadable(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
-def config_folder(model: Model) -> Path:
-    """Returns the directory of the config; from the hub it fetches no weights. Raises RecipeError."""
-    return fetch_folder(model.path, model.revision, "model.path", CONFIG_FILES)
+def config_folder(model: Model, what: str = "model.path") -> Path:
+    """Returns the directory of the config; from the hub it fetches no weights. Raises RecipeError, which names the
+    recipe key `what`."""
+    return fetch_folder(model.path, model.revision, what, CONFIG_FILES)
 
 
-def model_folder(model: Model) -> Path:
-    """Returns the directory of config and weights (with random weights: of the config). Raises RecipeError."""
-    weights = WEIGHT_FILES if model.init == "pretrained" else []
-    return fetch_folder(model.path, model.revision, "model.path", [*CONFIG_FILES, *weights])
+def model_folder(model: Model, what: str = "model.path") -> Path:
+    """Returns the directory of config and weights (with random weights: of the config). Of the hub's files it fetches
+    those that are read: some repositories hold the weights once more, in other files. Raises RecipeError."""
+    folder = config_folder(model, what)
+    if model.init == "random":
+        return folder
+    weights = indexed_files(folder) if (folder / INDEX).is_file() else [WEIGHTS]
+    return fetch_folder(model.path, model.revision, what, [*CONFIG_FILES, *weights])
 
 
 def tokenizer_folder(model: Model) -> Path:

@@ -1,7 +1,7 @@
 """Masks: make the attention mask of a micro-batch for each kernel, from its documents and a family's own rule.
 
 Invariant: they have the same shape in every micro-batch of packed rows, so that torch.compile makes one graph, and one
-more for each other number of tokens in the max_seqlen document. None is made with a host sync.
+more for each other number of tokens in the longest document. None is made with a host sync.
 """
 
 import inspect

@@ -139,8 +139,8 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
         theirs, losses = run_theirs(small, documents)
         wanted = gradients_of(theirs, torch.stack(losses).sum())
         with torch.no_grad():
-            max_seqlen = max(documents, key=len)
-            both = [theirs(input_ids=each[None], use_cache=False).logits[0] for each in (max_seqlen, max_seqlen[:-2])]
+            longest = max(documents, key=len)
+            both = [theirs(input_ids=each[None], use_cache=False).logits[0] for each in (longest, longest[:-2])]
         if (both[0][:-2] - both[1]).abs().max() > 1e-3 * both[1].abs().max():
             raise Unfit("its tokens see later ones, so it is no causal language model")
     except Exception as error:

@@ -110,10 +110,12 @@ class ShardedModel:
         freed = [unit.handle for unit in self.layout.units if again and unit.reshard_after_forward]
         for handle in freed:
             handle.set_reshard_after_forward(False, recurse=False)
-        yield
-        for handle in freed:
-            handle.set_reshard_after_forward(True, recurse=False)
-        self.reshard()
+        try:
+            yield
+        finally:
+            for handle in freed:
+                handle.set_reshard_after_forward(True, recurse=False)
+            self.reshard()
 
     def reshard(self) -> None:
         """Frees gathered parameters. Needed after an evaluation: a forward without backward leaves them gathered."""

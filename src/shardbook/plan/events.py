@@ -23,7 +23,7 @@ from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.schedule import Action
 from shardbook.parallel.units import Unit, shard_rows
 
-COUNTS_BYTES = 6 * 8  # the step's counts and stop flags: six fp64 numbers summed over all ranks
+COUNTS_BYTES = 9 * 8  # the step's counts and flags: nine fp64 numbers summed over all ranks
 Made = tuple[list["Event"], frozenset[Unit]]  # of a pass, and the units that are gathered at its end
 NORM_BYTES = 8  # the squared gradient norm, one fp64 number
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardbook.comm.torch_private import backends_of, probe
-from shardbook.ranks.exits import watch_launcher
+from shardbook.ranks.exits import RunFailed, watch_launcher
 from shardbook.ranks.heartbeat import Heartbeat
 from shardbook.ranks.join import INTERFACE, Rendezvous, Store, join_ranks, read_member, read_rendezvous
 from shardbook.ranks.lost import is_out_of_reach
@@ -210,15 +210,18 @@ def begin_sum(*values: float) -> Callable[[], list[float]]:
 
 
 def broadcast_from_main(make: Callable[[], T]) -> T:
-    """Returns on every rank the result of `make` on rank 0; raises its RecipeError on every rank. Collective."""
+    """Returns on every rank the result of `make` on rank 0; raises its RecipeError, RunFailed or OSError on every rank:
+    else the others would wait for a rank that has left. Collective."""
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             box = [make()]
-        except RecipeError as error:
+        except (RecipeError, RunFailed) as error:
             box = [error]
+        except OSError as error:  # others than Python's own may not be copied to another process
+            box = [OSError(error.errno, error.strerror, error.filename) if error.errno else OSError(str(error))]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    if isinstance(box[0], RecipeError):
+    if isinstance(box[0], RecipeError | RunFailed | OSError):
         raise box[0]
     return cast(T, box[0])
 

@@ -17,8 +17,8 @@ from shardbook.comm.versions import check_versions
 from shardbook.ranks.exits import PREEMPTED, WRONG, exit_rank
 from shardbook.recipe import RecipeError
 
-PROGRAM = "shardbook.train"  # the module that is a rank, as `python -m` names it
-RANKS = (PROGRAM, "shardbook.evaluate")  # with that of an evaluation
+PROGRAM = "shardbook.train"  # the module that is a rank of a run, as `python -m` names it
+RANKS = (PROGRAM, "shardbook.evaluate")  # with that of an evaluation, which a signal ends at once: it saves nothing
 # SIGTERMs that come within so many seconds are one request: a scheduler may signal every process of a job, and the
 # launcher passes its own on.
 ONE_REQUEST_SECONDS = 2.0
@@ -65,7 +65,7 @@ def asked_early() -> bool:
 
 
 def listen_early() -> None:
-    """Listens from now on where this process is a rank: until then it would die of the signal, alone."""
+    """Listens from now on where this process is a rank of a run: until then it would die of the signal, alone."""
     if ("-m", PROGRAM) in pairwise(sys.orig_argv):
         EARLY.append(StopFlag().listen())
 

@@ -57,13 +57,14 @@ class Preference(Section):
 
 class Distill(Section):
     teacher: str = key("", "The model to learn from: a hub id, local directory, or smollm2-135m.")
+    teacher_revision: str = key("main", "Branch, tag or commit of teacher, and of its tokenizer, where it is a hub id.")
     temperature: float = key(1.0, "The temperature of both distributions; above 1 it softens them.", gt=0)
     kd_ratio: float = key(0.5, "Weight of the teacher's term in the loss; the data's has the rest.", ge=0, le=1)
 
     @property
     def model(self) -> Model:
         """The teacher as a model, of which nothing is dropped."""
-        return Model(path=self.teacher, disable_dropout=True)
+        return Model(path=self.teacher, revision=self.teacher_revision, disable_dropout=True)
 
 
 PAIRED = ("dpo", "orpo", "simpo")  # methods whose examples are pairs

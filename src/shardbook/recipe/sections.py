@@ -56,8 +56,7 @@ class Model(Section):
     disable_dropout: bool = key(
         False, "Set each dropout and jitter of the model's config to 0; without, a config with one above 0 is refused."
     )
-    load_in_4bit: bool = key(False, "Keep the matrices of blocks, frozen under lora.r, in four bits (QLoRA).")
-    bnb_4bit_quant_type: Literal["nf4"] = key("nf4", "The four-bit format: nf4, quantiles of a normal distribution.")
+    load_in_4bit: bool = key(False, "Keep the matrices of blocks, frozen under lora.r, in four bits, NF4 (QLoRA).")
     bnb_4bit_use_double_quant: bool = key(
         False,
         "Store load_in_4bit's scales in 8 bits and one fp32 a row, not in fp32 for each 64 numbers.",

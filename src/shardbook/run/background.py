@@ -31,6 +31,7 @@ from shardbook.recipe import first_line
 from shardbook.run import operations
 from shardbook.run.item_storage import ItemWriter, bytes_of, done, items_of
 from shardbook.run.stored_items import Facts, facts_of_ranks, write_items
+from shardbook.terminal import print_line
 
 WRITE_SECONDS = 1200  # for which a thread may write; below gloo's limit, by which the others would end unnamed
 Publish = Callable[[dict[str, Facts]], None]
@@ -121,12 +122,11 @@ class Background:
         self.buffer = list[Tensor]()  # none, or one
         self.streams = dict[torch.device, torch.cuda.Stream]()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._thread.submit(_reserve, self.buffer, self.size, self.device)
+        self._work: Future[Any] = self._thread.submit(_reserve, self.buffer, self.size, self.device)
         self._publish: Publish | None = None  # on rank 0
         self._publishing, self._flagged = False, (-1, False)
         self._copied: tuple[StagingWriter, Future[None]] | None = None
-        self._work: Future[Any]
-        self._side: Path
+        self._side: Path | None = None  # the directory that is written
 
     def begin(self, step: int, writer: StagingWriter, publish: Publish | None) -> None:
         """Begins to copy and write what `writer` has taken. `publish`, on rank 0, takes the facts of all files."""
@@ -168,8 +168,8 @@ class Background:
             self.published, self.failures, self.step = self.step, 0, -1
         elif done == dist.get_world_size():
             self._publishing = True
-            if publish := self._publish:
-                self._work = self._thread.submit(lambda: publish(facts_of_ranks(self._side, dist.get_world_size())))
+            if (publish := self._publish) and (side := self._side):
+                self._work = self._thread.submit(lambda: publish(facts_of_ranks(side, dist.get_world_size())))
 
     @long_phase("a checkpoint")
     def finish(self) -> None:
@@ -185,7 +185,7 @@ class Background:
         error = self._work.exception()
         reason = f"{type(error).__name__}: {first_line(error)}" if error else "another rank said why"
         said = f"checkpoint of step {step}: cannot be written ({reason})"
-        if dist.get_rank() == 0:
+        if self._side and dist.get_rank() == 0:
             operations.remove_tree(self._side)
         if is_hopeless:
             raise error if isinstance(error, RunFailed) else RunFailed(said)
@@ -197,4 +197,4 @@ class Background:
         if self.failures > 1:
             raise RunFailed(f"{said}, the second in a row")
         if is_here:
-            print(f"warning  {said}; it is tried again when the next is due", flush=True)
+            print_line(f"warning  {said}; it is tried again when the next is due", any_rank=True)

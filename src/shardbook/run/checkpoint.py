@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from shardbook.model.adapters import base_identity, kept_parameters
-from shardbook.model.flash import DEFAULT, current_flash
+from shardbook.model.flash import current_flash
 from shardbook.model.teacher import teacher_identity
 from shardbook.optim import state_kind
 from shardbook.parallel.sharding import ShardedModel
@@ -160,7 +160,7 @@ def check_checkpoint(path: Path, sharded: ShardedModel) -> tuple[StoredCheckpoin
 def other_bits(stored: StoredCheckpoint) -> str:
     """Returns, for people, why a run that goes on from a checkpoint has other bits than one that never stopped; empty
     where attention runs by the same implementation."""
-    now, before = current_flash(), stored.state.get(FLASH, DEFAULT)
+    now, before = current_flash(), stored.state[FLASH]
     return f"flash attention ran by {before} there, runs by {now} here, so bits differ" if now != before else ""
 
 

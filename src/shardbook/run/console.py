@@ -167,7 +167,7 @@ def describe_layout(job: Job) -> Table:
     computed = f"computed {precision.params}, reduced {precision.reduce}"
     table.add_row("dtypes", f"kept {precision.master}, {computed}")
     state = predict_resident(layout, 0, job.recipe.optim.name)
-    parts = state.params_bytes, state.grads_bytes, peak.optimizer if peak else state.optimizer_bytes
+    parts = state.params_bytes, state.grads_bytes, state.optimizer_bytes
     params, grads, optimizer = map(readable_bytes, parts)
     table.add_row("a rank keeps", f"{params} parameters, {grads} reduced gradients, {optimizer} optimizer state")
     if layout.offload.optimizer != "none":

@@ -36,6 +36,7 @@ from shardbook.run.files import check_push, check_run_directory, unwritable
 from shardbook.run.operations import sync_directory
 from shardbook.run.stored_items import in_gb, list_checkpoints, newest_checkpoint, remove_leftovers, step_of
 from shardbook.run.trackers import check_installed
+from shardbook.terminal import print_line
 
 DAY = "chat_template_date"  # in run.json, and in the recipe's [data]
 PACKAGES = ("transformers", "datasets", "accelerate", "safetensors")
@@ -62,7 +63,7 @@ class RunDirectory:
         directory, locks it until this process ends, and writes the `day` that its chat template reads, if any: a run
         may be stopped before its first step. Raises RecipeError."""
         for said in remove_leftovers(self.checkpoints) if self.is_held else ():
-            print(said, flush=True)
+            print_line(said)
         if saved:
             self._check_room(keep, saved)
         try:
@@ -80,7 +81,7 @@ class RunDirectory:
         """Looks at the disk: there must be one checkpoint to go back to beside the one that is written."""
         if keep == 1:
             said = "a damaged checkpoint leaves none to go back to; set it to 2"
-            print(f"warning  train.save_total_limit = 1: {said}", flush=True)
+            print_line(f"warning  train.save_total_limit = 1: {said}")
         count = max(1, 2 - len(list_checkpoints(self.checkpoints)))
         there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         if (free := shutil.disk_usage(there).free) < count * saved:
@@ -95,7 +96,8 @@ class RunDirectory:
             shutil.copyfile(recipe_path, self.path / "recipe.toml")
         flash = {"flash_attention": current_flash()} if torch.cuda.is_available() else {}
         day = {DAY: recipe.data.chat_template_date} if recipe.data.chat_template_date else {}
-        _write_facts(self.path, environment() | flash | facts | day | {"finished_steps": 0})
+        here = environment() | {"python": platform.python_version()} | git_revision()
+        _write_facts(self.path, here | flash | facts | day | {"finished_steps": 0})
         write_whole(self.path / "resolved.toml", dump_recipe(recipe))  # last: where it exists, the others do
 
     def check_held(self) -> None:
@@ -204,7 +206,7 @@ def _hold(path: Path, token: str) -> None:
             "wait until that has ended, or choose another run.name"
         ) from None
     except OSError as error:
-        print(f"run directory {path}: not locked ({error.strerror}); do not start the same run twice", flush=True)
+        print_line(f"run directory {path}: not locked ({error.strerror}); do not start the same run twice")
     os.ftruncate(lock, 0)
     os.write(lock, f"pid {os.getpid()} on {socket.gethostname()}\n{token}".encode())
 
@@ -219,9 +221,9 @@ def _read_lock(path: Path) -> list[str]:
 
 @cache
 def environment() -> dict[str, Any]:
-    """Returns the facts beyond the recipe that numbers depend on, read once in a process: versions of torch, packages
-    and this code, GPU."""
-    facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
+    """Returns the facts beyond the recipe that numbers depend on, the same on all ranks, read once in a process:
+    versions of torch, packages and this code, GPU. Of Python's version a patch changes no number."""
+    facts: dict[str, Any] = {"torch": torch.__version__, "python": ".".join(platform.python_version_tuple()[:2])}
     facts["shardbook"] = shardbook.__version__  # of the code that runs: it need not be installed
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):  # accelerate is only for trackers
@@ -229,13 +231,17 @@ def environment() -> dict[str, Any]:
     if torch.cuda.is_available():
         facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    if git := shutil.which("git"):
-        # the last commit of the package's folder: none where it lies untracked in another repository
-        command = [git, "-C", str(Path(__file__).parents[1]), "log", "-1", "--format=%H", "--", "."]
-        revision = subprocess.run(command, capture_output=True, text=True)
-        if revision.stdout:
-            facts["git_revision"] = revision.stdout.strip()
     return facts
+
+
+def git_revision() -> dict[str, str]:
+    """Returns the last commit of the package's folder as the fact `git_revision`; nothing where git is not installed,
+    refuses the folder (safe.directory), or it lies untracked in another repository."""
+    if not (git := shutil.which("git")):
+        return {}
+    command = [git, "-C", str(Path(__file__).parents[1]), "log", "-1", "--format=%H", "--", "."]
+    revision = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return {"git_revision": revision} if revision else {}
 
 
 def read_facts(run: Path) -> dict[str, Any]:
@@ -249,10 +255,12 @@ def read_facts(run: Path) -> dict[str, Any]:
 
 def _read_minimised(file: Path) -> dict[str, Any]:
     """Returns the keys that decide a run's loss, by section.key, from its resolved recipe `file`. Keys newer than the
-    file are absent, and so is the teacher's name: the checkpoint has its digest. Raises RecipeError where damaged."""
+    file are absent, and so are the teacher's name and revision: the checkpoint has its digest. Raises RecipeError where
+    damaged."""
     kept = _read_resolved(file)
     sections = {f"{s}.{key}": value for s in ("preference", "distill") for key, value in kept.get(s, {}).items()}
-    sections.pop("distill.teacher", None)
+    for name in ("distill.teacher", "distill.teacher_revision"):
+        sections.pop(name, None)
     return {"method": kept["method"], **sections} if "method" in kept else sections
 
 

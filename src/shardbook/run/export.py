@@ -30,6 +30,7 @@ from shardbook.run.checkpoint import checkpoint_shapes, read_parameters
 from shardbook.run.directory import read_facts
 from shardbook.run.prompts import find_learned_stops
 from shardbook.run.stored_items import name_of, newest_checkpoint
+from shardbook.terminal import print_line
 
 
 def export_result(
@@ -71,12 +72,12 @@ def _beside_adapter(
             changed = copy.deepcopy(config)
             choose_padding(changed, tokenizer, {*stops, tokenizer.eos_token_id})
             if changed.pad_token_id is None:
-                print("export   an adapter whose base model has no token free for padding: score one answer at a time")
+                print_line(
+                    "export   an adapter whose base model has no token free for padding: score one answer at a time"
+                )
             elif changed.pad_token_id != config.pad_token_id:
                 setting = f"model.config.pad_token_id = {changed.pad_token_id} before it scores"
-                print(
-                    f"export   an adapter whose base model needs {setting} (it has {config.pad_token_id})", flush=True
-                )
+                print_line(f"export   an adapter whose base model needs {setting} (it has {config.pad_token_id})")
         else:
             write_generation(side, folder, config, stops, always=True)
         tokenizer.save_pretrained(side)
@@ -88,7 +89,7 @@ def _say_rest(files: FileNames, folder: Path) -> None:
     """Prints what an export does not have of the files in `folder`, where these have more than a text model."""
     with open_tensors(folder) as opened:
         if said := files.describe_rest(opened):
-            print(f"export   {said}", flush=True)
+            print_line(f"export   {said}")
 
 
 def export_run(run: Path, recipe: Recipe, checkpoint: Path | None, out: Path | None, dtype: str, merges: bool) -> None:
@@ -126,7 +127,7 @@ def export_run(run: Path, recipe: Recipe, checkpoint: Path | None, out: Path | N
             save_weights(target, tensors, shapes, config, tokenizer, folder, dtype, True, *beside)
         if has_base:
             _say_rest(model.files, folder)
-    print(f"{source} -> {target}")
+    print_line(f"{source} -> {target}")
 
 
 def _find_checkpoint(run: Path, checkpoint: Path | None) -> Path:

@@ -3,6 +3,7 @@
 Invariant: nothing is made, and nothing but a model's small files is fetched; ranks would refuse the same.
 """
 
+import errno
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from shardbook.data.files import check_first_rows, read_template
 from shardbook.model import embedded
-from shardbook.model.hub import CONFIG_FILES, fetch_folder, read_header, weights_files
+from shardbook.model.hub import config_folder, read_header, tokenizer_folder, weights_files
 from shardbook.ranks.exits import LAUNCHER, watch_launcher
 from shardbook.recipe import Model, Recipe, RecipeError, Run, Train
 from shardbook.run.trackers import check_installed
@@ -32,14 +33,14 @@ def check_files(recipe: Recipe) -> None:
     models = {"model.path": model} | ({"distill.teacher": distill.model} if distill.teacher else {})
     for what, each in models.items():
         if each.path not in embedded.MODELS:  # it is converted once, with torch
-            folder = fetch_folder(each.path, each.revision, what, CONFIG_FILES)
+            folder = config_folder(each, what)
             if each.init == "pretrained" and Path(each.path).is_dir():
                 for weights in weights_files(folder):
                     with weights.open("rb", buffering=0) as file:
                         read_header(weights, file)
             configs.append((each, folder, recipe.data.max_length, what))
     if model.tokenizer:
-        fetch_folder(model.tokenizer, "main", "model.tokenizer", CONFIG_FILES)
+        tokenizer_folder(model)
     beside = {"lora.adapter": recipe.lora.adapter, "train.resume_from_checkpoint": recipe.train.resume_from_checkpoint}
     for key, path in beside.items():
         if path and not Path(path).expanduser().is_dir():
@@ -76,7 +77,7 @@ def check_run_directory(run: Run) -> None:
     if not there.is_dir():
         raise unwritable(folder, f"{there} is a file")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise unwritable(folder, os.strerror(13))
+        raise unwritable(folder, os.strerror(errno.EACCES))
 
 
 def check_push(train: Train) -> None:

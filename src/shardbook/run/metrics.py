@@ -21,6 +21,7 @@ from shardbook.parallel.sharding import ShardedModel
 from shardbook.paths import naming, write_whole
 from shardbook.recipe import RecipeError, Run, first_line
 from shardbook.run.trackers import Trackers
+from shardbook.terminal import print_line
 
 Metrics = dict[str, float | int]
 
@@ -65,7 +66,7 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
             write_whole(each, "".join(line + "\n" for line in kept[each]))
         if (there := path.stat().st_size) < saved_bytes:
             lost = f"{saved_bytes - there:,} of {saved_bytes:,} bytes are gone since step {done_steps} was saved"
-            print(f"{path}: {lost}; rows of steps before that are absent", flush=True)
+            print_line(f"{path}: {lost}; rows of steps before that are absent")
         self.file = path.open("a")
         self.trackers = Trackers(folder, name, run, config)
         self.trackers.log_again([json.loads(line) for line in kept[path]])

@@ -5,7 +5,7 @@ killed goes on with the first step that was not trained.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.progress import PROGRESS
 from shardbook.ranks.signals import StopFlag
 
-DIGITS, RANKS = 4, 2**13  # flags of ranks are the digits of one number, exact in fp64; a run has fewer ranks
+NO_FLAGS = [0.0, 0.0, 0.0]  # of a run that saves nothing beside its steps
 
 
 class StepBatch(NamedTuple):
@@ -27,13 +27,13 @@ class StepBatch(NamedTuple):
 
 class BatchPrefetcher:
     """Prefetches the steps of `loader`, from its position on. All ranks call `prefetch` and `next_step` in the same
-    order. What `flags` returns, up to three, is summed with the counts; `take_flag_sums` takes the sums."""
+    order. What `flags` returns, three numbers, is summed with the counts; `take_flag_sums` takes the sums."""
 
     def __init__(
         self,
         loader: Loader,
         stop: StopFlag,
-        flags: Callable[[], list[float]] = list,
+        flags: Callable[[], list[float]] = NO_FLAGS.copy,
         take_flag_sums: Callable[[list[float]], object] = len,
     ):
         self.loader, self.stop, self.flags, self.take_flag_sums = loader, stop, flags, take_flag_sums
@@ -58,18 +58,16 @@ class BatchPrefetcher:
         self.waited_seconds += time.perf_counter() - began
         self._made = self._make()
         counts = count_totals(micros, self.loader.batching.sequences)
-        flags = pack([self.stop.asked, *self.flags()])
-        self._counted = micros, begin_sum(*counts, flags, *count_work(micros))
+        self._counted = micros, begin_sum(*counts, *count_work(micros), self.stop.asked, *self.flags())
 
     def next_step(self) -> StepBatch | None:
         """Returns the next step, and moves the loader's position past it; None where a rank was asked to stop. Raises
         RunFailed for rows that cannot be read. Counts are summed on the host: no device sync. Collective."""
         micros, wait = self._counted
         same = self.loader.batching.tp_size * self.loader.batching.pp_size  # ranks that count the same tokens
-        sums = wait()
-        tokens, examples, chosen, _, *work = (count / same for count in sums)
-        stops, *flag_sums = unpack(sums[3])
-        self.take_flag_sums(flag_sums)
+        *counts, stops, done, failed, hopeless = wait()
+        tokens, examples, chosen, *work = (count / same for count in counts)
+        self.take_flag_sums([done, failed, hopeless])
         if self.stop.again:
             self.stop.again = False
             stops += begin_sum(self.stop.asked)()[0]
@@ -91,13 +89,3 @@ class BatchPrefetcher:
         start = self.next_row
         self.next_row += self.loader.rows_per_step
         return self._thread.submit(self.loader.step_at, start)
-
-
-def pack(flags: Sequence[float]) -> float:
-    """Returns up to DIGITS flags as the digits of one number, so that a sum over ranks has the sum of each."""
-    return sum(flag * RANKS**place for place, flag in enumerate(flags))
-
-
-def unpack(total: float) -> list[float]:
-    """Returns the sums of DIGITS flags that were packed."""
-    return [float(int(total) // RANKS**place % RANKS) for place in range(DIGITS)]

@@ -6,7 +6,6 @@ fetches the weights to this node.
 """
 
 import math
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -43,6 +42,7 @@ from shardbook.recipe import Recipe, RecipeError, resolve_precision, with_settin
 from shardbook.run.directory import first_day
 from shardbook.run.prompts import Prompts, build_prompts
 from shardbook.run.teacher import load_teacher
+from shardbook.terminal import print_line
 
 InTurn = Callable[[], AbstractContextManager[None]]  # around reads of files: a node's first rank before the others
 
@@ -89,9 +89,8 @@ def _switch_flash(laid: LaidOut, device: torch.device) -> None:
     """Switches torch's flash attention, before its first call, to the implementation for a model on `device`."""
     largest = max(head_size(config) for config in (laid.config, laid.teacher) if config)
     name = choose_flash(laid.attention.name, largest, device, laid.recipe.train.deterministic)
-    if (reason := use_flash(name)) and laid.world.rank == 0:
-        words = f"warning  {name} is installed, but torch cannot use it ({reason}); attention runs by FA2"
-        print(words, file=sys.stderr, flush=True)  # an evaluation prints JSON on the other stream
+    if reason := use_flash(name):
+        print_line(f"warning  {name} is installed, but torch cannot use it ({reason}); attention runs by FA2")
     if dist.is_initialized():
         check_same_on_all_ranks({"flash attention": current_flash()})
 

@@ -15,8 +15,10 @@ from shardbook.run.background import Background
 from shardbook.run.checkpoint import TrainState, save_checkpoint, whole_shapes
 from shardbook.run.directory import RunDirectory
 from shardbook.run.meter import Meter, is_due
+from shardbook.run.prefetch import NO_FLAGS
 from shardbook.run.prepare import Job
 from shardbook.run.stored_items import in_gb
+from shardbook.terminal import print_line
 
 
 @dataclass
@@ -45,13 +47,12 @@ class Saver:
     def _has_memory(self, copied: int) -> bool:
         """Returns whether every node has memory for what its ranks save, `copied` bytes each, and says where one has
         not: there only what was asked for is tried. Collective."""
-        ranks, needed = self.meter.ranks, copied * self.meter.ranks.ranks_per_node
+        needed = copied * self.meter.ranks.ranks_per_node
         lacks = self.train.async_save == "auto" and available_memory() < needed
         if not sum_over_ranks(lacks)[0]:
             return True
-        if ranks.is_main:
-            said = f"no memory for a copy of what a node saves ({in_gb(needed)}): steps wait for checkpoints"
-            print(f"warning  train.async_save = 'auto': {said}", flush=True)
+        said = f"no memory for a copy of what a node saves ({in_gb(needed)}): steps wait for checkpoints"
+        print_line(f"warning  train.async_save = 'auto': {said}")
         return False
 
     def is_due(self, step: int) -> bool:
@@ -65,7 +66,7 @@ class Saver:
 
     def flags(self) -> list[float]:
         """Returns flags to sum over ranks with the next step's counts; `take_flag_sums` takes the sums."""
-        return self.background.flags() if self.background else []
+        return self.background.flags() if self.background else NO_FLAGS
 
     def take_flag_sums(self, sums: list[float]) -> None:
         if self.background:

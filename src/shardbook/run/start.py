@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from shardbook.model.adapter_files import load_adapter
 from shardbook.model.adapters import init_adapters, weights_identity
@@ -25,6 +24,7 @@ from shardbook.run.prepare import Job
 from shardbook.run.reference import Reference
 from shardbook.run.stored_items import WAY_OUT, Damaged, list_checkpoints
 from shardbook.run.teacher import fill_teacher
+from shardbook.terminal import print_line
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ def start_from(
             said = f"checkpoint {path}: its steps have {there} rows, here they have {here}, so epochs are other steps"
             raise RecipeError(f"{said}; change train.gradient_accumulation_steps, or set train.steps")
         if differs := other_bits(stored):
-            _say(f"warning  checkpoint {path}: {differs}")
+            print_line(f"warning  checkpoint {path}: {differs}")
         return found
 
     if earlier:  # check it before the reference is computed, which takes long
@@ -83,7 +83,7 @@ def start_from(
             state = replace(state, log={})
         source = str(earlier[0])
         if lost:
-            _say(f"warning  begun anew: {lost}")
+            print_line(f"warning  begun anew: {lost}")
     sharded.upload_shards()
     return state, f"{source}, {time.perf_counter() - began:.1f} s"
 
@@ -105,12 +105,7 @@ def _first_whole(paths: list[Path], load: Callable[[Path], T], named: str) -> T:
                 raise RecipeError(f"{said}; {way_out}") from None
             del paths[0]
             went_back = True
-            _say(f"warning  {said}; went back to {paths[0].name}")
-
-
-def _say(line: str) -> None:
-    if dist.get_rank() == 0:
-        print(line, flush=True)
+            print_line(f"warning  {said}; went back to {paths[0].name}")
 
 
 def load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from shardbook.data.encoding import load_tokenizer
 from shardbook.model.adapters import digest_weights
 from shardbook.model.families import load_config
-from shardbook.model.hub import CONFIG_FILES, WEIGHT_FILES, fetch_folder, tokenizer_folder
+from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
 from shardbook.model.weights import load_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
@@ -22,7 +22,7 @@ def load_teacher(recipe: Recipe) -> PreTrainedConfig | None:
     differs from the student's, or it has fewer embeddings than tokens."""
     if not (path := recipe.distill.teacher):
         return None
-    folder = fetch_folder(path, "main", KEY, CONFIG_FILES)
+    folder = config_folder(recipe.distill.model, KEY)
     config = load_config(recipe.distill.model, folder, recipe.data.max_length, KEY)
     ours, theirs = load_tokenizer(tokenizer_folder(recipe.model), "model.tokenizer"), load_tokenizer(folder, KEY)
     if (here := digest_tokens(ours)) != (there := digest_tokens(theirs)):
@@ -51,6 +51,6 @@ def fill_teacher(sharded: ShardedModel, recipe: Recipe) -> None:
     teacher: Any = getattr(sharded.model, "teacher", None)
     if teacher is not None:
         # ranks of a node ask at once: the hub's files have locks, and one of them downloads
-        folder = fetch_folder(recipe.distill.teacher, "main", KEY, [*CONFIG_FILES, *WEIGHT_FILES])
+        folder = model_folder(recipe.distill.model, KEY)
         load_weights(teacher, folder)
         teacher.identity = digest_weights(folder)

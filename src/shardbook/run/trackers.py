@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from shardbook.recipe import RecipeError, Run
 from shardbook.run.wandb_file import steps_in
+from shardbook.terminal import print_line
 
 STEP = "train/global_step"  # the axis of every chart; TOKENS is the second
 TOKENS = "train/tokens"
@@ -66,7 +67,7 @@ class Trackers:
         try:
             yield
         except Exception as error:
-            print(f"{tracker}: {error}; the run goes on without it", flush=True)
+            print_line(f"{tracker}: {error}; the run goes on without it")
             self._started.pop(tracker, None)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from shardbook.recipe import RecipeError
 from shardbook.run.stored_items import in_gb, list_checkpoints, verify
+from shardbook.terminal import print_line
 
 
 def verify_run(run: Path) -> int:
@@ -16,9 +17,9 @@ def verify_run(run: Path) -> int:
         try:
             verify(path)
             size = in_gb(sum(each.stat().st_size for each in path.iterdir()))
-            print(f"checkpoint {path}: whole, {size}", flush=True)
+            print_line(f"checkpoint {path}: whole, {size}")
         except (RecipeError, OSError) as error:
             there = path.exists()
             code = max(code, int(there))
-            print(error if there else f"checkpoint {path}: its run has removed it meanwhile", flush=True)
+            print_line(error if there else f"checkpoint {path}: its run has removed it meanwhile")
     return code
