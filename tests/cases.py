@@ -518,7 +518,7 @@ def expected_traffic(
     sizes = ({"pp": case.pp} if case.pp > 1 else {}) | {"dp_replicate": replicas, "dp_shard": n, "tp": case.tp}
     axis = next((axis for axis, size in sizes.items() if size == case.world), "world")
     calls, size = found.get(("all_reduce", axis), (0, 0))
-    found["all_reduce", axis] = (calls + 1, size + 48)  # six counts
+    found["all_reduce", axis] = (calls + 1, size + 72)  # nine counts and flags
     return found
 
 

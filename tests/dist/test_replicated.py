@@ -126,7 +126,7 @@ def compare(params, reduce, bug=None, bucket=0):
         seen.add(f"sent {begun}")
         if begun:  # beside them the loop's counts of 72 bytes, which this one has not
             said = predict_traffic(sharded.layout, MICROS)["all_reduce", "dp_replicate"]
-            assert (said.calls - 1, said.payload_bytes - 48) == (len(begun), sum(begun) * DTYPES[reduce].itemsize)
+            assert (said.calls - 1, said.payload_bytes - 72) == (len(begun), sum(begun) * DTYPES[reduce].itemsize)
         for name, parameter in twin.named_parameters():
             parameter.grad = wanted.get(name)
         twin_optimizer.step()
