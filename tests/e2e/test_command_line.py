@@ -74,7 +74,7 @@ def test_what_a_run_says(first):
         "effective layout",
         "zero3 (ZeRO P_os+g+p)",
         "dp_replicate 1 x dp_shard 2",
-        "4, wrapped by block; 4 freed in each micro-batch",
+        "4; 4 freed in each micro-batch",
         "5 steps",
         "all_gather over dp_shard 214.1 KiB in 7 calls",
         "; as predicted",
