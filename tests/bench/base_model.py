@@ -123,9 +123,7 @@ def main(words=None) -> int:
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args(words)
     from shardbook.model.embedded import smollm2_folder
-    from shardbook.ranks.settings import tune_malloc
 
-    tune_malloc()  # as every rank on a CPU
     folder = smollm2_folder()
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")

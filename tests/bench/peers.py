@@ -26,7 +26,9 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
 from peer_loops import CONTENDERS, exchanges, full_rows, recipe_words
-from peer_report import DOCS, ON_FOUR_RANKS, PAIRS, TOLERANCE, Group, compare, judge, show
+from peer_report import DOCS, ON_FOUR_RANKS, OURS, PAIRS, TOLERANCE, Group, compare, judge, show
+
+from shardbook.ranks.settings import malloc_defaults
 
 ROOT = Path(__file__).parents[2]
 # what stands in memory together, and steps in turn: each takes 6 to 9 GB, and malloc keeps it between steps
@@ -39,12 +41,7 @@ SECONDS = 600  # for a step, or for everything before the second one
 OPTIM = {"learning_rate": 2e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0}
 PACKAGES = ("transformers", "accelerate")
 COUNTS = ("launches", "rounds", "warmup", "batch", "length")  # without which ratios are not of one kind
-# What shardbook.ranks.settings.tune_malloc asks of malloc, as variables; ours leaves it alone where they are set.
-SAME_MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),
-    "MALLOC_TRIM_THRESHOLD_": str(2**40),
-    "THP_MEM_ALLOC_ENABLE": "1",
-}
+SAME_MALLOC = malloc_defaults({})  # what our launcher asks of malloc
 
 
 class LeftOut(Exception):
@@ -70,7 +67,7 @@ class World:
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
-        } | (variables or {})
+        } | (variables or (SAME_MALLOC if name in OURS else {}))
         if name.startswith("DeepSpeed"):  # where it can be imported transformers imports it, in every contender
             paths = [str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
             shared |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -105,18 +105,9 @@ def test_a_sum_is_added_up_in_order_in_fp32(bits, block, dtype):
     assert torch.equal(out, total.to(dtype))
 
 
-@every
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pieces_are_invisible(bits, block, dtype, monkeypatch):
-    """However much is worked on at a time; of rows that are views with gaps too."""
-    rows = torch.randn(3, 2, 1111, generator=torch.Generator().manual_seed(4)).transpose(0, 1).to(dtype)
-    buffer = quantize(rows, bits, block)
-    out, again = torch.empty(3, 1111, dtype=dtype), torch.empty(3, 1111, dtype=dtype)
-    dequantize(buffer, out, bits, block)
-    monkeypatch.setattr("shardbook.comm.quantize.CACHED", 1)
-    assert torch.equal(quantize(rows, bits, block), buffer)
-    dequantize(buffer, again, bits, block)
-    assert torch.equal(out, again)
+def test_rows_may_be_views_with_gaps():
+    rows = torch.randn(3, 2, 1111, generator=torch.Generator().manual_seed(4)).transpose(0, 1)
+    assert torch.equal(quantize(rows, 8, 128), quantize(rows.contiguous(), 8, 128))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
@@ -133,11 +124,10 @@ def test_compiled_as_on_cuda_it_is_the_same_to_the_bit(bits, monkeypatch):
         dequantize(buffer, out, bits, 128)
         wanted[rows] = buffer, out
     monkeypatch.setattr("shardbook.comm.fused.has_triton", lambda: True)
-    fused, piece = (getattr(quantization, name) for name in ("fused", "_piece"))
+    fused = quantization.fused
     monkeypatch.setattr(
         quantization, "fused", lambda function, device_type, *more, **how: fused(function, "cuda", *more, **how)
     )
-    monkeypatch.setattr(quantization, "_piece", lambda device_type, *more: piece("cuda", *more))
     for rows, (buffer, out) in wanted.items():
         again = torch.empty_like(out)
         dequantize(quantize(rows, bits, 128), again, bits, 128)

@@ -1,5 +1,6 @@
 """What a rank sets before torch or the system reads it, and that a user's own value stays."""
 
+import json
 import os
 import platform
 import resource
@@ -10,7 +11,8 @@ import pytest
 import torch
 from world import losses, run_train, run_world
 
-from shardbook.ranks.settings import allocator_default, record_in, start_recorder, use_deterministic
+from shardbook.ranks import launch
+from shardbook.ranks.settings import allocator_default, malloc_defaults, record_in, start_recorder, use_deterministic
 from shardbook.recipe import RecipeError
 
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -56,11 +58,7 @@ def test_the_allocators_default(given, added):
 
 FAULTS = """
 import ctypes, resource, torch
-from shardbook.ranks.settings import tune_malloc
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: one fault a page, whatever the system's default is
-if {first}:
-    tune_malloc()
-
 large, inside = torch.ones(15 * 2**20), False
 for line in open("/proc/self/smaps"):
     first, *more = line.split()
@@ -82,7 +80,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(first=True, **given):
+def faults(**given):
     """Of a step's hundred tensors of 1 MiB, and whether a larger one is on huge pages, and in a mapping of its
     own."""
     clean = {
@@ -90,7 +88,7 @@ def faults(first=True, **given):
         for name, text in os.environ.items()
         if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD", "THP"))
     }
-    command = [sys.executable, "-c", FAULTS.format(first=first)]
+    command = [sys.executable, "-c", FAULTS]
     huge, alone, count = subprocess.run(
         command, env=clean | given, stdout=subprocess.PIPE, check=True, timeout=240, text=True
     ).stdout.split()
@@ -100,25 +98,41 @@ def faults(first=True, **given):
 PAGES = 100 * 2**20 // resource.getpagesize()  # of those hundred tensors
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the variables are glibc's")
 def test_a_freed_tensors_pages_are_the_next_ones():
     """And a large tensor leaves no hole in what is kept."""
-    assert faults(first=False)[1:] == (False, True)  # how many it faults in is not sure: glibc's limit moves
-    count, *large = faults()
+    assert faults()[1:] == (False, True)  # how many it faults in is not sure: glibc's limit moves
+    count, *large = faults(**malloc_defaults({}))
     assert count < PAGES / 10 and large == [True, True]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
-def test_what_the_user_has_set_of_the_allocator_stays():
-    """What is not about this is no reason to leave it."""
-    for count, huge, _ in (
-        faults(MALLOC_MMAP_THRESHOLD_="131072"),
-        faults(GLIBC_TUNABLES="glibc.malloc.mmap_threshold=131072"),
-    ):
-        assert count >= PAGES and not huge
-    count, huge, _ = faults(MALLOC_ARENA_MAX="2", THP_MEM_ALLOC_ENABLE="0")
-    assert count < PAGES / 10 and not huge
+@pytest.mark.parametrize(
+    "given, added",
+    [
+        ({"MALLOC_MMAP_THRESHOLD_": "131072"}, []),
+        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, []),
+        # what is not about this is no reason to leave it
+        ({"MALLOC_ARENA_MAX": "2", "THP_MEM_ALLOC_ENABLE": "0"}, ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"]),
+    ],
+)
+def test_what_the_user_has_set_of_malloc_stays(given, added):
+    assert [*malloc_defaults(given)] == added
+
+
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_a_launcher_tells_malloc_of_ranks_on_a_cpu(has_driver, monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_", "THP"))]:
+        monkeypatch.delenv(name)
+    (tmp_path / "says.py").write_text(
+        "import json, os; open(os.environ['OUT'], 'w').write(json.dumps(dict(os.environ)))"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), os.pathsep)
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setattr(launch, "has_driver", lambda: has_driver)
+    assert launch._run_ranks(1, ["says"], launch.Nodes(), [], []) == 0
+    environment = json.loads((tmp_path / "out").read_text())
+    wanted = {} if has_driver else malloc_defaults({})
+    assert {name: text for name, text in environment.items() if name.startswith(("MALLOC_", "THP"))} == wanted
 
 
 FRESH = """

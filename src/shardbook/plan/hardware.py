@@ -30,9 +30,6 @@ class Cluster:
     host_gb: float = 0  # of a node's memory; 0: as usual
     slowness: float = 1.0  # factor on the seconds of computing that the shares above give
     across: float = ACROSS  # share of the cards' rate that collectives attain between nodes
-    # Where ranks compute and send with the same cores (gloo), neither hides the other: a step takes the p-norm of the
-    # two times, with this p. 0: they have cores of their own, and collectives hide as speed.py's clock says.
-    sharing: float = 0.0
 
     @property
     def host_bytes(self) -> float:

@@ -216,7 +216,7 @@ def exposed_seconds(
     groups, parts = layout.groups(0), [unit for unit in layout.units if unit.numel]
     whole = sum(unit.parameters for unit in parts if unit.read_in_backward)
     everything = whole + sum(unit.parameters for unit in parts if unit.forward_only)
-    gpu = link = busy = 0.0  # when they are free again; the link's seconds
+    gpu = link = 0.0  # when they are free again
 
     @cache
     def seconds(sends: Sends) -> float:
@@ -224,8 +224,8 @@ def exposed_seconds(
         return sum(2 * ring if op == "all_reduce" else ring for op, ring in rings)
 
     def serve(asked: float, took: float, unit: Unit | None, what: str = "gather") -> float:
-        nonlocal link, busy
-        link, busy = max(link, asked) + took, busy + took
+        nonlocal link
+        link = max(link, asked) + took
         note(number, what, unit, link - took, link)
         return link
 
@@ -258,7 +258,4 @@ def exposed_seconds(
                 reductions.append((gpu, took, unit))
         for each in reductions:
             serve(*each, "reduce")
-    computing, power = micros * ((1 + more) * forward + backward), cluster.sharing
-    if power:
-        return (computing**power + busy**power) ** (1 / power) - computing
-    return max(0.0, max(link, gpu) - computing)
+    return max(0.0, max(link, gpu) - micros * ((1 + more) * forward + backward))

@@ -30,7 +30,6 @@ from shardbook.ranks.settings import (
     raise_descriptors,
     record_in,
     start_recorder,
-    tune_malloc,
 )
 from shardbook.recipe import RecipeError, first_line
 
@@ -86,8 +85,6 @@ def start_distributed(lost_seconds: float = 0, hang_seconds: float = 0) -> Ranks
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
         start_recorder()
-    else:
-        tune_malloc()
     PROGRESS.blocks = device.type == "cpu"
     store = join_ranks(place)
     _share_cores(place, store)

@@ -21,7 +21,8 @@ from types import FrameType
 
 from shardbook.ranks.exits import DONE, FAILED, LAUNCHER, PREEMPTED, WRONG, watch_launcher
 from shardbook.ranks.launchers import check_alone
-from shardbook.ranks.settings import allocator_default
+from shardbook.ranks.machine import has_driver
+from shardbook.ranks.settings import allocator_default, malloc_defaults
 from shardbook.recipe import RecipeError
 
 POLL_SECONDS = 0.1
@@ -130,6 +131,7 @@ def _run_ranks(
         "MASTER_PORT": str(port),
         LAUNCHER: str(os.getpid()),
         **allocator_default(os.environ),
+        **({} if has_driver() else malloc_defaults(os.environ)),
         # else ranks that lose the store print C++ stacks over the one line with the reason
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }

@@ -11,9 +11,14 @@ DRIVERS = ("nvidiactl", "nvidia0", "kfd", "dxg", "nvhost-gpu")  # in /dev: CUDA,
 RANK_BYTES = 300 << 20  # at least, of a rank that has imported torch and has no model yet
 
 
+def has_driver() -> bool:
+    """Returns whether this machine has a GPU's driver; without one ranks compute on its CPU."""
+    return any((Path("/dev") / name).exists() for name in DRIVERS)
+
+
 def count_gpus() -> int:
     """Returns the number of GPUs. Without a driver torch is not imported, the longest wait of a launcher on a CPU."""
-    if not any((Path("/dev") / name).exists() for name in DRIVERS):
+    if not has_driver():
         return 0
     import torch
 

@@ -4,7 +4,6 @@ Invariant: a setting of the user's stays as it is, but for TF32, which changes n
 process groups.
 """
 
-import ctypes
 import os
 import resource
 from collections.abc import Mapping
@@ -18,7 +17,6 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the older is re
 RECORDER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORDER_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 MALLOC = ("MALLOC_MMAP", "MALLOC_TRIM", "MALLOC_TOP")  # the beginnings of glibc's own variables
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 REPEATABLE = (":4096:8", ":16:8")  # only with these two are cuBLAS's results reproducible
 
@@ -30,18 +28,16 @@ def raise_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def tune_malloc() -> None:
-    """Makes glibc's malloc keep what the main thread frees below 32 MiB, and torch put larger tensors on huge pages.
-    For ranks that compute on a CPU: a step makes and frees gigabytes, and pages that go back to the system are faulted
-    in and zeroed again (docs/benchmarks/log.md). Larger tensors, kept, would leave holes that the next of their size
-    does not fit in, since torch asks for aligned memory. Call it before the first tensor. The user's settings stay.
+def malloc_defaults(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables to add to those of a rank that computes on a CPU, before it starts: glibc's malloc keeps
+    what the main thread frees below 32 MiB, and torch puts larger tensors on huge pages. A step makes and frees
+    gigabytes, and pages that go back to the system are faulted in and zeroed again (docs/benchmarks/log.md). Larger
+    tensors, kept, would leave holes that the next of their size does not fit in, since torch asks for aligned memory.
     """
-    library = ctypes.CDLL(None)
-    said = any(name.startswith(MALLOC) for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if not said and hasattr(library, "mallopt"):
-        library.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the largest that it takes
-        library.mallopt(M_TRIM_THRESHOLD, -1)  # never: mallopt(3)
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it at the first tensor
+    if any(name.startswith(MALLOC) for name in variables) or "glibc.malloc" in variables.get("GLIBC_TUNABLES", ""):
+        return {}
+    kept = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**40)}  # the largest; never
+    return kept | _unless_set(variables, ("THP_MEM_ALLOC_ENABLE",), "1")
 
 
 def allocator_default(variables: Mapping[str, str]) -> dict[str, str]:
