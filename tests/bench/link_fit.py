@@ -15,10 +15,10 @@ from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.units import Unit
-from shardbook.plan.calibrate import Sample, calibrate
 from shardbook.plan.hardware import Cluster
 from shardbook.plan.speed import exposed_seconds
 from shardbook.recipe import Parallel, Precision
+from shardbook.run.measured import Sample, calibrate
 
 MBIT = {"unlimited": 1e9, "1gbit": 1000, "200mbit": 200, "50mbit": 50}
 KNOWN_RATE, KNOWN = "1gbit", ("qwZ", "qwZ+hpZ")

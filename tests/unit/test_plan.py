@@ -13,7 +13,6 @@ from shardbook.model.shapes import hub_id, known_shapes
 from shardbook.plan.advice import advise
 from shardbook.plan.advised import write_advised
 from shardbook.plan.axes import describe_sharing
-from shardbook.plan.calibrate import calibrate
 from shardbook.plan.cluster import build_planner, stage_settings
 from shardbook.plan.formulas import paper_resident
 from shardbook.plan.hardware import (
@@ -41,7 +40,7 @@ from shardbook.plan.speed import (
 )
 from shardbook.recipe import STAGES, Parallel, Recipe, dump_recipe, find_recipe, load_recipe, with_settings
 from shardbook.run.console import describe_peak
-from shardbook.run.measured import read_sample
+from shardbook.run.measured import calibrate, read_sample
 
 ORDER = ["ddp", "zero1", "zero2", "zero3"]
 
@@ -641,7 +640,7 @@ def test_runs_calibrate_a_plan(tmp_path):
     assert (found.slowness, found.across) == (pytest.approx(1.3, rel=0.02), pytest.approx(0.35, rel=0.02))
     alone = calibrate(build_cluster("h100", 64, 400), samples[:1])
     assert alone.across == ACROSS and samples[0].predict(alone) == pytest.approx(samples[0].seconds, rel=1e-3)
-    report = make_report(planner.recipe, "h100", build_cluster("h100", 64, 400), samples=samples)
+    report = make_report(planner.recipe, "h100", found)
     assert describe_calibrated(report)[0].startswith("measured computing takes 1.3")
     assert not describe_calibrated(report_on(planner.recipe, "h100", 8))
 

@@ -279,13 +279,13 @@ def run_plan(asked: argparse.Namespace, words: list[str]) -> int:
     from shardbook.objectives import build_objective
     from shardbook.plan.advised import write_advised
     from shardbook.plan.report import make_report, show_report
-    from shardbook.run.measured import read_sample
+    from shardbook.run.measured import calibrate, read_sample
 
     recipe = read_recipe([*words, *([f"model.path={hub_id(asked.model)}"] if asked.model else [])])
     terms = build_objective(recipe.method, recipe.preference, recipe.distill).terms if asked.simulate else None
     read = (recipe.model.path, asked.gpu, asked.document_tokens)
-    samples = [read_sample(run, *read) for run in asked.calibrate or ()]
-    report = make_report(recipe, asked.gpu, cluster, asked.document_tokens, terms, samples)
+    cluster = calibrate(cluster, [read_sample(run, *read) for run in asked.calibrate or ()])
+    report = make_report(recipe, asked.gpu, cluster, asked.document_tokens, terms)
     show_report(report, asked.json)
     if not (asked.recipe or asked.json):
         keys = "data.max_length=4096, train.per_device_train_batch_size=2, ... change them"

@@ -1,7 +1,6 @@
 """The report of a plan: a table for people, JSON for programs (one object with `stages` and `advice`)."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +11,6 @@ from rich.text import Text
 from shardbook.model.laid_out import World, lay_out
 from shardbook.plan.advice import ADAPTERS, Advice, advise, fit_adapters
 from shardbook.plan.axes import describe_pipeline, describe_sharing, describe_splitting
-from shardbook.plan.calibrate import Sample, calibrate
 from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SIZE_KEYS, Candidate, Planner, build_planner
 from shardbook.plan.events import step_bytes
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident
@@ -50,12 +48,9 @@ def make_report(
     cluster: Cluster,
     document_tokens: float = DOCUMENT_TOKENS,
     terms: "LossTerms | None" = None,
-    samples: Sequence[Sample] = (),
 ) -> Report:
-    """Returns the report of `recipe` on `cluster`, whose GPUs the user calls `gpu_name`, calibrated by `samples` of
-    measured steps. `terms`, an objective's: a step of the recipe's own stage is simulated too, here. Raises RecipeError
-    for an unknown model."""
-    cluster = calibrate(cluster, samples) if samples else cluster
+    """Returns the report of `recipe` on `cluster`, whose GPUs the user calls `gpu_name`. `terms`, an objective's: a
+    step of the recipe's own stage is simulated too, here. Raises RecipeError for an unknown model."""
     if document_tokens < 1:
         raise RecipeError(f"--document-tokens {document_tokens:g}: must be at least 1")
     planner = build_planner(recipe, document_tokens)
