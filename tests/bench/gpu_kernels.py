@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from quantisation import BLOCK, against_a_copy, beside_a_copy, four_bits
+from quantisation import against_a_copy, beside_a_copy, four_bits
 
 from shardbook.comm.fused import fused
 from shardbook.comm.quantize import dequantize, quantize
@@ -51,10 +51,10 @@ def blocks(device: str) -> list[dict]:
     rows = torch.randn(8, 2**24 if device == "cuda" else 2**14, device=device)
     found = []
     for bits in (8, 4):
-        sent, back = quantize(rows, bits, BLOCK)[None], torch.empty_like(rows)
+        sent, back = quantize(rows, bits)[None], torch.empty_like(rows)
         works = {
-            "quantize": partial(quantize, rows, bits, BLOCK),
-            "unpack": partial(dequantize, sent, back, bits, BLOCK),
+            "quantize": partial(quantize, rows, bits),
+            "unpack": partial(dequantize, sent, back, bits),
         }
         for what, work in works.items():
             facts = {"what": f"{what} blocks", "dtype": "float32", "bits": bits}

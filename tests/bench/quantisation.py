@@ -18,7 +18,6 @@ from shardbook.model.nf4 import has_kernel, quantize_rows, unpack_nf4
 # of a Llama-3-70B block: q and o 8192 x 8192, k and v 8192 x 1024, three of 8192 x 28672, two norms
 BLOCK_70B = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
 RANKS = 8
-BLOCK = 128
 ROUNDS = 5
 IN_A_ROW = {"cuda": 8, "cpu": 2}  # calls between two looks at the clock: on a GPU the host launches ahead, as in a step
 
@@ -45,12 +44,12 @@ def bandwidths(device: str) -> list[dict]:
     for dtype in (torch.bfloat16, torch.float32):
         whole = torch.randn(RANKS, numel // RANKS, device=device).to(dtype)
         for bits in (8, 4):
-            sent = quantize(whole, bits, BLOCK)
+            sent = quantize(whole, bits)
             for what, ranks, work in (
-                ("quantize a shard", 1, partial(quantize, whole[:1], bits, BLOCK)),
-                ("quantize a gradient", RANKS, partial(quantize, whole, bits, BLOCK)),
-                ("unpack a unit", RANKS, partial(dequantize, sent[None], whole, bits, BLOCK)),
-                ("sum a gradient's slices", RANKS, partial(dequantize, sent, whole[0].float(), bits, BLOCK)),
+                ("quantize a shard", 1, partial(quantize, whole[:1], bits)),
+                ("quantize a gradient", RANKS, partial(quantize, whole, bits)),
+                ("unpack a unit", RANKS, partial(dequantize, sent[None], whole, bits)),
+                ("sum a gradient's slices", RANKS, partial(dequantize, sent, whole[0].float(), bits)),
             ):
                 facts = {"what": what, "dtype": str(dtype).removeprefix("torch."), "bits": bits}
                 rows.append(facts | against_a_copy(work, ranks * numel // RANKS, dtype.itemsize, bits, device))
@@ -74,7 +73,7 @@ def four_bits(device: str) -> list[dict]:
 
 def against_a_copy(work: Callable[[], object], numel: int, itemsize: int, bits: int, device: str) -> dict:
     """`work` on `numel` elements of blocks and their bytes."""
-    return beside_a_copy(work, numel * itemsize + buffer_bytes(numel, bits, BLOCK), device)
+    return beside_a_copy(work, numel * itemsize + buffer_bytes(numel, bits), device)
 
 
 def beside_a_copy(work: Callable[[], object], moved: int, device: str) -> dict:
@@ -92,11 +91,11 @@ def qwz_seconds_of_a_step(device: str, units: list[int]) -> float:
     total = 0.0
     for numel in set(units):
         whole = torch.randn(RANKS, -(-numel // RANKS), device=device).bfloat16()
-        sent = quantize(whole, 8, BLOCK)
+        sent = quantize(whole, 8)
 
         def gather(whole: torch.Tensor = whole, sent: torch.Tensor = sent) -> None:
-            quantize(whole[:1], 8, BLOCK)
-            dequantize(sent[None], whole, 8, BLOCK)
+            quantize(whole[:1], 8)
+            dequantize(sent[None], whole, 8)
 
         total += 2 * units.count(numel) * seconds_of(gather, device)
     return total

@@ -20,6 +20,7 @@ from toys import DECAY, RATE, Scenario, Toy, train_toy
 from world import losses, run_train, run_world, train_rank
 
 from shardbook.comm.ledger import sent_between_nodes
+from shardbook.comm.quantize import BLOCK
 from shardbook.parallel.mesh import axis_groups
 from shardbook.parallel.switches import read_switches
 from shardbook.recipe import Parallel, RecipeError, check_parallel
@@ -394,11 +395,11 @@ def scales_of_the_wrong_rank():
 
     real = collectives.dequantize
 
-    def dequantize(buffers, out, bits, block):
-        scales = -(-out.shape[-1] // block) * 4
+    def dequantize(buffers, out, bits):
+        scales = -(-out.shape[-1] // BLOCK) * 4
         sources = 0 if len(buffers) > 1 else 1  # summed up, or side by side
         wrong = buffers[..., -scales:].roll(1, sources)
-        real(torch.cat([buffers[..., :-scales], wrong], -1), out, bits, block)
+        real(torch.cat([buffers[..., :-scales], wrong], -1), out, bits)
 
     collectives.dequantize = dequantize
 
@@ -439,10 +440,10 @@ def dropped_tail():
 
     real = collectives.quantize
 
-    def quantize(rows, bits, block):
+    def quantize(rows, bits):
         rows = rows.clone()
-        rows[..., rows.shape[-1] // block * block :] = 0
-        return real(rows, bits, block)
+        rows[..., rows.shape[-1] // BLOCK * BLOCK :] = 0
+        return real(rows, bits)
 
     collectives.quantize = quantize
 
@@ -453,12 +454,12 @@ def nibbles_swapped_on_the_way_back():
 
     real = collectives.dequantize
 
-    def dequantize(buffers, out, bits, block):
+    def dequantize(buffers, out, bits):
         if bits == 4:
-            payload = -(-out.shape[-1] // block) * block // 2
+            payload = -(-out.shape[-1] // BLOCK) * BLOCK // 2
             swapped = buffers[..., :payload] << 4 | buffers[..., :payload] >> 4
             buffers = torch.cat([swapped, buffers[..., payload:]], -1)
-        real(buffers, out, bits, block)
+        real(buffers, out, bits)
 
     collectives.dequantize = dequantize
 

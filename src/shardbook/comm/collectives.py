@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardbook.axes import ACROSS, DP_SHARD, INSIDE
-from shardbook.comm.quantize import BLOCK, dequantize, quantize
+from shardbook.comm.quantize import dequantize, quantize
 from shardbook.comm.torch_private import collective_base, secondary_meshes_through
 
 AllGather: Any = collective_base("AllGather")
@@ -63,10 +63,10 @@ class QuantizedAllGather(_Allocates, AllGather):
         if group.size() != self.ranks:
             all_gather(output_tensor, input_tensor, group)
             return
-        sent = quantize(input_tensor[None], self.bits, BLOCK)
+        sent = quantize(input_tensor[None], self.bits)
         received = sent.new_empty(self.ranks, sent.shape[1])
         all_gather(received, sent, group)
-        dequantize(received[None], output_tensor.view(self.ranks, -1), self.bits, BLOCK)
+        dequantize(received[None], output_tensor.view(self.ranks, -1), self.bits)
 
 
 class QuantizedReduceScatter(_Allocates, ReduceScatter):
@@ -90,11 +90,11 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
         slices = input_tensor.view(-1, self.hops[0][0].size(), len(output_tensor)).transpose(0, 1)
         for number, (exchange, bits) in enumerate(self.hops, start=1):
             is_last = number == len(self.hops)
-            sent = quantize(slices, bits, BLOCK)
+            sent = quantize(slices, bits)
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=exchange)
             summed = output_tensor[None] if is_last else slices.new_empty(slices.shape[1:], dtype=torch.float32)
-            dequantize(received, summed, bits, BLOCK)
+            dequantize(received, summed, bits)
             slices = summed[:, None]
 
 

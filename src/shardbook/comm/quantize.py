@@ -17,47 +17,46 @@ from shardbook.comm.fused import fused
 
 LARGEST = {8: 127, 4: 7}  # bits -> steps on either side of zero: -128 and -8 stay unused, for a symmetric range
 BLOCK = 128  # elements that share a scale
-BLOCKS = (64, 128, 256)
 SCALE_BYTES = 4  # fp32
 TINY = 127 * 2.0**-126
 
 
-def buffer_bytes(numel: int, bits: int, block: int) -> int:
+def buffer_bytes(numel: int, bits: int) -> int:
     """Returns the bytes of one row of `numel` elements: whole blocks of payload, then their scales."""
-    blocks = ceil_div(numel, block)
-    return blocks * (block * bits // 8 + SCALE_BYTES)
+    blocks = ceil_div(numel, BLOCK)
+    return blocks * (BLOCK * bits // 8 + SCALE_BYTES)
 
 
-def quantize(rows: Tensor, bits: int, block: int) -> Tensor:
-    """Quantises `rows` [..., n], fp32 or bf16, to uint8 [..., buffer_bytes(n)]; `bits`: 8 or 4; one scale a `block`."""
-    kernel = fused(_quantize, rows.device.type, bits, block, rows.dtype, static_widths=True)
-    return kernel(rows, bits, block)
+def quantize(rows: Tensor, bits: int) -> Tensor:
+    """Quantises `rows` [..., n], fp32 or bf16, to uint8 [..., buffer_bytes(n)]; `bits`: 8 or 4."""
+    kernel = fused(_quantize, rows.device.type, bits, rows.dtype, static_widths=True)
+    return kernel(rows, bits)
 
 
-def dequantize(buffers: Tensor, out: Tensor, bits: int, block: int) -> None:
+def dequantize(buffers: Tensor, out: Tensor, bits: int) -> None:
     """Writes into `out`, [..., n] fp32 or bf16, the sum over k of `buffers`, [k, ..., buffer_bytes(n)] uint8, added up
     in order, in fp32. With k = 1 it is the inverse of quantize, to half a step."""
     if not out.numel():
         return
-    blocks = ceil_div(out.shape[-1], block)
-    payload, scales = buffers.split([blocks * block * bits // 8, blocks * SCALE_BYTES], -1)
+    blocks = ceil_div(out.shape[-1], BLOCK)
+    payload, scales = buffers.split([blocks * BLOCK * bits // 8, blocks * SCALE_BYTES], -1)
     # As numbers already here: a kernel would put each scale together from its bytes anew for each element.
     scales = scales.view(torch.float32)
-    kernel = fused(_dequantize, out.device.type, bits, block, out.dtype, static_widths=True)
-    kernel(payload, scales, out, bits, block)
+    kernel = fused(_dequantize, out.device.type, bits, out.dtype, static_widths=True)
+    kernel(payload, scales, out, bits)
 
 
 def _constant(value: int, known: Iterable[int]) -> int:
-    """Returns `value` as a constant for the compiler: else it makes bits and block symbols, and general kernels."""
+    """Returns `value` as a constant for the compiler: else it makes bits a symbol, and general kernels."""
     return next(one for one in known if one == value)
 
 
-def _quantize(rows: Tensor, bits: int, block: int) -> Tensor:
-    bits, block = _constant(bits, LARGEST), _constant(block, BLOCKS)
+def _quantize(rows: Tensor, bits: int) -> Tensor:
+    bits = _constant(bits, LARGEST)
     values = rows.float()
-    if short := -values.shape[-1] % block:
+    if short := -values.shape[-1] % BLOCK:
         values = torch.nn.functional.pad(values, (0, short))
-    values = values.unflatten(-1, (-1, block))
+    values = values.unflatten(-1, (-1, BLOCK))
     most = values.abs().amax(-1, keepdim=True)
     # Not a division: compilers for GPUs make a product of it, whose last bit would differ from the CPU's.
     scale = torch.where(most < TINY, 0.0, most * (1 / LARGEST[bits]))
@@ -68,13 +67,13 @@ def _quantize(rows: Tensor, bits: int, block: int) -> Tensor:
         payload = (steps.to(torch.int32) & 255).to(torch.uint8)  # not a view of int8, which would end a fused kernel
     else:
         nibbles = (steps + 8).to(torch.uint8)
-        payload = nibbles[..., : block // 2] | nibbles[..., block // 2 :] << 4
+        payload = nibbles[..., : BLOCK // 2] | nibbles[..., BLOCK // 2 :] << 4
     return torch.cat([payload.flatten(-2), _bytes_of(scale).flatten(-2)], dim=-1)
 
 
-def _dequantize(payload: Tensor, scales: Tensor, out: Tensor, bits: int, block: int) -> None:
-    bits, block = _constant(bits, LARGEST), _constant(block, BLOCKS)
-    payload = payload.unflatten(-1, (-1, block * bits // 8))
+def _dequantize(payload: Tensor, scales: Tensor, out: Tensor, bits: int) -> None:
+    bits = _constant(bits, LARGEST)
+    payload = payload.unflatten(-1, (-1, BLOCK * bits // 8))
     if bits == 8:
         steps = payload.view(torch.int8)
     else:

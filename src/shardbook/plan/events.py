@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shardbook.arithmetic import ceil_div, round_up
 from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP, WORLD
 from shardbook.comm.ledger import Traffic, Volume
-from shardbook.comm.quantize import BLOCK, buffer_bytes
+from shardbook.comm.quantize import buffer_bytes
 from shardbook.memory.host_state import moved_bytes, plan_unit
 from shardbook.optim.muon import WIRE_BYTES
 from shardbook.optim.table import OPTIMIZERS
@@ -74,7 +74,7 @@ def gathering(layout: Layout, unit: Unit, is_forward: bool) -> Sends:
     whole, is_secondary = unit.padded_numel(shards), switches.secondary and not is_forward
     payload = whole * layout.dtype("params").itemsize
     if switches.weights_bits and not is_secondary:
-        payload = shards * buffer_bytes(whole // shards, switches.weights_bits, BLOCK)
+        payload = shards * buffer_bytes(whole // shards, switches.weights_bits)
     return (("all_gather", INSIDE if is_secondary else DP_SHARD, payload),)
 
 
@@ -88,7 +88,7 @@ def reduction(layout: Layout, unit: Unit) -> Sends:
         return (("reduce_scatter", DP_SHARD, trained * layout.dtype("reduce").itemsize),)
     hops, slices = list[tuple[str, str, int]](), shards
     for axis, ranks, bits in layout.hops:  # each leaves a rank with one slice of every `ranks`
-        hops.append(("all_to_all", axis, slices * buffer_bytes(trained // shards, bits, BLOCK)))
+        hops.append(("all_to_all", axis, slices * buffer_bytes(trained // shards, bits)))
         slices //= ranks
     return tuple(hops)
 
