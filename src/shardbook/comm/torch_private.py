@@ -289,11 +289,8 @@ def fake_store() -> Any:
     return FakeStore()
 
 
-@_needs(
-    "simulate",
-    "torch._C._distributed_c10d.FakeProcessGroup._create_internal",
-    "torch.distributed.ProcessGroup._register_backend",
-)
+@_needs("simulate", "torch._C._distributed_c10d.FakeProcessGroup._create_internal")
+@_needs("simulate", "torch.distributed.ProcessGroup._register_backend")
 def fake_group(rank: int, size: int) -> dist.ProcessGroup:
     """Returns a group of `size` ranks, of which only this one exists; its collectives send nothing. It is none of the
     process' groups, so a run's own may exist beside it; a public constructor would make it one."""
@@ -303,6 +300,12 @@ def fake_group(rank: int, size: int) -> dist.ProcessGroup:
     kind: Any = dist.ProcessGroup.BackendType.CUSTOM
     group._register_backend(torch.device("cpu"), kind, FakeProcessGroup._create_internal(rank, size))
     return group
+
+
+@_needs("simulate", "torch.distributed._composable_state._module_state_mapping")
+def forget_sharding(module: nn.Module) -> None:
+    """Lets fully_shard take `module` again, after its attributes are as before. No public name undoes fully_shard."""
+    import_module("torch.distributed._composable_state")._module_state_mapping.pop(module, None)
 
 
 @_needs("simulate", "torch._subclasses.fake_tensor.FakeTensorMode")
@@ -323,13 +326,8 @@ def dispatch_base() -> Any:
     return object
 
 
-@_needs(
-    "simulate",
-    "torch.utils._pytree.tree_leaves",
-    "torch.distributed.tensor.DTensor._local_tensor",
-    "torch.UntypedStorage._cdata",
-    "torch.multiprocessing.reductions.StorageWeakRef",
-)
+@_needs("simulate", "torch.utils._pytree.tree_leaves", "torch.distributed.tensor.DTensor._local_tensor")
+@_needs("simulate", "torch.UntypedStorage._cdata", "torch.multiprocessing.reductions.StorageWeakRef")
 def storages_in(result: Any) -> Iterator[tuple[int, Any]]:
     """Yields the number of, and a weak reference to, the storage of each tensor that an operation returned; of a
     DTensor, of its shard (to_local is an operation itself). Python's weakref is of a wrapper, which dies before it."""

@@ -1,41 +1,47 @@
 """The plan of any module under a stage, for a loop of one's own: `plan_module`, beside `shard_model`.
 
-Invariant: layout, events and their sums are those of a recipe's plan, and nothing here knows a module's insides: it
-runs once, forward and backward, on fake tensors in the dtype of compute, and each block is measured where it runs.
+Invariant: the module's own code and stage run on fake tensors in a fake process group, and every storage is counted
+from its allocation to its release; layout and traffic are those of a recipe's plan. The module is left as it was.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 
 from shardbook.comm.ledger import Traffic
-from shardbook.comm.torch_private import fake_tensors, in_backward, probe
+from shardbook.comm.torch_private import fake_store, fake_tensors, forget_sharding, probe, storages_in
 from shardbook.model.comparisons import raise_if_ours
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.library import read_arguments
-from shardbook.parallel.mesh import describe_sizes
+from shardbook.parallel.mesh import build_mesh, describe_sizes
 from shardbook.parallel.pass_monitor import tensors_in
-from shardbook.parallel.replicated import cast_floats, cast_inputs, map_tensors
+from shardbook.parallel.replicated import COPIED, map_tensors
+from shardbook.parallel.sharding import ShardedModel, apply_stage
 from shardbook.parallel.units import Unit
 from shardbook.plan.blocks import Unmeasured
-from shardbook.plan.events import step_passes
 from shardbook.plan.formulas import Resident, predict_resident, predict_traffic
-from shardbook.plan.peak import GB, Peak, Visits, fold_moments
-from shardbook.plan.timeline import Moment, Timeline, size_of
+from shardbook.plan.peak import GB, Peak
+from shardbook.plan.simulate import Followed, Moment, run_steps
 from shardbook.recipe import Parallel, Precision, RecipeError, first_line
 
-Place = tuple[str, Unit | None]
 Loss = Callable[[nn.Module, Any], Tensor]
 WITHOUT = "so the plan has no peak"
 NODE = 8  # ranks that share a node, where nobody says
+ENDS = {
+    ("forward", "before"): "start",
+    ("forward", "after"): "loss",
+    ("backward", "before"): "loss, backward",
+    ("backward", "after"): "end",
+}
+MICROS = 3  # of a step that run: more micro-batches bring no moment that these do not
 
 
 @dataclass(frozen=True)
@@ -118,8 +124,8 @@ def plan_module(
     resident = predict_resident(layout, 0, optimizer)
     moments, unmeasured = dict[str, Peak](), ""
     try:
-        visits, around = measure_module(model, blocks, batch, loss or call_model, layout)
-        moments = fold_moments(layout, micros, [visits], resident, lambda chunk, flying: around)
+        with as_before(model):
+            moments = simulate(model, blocks, batch, loss or call_model, layout, micros, int(resident.optimizer_bytes))
     except Unmeasured as error:
         unmeasured = str(error)
     return ModulePlan(layout, units, resident, predict_traffic(layout, micros, optimizer), moments, unmeasured)
@@ -138,154 +144,162 @@ def call_model(model: nn.Module, batch: Any) -> Tensor:
     return torch.stack([each.sum() for each in tensors_in(made) if each.is_floating_point()]).sum()
 
 
-class Walk(Timeline):
-    """Records the bytes after every operation of any module's forward and backward, and in which block it is."""
+class Categories(Followed):
+    """Notes what the bytes of the fullest operation of each moment are, by the categories of Peak."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], outside: Iterable[Tensor]):
-        super().__init__(model, blocks, outside, model)
-        self.order: list[int] = []  # blocks as they ran
-        self.entered: dict[int, int] = {}  # the bytes before a block's forward
-        self.turn = 0  # the first of `moments` that is backward's
-        self.left: dict[int, Moment] = {}  # at the end of a block's backward; -1: of all
+    def __init__(self, sharded: ShardedModel) -> None:
+        self.sharded = sharded
+        self.before: dict[Moment, dict[int, Any]] = {}  # the storages when a moment begins
+        # the bytes of each storage at the fullest operation, and references to them
+        self.fullest: dict[Moment, tuple[dict[int, int], list[Any]]] = {}
+        self.peaks: dict[Moment, Peak] = {}
+        self.category: dict[int, str] = {}  # of storages
+        self.references: list[Any] = []  # to these: a number is no other storage's while one is held
+        super().__init__()
 
-    def take_gradient(self, owner: int, parameter: Tensor) -> None:
-        self.grads.setdefault(owner, {})
-        self.note()  # while it is beside its sum
-        super().take_gradient(owner, parameter)
+    def begin_step(self) -> None:
+        """Puts what is there between steps and was not there before, as a cache of the module, to the activations."""
+        super().begin_step()
+        self.peaks = {}
+        self.category = {key: category for key, category in self.category.items() if category != "grads"}
+        self.put_left("activations")
 
-    def reach(self, head: nn.Module, args: Any) -> None:
-        """Does nothing: no part of any module is its head."""
+    def begin(self, micro: int, phase: str, place: int | str = "before") -> None:
+        super().begin(micro, phase, place)
+        self.before.setdefault(self.moment, {**self.made})
 
-    def enter(self, number: int, block: nn.Module, args: Any, named: Any) -> None:
-        if in_backward():  # a checkpoint runs it again
-            return
-        self.order.append(number)
-        self.entered[number] = self.count()
-        self.place = ("forward", number)
-        if given := [each for each in tensors_in((args, named)) if each.requires_grad]:
-            register_multi_grad_hook(given, lambda _: self.end(number))
+    def put(self, category: str, *values: Any) -> None:
+        """Puts the storages of tensors in `values` into a category, but for those that are in one."""
+        for key, reference in storages_in(values):
+            self.made.setdefault(key, reference)
+            if key not in self.category:
+                self.category[key] = category
+                self.references.append(reference)
 
-    def leave(self, number: int, block: nn.Module, args: Any, output: Any) -> None:
-        if in_backward():
-            return
-        self.place = ("outside", number + 1)
-        if made := [each for each in tensors_in(output) if each.requires_grad]:
-            register_multi_grad_hook(made, lambda _: self.begin(number), mode="any")
+    def put_left(self, category: str) -> None:
+        """Puts all storages of now that are in no category into one."""
+        for key in self.sizes().keys() - self.category.keys():
+            self.category[key] = category
+            self.references.append(self.made[key])
 
-    def end(self, number: int) -> None:
-        super().end(number)
-        self.note()
-        self.left[number] = self.moments[-1]
+    def ran(self, function: Any, args: Any, kwargs: Any, result: Any, is_larger: bool) -> None:
+        name = function.overloadpacket.__name__
+        if name == "all_gather_copy_in":  # fully_shard's: shards, which it cast or hpZ kept, into a buffer
+            self.put("gathered", args[0])
+            self.put("buffers", args[1:], result)
+        elif name == "split_with_sizes_copy" and "out" in kwargs:
+            self.put("gathered", kwargs["out"])
+        elif name == "_reduce_scatter_base_":
+            self.put("grads", args[0])
+            self.put("buffers", args[1])
+        elif function.namespace == "c10d" and "allreduce" not in name:  # which sums gradients in place
+            self.put("buffers", args)
+        super().ran(function, args, kwargs, result, is_larger)
+
+    def note(self) -> None:
+        sizes = self.sizes()
+        if self.bound > self.most.get(self.moment, -1):
+            self.most[self.moment], self.fullest[self.moment] = self.bound, (sizes, [*self.made.values()])
+
+    def end_backward(self) -> None:
+        """Sorts the bytes of a micro-batch's moments. What it leaves is gradients."""
+        if self.sharded.replicated:
+            self.put("gathered", [copy for _, copy, _ in self.sharded.replicated.copies])
+        self.put_left("grads")
+        for moment, (sizes, _) in self.fullest.items():
+            parts = dict.fromkeys(Peak.__annotations__, 0)
+            for key, size in sizes.items():
+                held = "activations" if key in self.before[moment] else "working"
+                parts[self.category.get(key, held)] += size
+            self.peaks[moment] = Peak(**parts)
+        self.before, self.fullest = {}, {}
 
 
 @contextmanager
-def replaced_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Has `model`, while open, fake parameters in the dtype of compute, and fake buffers, instead of its own."""
-    made: dict[Tensor, Tensor] = {}
-    own = [
-        (module, name, tensor)
-        for module in model.modules()
-        for named in (module.named_parameters, module.named_buffers)
-        for name, tensor in named(recurse=False, remove_duplicate=False)
+def as_before(model: nn.Module) -> Iterator[None]:
+    """Has `model`, when closed, the classes, attributes and hooks that its modules have now: a stage and a forward
+    change them. Handles of hooks know the dictionaries, so these are refilled and not replaced."""
+    containers = dict, OrderedDict, list, set
+    before = [(module, type(module), {**vars(module)}) for module in model.modules()]
+    contents = [
+        (value, value.copy()) for *_, attributes in before for value in attributes.values() if type(value) in containers
     ]
-    for module, name, tensor in own:
-        if tensor not in made:
-            fake = torch.empty_like(tensor, device="cpu")
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(cast_floats(fake, dtype), tensor.requires_grad)
-            made[tensor] = fake
-        setattr(module, name, made[tensor])  # by its __setattr__: nn.LSTM has a list of its parameters
     try:
         yield
     finally:
-        for module, name, tensor in own:
-            setattr(module, name, tensor)
+        for value, content in contents:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(content)
+        for module, kind, attributes in before:
+            module.__class__ = kind
+            vars(module).clear()
+            vars(module).update(attributes)
+            forget_sharding(module)
+        COPIED.discard(model)
 
 
-def measure_module(
-    model: nn.Module, blocks: Sequence[nn.Module], batch: Any, loss: Loss, layout: Layout
-) -> tuple[Visits, int]:
-    """Returns what a micro-batch takes at the moments of a pass, and the bytes of its tensors and of the model's
-    buffers, which are there all the time. Raises Unmeasured where it does not run on fake tensors."""
-    compute, names = layout.dtype("params"), {module: name for name, module in model.named_modules()}
-    with fake_tensors(), replaced_tensors(model, compute):
-        given = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="cpu"))
-        beside = [*model.buffers(), *tensors_in(given)]
-        walk = Walk(model, blocks, beside)
-        if layout.casts or not layout.is_replicated:  # what a unit is given, as fully_shard and replicated.py do
-            for module in dict.fromkeys(module for unit in layout.units for module in unit.modules):
-                walk.hooks.append(module.register_forward_pre_hook(partial(cast_inputs, compute), with_kwargs=True))
-        walk.hooks.append(model.register_forward_hook(lambda module, args, made: cast_floats(made, torch.float32)))
-        try:
-            with walk:
-                found = loss(model, given)
-                walk.turn = len(walk.moments)
-                found.backward()
-                del found
-                walk.end(-1)
-        except Exception as error:
-            raise_if_ours(error)
-            place, number = walk.place
-            block = f"block {names[blocks[number]]}, a {type(blocks[number]).__name__}," if place != "outside" else ""
-            why = f"cannot run without memory ({first_line(error)}), {WITHOUT}"
-            raise Unmeasured(f"{block or 'what is in no block'} {why}") from error
-        finally:
-            for hook in walk.hooks:
-                hook.remove()
-    said = [names[block] for block in blocks]
-    for number, name in enumerate(said):
-        if (times := walk.order.count(number)) != 1:
-            raise RecipeError(f"plan_module: block {name} runs {times} times in a micro-batch; it must run once")
-    for late, early in pairwise(walk.order):
+def replace_tensors(model: nn.Module) -> None:
+    """Gives `model` fake parameters and buffers in place of its tensors, a tied one once."""
+    fakes: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for named in (module.named_parameters, module.named_buffers):
+            for name, tensor in [*named(recurse=False, remove_duplicate=False)]:
+                if tensor not in fakes:
+                    fake = torch.empty_like(tensor, device="cpu")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    fakes[tensor] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                setattr(module, name, fakes[tensor])  # by its __setattr__: nn.LSTM has a list of its parameters
+
+
+def simulate(
+    model: nn.Module, blocks: Sequence[nn.Module], batch: Any, loss: Loss, layout: Layout, micros: int, state_bytes: int
+) -> dict[str, Peak]:
+    """Returns the bytes at the moments of a step, in order, by name. Uses `model` up. Raises Unmeasured where it does
+    not run on fake tensors, RecipeError where blocks do not run once each, in their order."""
+    if dist.is_initialized():
+        raise Unmeasured(f"there is a process group already, {WITHOUT}: plan before init_process_group")
+    names, few = {module: name for name, module in model.named_modules()}, min(micros, MICROS)
+    named, kinds = [f"block {names[block]}" for block in blocks], [type(block).__name__ for block in blocks]
+    live, fakes = None, fake_tensors()
+    dist.init_process_group("fake", rank=0, world_size=layout.world_size, store=fake_store())
+    try:
+        with fakes:
+            replace_tensors(model)
+        # outside: a mesh asks for the values of its ranks
+        sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"), ours=False)
+        live = Categories(sharded)
+        live.follow(blocks)
+        with fakes, live:
+            live.put("params", [*model.parameters()])
+            live.put("activations", [*model.buffers()])
+            state = torch.empty(state_bytes, dtype=torch.uint8)
+            live.put("optimizer", state)
+            given = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="cpu"))
+            run_steps(live, sharded, few, lambda: given, lambda batch: loss(model, batch))
+            del state
+    except Exception as error:
+        raise_if_ours(error)
+        place = live.moment[2] if live else ""
+        block = f"{named[place]}, a {kinds[place]}," if isinstance(place, int) else "what is in no block"
+        why = f"cannot run without memory ({first_line(error)}), {WITHOUT}"
+        raise Unmeasured(f"{block} {why}") from error
+    finally:
+        dist.destroy_process_group()
+    check_order(named, live.order, few)
+    moments = {}
+    for (micro, phase, place), peak in live.peaks.items():
+        number = micros if micro == few - 1 else micro + 1
+        where = f"{named[place]}, {phase}" if isinstance(place, int) else ENDS[phase, place]
+        moments[f"micro-batch {number}, {where}"] = peak
+    return moments
+
+
+def check_order(names: Sequence[str], order: Sequence[int], micros: int) -> None:
+    """Raises RecipeError where blocks do not run once in a micro-batch, in their order."""
+    for number, name in enumerate(names):
+        if (times := order.count(number) // micros) != 1:
+            raise RecipeError(f"plan_module: {name} runs {times} times in a micro-batch; it must run once")
+    for late, early in pairwise(order[: len(names)]):
         if late > early:
-            raise RecipeError(
-                f"plan_module: block {said[late]} runs before block {said[early]}; name them in the order in which "
-                "they run"
-            )
-    return visits_of(walk, blocks, [f"block {name}" for name in said], layout), sum(map(size_of, beside))
-
-
-def visits_of(walk: Walk, blocks: Sequence[nn.Module], names: Sequence[str], layout: Layout) -> Visits:
-    """Returns, of the moments at which live.py has sums, their names, the bytes that are there when they begin, and
-    those that come on top. What runs between two blocks counts with the later one."""
-    root, unit_of = layout.units[-1], {unit.modules[0]: unit for unit in layout.units}
-    own = [*(unit_of.get(block, root) for block in blocks), root]  # of blocks, and at -1 of what is in none
-    *_, (_, backward) = step_passes(layout, 1)
-    place = {unit: number for number, (what, unit, _) in enumerate(backward) if what == "compute"}
-    # whose gradients wait for the end of backward: fully_shard reduces there what has no input with a gradient
-    late = {unit for number, unit in enumerate(own) if number not in walk.left} | {root}
-
-    def place_of(moment: Moment, is_forward: bool) -> tuple[Place, str]:
-        where, number = moment.place
-        if number == len(blocks):  # replicated.py begins a sum with its first gradient
-            is_before = is_forward or (layout.is_replicated and -1 not in moment.grads)
-            return (("end of forward", None), "loss") if is_before else (("start of backward", None), "loss, backward")
-        if is_forward:
-            return ("forward", own[number]), f"{names[number]}, forward"
-        number -= where == "outside"
-        if number < 0 and root not in place:
-            return ("end of backward", None), "end"
-        unit = min((own[number], root), key=lambda each: place.get(each, len(backward)))
-        return ("backward", unit), "end" if number < 0 else f"{names[number]}, backward"
-
-    def size_at(moment: Moment, unit: Unit | None, is_over: bool = False) -> int:
-        """Adds gradients that wait for a reduction; of the unit itself (`is_over`) live.py does."""
-        if layout.is_replicated:
-            return moment.bytes
-        wait = {each for each in late if place.get(each, 0) > place.get(unit, 0)} if is_over else {unit, *late}
-        return moment.bytes + sum(size for owner, size in moment.grads.items() if own[owner] in wait)
-
-    sizes, labels = dict[Place, list[int]](), dict[Place, str]()
-    for at, moment in enumerate(walk.moments):
-        key, label = place_of(moment, at < walk.turn)
-        sizes.setdefault(key, []).append(size_at(moment, key[1]))
-        labels.setdefault(key, label)
-    visits: Visits = {key: (labels[key], own[0], max(own) - own[0]) for key, own in sizes.items()}
-    for number, size in walk.entered.items():
-        visits["gather", own[number]] = f"{names[number]}, gathered", size, 0
-    for number, name in enumerate([*names, "end"]):
-        moment = walk.left.get(number, walk.left[-1])
-        visits["reduction", own[number]] = f"{name}, reduced", size_at(moment, own[number], is_over=True), 0
-    if layout.is_replicated:
-        visits["end of backward", None] = "end, sums", walk.left[-1].bytes, 0
-    return visits
+            asked = "name them in the order in which they run"
+            raise RecipeError(f"plan_module: {names[late]} runs before {names[early]}; {asked}")

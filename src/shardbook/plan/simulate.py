@@ -8,14 +8,15 @@ are taken to keep the tensors that their fake versions keep, and its allocator t
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardbook.comm.torch_private import fake_store, fake_tensors, probe
+from shardbook.comm.torch_private import bytes_there, fake_store, fake_tensors, probe
 from shardbook.data.loader import MicroBatch, count_totals
 from shardbook.data.tokenized import Totals
 from shardbook.memory.activation import apply_checkpointing
@@ -23,14 +24,15 @@ from shardbook.model.causal_lm import CausalLM, materialize
 from shardbook.model.laid_out import LaidOut
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.mesh import build_mesh
-from shardbook.parallel.sharding import apply_stage
+from shardbook.parallel.pass_monitor import tensors_in
+from shardbook.parallel.sharding import ShardedModel, apply_stage
 from shardbook.parallel.units import matrices_of
 from shardbook.plan.blocks import kinds_of
 from shardbook.plan.timeline import LiveBytes, full_rows
 from shardbook.recipe import RecipeError
 
 LAYERS = (4, 5)  # blocks of one kind take the same bytes: from these two numbers of layers any other follows
-# Micro-batch, forward or backward, and the place: a block, counted from the nearer end, or before or after blocks.
+# Micro-batch, forward or backward, and the place in the order of running: a block, or before or after all of them.
 Moment = tuple[int, str, int | str]
 # the result's first element is the loss, as in objectives/
 LossTerms = Callable[[Any, MicroBatch, Totals], torch.Tensor]
@@ -46,40 +48,75 @@ class Simulated:
 
 
 class Followed(LiveBytes):
-    """Notes the most bytes at each moment of a step."""
+    """Notes the most bytes at each moment of a step, and the blocks in the order in which they ran."""
 
     def __init__(self) -> None:
         super().__init__()
         self.moment: Moment = (0, "forward", "before")
         self.most: dict[Moment, int] = {}
+        self.order: list[int] = []
+        self.bound = self.known_count = 0  # no fewer bytes than there are now, the storages among them
 
     def ran(self, function: Any, args: Any, kwargs: Any, result: Any, is_larger: bool) -> None:
+        """Counts where there can be more than before, since a count asks each storage. What was resized is filled by a
+        copy."""
+        fresh = islice(reversed(self.made.values()), len(self.made) - self.known_count)
+        self.bound += sum(bytes_there(reference) or 0 for reference in fresh)
+        self.known_count = len(self.made)
+        if self.bound > self.most.get(self.moment, -1) or "copy" in function.overloadpacket.__name__:
+            self.note()
+
+    def sizes(self) -> dict[int, int]:
+        sizes = super().sizes()
+        self.bound, self.known_count = sum(sizes.values()), len(sizes)
+        return sizes
+
+    def note(self) -> None:
+        """Takes the bytes that are there now into account for the moment."""
         self.most[self.moment] = max(self.most.get(self.moment, 0), self.count())
+
+    def begin_step(self) -> None:
+        self.most, self.order = {}, []
+
+    def begin(self, micro: int, phase: str, place: int | str = "before") -> None:
+        self.moment = (micro, phase, place)
+
+    def end_backward(self) -> None:
+        """Is called when the backward of a micro-batch is over."""
+
+    def enter(self, place: int | str) -> None:
+        self.begin(*self.moment[:2], place)
 
     def follow(self, blocks: Sequence[nn.Module]) -> None:
         """Makes the moment change with each of `blocks`, in forward and in backward."""
-        last = len(blocks) - 1
 
-        def enter(number: int, *_: Any) -> None:
-            micro, phase = self.moment[:2]
-            self.moment = (micro, phase, number if number < 2 else max(number - last - 1, -3))
+        def begin(number: int, block: nn.Module, args: Any, named: Any) -> None:
+            if self.moment[1] == "forward":
+                self.order.append(number)
+            self.enter(number)
+            if number == 0 and (given := first_trained((args, named))) is not None:
+                given.register_hook(lambda gradient: self.enter("after"))  # backward of all blocks is over
 
-        def leave(number: int, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-            micro, phase = self.moment[:2]
-            if phase == "forward":
-                if output.requires_grad:
-                    output.register_hook(lambda gradient: enter(number))  # its backward begins
-                if number == last:
-                    self.moment = (micro, phase, "after")
+        def end(number: int, block: nn.Module, args: Any, output: Any) -> None:
+            if (made := first_trained(output)) is not None:
+                made.register_hook(lambda gradient: self.enter(number))  # its backward begins
+            if self.moment[1] == "forward" and number == len(blocks) - 1:
+                self.enter("after")
 
         for number, block in enumerate(blocks):
-            block.register_forward_pre_hook(partial(enter, number))
-            block.register_forward_hook(partial(leave, number))
+            # before fully_shard's hook, so that the gather is the block's
+            block.register_forward_pre_hook(partial(begin, number), prepend=True, with_kwargs=True)
+            block.register_forward_hook(partial(end, number))
+
+
+def first_trained(values: Any) -> Tensor | None:
+    """Returns the first tensor in `values` that backward gives a gradient: what passes from block to block."""
+    return next((tensor for tensor in tensors_in(values) if tensor.requires_grad), None)
 
 
 def simulate_step(laid: LaidOut, terms: LossTerms) -> Simulated:
-    """Runs two steps of `laid`, whose model is used up, and returns the bytes of the second: rows are full, every token
-    but the first is trained, and a teacher runs with all its layers. Raises RecipeError for pp and offload."""
+    """Runs a step of `laid`, whose model is used up, after a shorter one, and returns its bytes: rows are full, every
+    token but the first is trained, and a teacher runs with all its layers. Raises RecipeError for pp and offload."""
     if laid.recipe.parallel.pp_size > 1:
         asked = f"--simulate: parallel.pp_size = {laid.recipe.parallel.pp_size}"
         raise RecipeError(f"{asked}: no pipeline is simulated; leave --simulate out, or set parallel.pp_size=1")
@@ -92,6 +129,7 @@ def simulate_step(laid: LaidOut, terms: LossTerms) -> Simulated:
         most, kept = _simulate(laid, terms)
     else:
         (few, few_kept), (more, more_kept) = (_simulate(laid.with_layers(count), terms) for count in LAYERS)
+        few, more = (from_ends(each, count) for each, count in zip((few, more), LAYERS, strict=True))
         # each moment grows by the same bytes with each layer; blocks between the ends have bytes between theirs
         most = {moment: size + times * (size - few.get(moment, size)) for moment, size in more.items()}
         kept = more_kept + times * (more_kept - few_kept)
@@ -99,8 +137,36 @@ def simulate_step(laid: LaidOut, terms: LossTerms) -> Simulated:
     return Simulated(most[fullest], fullest[1], kept)
 
 
+def from_ends(most: dict[Moment, int], blocks: int) -> dict[Moment, int]:
+    """Returns the most bytes at moments whose blocks are counted from the nearer end."""
+    folded: dict[Moment, int] = {}
+    for (micro, phase, place), size in most.items():
+        near = place if isinstance(place, str) or place < 2 else max(place - blocks, -3)
+        folded[micro, phase, near] = max(size, folded.get((micro, phase, near), 0))
+    return folded
+
+
+def run_steps(
+    live: Followed, sharded: ShardedModel, micros: int, batch_of: Callable[[], Any], loss_of: Callable[[Any], Tensor]
+) -> None:
+    """Runs a step of one micro-batch, which makes what is there from then on, and one of `micros` under `live`, which
+    keeps the bytes of that."""
+    for count in (1, micros):
+        live.begin_step()
+        for micro in range(count):
+            batch = batch_of()
+            with sharded.micro_batch(is_last=micro == count - 1):
+                live.begin(micro, "forward")
+                loss = loss_of(batch)
+                live.begin(micro, "backward")
+                loss.backward()
+            live.end_backward()
+        sharded.model.zero_grad()
+        del loss, batch
+
+
 def _simulate(laid: LaidOut, terms: LossTerms) -> tuple[dict[Moment, int], int]:
-    """Returns the most bytes at each moment of the second step, and the bytes kept between steps."""
+    """Returns the most bytes at each moment of a step, and the bytes kept between steps."""
     recipe, model, layout = laid.recipe, laid.model, laid.layout
     # this process is rank 0 of a fake group, whose collectives send nothing; there must be no group already
     dist.init_process_group("fake", rank=0, world_size=laid.world.size, store=fake_store())
@@ -113,17 +179,11 @@ def _simulate(laid: LaidOut, terms: LossTerms) -> tuple[dict[Moment, int], int]:
             state = _optimizer_state(model, recipe.optim.name)
             live.follow(model.blocks)
             kept = live.count()
-            for _ in range(2):
-                live.most = {}
-                for micro in range(micros):
-                    batch = full_rows(recipe, layout.cp_size)
-                    with sharded.micro_batch(is_last=micro == micros - 1):
-                        live.moment = (micro, "forward", "before")
-                        loss = terms(model, batch, Totals(*count_totals([batch], recipe.sequences)))[0]
-                        live.moment = (micro, "backward", "before")
-                        loss.backward()
-                model.zero_grad()
-                del loss, batch
+
+            def loss_of(batch: MicroBatch) -> Tensor:
+                return terms(model, batch, Totals(*count_totals([batch], recipe.sequences)))[0]
+
+            run_steps(live, sharded, micros, lambda: full_rows(recipe, layout.cp_size), loss_of)
             del state
         return live.most, kept
     finally:

@@ -51,15 +51,20 @@ class LiveBytes(dispatch_base()):
         """Is called after every operation. `is_larger`: it allocated a storage; else there are no more than before."""
         raise NotImplementedError
 
-    def count(self, without: Container[int] = (), only: Container[int] | None = None) -> int:
-        """Returns the bytes that are allocated now, but for the storages `without`; of `only` these."""
-        total = 0
+    def sizes(self) -> dict[int, int]:
+        """Returns the bytes of each storage that is there now."""
+        sizes = {}
         for key, reference in list(self.made.items()):
             if (size := bytes_there(reference)) is None:
                 del self.made[key]
-            elif key not in without and (only is None or key in only):
-                total += size
-        return total
+            else:
+                sizes[key] = size
+        return sizes
+
+    def count(self, without: Container[int] = (), only: Container[int] | None = None) -> int:
+        """Returns the bytes that are allocated now, but for the storages `without`; of `only` these."""
+        sizes = self.sizes().items()
+        return sum(size for key, size in sizes if key not in without and (only is None or key in only))
 
 
 @dataclass
