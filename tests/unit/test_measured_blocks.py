@@ -17,6 +17,7 @@ from shardbook.comm.torch_private import fake_tensors
 from shardbook.model import causal_lm
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.selfcheck import check_family
+from shardbook.model.shrink import keep_layers
 from shardbook.plan import blocks
 from shardbook.plan.blocks import kinds_of, measure_blocks
 from shardbook.plan.timeline import LiveBytes, meta_tensors
@@ -247,9 +248,9 @@ def measured_with(config, layers, packing):
     """What is measured of `config` where the few layers are these."""
     blocks._measured.clear()
     kinds = blocks._look_at(config)
-    blocks._kinds[blocks.text_of(config)] = dataclasses.replace(
-        kinds, few=blocks.only_layers(config, layers), layers=layers
-    )
+    few = keep_layers(config, layers)
+    few.tie_word_embeddings = False
+    blocks._kinds[blocks.text_of(config)] = dataclasses.replace(kinds, few=few, layers=layers)
     try:
         recipe = settings(data={"max_length": 2048, "packing": packing})
         return measure_blocks(config, recipe, "none", "bf16")

@@ -18,9 +18,10 @@ from varlen import plain_varlen_attn
 from shardbook.model import attention, masks, parts, selfcheck
 from shardbook.model.attention import KERNELS, PLAIN
 from shardbook.model.causal_lm import build_model, materialize
-from shardbook.model.laid_out import check_recipe
+from shardbook.model.laid_out import World, check_recipe, lay_out
 from shardbook.model.selfcheck import check_family, freeze
-from shardbook.recipe import Recipe
+from shardbook.model.shrink import keep_layers
+from shardbook.recipe import Recipe, resolve_precision
 
 # one of each sort: windows, two rotations and scaled embeddings, caps, sinks and experts, chunks, a scale, a divisor, a
 # head with a bias, learned positions, alibi, latent attention and a buffer that files hold, kinds of blocks
@@ -237,6 +238,49 @@ def test_a_config_is_made_small_in_widths_and_not_in_switches():
     assert small.sliding_window == 4 and small.hidden_size == 32 and small.vocab_size == 128
     kept = ("hidden_activation", "rope_parameters", "query_pre_attn_scalar", "attn_logit_softcapping", "attention_bias")
     assert all(getattr(small, name) == getattr(large, name) for name in kept)
+
+
+FULL, NEAR = "full_attention", "sliding_attention"
+BY_LAYER = [  # a family, its list of entries or numbers of six layers, and that of layers 0, 3, 4
+    ("gemma3_text", "layer_types", [NEAR, FULL, NEAR, FULL, NEAR, NEAR], [NEAR, FULL, NEAR]),
+    ("smollm3", "no_rope_layers", [1, 1, 1, 0, 1, 0], [1, 0, 1]),
+    (
+        "gpt_neo",
+        "attention_layers",
+        ["global", "local", "global", "local", "global", "local"],
+        ["global", "local", "global"],
+    ),
+    ("glm4_moe_lite", "mlp_layer_types", ["dense", *["sparse"] * 2, *["dense"] * 2, "sparse"], ["dense"] * 3),
+    ("granite_swa", "layer_rope_theta", [1e4, 1e4, 1e4, 2e4, 0, 1e4], [1e4, 2e4, 0]),
+    ("gemma3n_text", "intermediate_size", [64, 65, 66, 67, 68, 69], [64, 67, 68]),
+    ("qwen3_moe", "mlp_only_layers", [0, 2, 3], [0, 1]),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "listed", "wanted"), BY_LAYER, ids=[name for _, name, *_ in BY_LAYER])
+def test_layers_are_left_out_of_any_list_that_has_one_for_each(family, name, listed, wanted):
+    kind, own = {"gpt_neo": ("attention_types", [[["global", "local"], 3]])}.get(family, (name, listed))
+    config = AutoConfig.for_model(family, num_hidden_layers=6, **{kind: own})
+    assert list(getattr(config, name)) == listed
+    few = keep_layers(config, (0, 3, 4))
+    assert few.num_hidden_layers == 3 and getattr(few, name) == wanted
+    assert (config.num_hidden_layers, list(getattr(config, name))) == (6, listed)
+
+
+def test_layers_are_left_out_of_an_inner_config():
+    config = AutoConfig.for_model("llama4", text_config={"num_hidden_layers": 6, "no_rope_layers": [1, 1, 1, 0, 1, 0]})
+    few = keep_layers(config, (0, 3, 4)).get_text_config()
+    assert few.num_hidden_layers == 3 and few.no_rope_layers == [1, 0, 1]
+    assert few.moe_layers == [0, 1, 2] and config.get_text_config().num_hidden_layers == 6
+
+
+def test_a_model_of_fewer_layers_has_the_lists_of_those():
+    """As the simulator builds it: the first layers, and no list with entries for more."""
+    config = small_config("smollm3")
+    config.num_hidden_layers, config.layer_types, config.no_rope_layers = 6, ["full_attention"] * 6, [1, 1, 1, 0, 1, 0]
+    recipe = Recipe.model_validate({"model": {"path": "there"}, "train": {"steps": 1}})
+    few = lay_out(resolve_precision(recipe, "cuda"), World(1, 1), config, None).with_layers(4)
+    assert few.config.no_rope_layers == [1, 1, 1, 0] and len(few.config.layer_types) == len(few.model.blocks) == 4
 
 
 @examples(max_examples=40)

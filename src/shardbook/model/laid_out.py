@@ -17,6 +17,7 @@ from shardbook.model.causal_lm import CausalLM, build_model
 from shardbook.model.context import split_rows
 from shardbook.model.pipeline import split_stages
 from shardbook.model.selfcheck import check_family, freeze
+from shardbook.model.shrink import keep_layers
 from shardbook.model.teacher import attach_teacher
 from shardbook.model.tensor import apply_tensor_parallel
 from shardbook.parallel.layout import DTYPES, Layout, build_layout
@@ -57,10 +58,8 @@ class LaidOut:
     layout: Layout
 
     def with_layers(self, layers: int) -> "LaidOut":
-        """Returns this with another number of layers."""
-        words = self.config.to_dict() | {"num_hidden_layers": layers}
-        words.pop("layer_types", None)  # a list with one for each layer: the config makes it anew
-        return lay_out(self.recipe, self.world, type(self.config)(**words), self.teacher)
+        """Returns this with its first `layers` layers."""
+        return lay_out(self.recipe, self.world, keep_layers(self.config, range(layers)), self.teacher)
 
 
 def lay_out(recipe: Recipe, world: World, config: PreTrainedConfig, teacher: PreTrainedConfig | None) -> LaidOut:

@@ -1,12 +1,12 @@
-"""A config made small: widths change by their names, switches never, so that the result of a check of the small model
-holds for the large one. Two layers of each kind stay.
+"""A config made small. `keep_layers` leaves layers out. `shrink_config` leaves two of each kind and shrinks widths by
+their names, switches never, so that the result of a check of the small model holds for the large one.
 
 Invariant: ratios stay (fewer key heads than heads, groups of experts, partial rotations).
 """
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -50,6 +50,29 @@ INDEX_LISTS |= {"attn_layer_indices": 0, "cross_attention_layers": 0, "ple_layer
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id")
 
 
+def keep_layers(config: PreTrainedConfig, numbers: Sequence[int]) -> PreTrainedConfig:
+    """Returns a copy of `config` with these of its layers, in this order."""
+    few = copy.deepcopy(config)
+    inner, kept = few.get_text_config(), list(numbers)
+    layers = inner.num_hidden_layers
+    for name, value in [*vars(inner).items()]:
+        setattr(inner, name, _of_layers(name, value, layers, kept))
+    inner.num_hidden_layers = len(kept)
+    return few
+
+
+def _of_layers(name: str, value: Any, layers: int, kept: list[int]) -> Any:
+    """Returns what a config of `layers` layers says under `name` of those that are `kept`, by their new numbers."""
+    if name == "per_layer_config" and isinstance(value, dict):
+        return {str(kept.index(int(number))): each for number, each in value.items() if int(number) in kept}
+    if not isinstance(value, (list, tuple)) or name in TOKENS:
+        return value
+    if name in INDEX_LISTS:
+        first = INDEX_LISTS[name]
+        return [kept.index(number - first) + first for number in value if number - first in kept]
+    return [value[number] for number in kept] if len(value) == layers else value
+
+
 def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Returns a small config of the same class, with the switches of `config`."""
     words = config.to_dict()
@@ -86,14 +109,11 @@ def _shrunk(words: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _small(name: str, value: Any, layers: int, kept: list[int]) -> Any:
-    if name in INDEX_LISTS and isinstance(value, (list, tuple)):
-        first = INDEX_LISTS[name]
-        return [kept.index(number - first) + first for number in value if number - first in kept]
+    cut = _of_layers(name, value, layers, kept)
     if name == "per_layer_config" and isinstance(value, dict):
-        inner = {int(number): each for number, each in value.items() if int(number) in kept}
-        return {str(kept.index(number)): _shrunk(each, layers) for number, each in inner.items()}
-    if isinstance(value, (list, tuple)) and len(value) == layers:
-        return [_small(name, value[number], -1, kept) for number in kept]
+        return {number: _shrunk(each, layers) for number, each in cut.items()}
+    if isinstance(value, (list, tuple)):
+        return cut if name in INDEX_LISTS or cut is value else [_small(name, each, -1, kept) for each in cut]
     if name in ("attn_config", "ffn_config"):
         return _shrunk(value if isinstance(value, dict) else value.to_dict(), layers)
     if isinstance(value, bool) or not isinstance(value, int):

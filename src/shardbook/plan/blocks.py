@@ -24,6 +24,7 @@ from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.comparisons import raise_if_ours
 from shardbook.model.laid_out import build_adapted
 from shardbook.model.selfcheck import check_family, remember
+from shardbook.model.shrink import keep_layers
 from shardbook.parallel.context import ContextAxis
 from shardbook.parallel.tensor import TensorAxis
 from shardbook.plan.timeline import Timeline, full_rows, meta_tensors
@@ -112,7 +113,8 @@ def _look_at(config: PreTrainedConfig) -> Kinds:
         of_blocks = tuple(map(alike.index, alike))
         firsts = tuple(sorted(set(of_blocks)))
         for layers in (firsts, tuple(range(firsts[-1] + 1)), tuple(range(len(facts)))):
-            few = only_layers(config, layers)
+            few = keep_layers(config, layers)
+            few.tie_word_embeddings = False  # the gradient of a tied head waits for the embedding's, and is no block's
             if differing(facts_of(few)) == [alike[number] for number in layers]:
                 break
         remember(few, check_family(config))
@@ -190,17 +192,6 @@ def measure(recipe: Recipe, config: PreTrainedConfig) -> Measured:
     }
     around = [(line.before_blocks, line.after_blocks, line.in_norm()) for line in lines]
     return Measured(blocks, *map(fit, zip(*around, strict=True)))
-
-
-def only_layers(config: PreTrainedConfig, numbers: Sequence[int]) -> PreTrainedConfig:
-    """Returns `config` with these of its layers: lists that have an entry for each layer are cut too. Its head is not
-    tied: the gradient of a tied one waits for the embedding's, and is no block's."""
-    few, layers = copy.deepcopy(config), config.num_hidden_layers
-    for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) == layers:
-            setattr(few, name, [value[number] for number in numbers])
-    few.num_hidden_layers, few.tie_word_embeddings = len(numbers), False
-    return few
 
 
 def lend_groups(model: nn.Module) -> None:
