@@ -237,23 +237,6 @@ def test_a_private_name_elsewhere_turns_it_red(line):
     assert private_names(ast.parse(line), OWN)
 
 
-def not_looked_for(tree: ast.Module) -> list[str]:
-    """The private names that a function uses and that no `_needs`, its own or one before it, lists."""
-    listed, found = {"_needs", "_has", "_words_of"}, []
-    for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
-        listed |= {word for each in function.decorator_list for word in re.findall(r"\w+", ast.unparse(each))}
-        used = private_names(ast.Module(function.body, []), set())
-        found += [word for name in used for word in re.findall(r"\w+", name) if is_private(word) and word not in listed]
-    return found
-
-
-def test_each_private_name_is_looked_for_before_it_is_used():
-    text = modules()[PRIVATE].read_text()
-    assert not_looked_for(ast.parse(text)) == []
-    planted = '@_needs("stages", "torch._foreach_norm")\n'
-    assert planted in text and not_looked_for(ast.parse(text.replace(planted, ""))) == ["_foreach_norm"]
-
-
 ONE_HOME = {
     r"-\(-": {"arithmetic.py"},
     r'\.partial"': {"paths.py"},

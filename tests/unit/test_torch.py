@@ -2,8 +2,11 @@
 
 import importlib
 import inspect
+import os
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,81 +18,52 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+import shardbook
 from shardbook.comm import torch_private
 from shardbook.comm.versions import release_of
 from shardbook.recipe import RecipeError
 
-PROGRESS = [part for part in torch_private.NEEDED if part != "cuda" or torch.cuda.is_available()]
-
-
-def without(monkeypatch, path):
-    """Take a name from torch: from its module, or by a class without any in the place of what has it."""
-    words, owner = path.split("."), None
-    for end in range(len(words) - 1, 0, -1):
-        try:
-            owner = importlib.import_module(".".join(words[:end]))
-            break
-        except ImportError:
-            continue
-    for word in words[end:-1]:
-        inner = getattr(owner, word)
-        if not inspect.ismodule(inner):
-            monkeypatch.setattr(owner, word, type(word, (), {}))
-            return
-        owner = inner
-    monkeypatch.delattr(owner, words[-1])
-
-
-def test_this_torch_has_every_name():
-    torch_private.probe(*PROGRESS)
-
-
-@pytest.mark.parametrize(
-    "part, path", [(part, path) for part in PROGRESS for path in torch_private.NEEDED[part]], ids=lambda word: word
-)
-def test_a_name_that_is_gone_is_one_line(monkeypatch, part, path):
-    for either in path.split("|"):
-        without(monkeypatch, either)
-    with pytest.raises(RecipeError) as refused:
-        torch_private.probe(*PROGRESS)
-    said = str(refused.value)
-    assert said.startswith(f"torch {torch.__version__} lacks ") and "\n" not in said
-    assert path.split("|")[0] in said and "tested with torch 2.11 to 2.15" in said
-
-
-@pytest.mark.parametrize("part", ["stages", "run", "simulate"])
-def test_one_of_two_names_is_enough(monkeypatch, part):
-    monkeypatch.setitem(torch_private.NEEDED, part, ["torch._gone|torch._foreach_norm"])
-    torch_private.probe(part)
-    monkeypatch.setitem(torch_private.NEEDED, part, ["torch._gone|torch.gone.too"])
-    with pytest.raises(RecipeError, match=r"lacks torch._gone or torch.gone.too, which"):
-        torch_private.probe(part)
-
-
-GONE = """
-import sys, torch
-from torch.distributed.fsdp._fully_shard import _fsdp_api, _fully_shard
-del {name}
-{run}
+GONE = {  # what torch lacks -> words of the line
+    "torch.distributed.fsdp._fully_shard._fsdp_api.AllGather": "cannot import name 'AllGather' from 'torch.distr",
+    "torch._foreach_norm": "cannot import name '_foreach_norm' from 'torch'",
+    "torch.utils._pytree.tree_leaves": "cannot import name 'tree_leaves' from 'torch.utils._pytree'",
+}
+TAKEN = """
+import importlib
+owner, _, name = {path!r}.rpartition(".")
+delattr(importlib.import_module(owner), name)
 """
-RUN = "from shardbook.train import main; sys.exit(main([{recipe!r}]))"
-SIMULATE = "from shardbook.cli import main; sys.exit(main(['plan', {recipe!r}, '--simulate', '--gpus', '2']))"
+
+
+def test_a_name_that_is_gone_is_one_line(monkeypatch):
+    for path, said in GONE.items():
+        owner, _, name = path.rpartition(".")
+        with monkeypatch.context() as taken, pytest.raises(RecipeError) as refused:
+            taken.delattr(importlib.import_module(owner), name)
+            runpy.run_path(torch_private.__file__)
+        line = str(refused.value)
+        assert line.startswith(f"torch {torch.__version__} lacks what Shardbook uses ({said}") and "\n" not in line
+        assert line.endswith("it is tested with torch 2.11 to 2.15: install one of these")
 
 
 @pytest.mark.parametrize(
-    "run, name",
+    "words",
     [
-        (RUN, "_fsdp_api.AllGather, _fsdp_api.ReduceScatter"),  # what our classes are made from when they are imported
-        pytest.param(SIMULATE, "torch.utils._pytree.tree_leaves", marks=pytest.mark.slow),
+        ["-m", "shardbook.train", "smollm2-135m-fsdp"],
+        pytest.param(
+            ["-m", "shardbook.cli", "plan", "smollm2-135m-fsdp", "--simulate", "--gpus", "2"], marks=pytest.mark.slow
+        ),
     ],
+    ids=["rank", "plan"],
 )
-def test_a_run_ends_with_that_line_and_exit_code_2(run, name):
-    code = GONE.format(name=name, run=run.format(recipe="smollm2-135m-fsdp"))
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+def test_a_process_ends_with_that_line_and_exit_code_2(words, tmp_path):
+    (path, said), *_ = GONE.items()
+    (tmp_path / "sitecustomize.py").write_text(TAKEN.format(path=path))
+    variables = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(shardbook.__file__).parents[1]}"}
+    ended = subprocess.run([sys.executable, *words], env=variables, capture_output=True, text=True)
     assert ended.returncode == 2, ended.stderr
-    *_, last = ended.stderr.strip().splitlines()
-    assert "Traceback" not in ended.stderr and last.startswith(f"shardbook: torch {torch.__version__} lacks torch.")
-    assert name.split(".")[-1] in last and last.endswith("it is tested with torch 2.11 to 2.15: install one of these")
+    assert ended.stderr.startswith(f"shardbook: torch {torch.__version__} lacks what Shardbook uses ({said}")
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
 
 
 def test_the_custom_collectives_have_the_shape_we_implement():

@@ -16,10 +16,7 @@ from torch import Tensor
 
 from shardbook.axes import ACROSS, DP_SHARD, INSIDE
 from shardbook.comm.quantize import dequantize, quantize
-from shardbook.comm.torch_private import collective_base, secondary_meshes_through
-
-AllGather: Any = collective_base("AllGather")
-ReduceScatter: Any = collective_base("ReduceScatter")
+from shardbook.comm.torch_private import AllGather, ReduceScatter, secondary_meshes_through
 
 
 @dataclass(frozen=True)

@@ -1,145 +1,108 @@
 """Every private name of torch that Shardbook uses: its purpose, and why no public name serves.
 
-Invariant: no other file uses one (tests/unit/test_house.py), and each is imported where it is used, so this module can
-be imported under any torch. `probe` looks for all names of a part before work begins: a torch that lacks one is refused
-in one line, not by an AttributeError in the middle of a run. tests/unit/test_torch.py tests their behaviour.
+Invariant: no other file uses one (tests/unit/test_house.py). What can be imported is imported here, at once, so that a
+torch that lacks it is refused in one line before work begins. tests/unit/test_torch.py tests their behaviour.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
-from inspect import isclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardbook.comm.versions import TESTED
-from shardbook.recipe import RecipeError
+from shardbook.recipe import RecipeError, first_line
 
-FSDP = "torch.distributed.fsdp._fully_shard"
-NEEDED: dict[str, list[str]] = {}  # part -> paths; `a|b`: one of the two is enough
-Function = TypeVar("Function", bound=Callable[..., Any])
+try:
+    from torch import _foreach_mul_, _foreach_norm
+    from torch._C import _current_graph_task_id, _distributed_c10d
+    from torch._C._distributed_c10d import FakeProcessGroup
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.cuda.memory import _dump_snapshot, _record_memory_history
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.distributed_c10d import _world
+    from torch.distributed.fsdp._fully_shard import _fully_shard
 
+    # Bases for set_custom_all_gather and set_custom_reduce_scatter, public methods whose classes torch does not export.
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-def _needs(part: str, *paths: str) -> Callable[[Function], Function]:
-    """Adds `paths` to the names that `probe` looks for in `part`: stages (for a run and for a loop of one's own), run,
-    simulate, or cuda (on CUDA only)."""
-    NEEDED.setdefault(part, []).extend(paths)
-    return lambda function: function
+    # The base of a mode that sees every operation, backward's too. Public TorchFunctionMode does not.
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+except ImportError as error:
+    raise RecipeError(
+        f"torch {torch.__version__} lacks what Shardbook uses ({first_line(error)}); it is tested with torch "
+        f"{' to '.join(TESTED['torch'])}: install one of these"
+    ) from None
 
-
-def probe(*parts: str) -> None:
-    """Raises RecipeError where this torch lacks a name that one of `parts` needs. Imports modules, starts nothing."""
-    paths = [path for part in parts for path in NEEDED[part]]
-    if lacks := [path.replace("|", " or ") for path in paths if not any(map(_has, path.split("|")))]:
-        raise RecipeError(
-            f"torch {torch.__version__} lacks {', '.join(lacks)}, which Shardbook uses; it is tested with torch "
-            f"{' to '.join(TESTED['torch'])}: install one of these"
-        )
-
-
-def _has(path: str) -> bool:
-    """Returns whether a module, or a name in one, is there. An attribute that only instances have is looked for in the
-    methods of their class."""
-    words, found, at = path.split("."), None, 1
-    with contextlib.suppress(ImportError):
-        for at in range(1, len(words) + 1):
-            found = import_module(".".join(words[:at]))
-        return True
-    for word in words[at - 1 :]:
-        if not hasattr(found, word) and not (isclass(found) and word in _words_of(found)):
-            return False
-        found = getattr(found, word, None)
-    return True
-
-
-def _words_of(made: type) -> set[str]:
-    """Returns the names that the methods of a class use."""
-    return {word for method in vars(made).values() for word in getattr(getattr(method, "__code__", 0), "co_names", ())}
+__all__ = ["AllGather", "ReduceScatter", "TorchDispatchMode"]
 
 
 # -- stages: fully_shard, the end of a backward, operations on many gradients at once
 
 
-@_needs("stages", f"{FSDP}._fsdp_api.AllGather", f"{FSDP}._fsdp_api.ReduceScatter")
-def collective_base(name: str) -> Any:
-    """Returns the base class for set_custom_all_gather or set_custom_reduce_scatter. These methods are public, but
-    torch does not export their classes. Where torch has none it is a plain class, and `probe` refuses that torch."""
-    with contextlib.suppress(ImportError):
-        return getattr(import_module(f"{FSDP}._fsdp_api"), name, object)
-    return object
-
-
 @contextlib.contextmanager
-@_needs("stages", f"{FSDP}._fully_shard._get_post_forward_mesh_info")
 def secondary_meshes_through(get: Callable[..., Any]) -> Iterator[None]:
     """While open, fully_shard calls `get(real, reshard_after_forward, mesh_info)` for the mesh of a secondary shard, in
     place of `real(reshard_after_forward, mesh_info)`. No public argument takes such a mesh."""
-    module = import_module(f"{FSDP}._fully_shard")
+    module: Any = _fully_shard
     real = module._get_post_forward_mesh_info
-    module._get_post_forward_mesh_info = partial(get, real)  # type: ignore[attr-defined]
+    module._get_post_forward_mesh_info = partial(get, real)
     try:
         yield
     finally:
-        module._get_post_forward_mesh_info = real  # type: ignore[attr-defined]
+        module._get_post_forward_mesh_info = real
 
 
-@_needs("stages", f"{FSDP}._fsdp_param_group.FSDPCommContext")
 def frees_early() -> bool:
     """Returns whether fully_shard frees, as from torch 2.15 on, a gather's buffer before the next one is copied, and a
     unit's last gradient before its sum is made (nor does one rank divide by one). Nothing public says so."""
-    return hasattr(
-        import_module(f"{FSDP}._fsdp_param_group").FSDPCommContext, "release_all_gather_state_for_comm_reuse"
-    )
+    return hasattr(FSDPCommContext, "release_all_gather_state_for_comm_reuse")
 
 
-@_needs("stages", "torch.autograd.Variable._execution_engine.queue_callback")
 def call_after_backward(function: Callable[[], None]) -> None:
     """Has autograd call `function` when the running backward ends, as fully_shard and DDP do. No public hook does."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-@_needs("stages", "torch._C._current_graph_task_id")
 def in_backward() -> bool:
     """Returns whether this thread is inside a backward. No public name says so."""
-    return torch._C._current_graph_task_id() != -1
+    return _current_graph_task_id() != -1
 
 
-@_needs("stages", "torch.Tensor._version")
 def version_of(tensor: Tensor) -> int:
     """Returns the version counter of `tensor`, which autograd compares before it uses a saved tensor."""
     return tensor._version
 
 
-@_needs("stages", "torch._foreach_copy_")
 def copy_together(into: list[Tensor], source: list[Tensor]) -> None:
     """Copies each of `source` into a tensor of another dtype, in few launches. Between equal dtypes CUDA rewrites NaNs
     (byte_gather.py)."""
     torch._foreach_copy_(into, source)
 
 
-@_needs("stages", "torch._foreach_norm")
 def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Returns the 2-norm of each, added up in `dtype`, in few launches. vector_norm would copy each to `dtype`."""
-    return list(torch._foreach_norm(tensors, 2, dtype))
+    return list(_foreach_norm(tensors, 2, dtype))
 
 
-@_needs("stages", "torch._foreach_mul_")
 def scale_together(tensors: list[Tensor], factor: Tensor) -> None:
     """Scales each in place, in few launches. torch's public clip_grads_with_norm_ refuses DTensors of two meshes."""
-    torch._foreach_mul_(tensors, factor)
+    _foreach_mul_(tensors, factor)
 
 
-@_needs("stages", "torch._dynamo.config.recompile_limit")
 def allow_graphs(count: int) -> None:
     """Lets every compiled function have `count` graphs. torch.compile has an option for one function since 2.13."""
     torch._dynamo.config.recompile_limit = max(count, torch._dynamo.config.recompile_limit)
 
 
-@_needs("stages", "torch._dynamo.mark_static")
 def keep_widths_static(tensor: Tensor) -> None:
     """Has the compiler take all dimensions of `tensor` but the first for constants, although torch.compile was told
     `dynamic=True`. torch.compile has no option for one dimension."""
@@ -147,27 +110,17 @@ def keep_widths_static(tensor: Tensor) -> None:
         torch._dynamo.mark_static(tensor, dim)
 
 
-@_needs("stages", "torch.nn.Module._parameters")
 def slots_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Returns the dictionary in which a module keeps its own parameters, in order. No public name gives empty slots (no
     bias), and setting a parameter here is cheaper than setattr, which looks at every other kind of attribute."""
     return module._parameters
 
 
-@_needs("stages", "torch.distributed.fsdp.FSDPModule._get_fsdp_state", f"{FSDP}._fsdp_state.FSDPState._lazy_init")
 def start_fully_shard(root: Any) -> None:
     """Does what fully_shard does before its first forward: it pads shards, so they must have their memory by now."""
     root._get_fsdp_state()._lazy_init()
 
 
-@_needs(
-    "stages",
-    *(
-        f"{FSDP}._fsdp_param.FSDPParam.{name}"
-        for name in ("sharded_param", "padded_sharded_param_size", "to_sharded_dtensor")
-    ),
-    f"{FSDP}._fsdp_state.FSDPState._fsdp_param_groups|{FSDP}._fsdp_state.FSDPState._fsdp_param_group",
-)
 def sharded_parameters(handle: Any) -> list[Any]:
     """Returns fully_shard's own objects for the parameters that a module gathers together. Only their `sharded_param`,
     `padded_sharded_param_size` and `to_sharded_dtensor` are used, and the attributes that functions below read."""
@@ -176,19 +129,16 @@ def sharded_parameters(handle: Any) -> list[Any]:
     return list(groups[0].fsdp_params)
 
 
-@_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._orig_size")
 def whole_shape(param: Any) -> torch.Size:
     """Returns the shape of one of `sharded_parameters` before fully_shard; its DTensor may be sharded along tp too."""
     return param._orig_size
 
 
-@_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._sharded_param_data")
 def padded_shard(param: Any) -> Tensor:
     """Returns the flat padded shard that fully_shard gathers. The DTensor shows it without its padding."""
     return param._sharded_param_data
 
 
-@_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._init_extensions")
 def gather_through(param: Any, shard: Callable[[], Tensor]) -> None:
     """Has fully_shard gather, for one of `sharded_parameters`, the flat padded tensor that `shard` then returns. The
     public protocol (fsdp_pre_all_gather) is for tensor subclasses, which fully_shard looks for when it starts; here the
@@ -204,13 +154,11 @@ def gather_through(param: Any, shard: Callable[[], Tensor]) -> None:
     param._init_extensions()
 
 
-@_needs("stages", f"{FSDP}._fsdp_param.FSDPParam._module_info")
 def place_of(param: Any) -> tuple[nn.Module, str]:
     """Returns the module that has one of `sharded_parameters`, and its name there. The handle knows only modules."""
     return param._module_info.module, param._module_info.param_name
 
 
-@_needs("stages", f"{FSDP}._fsdp_param.FSDPParam.reset_sharded_param")
 def after_each_reset(param: Any, function: Callable[[], None]) -> None:
     """Calls `function` whenever the shard of one of `sharded_parameters` may be another tensor than before: moved,
     loaded, padded by the first forward. torch looks for an extension on that tensor, and offers no hook there."""
@@ -223,7 +171,6 @@ def after_each_reset(param: Any, function: Callable[[], None]) -> None:
     param.reset_sharded_param = resets
 
 
-@_needs("stages", "torch.distributed.tensor.DTensor._local_tensor")
 def extend_gather(param: Any, pre: Callable[..., Any], post: Callable[..., Any]) -> None:
     """Sets `pre` and `post` where fully_shard looks for an extension of one of `sharded_parameters`: on its shard."""
     local = param.sharded_param._local_tensor
@@ -233,7 +180,6 @@ def extend_gather(param: Any, pre: Callable[..., Any], post: Callable[..., Any])
 # -- run: activations, limits and records of collectives
 
 
-@_needs("run", "torch._functorch.config.activation_memory_budget")
 def set_memory_budget(share: float) -> None:
     """Sets the share of activations that torch.compile keeps for backward. Only a blog of torch documents it."""
     import torch._functorch.config
@@ -241,107 +187,69 @@ def set_memory_budget(share: float) -> None:
     torch._functorch.config.activation_memory_budget = share
 
 
-@_needs(
-    "run",
-    "torch.distributed.distributed_c10d._world.pg_map",
-    "torch.distributed.ProcessGroup._device_types",
-    "torch.distributed.ProcessGroup._get_backend",
-)
 def backends_of(device: torch.device) -> list[Any]:
     """Returns the backend for `device` of each process group. No public name lists groups, or gives a backend."""
-    groups = dist.distributed_c10d._world.pg_map
-    return [group._get_backend(device) for group in groups if device in group._device_types]
+    return [group._get_backend(device) for group in _world.pg_map if device in group._device_types]
 
 
-@_needs("run", "torch._C._distributed_c10d._dump_fr_trace")
-@_needs("cuda", "torch._C._distributed_c10d._dump_nccl_trace")
 def collectives_record(is_gloo: bool) -> bytes:
     """Returns torch's record of the last collectives. It is documented; no public name has it before a timeout."""
-    owner: Any = import_module("torch._C._distributed_c10d")
+    owner: Any = _distributed_c10d  # which has the second in builds with NCCL alone
     return owner._dump_fr_trace() if is_gloo else owner._dump_nccl_trace()
 
 
 # -- cuda: a record of its memory
 
 
-@_needs("cuda", "torch.cuda.memory._record_memory_history")
 def record_memory(events: int | None) -> None:
     """Records the last `events` allocations and frees; None: stops. It is torch's documented way (Understanding CUDA
     Memory Usage), without a public name."""
-    record: Any = torch.cuda.memory._record_memory_history
+    record: Any = _record_memory_history
     record(max_entries=events) if events else record(enabled=None)
 
 
-@_needs("cuda", "torch.cuda.memory._dump_snapshot")
 def write_memory_snapshot(file: str) -> None:
     """Writes the recorded events, for pytorch.org/memory_viz; documented in the same place, without a public name."""
-    torch.cuda.memory._dump_snapshot(file)
+    _dump_snapshot(file)
 
 
 # -- simulate: a step on fake tensors
 
 
-@_needs("simulate", "torch.testing._internal.distributed.fake_pg.FakeStore")
 def fake_store() -> Any:
     """Returns a store for the process group `fake`, torch's own way to be one of many ranks in a single process."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     return FakeStore()
 
 
-@_needs("simulate", "torch._C._distributed_c10d.FakeProcessGroup._create_internal")
-@_needs("simulate", "torch.distributed.ProcessGroup._register_backend")
 def fake_group(rank: int, size: int) -> dist.ProcessGroup:
     """Returns a group of `size` ranks, of which only this one exists; its collectives send nothing. It is none of the
     process' groups, so a run's own may exist beside it; a public constructor would make it one."""
-    from torch._C._distributed_c10d import FakeProcessGroup
-
     group = dist.ProcessGroup(fake_store(), rank, size)
     kind: Any = dist.ProcessGroup.BackendType.CUSTOM
     group._register_backend(torch.device("cpu"), kind, FakeProcessGroup._create_internal(rank, size))
     return group
 
 
-@_needs("simulate", "torch.distributed._composable_state._module_state_mapping")
 def forget_sharding(module: nn.Module) -> None:
     """Lets fully_shard take `module` again, after its attributes are as before. No public name undoes fully_shard."""
-    import_module("torch.distributed._composable_state")._module_state_mapping.pop(module, None)
+    _module_state_mapping.pop(module, None)
 
 
-@_needs("simulate", "torch._subclasses.fake_tensor.FakeTensorMode")
 def fake_tensors() -> Any:
     """Returns a context in which tensors have shapes and no memory, and may be mixed with real ones. Meta tensors will
     not do: they have no device of their own, and all their storages are empty."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-@_needs("run", "torch.utils._python_dispatch.TorchDispatchMode")
-@_needs("simulate", "torch.utils._python_dispatch.TorchDispatchMode")
-def dispatch_base() -> Any:
-    """Returns the base of a mode that sees every operation, backward's too. Public TorchFunctionMode does not."""
-    with contextlib.suppress(ImportError):
-        return getattr(import_module("torch.utils._python_dispatch"), "TorchDispatchMode", object)
-    return object
-
-
-@_needs("simulate", "torch.utils._pytree.tree_leaves", "torch.distributed.tensor.DTensor._local_tensor")
-@_needs("simulate", "torch.UntypedStorage._cdata", "torch.multiprocessing.reductions.StorageWeakRef")
 def storages_in(result: Any) -> Iterator[tuple[int, Any]]:
     """Yields the number of, and a weak reference to, the storage of each tensor that an operation returned; of a
     DTensor, of its shard (to_local is an operation itself). Python's weakref is of a wrapper, which dies before it."""
-    from torch.distributed.tensor import DTensor
-    from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils._pytree import tree_leaves
-
     for tensor in tree_leaves(result):
         if isinstance(tensor, Tensor):
             storage: Any = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
             yield storage._cdata, StorageWeakRef(storage)
 
 
-@_needs("simulate", "torch.UntypedStorage._new_with_weak_ptr")
 def bytes_there(reference: Any) -> int | None:
     """Returns the bytes now of a storage that storages_in refers to, 0 of one that was freed; None where it is gone."""
     storage: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardbook.comm.torch_private import dispatch_base, set_memory_budget
+from shardbook.comm.torch_private import TorchDispatchMode, set_memory_budget
 from shardbook.parallel.units import stacked_parameters
 from shardbook.recipe import Activation, RecipeError
 
@@ -83,7 +83,7 @@ def keep_chosen(policy: Policy | None, context: Any, op: Any, *positional: Any, 
     return policy(context, op, *positional, **named) if policy else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Choices(dispatch_base()):
+class Choices(TorchDispatchMode):
     """Notes in `chosen` what each top-k of a forward chooses; `again`, each chooses what was noted. The chosen scores
     are gathered both times: torch's selective contexts want the same operations. What is compiled inside, as flex
     attention, stays compiled."""

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardbook.axes import DATA_AXES, DP_SHARD
-from shardbook.comm.torch_private import probe
 from shardbook.parallel.layout import DTYPES, Layout, build_layout
 from shardbook.parallel.mesh import axis_sizes, build_mesh
 from shardbook.parallel.replicated import COPIED
@@ -46,7 +45,6 @@ def shard_model(
     gradients are SUMS over ranks: divide the loss by what the whole step counts. Raises RecipeError (a ValueError)
     where something does not fit.
     """
-    probe("stages")
     blocks, parallel, precision = read_arguments(model, blocks, stage, mesh, precision)
     if not dist.is_initialized():
         raise RecipeError("shard_model: no process group; call torch.distributed.init_process_group first")

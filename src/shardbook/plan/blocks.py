@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from shardbook.comm.torch_private import fake_group, fake_tensors, probe
+from shardbook.comm.torch_private import fake_group, fake_tensors
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.attention import Kernel, kernel_of, kernel_on_gpu
 from shardbook.model.causal_lm import build_model, materialize
@@ -180,7 +180,6 @@ def measure_blocks(
 
 
 def measure(recipe: Recipe, config: PreTrainedConfig) -> Measured:
-    probe("simulate")
     kinds, kernel = _look_at(config), kernel_on_gpu(kernel_of(config), check_family(config).demands)
     rows, shared = recipe.train.per_device_train_batch_size, recipe.parallel.tp_size * recipe.parallel.cp_size
     lengths = [times * LENGTH * shared for times in range(1, 4 if kernel.is_dense else 3)]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardbook.comm.ledger import Traffic
-from shardbook.comm.torch_private import fake_store, fake_tensors, forget_sharding, probe, storages_in
+from shardbook.comm.torch_private import fake_store, fake_tensors, forget_sharding, storages_in
 from shardbook.model.comparisons import raise_if_ours
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout, build_layout
@@ -104,7 +104,6 @@ def plan_module(
     A module that cannot run on fake tensors has a plan without a peak, whose `unmeasured` names the block and the
     reason. Raises RecipeError (a ValueError) where something does not fit.
     """
-    probe("stages", "simulate")
     for what, given, fits, words in (
         ("gpus", gpus, _is_count(gpus), "a whole number of at least 1"),
         ("micros", micros, _is_count(micros), "a whole number of at least 1"),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardbook.comm.torch_private import bytes_there, fake_store, fake_tensors, probe
+from shardbook.comm.torch_private import bytes_there, fake_store, fake_tensors
 from shardbook.data.loader import MicroBatch, count_totals
 from shardbook.data.tokenized import Totals
 from shardbook.memory.activation import apply_checkpointing
@@ -123,7 +123,6 @@ def simulate_step(laid: LaidOut, terms: LossTerms) -> Simulated:
     if laid.recipe.offload.optimizer != "none":
         asked = f"--simulate: offload.optimizer = {laid.recipe.offload.optimizer!r}"
         raise RecipeError(f"{asked}: a host's memory is not simulated; leave --simulate out, or set it to none")
-    probe("stages", "run", "simulate")
     times = laid.config.num_hidden_layers - LAYERS[1]
     if times <= 0 or len({*kinds_of(laid.config)}) > 1:
         most, kept = _simulate(laid, terms)

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from shardbook.comm.torch_private import bytes_there, dispatch_base, storages_in
+from shardbook.comm.torch_private import TorchDispatchMode, bytes_there, storages_in
 from shardbook.data.loader import MicroBatch
 from shardbook.recipe import Recipe
 
 DOCUMENTS = 8  # cu_seqlens of a row, which attention gets
 
 
-class LiveBytes(dispatch_base()):
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that operations allocate, as long as any tensor refers to them."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from shardbook.comm.torch_private import backends_of, probe
+from shardbook.comm.torch_private import backends_of
 from shardbook.ranks.exits import RunFailed, watch_launcher
 from shardbook.ranks.heartbeat import Heartbeat
 from shardbook.ranks.join import INTERFACE, Rendezvous, Store, join_ranks, read_member, read_rendezvous
@@ -59,11 +59,10 @@ def start_distributed(lost_seconds: float = 0, hang_seconds: float = 0) -> Ranks
     """Joins the process group that the launcher's variables describe; without a launcher, makes a world of one.
 
     A rank without a heartbeat for `lost_seconds` ends all the others (0: they wait for TIMEOUT), and so does a rank
-    without progress for `hang_seconds` inside `watch_steps` (0: off). Raises RecipeError where this torch lacks a name
-    that a run needs, the launcher would shard a second time (`ACCELERATE_USE_FSDP`), its variables are wrong, a rank
-    does not join, or gloo cannot connect the ranks.
+    without progress for `hang_seconds` inside `watch_steps` (0: off). Raises RecipeError where the launcher would shard
+    a second time (`ACCELERATE_USE_FSDP`), its variables are wrong, a rank does not join, or gloo cannot connect the
+    ranks.
     """
-    probe("stages", "run", *["cuda"] * torch.cuda.is_available())
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
         raise RecipeError(
             "ACCELERATE_USE_FSDP is set by the launcher: Shardbook shards the model itself; "

@@ -1,7 +1,7 @@
 """Signals: a request to stop a rank, which counts from its process's first moment on, before torch is imported.
 
-Invariant: imports no torch. A first signal only asks; the files that a second one leaves are whole, since nothing that
-is published is ever open.
+Invariant: imports no torch but in a rank that listens already. A first signal only asks; the files that a second one
+leaves are whole, since nothing that is published is ever open.
 """
 
 import contextlib
@@ -71,12 +71,13 @@ def listen_early() -> None:
 
 
 def refuse_early() -> None:
-    """Ends this process with one line where it is a rank and torch or transformers is too old: what it imports next
-    may fail first, in words of its own."""
+    """Ends this process with one line where it is a rank and torch or transformers is too old, or torch lacks a private
+    name: what it imports next would fail in words of its own."""
     if not any(("-m", module) in pairwise(sys.orig_argv) for module in RANKS):
         return
     try:
         check_versions()
+        import shardbook.comm.torch_private  # noqa: F401
     except RecipeError as error:
         print(f"shardbook: {error}", file=sys.stderr, flush=True)
         exit_rank(WRONG)
