@@ -184,21 +184,13 @@ def test_wrong_recipes_exit_2_with_one_line(file, word, capsys):
         assert part in captured.err
 
 
-BESIDE = {  # a contradiction is found beside an error in the same section, and beside a section that contradicts itself
-    ("optim.learning_rate=fast", "optim.name=muon", "parallel.tp_size=2"): "optim.learning_rate = 'fast'",
-    ("parallel.stagee=1", "parallel.tp_size=2", "optim.name=muon"): "parallel.stagee is not a key",
-    ("train.steps=x", "parallel.tp_size=2", "optim.name=muon"): "train.steps = 'x'",
-    ("data.eval=a.jsonl", "data.eval_size=3", "parallel.tp_size=2", "optim.name=muon"): "set one of the two",
-}
-
-
-@pytest.mark.parametrize("words", BESIDE)
-def test_an_error_hides_no_contradiction_of_other_keys(file, words, capsys):
+def test_contradictions_are_looked_for_where_each_key_is_right(file, capsys):
+    words = ["parallel.tp_size=2", "optim.name=muon"]
+    assert cli.main(["train", str(file), "optim.learning_rate=fast", *words]) == 2
+    wrong = capsys.readouterr().err
+    assert "optim.learning_rate = 'fast'" in wrong and "do not compose" not in wrong
     assert cli.main(["train", str(file), *words]) == 2
-    said = capsys.readouterr().err
-    assert BESIDE[words] in said and said.count("parallel.tp_size = 2 and optim.name = 'muon': they do not") == 1, said
-    assert cli.main(["train", str(file), "parallel.tp_size=x", "optim.name=muon"]) == 2
-    assert "do not compose" not in capsys.readouterr().err  # of a key that is wrong itself nothing is known
+    assert "parallel.tp_size = 2 and optim.name = 'muon': they do not compose" in capsys.readouterr().err
 
 
 PAIRS = {

@@ -58,32 +58,7 @@ def parse_recipe(text: str, source: str, overrides: list[str] | None = None) -> 
         for one in error.errors():
             what, should, rule = _explain(one).partition(": input should be ")
             said.setdefault(what + should, []).append(rule)
-        found = [what + " or ".join(said[what]) for what in said] + _conflicts_beside(given, error)
-        raise RecipeError(f"{source}: " + "; ".join(found)) from None
-
-
-def _conflicts_beside(given: dict[str, Any], error: ValidationError) -> list[str]:
-    """Returns the conflicts between keys of `given` that have no error of their own, where others have."""
-    right: dict[str, Any] = {name: given[name] for name in Recipe.model_fields if name in given}
-    wrong = set[str]()
-    while found := [one["loc"] for one in error.errors() if one["loc"]]:
-        for section, *rest in found:
-            inside, key = right.get(str(section)), str(rest[0]) if rest else ""
-            if isinstance(inside, dict) and key in inside:
-                right[str(section)] = {name: value for name, value in inside.items() if name != key}
-                wrong.add(f"{section}.{key}")
-            else:  # the whole section contradicts itself
-                right.pop(str(section), None)
-                wrong.add(str(section))
-        train = right.get("train", {})
-        if not (train.get("steps") or train.get("epochs")):
-            right["train"] = train | {"steps": 1}
-        try:
-            Recipe.model_validate(right, context=wrong)
-            return []
-        except ValidationError as more:
-            error = more
-    return [one["msg"].removeprefix("Value error, ") for one in error.errors()] if wrong else []
+        raise RecipeError(f"{source}: " + "; ".join(what + " or ".join(said[what]) for what in said)) from None
 
 
 def dump_recipe(recipe: Recipe, with_defaults: bool = True) -> str:

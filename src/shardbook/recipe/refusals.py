@@ -2,7 +2,8 @@
 the library and the docs' matrix check the same table.
 
 Invariant: each contradiction between keys that shows without a machine, model or file is one row of RULES and is stated
-nowhere else, except contradictions inside one section, which its own validator finds. All of a recipe's are reported.
+nowhere else, except contradictions inside one section, which its own validator finds. All rows that a recipe breaks are
+reported, once no key and no section is wrong by itself.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -6,7 +6,7 @@ Invariant: a recipe that loads has no contradiction inside itself (refusals.py).
 
 from typing import Any, Literal
 
-from pydantic import ValidationInfo, model_validator
+from pydantic import model_validator
 
 from shardbook.recipe.learning import PAIRED, Distill, Lora, Optim, Preference
 from shardbook.recipe.refusals import conflicts, refuse
@@ -92,8 +92,7 @@ class Recipe(Section):
         return given
 
     @model_validator(mode="after")
-    def validate_composition(self, info: ValidationInfo) -> "Recipe":
-        """Raises for all contradictions, except rules that read a section or key named in the validation's context."""
-        wrong = set(info.context or ())
-        refuse(found for found in conflicts(self) if not (found.rule.sections | found.rule.reads) & wrong)
+    def validate_composition(self) -> "Recipe":
+        """Raises for all contradictions."""
+        refuse(conflicts(self))
         return self
