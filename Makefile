@@ -77,9 +77,8 @@ docs: $(DEV)  ## the site, into site/html (open index.html)
 recipes: $(RUN)  ## list the recipes
 	@$(SHARDBOOK) recipes
 
-matrix: $(RUN)  ## what goes with what, into docs/matrix.md
-	@sed -i '/^```text/,/^```$$/{/^```/!d}' docs/matrix.md
-	@$(SHARDBOOK) recipes --matrix | sed -i '/^```text/r /dev/stdin' docs/matrix.md
+matrix: $(DEV)  ## what goes with what, into docs/matrix.md
+	$(PYTHON3) docs/build.py matrix
 
 # Files of tests at a time: one more than there are cores, since ranks wait for each other, and at most eight, each of which
 # takes some 2 GB. In the order of tests/costs.json, the dearest first: by itself xdist ends with files of one test, however

@@ -1,6 +1,7 @@
 """Makes the pages of docs/reference/ from the code, and the site from all pages.
 
     python docs/build.py reference     write docs/reference/*.md
+    python docs/build.py matrix        write the table of docs/matrix.md
     python docs/build.py site          write site/, with Zensical
 
 Invariant: a page of docs/reference/ is what `pages()` returns; a test compares them. A link that works in the
@@ -347,6 +348,12 @@ def main(words: list[str]) -> int:
         case ["reference"]:
             for name, text in pages().items():
                 write(DOCS / "reference" / name, text)
+            return 0
+        case ["matrix"]:
+            from matrix import write_matrix  # the file beside this one
+
+            before, _, rest = (DOCS / "matrix.md").read_text().partition("```text\n")
+            write(DOCS / "matrix.md", f"{before}```text\n{write_matrix()}\n```{rest.partition('```')[2]}")
             return 0
         case ["site"]:
             return build_site()

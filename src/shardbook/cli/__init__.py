@@ -104,8 +104,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     add = command("init", "copy a recipe, with its comments, to start one of your own from")
     add("file", type=Path, help="the .toml file to write")
     add("--of", default="smollm2-135m-fsdp", help="the recipe to copy (default: smollm2-135m-fsdp)")
-    add = command("recipes", "list the recipes, or what goes with what")
-    add("--matrix", action="store_true", help="which keys work together, and why others do not")
+    command("recipes", "list the recipes")
     add = command("translate", "a recipe from a file of DeepSpeed, accelerate, TRL, axolotl or LLaMA-Factory")
     add("file", type=Path, help="their JSON or YAML, or a shell script with one command (.sh)")
     add("--out", type=Path, help="recipe to write (default: standard output)")
@@ -162,7 +161,7 @@ def main(words: list[str] | None = None) -> int:
 
                 return print_completion(asked.shell, commands)
             case _:
-                return show_recipes(asked.matrix)
+                return show_recipes()
     except RecipeError as error:
         print(f"shardbook: {error}", file=sys.stderr)
         return 2

@@ -49,12 +49,7 @@ def run_init(file: Path, of: str) -> int:
     return 0
 
 
-def show_recipes(is_matrix: bool) -> int:
-    if is_matrix:
-        from shardbook.plan.matrix import write_matrix
-
-        print(write_matrix())
-        return 0
+def show_recipes() -> int:
     recipes = list_recipes()
     width = max(map(len, recipes), default=0)
     for name, path in recipes.items():

@@ -1,4 +1,4 @@
-"""The matrix of capabilities that go together, for people: `shardbook recipes --matrix`, which docs/matrix.md shows.
+"""The matrix of capabilities that go together, which `python docs/build.py matrix` writes into docs/matrix.md.
 
 Invariant: a cell is the answer of the rules (refusals.py) to a recipe that asks for both; nothing here decides.
 """
