@@ -10,6 +10,7 @@ from launches import Launches
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 
+from shardbook import optim
 from shardbook.comm.fused import fused
 from shardbook.optim import build_optimizer, clip_gradients, elementwise, gradient_norm, learning_rate, squares_of
 from shardbook.optim.table import OPTIMIZERS
@@ -65,21 +66,23 @@ def test_no_gradient_is_too_large_or_too_small_for_its_norm(shape, size):
     assert gradient_norm([mixed]).item() == pytest.approx(mixed.double().norm().item(), rel=3e-7)
 
 
-def test_ordinary_rows_have_the_bits_of_fp32_beside_others():
-    rows = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
-    norms = torch.linalg.vector_norm(rows, dim=-1).double()
-    assert torch.equal(squares_of([rows])[0], torch.dot(norms, norms))
-    rows[3] *= 1e22
-    norms[3] = rows[3].double().norm()
-    assert torch.equal(squares_of([rows])[0], torch.dot(norms, norms))
-
-
-def test_off_the_cpu_norms_of_many_are_few_launches():
+def test_norms_of_many_are_few_launches():
     gradients = [torch.ones(5, 3, device="meta") for _ in range(50)]
     with Launches() as launches:
         found = squares_of(gradients)
-    assert len(found) == 50 and found[0].dtype == torch.float64
+    assert found.shape == (50,) and found.dtype == torch.float64
     assert launches.count <= 3
+
+
+def test_a_large_tensor_is_summed_in_chunks(monkeypatch):
+    """The norm is that of the whole, wherever it is cut, and a CPU copies no more than a chunk to fp64."""
+    monkeypatch.setattr(optim, "CHUNK", 100)
+    gradient = torch.randn(37, 29, generator=torch.Generator().manual_seed(0))
+    assert len(squares_of([gradient])) == 11
+    want = gradient.double().norm().float()
+    assert torch.equal(gradient_norm([gradient]), want)
+    for row in (1, 5, 20):
+        assert torch.equal(gradient_norm([gradient[:row], gradient[row:]]), want)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

@@ -168,7 +168,7 @@ class HostAdamW(torch.optim.Optimizer):
             else:
                 total += own
             if is_last:
-                self.squares[master] = squares_of([total])[0]
+                self.squares[master] = squares_of([total]).sum()
 
     # ---- the step
 

@@ -19,7 +19,7 @@ from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.pipeline import PipelineStageParameters
 from shardbook.recipe import Optim
 
-TINY_ROW, TINY_TOTAL = 1e-15, 1e-16  # a row's norm, and a sum of squares, below which squares lose digits in fp32
+CHUNK = 2**20  # elements of a tensor that are summed at once: a CPU copies as many to fp64
 
 
 def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
@@ -89,8 +89,7 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
     gradients = {p: p.grad for p in parameters if p.grad is not None}
     counted = [gradient for p, gradient in gradients.items() if p not in counted_elsewhere]
     norm = gradient_norm(counted, group=pipelined.group if pipelined else None)
-    # A norm on a CPU can be read without a host sync, so gradients that are not too large are not multiplied by one.
-    if max_norm and not (norm.is_cpu and max_norm / (norm + 1e-6) >= 1):
+    if max_norm and gradients:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         scale_together([local_values(gradient) for gradient in gradients.values()], scale)
     return norm
@@ -100,9 +99,10 @@ def gradient_norm(
     gradients: list[Tensor], known: list[Tensor] | None = None, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """Returns the 2-norm of all gradients together, sharded or not, as an fp32 scalar, the same on every rank. `known`:
-    their squares_of, where these were computed already; `group`: the ranks that have other layers. Collective.
+    their sums of squares in fp64, where these were computed already; `group`: the ranks that have other layers.
+    Collective.
 
-    Rows are summed in fp64: in fp32 a tensor of 28M elements already has another norm whole than in halves (1.4e-5 on
+    It is summed in fp64: in fp32 a tensor of 28M elements already has another norm whole than in halves (1.4e-5 on
     SmolLM2), so that clipping would differ between layouts.
     """
     pieces: dict[Any, list[Tensor]] = {}
@@ -111,8 +111,8 @@ def gradient_norm(
         if isinstance(gradient, DTensor):
             where, local = (gradient.device_mesh, gradient.placements), gradient.to_local()
         pieces.setdefault(where, []).append(known[number] if known else local)
-    squares = {where: parts if known else squares_of(parts) for where, parts in pieces.items()}
-    device = next((parts[0].device for parts in squares.values()), None)
+    squares = {where: torch.stack(parts) if known else squares_of(parts) for where, parts in pieces.items()}
+    device = next((parts.device for parts in squares.values()), None)
     # Sums by the ranks that they are to be added over, outermost axis first; along axes that replicate they are equal
     # already. Not is_shard: for a dim that is sharded twice, torch's placement returns False. Not by groups: torch
     # takes meshes of the same ranks for one mesh, and returns the groups of either.
@@ -126,7 +126,7 @@ def gradient_norm(
             groups = [mesh.get_group(dim) for dim in dims]
             shared = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
             group_of |= dict(zip(shared, groups, strict=True))
-        sums[shared] = sums.get(shared, 0) + torch.stack(parts).sum()
+        sums[shared] = sums.get(shared, 0) + parts.sum()
     while len(sums) > 1:
         inner = max(sums, key=len)
         part = sums.pop(inner)
@@ -137,25 +137,7 @@ def gradient_norm(
     return sums[()].sqrt().float()
 
 
-def squares_of(parts: list[Tensor]) -> list[Tensor]:
-    """Returns the sum of the squares of each of `parts`, which lie on one device, in fp64."""
-    if not parts[0].is_cpu:
-        return list(torch.stack(norms_of(parts, torch.float64)).square().unbind())
-    return [_square_on_cpu(part) for part in parts]
-
-
-def _square_on_cpu(part: Tensor) -> Tensor:
-    """Returns the sum of squares: a row in fp32, which has the same bits however rows are sharded, in half the time of
-    fp64; all rows in fp64. A row whose squares are too large or too small for fp32 is summed in fp64 too."""
-    if part.ndim < 2:
-        return torch.dot(*2 * [part.flatten().double()])
-    norms = torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32).flatten()
-    rows = norms.double()
-    total = torch.dot(rows, rows)
-    if not TINY_TOTAL <= total.item() < math.inf and part.numel():
-        # Rows that are not replaced here are too small to count beside the larger ones.
-        outside = ((norms >= TINY_ROW) & (norms < math.inf)).logical_not_().nonzero().flatten()
-        for some in outside.split(2**10):
-            rows[some] = torch.linalg.vector_norm(part.flatten(0, -2)[some], dim=-1, dtype=torch.float64)
-        total = torch.dot(rows, rows)
-    return total
+def squares_of(parts: list[Tensor]) -> Tensor:
+    """Returns the sums of squares of the chunks of `parts`, which lie on one device, in fp64, in few launches."""
+    chunks = [chunk for part in parts for chunk in part.flatten().split(CHUNK)]
+    return torch.stack(norms_of(chunks, torch.float64)).square()
