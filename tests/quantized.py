@@ -156,9 +156,8 @@ def train(scenario, wire: Wire, steps: int, max_norm: float, rate: float, decay:
                     sums = [torch.stack(parts).sum(0) for parts in zip(*each, strict=True)]
                 for p, value in zip(unit, sums, strict=True):
                     total[p] = total[p] + value if p in total else value
-        # rows in fp32, all rows in fp64, as a CPU has it: clipping by a norm of another last bit gives other weights
-        rows = (torch.linalg.vector_norm(g, dim=-1) if g.ndim > 1 else g for g in total.values())
-        norm = torch.sqrt(sum((row.double() ** 2).sum() for row in rows)).float()
+        # in fp64, as every device has it: clipping by a norm of another last bit gives other weights
+        norm = torch.sqrt(sum((g.double() ** 2).sum() for g in total.values())).float()
         for p, parts in masters.items():
             for master, rows in zip(parts, rows_of(total[p], wire.ranks), strict=True):
                 master.grad = rows.clone()
