@@ -134,8 +134,10 @@ def simulated(model, blocks, batch, stage, micros, precision):
                 live.most = {}
                 for micro in range(micros):
                     with sharded.micro_batch(is_last=micro == micros - 1):
-                        call_model(model, given).backward()
+                        loss = call_model(model, given)  # held until the next, as in any loop
+                        loss.backward()
                 model.zero_grad()
+                del loss
             del state
         return max(live.most.values())
     finally:
