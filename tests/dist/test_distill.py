@@ -240,8 +240,8 @@ def bug_of(name: str) -> None:
             (of_found,) = torch.autograd.grad(found.sum(), asked)
         return losses, found.detach(), (1 - ratio) * grad_output + ratio * temperature**2 * of_found
 
-    def trains_the_teacher(model, optim):
-        optimizer = build(model, optim)
+    def trains_the_teacher(model, *given):
+        optimizer = build(model, *given)
         step = optimizer.step
 
         def steps():

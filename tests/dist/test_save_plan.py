@@ -182,10 +182,10 @@ def torchs_own():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug, first_lost", [(always_reused, 1), (torchs_own, 3)])
-def test_a_stale_plan_turns_it_red(tmp_path, bug, first_lost):
+@pytest.mark.parametrize("bug", [always_reused, torchs_own])
+def test_a_stale_plan_turns_it_red(tmp_path, bug):
     first, _ = run_world(2, changing, tmp_path, bug)
-    assert [good for _, good in first].index(False) == first_lost
+    assert [good for _, good in first].index(False) == 2  # the first save of moments in another dtype
 
 
 def after_a_failure(folder):
