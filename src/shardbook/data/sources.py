@@ -178,8 +178,8 @@ def _load_hub(name: str, what: str) -> tuple[Dataset, bool]:
             return load_dataset(hub_id, subset, split=split), False
     except (OSError, ValueError) as error:
         if listed := re.search(r"Config name is missing.*available configs: \[(.*?)\]", str(error), re.DOTALL):
-            said = f"names no subset, and it has {listed[1]}; write {hub_id}:subset:{split}"
-            raise RecipeError(f"{what} = {name!r}: {said}") from None
+            subsets = f"names no subset, and it has {listed[1]}; write {hub_id}:subset:{split}"
+            raise RecipeError(f"{what} = {name!r}: {subsets}") from None
         raise RecipeError(
             f"{what} = {name!r}: the hub did not give it ({type(error).__name__}: {first_line(error)}). "
             f"If it is gated set HF_TOKEN; without a network set {what} to a local file"

@@ -98,8 +98,8 @@ class Followed(LiveBytes):
                 given.register_hook(lambda gradient: self.enter("after"))  # backward of all blocks is over
 
         def end(number: int, block: nn.Module, args: Any, output: Any) -> None:
-            if (made := first_trained(output)) is not None:
-                made.register_hook(lambda gradient: self.enter(number))  # its backward begins
+            if (trained := first_trained(output)) is not None:
+                trained.register_hook(lambda gradient: self.enter(number))  # its backward begins
             if self.moment[1] == "forward" and number == len(blocks) - 1:
                 self.enter("after")
 

@@ -78,8 +78,7 @@ def save_checkpoint(
     RunFailed where it cannot be written, has a number that is not finite, or `check_held` says that another launch has
     the run: nothing is published then. With `background` it only plans; that copies and publishes. Collective."""
     path = folder / name_of(state.step)
-    own = {_own_key(): _rng_state()}
-    tensors = _tensors(sharded.masters, optimizer) | own
+    tensors = _tensors(sharded.masters, optimizer) | {_own_key(): _rng_state()}
     planner = PlanOnce(tensors, _plans.pop(optimizer, None))
 
     later: Callable[[dict[str, Facts]], None] | None = None

@@ -96,8 +96,8 @@ class RunDirectory:
             shutil.copyfile(recipe_path, self.path / "recipe.toml")
         flash = {"flash_attention": current_flash()} if torch.cuda.is_available() else {}
         day = {DAY: recipe.data.chat_template_date} if recipe.data.chat_template_date else {}
-        here = environment() | {"python": platform.python_version()} | git_revision()
-        _write_facts(self.path, here | flash | facts | day | {"finished_steps": 0})
+        versions = environment() | {"python": platform.python_version()} | git_revision()
+        _write_facts(self.path, versions | flash | facts | day | {"finished_steps": 0})
         write_whole(self.path / "resolved.toml", dump_recipe(recipe))  # last: where it exists, the others do
 
     def check_held(self) -> None:

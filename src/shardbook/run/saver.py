@@ -51,8 +51,8 @@ class Saver:
         lacks = self.train.async_save == "auto" and available_memory() < needed
         if not sum_over_ranks(lacks)[0]:
             return True
-        said = f"no memory for a copy of what a node saves ({in_gb(needed)}): steps wait for checkpoints"
-        print_line(f"warning  train.async_save = 'auto': {said}")
+        reason = f"no memory for a copy of what a node saves ({in_gb(needed)}): steps wait for checkpoints"
+        print_line(f"warning  train.async_save = 'auto': {reason}")
         return False
 
     def is_due(self, step: int) -> bool:

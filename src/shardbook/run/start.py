@@ -55,10 +55,12 @@ def start_from(
         if found.step > job.steps:
             said = f"checkpoint {path} is at step {found.step}, the recipe ends at step {job.steps}"
             raise RecipeError(f"{said}; raise train.steps")
-        here = loader.rows_per_step
-        if not recipe.train.steps and (there := found.loader["rows_per_step"]) != here:
-            said = f"checkpoint {path}: its steps have {there} rows, here they have {here}, so epochs are other steps"
-            raise RecipeError(f"{said}; change train.gradient_accumulation_steps, or set train.steps")
+        rows, stored_rows = loader.rows_per_step, found.loader["rows_per_step"]
+        if not recipe.train.steps and stored_rows != rows:
+            differ = f"checkpoint {path}: its steps have {stored_rows} rows, here they have {rows}"
+            raise RecipeError(
+                f"{differ}, so epochs are other steps; change train.gradient_accumulation_steps, or set train.steps"
+            )
         if differs := other_bits(stored):
             print_line(f"warning  checkpoint {path}: {differs}")
         return found
