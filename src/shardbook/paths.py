@@ -9,10 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file. After a kill, a power loss or on a full disk it is complete, or unchanged. Raises OSError, which
-    names it."""
-    side = path.with_suffix(".partial")
+def side_of(path: Path, is_shared: bool) -> Path:
+    """Returns where `path` is made before it has its name. `is_shared`: several processes make it at once, maybe on
+    several machines; each has a place of its own then. Not by pid: containers that share a cache have equal ones."""
+    maker = f".{socket.gethostname()}-{secrets.token_hex(4)}" if is_shared else ""
+    return path.with_name(f"{path.name}{maker}.partial")
+
+
+def write_whole(path: Path, content: str | bytes, is_shared: bool = False) -> None:
+    """Writes a file. After a kill, a power loss or on a full disk it is complete, or unchanged. `is_shared`: several
+    processes may write it at once. Raises OSError, which names it."""
+    side = side_of(path, is_shared)
     try:
         with naming(path):
             with side.open("wb") as file:
@@ -38,9 +45,7 @@ def naming(path: Path) -> Iterator[None]:
 def whole_directory(out: Path, first_stays: bool = False) -> Iterator[Path]:
     """Yields an empty directory to fill, which becomes `out` when the block ends. It replaces an existing `out`; with
     `first_stays` an existing one stays, since other processes make the same directory and read it."""
-    # not a pid: containers and nodes that share a cache have equal ones, and would remove each other's
-    maker = f".{socket.gethostname()}-{secrets.token_hex(4)}" if first_stays else ""
-    side = out.with_name(f"{out.name}{maker}.partial")
+    side = side_of(out, is_shared=first_stays)
     shutil.rmtree(side, ignore_errors=True)
     side.mkdir(parents=True)
     try:

@@ -44,7 +44,7 @@ def test_a_full_disk_names_the_file(tmp_path):
         with pytest.raises(OSError, match="No space left on device") as caught:
             write()
         assert caught.value.filename == str(tmp_path / "metrics.jsonl")
-    (tmp_path / "page.partial").symlink_to("/dev/full")
+    (tmp_path / "page.html.partial").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"No space left on device: '.*page\.html'"):
         write_whole(tmp_path / "page.html", "half")
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}

@@ -6,7 +6,6 @@ Rows of JSON are kept as text (json_rows.py), rows of tables in their columns; `
 import csv
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -37,6 +36,7 @@ from shardbook.data.files import (
 from shardbook.data.formats import RawRow, without_none
 from shardbook.data.json_rows import VERSION, JsonRow, read_json_rows
 from shardbook.data.slices import split_slice
+from shardbook.paths import write_whole
 from shardbook.recipe import RecipeError, first_line
 
 JSON_COLUMNS = Features({name: Value("large_string" if name == "text" else "string") for name in JsonRow._fields})
@@ -213,9 +213,8 @@ def _json_splits(hub_id: str, subset: str | None, split: str) -> dict[str, Files
             return {}
         splits[name] = Files(JSON, list(map(Path, datasets.DownloadManager().download(urls))), suffix)
     known.parent.mkdir(parents=True, exist_ok=True)
-    part = known.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps({name: [list(map(str, files.paths)), files.suffix] for name, files in splits.items()}))
-    part.replace(known)
+    kept = {name: [list(map(str, files.paths)), files.suffix] for name, files in splits.items()}
+    write_whole(known, json.dumps(kept), is_shared=True)
     return splits
 
 

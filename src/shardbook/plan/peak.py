@@ -7,7 +7,7 @@ fully_shard holds; Korthikanti et al., arXiv 2205.05198, section 4, for the idea
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedConfig
@@ -18,7 +18,7 @@ from shardbook.model.attention import head_size, heads_of
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import Unit, backward_order
 from shardbook.plan.events import step_passes
-from shardbook.plan.formulas import Resident, predict_gathered_peak, predict_resident, predict_secondary
+from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_secondary
 from shardbook.plan.live import CopiedBytes, ShardedBytes
 from shardbook.plan.work import FP32, Work, count_work, forward_bytes
 from shardbook.recipe import Recipe
@@ -47,13 +47,13 @@ class Peak:
         return f"{self.total / GB:.1f} GB ({parts})"
 
 
-Visits = dict[tuple[str, Unit | None], tuple[str, int, int]]  # name, held by blocks, and needed on top
-
-
-def _visits(layout: Layout, chunk: int, own: Sequence[Unit], work: Work, vocabulary: int) -> Visits:
-    """Returns the visits of the passes through a chunk of layers with the units `own`, by moment and unit: the loss,
-    backward of the head, of the last blocks, of the first ones, and of the last unit, and the end."""
-    order, pipeline = [unit for unit in own if unit.numel], layout.pipeline
+def _visits(
+    layout: Layout, chunk: int, units: Sequence[Unit], work: Work, vocabulary: int
+) -> dict[tuple[str, Unit | None], tuple[str, int, int]]:
+    """Returns what a chunk of layers with these `units` is visited at, by moment and unit: a name, bytes that blocks
+    hold, and bytes that are needed on top. The loss, backward of the head, of the last blocks, of the first ones, and
+    of the last unit, and the end."""
+    order, pipeline = [unit for unit in units if unit.numel], layout.pipeline
     spanning = [unit for unit in order if unit.spans and not unit.forward_only]
     back = [unit for unit in backward_order(order) if not unit.spans]
     by_head = [unit for unit in back[:1] if any(shape[0] in (vocabulary, 1) for shape in unit.shapes)]
@@ -63,7 +63,9 @@ def _visits(layout: Layout, chunk: int, own: Sequence[Unit], work: Work, vocabul
     # the buffer of the next receive, and the gradient that was received, which is the last block's own
     ahead = work.stream * (pipeline.ranks > 1 and not (pipeline.is_last(chunk) and pipeline.schedule == "gpipe"))
     recv = ahead + work.stream * (pipeline.ranks > 1 and not pipeline.is_last(chunk))
-    visits: Visits = {("end of backward", None): ("end, sums", recv, 0)} if layout.is_replicated else {}
+    visits: dict[tuple[str, Unit | None], tuple[str, int, int]] = {}
+    if layout.is_replicated:
+        visits["end of backward", None] = "end, sums", recv, 0
     if pipeline.is_last(chunk):
         visits["end of forward", None] = "loss", work.held(chunk), work.loss
         visits["backward of the loss", None] = "loss, backward", work.held(chunk), work.loss_backward
@@ -98,52 +100,41 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
         _visits(layout, number, chunk.units, work, ceil_div(config.vocab_size, tp_size))
         for number, chunk in enumerate(layout.chunks)
     ]
-
-    def around(chunk: int, flying: Counter[int]) -> int:
-        others = flying - Counter([chunk])
-        return work.around(pipeline, chunk) + sum(work.of_a_pass(pipeline, each) * others[each] for each in others)
-
-    moments = fold_moments(layout, micros, visits, state, around)
-    if tp_size > 1:  # after all else, their sums
-        params, sums, optimizer = (int(size) for size in asdict(state).values())
-        flat = layout.replicated_numel * layout.dtype("master").itemsize
-        moments["what is not cut"] = Peak(params, sums, optimizer, gathered=0, buffers=flat, activations=0, working=0)
-    return moments
-
-
-def fold_moments(
-    layout: Layout, micros: int, visits: Sequence[Visits], state: Resident, around: Callable[[int, Counter[int]], int]
-) -> dict[str, Peak]:
-    """Returns the bytes at the moments of `visits` (of each chunk of layers) that `predict_moments` returns. `around`:
-    the bytes beside what a chunk's blocks hold, by the number of passes on their way through each chunk."""
-    pipeline = layout.pipeline
     # more micro-batches bring nothing that these do not: but in gpipe all forwards are before the first backward
     few = micros if pipeline.schedule == "gpipe" else min(micros, 3 * pipeline.ranks)
     live = (CopiedBytes if layout.is_replicated else ShardedBytes)(layout, few)
-    named, flying = {unit for chunk in visits for _, unit in chunk}, Counter[int]()
+    named = {unit for of_chunk in visits for _, unit in of_chunk}
     constants = {"params": int(state.params_bytes), "optimizer": int(state.optimizer_bytes)}
-    secondary = predict_secondary(layout)
-    found = list[tuple[bool, str, Peak]]()
+    secondary, passes = predict_secondary(layout), Counter[int]()  # on their way through each chunk
+    peaks = list[tuple[bool, str, Peak]]()
     for action, events in step_passes(layout, few):
-        flying[action.chunk] += action.is_forward
-        for moment, unit, (sums, gathered, buffers, own) in live.follow(action, events, named):
+        passes[action.chunk] += action.is_forward
+        others = passes - Counter([action.chunk])
+        around = work.around(pipeline, action.chunk)
+        around += sum(work.of_a_pass(pipeline, chunk) * count for chunk, count in others.items())
+        for moment, unit, (sums, gathered, buffers, working) in live.follow(action, events, named):
             if (moment, unit) in visits[action.chunk]:
-                name, held, working = visits[action.chunk][moment, unit]
+                name, activations, on_top = visits[action.chunk][moment, unit]
                 peak = Peak(
                     **constants,
                     grads=sums,
                     gathered=gathered + secondary,
                     buffers=buffers,
-                    activations=held + around(action.chunk, flying),
-                    working=working + own,
+                    activations=activations + around,
+                    working=working + on_top,
                 )
                 number = micros if action.micro == few - 1 else action.micro + 1
-                of_chunk = f", chunk {action.chunk + 1}" * (pipeline.chunks > 1)
+                where = f", chunk {action.chunk + 1}" * (pipeline.chunks > 1)
                 is_shown = moment != "gather" and number in (1, 2, micros)
-                found.append((is_shown, f"micro-batch {number}{of_chunk}, {name}", peak))
-        flying[action.chunk] -= not action.is_forward
-    fullest = max(found, key=lambda each: each[2].total)
-    return {name: peak for is_shown, name, peak in found if is_shown or name == fullest[1]}
+                peaks.append((is_shown, f"micro-batch {number}{where}, {name}", peak))
+        passes[action.chunk] -= not action.is_forward
+    fullest = max(peaks, key=lambda each: each[2].total)
+    moments = {name: peak for is_shown, name, peak in peaks if is_shown or name == fullest[1]}
+    if tp_size > 1:  # after all else, their sums
+        params, sums, optimizer = (int(size) for size in asdict(state).values())
+        flat = layout.replicated_numel * layout.dtype("master").itemsize
+        moments["what is not cut"] = Peak(params, sums, optimizer, gathered=0, buffers=flat, activations=0, working=0)
+    return moments
 
 
 def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Peak:

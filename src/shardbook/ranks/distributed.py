@@ -208,34 +208,36 @@ def begin_sum(*values: float) -> Callable[[], list[float]]:
 def broadcast_from_main(make: Callable[[], T]) -> T:
     """Returns on every rank the result of `make` on rank 0; raises its RecipeError, RunFailed or OSError on every rank:
     else the others would wait for a rank that has left. Collective."""
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box = [make()]
-        except (RecipeError, RunFailed) as error:
-            box = [error]
-        except OSError as error:  # others than Python's own may not be copied to another process
-            box = [OSError(error.errno, error.strerror, error.filename) if error.errno else OSError(str(error))]
+    box: list[Any] = [_result_or_error(make) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    if isinstance(box[0], RecipeError | RunFailed | OSError):
+    if isinstance(box[0], SHARED_ERRORS):
         raise box[0]
     return cast(T, box[0])
 
 
 def agree(make: Callable[[], T]) -> T:
-    """Returns this rank's result of `make`; where it raised RecipeError on any rank, raises the first on every rank:
-    else the others would wait for a rank that has left. Collective."""
-    found, said = list[T](), None
+    """Returns this rank's result of `make`; where it raised RecipeError, RunFailed or OSError on any rank, raises the
+    first on every rank: else the others would wait for a rank that has left. Collective."""
+    result = _result_or_error(make)
+    error = result if isinstance(result, SHARED_ERRORS) else None
+    everyone: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, error)
+    for of_a_rank in everyone:
+        if of_a_rank is not None:
+            raise of_a_rank
+    return cast(T, result)
+
+
+SHARED_ERRORS = (RecipeError, RunFailed, OSError)  # what one rank's becomes every rank's
+
+
+def _result_or_error(make: Callable[[], T]) -> T | Exception:
     try:
-        found.append(make())
-    except RecipeError as error:
-        said = error
-    everyone: list[RecipeError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, said)
-    for refusal in everyone:
-        if refusal is not None:
-            raise refusal
-    return found[0]
+        return make()
+    except (RecipeError, RunFailed) as error:
+        return error
+    except OSError as error:  # others than Python's own may not be copied to another process
+        return OSError(error.errno, error.strerror, error.filename) if error.errno else OSError(str(error))
 
 
 def check_same_on_all_ranks(facts: dict[str, Any], what: str = "is not started like rank 0") -> None:

@@ -42,6 +42,7 @@ OPTIMIZER = "optimizer"  # kind of the optimizer state
 BASE = "base"  # digest of the adapters' base model; absent or empty where the checkpoint has every parameter
 TEACHER = "teacher"  # digest of the teacher; absent without one
 FLASH = "flash_attention"  # the implementation that was active
+RESIDUAL = "residual"  # exchanges whose rounding errors a checkpoint of before holds
 # one flat key a tensor and moment: names, not parameter numbers, so another grouping or layout still matches
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 HYPERPARAMETERS = "param_groups."  # prefix of their keys in the optimizer's flat state
@@ -183,6 +184,7 @@ def load_checkpoint(
     if same_world:
         read[_own_key()] = _rng_state()
     lost = [] if same_kind else [f"optimizer state: of {there_kind}, here {kind}"]
+    lost += ["residuals of error feedback: none are kept now"] if state.get(RESIDUAL) else []
     if lost and not is_clean:
         said = f"checkpoint {path} cannot follow the load of a damaged one ({lost[0]})"
         raise RecipeError(f"{said}; remove the damaged one, and start again")
