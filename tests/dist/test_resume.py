@@ -304,6 +304,28 @@ def test_starting_from_a_named_checkpoint(recipe, straight):
     assert losses(run) == losses(straight)[4:]
 
 
+def test_residuals_of_error_feedback_are_not_lost_in_silence(recipe, straight):
+    words = ["train.save_steps=0", "train.steps=5", f"train.resume_from_checkpoint={straight}/checkpoints/step-000004"]
+    results = run_world(2, from_residuals, [str(recipe), "run.name=residuals", *words])
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert "warning  begun anew: residuals of error feedback: none are kept now\n" in results[0][1]
+
+
+def from_residuals(words):
+    """A rank whose checkpoint holds what versions with error feedback kept."""
+    import shardbook.run.checkpoint as checkpoint
+
+    real = checkpoint.check_checkpoint
+
+    def of_before(*given):
+        stored, state = real(*given)
+        stored.state["residual"] = ["blocks.0"]
+        return stored, state
+
+    checkpoint.check_checkpoint = of_before
+    return train_rank(words)
+
+
 def test_the_recipe_rules_over_what_the_checkpoint_says_of_the_optimizer(recipe, straight):
     source = straight / "checkpoints" / "step-000004"
     words = ("train.save_steps=0", f"train.resume_from_checkpoint={source}")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tiny import CHATML
 from world import run_world, train_rank
 
-from shardbook.ranks.distributed import broadcast_from_main
+from shardbook.ranks.distributed import agree, broadcast_from_main
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import RecipeError
 
@@ -72,6 +72,23 @@ def broadcast_error(error):
         dist.destroy_process_group()
 
 
+def raise_on_rank_1(error):
+    """What each rank raises where rank 1 alone meets an error."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+
+    def make():
+        if dist.get_rank() == 1:
+            raise error
+        return dist.get_rank()
+
+    try:
+        agree(make)
+    except Exception as met:
+        return type(met).__name__, str(met)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -82,9 +99,10 @@ def broadcast_error(error):
     ],
     ids=["errno", "library", "failed", "refused"],
 )
-def test_an_error_of_rank_0_is_that_of_all(error):
+def test_an_error_of_one_rank_is_that_of_all(error):
     """Until then a rank waited in a collective that rank 0 had left."""
     assert run_world(2, broadcast_error, error) == [(type(error).__name__, str(error))] * 2
+    assert run_world(2, raise_on_rank_1, error) == [(type(error).__name__, str(error))] * 2
 
 
 def test_nodes_of_unlike_size(recipe):

@@ -21,7 +21,16 @@ from shardbook.comm.torch_private import AllGather, ReduceScatter, secondary_mes
 
 @dataclass(frozen=True)
 class ZeroppSwitches:
-    """The switches of ZeRO++ in numbers. `inside` ranks along dp_shard share a node; all of them: there is one node."""
+    """The switches of ZeRO++ in numbers. `inside` ranks along dp_shard share a node; all of them: there is one node.
+
+    A unit w on two nodes of two ranks, with hpZ (`secondary` 2):
+
+                  at rest    forward     between     backward
+        rank 0    w0         w0 to w3    w0 and w1   w0 to w3
+        rank 1    w1         w0 to w3    w2 and w3   w0 to w3    gathered from rank 0: nothing passes between nodes
+        rank 2    w2         w0 to w3    w0 and w1   w0 to w3
+        rank 3    w3         w0 to w3    w2 and w3   w0 to w3    gathered from rank 2
+    """
 
     weights_bits: int = 0  # qwZ: bits of the forward all-gather; 0: off
     gradients_bits: tuple[int, int] | None = None  # qgZ: bits inside a node, bits across nodes
@@ -71,6 +80,14 @@ class QuantizedReduceScatter(_Allocates, ReduceScatter):
 
     Each hop quantises, exchanges, dequantises and adds in fp32, so an element is rounded twice and no more, however
     many ranks there are. `hops`: the group of each exchange and its bits.
+
+    Two nodes of two ranks; slice s0 of each rank's input is for rank 0:
+
+                          has         sends inside the node    has the node's sums of    sends across    has all sums of
+        node 0, rank 0    s0 to s3    s1 s3 to rank 1          s0 s2                     s2 to rank 2    s0
+        node 0, rank 1    s0 to s3    s0 s2 to rank 0          s1 s3                     s3 to rank 3    s1
+        node 1, rank 2    s0 to s3    s1 s3 to rank 3          s0 s2                     s0 to rank 0    s2
+        node 1, rank 3    s0 to s3    s0 s2 to rank 2          s1 s3                     s1 to rank 1    s3
     """
 
     def __init__(self, hops: list[tuple[dist.ProcessGroup, int]]):

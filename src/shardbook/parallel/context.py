@@ -21,7 +21,15 @@ from shardbook.parallel.mesh import ranks_along
 @dataclass(eq=False)
 class ContextAxis:
     """The context-parallel ranks, and which heads each of them computes. Attention modules hold it; `group` is set once
-    there is a mesh. Query heads are split in order; one head of keys and values may serve several ranks."""
+    there is a mesh. Query heads are split in order; one head of keys and values may serve several ranks.
+
+    A row of four tokens t, and heads a and b, on two ranks; each exchange is one all-to-all:
+
+                  around attention      inside it              around attention
+        rank 0    t0 t1, heads a b      t0 to t3, head a       t0 t1, heads a b
+        rank 1    t2 t3, heads a b      t0 to t3, head b       t2 t3, heads a b
+                             seq_to_heads            heads_to_seq
+    """
 
     cp_rank: int  # of this rank along cp
     heads: list[int]  # of each rank: how many query heads it computes

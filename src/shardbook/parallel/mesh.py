@@ -76,7 +76,14 @@ def describe_sizes(sizes: dict[str, int]) -> str:
 
 
 def build_mesh(sizes: dict[str, int], device_type: str) -> "DeviceMesh":
-    """Returns the mesh over all ranks with every axis of `sizes`, axes of size 1 too. Collective."""
+    """Returns the mesh over all ranks with every axis of `sizes`, axes of size 1 too. Collective.
+
+    The last axis counts fastest. Eight ranks as dp_replicate 2 x dp_shard 2 x tp 2:
+
+                          dp_shard 0     dp_shard 1     ranks that differ along one axis alone talk to each other:
+        dp_replicate 0    ranks 0 1      ranks 2 3      tp 01 23 45 67, dp_shard 02 13 46 57,
+        dp_replicate 1    ranks 4 5      ranks 6 7      dp_replicate 04 15 26 37
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

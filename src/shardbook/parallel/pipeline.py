@@ -40,7 +40,16 @@ class RecvBuffer(NamedTuple):
 
 @dataclass(eq=False)
 class PipelineLinks:
-    """The sends and receives of a rank to and from its neighbours along pp."""
+    """The sends and receives of a rank to and from its neighbours along pp.
+
+    Eight layers on four ranks along pp, in one chunk a rank, and in two chunks (interleaved):
+
+                   rank 0       rank 1       rank 2       rank 3
+        1 chunk    layers 0 1   2 3          4 5          6 7         activations go from each rank to the next
+        2 chunks   0 and 4      1 and 5      2 and 6      3 and 7     and from rank 3, after layer 3, to rank 0
+
+    Gradients go the other way.
+    """
 
     pipeline: Pipeline
     everyone: dist.ProcessGroup  # all ranks along pp

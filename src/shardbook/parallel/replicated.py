@@ -29,7 +29,14 @@ COPIED: WeakSet[nn.Module] = WeakSet()  # the models that `ReplicatedParameters`
 
 @dataclass(eq=False)
 class GradientBucket:
-    """A bucket: the masters of units whose gradients one all-reduce sums, and this rank's gradients of them."""
+    """A bucket: the masters of units whose gradients one all-reduce sums, and this rank's gradients of them.
+
+    Weights w of two buckets on two ranks, each with its own rows, of which gradients g and h are:
+
+                  at rest    backward                          all-reduce, while backward goes on    optimizer
+        rank 0    w0 w1      g1 of the last layers, then g0    g1 + h1, then g0 + h0                 steps w0 w1
+        rank 1    w0 w1      h1 of the last layers, then h0    g1 + h1, then g0 + h0                 steps w0 w1
+    """
 
     masters: list[nn.Parameter]
     flat: Tensor | None = None  # this rank's gradients since the last reduction, in the layout's sum_dtype

@@ -134,6 +134,18 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
     Where there is more than one shard each unit is wrapped with fully_shard, inner before outer, the root last. A model
     of several chunks of layers has a root for each: after a backward of one nothing is done to the others. `ours`: the
     process is Shardbook's own, so nobody else has made process groups.
+
+    One unit of weights w on four ranks along dp_shard, with its gradient g and its moments m:
+
+                        rank 0      rank 1      rank 2      rank 3
+        at rest         w0          w1          w2          w3
+        forward         w0 to w3    w0 to w3    w0 to w3    w0 to w3    all-gather; then zero3 frees what it gathered
+        backward        w0 to w3    w0 to w3    w0 to w3    w0 to w3    zero3 gathers again
+        its end         g0          g1          g2          g3          reduce-scatter; zero1 once, at a step's last one
+        optimizer       w0 g0 m0    w1 g1 m1    w2 g2 m2    w3 g3 m3    no communication
+
+    With two replicas of two shards (hsdp) ranks 0 and 2 both hold w0, ranks 1 and 3 both w1: gathers and reductions are
+    among 0 and 1, and among 2 and 3; once a step gradients are summed among 0 and 2, and among 1 and 3.
     """
     set_cp_group(model, layout)
     links = build_pipeline_links(layout, mesh)

@@ -28,7 +28,14 @@ from shardbook.parallel.units import GLOBAL_NUMEL, TP_SHARDED
 @dataclass(eq=False)
 class TensorAxis:
     """The tensor-parallel ranks, and which of them this one is. Tensor-parallel modules hold it; `group` is set
-    once there is a mesh."""
+    once there is a mesh.
+
+    Attention, or an MLP, on two ranks, for the four tokens t of a micro-batch:
+
+                  norm     all_gather    column-parallel            row-parallel           reduce_scatter
+        rank 0    t0 t1    t0 to t3      the first half of heads    partial sums, t0-t3    t0 t1
+        rank 1    t2 t3    t0 to t3      the second half            partial sums, t0-t3    t2 t3
+    """
 
     size: int
     tp_rank: int
