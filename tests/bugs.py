@@ -474,12 +474,12 @@ def gradients_scaled_by_micros():
     """The loss that is shown is divided, that of which gradients are taken is not."""
     from shardbook.parallel.pipeline import run_step
 
-    def run_scaled(sharded, micros, loss_function, device):
+    def run_scaled(sharded, micros, loss_function, device, *mark):
         def scaled(*given):
             shares = loss_function(*given)
             return shares.detach() + len(micros) * (shares - shares.detach())
 
-        return run_step(sharded, micros, scaled, device)
+        return run_step(sharded, micros, scaled, device, *mark)
 
     replace(run_step, run_scaled)
 

@@ -31,6 +31,7 @@ from shardbook.ranks.distributed import (
     watch_steps,
 )
 from shardbook.ranks.exits import DONE, FAILED, PREEMPTED, WRONG, exit_rank, report_error
+from shardbook.ranks.progress import PROGRESS
 from shardbook.ranks.settings import use_deterministic
 from shardbook.ranks.signals import StopFlag, asked_early
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe
@@ -100,20 +101,19 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             observer.after(0)
         batches = BatchPrefetcher(job.loader, stop, saver.flags, saver.take_flag_sums)
         meter.start(batches.take_wait)
-        while state.step < job.steps and (batch := batches.next_step()):
-            step = state.step + 1
+        for step, batch in enumerate(batches.next_steps(job.steps - state.step), state.step + 1):
             profile.advance(step)
             meter.begin(batch.work)
             rate = set_learning_rate(optimizer, learning_rate(recipe.optim, step, job.steps))
             loss = job.objective.with_totals(batch.totals)
             meter.check_results(step, batch.micros[0], loss)
-            sums = job.objective.add_up(meter.watch(run_step(sharded, batch.micros, loss, ranks.device)), ranks.device)
+            terms = run_step(sharded, batch.micros, loss, ranks.device, PROGRESS.mark)
             norm = clip_gradients(sharded.gradients, recipe.optim.max_grad_norm)
             optimizer.step()
             state = TrainState(step, state.tokens + int(batch.totals.tokens), job.loader.state_dict())
             batches.prefetch()
             collect(step)  # while a device still computes
-            meter.finish(state, rate, sums, norm, saver.is_due(step))  # counts gradients' bytes: before zero_grad
+            meter.finish(state, terms, norm, rate, saver.is_due(step))  # counts gradients' bytes: before zero_grad
             optimizer.zero_grad()
             observer.after(step)
             saver.after(state)

@@ -170,9 +170,9 @@ def last_in_place_of_first():
 
     real = FirstNonFinite.note
 
-    def note(self, step, norm):
+    def note(self, step, norm, terms):
         before, self.first = self.first, torch.zeros_like(self.first)
-        real(self, step, norm)
+        real(self, step, norm, terms)
         if not self.first[0]:
             self.first = before
 
@@ -183,7 +183,7 @@ def nothing_is_noted():
     """Planted: a step that is not read is not looked at."""
     from shardbook.run.nonfinite import FirstNonFinite
 
-    FirstNonFinite.note = lambda self, step, norm: None
+    FirstNonFinite.note = lambda self, step, norm, terms: None
 
 
 @pytest.mark.parametrize("bug", [last_in_place_of_first, nothing_is_noted])

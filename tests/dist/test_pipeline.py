@@ -93,7 +93,7 @@ def a_backward_breaks():
     from shardbook.parallel.pipeline import run_step
     from shardbook.ranks.exits import RunFailed
 
-    def break_in_the_middle(sharded, micros, loss_function, device):
+    def break_in_the_middle(sharded, micros, loss_function, device, *mark):
         micro, place = micros[0], sharded.layout.pipeline.rank
         middle, outer = (sharded.chunks[number] for number in (1 - place, place))
         width = middle.model.config.hidden_size

@@ -90,7 +90,7 @@ def losses_of(axis, families):
             buffer.copy_(state[name])
         batching = dataclasses.replace(Batching(64, 2, 0, 1, documents=3), **slices)
         micro = build_micro_batch(encoded, [(0, 1, 2), (3, 4)], batching)
-        shares = list(run_step(sharded, [micro], lambda model, micro: (sft_loss(model, micro) / 100)[None], device))
+        shares = run_step(sharded, [micro], lambda model, micro: (sft_loss(model, micro) / 100)[None], device)
         loss = shares[0].sum()
         if axis != "tp_size":  # else each rank has all of it
             dist.all_reduce(loss)

@@ -132,8 +132,8 @@ def test_the_first_norm_that_is_not_finite_is_noted():
     with NoLists(), NoCopies():
         # of a loss, of a loss with metrics, of a pipeline's stage without either, in two chunks
         for step, shapes in enumerate(((1, 1), (3, 3), ((),) * 4), 1):
-            list(nonfinite.watch([torch.zeros(n, device=DEVICE) for n in shapes]))
-            nonfinite.note(step, torch.zeros((), device=DEVICE))
+            terms = [torch.zeros(n, device=DEVICE) for n in shapes]
+            nonfinite.note(step, torch.zeros((), device=DEVICE), terms)
             assert nonfinite.first.shape == (3,)
 
 

@@ -72,11 +72,8 @@ def bytes_of_stage(words, stage):
                 live.most = {}
                 micros = [simulate.full_rows(recipe, 1) for _ in range(count)]
                 objective = build_objective("sft", recipe.preference, recipe.distill)
-                list(
-                    run_step(
-                        sharded, micros, objective.with_totals(Totals(*count_totals(micros, 1))), torch.device("cpu")
-                    )
-                )
+                loss = objective.with_totals(Totals(*count_totals(micros, 1)))
+                run_step(sharded, micros, loss, torch.device("cpu"))
                 model.zero_grad()
             del state
         return max(live.most.values()), predict_peak(layout, config, recipe).total

@@ -225,27 +225,34 @@ def _wait_received(received: tuple[dist.Work, Tensor] | None) -> Tensor | None:
 
 
 def run_step(
-    sharded: Any, micros: Sequence[Any], loss_function: LossFunction, device: torch.device
-) -> Iterator[Tensor]:
-    """Runs forward and backward of all `micros` (data/loader.py's) of a step. Yields after each backward the terms of
-    that micro-batch, [1 + metrics], or a zero where this rank has not the last stage. At the end gradients are
-    complete. An action's receive is posted once the action before it is launched, into a buffer allocated before
-    that."""
+    sharded: Any,
+    micros: Sequence[Any],
+    loss_function: LossFunction,
+    device: torch.device,
+    mark: Callable[[str], None] = lambda doing: None,
+) -> list[Tensor]:
+    """Runs forward and backward of all `micros` (data/loader.py's) of a step; then gradients are complete. Returns for
+    each backward the terms of its micro-batch, [1 + metrics], or a zero where this rank has not the last stage. `mark`
+    is told of progress in words. An action's receive is posted once the action before it is launched, into a buffer
+    allocated before that."""
     sharded.begin_step()
     passes, table = MicroBatchRunner(sharded, loss_function, device), sharded.layout.pipeline.actions(len(micros))
-    received = passes.post_recv(passes.make_recv_buffer(table[0], micros))
+    received, terms = passes.post_recv(passes.make_recv_buffer(table[0], micros)), list[Tensor]()
+    mark("in micro-batch 1")
     for action, following in zip(table, [*table[1:], None], strict=True):
-        buffer, terms = passes.make_recv_buffer(following, micros), None
+        buffer = passes.make_recv_buffer(following, micros)
         if action.is_forward:
             passes.forward(action, micros[action.micro], received)
         else:
-            terms = passes.backward(action, action.micro == len(micros) - 1, received)
+            terms.append(passes.backward(action, action.micro == len(micros) - 1, received))
         received = passes.post_recv(buffer)
-        if terms is not None:
-            yield terms
+        if not action.is_forward:
+            mark(f"in micro-batch {len(terms) + 1}")
     if sharded.links:
         sharded.links.finish()
         sharded.links.sum_tied(sharded.model)
+    mark("after its last micro-batch")
+    return terms
 
 
 def run_forward(sharded: Any, micro: Any, loss_function: LossFunction, device: torch.device) -> Tensor:

@@ -34,6 +34,7 @@ from shardbook.ranks.settings import (
 from shardbook.recipe import RecipeError, first_line
 
 T = TypeVar("T")
+SHARED_ERRORS = (RecipeError, RunFailed, OSError)  # of one rank they are raised on all
 TIMEOUT = timedelta(minutes=30)  # rank 0 may convert weights or tokenize while the others wait
 CONNECT_TIMEOUT = timedelta(minutes=1)  # gloo tries for five times this long
 LATER_SECONDS = 60  # by which NCCL's limit is above that of a hang: a rank that NCCL ends names no reason
@@ -226,9 +227,6 @@ def agree(make: Callable[[], T]) -> T:
         if of_a_rank is not None:
             raise of_a_rank
     return cast(T, result)
-
-
-SHARED_ERRORS = (RecipeError, RunFailed, OSError)  # what one rank's becomes every rank's
 
 
 def _result_or_error(make: Callable[[], T]) -> T | Exception:

@@ -5,7 +5,7 @@ step: `begin`, then `finish` before its gradients are freed, since it counts the
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from shardbook.parallel.sharding import ShardedModel
 from shardbook.plan.axes import read_inside
 from shardbook.plan.formulas import predict_traffic
 from shardbook.ranks.distributed import Ranks
-from shardbook.ranks.progress import mark_each
 from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import flatten_recipe
 from shardbook.run.checkpoint import TrainState
@@ -84,19 +83,15 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
         if is_due(step, self.job.recipe.train.check_steps) and not self.ledger.is_open:
             check_results(step, self.sharded, micro, loss_function, self.ranks)
 
-    def watch(self, passes: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yields the terms of a step's micro-batches, each marked as progress."""
-        return mark_each(self.nonfinite.watch(passes), "micro-batch")
-
-    def finish(self, state: TrainState, rate: float, sums: Tensor, norm: Tensor, saves: bool) -> None:
-        """Finishes a step at the learning `rate`, and remembers it where its `norm` is the first that is not finite.
-        Where it is logged or saved, or is the last, begins to read its loss and norm: on a GPU while the next step
-        computes. Collective."""
+    def finish(self, state: TrainState, terms: list[Tensor], norm: Tensor, rate: float, saves: bool) -> None:
+        """Finishes a step, of which `run_step` returned `terms`, at the learning `rate`, and remembers it where its
+        `norm` is the first that is not finite. Where it is logged or saved, or is the last, begins to read its loss and
+        norm: on a GPU while the next step computes. Collective."""
         if self.ledger.close():
             self.console.show_traffic(self.ledger.traffic, self.predicted)
-        self.nonfinite.note(state.step, norm)
+        self.nonfinite.note(state.step, norm, terms)
         logs = is_due(state.step, self.job.recipe.train.logging_steps)
-        self._last = state.step, sums, norm
+        self._last = state.step, terms, norm
         if logs or saves or state.step == self.job.steps:
             measured = self._read_last()
         if logs:
@@ -126,8 +121,9 @@ class Meter(contextlib.AbstractContextManager["Meter"]):
         return {"metrics": self.recorder.sync()}
 
     def _read_last(self) -> Callable[[], Metrics]:
-        step, sums, norm = self._last
-        return self.rows.read(step, sums / self.job.layout.tp_size, norm)
+        step, terms, norm = self._last
+        sums = self.job.objective.add_up(terms, self.ranks.device) / self.job.layout.tp_size
+        return self.rows.read(step, sums, norm)
 
     def __enter__(self) -> "Meter":
         for each in (self.recorder, self.rows, self.ledger):

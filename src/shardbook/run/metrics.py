@@ -122,7 +122,7 @@ def kept_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 def memory_metrics(sharded: ShardedModel, optimizer: torch.optim.Optimizer | None) -> Metrics:
     """Returns the persistent bytes of this rank by category, the same in every step. Call it before gradients are
-    freed. Residuals of error feedback are absent where there are none."""
+    freed."""
     kept = optimizer.state.values() if optimizer and not sharded.offloaded else ()
     states = [value for state in kept for value in state.values() if isinstance(value, Tensor)]
     measured: Metrics = {

@@ -4,8 +4,6 @@ Invariant: it is remembered on the device and read with a row, so the host waits
 the same on every rank, so all ranks end the run at the same read. It does not ask weights: a checkpoint does.
 """
 
-from collections.abc import Iterable, Iterator
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,24 +19,17 @@ class FirstNonFinite:
         self.loader = loader
         self.alone = False  # set where the other ranks may have ended: what this one knows must do
         self.rows_before = loader.consumed_rows - step * loader.rows_per_step
-        self.losses: list[Tensor] = []
         # the step (0: none yet), and for each of its micro-batches on this rank whether the loss was not finite
         self.first = torch.zeros(1 + loader.accumulation, dtype=torch.float64, device=device)
 
-    def watch(self, passes: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yields the terms of a step's micro-batches, and keeps their losses."""
-        self.losses = []
-        for terms in passes:
-            if terms.ndim:  # else of a pipeline stage without a loss, which yields a zero for each of its chunks
-                self.losses.append(terms[0])
-            yield terms
-
-    def note(self, step: int, norm: Tensor) -> None:
-        """Remembers `step` where its gradient norm is the first that is not finite, on the device."""
+    def note(self, step: int, norm: Tensor, terms: list[Tensor]) -> None:
+        """Remembers `step` where its gradient norm is the first that is not finite, on the device, with the losses in
+        the `terms` of its micro-batches."""
         is_first = ~torch.isfinite(norm.to(self.first.device, non_blocking=True)) & (self.first[0] == 0)
         flags = torch.zeros_like(self.first[1:])
-        if self.losses:
-            flags = (~torch.isfinite(torch.stack(self.losses))).double()
+        # a pipeline stage without a loss returns a zero for each of its chunks
+        if losses := [of_micro[0] for of_micro in terms if of_micro.ndim]:
+            flags = (~torch.isfinite(torch.stack(losses))).double()
         self.first = torch.where(is_first, torch.cat([torch.full_like(flags[:1], step), flags]), self.first)
 
     def check(self, step: int, first: list[float], values: str) -> None:

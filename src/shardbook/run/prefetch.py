@@ -5,7 +5,7 @@ killed goes on with the first step that was not trained.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -78,6 +78,13 @@ class BatchPrefetcher:
         self.loader.consumed_rows += self.loader.rows_per_step
         self.steps += 1
         return StepBatch(micros, Totals(tokens, examples, chosen), work)
+
+    def next_steps(self, count: int) -> Iterator[StepBatch]:
+        """Yields the next `count` steps, or fewer where a rank was asked to stop."""
+        for _ in range(count):
+            if (batch := self.next_step()) is None:
+                return
+            yield batch
 
     def take_wait(self) -> dict[str, float]:
         """Returns the metric of the mean seconds a step that were waited for micro-batches since the last call."""
