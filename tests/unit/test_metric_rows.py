@@ -97,7 +97,7 @@ def take_steps(folder, seen, losses, device=None, logging=1, pauses=(), fails=No
                 raise KeyError("in the step")
             if device:
                 device.queued.append(1.0)
-            nonfinite.note(step, torch.tensor(2.0))
+            nonfinite.note(step, torch.tensor(2.0), [])
             if step % logging == 0:
                 row = [here.read(step, torch.tensor([loss]), torch.tensor(2.0)), {"train/tokens": step}, pace.take()]
             if step in pauses:
@@ -167,7 +167,7 @@ def read(loss, margin, norm):
     dist.init_process_group("gloo", rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
     names = ["train/loss", "train/rewards/margins"]
     nonfinite, norm = first_nonfinite(), torch.tensor(norm)
-    nonfinite.note(3, norm)
+    nonfinite.note(3, norm, [])
     try:
         return str(rows.read_loss(torch.tensor([loss, margin]), names, norm, 3, nonfinite)[0]())
     except RunFailed as error:
