@@ -27,7 +27,7 @@ def write_whole(path: Path, content: str | bytes, is_shared: bool = False) -> No
                 file.flush()
                 os.fsync(file.fileno())
             side.replace(path)
-    except OSError:
+    except BaseException:  # Ctrl-C too
         side.unlink(missing_ok=True)
         raise
 

@@ -27,9 +27,9 @@ class ZeroppSwitches:
 
                   at rest    forward     between     backward
         rank 0    w0         w0 to w3    w0 and w1   w0 to w3
-        rank 1    w1         w0 to w3    w2 and w3   w0 to w3    gathered from rank 0: nothing passes between nodes
+        rank 1    w1         w0 to w3    w2 and w3   w0 to w3    from each other: nothing passes between nodes
         rank 2    w2         w0 to w3    w0 and w1   w0 to w3
-        rank 3    w3         w0 to w3    w2 and w3   w0 to w3    gathered from rank 2
+        rank 3    w3         w0 to w3    w2 and w3   w0 to w3    from each other
     """
 
     weights_bits: int = 0  # qwZ: bits of the forward all-gather; 0: off

@@ -34,7 +34,7 @@ class Objective:
         return lambda model, micro: self.terms(model, micro, totals)
 
     def add_up(self, terms: Iterable[Tensor], device: torch.device) -> Tensor:
-        """Returns the sum of the `terms` of micro-batches, [1 + metrics] fp32; each is added when it is there."""
+        """Returns the sum of the `terms` of micro-batches, [1 + metrics] fp32."""
         sums = torch.zeros(1 + len(self.metrics), device=device)
         for each in terms:
             sums += each

@@ -233,8 +233,8 @@ def run_step(
 ) -> list[Tensor]:
     """Runs forward and backward of all `micros` (data/loader.py's) of a step; then gradients are complete. Returns for
     each backward the terms of its micro-batch, [1 + metrics], or a zero where this rank has not the last stage. `mark`
-    is told of progress in words. An action's receive is posted once the action before it is launched, into a buffer
-    allocated before that."""
+    is told of progress in words: of backwards, where a rank has several chunks of layers. An action's receive is posted
+    once the action before it is launched, into a buffer allocated before that."""
     sharded.begin_step()
     passes, table = MicroBatchRunner(sharded, loss_function, device), sharded.layout.pipeline.actions(len(micros))
     received, terms = passes.post_recv(passes.make_recv_buffer(table[0], micros)), list[Tensor]()

@@ -209,33 +209,38 @@ def begin_sum(*values: float) -> Callable[[], list[float]]:
 def broadcast_from_main(make: Callable[[], T]) -> T:
     """Returns on every rank the result of `make` on rank 0; raises its RecipeError, RunFailed or OSError on every rank:
     else the others would wait for a rank that has left. Collective."""
-    box: list[Any] = [_result_or_error(make) if dist.get_rank() == 0 else None]
+    result = _result_or_error(make) if dist.get_rank() == 0 else None
+    box: list[Any] = [_to_send(result)]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     if isinstance(box[0], SHARED_ERRORS):
-        raise box[0]
+        raise result if isinstance(result, SHARED_ERRORS) else box[0]  # its own where it arose, with its traceback
     return cast(T, box[0])
 
 
 def agree(make: Callable[[], T]) -> T:
-    """Returns this rank's result of `make`; where it raised RecipeError, RunFailed or OSError on any rank, raises the
-    first on every rank: else the others would wait for a rank that has left. Collective."""
+    """Returns this rank's result of `make`; where it raised RecipeError, RunFailed or OSError on any rank, every rank
+    raises its own, or the first: else the others would wait for a rank that has left. Collective."""
     result = _result_or_error(make)
     error = result if isinstance(result, SHARED_ERRORS) else None
     everyone: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, error)
-    for of_a_rank in everyone:
-        if of_a_rank is not None:
-            raise of_a_rank
+    dist.all_gather_object(everyone, _to_send(error))
+    if first := next(filter(None, everyone), None):
+        raise error or first  # its own where it arose, with its traceback
     return cast(T, result)
 
 
 def _result_or_error(make: Callable[[], T]) -> T | Exception:
     try:
         return make()
-    except (RecipeError, RunFailed) as error:
+    except SHARED_ERRORS as error:
         return error
-    except OSError as error:  # others than Python's own may not be copied to another process
-        return OSError(error.errno, error.strerror, error.filename) if error.errno else OSError(str(error))
+
+
+def _to_send(result: Any) -> Any:
+    """Returns what another process can read of `result`: OSErrors of libraries may not be copied."""
+    if isinstance(result, OSError):
+        return OSError(result.errno, result.strerror, result.filename) if result.errno else OSError(str(result))
+    return result
 
 
 def check_same_on_all_ranks(facts: dict[str, Any], what: str = "is not started like rank 0") -> None:
