@@ -62,27 +62,16 @@ def test_a_rank_without_git_and_with_another_patch_of_python_is_no_other_start(r
     assert facts["python"] == platform.python_version()
 
 
-def broadcast_error(error):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    try:
-        broadcast_from_main(lambda: (_ for _ in ()).throw(error))
-    except Exception as met:
-        return type(met).__name__, str(met)
-    finally:
-        dist.destroy_process_group()
-
-
-def raise_on_rank_1(error):
-    """What each rank raises where rank 1 alone meets an error."""
+def errors_of(share, rank, error):
+    """What this rank raises where `rank` alone meets an error in what `share` calls."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 
     def make():
-        if dist.get_rank() == 1:
+        if dist.get_rank() == rank:
             raise error
-        return dist.get_rank()
 
     try:
-        agree(make)
+        share(make)
     except Exception as met:
         return type(met).__name__, str(met)
     finally:
@@ -101,8 +90,8 @@ def raise_on_rank_1(error):
 )
 def test_an_error_of_one_rank_is_that_of_all(error):
     """Until then a rank waited in a collective that rank 0 had left."""
-    assert run_world(2, broadcast_error, error) == [(type(error).__name__, str(error))] * 2
-    assert run_world(2, raise_on_rank_1, error) == [(type(error).__name__, str(error))] * 2
+    for share, rank in ((broadcast_from_main, 0), (agree, 1)):
+        assert run_world(2, errors_of, share, rank, error) == [(type(error).__name__, str(error))] * 2
 
 
 def test_nodes_of_unlike_size(recipe):

@@ -245,9 +245,8 @@ def run_step(
             passes.forward(action, micros[action.micro], received)
         else:
             terms.append(passes.backward(action, action.micro == len(micros) - 1, received))
-        received = passes.post_recv(buffer)
-        if not action.is_forward:
             mark(f"in micro-batch {len(terms) + 1}")
+        received = passes.post_recv(buffer)
     if sharded.links:
         sharded.links.finish()
         sharded.links.sum_tied(sharded.model)

@@ -184,7 +184,6 @@ def load_checkpoint(
     if same_world:
         read[_own_key()] = _rng_state()
     lost = [] if same_kind else [f"optimizer state: of {there_kind}, here {kind}"]
-    lost += ["residuals of error feedback: none are kept now"] if state.get(RESIDUAL) else []
     if lost and not is_clean:
         said = f"checkpoint {path} cannot follow the load of a damaged one ({lost[0]})"
         raise RecipeError(f"{said}; remove the damaged one, and start again")
@@ -194,6 +193,7 @@ def load_checkpoint(
         torch.set_rng_state(read[_own_key()]["cpu"])
         if "cuda" in read[_own_key()]:
             torch.cuda.set_rng_state(read[_own_key()]["cuda"])
+    lost += ["residuals of error feedback: none are kept now"] * bool(state.get(RESIDUAL))
     return stands, "; ".join([*["random state: other ranks"] * (not same_world), *lost])
 
 
