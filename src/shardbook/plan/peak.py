@@ -47,12 +47,13 @@ class Peak:
         return f"{self.total / GB:.1f} GB ({parts})"
 
 
-def _visits(
-    layout: Layout, chunk: int, units: Sequence[Unit], work: Work, vocabulary: int
-) -> dict[tuple[str, Unit | None], tuple[str, int, int]]:
-    """Returns what a chunk of layers with these `units` is visited at, by moment and unit: a name, bytes that blocks
-    hold, and bytes that are needed on top. The loss, backward of the head, of the last blocks, of the first ones, and
-    of the last unit, and the end."""
+# by event and unit: a name for people, bytes that blocks hold for backward, and bytes that are needed on top
+Moments = dict[tuple[str, Unit | None], tuple[str, int, int]]
+
+
+def _moments(layout: Layout, chunk: int, units: Sequence[Unit], work: Work, vocabulary: int) -> Moments:
+    """Returns the moments of a chunk of layers with these `units` at which a pass may be fullest: the loss, backward of
+    the head, of the last blocks, of the first ones, and of the last unit, and the end."""
     order, pipeline = [unit for unit in units if unit.numel], layout.pipeline
     spanning = [unit for unit in order if unit.spans and not unit.forward_only]
     back = [unit for unit in backward_order(order) if not unit.spans]
@@ -63,32 +64,30 @@ def _visits(
     # the buffer of the next receive, and the gradient that was received, which is the last block's own
     ahead = work.stream * (pipeline.ranks > 1 and not (pipeline.is_last(chunk) and pipeline.schedule == "gpipe"))
     recv = ahead + work.stream * (pipeline.ranks > 1 and not pipeline.is_last(chunk))
-    visits: dict[tuple[str, Unit | None], tuple[str, int, int]] = {}
-    if layout.is_replicated:
-        visits["end of backward", None] = "end, sums", recv, 0
+    moments: Moments = {("end of backward", None): ("end, sums", recv, 0)} if layout.is_replicated else {}
     if pipeline.is_last(chunk):
-        visits["end of forward", None] = "loss", work.held(chunk), work.loss
-        visits["backward of the loss", None] = "loss, backward", work.held(chunk), work.loss_backward
+        moments["end of forward", None] = "loss", work.held(chunk), work.loss
+        moments["backward of the loss", None] = "loss, backward", work.held(chunk), work.loss_backward
         if not by_head:
-            visits["start of backward", None] = "last norm", work.held(chunk), work.norm + tied
+            moments["start of backward", None] = "last norm", work.held(chunk), work.norm + tied
     for unit in sorted((unit for unit in order if unit.forward_only), key=lambda unit: unit.numel)[-1:]:
-        visits["forward", unit] = "teacher", 0, work.teacher
+        moments["forward", unit] = "teacher", 0, work.teacher
     for unit in by_head:
-        visits["gather", unit] = "head, gathered", work.held(chunk), work.stream
-        visits["reduction", unit] = "head", work.held(chunk) + recv, 0
+        moments["gather", unit] = "head, gathered", work.held(chunk), work.stream
+        moments["reduction", unit] = "head", work.held(chunk) + recv, 0
     count = len(blocks)
     for number in work.looked_at(chunk):
         unit, name, grads = blocks[count - 1 - number], f"block {number + 1}", recv if number < count - 1 else ahead
         held = work.held(chunk, number + 1) + grads
         block, before = work.blocks[chunk][number], work.held(chunk, number)
-        visits["gather", unit] = f"{name}, gathered", before, work.stream
-        visits["forward", unit] = f"{name}, forward", before, block.forward
-        visits["backward", unit] = name, held, block.inside + tied
-        visits["reduction", unit] = f"{name}, reduced", before + grads, tied
+        moments["gather", unit] = f"{name}, gathered", before, work.stream
+        moments["forward", unit] = f"{name}, forward", before, block.forward
+        moments["backward", unit] = name, held, block.inside + tied
+        moments["reduction", unit] = f"{name}, reduced", before + grads, tied
     for unit in [unit for unit in [*back, *spanning] if unit not in by_head and unit not in blocks][-1:]:
         # a tied weight's two gradients and, for a moment, their sum
-        visits["backward", unit], visits["reduction", unit] = ("end", recv, 3 * tied), ("end, reduced", recv, 0)
-    return visits
+        moments["backward", unit], moments["reduction", unit] = ("end", recv, 3 * tied), ("end, reduced", recv, 0)
+    return moments
 
 
 def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> dict[str, Peak]:
@@ -96,14 +95,14 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
     and its last, and the fullest of all."""
     work, state = count_work(layout, config, recipe), predict_resident(layout, 0, recipe.optim.name)
     micros, pipeline, tp_size = recipe.train.gradient_accumulation_steps, layout.pipeline, layout.tp_size
-    visits = [
-        _visits(layout, number, chunk.units, work, ceil_div(config.vocab_size, tp_size))
+    of_chunks = [
+        _moments(layout, number, chunk.units, work, ceil_div(config.vocab_size, tp_size))
         for number, chunk in enumerate(layout.chunks)
     ]
     # more micro-batches bring nothing that these do not: but in gpipe all forwards are before the first backward
     few = micros if pipeline.schedule == "gpipe" else min(micros, 3 * pipeline.ranks)
     live = (CopiedBytes if layout.is_replicated else ShardedBytes)(layout, few)
-    named = {unit for of_chunk in visits for _, unit in of_chunk}
+    named = {unit for moments in of_chunks for _, unit in moments}
     constants = {"params": int(state.params_bytes), "optimizer": int(state.optimizer_bytes)}
     secondary, passes = predict_secondary(layout), Counter[int]()  # on their way through each chunk
     peaks = list[tuple[bool, str, Peak]]()
@@ -113,8 +112,8 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
         around = work.around(pipeline, action.chunk)
         around += sum(work.of_a_pass(pipeline, chunk) * count for chunk, count in others.items())
         for moment, unit, (sums, gathered, buffers, working) in live.follow(action, events, named):
-            if (moment, unit) in visits[action.chunk]:
-                name, activations, on_top = visits[action.chunk][moment, unit]
+            if (moment, unit) in of_chunks[action.chunk]:
+                name, activations, on_top = of_chunks[action.chunk][moment, unit]
                 peak = Peak(
                     **constants,
                     grads=sums,
@@ -129,12 +128,12 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
                 peaks.append((is_shown, f"micro-batch {number}{where}, {name}", peak))
         passes[action.chunk] -= not action.is_forward
     fullest = max(peaks, key=lambda each: each[2].total)
-    moments = {name: peak for is_shown, name, peak in peaks if is_shown or name == fullest[1]}
+    shown = {name: peak for is_shown, name, peak in peaks if is_shown or name == fullest[1]}
     if tp_size > 1:  # after all else, their sums
         params, sums, optimizer = (int(size) for size in asdict(state).values())
         flat = layout.replicated_numel * layout.dtype("master").itemsize
-        moments["what is not cut"] = Peak(params, sums, optimizer, gathered=0, buffers=flat, activations=0, working=0)
-    return moments
+        shown["what is not cut"] = Peak(params, sums, optimizer, gathered=0, buffers=flat, activations=0, working=0)
+    return shown
 
 
 def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Peak:
