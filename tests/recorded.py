@@ -61,13 +61,13 @@ class Record:
     def follow(self, rank: int):
         """Notes the first step of a run, and what its plan lists of the global `rank`."""
         from shardbook.comm.ledger import Ledger
-        from shardbook.run.console import Console
+        from shardbook.run.job_summary import describe_job
 
-        class PlanConsole(Console):
-            def show_job(console, job: Any) -> None:
-                self.layout, self.listed = job.layout, planned(job, rank)
+        def describe(job: Any) -> list[Any]:
+            self.layout, self.listed = job.layout, planned(job, rank)
+            return []
 
-        spies = {Console: PlanConsole, Ledger: self.ledger(Ledger)}
+        spies = {describe_job: describe, Ledger: self.ledger(Ledger)}
         for real, spy in spies.items():
             replace(real, spy)
         try:

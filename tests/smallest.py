@@ -16,7 +16,7 @@ def measure(stage: str, parallel: dict) -> dict[str, int]:
     from shardbook.comm.ledger import Ledger
     from shardbook.plan import events, formulas
     from shardbook.ranks.distributed import start_distributed
-    from shardbook.run.metrics import memory_metrics
+    from shardbook.run.log.memory import memory_metrics
 
     rank, found = start_distributed().rank, {}
     sizes = (2, 1) if stage == "ddp" else (1, 2)

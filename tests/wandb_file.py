@@ -1,12 +1,32 @@
-"""What a .wandb file holds, read with the classes that wandb ships."""
+"""What a .wandb file holds: LevelDB's log framing (github.com/google/leveldb, doc/log_format.md) around wandb's own
+protobuf records, read with the classes that wandb ships."""
 
 import json
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from wandb.proto.wandb_internal_pb2 import Record
 
-from shardbook.run.wandb_file import HEADER, records
+HEADER, BLOCK = 7, 32768  # of the file; of a chunk too: checksum 4, length 2, type 1
+WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """Yields the whole records of a file's `data`, up to where it was cut off."""
+    at, parts = HEADER, b""
+    while at + HEADER <= len(data):
+        if BLOCK - at % BLOCK < HEADER:  # the rest of a block too short for a header is padding
+            at += BLOCK - at % BLOCK
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + HEADER])
+        if kind not in (WHOLE, FIRST, MIDDLE, LAST) or at + HEADER + length > len(data):
+            break
+        parts = (b"" if kind in (WHOLE, FIRST) else parts) + data[at + HEADER : at + HEADER + length]
+        at += HEADER + length
+        if kind in (WHOLE, LAST):
+            yield parts
 
 
 @dataclass
@@ -15,7 +35,6 @@ class Recorded:
     job_type: str = ""
     config: dict = field(default_factory=dict)
     rows: list[dict] = field(default_factory=list)
-    step_metrics: dict[str, str] = field(default_factory=dict)  # metric or glob -> its axis
 
 
 def read_wandb(path: Path) -> Recorded:
@@ -31,7 +50,4 @@ def read_wandb(path: Path) -> Recorded:
             found.rows.append(
                 {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             )
-        elif kind == "metric":
-            name = record.metric.name or record.metric.glob_name
-            found.step_metrics[name] = record.metric.step_metric or found.step_metrics.get(name, "")
     return found

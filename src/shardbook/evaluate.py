@@ -29,10 +29,10 @@ from shardbook.ranks.exits import DONE, exit_rank
 from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint import load_checkpoint
-from shardbook.run.console import Console
 from shardbook.run.directory import read_facts
 from shardbook.run.evaluated import describe_rows, evaluation_recipe
 from shardbook.run.evaluation import evaluate
+from shardbook.run.log.console import Console
 from shardbook.run.out_of_memory import OomGuard
 from shardbook.run.prepare import Job, lay_out_run, prepare_job
 from shardbook.run.reference import Reference

@@ -3,8 +3,10 @@
 import os
 
 from rich.console import Console
+from rich.filesize import pick_unit_and_suffix
 
 LOG_WIDTH = 140  # columns of a log file, which has no edge to wrap at, and of the widest table
+UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
 
 
 def build_console() -> Console:
@@ -20,3 +22,9 @@ def print_line(text: object, any_rank: bool = False) -> None:
     is a program's (eval --json), evaluate.py has it redirected."""
     if any_rank or os.environ.get("RANK", "0") == "0":
         print(text, flush=True)
+
+
+def readable_bytes(count: float) -> str:
+    """Returns bytes for people: `1.5 GiB`."""
+    scale, unit = pick_unit_and_suffix(int(count), UNITS, 1024)
+    return f"{count / scale:,.{int(scale > 1)}f} {unit}"

@@ -36,12 +36,13 @@ from shardbook.ranks.settings import use_deterministic
 from shardbook.ranks.signals import StopFlag, asked_early
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe
 from shardbook.run.checkpoint import TrainState
-from shardbook.run.console import Console
 from shardbook.run.directory import environment, find_everywhere, open_everywhere
 from shardbook.run.evaluation import Observer
 from shardbook.run.export import export_result
 from shardbook.run.garbage import synchronized_gc
-from shardbook.run.meter import Meter
+from shardbook.run.job_summary import describe_job
+from shardbook.run.log.console import Console
+from shardbook.run.log.step_log import StepLog
 from shardbook.run.out_of_memory import OomGuard
 from shardbook.run.prefetch import BatchPrefetcher
 from shardbook.run.prepare import Job, lay_out_run, prepare_job
@@ -49,7 +50,9 @@ from shardbook.run.profile import Profile
 from shardbook.run.push import push_if_asked
 from shardbook.run.reference import Reference
 from shardbook.run.saver import Saver, predict_bytes
+from shardbook.run.sdc_check import SdcCheck
 from shardbook.run.start import start_from
+from shardbook.run.step_flags import StepFlags
 from shardbook.run.stored_items import newest_checkpoint
 
 
@@ -74,7 +77,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         console.print(f"done     this run has finished its {run.finished_steps} steps; {more}choose another run.name")
         return DONE
     open_everywhere(run, job.steps, newest, job.recipe, predict_bytes(job))
-    console.show_job(job)
+    console.show(describe_job(job))
 
     # Model and optimizer; then the start: the newest checkpoint, else the recipe's, else pretrained or random weights.
     sharded = build(job, ranks.device)
@@ -90,30 +93,30 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     if ranks.is_main:
         run.record(recipe_path, job.recipe, {"world_size": ranks.world_size, "mesh": job.layout.mesh})
 
-    meter = Meter(job, run, sharded, optimizer, state, ranks, console, stop)
-    observer = Observer(job, sharded, reference.attach(), ranks, meter, console)
-    saver = Saver(run, job, sharded, optimizer, meter, state.step)
+    log = StepLog(job, run, sharded, optimizer, state, ranks, console, stop)
+    observer = Observer(job, sharded, reference.attach(), ranks, log, console)
+    saver = Saver(run, job, sharded, optimizer, log, state.step)
+    sdc_check = SdcCheck(recipe.train.check_steps, sharded, ranks, state.step + 1)
     profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
     shown = console.start(state.step, job.steps)
-    watch, gc_in_step = watch_steps(ranks, recipe.run.hang_seconds, meter.first_steps), synchronized_gc()
-    with shown, profile, oom_guard, meter, watch as finish_step, gc_in_step as collect:
+    watch, gc_in_step = watch_steps(ranks, recipe.run.hang_seconds, log.warmup_steps), synchronized_gc()
+    with shown, profile, oom_guard, log, watch as finish_step, gc_in_step as collect:
         if state.step == 0:
             observer.after(0)
-        batches = BatchPrefetcher(job.loader, stop, saver.flags, saver.take_flag_sums)
-        meter.start(batches.take_wait)
+        batches = BatchPrefetcher(job.loader, StepFlags(stop, saver))
         for step, batch in enumerate(batches.next_steps(job.steps - state.step), state.step + 1):
             profile.advance(step)
-            meter.begin(batch.work)
+            log.begin(batch)
             rate = set_learning_rate(optimizer, learning_rate(recipe.optim, step, job.steps))
             loss = job.objective.with_totals(batch.totals)
-            meter.check_results(step, batch.micros[0], loss)
+            sdc_check.before(step, batch.micros[0], loss)
             terms = run_step(sharded, batch.micros, loss, ranks.device, PROGRESS.mark)
             norm = clip_gradients(sharded.gradients, recipe.optim.max_grad_norm)
             optimizer.step()
             state = TrainState(step, state.tokens + int(batch.totals.tokens), job.loader.state_dict())
             batches.prefetch()
             collect(step)  # while a device still computes
-            meter.finish(state, terms, norm, rate, saver.is_due(step))  # counts gradients' bytes: before zero_grad
+            log.end(state, terms, norm, rate)  # measures gradients' bytes: before zero_grad
             optimizer.zero_grad()
             observer.after(step)
             saver.after(state)

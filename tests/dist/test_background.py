@@ -73,22 +73,22 @@ def copying_slowly(seconds, words, bug=None):
     """A rank whose copy of what is saved ends after the next step has begun, unless that does not begin for so many
     `seconds`. It says in which order steps began and a copy ended."""
     from shardbook.run import background
-    from shardbook.run.meter import Meter
+    from shardbook.run.log.step_log import StepLog
 
-    copy, begin, stepped, seen = background.StagingWriter.copy, Meter.begin, threading.Event(), []
+    copy, begin, stepped, seen = background.StagingWriter.copy, StepLog.begin, threading.Event(), []
 
     def copies(*given):
         stepped.wait(seconds)
         copy(*given)
         seen.append("copied")
 
-    def begins(self, work):
+    def begins(self, batch):
         seen.append("step")
         if seen.count("step") == 3:  # the save is that of step 2
             stepped.set()
-        begin(self, work)
+        begin(self, batch)
 
-    background.StagingWriter.copy, Meter.begin = copies, begins
+    background.StagingWriter.copy, StepLog.begin = copies, begins
     bug and bug()
     code, _, error = train_rank(words)
     return code, " ".join(seen), error

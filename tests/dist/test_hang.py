@@ -56,9 +56,9 @@ def ranks_1_and_2_in_the_clip():
 
 
 def all_at_the_loss():
-    from shardbook.run.rows import Rows
+    from shardbook.run.log.step_log import StepLog
 
-    Rows.read = stopping(Rows.read, range(8))
+    StepLog.end = stopping(StepLog.end, range(8))
 
 
 def hang(recipe, folder, world, prepare):

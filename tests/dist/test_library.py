@@ -91,7 +91,7 @@ def train_all(ranks: int, folder: Path):
     from shardbook.comm.ledger import Ledger, Volume
     from shardbook.plan.events import COUNTS_BYTES, NORM_BYTES
     from shardbook.plan.formulas import predict_resident, predict_traffic
-    from shardbook.run.metrics import memory_metrics
+    from shardbook.run.log.memory import memory_metrics
 
     dist.init_process_group("gloo")
     rank, bytes_of = dist.get_rank(), {}

@@ -29,7 +29,7 @@ def load(folder, *words):
     from shardbook.parallel.sharding import apply_stage
     from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import parse_recipe, resolve_precision
-    from shardbook.run.metrics import kept_bytes
+    from shardbook.run.log.memory import kept_bytes
 
     os.environ["MALLOC_MMAP_MAX_"] = "65536"  # the rank leaves glibc as it comes: what is freed is not resident
     ranks = start_distributed()

@@ -47,7 +47,7 @@ def train_all(recipe, runs):
     from shardbook.memory.host_adamw import materialize_state
     from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import load_recipe
-    from shardbook.run.metrics import memory_metrics
+    from shardbook.run.log.memory import memory_metrics
 
     host_adamw.BUCKET_BYTES = 2**20  # a unit has several
     ranks, said = start_distributed(), {}

@@ -92,7 +92,7 @@ def train_8bit(build, vocab):
     add_torchao()
     from shardbook.plan.formulas import predict_resident
     from shardbook.ranks.distributed import start_distributed
-    from shardbook.run.metrics import memory_metrics
+    from shardbook.run.log.memory import memory_metrics
 
     rank, by_stage = start_distributed().rank, {}
     torch.compiler.set_stance("force_eager")

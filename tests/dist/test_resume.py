@@ -216,29 +216,6 @@ def test_preempted_in_mid_step_then_continued_bitwise(recipe, straight, rank):
     assert all(torch.equal(weights(run)[k], v) for k, v in weights(straight).items())
 
 
-def read_late(words):
-    """As on a GPU: what a step measured is read when the next one is on its way."""
-    from shardbook.run.rows import Rows
-
-    before = Rows.__init__
-
-    def begin(rows, *given):
-        before(rows, *given)
-        rows.lags = True
-
-    Rows.__init__ = begin
-    return train_rank(words)
-
-
-def test_rows_that_are_read_late_are_the_same(recipe):
-    words = ["data.eval_size=4", "train.eval_steps=3", "train.steps=5", "train.export=false"]
-    assert [code for code, _, _ in run_world(2, read_late, [str(recipe), *words, "run.name=late"])] == [0, 0]
-    late, plain = metrics(recipe.parent / "late"), metrics(run_train(2, recipe, "at-once", *words))
-    for one, other in zip(late, plain, strict=True):
-        assert list(one) == list(other)
-        assert {k: v for k, v in one.items() if "perf" not in k} == {k: v for k, v in other.items() if "perf" not in k}
-
-
 def stop_in_a_long_phase(place, number, rank_that_is_told, words):
     """SIGTERM to one rank in the middle of the `number`th evaluation, samples or save."""
     import signal

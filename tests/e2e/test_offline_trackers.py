@@ -19,21 +19,20 @@ import sys
 from pathlib import Path
 from shardbook.ranks.exits import exit_rank
 from shardbook.recipe import Recipe, Run, Train, flatten_recipe
-from shardbook.run.trackers import Trackers, flat_config
+from shardbook.run.log.trackers import Trackers, flat_config
 tracker, folder = sys.argv[1], Path(sys.argv[2])
 config = flat_config(flatten_recipe(Recipe(train=Train(steps=5))), {"dp_shard": 2})
 trackers = Trackers(folder, "mine", Run(report_to=[tracker], group="tried"), config)
 for step in (1, 2, 3):
     trackers.log(step, {"train/loss": 4.0 - step, "train/tokens": 10 * step})
-trackers.finish(False)
+trackers.finish()
 exit_rank(0)
 """
 # The run's name and its losses by step, as each program reads its own.
 READ = {
     "wandb": """
 from wandb.proto.wandb_internal_pb2 import Record
-from shardbook.run.wandb_file import records
-from wandb_file import read_wandb
+from wandb_file import read_wandb, records
 (file,) = folder.glob("wandb/offline-*/*.wandb")
 runs = [r.run for r in map(Record.FromString, records(file.read_bytes())) if r.WhichOneof("record_type") == "run"]
 name = runs[0].display_name

@@ -26,7 +26,7 @@ from shardbook.parallel.units import count_parameters, shard_rows
 from shardbook.plan.formulas import predict_resident
 from shardbook.plan.peak import predict_peak
 from shardbook.recipe import dump_recipe, list_recipes, load_recipe, resolve_precision
-from shardbook.run.metrics import kept_bytes
+from shardbook.run.log.memory import kept_bytes
 
 # The published config.json of each model, as far as it sets shapes (the hub is not reachable from a test).
 LLAMA = {

@@ -18,7 +18,7 @@ from shardbook.optim import build_optimizer
 from shardbook.optim.adamw_bf16 import AdamWBf16, rounded
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.recipe import Optim
-from shardbook.run.metrics import kept_bytes
+from shardbook.run.log.memory import kept_bytes
 
 FP32 = np.float32
 SEED = 5

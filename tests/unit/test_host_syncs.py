@@ -19,7 +19,6 @@ from shardbook.objectives import build_objective
 from shardbook.optim import build_optimizer
 from shardbook.recipe import Distill, Optim, Preference
 from shardbook.run.generate import pick
-from shardbook.run.nonfinite import FirstNonFinite
 
 DEVICE = torch.device("meta")  # has no numbers: what reads one raises
 
@@ -122,19 +121,6 @@ def test_distillation():
     model = build_model(config(), "bf16", 7)
     attach_teacher(model, build_model(config(hidden_size=64), "bf16"))
     run(model, build_objective("distill", Preference(), Distill()), True, 1)
-
-
-def test_the_first_norm_that_is_not_finite_is_noted():
-    class Loader:
-        consumed_rows, rows_per_step, accumulation = 0, 4, 2
-
-    nonfinite = FirstNonFinite(Loader(), 0, DEVICE)
-    with NoLists(), NoCopies():
-        # of a loss, of a loss with metrics, of a pipeline's stage without either, in two chunks
-        for step, shapes in enumerate(((1, 1), (3, 3), ((),) * 4), 1):
-            terms = [torch.zeros(n, device=DEVICE) for n in shapes]
-            nonfinite.note(step, torch.zeros((), device=DEVICE), terms)
-            assert nonfinite.first.shape == (3,)
 
 
 SEEN = r"called on meta|torch\.nonzero|out of meta|method tensor of|_to_copy"

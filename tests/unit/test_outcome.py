@@ -12,7 +12,7 @@ from shardbook.compare.compare_page import summary_rows
 from shardbook.compare.outcome import Outcome, differences, first_difference, judge, read_outcome
 from shardbook.compare.page import LIBRARY, broken
 from shardbook.recipe import RecipeError
-from shardbook.run.metrics import read_rows
+from shardbook.run.log.recorder import read_rows
 
 
 def outcome(name, steps, losses, kept=100.0, sent=50.0):

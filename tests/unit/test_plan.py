@@ -39,7 +39,7 @@ from shardbook.plan.speed import (
     predict_perf_metrics,
 )
 from shardbook.recipe import STAGES, Parallel, Recipe, dump_recipe, find_recipe, load_recipe, with_settings
-from shardbook.run.console import describe_peak
+from shardbook.run.log.console import describe_peak
 from shardbook.run.measured import calibrate, read_sample
 
 ORDER = ["ddp", "zero1", "zero2", "zero3"]

@@ -1,6 +1,7 @@
 """Steps made ahead are those that a run without a thread takes, after a stop too; their errors are the run's."""
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,10 @@ from datasets import Dataset
 from shardbook.data.loader import Batching, Loader, RowError
 from shardbook.data.tokenized import Documents
 from shardbook.ranks.exits import RunFailed
-from shardbook.run import prefetch
+from shardbook.ranks.signals import StopFlag
+from shardbook.run import prefetch, step_flags
 from shardbook.run.prefetch import BatchPrefetcher
+from shardbook.run.step_flags import StepFlags
 
 COUNT = 7
 
@@ -23,15 +26,18 @@ def loader(rows=None):
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
-    monkeypatch.setattr(prefetch, "begin_sum", lambda *values: lambda: [float(value) for value in values])
+    for module in (prefetch, step_flags):
+        monkeypatch.setattr(module, "begin_sum", lambda *values: lambda: [float(value) for value in values])
 
 
 def ids(micros):
     return [micro.input_ids.tolist() for micro in micros]
 
 
-def never():
-    return SimpleNamespace(asked=False, again=False)
+def never(sums=None):
+    """Flags of a run that nobody asked to stop; what its save is told is added to `sums`."""
+    saver = SimpleNamespace(flags=lambda: [1.0, 0.0, 0.0], take_flag_sums=[].append if sums is None else sums.append)
+    return StepFlags(StopFlag(), saver)
 
 
 def taken(from_loader, steps):
@@ -82,21 +88,21 @@ def test_a_planted_stale_step_is_seen(monkeypatch):
 
 
 def test_who_is_asked_to_stop_has_not_taken_the_step():
-    here, stop = loader(), never()
-    run = BatchPrefetcher(here, stop)
+    here, flags = loader(), never()
+    run = BatchPrefetcher(here, flags)
     run.next_step()
-    stop.asked = True
+    flags.stop.asked = True
     run.prefetch()
     assert run.next_step() is None and here.consumed_rows == here.rows_per_step
 
 
 def test_who_is_asked_after_the_counts_began_is_heard_where_ranks_ask_again():
-    here, stop = loader(), never()
-    run = BatchPrefetcher(here, stop)
-    stop.asked = stop.again = True  # a signal in an evaluation, whose end sets the second on every rank
+    here, flags = loader(), never()
+    run = BatchPrefetcher(here, flags)
+    flags.stop.asked = flags.stop.check_before_next_step = True  # in an evaluation, whose end sets it on every rank
     assert run.next_step() is None and here.consumed_rows == 0
     run.prefetch()
-    assert not stop.again and run.next_step() is None
+    assert not flags.stop.check_before_next_step and run.next_step() is None
 
 
 def test_a_thread_makes_them_and_what_is_waited_for_is_told(monkeypatch):
@@ -107,12 +113,21 @@ def test_a_thread_makes_them_and_what_is_waited_for_is_told(monkeypatch):
     run.next_step()
     run.prefetch()
     assert all(name.startswith("loader") for name in threads)
-    wait = run.take_wait()
-    assert list(wait) == ["perf/loader_wait_seconds"] and wait["perf/loader_wait_seconds"] >= 0
-    run.waited_seconds = 3.0
+    assert run.next_step().waited_seconds >= 0
+
+
+def test_what_a_step_waited_for_its_rows_is_told_with_it():
+    here, gate = loader(), threading.Event()
+    run, real = BatchPrefetcher(here, never()), here.step_at
+    assert run.next_step().waited_seconds == 0  # nothing computed yet that could hide it
+    run.prefetch()
+    here.step_at = lambda start: (gate.wait(60), real(start))[1]
     run.next_step()
+    run.prefetch()  # of what the thread had begun before; it begins the one behind the gate
+    threading.Timer(0.2, gate.set).start()
     run.next_step()
-    assert run.take_wait() == {"perf/loader_wait_seconds": 1.5}
+    run.prefetch()
+    assert 0.1 < run.next_step().waited_seconds < 60
 
 
 def test_an_error_of_the_thread_is_the_runs_with_its_rows():
@@ -135,23 +150,25 @@ def test_an_error_of_the_thread_is_the_runs_with_its_rows():
 
 
 def test_who_stops_does_not_need_the_rows_of_the_next_step():
-    here, stop = loader(), never()
-    run = BatchPrefetcher(here, stop)
+    here, flags = loader(), never()
+    run = BatchPrefetcher(here, flags)
     run.next_step()
-    run._made.result()
-    run._error, stop.asked = RowError("of the step that nobody begins"), True
+    run._future.result()
+    flags.stop.asked = True
     run.prefetch()
+    run._prefetched = replace(run._prefetched, error=RowError("of the step that nobody begins"))
     assert run.next_step() is None
 
 
 def test_flags_of_any_number_of_ranks_stay_apart(monkeypatch):
     """Planted bug until 0.2: flags were digits of one number, and of 8,192 ranks a sum carried into the next flag."""
     ranks, sums = 10_000, []
-    monkeypatch.setattr(prefetch, "begin_sum", lambda *values: lambda: [float(ranks * value) for value in values])
+    for module in (prefetch, step_flags):
+        monkeypatch.setattr(module, "begin_sum", lambda *values: lambda: [float(ranks * value) for value in values])
     here = loader()
-    run = BatchPrefetcher(here, never(), lambda: [1.0, 0.0, 0.0], sums.append)
+    run = BatchPrefetcher(here, never(sums))
     step = run.next_step()
     assert sums == [[ranks, 0, 0]] and step.totals.tokens == ranks * sum(len(micro.targets) for micro in step.micros)
-    run.stop.asked = True
+    run.flags.stop.asked = True
     run.prefetch()
     assert run.next_step() is None and sums == [[ranks, 0, 0]] * 2

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardbook.comm.ledger import first_steps
+from shardbook.comm.ledger import warmup_steps
 from shardbook.ranks.distributed import watch_steps
 from shardbook.ranks.progress import PROGRESS, Progress, RankProgress, find_stragglers, long_phase, mark_each
 
@@ -57,9 +57,9 @@ def test_a_step_that_compiles_is_not_watched(here):
             assert [(finish(step), here.watched)[1] for step in (5, 6, 7)] == watched
         assert not here.watched
     assert (
-        [first_steps(compiles, {"tp": 2}) for compiles in (False, True)]
+        [warmup_steps(compiles, {"tp": 2}) for compiles in (False, True)]
         == [1, 2]
-        == [first_steps(True, {"cp": c}) for c in (1, 2)]
+        == [warmup_steps(True, {"cp": c}) for c in (1, 2)]
     )
 
 

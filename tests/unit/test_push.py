@@ -176,7 +176,7 @@ def test_a_run_that_shall_be_pushed_is_refused_before_it_starts(monkeypatch):
 
 
 def test_the_end_of_a_run_pushes_where_it_was_asked_to(run, hub):
-    from shardbook.run.console import Console
+    from shardbook.run.log.console import Console
 
     recipe = load_recipe(
         ROOT / "recipes" / "smollm2-135m-fsdp.toml", ["train.push_to_hub=true", "train.hub_model_id=me/mine"]

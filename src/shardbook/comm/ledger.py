@@ -46,7 +46,7 @@ class Volume:
 Traffic = dict[tuple[str, str], Volume]  # (operation, mesh axis)
 
 
-def first_steps(compiles: bool, sizes: dict[str, int]) -> int:
+def warmup_steps(compiles: bool, sizes: dict[str, int]) -> int:
     """Returns how many steps of a run compile or load something for the first time, with axes of these `sizes`: one, or
     two where the ledger kept the compiler off in the first."""
     return 1 + (compiles and holds_compiler(sizes))

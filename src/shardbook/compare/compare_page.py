@@ -13,7 +13,7 @@ from typing import Any
 from shardbook.axes import CP, PP, TP
 from shardbook.compare.outcome import PREFIXES, Outcome, differences, first_difference, judge
 from shardbook.compare.page import HELD_OUT, Panel, panel_of, render
-from shardbook.run.console import readable_bytes
+from shardbook.terminal import readable_bytes
 
 ROW = "fastest", "first quarter", "median", "third quarter", "slowest"  # of a panel of spans
 

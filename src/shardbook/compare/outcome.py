@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardbook.comm.ledger import first_steps
+from shardbook.comm.ledger import warmup_steps
 from shardbook.recipe import first_line
-from shardbook.run.console import readable_bytes
-from shardbook.run.metrics import read_rows
+from shardbook.run.log.recorder import read_rows
+from shardbook.terminal import readable_bytes
 
 CATEGORIES = ("params", "grads", "optimizer")  # of memory/<what>_bytes
 MIN_STEPS = 6  # whose speeds are compared: by chance they all say the same in 3 of 100 pairs of runs
@@ -93,7 +93,7 @@ def _read_run(run: Path, name: str) -> Outcome:
     outcome = Outcome(name, settings["parallel"]["stage"], not note, note, facts["mesh"], facts, settings)
     if not trained or counted is None:
         return outcome
-    first = first_steps(train.get("compile", False), facts["mesh"])
+    first = warmup_steps(train.get("compile", False), facts["mesh"])
     later = trained[ceil(first / train.get("logging_steps", 1)) :] or trained
     evaluated = [row for row in rows if "eval/loss" in row]
 

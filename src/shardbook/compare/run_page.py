@@ -8,7 +8,7 @@ from shardbook.compare.compare_page import by_step, describe, losses_of, memory_
 from shardbook.compare.outcome import SPEED, read_outcome
 from shardbook.compare.page import HELD_OUT, PANELS, Panel, panel_of, render
 from shardbook.recipe import RecipeError
-from shardbook.run.metrics import read_rows
+from shardbook.run.log.recorder import read_rows
 
 CURVES = {"rate": "train/learning_rate", "norm": "train/grad_norm", "speed": SPEED, "mfu": "perf/mfu"}
 ELSEWHERE = {"train/loss", "train/tokens", *CURVES.values()}

@@ -15,7 +15,7 @@ import wandb_workspaces.workspaces as workspaces
 from pydantic import TypeAdapter
 
 from shardbook.compare.outcome import Outcome, judge
-from shardbook.run.trackers import STEP, has_wandb_key
+from shardbook.run.log.trackers import STEP, has_wandb_key
 
 PANELS = tomllib.loads(Path(__file__).with_name("panels.toml").read_text())  # section -> its panels
 

@@ -181,7 +181,7 @@ class HostAdamW(torch.optim.Optimizer):
         own = [master for master in self.tree.parameters() if master in self.squares]
         norm = gradient_norm([*own], [self.squares[master] for master in own])
         self.coefficient = min(1.0, float(max_norm / (norm + 1e-6))) if max_norm else 1.0
-        return norm.pin_memory() if self.device.type == "cuda" else norm  # the device looks at it without a wait
+        return norm
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Begins the step of every unit that has gradients, in forward order."""

@@ -23,7 +23,8 @@ from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.schedule import Action
 from shardbook.parallel.units import Unit, shard_rows
 
-COUNTS_BYTES = 9 * 8  # the step's counts and flags: nine fp64 numbers summed over all ranks
+COUNTS_BYTES = 5 * 8  # the step's counts: five fp64 numbers summed over all ranks
+FLAGS_BYTES = 4 * 8  # its flags, a sum of their own
 Made = tuple[list["Event"], frozenset[Unit]]  # of a pass, and the units that are gathered at its end
 NORM_BYTES = 8  # the squared gradient norm, one fp64 number
 
@@ -292,7 +293,8 @@ def step_events(
     yield from (Event("update", unit) for unit in away if any(unit.trained))
     yield Event("step", None, exchanges)
     everyone = next((axis for axis, size in layout.sizes.items() if size == layout.world_size), WORLD)
-    yield Event("counts", None, (("all_reduce", everyone, COUNTS_BYTES),))
+    sums = tuple(("all_reduce", everyone, size) for size in (COUNTS_BYTES, FLAGS_BYTES))
+    yield Event("counts", None, sums)
 
 
 def count_traffic(events: Iterable[Event]) -> Traffic:

@@ -134,15 +134,15 @@ def set_time_limit(device_type: str, limit: timedelta) -> None:
 
 
 @contextlib.contextmanager
-def watch_steps(ranks: Ranks, hang_seconds: float, first_steps: int = 1) -> Iterator[Callable[[int], None]]:
+def watch_steps(ranks: Ranks, hang_seconds: float, warmup_steps: int = 1) -> Iterator[Callable[[int], None]]:
     """Watches the steps inside. Yields a function to call with the number of each finished step.
 
-    After the `first_steps`, which compile, a rank without progress for `hang_seconds` ends the run and is named (0: not
-    watched), and NCCL's limit falls from TIMEOUT to LATER_SECONDS more than that. gloo's limit stays: a checkpoint
+    After the `warmup_steps`, which compile, a rank without progress for `hang_seconds` ends the run and is named (0:
+    not watched), and NCCL's limit falls from TIMEOUT to LATER_SECONDS more than that. gloo's limit stays: a checkpoint
     waits for the slowest disk.
     """
     limit = timedelta(seconds=hang_seconds + LATER_SECONDS) if hang_seconds else TIMEOUT
-    left = count(first_steps - 1, -1)
+    left = count(warmup_steps - 1, -1)
 
     def finish(step: int) -> None:
         compiles = next(left) > 0

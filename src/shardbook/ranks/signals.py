@@ -32,7 +32,7 @@ class StopFlag:
     after the same step."""
 
     asked: bool = False
-    again: bool = False  # whether an evaluation, samples or a save went by since the sum; the same on every rank
+    check_before_next_step: bool = False  # since an evaluation, samples or a save went by; the same on every rank
     terminated: float = 0.0  # when a SIGTERM first came
 
     def listen(self) -> "StopFlag":

@@ -26,7 +26,7 @@ FORMS = {  # the values that a pattern allows, for people
     CHECKPOINTINGS: ["none", "full", "selective", "every:<whole number>", "budget:<0.0 to 1.0>"],
 }
 
-TRACKERS = ["wandb", "tensorboard", "trackio", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "none"]
+TRACKERS = ["wandb", "tensorboard", "trackio", "mlflow", "swanlab", "aim", "none"]  # tried offline (docs/trackers.md)
 
 TIERS = ("none", "cpu", "nvme")  # storage tiers, each further from the device: the device, host memory, a disk
 

@@ -1,9 +1,8 @@
 """Evaluation between steps: the held-out loss, the objective's other metrics, and samples."""
 
-from contextlib import nullcontext
-
 import torch
 
+from shardbook.arithmetic import is_due
 from shardbook.data.loader import Batching, eval_micro_batches
 from shardbook.data.tokenized import Documents
 from shardbook.objectives import Objective
@@ -11,10 +10,10 @@ from shardbook.parallel.pipeline import run_forward
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import Ranks, sum_over_ranks
 from shardbook.ranks.progress import mark_each
-from shardbook.run.console import Console
 from shardbook.run.generate import Samples
-from shardbook.run.meter import Meter, is_due
-from shardbook.run.metrics import Metrics
+from shardbook.run.log.console import Console
+from shardbook.run.log.recorder import Metrics
+from shardbook.run.log.step_log import StepLog
 from shardbook.run.prepare import Job
 
 
@@ -22,19 +21,18 @@ class Observer:
     """Evaluates, logs and takes samples after steps; step 0 is before the first. All ranks make the same calls."""
 
     def __init__(
-        self, job: Job, sharded: ShardedModel, held_out: Documents | None, ranks: Ranks, meter: Meter, console: Console
+        self, job: Job, sharded: ShardedModel, held_out: Documents | None, ranks: Ranks, log: StepLog, console: Console
     ):
-        self.job, self.sharded, self.held_out, self.ranks, self.meter = job, sharded, held_out, ranks, meter
-        self.samples = Samples(job, sharded, ranks, meter.recorder, console)
+        self.job, self.sharded, self.held_out, self.ranks, self.log = job, sharded, held_out, ranks, log
+        self.samples = Samples(job, sharded, ranks, log.recorder, console)
 
     def after(self, step: int) -> None:
-        """Evaluates if due, logs the row of `step`, and takes samples if due. Collective."""
-        job, pause = self.job, self.meter.paused if step else nullcontext  # before the first step nothing runs
+        """Evaluates if due, into the row of `step`, and takes samples if due. Collective."""
+        job = self.job
         if self.held_out and (step in (0, job.steps) or is_due(step, job.recipe.train.eval_steps)):
-            with pause():
-                self.meter.add(evaluate(self.sharded, job.objective, self.held_out, job.batching, self.ranks))
-        self.meter.log(step)
-        self.samples.take(step, pause)
+            given = self.sharded, job.objective, self.held_out, job.batching, self.ranks
+            self.log.add(lambda: evaluate(*given))
+        self.samples.take(step, self.log.paused)
 
 
 @torch.no_grad()

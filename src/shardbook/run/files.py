@@ -17,7 +17,7 @@ from shardbook.model import embedded
 from shardbook.model.hub import config_folder, read_header, tokenizer_folder, weights_files
 from shardbook.ranks.exits import LAUNCHER, watch_launcher
 from shardbook.recipe import Model, Recipe, RecipeError, Run, Train
-from shardbook.run.trackers import check_installed
+from shardbook.run.log.trackers import check_installed
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # on the Hub
 

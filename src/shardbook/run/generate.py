@@ -21,8 +21,8 @@ from shardbook.model.attention import cached_attention
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import Ranks, sum_over_ranks
 from shardbook.ranks.progress import mark_each
-from shardbook.run.console import Console
-from shardbook.run.metrics import Recorder
+from shardbook.run.log.console import Console
+from shardbook.run.log.recorder import Recorder
 from shardbook.run.prepare import Job
 
 SHOWN = 2  # samples on the console; samples.jsonl has all

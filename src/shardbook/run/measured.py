@@ -16,7 +16,7 @@ from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import Cluster
 from shardbook.recipe import RecipeError, first_line, load_recipe
 from shardbook.run.directory import read_facts
-from shardbook.run.metrics import read_rows
+from shardbook.run.log.recorder import read_rows
 
 SKIPPED = 3  # first logged steps, which compile and fill caches
 LOWEST, HIGHEST = 0.1, 20.0  # bounds of either constant against a data sheet's share

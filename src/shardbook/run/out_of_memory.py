@@ -12,7 +12,7 @@ from shardbook.plan.hardware import HOST_ROOM, ROOM
 from shardbook.plan.peak import GB, predict_fullest
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.machine import memory_bytes
-from shardbook.run.metrics import memory_metrics, peak_metrics
+from shardbook.run.log.memory import memory_metrics, peak_metrics
 from shardbook.run.prepare import Job
 
 ON_CPU = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")  # torch raises a RuntimeError there

@@ -13,10 +13,10 @@ from huggingface_hub.errors import HfHubHTTPError
 from shardbook.paths import is_hub_id, write_whole
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Recipe, RecipeError, Train, first_line, load_recipe
-from shardbook.run.console import Console
 from shardbook.run.directory import read_facts
 from shardbook.run.files import check_repo
-from shardbook.run.metrics import read_rows
+from shardbook.run.log.console import Console
+from shardbook.run.log.recorder import read_rows
 
 PACKAGES = ("shardbook", "torch", "transformers", "datasets", "cuda", "gpu")
 LOSSES = {"train": "train/loss", "eval": "eval/loss"}

@@ -24,7 +24,7 @@ from shardbook.paths import write_whole
 from shardbook.ranks.distributed import Ranks, broadcast_from_main, sum_over_ranks
 from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import RecipeError, first_line
-from shardbook.run.console import Console
+from shardbook.run.log.console import Console
 from shardbook.run.prepare import Job
 
 FILE = "reference.npz"

@@ -12,9 +12,11 @@ from shardbook.plan.hardware import ROOM, build_cluster
 from shardbook.plan.peak import GB
 from shardbook.ranks.machine import memory_bytes
 from shardbook.recipe import Recipe, RecipeError
-from shardbook.run.console import Console, readable_bytes
+from shardbook.run.job_summary import describe_job
+from shardbook.run.log.console import Console
 from shardbook.run.prepare import lay_out_run, prepare_job
 from shardbook.run.stored_items import newest_checkpoint
+from shardbook.terminal import readable_bytes
 
 
 def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
@@ -28,7 +30,7 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     checkpoint = newest_checkpoint(run / "checkpoints") if run else None
     laid = lay_out_run(recipe, World(world_size, ranks_per_node))
     job = prepare_job(laid, run=run, checkpoint=checkpoint or recipe.train.resume_from_checkpoint)
-    console.show_job(job)
+    console.show(describe_job(job))
     from shardbook.plan.simulate import simulate_step  # makes a process group, and loads fake tensors' modules
 
     beside = {"offload.optimizer": recipe.offload.optimizer != "none", "parallel.pp_size": recipe.parallel.pp_size > 1}

@@ -5,6 +5,7 @@ from math import prod
 
 import torch
 
+from shardbook.arithmetic import is_due
 from shardbook.memory.host_state import available_memory
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.sharding import ShardedModel
@@ -14,8 +15,7 @@ from shardbook.ranks.exits import RunFailed
 from shardbook.run.background import Background
 from shardbook.run.checkpoint import TrainState, save_checkpoint, whole_shapes
 from shardbook.run.directory import RunDirectory
-from shardbook.run.meter import Meter, is_due
-from shardbook.run.prefetch import NO_FLAGS
+from shardbook.run.log.step_log import StepLog
 from shardbook.run.prepare import Job
 from shardbook.run.stored_items import in_gb
 from shardbook.terminal import print_line
@@ -29,7 +29,7 @@ class Saver:
     job: Job
     sharded: ShardedModel
     optimizer: torch.optim.Optimizer
-    meter: Meter
+    log: StepLog
     saved: int
 
     def __post_init__(self) -> None:
@@ -37,7 +37,7 @@ class Saver:
         self.background = None
         if not self.train.save_steps:
             return
-        copied = predict_copied(self.job.layout, self.meter.ranks.rank, self.job.recipe.optim.name)
+        copied = predict_copied(self.job.layout, self.log.ranks.rank, self.job.recipe.optim.name)
         next_due = (self.saved // self.train.save_steps + 1) * self.train.save_steps
         if next_due <= self.job.steps and self.job.recipe.saves_behind and self._has_memory(copied):
             device, waits = next(self.sharded.masters.parameters()).device, self.train.async_save == "wait"
@@ -47,7 +47,7 @@ class Saver:
     def _has_memory(self, copied: int) -> bool:
         """Returns whether every node has memory for what its ranks save, `copied` bytes each, and says where one has
         not: there only what was asked for is tried. Collective."""
-        needed = copied * self.meter.ranks.ranks_per_node
+        needed = copied * self.log.ranks.ranks_per_node
         lacks = self.train.async_save == "auto" and available_memory() < needed
         if not sum_over_ranks(lacks)[0]:
             return True
@@ -59,14 +59,14 @@ class Saver:
         return is_due(step, self.train.save_steps)
 
     def after(self, state: TrainState) -> None:
-        """Saves after a step if due; before, `meter` raises where that step is not finite. Collective."""
+        """Saves after a step if due; before, `log` raises where that step is not finite. Collective."""
         if self.is_due(state.step):
-            with self.meter.paused():
+            with self.log.paused():
                 self._save(state, self.background)
 
     def flags(self) -> list[float]:
-        """Returns flags to sum over ranks with the next step's counts; `take_flag_sums` takes the sums."""
-        return self.background.flags() if self.background else NO_FLAGS
+        """Returns flags to sum over ranks beside the next step; `take_flag_sums` takes the sums."""
+        return self.background.flags() if self.background else [0.0, 0.0, 0.0]
 
     def take_flag_sums(self, sums: list[float]) -> None:
         if self.background:
@@ -78,12 +78,11 @@ class Saver:
             self.background.finish()
             self.saved = max(self.saved, self.background.published)
         if state.step > self.saved and (self.train.save_steps or stopped):
-            self.meter.check()  # a step that was not logged was not checked yet
             self._save(state)
 
     def _save(self, state: TrainState, background: Background | None = None) -> None:
         run, keep = self.run, self.train.save_total_limit
-        state = replace(state, log=self.meter.mark())
+        state = replace(state, log=self.log.mark())
         if background:
             background.finish()  # the one before: its buffer is taken again
         try:
@@ -91,7 +90,7 @@ class Saver:
         except RunFailed as error:
             if not (background and error.__cause__):  # without a cause of the disk's no other try helps
                 raise
-            background.fail(str(error), self.meter.ranks.is_main)
+            background.fail(str(error), self.log.ranks.is_main)
         self.saved = self.saved if background else state.step
 
 

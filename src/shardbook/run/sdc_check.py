@@ -5,10 +5,13 @@ arose, before a sum spreads it. Invariant: no number of the run changes: gradien
 of bits are exact, and equal in any order.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardbook.arithmetic import is_due
 from shardbook.comm.ledger import Ledger
 from shardbook.data.loader import MicroBatch
 from shardbook.optim.elementwise import local_values
@@ -31,20 +34,33 @@ class Handed(Ledger):
             self.sums.append(sum_bits(tensor))
 
 
-def check_results(
-    step: int, sharded: ShardedModel, micro: MicroBatch, loss_function: LossFunction, ranks: Ranks
-) -> None:
+@dataclass(frozen=True)
+class SdcCheck:
+    """A check before each step that is due, but for the `first_step` of a launch, whose collectives a ledger counts."""
+
+    every: int  # steps; 0: none
+    sharded: ShardedModel
+    ranks: Ranks
+    first_step: int
+
+    def before(self, step: int, micro: MicroBatch, loss_function: LossFunction) -> None:
+        """Checks this rank with the first `micro` of a step, where that is due. Raises as `check_rank`. Collective."""
+        if is_due(step, self.every) and step != self.first_step:
+            check_rank(step, self.sharded, micro, loss_function, self.ranks)
+
+
+def check_rank(step: int, sharded: ShardedModel, micro: MicroBatch, loss_function: LossFunction, ranks: Ranks) -> None:
     """Runs forward and backward of `micro` twice. Raises RunFailed, on all ranks, where a rank's bits differ, and names
     those in which that was seen first. Waits for the device. Collective."""
     once, again = (_run(sharded, micro, loss_function, ranks) for _ in range(2))
     differs = [place for place, pair in enumerate(zip(once, again, strict=True), 1) if pair[0] != pair[1]]
-    own = [0.0] * ranks.world_size
-    own[ranks.rank] = float(differs[0]) if differs else 0.0
-    found = sum_over_ranks(*own)
-    if not any(found):
+    places = [0.0] * ranks.world_size
+    places[ranks.rank] = float(differs[0]) if differs else 0.0
+    places = sum_over_ranks(*places)
+    if not any(places):
         return
-    first = min(filter(None, found))
-    named = ", ".join(str(rank) for rank, place in enumerate(found) if place == first)
+    first = min(filter(None, places))
+    named = ", ".join(str(rank) for rank, place in enumerate(places) if place == first)
     raise RunFailed(
         f"step {step}: rank {named} computed one micro-batch twice and got other bits; look at its device (ECC, "
         "nvidia-smi -q), and leave its machine out; what was computed since the last check is in doubt"
