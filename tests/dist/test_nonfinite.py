@@ -122,15 +122,16 @@ def assert_begins(error, pattern, rest):
 
 
 @pytest.mark.parametrize("logging", [0, 10])
-def test_it_is_found_where_its_step_is_not_logged(recipe, logging):
-    """At the last step, by its own number; a weight or a moment that became NaN in step 3 is seen by the norm of 4."""
+def test_it_is_named_where_its_step_is_not_logged(recipe, logging):
+    """A weight or a moment that became NaN in step 3 is seen by the numbers of step 4."""
     kinds = ("loss", "gradient", "weight", "moment")
     runs = {f"{name}-{logging}": (*RUNS[name], f"train.logging_steps={logging}") for name in ("device", "host")}
     for errors in run_world(2, train_planted, recipe, runs, kinds):
         for (_, kind), error in errors.items():
-            rows = ROWS.get(kind, "rank 0: rows 12 to ")
-            line = f"step {3 if kind in ROWS else 4}: train/grad_norm is not finite, as step 5 found; lower "
-            assert_begins(error, line + "optim.learning_rate, or look at ", rows)
+            rows, step = ROWS.get(kind, "rank 0: rows 12 to "), 3 if kind in ROWS else 4
+            value = r"[0-9.]+" if kind == "gradient" else "nan"
+            line = f"step {step}: train/loss is {value} and train/grad_norm nan; lower optim.learning_rate, or look at "
+            assert_begins(error, line, rows)
         assert len(errors) == len(runs) * len(kinds)
 
 
@@ -164,29 +165,35 @@ def test_it_ends_a_run_where_only_the_device_knows_it(recipe):
             assert saved(recipe, f"{name}-loss") == ["step-000001", "step-000002"]
 
 
-def last_in_place_of_first():
-    """Planted: each later step that is not finite takes the place of the first."""
-    from shardbook.run.nonfinite import FirstNonFinite
+def only_logged_steps_are_read():
+    """Planted: the numbers of a step that is not logged are dropped."""
+    from shardbook.run.log.step_log import StepLog
 
-    real = FirstNonFinite.note
+    real = StepLog.end
 
-    def note(self, step, norm, terms):
-        before, self.first = self.first, torch.zeros_like(self.first)
-        real(self, step, norm, terms)
-        if not self.first[0]:
-            self.first = before
+    def end(log, *given):
+        real(log, *given)
+        log.pending.values.clear()
 
-    FirstNonFinite.note = note
+    StepLog.end = end
 
 
-def nothing_is_noted():
-    """Planted: a step that is not read is not looked at."""
-    from shardbook.run.nonfinite import FirstNonFinite
+def numbers_of_the_step_before():
+    """Planted: a step is told the numbers of the one before."""
+    from shardbook.run.log.step_log import StepLog
 
-    FirstNonFinite.note = lambda self, step, norm, terms: None
+    real, before = StepLog.end, []
+
+    def end(log, *given):
+        real(log, *given)
+        before.append(log.pending.values)
+        log.pending.values = before[-2:][0]
+
+    StepLog.end = end
 
 
-@pytest.mark.parametrize("bug", [last_in_place_of_first, nothing_is_noted])
+@pytest.mark.parametrize("bug", [only_logged_steps_are_read, numbers_of_the_step_before])
 def test_a_planted_bug_turns_it_red(recipe, bug):
-    (errors, _) = run_world(2, train_planted, recipe, {bug.__name__: ("train.logging_steps=0",)}, ("loss",), bug)
-    assert errors[bug.__name__, "loss"].startswith("step 5: ")
+    words = ("train.logging_steps=0", *SAVES)
+    (errors, _) = run_world(2, train_planted, recipe, {bug.__name__: words}, ("loss",), bug)
+    assert not errors[bug.__name__, "loss"].startswith("step 3: ")

@@ -183,8 +183,8 @@ EARLY = {  # what a launcher sees before torch is imported: the command's words,
     "resume": (["train.resume_from_checkpoint={out}/nowhere"], ["train.resume_from_checkpoint = ", "no such direct"]),
     "run-dir": (["run.dir={out}/a-file/runs"], ["a-file/runs/early: cannot be written", "a-file is a file); set run."]),
     "tracker": (
-        ["run.report_to=clearml"],
-        ["report_to = 'clearml': its package is not installed; pip install clearml"],
+        ["run.report_to=aim"],
+        ["report_to = 'aim': its package is not installed; pip install aim"],
     ),
 }
 ALSO = {  # of configs, in a process that has imported transformers without torch

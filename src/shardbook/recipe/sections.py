@@ -280,7 +280,7 @@ class Run(Section):
     name: str = key("", "Directory of the run; the same name continues it. Empty: recipe name and time.", pattern=NAMES)
     dir: str = key("runs", "Where run directories are made.")
     report_to: str | list[str] = key(
-        "wandb", "Trackers: wandb (offline without a key), another that accelerate knows (tensorboard, ...), or none."
+        "wandb", "Trackers: wandb (offline without a key), tensorboard, trackio, mlflow, swanlab, aim, or none."
     )
     project: str = key("shardbook", "The trackers' project name.")
     group: str = key("", "Group of the run in the trackers: a comparison's name, or your own.")

@@ -62,7 +62,7 @@ class TrainState:
     step: int  # optimizer steps done
     tokens: int  # trained tokens seen, all ranks
     loader: dict[str, Any]
-    log: dict[str, int] = field(default_factory=dict)  # what the meter must find again: see its `mark`
+    log: dict[str, int] = field(default_factory=dict)  # what the step log must find again: see its `mark`
 
 
 @long_phase("a checkpoint")
