@@ -194,9 +194,7 @@ def replicas_drift():
     import torch
     import torch.distributed as dist
 
-    from shardbook.memory import host_adamw
-
-    real = host_adamw.build_optimizer
+    from shardbook.optim import build_optimizer as real
 
     def build_optimizer(model, *given):
         optimizer = real(model, *given)
@@ -210,21 +208,19 @@ def replicas_drift():
         optimizer.step = drifting
         return optimizer
 
-    host_adamw.build_optimizer = build_optimizer
+    replace(real, build_optimizer)
 
 
 @planted_in("ddp", 2, 1)
 def gradients_never_zeroed():
-    from shardbook.memory import host_adamw
-
-    real = host_adamw.build_optimizer
+    from shardbook.optim import build_optimizer as real
 
     def build_optimizer(model, *given):
         optimizer = real(model, *given)
         optimizer.zero_grad = lambda: None
         return optimizer
 
-    host_adamw.build_optimizer = build_optimizer
+    replace(real, build_optimizer)
 
 
 @planted_in("zero1", 1, 3, tied=False)

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardbook.memory.host_adamw import materialize_state
 from shardbook.model.adapter_files import load_adapter
 from shardbook.model.laid_out import World
 from shardbook.model.weights import load_weights
@@ -28,6 +27,7 @@ from shardbook.ranks.distributed import (
 from shardbook.ranks.exits import DONE, exit_rank
 from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import Recipe, RecipeError
+from shardbook.run.build import allocate_state, build_sharded
 from shardbook.run.checkpoint import load_checkpoint
 from shardbook.run.directory import read_facts
 from shardbook.run.evaluated import describe_rows, evaluation_recipe
@@ -39,7 +39,7 @@ from shardbook.run.reference import Reference
 from shardbook.run.start import load_base
 from shardbook.run.stored_items import newest_checkpoint, step_of
 from shardbook.run.teacher import fill_teacher
-from shardbook.train import build, guard
+from shardbook.train import guard
 
 LIKELIHOODS = {"sft": "loss", "distill": "nll"}  # by method, the metric whose exponential is the perplexity
 
@@ -54,10 +54,10 @@ def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, i
     if rows := describe_rows(recipe, run):
         console.print(f"rows     {rows}")
     console.print(f"eval     {job.held_out.summary}")
-    sharded = build(job, ranks.device)
+    sharded = build_sharded(job, ranks.device)
     oom_guard = OomGuard(job, sharded)
     with oom_guard, tempfile.TemporaryDirectory() as folder:
-        optimizer = oom_guard.optimizer = materialize_state(job.model, sharded, laid.recipe.optim, ranks.device)
+        optimizer = oom_guard.optimizer = allocate_state(job.model, sharded, laid.recipe.optim, ranks.device)
         source = load_base(laid.recipe, sharded, job.folder)
         fill_teacher(sharded, laid.recipe)
         sharded.upload_shards()

@@ -12,15 +12,9 @@ from pathlib import Path
 
 import torch
 
-from shardbook.memory.activation import apply_checkpointing
-from shardbook.memory.block_inputs import send_inputs
-from shardbook.memory.host_adamw import materialize_state
-from shardbook.model.causal_lm import apply_compile
 from shardbook.model.laid_out import World
 from shardbook.optim import clip_gradients, learning_rate, set_learning_rate
-from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.pipeline import run_step
-from shardbook.parallel.sharding import ShardedModel, apply_stage
 from shardbook.ranks.distributed import (
     Ranks,
     check_same_on_all_ranks,
@@ -35,6 +29,7 @@ from shardbook.ranks.progress import PROGRESS
 from shardbook.ranks.settings import use_deterministic
 from shardbook.ranks.signals import StopFlag, asked_early
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe
+from shardbook.run.build import allocate_state, build_sharded
 from shardbook.run.checkpoint import TrainState
 from shardbook.run.directory import environment, find_everywhere, open_everywhere
 from shardbook.run.evaluation import Observer
@@ -45,7 +40,7 @@ from shardbook.run.log.console import Console
 from shardbook.run.log.step_log import StepLog
 from shardbook.run.out_of_memory import OomGuard
 from shardbook.run.prefetch import BatchPrefetcher
-from shardbook.run.prepare import Job, lay_out_run, prepare_job
+from shardbook.run.prepare import lay_out_run, prepare_job
 from shardbook.run.profile import Profile
 from shardbook.run.push import push_if_asked
 from shardbook.run.reference import Reference
@@ -80,11 +75,11 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     console.show(describe_job(job))
 
     # Model and optimizer; then the start: the newest checkpoint, else the recipe's, else pretrained or random weights.
-    sharded = build(job, ranks.device)
+    sharded = build_sharded(job, ranks.device)
     oom_guard = OomGuard(job, sharded)
     with oom_guard:
         seed = recipe.train.seed
-        optimizer = oom_guard.optimizer = materialize_state(job.model, sharded, recipe.optim, ranks.device, seed)
+        optimizer = oom_guard.optimizer = allocate_state(job.model, sharded, recipe.optim, ranks.device, seed)
         reference = Reference(job, run.path, ranks, console, stop)
         state, source = start_from(newest, job, sharded, optimizer, reference)
     if reference.stopped:
@@ -135,16 +130,6 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
         push_if_asked(run.path, recipe.train, console)
     console.print(f"done     {job.steps} steps, {state.tokens:,} trained tokens")
     return DONE
-
-
-def build(job: Job, device: torch.device) -> ShardedModel:
-    """Applies checkpointing -> compile -> stage in place: compile sees recomputed blocks, the stage compiled ones."""
-    activation, model = job.recipe.activation, job.model
-    recomputed = apply_checkpointing(model.all_blocks, activation, job.recipe.lora.lora_dropout > 0)
-    send_inputs(model, recomputed, job.recipe.offload)
-    if job.recipe.train.compile:
-        apply_compile(model)
-    return apply_stage(model, job.layout, build_mesh(job.layout.sizes, device.type))
 
 
 def main(words: list[str] | None = None) -> int:

@@ -24,7 +24,7 @@ from transformers import AutoConfig
 
 from shardbook.data.loader import MicroBatch
 from shardbook.memory.direct_io import DirectFile, page_buffer
-from shardbook.memory.host_adamw import BUCKET_BYTES, materialize_state
+from shardbook.memory.host_adamw import BUCKET_BYTES
 from shardbook.memory.tiers import RING
 from shardbook.model.causal_lm import build_model
 from shardbook.model.weights import init_weights
@@ -35,6 +35,7 @@ from shardbook.parallel.layout import build_layout
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.sharding import apply_stage
 from shardbook.recipe import parse_recipe, resolve_precision
+from shardbook.run.build import allocate_state
 
 ROOT = Path(__file__).parents[2]
 PARAMETERS = 32 * 2**20
@@ -152,7 +153,7 @@ def bench_hidden(rounds: int) -> dict:
     model = build_model(config, recipe.at_rest)
     own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)
     sharded = apply_stage(model, layout := build_layout(*own, 1, 1, recipe.offload), build_mesh(layout.sizes, "cpu"))
-    optimizer = materialize_state(model, sharded, recipe.optim, torch.device("cpu"))
+    optimizer = allocate_state(model, sharded, recipe.optim, torch.device("cpu"))
     init_weights(sharded.masters, 0)
     sharded.upload_shards()
     for block in model.blocks:

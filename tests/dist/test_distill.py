@@ -23,6 +23,7 @@ from cases import (
     relative_error,
     run_cases,
 )
+from planted import replace
 from safetensors import safe_open
 from tiny import write_model
 from world import losses, metrics, run_train, run_world, train_rank
@@ -221,10 +222,10 @@ def test_samples_compile_and_knobs_beside_a_teacher(recipe, teachers):
 
 def bug_of(name: str) -> None:
     """Plant it in this process."""
-    from shardbook.memory import host_adamw
     from shardbook.model import loss_head
+    from shardbook.optim import build_optimizer as build
 
-    real, build = loss_head.distillation_loss, host_adamw.build_optimizer
+    real = loss_head.distillation_loss
 
     def forgets_the_square(logits, theirs, targets, temperature, ratio, trains):
         parts = [real(logits.clone(), theirs.clone(), targets, temperature, only, True)[2] for only in (0.0, 1.0)]
@@ -254,7 +255,7 @@ def bug_of(name: str) -> None:
         return optimizer
 
     if name == "trains_the_teacher":
-        host_adamw.build_optimizer = trains_the_teacher
+        replace(build, trains_the_teacher)
     else:
         loss_head.distillation_loss = {"square": forgets_the_square, "way": the_wrong_way_round}[name]
 

@@ -26,9 +26,10 @@ def plant(kind):
     once the norm is known, in a `weight` or a `moment`."""
     import torch.distributed as dist
 
-    from shardbook.memory.host_adamw import HostAdamW, materialize_state
+    from shardbook.memory.host_adamw import HostAdamW
     from shardbook.optim import clip_gradients
     from shardbook.parallel.pipeline import MicroBatchRunner
+    from shardbook.run.build import allocate_state
 
     accumulate, forward = HostAdamW._accumulate, MicroBatchRunner.forward
     step, optimizers = [1], []
@@ -63,17 +64,17 @@ def plant(kind):
         step[0] += 1
         return norm
 
-    def materialize_noted(*given):
-        optimizers.append(materialize_state(*given))
+    def allocate_noted(*given):
+        optimizers.append(allocate_state(*given))
         return optimizers[0]
 
     replace(clip_gradients, clip_planted)
-    replace(materialize_state, materialize_noted)
+    replace(allocate_state, allocate_noted)
     HostAdamW._accumulate, MicroBatchRunner.forward = accumulate_planted, forward_planted
 
     def take_back():
         replace(clip_planted, clip_gradients)
-        replace(materialize_noted, materialize_state)
+        replace(allocate_noted, allocate_state)
         HostAdamW._accumulate, MicroBatchRunner.forward = accumulate, forward
 
     return take_back

@@ -44,9 +44,9 @@ def train_all(recipe, runs):
     """On each rank: train each of `runs` (a name and words), and say what came of it."""
     from shardbook import train
     from shardbook.memory import host_adamw
-    from shardbook.memory.host_adamw import materialize_state
     from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import load_recipe
+    from shardbook.run.build import allocate_state
     from shardbook.run.log.memory import memory_metrics
 
     host_adamw.BUCKET_BYTES = 2**20  # a unit has several
@@ -54,22 +54,22 @@ def train_all(recipe, runs):
     for name, words in runs.items():
         seen = {}
 
-        def materialize_seen(model, sharded, *given, seen=seen):
-            seen["optimizer"], seen["sharded"] = materialize_state(model, sharded, *given), sharded
+        def allocate_seen(model, sharded, *given, seen=seen):
+            seen["optimizer"], seen["sharded"] = allocate_state(model, sharded, *given), sharded
             return seen["optimizer"]
 
         def measure_seen(*kept, seen=seen):
             seen["memory"] = memory_metrics(*kept)
             return seen["memory"]
 
-        replace(materialize_state, materialize_seen)
+        replace(allocate_state, allocate_seen)
         replace(memory_metrics, measure_seen)
         settings = load_recipe(recipe, [*words, f"run.name={name}", "train.export=false"])
         try:
             with Record().follow(ranks.rank) as record:
                 assert train.train(settings, recipe, ranks) == 0
         finally:
-            replace(materialize_seen, materialize_state)
+            replace(allocate_seen, allocate_state)
             replace(measure_seen, memory_metrics)
         digests = digest(seen["sharded"], seen["optimizer"])
         said[name] = digests, seen["memory"], predicted(seen["sharded"], ranks.rank), record.differences()

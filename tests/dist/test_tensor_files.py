@@ -76,7 +76,6 @@ def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def move(words: list[str], recipe: Path, source: Path, out: Path) -> None:
     """On each rank: load a checkpoint and save what was loaded, to `out`."""
-    from shardbook.memory.host_adamw import materialize_state
     from shardbook.model.families import load_config
     from shardbook.model.laid_out import build_adapted
     from shardbook.parallel.layout import build_layout
@@ -84,6 +83,7 @@ def move(words: list[str], recipe: Path, source: Path, out: Path) -> None:
     from shardbook.parallel.sharding import apply_stage
     from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import load_recipe, resolve_precision
+    from shardbook.run.build import allocate_state
     from shardbook.run.checkpoint import load_checkpoint, save_checkpoint
 
     ranks = start_distributed()
@@ -93,7 +93,7 @@ def move(words: list[str], recipe: Path, source: Path, out: Path) -> None:
     parts, world = (model, model.parts, model.blocks), (ranks.world_size, ranks.ranks_per_node)
     layout = build_layout(settings.parallel, settings.precision, *parts, *world)
     sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
-    optimizer = materialize_state(model, sharded, settings.optim, ranks.device)
+    optimizer = allocate_state(model, sharded, settings.optim, ranks.device)
     state, _ = load_checkpoint(source, sharded, optimizer)
     save_checkpoint(out, sharded, optimizer, state, 0)
 

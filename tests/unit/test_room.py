@@ -72,7 +72,7 @@ def materialize_late(layout, folder):
         host_adamw.DirectFile, host_adamw.materialize = reserve, lambda *words: None
         host_adamw.build_host_adamw = lambda *words: "made"
         try:
-            said.append(host_adamw.materialize_state(None, SimpleNamespace(layout=layout, offloaded=None), None, None))
+            said.append(host_adamw.offload_state(None, SimpleNamespace(layout=layout, offloaded=None), None, None))
         except RecipeError as error:
             said.append(str(error))
 

@@ -32,7 +32,7 @@ from shardbook.memory.direct_io import DirectFile, page_buffer
 from shardbook.memory.host_state import ALIGN, FP32, STAGINGS, STATE, OffloadedUnit, moved_bytes
 from shardbook.memory.tiers import DiskState, build_tier, own_stream
 from shardbook.model.causal_lm import CausalLM, materialize
-from shardbook.optim import build_optimizer, gradient_norm, parameter_groups, squares_of
+from shardbook.optim import gradient_norm, parameter_groups, squares_of
 from shardbook.optim.elementwise import step_adamw
 from shardbook.optim.table import adamw_settings
 from shardbook.parallel.layout import Layout
@@ -276,27 +276,18 @@ class HostAdamW(torch.optim.Optimizer):
         return {"host": host} | ({"disk": self.file.size} if self.file else {})
 
 
-def materialize_state(
-    model: CausalLM, sharded: ShardedModel, optim: Optim, device: torch.device, seed: int = 0
-) -> torch.optim.Optimizer:
-    """Gives the model memory, on the device and wherever its layout's offload says, and returns its optimizer, which
-    has the run's `seed`. The memory is uninitialized: load into `sharded.masters`, then `sharded.upload_shards()`
-    copies it to where it is used.
-
-    Raises RecipeError, the same on every rank, where host or disk of a node have too little room. Collective.
-    """
+def offload_state(model: CausalLM, sharded: ShardedModel, optim: Optim, device: torch.device) -> HostAdamW:
+    """Gives the model memory on the device, host or disk, as its layout's offload says, and returns its optimizer.
+    Raises RecipeError, the same on every rank, where host or disk of a node have too little room. Collective."""
     layout = sharded.layout
-    if layout.offload.optimizer == "none":
-        materialize(model, device)
-        return build_optimizer(model, optim, seed)
-    sizes, here = host_state.offloaded_bytes(layout, dist.get_rank()), layout.ranks_per_node
-    is_first = dist.get_rank() % here == 0
+    sizes, of_node = host_state.offloaded_bytes(layout, dist.get_rank()), layout.ranks_per_node
+    is_first = dist.get_rank() % of_node == 0
     # one rank a node, before any of its ranks reserves: else a late rank counts what others reserved as not free
-    agree(lambda: host_state.check_room(layout, here) if is_first else None)
+    agree(lambda: host_state.check_room(layout, of_node) if is_first else None)
     file = agree(lambda: DirectFile(Path(layout.offload.path), sizes["disk"]) if "disk" in sizes else None)
     materialize(model, device)
-    sharded.offloaded = build_host_adamw(model, layout, optim, device, file)
-    return sharded.offloaded
+    optimizer = sharded.offloaded = build_host_adamw(model, layout, optim, device, file)
+    return optimizer
 
 
 def build_host_adamw(
