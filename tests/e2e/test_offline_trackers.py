@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import shardbook
+
 TRACKERS = Path(os.environ.get("SHARDBOOK_TRACKERS", Path(sys.prefix) / "trackers"))
 # Logs as a run does and leaves as a rank does (ranks/exits.py), without the interpreter's exit.
 LOG = """
@@ -94,7 +96,7 @@ def test_logs_arrive_offline_under_the_run_s_name(tracker, tmp_path):
     if not added and tracker not in ("wandb", "tensorboard"):
         pytest.skip(f"{tracker} is not installed: pip install --target {TRACKERS / tracker} {tracker}")
     tests = Path(__file__).parents[1]
-    sources = [Path(sys.modules["shardbook"].__file__).parents[1], tests, *added]
+    sources = [Path(shardbook.__file__).parents[1], tests, *added]
     own = {name: str(tmp_path / name.lower()) for name in ("HOME", "HF_HOME", "XDG_CACHE_HOME")}
     environment = os.environ | own | {"PYTHONPATH": os.pathsep.join(map(str, sources)), "HF_HUB_OFFLINE": "1"}
 
