@@ -37,6 +37,10 @@ class Recorded:
     rows: list[dict] = field(default_factory=list)
 
 
+def values(config) -> dict:
+    return {item.key: json.loads(item.value_json) for item in config.update if item.key}
+
+
 def read_wandb(path: Path) -> Recorded:
     found, whole = Recorded(), path.read_bytes()
     assert whole[:4] == b":W&B", whole[:HEADER]
@@ -45,7 +49,9 @@ def read_wandb(path: Path) -> Recorded:
         kind = record.WhichOneof("record_type")
         if kind == "run":
             found.group, found.job_type = record.run.run_group, record.run.job_type
-            found.config |= {item.key: json.loads(item.value_json) for item in record.run.config.update if item.key}
+            found.config |= values(record.run.config)
+        elif kind == "config":
+            found.config |= values(record.config)
         elif kind == "history":
             found.rows.append(
                 {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
